@@ -1,0 +1,279 @@
+"""Read and write checkpoint directories in Hugging Face's layout, quantized ones included.
+
+Only safetensors are read: pickle runs code. Every tensor is checked for name, shape, type and finiteness.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from sportsllm.artifacts import MANIFEST, read_manifest
+from sportsllm.config import ModelConfig, load_config, read_json
+from sportsllm.errors import ArtifactError
+from sportsllm.linear import SUFFIXES, QuantizedEmbedding, QuantizedLinear
+from sportsllm.model import SportsLLM
+from sportsllm.quantized import BITS, BLOCK_SIZES, QuantizedWeight
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+QUANT_METHOD = "sportsllm-nbits"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name, each read from disk when asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files: dict[str, Any] = {}
+        self._where: dict[str, Path] = {}
+        for path in _weight_files(directory):
+            try:
+                handle = safe_open(str(path), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ArtifactError(f"{path}: not a whole safetensors file ({error}); copy or make it again") from None
+            self._files[str(path)] = handle
+            for name in list(cast(Any, handle).keys()):
+                if name in self._where:
+                    raise ArtifactError(f"{path}: tensor {name!r} is also in {self._where[name].name}")
+                self._where[name] = path
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._where[name]
+        tensor = cast(Tensor, self._files[str(path)].get_tensor(name))
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise ArtifactError(f"{path}: tensor {name!r} holds NaN or infinity; use an undamaged checkpoint")
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        raise ArtifactError(f"{directory}: no such directory; give a checkpoint directory")
+    if (directory / MANIFEST).exists():
+        for name, entry in read_manifest(directory)["files"].items():
+            path = directory / name
+            size = path.stat().st_size if path.exists() else -1
+            if size != entry["bytes"]:
+                found = "missing" if size < 0 else f"{size} bytes instead of {entry['bytes']}"
+                raise ArtifactError(f"{path}: {found}; the directory is damaged, copy or make it again")
+    if (directory / INDEX).exists():
+        names = sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))
+        if any(Path(name).name != name for name in names):
+            raise ArtifactError(f"{directory / INDEX}: names a file outside the directory; refuse")
+        missing = [name for name in names if not (directory / name).exists()]
+        if missing or not names:
+            raise ArtifactError(f"{directory / INDEX}: {missing or 'no shard'} missing; copy the directory again")
+        return [directory / name for name in names]
+    if (directory / WEIGHTS).exists():
+        return [directory / WEIGHTS]
+    pickles = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
+    if pickles:
+        raise ArtifactError(
+            f"{directory}: only {pickles[0]} found; pickle files can run code and are not read, "
+            "convert them to safetensors"
+        )
+    raise ArtifactError(f"{directory}: no {WEIGHTS}; is it a finished checkpoint?")
+
+
+def quantization_config(directory: Path) -> dict[str, Any] | None:
+    """How a checkpoint is quantized, or None. Refuses methods that are not this program's."""
+    data = read_json(directory / "config.json").get("quantization_config")
+    if data is None:
+        return None
+    if data.get("quant_method") != QUANT_METHOD:
+        raise ArtifactError(
+            f"{directory / 'config.json'}: quant_method {data.get('quant_method')!r} is not supported; "
+            "use the unquantized checkpoint"
+        )
+    return cast(dict[str, Any], data)
+
+
+def load_checkpoint(directory: Path) -> SportsLLM:
+    """Open a checkpoint as a float32 model in evaluation mode; packed matrices stay packed.
+
+    Args:
+        directory: config.json and model.safetensors (or an index and shards).
+
+    Raises:
+        ArtifactError: a file is missing, damaged, of the wrong shape, not finite, or not supported.
+    """
+    config = load_config(directory)
+    tensors = TensorFiles(directory)
+    quantization = quantization_config(directory)
+    with torch.device("meta"):
+        model = SportsLLM(config)
+    remaining = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+    if config.tie_word_embeddings:
+        remaining.discard("lm_head.weight")  # some writers store the tied matrix twice
+    for name, module in list(model.named_modules()):
+        if f"{name}.weight_packed" in remaining:
+            if quantization is None:
+                raise ArtifactError(f"{directory}: {name} is packed but config.json has no quantization_config")
+            _install_packed(model, name, module, tensors, directory)
+            remaining -= {f"{name}.weight{suffix}" for suffix in SUFFIXES}
+    for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:
+            remaining.discard(name)
+            continue
+        if name not in remaining:
+            raise ArtifactError(f"{directory}: tensor {name!r} is missing; config.json asks for it")
+        _check_shape(tensors[name], tuple(parameter.shape), name, directory)
+        _set(model, name, nn.Parameter(tensors[name].float().contiguous()))
+        remaining.discard(name)
+    if remaining:
+        raise ArtifactError(f"{directory}: tensor {sorted(remaining)[0]!r} belongs to no part of this model")
+    return model.eval()
+
+
+def _check_shape(tensor: Tensor, expected: tuple[int, ...], name: str, directory: Path) -> None:
+    if tuple(tensor.shape) != expected:
+        raise ArtifactError(
+            f"{directory}: tensor {name!r} has shape {tuple(tensor.shape)}, config.json asks for {expected}"
+        )
+
+
+def _set(model: nn.Module, name: str, value: nn.Parameter | nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, value)
+
+
+def _install_packed(model: nn.Module, name: str, module: nn.Module, tensors: TensorFiles, directory: Path) -> None:
+    shape = tuple(cast(Tensor, module.weight).shape)
+    quantized = read_packed(tensors, name, shape, directory)
+    if isinstance(module, nn.Embedding):
+        _set(model, name, QuantizedEmbedding(quantized))
+        return
+    bias = tensors[f"{name}.bias"].float() if cast(Any, module).bias is not None else None
+    _set(model, name, QuantizedLinear(quantized, bias))
+
+
+def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], directory: Path) -> QuantizedWeight:
+    """One packed matrix of a checkpoint; bits and block size follow from the tensors' shapes.
+
+    Args:
+        tensors: the checkpoint's tensors.
+        name: the module's name; its tensors are `name`.weight_packed, _scale and _zero_point.
+        shape: (N, K) that the config asks for.
+        directory: for messages.
+    """
+    packed = tensors[f"{name}.weight_packed"]
+    if f"{name}.weight_scale" not in tensors:
+        raise ArtifactError(f"{directory}: {name}.weight_scale is missing beside the packed matrix")
+    scales = tensors[f"{name}.weight_scale"]
+    zero = tensors.get(f"{name}.weight_zero_point")
+    for bits in BITS:
+        block = packed.shape[-1] * 8 // bits
+        groups = -(-shape[1] // block)
+        fits = block in BLOCK_SIZES and tuple(packed.shape[:2]) == (shape[0], groups)
+        if fits and tuple(scales.shape) == (shape[0], groups) and packed.dtype == torch.uint8:
+            bits_found = quantization_bits(directory, name)
+            if bits_found not in (None, bits):
+                continue
+            if zero is not None:
+                _check_shape(zero, (shape[0], -(-groups * bits // 8)), f"{name}.weight_zero_point", directory)
+            return QuantizedWeight(
+                packed=packed.numpy(),
+                scales=scales.float().numpy(),
+                zero_points=None if zero is None else zero.numpy(),
+                bits=bits,
+                block_size=block,
+                in_features=shape[1],
+            )
+    raise ArtifactError(f"{directory}: packed tensor of {name!r} does not fit shape {shape}; make it again")
+
+
+def quantization_bits(directory: Path, name: str) -> int | None:
+    """Bits of one matrix as config.json's quantization_config records them."""
+    data = quantization_config(directory) or {}
+    return cast("int | None", data.get("modules", {}).get(name, {}).get("bits"))
+
+
+def save_checkpoint(
+    directory: Path,
+    model: SportsLLM,
+    tokenizer_from: Path | None = None,
+    quantization: Mapping[str, Any] | None = None,
+) -> None:
+    """Write config, weights (float32, packed matrices as bytes) and tokenizer files into `directory`.
+
+    Args:
+        directory: exists; usually the `.partial` of `output_directory`.
+        model: what to write.
+        tokenizer_from: a directory whose tokenizer and generation files are copied.
+        quantization: recorded as config.json's quantization_config.
+    """
+    config = model.config.to_hf()
+    if quantization is not None:
+        config["quantization_config"] = {"quant_method": QUANT_METHOD, **quantization}
+    write_json(directory / "config.json", config)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    save_tensors(directory / WEIGHTS, tensors)
+    if tokenizer_from is not None:
+        copy_tokenizer(tokenizer_from, directory)
+    if not (directory / "generation_config.json").exists():
+        write_generation_config(directory, model.config)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file; a full disk raises OSError as it does everywhere else."""
+    try:
+        save_file(tensors, str(path), metadata={"format": "pt"})
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        number = int(code.group(1))
+        raise OSError(number, os.strerror(number), str(path)) from None
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy tokenizer and generation files from one directory into another."""
+    if not (source / "tokenizer.json").exists():
+        raise ArtifactError(f"{source / 'tokenizer.json'}: not found; the checkpoint needs its tokenizer")
+    for name in TOKENIZER_FILES:
+        if (source / name).exists() and source != target:
+            shutil.copyfile(source / name, target / name)
+
+
+def write_generation_config(directory: Path, config: ModelConfig) -> None:
+    """Sampling defaults and special tokens, as Hugging Face's loaders read them."""
+    data: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 50,
+        "top_p": 0.9,
+        "max_new_tokens": 100,
+    }
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(config, name)
+        if value is not None:
+            data[name] = list(value) if isinstance(value, tuple) else value
+    write_json(directory / "generation_config.json", data)
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """A JSON object, indented, with a newline at the end."""
+    path.write_text(json.dumps(dict(data), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,84 @@
+"""Where words and progress bars for people go.
+
+With `--json` standard output carries one JSON object and nothing else, so everything else moves to
+standard error.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+
+_to_stderr = False
+_silent = False
+
+
+def use_stderr(enabled: bool) -> None:
+    """Send everything meant for people to standard error (True) or tables to standard output (False)."""
+    global _to_stderr
+    _to_stderr = enabled
+
+
+@contextmanager
+def silenced(enabled: bool = True) -> Iterator[None]:
+    """Inside, `output` prints nothing: for a step whose figures are shown elsewhere."""
+    global _silent
+    before, _silent = _silent, enabled
+    try:
+        yield
+    finally:
+        _silent = before
+
+
+def output() -> Console:
+    """Console for results: standard output, or standard error under `--json`."""
+    stream = sys.stderr if _to_stderr else sys.stdout
+    if _silent:
+        return Console(quiet=True)
+    width = None if stream.isatty() else 120
+    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+
+
+def say(message: str) -> None:
+    """One line about what is going on, on standard error."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(message, markup=False)
+
+
+@contextmanager
+def progress_bar(description: str, total: float | None, note: str = "") -> Iterator["ProgressBar"]:
+    """A progress bar on standard error, silent where that is no terminal.
+
+    Args:
+        description: what is being done.
+        total: the number of steps, or None where it is unknown.
+        note: first text of the free column at the right.
+    """
+    columns: list[ProgressColumn] = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    ]
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not sys.stderr.isatty(), transient=True) as progress:
+        task = progress.add_task(description, total=total, note=note)
+        yield ProgressBar(progress, int(task))
+
+
+class ProgressBar:
+    """Handle that `progress_bar` yields."""
+
+    def __init__(self, progress: Progress, task: int) -> None:
+        self._progress, self._task = progress, task
+
+    def advance(self, amount: float = 1, note: str | None = None) -> None:
+        """Move on by `amount` and, where given, replace the note at the right."""
+        from rich.progress import TaskID
+
+        if note is None:
+            self._progress.advance(TaskID(self._task), amount)
+        else:
+            self._progress.update(TaskID(self._task), advance=amount, note=note)

@@ -1,0 +1,136 @@
+"""Documents out of files and folders: .txt, .md, .jsonl (a `text` field), .parquet, each also as .gz.
+
+A document goes to the held-out part by the hash of its own text, so the split survives renamed and reordered
+files, and two copies of a document never end up on both sides.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, cast
+
+from sportsllm.errors import ArtifactError
+
+_SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+_PIECE_BYTES = 16_384  # a long plain file is cut near this size, at blank lines, so that it can be split
+
+
+def corpus_files(paths: Sequence[Path]) -> list[Path]:
+    """All readable files in `paths`, folders walked in sorted order.
+
+    Raises:
+        ArtifactError: a path is missing, a file's kind is not known, or a folder has nothing to read.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found = [item for item in sorted(path.rglob("*")) if item.is_file() and _kind(item) in _SUFFIXES]
+            if not found:
+                raise ArtifactError(f"{path}: holds no {', '.join(_SUFFIXES)} file (or .gz of one)")
+            files += found
+        elif not path.exists():
+            raise ArtifactError(f"{path}: not found; give a text file or a folder")
+        elif _kind(path) not in _SUFFIXES:
+            raise ArtifactError(f"{path}: kind of file not known; use {', '.join(_SUFFIXES)} (or .gz of one)")
+        else:
+            files.append(path)
+    return files
+
+
+def _kind(path: Path) -> str:
+    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+
+
+def read_documents(paths: Sequence[Path]) -> Iterator[str]:
+    """The text of every document, in a fixed order; empty ones are left out.
+
+    Raises:
+        ArtifactError: a file is missing, is not UTF-8 (with the byte offset), or is not what its name says.
+    """
+    for path in corpus_files(paths):
+        kind = _kind(path)
+        if kind == ".parquet":
+            documents = _parquet(path)
+        else:
+            with _open(path) as stream:
+                try:
+                    documents = iter(list(_jsonl(path, stream) if kind == ".jsonl" else _plain(path, stream)))
+                except (EOFError, gzip.BadGzipFile) as error:
+                    raise ArtifactError(f"{path}: damaged gzip file ({error}); copy it again") from None
+        yield from (text for text in documents if text.strip())
+
+
+def _open(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))
+
+
+def _decode(data: bytes, path: Path, offset: int) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ArtifactError(f"{path}: not UTF-8 at byte {offset + error.start}; convert the file to UTF-8") from None
+
+
+def _plain(path: Path, stream: IO[bytes]) -> Iterator[str]:
+    piece: list[str] = []
+    size = 0
+    for paragraph in _decode(stream.read(), path, 0).removeprefix("\ufeff").replace("\r\n", "\n").split("\n\n"):
+        if size >= _PIECE_BYTES:
+            yield "\n\n".join(piece)
+            piece, size = [], 0
+        piece.append(paragraph)
+        size += len(paragraph) + 2
+    yield "\n\n".join(piece)
+
+
+def _jsonl(path: Path, stream: IO[bytes]) -> Iterator[str]:
+    offset = 0
+    for number, line in enumerate(stream, start=1):
+        text = _decode(line, path, offset)
+        offset += len(line)
+        if text.strip():
+            yield _text_field(text, path, number)
+
+
+def _text_field(line: str, path: Path, number: int) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ArtifactError(f"{path}: line {number} is not JSON ({error.msg}); mend or drop it") from None
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise ArtifactError(f"{path}: line {number} has no 'text' string; each line needs one")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ArtifactError(f"{path}: line {number} holds half a surrogate pair, which is no text; mend it") from None
+    return text
+
+
+def _parquet(path: Path) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+        for batch in table.iter_batches(columns=["text"]):
+            yield from (text for text in batch.column("text").to_pylist() if text)
+    except (pyarrow.ArrowException, KeyError) as error:
+        raise ArtifactError(f"{path}: no readable parquet file with a 'text' column ({error})") from None
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a document belongs to the held-out part, by the SHA-256 of its text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) < fraction * 2**64
+
+
+def split_documents(documents: Iterable[str], fraction: float) -> tuple[list[str], list[str]]:
+    """Training and held-out documents; about `fraction` of them are held out."""
+    parts: tuple[list[str], list[str]] = ([], [])
+    for text in documents:
+        parts[is_held_out(text, fraction)].append(text)
+    return parts

@@ -1,0 +1,56 @@
+"""Flags that mean the same in every command, and the table of commands. Imports typer only."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# command -> package whose `commands` module holds it
+COMMANDS = {
+    "simulate": "sportsllm",
+    "train": "sportsllm",
+    "distill": "compress",
+    "prune": "compress",
+    "quantize": "compress",
+    "export": "export",
+    "bench": "benchmarks",
+    "eval": "sportsllm",
+    "generate": "sportsllm",
+    "plan": "benchmarks",
+    "run": "sportsllm",
+    "verify": "sportsllm",
+    "report": "benchmarks",
+    "devices": "benchmarks",
+}
+
+Out = Annotated[Path, typer.Option("--out", help="New directory to write.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all cores if not given.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
+Corpus = Annotated[
+    list[Path],
+    typer.Option("--corpus", help="Training text: .txt, .md, .jsonl, .parquet, .gz files or folders."),
+]
+Calibration = Annotated[
+    list[Path],
+    typer.Option("--calibration", help="Text that statistics are taken from; never held-out text."),
+]
+Text = Annotated[list[Path], typer.Option("--text", help="Held-out text that is scored.")]
+Directory = Annotated[Path, typer.Argument(help="A checkpoint or an export.", show_default=False)]
+Valid = Annotated[
+    list[Path] | None,
+    typer.Option("--valid", help="Held-out text; where not given, 2% of the documents are held out by hash."),
+]
+Tokens = Annotated[int | None, typer.Option("--tokens", min=1, help="Train on this many tokens (instead of --steps).")]
+Steps = Annotated[int | None, typer.Option("--steps", min=0, help="Optimizer steps.")]
+BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help="Sequences in memory at once.")]
+Accumulation = Annotated[int | None, typer.Option("--accumulation", min=1, help="Batches of one optimizer step.")]
+Sequence = Annotated[int | None, typer.Option("--sequence", min=2, help="Tokens of one training sequence.")]
+LearningRate = Annotated[float | None, typer.Option("--learning-rate", help="Peak learning rate of AdamW.")]
+Optimizer = Annotated[str | None, typer.Option("--optimizer", help="adamw, or muon (Muon and AdamW).")]
+ScheduleKind = Annotated[str | None, typer.Option("--schedule", help="cosine, or wsd (warm-up, stable, decay).")]
+Precision = Annotated[str | None, typer.Option("--precision", help="auto, fp32, bf16 or fp16.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from an interrupted run.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="key=value: any other training setting, for example warmup=100."),
+]

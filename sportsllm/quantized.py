@@ -1,0 +1,84 @@
+"""The quantized matrix: representation only, laid out byte for byte as MatMulNBits reads it.
+
+N rows (outputs), K columns (inputs), G = ceil(K / block_size) blocks a row. The numbers of a block share one
+scale and one zero point:  w[n, k] = (q[n, k] - zero_point[n, g]) * scale[n, g].
+Source: ONNX Runtime contrib operators, MatMulNBits. Algorithms that choose q live in `compress`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+ByteArray = npt.NDArray[np.uint8]
+FloatArray = npt.NDArray[np.float32]
+
+BITS = (4, 8)
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A packed (N, K) matrix.
+
+    Attributes:
+        packed: (N, G, block_size * bits / 8) uint8; at 4 bits the even element is the low nibble. The last
+            block of a row is padded with the zero point where K is no multiple of block_size.
+        scales: (N, G) float32.
+        zero_points: (N, ceil(G * bits / 8)) uint8, or None for the middle of the range, 2 ** (bits - 1).
+        bits: 4 or 8.
+        block_size: numbers that share a scale.
+        in_features: K, without padding.
+    """
+
+    packed: ByteArray
+    scales: FloatArray
+    zero_points: ByteArray | None
+    bits: int
+    block_size: int
+    in_features: int
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return int(self.packed.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk: packed numbers, scales and zero points."""
+        zero = 0 if self.zero_points is None else self.zero_points.nbytes
+        return self.packed.nbytes + self.scales.nbytes + zero
+
+    def zero_point_values(self) -> FloatArray:
+        """Zero points as numbers, (N, G) float32."""
+        shape = self.scales.shape
+        if self.zero_points is None:
+            return np.full(shape, 2.0 ** (self.bits - 1), dtype=np.float32)
+        return unpack(self.zero_points, self.bits)[:, : shape[1]].astype(np.float32)
+
+    def dequantize(self) -> FloatArray:
+        """The matrix the runtime multiplies by, (N, K) float32."""
+        rows, groups, _ = self.packed.shape
+        quants = unpack(self.packed.reshape(rows, -1), self.bits).reshape(rows, groups, self.block_size)
+        values = (quants.astype(np.float32) - self.zero_point_values()[:, :, None]) * self.scales[:, :, None]
+        return cast(FloatArray, values.reshape(rows, -1)[:, : self.in_features])
+
+
+def pack(quants: ByteArray, bits: int) -> ByteArray:
+    """Pack whole numbers along the last axis; an odd count of 4-bit numbers is padded with 0."""
+    if bits == 8:
+        return quants
+    if quants.shape[-1] % 2:
+        quants = np.concatenate([quants, np.zeros_like(quants[..., :1])], axis=-1)
+    return cast(ByteArray, quants[..., 0::2] | (quants[..., 1::2] << 4))
+
+
+def unpack(packed: ByteArray, bits: int) -> ByteArray:
+    """Inverse of `pack`, padding included."""
+    if bits == 8:
+        return packed
+    both = np.stack([packed & 0x0F, packed >> 4], axis=-1)
+    return both.reshape(*packed.shape[:-1], -1)

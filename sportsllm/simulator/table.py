@@ -1,0 +1,143 @@
+"""Several matches in one document: the results of a group, the table that follows, and a comment."""
+
+from random import Random
+from typing import Any
+
+from sportsllm.simulator.grammar import Grammar
+from sportsllm.simulator.scene import Scene, counted, number, paragraphs, poisson
+from sportsllm.simulator.table_text import TABLE
+from sportsllm.simulator.world import Club, world
+
+GRAMMAR = Grammar(TABLE)
+Result = tuple[int, int, int, int]  # home club, away club, goals of each
+Row = dict[str, int]
+
+
+def _results(rng: Random, clubs: list[Club]) -> list[Result]:
+    """Everybody against everybody once, the first-named at home."""
+    found = []
+    for home in range(len(clubs)):
+        for away in range(home + 1, len(clubs)):
+            one, other = (home, away) if rng.random() < 0.5 else (away, home)
+            edge = clubs[one].strength - clubs[other].strength + 0.15
+            goals = [poisson(rng, max(0.25, 1.35 + sign * 1.1 * edge)) for sign in (1, -1)]
+            found.append((one, other, min(goals[0], 7), min(goals[1], 7)))
+    rng.shuffle(found)
+    return found
+
+
+def _rows(count: int, results: list[Result]) -> list[Row]:
+    """Won, drawn, lost, goals for and against, and points."""
+    rows: list[Row] = [dict.fromkeys(("won", "drawn", "lost", "for", "against", "points"), 0) for _ in range(count)]
+    for one, other, left, right in results:
+        for club, own, theirs in ((one, left, right), (other, right, left)):
+            row = rows[club]
+            outcome = "won" if own > theirs else "drawn" if own == theirs else "lost"
+            row[outcome] += 1
+            row["for"] += own
+            row["against"] += theirs
+            row["points"] += {"won": 3, "drawn": 1, "lost": 0}[outcome]
+    return rows
+
+
+def _comment(scene: Scene, clubs: list[Club], order: list[int], rows: list[Row], results: list[Result]) -> list[str]:
+    """What the table says, in words."""
+
+    def slots(first: int, second: int) -> dict[str, str]:
+        row, gap = rows[first], rows[first]["points"] - rows[second]["points"]
+        return {
+            "p": clubs[first].short,
+            "pfull": clubs[first].name,
+            "q": clubs[second].short,
+            "qfull": clubs[second].name,
+            "pts": counted(row["points"], "point"),
+            "games": counted(row["won"] + row["drawn"] + row["lost"], "match", "matches"),
+            "gap": counted(gap, "point"),
+        }
+
+    top, second, last = order[0], order[1], order[-1]
+    said = [scene.say("lead", slots(top, second))]
+    if rows[top]["points"] > rows[second]["points"]:
+        said.append(scene.say("gap", slots(top, second)))
+    elif _difference(rows[top]) > _difference(rows[second]):
+        said.append(scene.say("level", slots(top, second)))
+    elif rows[top]["for"] > rows[second]["for"]:
+        said.append(scene.say("level_goals", slots(top, second)))
+    if rows[top]["lost"] == 0:
+        said.append(scene.say("unbeaten" if rows[top]["drawn"] else "perfect", slots(top, second)))
+    one, other, left, right = max(results, key=lambda result: (abs(result[2] - result[3]), result[2] + result[3]))
+    if left != right:
+        won, lost = (one, other) if left > right else (other, one)
+        said.append(scene.say("biggest", slots(won, lost), {"score": f"{max(left, right)}-{min(left, right)}"}))
+    attack = max(order, key=lambda club: rows[club]["for"])
+    if sum(row["for"] == rows[attack]["for"] for row in rows) == 1:
+        said.append(scene.say("attack", slots(attack, last), {"goals": counted(rows[attack]["for"], "goal")}))
+    guard = min(order, key=lambda club: rows[club]["against"])
+    if sum(row["against"] == rows[guard]["against"] for row in rows) == 1:
+        conceded = counted(rows[guard]["against"], "goal")
+        said.append(scene.say("defence", slots(guard, last), {"goals": conceded}))
+    said.append(scene.say("bottom", slots(last, top)))
+    if rows[last]["won"] == 0:
+        said.append(scene.say("winless", slots(last, top)))
+    said.append(scene.say("quote", {"coach": clubs[top].coach.name, "nick": clubs[top].nick}))
+    return said
+
+
+def _difference(row: Row) -> int:
+    return row["for"] - row["against"]
+
+
+def play(rng: Random) -> tuple[str, dict[str, Any]]:
+    """One group: its text and its facts."""
+    leagues = world().leagues["football"]
+    league = leagues[int(rng.random() * len(leagues))]
+    start, size = int(rng.random() * len(league.clubs)), 4 + int(2.2 * rng.random())
+    clubs = [league.clubs[(start + 3 * step) % len(league.clubs)] for step in range(size)]
+    while len({club.short for club in clubs}) < size:
+        clubs = rng.sample(league.clubs, size)
+    results = _results(rng, clubs)
+    rows = _rows(size, results)
+    order = sorted(
+        range(size),
+        key=lambda club: (-rows[club]["points"], -_difference(rows[club]), -rows[club]["for"], club),
+    )
+    voice = clubs[order[0]].voice
+    slots = {"league": league.name, "size": number(size), "letter": "ABCDEFGH"[start % 8]}
+    scene = Scene(rng, GRAMMAR, voice, {**slots, "writer": voice.name, "paper": voice.paper})
+    lines = [f"{clubs[one].short} {left}-{right} {clubs[other].short}" for one, other, left, right in results]
+    table = ["Table: club, played, won, drawn, lost, goals, points"]
+    for place, club in enumerate(order, 1):
+        row = rows[club]
+        played = row["won"] + row["drawn"] + row["lost"]
+        goals = f"{row['for']}:{row['against']}"
+        record = f"{played} {row['won']} {row['drawn']} {row['lost']}"
+        table.append(f"{place}. {clubs[club].short} {record} {goals} {row['points']}")
+    comment = _comment(scene, clubs, order, rows, results)
+    parts: list[str | list[str]] = [scene.say("title"), scene.say("byline"), "Results\n" + "\n".join(lines)]
+    parts += [comment, "\n".join(table)] if rng.random() < 0.4 else ["\n".join(table), comment]
+    names = [club.short for club in clubs]
+    points = [rows[club]["points"] for club in order]
+    asks: list[list[Any]] = [
+        ["top", "Who finished top of the group?", names[order[0]], names],
+        ["bottom", "Who finished last?", names[order[-1]], names],
+        [
+            "points",
+            f"How many points did {names[order[1]]} take?",
+            str(points[1]),
+            [str(n) for n in range(13)],
+        ],
+        [
+            "goals",
+            f"How many goals did {names[order[0]]} score?",
+            str(rows[order[0]]["for"]),
+            [str(rows[order[0]]["for"] + step) for step in (-2, -1, 1, 2, 3, 4) if rows[order[0]]["for"] + step >= 0],
+        ],
+    ]
+    facts = {
+        "clubs": names,
+        "results": [list(result) for result in results],
+        "order": order,
+        "rows": rows,
+        "asks": asks,
+    }
+    return paragraphs(parts), facts

@@ -1,0 +1,50 @@
+import numpy as np
+import pytest
+
+from sportsllm.data import IGNORE, PackedSequences, TokenizedDocuments
+from sportsllm.errors import ArtifactError
+
+
+def documents(lengths: list[int]) -> TokenizedDocuments:
+    """Document i is 0 (begin), i * 1000 + 1, ..., and every id is different otherwise."""
+    rows = [np.array([0, *(i * 1000 + np.arange(1, n))], dtype=np.uint32) for i, n in enumerate(lengths)]
+    return TokenizedDocuments(np.concatenate(rows), np.cumsum(lengths), sum(lengths))
+
+
+def test_one_epoch_holds_every_token_once_and_targets_follow_inputs() -> None:
+    packed = PackedSequences(documents([7, 30, 2, 11, 19, 5, 40]), length=8, batch_size=2, seed=3)
+    seen = []
+    for index in range(packed.rows_per_epoch // 2):
+        batch = packed.batch(index)
+        ends = np.array(batch.documents)
+        assert ends[-1] == 16 and (np.diff(ends) > 0).all() and 8 in ends
+        flat, targets = batch.tokens.flatten().tolist(), batch.targets.flatten().tolist()
+        seen += [token for token in flat if token]
+        for position, (token, target) in enumerate(zip(flat, targets, strict=True)):
+            if target == IGNORE:
+                assert position + 1 in batch.documents, "only a document's last token has no target"
+            else:
+                assert target == token + 1 if token else target % 1000 == 1
+            if token == 0 and position % 8:
+                assert position in batch.documents, "a begin token starts a document"
+    assert len(seen) == len(set(seen))
+    assert len(seen) > 0.8 * (7 + 30 + 2 + 11 + 19 + 5 + 40 - 7)
+
+
+def test_a_batch_is_a_pure_function_of_seed_and_index() -> None:
+    corpus = documents([7, 30, 2, 11, 19, 5, 40])
+    first, second = (PackedSequences(corpus, 8, 2, seed=3) for _ in range(2))
+    order = [9, 0, 4, 9, 27]
+    batches = {index: first.batch(index) for index in order}
+    for index in sorted(order):
+        assert second.batch(index).tokens.equal(batches[index].tokens)
+        assert second.batch(index).documents == batches[index].documents
+    other = PackedSequences(corpus, 8, 2, seed=4)
+    assert not all(other.batch(i).tokens.equal(first.batch(i).tokens) for i in range(4))
+    epochs = [first.batch(0).tokens, first.batch(first.rows_per_epoch // 2).tokens]
+    assert not epochs[0].equal(epochs[1])
+
+
+def test_corpus_shorter_than_a_sequence() -> None:
+    with pytest.raises(ArtifactError, match="shorter than one sequence of 64"):
+        PackedSequences(documents([10, 20]), length=64, batch_size=1, seed=0)
