@@ -1,0 +1,1 @@
+"""compress: distillation, pruning and quantization of a checkpoint directory."""

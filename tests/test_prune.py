@@ -1,0 +1,202 @@
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from compress.importance import importance_scores
+from compress.prune import Shape, kept_layers, prune, shape_for_share
+from compress.prune_stage import prune_stage, target_shape
+from sportsllm.checkpoint import load_checkpoint
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.presets import preset
+from sportsllm.train import TrainConfig
+from tests.conftest import tiny_config, tiny_model
+
+
+def samples(count: int = 3) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 384, (2, 20), generator=g) for _ in range(count)]
+
+
+FAMILIES = [
+    {},
+    {"tie_word_embeddings": False},
+    {"qk_norm": True},
+    {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+]
+
+
+@pytest.mark.parametrize("changes", FAMILIES, ids=str)
+def test_the_full_shape_changes_no_logit(changes: dict[str, object]) -> None:
+    model = tiny_model(**changes)
+    pruned = prune(model, importance_scores(model, samples()), Shape.of(model.config))
+    tokens = samples(1)[0]
+    with torch.inference_mode():
+        assert torch.equal(pruned(tokens), model(tokens))
+
+
+def test_scores_equal_a_loop_over_samples() -> None:
+    """The formula written out sample by sample, in float64, from the model's own intermediate values."""
+    model = tiny_model()
+    scores = importance_scores(model, samples())
+    caught: dict[str, list[torch.Tensor]] = {"norm": [], "neuron": [], "head": [], "in": [], "out": []}
+    block = model.model.layers[1]
+    norms = [m for n, m in model.named_modules() if n.endswith(("layernorm", "model.norm"))]
+    assert len(norms) == 5
+    totals = {"hidden": [torch.zeros(64, dtype=torch.float64) for _ in norms]}
+    neuron, head = torch.zeros(96, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    cosine, count = 0.0, 0
+    hooks = [block.mlp.down_proj.register_forward_pre_hook(lambda m, a: caught["neuron"].append(a[0]))]
+    hooks += [block.self_attn.o_proj.register_forward_pre_hook(lambda m, a: caught["head"].append(a[0]))]
+    hooks += [block.register_forward_hook(lambda m, a, o: caught["in"].append(a[0]) or caught["out"].append(o))]
+    hooks += [norm.register_forward_hook(lambda m, a, o: caught["norm"].append(o)) for norm in norms]
+    with torch.inference_mode():
+        for batch in samples():
+            for row in batch:
+                for values in caught.values():
+                    values.clear()
+                model.hidden(row[None])
+                for total, output in zip(totals["hidden"], caught["norm"], strict=True):
+                    total += output[0].double().abs().mean(0) ** 2
+                neuron += caught["neuron"][0][0].double().abs().mean(0) ** 2
+                head += caught["head"][0][0].double().view(20, 4, 16).norm(dim=-1).mean(0) ** 2
+                pairs = zip(caught["in"][0][0].double(), caught["out"][0][0].double(), strict=True)
+                for x, y in pairs:
+                    cosine += float(x @ y / (x.norm() * y.norm()))
+                    count += 1
+    for hook in hooks:
+        hook.remove()
+    # named_modules and execution visit the norms in the same order.
+    expected = sum(total.sqrt() for total in totals["hidden"])
+    assert torch.allclose(scores.hidden.double(), expected, rtol=1e-5)
+    assert torch.allclose(scores.intermediate[1].double(), neuron.sqrt(), rtol=1e-5)
+    assert torch.allclose(scores.heads[1].double(), head.sqrt(), rtol=1e-5)
+    assert float(scores.layer_distance[1, 2]) == pytest.approx(1 - cosine / count, abs=1e-5)
+
+
+@pytest.mark.parametrize("changes", FAMILIES, ids=str)
+def test_dead_units_are_cut_without_a_trace(changes: dict[str, object]) -> None:
+    """Neurons and heads that write nothing score lowest; cutting exactly those leaves the logits alone."""
+    model = tiny_model(**changes)
+    dead_neurons, dead_heads = torch.arange(0, 96, 3), torch.tensor([1, 2])  # one head in each group
+    with torch.no_grad():
+        for block in model.model.layers:
+            for name in ("gate_proj", "up_proj"):
+                module = getattr(block.mlp, name)
+                module.weight[dead_neurons] = 0
+                if module.bias is not None:
+                    module.bias[dead_neurons] = 0
+    scores = importance_scores(model, samples())
+    for layer in range(2):
+        assert set(torch.argsort(scores.intermediate[layer])[:32].tolist()) == set(dead_neurons.tolist())
+        scores.heads[layer][dead_heads] = 0
+        with torch.no_grad():
+            columns = (dead_heads[:, None] * 16 + torch.arange(16)).flatten()
+            model.model.layers[layer].self_attn.o_proj.weight[:, columns] = 0
+    pruned = prune(model, scores, Shape(hidden=64, intermediate=64, heads=2, kv_heads=2, layers=2))
+    tokens = samples(1)[0]
+    with torch.inference_mode():
+        assert torch.allclose(pruned(tokens), model(tokens), atol=1e-4, rtol=1e-5)
+
+
+def test_hidden_channels_are_sliced_the_same_everywhere() -> None:
+    model = tiny_model()
+    scores = importance_scores(model, samples())
+    pruned = prune(model, scores, Shape(hidden=32, intermediate=96, heads=4, kv_heads=2, layers=2))
+    keep = torch.sort(torch.argsort(scores.hidden, descending=True)[:32]).values
+    assert torch.equal(pruned.model.embed_tokens.weight, model.model.embed_tokens.weight[:, keep])
+    assert torch.equal(pruned.model.layers[0].mlp.down_proj.weight, model.model.layers[0].mlp.down_proj.weight[keep])
+    assert torch.equal(
+        pruned.model.layers[1].self_attn.q_proj.weight, model.model.layers[1].self_attn.q_proj.weight[:, keep]
+    )
+    assert pruned.config.parameters == sum(p.numel() for p in pruned.parameters())
+
+
+def test_a_layer_that_does_nothing_is_the_one_dropped() -> None:
+    model = tiny_model(num_hidden_layers=4)
+    with torch.no_grad():
+        for module in (model.model.layers[2].self_attn.o_proj, model.model.layers[2].mlp.down_proj):
+            module.weight.zero_()
+    scores = importance_scores(model, samples())
+    keep, tried = kept_layers(model, scores, 3, samples())
+    assert keep == [0, 1, 3] and len(tried) == 3
+    pruned = prune(model, scores, Shape.of(model.config).__class__(64, 96, 4, 2, 3), keep)
+    tokens = samples(1)[0]
+    with torch.inference_mode():
+        assert torch.allclose(pruned(tokens), model(tokens), atol=1e-5)
+    assert len(model.model.layers) == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (Shape(65, 96, 4, 2, 2), "--hidden is 65"),
+        (Shape(64, 0, 4, 2, 2), "--intermediate is 0"),
+        (Shape(64, 96, 3, 2, 2), "breaks the grouping"),
+        (Shape(64, 96, 4, 1, 2), "breaks the grouping"),
+        (Shape(64, 96, 4, 2, 0), "--layers is 0"),
+    ],
+)
+def test_impossible_shapes(shape: Shape, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        shape.applied_to(tiny_config())
+
+
+@pytest.mark.parametrize("share", [0.75, 0.5, 1 / 3])
+@pytest.mark.parametrize("name", ["tiny-1m", "tiny-5m", "small"])
+def test_share_is_met_and_shapes_fit_the_kernels(name: str, share: float) -> None:
+    config = preset(name)
+    shape = shape_for_share(config, share)
+    found = shape.applied_to(config).block_parameters / config.block_parameters
+    assert 0.85 * share < found <= share
+    assert shape.hidden % 32 == 0 and shape.intermediate % 32 == 0 and shape.layers == config.num_hidden_layers
+    assert shape.heads * config.num_key_value_heads == shape.kv_heads * config.num_attention_heads
+
+
+def test_share_and_dimensions_exclude_each_other() -> None:
+    with pytest.raises(UsageError, match="not both"):
+        target_shape(tiny_config(), 0.5, {"hidden": 32})
+    with pytest.raises(UsageError, match="say how small"):
+        target_shape(tiny_config(), None, {"hidden": None})
+    with pytest.raises(UsageError, match="at most 1"):
+        shape_for_share(tiny_config(), 1.5)
+
+
+def stage(checkpoint: Path, out: Path, calibration: Path, **changes: object) -> dict[str, object]:
+    settings: dict[str, object] = {
+        "checkpoint": checkpoint,
+        "out": out,
+        "share": None,
+        "given": {"intermediate": 64, "layers": 1},
+        "calibration": [calibration],
+        "samples": 4,
+        "recover": None,
+        "corpus": [],
+        "valid": [],
+    }
+    return prune_stage(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def test_the_stage_writes_an_ordinary_checkpoint(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    result = stage(checkpoint, tmp_path / "out", corpus_file)
+    ours = load_checkpoint(tmp_path / "out")
+    assert result["parameters"] == ours.config.parameters
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    tokens = samples(1)[0]
+    with torch.inference_mode():
+        assert torch.allclose(ours(tokens), peer(tokens).logits, atol=5e-5)
+
+
+def test_recovery_brings_quality_back(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    recover = TrainConfig(steps=15, batch_size=4, accumulation=1, sequence=64, learning_rate=3e-3, warmup=2)
+    result = stage(checkpoint, tmp_path / "out", corpus_file, recover=recover, corpus=[corpus_file])
+    assert result["valid_bits_per_byte"] < result["bits_per_byte_before_recovery"]
+
+
+def test_quantized_input_and_empty_calibration_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n", encoding="utf-8")
+    with pytest.raises(ArtifactError, match="no calibration text"):
+        stage(checkpoint, tmp_path / "out", empty)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,137 @@
+"""Round to nearest against a plain loop, and the packed layout against the runtime's own operator."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from compress.quantize import packed_error, quantize, quantize_model, quantize_weight
+from sportsllm.checkpoint import load_checkpoint
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.quantized import pack, unpack
+from tests.conftest import tiny_model
+
+GRIDS = [(bits, block, symmetric) for bits in (4, 8) for block in (32, 64, 128) for symmetric in (True, False)]
+
+
+def brute_force(weight: np.ndarray, bits: int, block: int, symmetric: bool) -> np.ndarray:
+    """One number at a time in float64; scales are stored in float32."""
+    result = np.zeros_like(weight, dtype=np.float64)
+    top = 2**bits - 1
+    for row in range(weight.shape[0]):
+        for start in range(0, weight.shape[1], block):
+            part = [float(x) for x in weight[row, start : start + block]]
+            padded = [*part, 0.0] if len(part) < block else part
+            if symmetric:
+                largest = max(padded, key=abs)
+                scale, zero = float(np.float32(largest / -(2 ** (bits - 1)))), 2 ** (bits - 1)
+            else:
+                low, high = min(0.0, *padded), max(0.0, *padded)
+                scale = float(np.float32((np.float32(high) - np.float32(low)) / np.float32(top)))
+                zero = min(top, max(0, round(-low / scale))) if scale else 0
+            for column, value in enumerate(part, start=start):
+                q = min(top, max(0, round(value / scale) + zero)) if scale else zero
+                result[row, column] = (q - zero) * scale
+    return result
+
+
+@pytest.mark.parametrize(("bits", "block", "symmetric"), GRIDS)
+@pytest.mark.parametrize("columns", [128, 172, 40])
+def test_equals_a_plain_loop(bits: int, block: int, symmetric: bool, columns: int) -> None:
+    weight = np.random.default_rng(0).normal(size=(6, columns)).astype(np.float32)
+    weight[2, :32] = 0  # a block without any number
+    packed = quantize_weight(weight, bits, block, symmetric)
+    expected = brute_force(weight, bits, block, symmetric)
+    # A number within float32 rounding of a half may go either way; that is one step of its block, and rare.
+    wrong = ~np.isclose(packed.dequantize(), expected, rtol=1e-5, atol=1e-7)
+    assert wrong.mean() < 0.002
+    assert packed.dequantize().shape == weight.shape
+    assert packed_error(weight, packed) < (0.2 if bits == 4 else 0.012)
+
+
+@pytest.mark.parametrize(("bits", "block", "symmetric"), GRIDS)
+@pytest.mark.parametrize("columns", [128, 172])
+def test_the_runtime_multiplies_by_the_dequantized_matrix(bits: int, block: int, symmetric: bool, columns: int) -> None:
+    """MatMulNBits without int8 activations is an exact product with the matrix that `dequantize` gives."""
+    weight = np.random.default_rng(1).normal(size=(24, columns)).astype(np.float32)
+    packed = quantize_weight(weight, bits, block, symmetric)
+    names = ["x", "b", "s"] + ([] if packed.zero_points is None else ["z"])
+    node = onnx.helper.make_node(
+        "MatMulNBits", names, ["y"], domain="com.microsoft", K=columns, N=24, bits=bits, block_size=block
+    )
+    constants = {"b": packed.packed, "s": packed.scales, "z": packed.zero_points}
+    graph = onnx.helper.make_graph(
+        [node],
+        "g",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [3, columns])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [3, 24])],
+        [onnx.numpy_helper.from_array(constants[name], name) for name in names[1:]],
+    )
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(2).normal(size=(3, columns)).astype(np.float32)
+    (y,) = session.run(None, {"x": x})
+    assert np.allclose(y, x @ packed.dequantize().T, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packing_round_trip(bits: int) -> None:
+    quants = np.random.default_rng(0).integers(0, 2**bits, size=(3, 5, 7)).astype(np.uint8)
+    assert (unpack(pack(quants, bits), bits)[..., :7] == quants).all()
+    assert pack(np.array([[1, 2]], dtype=np.uint8), 4).tolist() == [[0x21]], "the even element is the low nibble"
+
+
+def test_eight_bits_beat_four_and_small_blocks_beat_large() -> None:
+    weight = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
+    errors = [
+        packed_error(weight, quantize_weight(weight, bits, block)) for bits, block in ((8, 32), (4, 32), (4, 128))
+    ]
+    assert errors[0] < errors[1] < errors[2]
+
+
+@pytest.mark.parametrize("head_bits", [4, 8, 32])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_model_is_the_quantized_model(checkpoint: Path, tmp_path: Path, head_bits: int, tied: bool) -> None:
+    model = tiny_model(tie_word_embeddings=tied)
+    record = quantize_model(model, 4, 32, head_bits)
+    assert ("model.embed_tokens" in record["modules"]) == (head_bits != 32)
+    from sportsllm.checkpoint import save_checkpoint
+
+    save_checkpoint(tmp_path, model, checkpoint, {"method": "rtn", **record})
+    loaded = load_checkpoint(tmp_path)
+    tokens = torch.randint(0, 384, (1, 16))
+    with torch.inference_mode():
+        assert torch.equal(loaded(tokens), model(tokens))
+
+
+def test_the_stage(checkpoint: Path, tmp_path: Path) -> None:
+    settings = {"bits": 4, "method": "rtn", "block_size": 32, "head_bits": 8, "symmetric": False}
+    result = quantize(checkpoint=checkpoint, out=tmp_path / "out", **settings)
+    assert result["size_bytes"] < 0.35 * (checkpoint / "model.safetensors").stat().st_size
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert config["quantization_config"]["block_size"] == 32
+    with pytest.raises(ArtifactError, match="quantized already"):
+        quantize(checkpoint=tmp_path / "out", out=tmp_path / "again", **settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 3}, "--bits is 3"),
+        ({"block_size": 48}, "--block-size is 48"),
+        ({"head_bits": 2}, "--head-bits"),
+        ({"method": "magic"}, "magic"),
+    ],
+)
+def test_grids_the_runtime_does_not_have(
+    checkpoint: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    settings = {"bits": 4, "method": "rtn", "block_size": 32, "head_bits": 8, "symmetric": True, **change}
+    with pytest.raises(UsageError, match=message):
+        quantize(checkpoint=checkpoint, out=tmp_path / "out", **settings)
+    assert not (tmp_path / "out").exists()
