@@ -1,0 +1,1 @@
+"""export: the ONNX graph, its runtime, and the proof that both equal the PyTorch model."""

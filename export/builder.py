@@ -1,0 +1,133 @@
+"""A thin layer over onnx_ir: add nodes and named weights, then write the graph and its data file.
+
+Weights are read when they are written, one after the other, so that memory stays near the largest of them.
+The same calls in the same order give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from export.runtime import DATA_BYTES_KEY, DATA_FILE, GRAPH_FILE
+from sportsllm import __version__
+
+Array = npt.NDArray[Any]
+
+MS = "com.microsoft"  # the domain of ONNX Runtime's own operators
+IR_VERSION = 10  # with opset 21: read by onnxruntime since 1.19 and by the browser build
+OPSETS = {"": 21, MS: 1}
+INLINE_BELOW_BYTES = 1024  # loaders want small shape constants inside the graph file
+PAGE_BYTES = 4096  # large tensors start on a page, so that they can be mapped
+SMALL_BYTES = 65_536
+SMALL_ALIGNMENT = 64
+
+
+class Builder:
+    """Collects the inputs, nodes, weights and outputs of one graph."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._inputs: list[ir.Value] = []
+        self._outputs: list[ir.Value] = []
+        self._nodes: list[ir.Node] = []
+        self._initializers: dict[str, ir.Value] = {}
+
+    def input(self, name: str, dtype: ir.DataType, shape: Sequence[object]) -> ir.Value:
+        """A graph input, for example (B, 8) as ["batch_size", 8]; dimensions given by name are free."""
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+        self._inputs.append(value)
+        return value
+
+    def input_with_default(self, name: str, default: Array) -> ir.Value:
+        """An input that callers may leave out (an overridable initializer)."""
+        value = self.constant(name, default)
+        self._inputs.append(value)
+        return value
+
+    def output(self, value: ir.Value, name: str, dtype: ir.DataType, shape: Sequence[object]) -> None:
+        """Make `value` a graph output called `name`."""
+        value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape(shape)
+        self._outputs.append(value)
+
+    def node(
+        self, name: str, op: str, inputs: Sequence[ir.Value | None], domain: str = "", **attributes: Any
+    ) -> ir.Value:
+        """Add an operator with one output, which is named like the node."""
+        return self.node_with_outputs(name, op, inputs, (name,), domain, **attributes)[0]
+
+    def node_with_outputs(
+        self,
+        name: str,
+        op: str,
+        inputs: Sequence[ir.Value | None],
+        outputs: Sequence[str],
+        domain: str = "",
+        **attributes: Any,
+    ) -> list[ir.Value]:
+        """Add an operator; an empty output name leaves an optional output out."""
+        values = [ir.Value(name=output) for output in outputs]
+        node = ir.node(op, inputs, attributes, domain=domain, outputs=values, name=name)
+        self._nodes.append(node)
+        return values
+
+    def constant(self, name: str, array: Array) -> ir.Value:
+        """A small tensor given at once; the same name gives the same tensor."""
+        return self.weight(name, ir.DataType.from_numpy(array.dtype), array.shape, lambda: array)
+
+    def axis(self, axis: int) -> ir.Value:
+        """A list of one axis, as reductions and slices take it."""
+        return self.constant(f"axis_{axis}", np.array([axis], np.int64))
+
+    def weight(self, name: str, dtype: ir.DataType, shape: Sequence[int], read: Callable[[], Array]) -> ir.Value:
+        """A named tensor that `read` fetches when it is written; a name used twice is stored once."""
+        if name not in self._initializers:
+            tensor = ir.LazyTensor(lambda: ir.tensor(read(), dtype, name=name), dtype, ir.Shape(shape), name=name)
+            value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape), const_value=tensor)
+            self._initializers[name] = value
+        return self._initializers[name]
+
+    def write(self, directory: Path) -> None:
+        """Write `model.onnx` and `model.onnx.data` into `directory`.
+
+        Raises:
+            ArtifactError: whatever reading a weight raises.
+            OSError: the files cannot be written.
+        """
+        with (directory / DATA_FILE).open("wb") as stream:
+            for value in self._initializers.values():
+                value.const_value = _store(value.const_value, stream)
+            length = stream.tell()
+        graph = ir.Graph(
+            self._inputs,
+            self._outputs,
+            nodes=self._nodes,
+            initializers=list(self._initializers.values()),
+            opset_imports=OPSETS,
+            name=self._name,
+        )
+        model = ir.Model(
+            graph,
+            ir_version=IR_VERSION,
+            producer_name="sportsllm-compress",
+            producer_version=__version__,
+            metadata_props={DATA_BYTES_KEY: str(length)},
+        )
+        ir.save(model, directory / GRAPH_FILE)
+
+
+def _store(tensor: ir.LazyTensor, stream: IO[bytes]) -> ir.TensorProtocol:
+    """Append a tensor to the data file and return the reference to it; small ones stay in the graph."""
+    array = np.asarray(tensor.numpy(), order="C")
+    if array.nbytes < INLINE_BELOW_BYTES:
+        return ir.tensor(array, tensor.dtype, name=tensor.name)
+    alignment = SMALL_ALIGNMENT if array.nbytes < SMALL_BYTES else PAGE_BYTES
+    stream.write(b"\0" * (-stream.tell() % alignment))
+    offset = stream.tell()
+    stream.write(array.data)
+    return ir.ExternalTensor(DATA_FILE, offset, array.nbytes, tensor.dtype, shape=tensor.shape, name=tensor.name)

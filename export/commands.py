@@ -1,0 +1,32 @@
+"""The command `export`. Heavy imports are inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sportsllm import options
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint directory, packed or not.", show_default=False)],
+    out: options.Out,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="fp32 or fp16: how an unpacked checkpoint is stored. [default: fp32]")
+    ] = None,
+    threads: options.Threads = None,
+) -> dict[str, Any]:
+    """Write an ONNX graph with KV-cache inputs, checked against the PyTorch model before it is published."""
+    from export.export import run_export
+    from sportsllm.console import output
+
+    result = run_export(checkpoint, out, dtype, threads)
+    parity = result["parity"]
+    output().print(
+        f"{out}: {result['precision']}, {result['parameters']:,} parameters, {result['size_bytes'] / 1e6:.1f} MB "
+        f"in {result['seconds']:.1f} s; parity passed: KL {parity['kl']:.1e}, greedy choices agree in "
+        f"{parity['greedy_match']:.1%}, largest logit error {parity['max_abs_logit_error']:.1e}"
+    )
+    return result

@@ -1,0 +1,151 @@
+"""Matrix products, embedding and vectors of the graph, whatever form the checkpoint has its weights in.
+
+Shape suffixes: B sequences, T tokens, D hidden_size, N rows (outputs), K columns (inputs), G blocks a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from export.builder import MS, Builder
+from export.weights import Weights
+
+FLOAT, HALF, UINT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.UINT8
+# MatMulNBits: 4 rounds activations to int8 block by block, the only level with fast kernels; 0 is float32.
+FAST_ACCURACY = 4
+
+
+class Matrices:
+    """Adds products with a checkpoint's matrices to a graph.
+
+    Dense matrices stay in Hugging Face's (N, K) layout: FusedMatMul reads it transposed, at the same speed as a
+    MatMul of a transposed copy, so that a tied embedding and head are one tensor.
+    """
+
+    def __init__(self, graph: Builder, weights: Weights, half: bool) -> None:
+        self._graph, self._weights, self._half = graph, weights, half
+
+    def vector(self, name: str, size: int) -> ir.Value:
+        """A norm's weight or a bias, float32."""
+        return self._graph.weight(name, FLOAT, (size,), lambda: self._weights.read(name, (size,)))
+
+    def embedding(self, module: str, tokens: ir.Value, rows: int, width: int) -> ir.Value:
+        """Rows of a table by token id, (B, T) to (B, T, width) float32."""
+        graph, shape = self._graph, (rows, width)
+        packing = self._weights.packing(module, shape)
+        if packing is None:
+            found = graph.node("embed/rows", "Gather", [self._dense(f"{module}.weight", [module], [shape]), tokens])
+            return graph.node("embed/float", "Cast", [found], to=FLOAT.value) if self._half else found
+        packed, scales, zero_points = self._packed(module, [module], [shape])
+        flat = graph.constant("embed/flat_shape", np.array([rows, -1], np.int64))
+        found = graph.node(
+            "embed/rows",
+            "GatherBlockQuantized",
+            [graph.node("embed/flat", "Reshape", [packed, flat]), tokens, scales, *zero_points],
+            MS,
+            bits=packing.bits,
+            block_size=packing.block_size,
+            gather_axis=0,
+            quantize_axis=1,
+        )
+        if width % packing.block_size == 0:
+            return found
+        start, end = (graph.constant(f"embed/{n}", np.array([i], np.int64)) for n, i in (("start", 0), ("end", width)))
+        return graph.node("embed/unpadded", "Slice", [found, start, end, graph.axis(2)])
+
+    def projections(
+        self, name: str, x: ir.Value, modules: Sequence[str], sizes: Sequence[int], width: int, bias: bool, apart: bool
+    ) -> list[ir.Value]:
+        """x W^T + b for several modules that read the same input, (B, T, width).
+
+        Args:
+            name: of the matrices together.
+            x: the input.
+            modules: their names in the checkpoint.
+            sizes: rows of each.
+            width: columns.
+            bias: whether each has a bias.
+            apart: give each module's result by itself.
+
+        Returns:
+            One value for each module; or a single one with all rows, where not `apart` and all are stored alike.
+        """
+        pairs = list(zip(modules, sizes, strict=True))
+        if len({self._weights.packing(module, (size, width)) for module, size in pairs}) > 1:
+            return [self.product(m, x, [m], [size], width, bias) for m, size in pairs]
+        y = self.product(name, x, modules, sizes, width, bias)
+        if not apart:
+            return [y]
+        lengths = self._graph.constant("split_" + "_".join(map(str, sizes)), np.array(sizes, np.int64))
+        parts = [f"{module}/part" for module in modules]
+        return self._graph.node_with_outputs(f"{name}/split", "Split", [y, lengths], parts, axis=-1)
+
+    def product(
+        self,
+        name: str,
+        x: ir.Value,
+        modules: Sequence[str],
+        sizes: Sequence[int],
+        width: int,
+        bias: bool = False,
+    ) -> ir.Value:
+        """x W^T + b, W being the modules' matrices, stored alike, one under the other."""
+        y = self._multiply(name, x, modules, [(size, width) for size in sizes])
+        if not bias:
+            return y
+        biases = [(f"{module}.bias", (size,)) for module, size in zip(modules, sizes, strict=True)]
+        vector = self._graph.weight(
+            f"{name}.bias",
+            FLOAT,
+            (sum(sizes),),
+            lambda: np.concatenate([self._weights.read(*bias) for bias in biases]),
+        )
+        return self._graph.node(f"{name}/biased", "Add", [y, vector])
+
+    def _multiply(self, name: str, x: ir.Value, modules: Sequence[str], shapes: Sequence[tuple[int, int]]) -> ir.Value:
+        graph, stored = self._graph, name if len(modules) > 1 else modules[0]
+        packing = self._weights.packing(modules[0], shapes[0])
+        if packing is None:
+            matrix = self._dense(f"{stored}.weight", modules, shapes)
+            if self._half:
+                matrix = graph.node(f"{name}/float", "Cast", [matrix], to=FLOAT.value)
+            return graph.node(f"{name}/product", "FusedMatMul", [x, matrix], MS, transB=1)
+        packed, scales, zero_points = self._packed(stored, modules, shapes)
+        return graph.node(
+            f"{name}/product",
+            "MatMulNBits",
+            [x, packed, scales, *zero_points],
+            MS,
+            N=sum(rows for rows, _ in shapes),
+            K=shapes[0][1],
+            bits=packing.bits,
+            block_size=packing.block_size,
+            accuracy_level=FAST_ACCURACY,
+        )
+
+    def _dense(self, name: str, modules: Sequence[str], shapes: Sequence[tuple[int, int]]) -> ir.Value:
+        shape = (sum(rows for rows, _ in shapes), shapes[0][1])
+        dtype = HALF if self._half else FLOAT
+        return self._graph.weight(name, dtype, shape, lambda: self._weights.read_stacked(modules, shapes, self._half))
+
+    def _packed(
+        self, name: str, modules: Sequence[str], shapes: Sequence[tuple[int, int]]
+    ) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
+        """Packed numbers (N, G, bytes), scales (N, G), and zero points if there are any, one under the other."""
+        packing = self._weights.packing(modules[0], shapes[0])
+        assert packing is not None, "asked for before"
+        rows, groups = sum(n for n, _ in shapes), -(-shapes[0][1] // packing.block_size)
+
+        def stored(part: str, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
+            return self._graph.weight(
+                f"{name}.weight_{part}", dtype, shape, lambda: self._weights.read_packed(modules, part)
+            )
+
+        packed = stored("packed", UINT8, (rows, groups, packing.block_size * packing.bits // 8))
+        scales = stored("scale", FLOAT, (rows, groups))
+        if not packing.asymmetric:
+            return packed, scales, []
+        return packed, scales, [stored("zero_point", UINT8, (rows, -(-groups * packing.bits // 8)))]

@@ -1,0 +1,243 @@
+"""The gate: an export is published only if it computes what the PyTorch model computes.
+
+Shape suffixes: T tokens, V vocabulary.
+
+Each prompt is read whole (prefill), and again in part with the rest token by token through the cache (decode);
+one batch has prompts of unequal length. The reference reads every prompt in one piece and has no cache.
+
+- The exact pass multiplies in float32 throughout (the same graph and data, MatMulNBits at accuracy_level 0; for
+  float16 storage the reference's matrices are rounded too). Only the order of additions differs from PyTorch,
+  so a single wrong weight or cache entry stands out.
+- The deployed pass runs the file as it is. It bounds what int8 activations or float16 storage cost.
+- Prompts visit few rows of the embedding and of the rotary table, so both are compared whole, for equality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from export.comparison import Comparison, Limits, Pass, compare, merge
+from export.runtime import GRAPH_FILE, OnnxDecoder
+from sportsllm.checkpoint import load_checkpoint
+from sportsllm.config import ModelConfig
+from sportsllm.decoder import Decoder, Logits
+from sportsllm.errors import ArtifactError
+from sportsllm.model import SportsLLM
+from sportsllm.tokenizer import TextTokenizer, load_tokenizer
+
+# Float32 in another order of additions: 2e-6 to 1e-5 of the spread from 0.3 to 97 million parameters, trained or
+# not; 20 times that is allowed. One changed 4-bit number of a small model moves a logit by 1e-3 of the spread or more.
+EXACT = Limits(error=2e-4, kl=1e-6, greedy_match=0.99)
+DEPLOYED = {
+    # Rounding weights to 11 bits: 2e-3 to 5e-3 of the spread, KL up to 1e-6.
+    "fp16": Limits(error=0.05, kl=1e-4, greedy_match=0.97),
+    # Rounding activations to int8 in blocks: 0.03 to 0.13 of the spread, KL up to 9e-4 (both of a trained 0.26M
+    # model, the largest at block 128). On untrained weights the best token leads by no more than this noise, so
+    # greedy choices agree in only 95% of positions. Weights' own bits play no part: the reference has the same.
+    "int8": Limits(error=0.5, kl=1e-2, greedy_match=0.85),
+    "int4": Limits(error=0.5, kl=1e-2, greedy_match=0.85),
+}
+SEED = 20_260
+# The first is read by ONNX Runtime in two pieces; the third is real text where there is a tokenizer.
+SEQUENCE_LENGTHS = (300, 56, 48)
+STEPS = 8
+TEXTS = (
+    "The home side won 3-1 after extra time.",
+    "First line\nsecond line:  two spaces, a\ttab and “quotes”.",
+    "Zoë ran 57½ metres, très vite! ⚽🏏",
+)
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What the gate found.
+
+    Attributes:
+        precision: `fp32`, `fp16`, `int8` or `int4`: the smallest in the graph.
+        passes: exact, and deployed where that differs.
+        unequal_tables: stored tables that differ from the model's.
+        tokenizer_changes: texts that do not survive encoding and decoding (normalising tokenizers do that by
+            design, so this is reported only); None without a tokenizer.
+    """
+
+    precision: str
+    passes: tuple[Pass, ...]
+    unequal_tables: tuple[str, ...]
+    tokenizer_changes: tuple[str, ...] | None
+
+    def failures(self) -> list[str]:
+        """One line for each reason not to publish."""
+        lines = [f"table {name!r} differs from the model's" for name in self.unequal_tables]
+        return lines + [line for item in self.passes for line in item.failures()]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the export may be published."""
+        return not self.failures()
+
+    def to_dict(self) -> dict[str, Any]:
+        """parity.json; the figures at the top are those of the file as it runs."""
+        last = self.passes[-1]
+        return {
+            "max_abs_logit_error": max(c.max_abs_logit_error for c in last.comparisons),
+            "kl": max(c.kl for c in last.comparisons),
+            "greedy_match": last.greedy_match,
+            "passed": self.passed,
+            "failures": self.failures(),
+            **asdict(self),
+        }
+
+
+def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> ParityReport:
+    """Compare an export with the checkpoint it was made from. Neither directory is changed.
+
+    Args:
+        checkpoint: the PyTorch side.
+        export: holds `model.onnx`, its data and config.json.
+        threads: CPU threads of both sides; all cores where not given.
+
+    Raises:
+        ArtifactError: one of the two is damaged.
+    """
+    deployed = OnnxDecoder(export, threads)
+    graph = ir.load(export / GRAPH_FILE)
+    precision = graph_precision(graph)
+    model = load_checkpoint(checkpoint)
+    tokenizer = load_tokenizer(checkpoint, model.config) if (checkpoint / "tokenizer.json").exists() else None
+    if deployed.config != model.config:
+        raise ArtifactError(f"{export / 'config.json'}: is not that of {checkpoint}; compare an export with its source")
+    sequences = make_sequences(model.config, tokenizer)
+    with _torch_threads(threads):
+        expected = [_read_whole(model, sequence) for sequence in sequences]
+        if precision == "fp32":
+            passes = [run_pass("exact", deployed, sequences, expected, EXACT)]
+        else:
+            last = run_pass("deployed", deployed, sequences, expected, DEPLOYED[precision])
+            del deployed
+            if precision == "fp16":
+                _round_matrices(model)
+                expected = [_read_whole(model, sequence) for sequence in sequences]
+            exact = OnnxDecoder(export, threads, graph=exact_graph(graph))
+            passes = [run_pass("exact", exact, sequences, expected, EXACT), last]
+    return ParityReport(
+        precision=precision,
+        passes=tuple(passes),
+        unequal_tables=tuple(_unequal_tables(graph, model)),
+        tokenizer_changes=None if tokenizer is None else _changed_texts(tokenizer),
+    )
+
+
+def graph_precision(graph: ir.Model) -> str:
+    """`int4`, `int8`, `fp16` or `fp32`: the narrowest numbers that a graph's matrices are stored in."""
+    bits = {node.attributes["bits"].as_int() for node in graph.graph if "bits" in node.attributes}
+    if bits:
+        return f"int{min(bits)}"
+    stored = {value.dtype for value in graph.graph.initializers.values()}
+    return "fp16" if ir.DataType.FLOAT16 in stored else "fp32"
+
+
+def exact_graph(graph: ir.Model) -> bytes:
+    """The graph with every MatMulNBits computing in float32, serialized; it reads the same data file."""
+    for node in graph.graph:
+        if "accuracy_level" in node.attributes:
+            node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
+    return cast(bytes, ir.to_proto(graph).SerializeToString())
+
+
+def make_sequences(config: ModelConfig, tokenizer: TextTokenizer | None) -> list[list[int]]:
+    """Three token sequences, of different lengths where the context allows; the same every time."""
+    rng, context = np.random.default_rng(SEED), config.max_position_embeddings
+    sequences = [rng.integers(0, config.vocab_size, length).tolist() for length in SEQUENCE_LENGTHS]
+    if tokenizer is not None:
+        sequences[2] = [tokenizer.begin_id, *tokenizer.encode("\n".join(TEXTS))]
+    return [sequence[:context] for sequence in sequences]
+
+
+def run_pass(
+    name: str,
+    decoder: OnnxDecoder,
+    sequences: Sequence[Sequence[int]],
+    expected: Sequence[Logits],
+    limits: Limits,
+) -> Pass:
+    """Read the sequences in every way and compare with the expected logits.
+
+    Args:
+        name: of the pass.
+        decoder: the export.
+        sequences: three, of `make_sequences`. What comes before a token does not change with what follows,
+            so their beginnings serve as shorter prompts.
+        expected: (T, V) logits of each sequence.
+        limits: of the pass.
+    """
+    whole = [compare(want, decoder.logits(row)) for row, want in zip(sequences, expected, strict=True)]
+    # Every sequence; one that starts from a single token; a single token and nothing more.
+    pairs = [*zip(sequences, expected, strict=True)]
+    pairs += [(sequences[1][:length], expected[1][:length]) for length in (STEPS + 1, 1)]
+    stepped = [_compare_decoding(decoder, [row], [want]) for row, want in pairs]
+    # Prompts of 3, 17 and 40 tokens at most, decoded together.
+    cuts = [length + STEPS for length in (3, 17, 40)]
+    rows = [row[:cut] for row, cut in zip(sequences, cuts, strict=True)]
+    together = _compare_decoding(decoder, rows, [want[:cut] for want, cut in zip(expected, cuts, strict=True)])
+    kinds = {"prefill": whole, "decode": stepped, "ragged batch": [together]}
+    return Pass(name, limits, tuple(merge(kind, parts) for kind, parts in kinds.items()))
+
+
+def _compare_decoding(decoder: Decoder, rows: Sequence[Sequence[int]], expected: Sequence[Logits]) -> Comparison:
+    steps = min(STEPS, min(map(len, rows)) - 1)
+    found_SBV = decode(decoder, rows, steps)
+    parts = [compare(want[-steps - 1 :], found_SBV[:, row]) for row, want in enumerate(expected)]
+    return merge("", parts)
+
+
+def decode(decoder: Decoder, rows: Sequence[Sequence[int]], steps: int) -> Logits:
+    """Read all but the last `steps` tokens of each row as prompts, then those one by one: (steps + 1, B, V)."""
+    found = [decoder.prefill([row[: len(row) - steps] for row in rows], max_length=max(map(len, rows)))]
+    for left in range(steps, 0, -1):
+        found.append(decoder.step([row[len(row) - left] for row in rows]))
+    return np.stack(found)
+
+
+@torch.inference_mode()
+def _read_whole(model: SportsLLM, tokens: Sequence[int]) -> Logits:
+    return cast(Logits, model(torch.tensor([list(tokens)]))[0].numpy())
+
+
+@torch.no_grad()
+def _round_matrices(model: SportsLLM) -> None:
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.copy_(parameter.half())
+
+
+def _unequal_tables(graph: ir.Model, model: SportsLLM) -> Iterator[str]:
+    tables = {"cos_cache": model.rope_cos, "sin_cache": model.rope_sin}
+    embedding = model.model.embed_tokens.state_dict()
+    tables |= {f"model.embed_tokens.{name}": tensor for name, tensor in embedding.items()}
+    for name, tensor in tables.items():
+        value = graph.graph.initializers.get(name)
+        stored = None if value is None else value.const_value.numpy()
+        if stored is None or not np.array_equal(stored, tensor.numpy().astype(stored.dtype)):
+            yield name
+
+
+def _changed_texts(tokenizer: TextTokenizer) -> tuple[str, ...]:
+    return tuple(text for text in TEXTS if tokenizer.decode(tokenizer.encode(text)) != text)
+
+
+@contextmanager
+def _torch_threads(threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

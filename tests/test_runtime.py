@@ -1,0 +1,200 @@
+"""The ONNX runtime behind the `Decoder` protocol, against PyTorch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from export_models import logits_of, pack_model, save, tiny_model
+
+from export import runtime
+from export.graph import write_graph
+from export.runtime import DATA_FILE, GRAPH_FILE, OnnxDecoder
+from sportsllm.decoder import log_softmax, open_decoder
+from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
+from sportsllm.generate import Sampling, generate
+from sportsllm.model import SportsLLM
+from sportsllm.tokenizer import load_tokenizer
+
+TOLERANCE = 2e-5
+STORIES = Path(__file__).parents[2] / "shared/data/models/stories260K"
+STORY = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+    "One day, she saw a big, red ball."
+)
+
+
+@pytest.fixture(scope="module", params=[16, 8], ids=["rotary inside", "rotary outside"])
+def model(request: pytest.FixtureRequest) -> SportsLLM:
+    return tiny_model(head_dim=request.param)
+
+
+@pytest.fixture(scope="module")
+def export(model: SportsLLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = save(tmp_path_factory.mktemp("export"), model)
+    write_graph(directory, directory)
+    return directory
+
+
+@pytest.fixture
+def decoder(export: Path) -> OnnxDecoder:
+    return runtime.open(export, threads=1)
+
+
+def draw(*lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, 96, length).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("lengths", [(1,), (20,), (1, 13, 30), (9, 9, 9, 9)], ids=str)
+def test_prefill_and_steps_equal_pytorch(lengths: tuple[int, ...], model: SportsLLM, decoder: OnnxDecoder) -> None:
+    """Prompts of unequal length are decoded together, each at its own place."""
+    rows = draw(*lengths)
+    following = draw(*([10] * len(rows)))
+    found = [decoder.prefill(rows, max_length=45)]
+    found += [decoder.step(list(tokens)) for tokens in zip(*following, strict=True)]
+    for row, (prompt, rest) in enumerate(zip(rows, following, strict=True)):
+        expected = logits_of(model, prompt + rest)[len(prompt) - 1 :]
+        np.testing.assert_allclose([step[row] for step in found], expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_a_prompt_read_in_pieces(chunk: int, decoder: OnnxDecoder) -> None:
+    rows = draw(40, 16)
+    whole = decoder.prefill(rows)
+    whole_step = decoder.step([5, 6])
+    decoder.prefill_chunk = chunk
+    np.testing.assert_allclose(decoder.prefill(rows), whole, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(decoder.step([5, 6]), whole_step, atol=TOLERANCE, rtol=0)
+
+
+def test_prefill_forgets_what_came_before(decoder: OnnxDecoder) -> None:
+    first, second = draw(30, 12)
+    alone = decoder.prefill([second], max_length=50)
+    alone_step = decoder.step([1])
+    decoder.prefill([first], max_length=50)
+    decoder.step([2])
+    np.testing.assert_array_equal(decoder.prefill([second], max_length=50), alone)
+    np.testing.assert_array_equal(decoder.step([1]), alone_step)
+
+
+def test_the_context_can_be_filled(model: SportsLLM, decoder: OnnxDecoder) -> None:
+    (row,) = draw(64)
+    decoder.prefill([row[:62]])
+    decoder.step([row[62]])
+    last = decoder.step([row[63]])
+    np.testing.assert_allclose(last[0], logits_of(model, row)[-1], atol=TOLERANCE, rtol=0)
+    with pytest.raises(UsageError, match="full at 64 tokens"):
+        decoder.step([0])
+    np.testing.assert_allclose(decoder.prefill([row])[0], last[0], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [5, 128])
+def test_score(chunk: int, model: SportsLLM, decoder: OnnxDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "SCORE_CHUNK", chunk)
+    rows = draw(1, 2, 33, 64)
+    decoder.prefill([rows[2]])
+    before = decoder.score(rows)
+    for row, scores in zip(rows, before, strict=True):
+        expected = log_softmax(logits_of(model, row))[np.arange(len(row) - 1), row[1:]]
+        np.testing.assert_allclose(scores, expected, atol=TOLERANCE, rtol=0)
+    step = decoder.step([7])  # the cache of prefill is untouched
+    np.testing.assert_allclose(step[0], logits_of(model, [*rows[2], 7])[-1], atol=TOLERANCE, rtol=0)
+
+
+def test_packed_model_decodes_as_it_scores(tmp_path: Path) -> None:
+    """Int8 activations are rounded block by block of one token, so one token or many give the same logits."""
+    packed = tiny_model()
+    save(tmp_path, packed, pack_model(packed, 4))
+    write_graph(tmp_path, tmp_path)
+    decoder = open_decoder(tmp_path, threads=1)
+    (row,) = draw(30)
+    expected = runtime.open(tmp_path, 1).logits(row)
+    found = [decoder.prefill([row[:20]]), *(decoder.step([token]) for token in row[20:])]
+    np.testing.assert_allclose(np.concatenate(found), expected[19:], atol=TOLERANCE, rtol=0)
+    # What rounding activations to 8 bits costs: a few percent of logits of size 1.
+    np.testing.assert_allclose(expected, logits_of(packed, row), atol=0.15, rtol=0)
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES.name} is not on this machine")
+def test_stories_model_tells_its_story(tmp_path: Path) -> None:
+    write_graph(STORIES, tmp_path)
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((STORIES / name).read_bytes())
+    decoder = open_decoder(tmp_path, threads=1)
+    tokenizer = load_tokenizer(tmp_path, decoder.config)
+    prompt = [tokenizer.begin_id, *tokenizer.encode("Once upon a time")]
+    tokens = list(generate(decoder, prompt, 60, Sampling(temperature=0)))
+    assert tokenizer.decode([*prompt, *tokens]).startswith(STORY)
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "words"),
+    [
+        (lambda d: d.prefill([[1, 96]]), ArtifactError, "token id 96 .* vocabulary of 96"),
+        (lambda d: d.prefill([[1, -1]]), ArtifactError, "token id -1"),
+        (lambda d: d.score([[3, 1000]]), ArtifactError, "token id 1000"),
+        (lambda d: (d.prefill([[1]]), d.step([96])), ArtifactError, "token id 96"),
+        (lambda d: d.prefill([[1] * 65]), UsageError, "65 tokens.* 1 to 64"),
+        (lambda d: d.prefill([[1] * 20], max_length=10), UsageError, "20 tokens.* 1 to 10"),
+        (lambda d: d.score([[1] * 65]), UsageError, "65 tokens"),
+        (lambda d: d.prefill([[1], []]), UsageError, "0 tokens"),
+        (lambda d: d.prefill([]), UsageError, "no prompt"),
+        (lambda d: d.step([1]), UsageError, "call prefill first"),
+        (lambda d: (d.prefill([[1], [2]]), d.step([1])), UsageError, "1 tokens for 2 sequences"),
+    ],
+)
+def test_misuse_is_refused_in_one_line(
+    act: Callable[[OnnxDecoder], object], error: type[SportsLLMError], words: str, export: Path
+) -> None:
+    with pytest.raises(error, match=words) as caught:
+        act(runtime.open(export, threads=1))
+    assert "\n" not in str(caught.value)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + bytes(100))
+
+
+@pytest.mark.parametrize("with_manifest", [True, False], ids=["manifest", "no manifest"])
+@pytest.mark.parametrize("damage", [cut, lengthen, Path.unlink])
+@pytest.mark.parametrize("file", [DATA_FILE, GRAPH_FILE])
+def test_damaged_files(file: str, damage: Callable[[Path], None], with_manifest: bool, tmp_path: Path) -> None:
+    """ONNX Runtime alone accepts data of any length."""
+    save(tmp_path, tiny_model())
+    write_graph(tmp_path, tmp_path)
+    if with_manifest:
+        files = {name: {"bytes": (tmp_path / name).stat().st_size} for name in (GRAPH_FILE, DATA_FILE)}
+        (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    runtime.open(tmp_path, 1)
+    damage(tmp_path / file)
+    with pytest.raises(ArtifactError, match=GRAPH_FILE) as caught:  # or of the data, whose name begins with it
+        runtime.open(tmp_path, 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_graph_of_another_shape_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, tiny_model())
+    write_graph(tmp_path, tmp_path)
+    save(tmp_path, tiny_model(num_hidden_layers=3))
+    with pytest.raises(ArtifactError, match=r"past_key_values\.2\.key.*config\.json"):
+        runtime.open(tmp_path, 1)
+
+
+def test_runtime_needs_no_training_library() -> None:
+    """The device install has neither torch nor onnx."""
+    code = (
+        "import sys, export.runtime; "
+        "print([m for m in ('torch', 'onnx', 'onnx_ir', 'safetensors', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
