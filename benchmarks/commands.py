@@ -1,0 +1,164 @@
+"""The commands `plan`, `devices`, `bench` and `report`. Heavy imports live inside the functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sportsllm import options
+from sportsllm.errors import UsageError
+
+
+def plan(
+    model: Annotated[str, typer.Option(help="A preset's name, or a checkpoint or export directory.")] = "small",
+    device: Annotated[str | None, typer.Option(help="Predict speed and memory on this device.")] = None,
+    batch: Annotated[
+        int, typer.Option("--batch-size", "--batch", min=1, help="Sequences in memory at once, in training.")
+    ] = 4,
+    length: Annotated[
+        int | None,
+        typer.Option("--sequence", "--length", min=1, help="Tokens of one training sequence; 512 if not given."),
+    ] = None,
+    shapes: Annotated[bool, typer.Option("--shapes", help="Every tensor along the way, with its shape.")] = False,
+    block_size: Annotated[int, typer.Option(help="Numbers of a quantized matrix that share a scale.")] = 32,
+    head_bits: Annotated[int, typer.Option(help="Bits of embedding and head at int8 and int4.")] = 8,
+    kv_cache: Annotated[
+        str | None, typer.Option(help="Cache to predict with: fp32, fp16 or int8; the device's own if not given.")
+    ] = None,
+    optimizer: options.Optimizer = None,
+    precision: options.Precision = None,
+) -> dict[str, Any]:
+    """Parameters, memory by precision, KV cache and predicted speed. Runs nothing."""
+    from benchmarks.planning import plan_model
+    from benchmarks.tables import print_plan
+    from sportsllm.console import output
+
+    result = plan_model(
+        model,
+        device=device,
+        batch=batch,
+        length=length,
+        shapes=shapes,
+        block_size=block_size,
+        head_bits=head_bits,
+        kv_cache=kv_cache,
+        optimizer=optimizer or "adamw",
+        precision="bf16" if precision in (None, "auto") else str(precision),
+    )
+    print_plan(output(), result)
+    return result
+
+
+def devices(
+    action: Annotated[str | None, typer.Argument(help="`show` explains one device.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(help="Name or file of the device.", show_default=False)] = None,
+) -> dict[str, Any]:
+    """List the device budgets, or explain one with the source of every figure."""
+    from benchmarks.budget import LIMIT_UNITS, is_this_machine, list_devices, load_device
+    from benchmarks.tables import print_device, print_devices
+    from sportsllm.console import output
+
+    if action not in (None, "show") or (action == "show") != (name is not None):
+        raise UsageError(
+            "devices lists every device; `devices show NAME` explains one, for example `devices show host`"
+        )
+    if name is not None:
+        device = load_device(name)
+        print_device(output(), device)
+        return {"devices": [device.model_dump(mode="json")]}
+    found = [load_device(each) for each in list_devices()]
+    print_devices(output(), found, [each.name for each in found if is_this_machine(each)])
+    return {
+        "devices": [
+            {
+                "name": each.name,
+                "kind": each.kind,
+                "title": each.title,
+                "processor": each.processor,
+                "limits": {limit: getattr(each.limits, limit) for limit in LIMIT_UNITS},
+                "this_machine": is_this_machine(each),
+            }
+            for each in found
+        ]
+    }
+
+
+def bench(
+    directory: options.Directory,
+    device: Annotated[str, typer.Option(help="Budget to hold it to: a name from `devices`, or a file.")] = "host",
+    on_device: Annotated[
+        bool, typer.Option("--on-device", help="This machine is the device: what is measured decides.")
+    ] = False,
+    threads: options.Threads = None,
+    text: Annotated[
+        list[Path] | None, typer.Option("--text", help="Held-out text that is scored, for the quality limit.")
+    ] = None,
+    teacher: Annotated[
+        Path | None, typer.Option("--teacher", help="The fp32 teacher that quality is compared with.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="New file for the result, JSON.")] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1, help="Seconds after which a measuring process counts as hung.")
+    ] = 900.0,
+) -> dict[str, Any]:
+    """Latency, memory and size, measured in fresh processes and held to a device's budget."""
+    import json
+
+    from benchmarks.bench import run_bench
+    from benchmarks.bench_tables import print_bench, verdict_line
+    from benchmarks.budget import load_device
+    from benchmarks.quality import bits_per_byte
+    from benchmarks.verdict import check_on_device
+    from sportsllm.console import output
+    from sportsllm.errors import ConflictError, GateError
+
+    if teacher is not None and not text:
+        raise UsageError("--teacher needs --text: quality is compared on held-out text")
+    if out is not None and out.exists():
+        raise ConflictError(f"{out}: exists already; choose another --out or move it away")
+    check_on_device(load_device(device), on_device)  # before minutes of scoring
+    own = bits_per_byte(directory, text, threads) if text else None
+    reference = bits_per_byte(teacher, text, threads) if text and teacher else None
+    result = run_bench(directory, device, on_device, threads, reference, own, timeout_s=timeout)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print_bench(output(), result)
+    if not result["budget"]["passed"]:
+        advice = "compress it further" if result["clean"] else "the run was noisy: repeat it on a quiet machine"
+        result["complaint"] = f"{directory}: {verdict_line(result['budget'])}; {advice}"
+        result["exit_code"] = GateError.exit_code
+    return result
+
+
+def report(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(help="Stage directories, bench results (.json) and sample texts (.txt).", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="HTML file to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option("--title", help="Heading of the page.")] = "sportsllm-compress report",
+) -> dict[str, Any]:
+    """One HTML page that works offline: verdict, stages, curves, speed, samples, provenance."""
+    from benchmarks.bench_tables import table
+    from benchmarks.report import collect, stage_row, write_report
+    from sportsllm.console import output
+
+    stages, measured, samples = collect(directories)
+    write_report(out, title, stages, measured, samples)
+    columns = {
+        "stage": "name",
+        "parameters": "parameters",
+        "size": "size",
+        "bits per byte": "quality",
+        "TTFT 512": "ttft",
+        "TPOT 512": "tpot",
+        "peak memory": "memory",
+        "budget": "budget",
+    }
+    rows = [stage_row(stage) for stage in stages]
+    output().print(table(list(columns), [[row[key] for key in columns.values()] for row in rows], [0]))
+    output().print(f"{out}: {len(stages)} stages, {out.stat().st_size / 1e6:.1f} MB", markup=False)
+    return {"out": str(out), "stages": [stage.name for stage in stages], "bytes": out.stat().st_size}

@@ -1,0 +1,243 @@
+"""What a device file may say: the figures of a device, each with its evidence, and the limits of a budget.
+
+Every figure carries its value, unit, source, date and kind. `date` is the day the source was published or the
+measurement made (the first day where only a month or a year is known), and where that is not known the day it
+was read. 1 MB = 10^6 bytes everywhere.
+"""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+FORMAT = 1
+Kind = Literal["spec", "measured", "estimated"]
+Text = Annotated[str, Field(min_length=1)]
+
+
+LIMIT_UNITS = {
+    "file_mb": "MB",
+    "peak_memory_mb": "MB",
+    "ttft_ms": "ms",
+    "tpot_p50_ms": "ms",
+    "tpot_p95_ms": "ms",
+    "quality_loss_percent": "%",
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Figure(_Strict):
+    """A number somebody can check: `kind` says whether it is a maker's spec, a measurement or an estimate."""
+
+    value: float
+    unit: Text
+    source: Text
+    date: date
+    kind: Kind
+    note: str = ""
+
+
+class Fact(_Strict):
+    """Something known that is no number, with the same evidence as a figure."""
+
+    value: Text
+    source: Text
+    date: date
+    kind: Kind
+    note: str = ""
+
+
+class Published(Figure):
+    """Somebody's measured result on this device, kept to check predictions against."""
+
+    what: Text
+
+
+# A figure with its unit and the values that can be meant; outside them a unit was mistaken.
+class Memory(Figure):
+    """In MB."""
+
+    unit: Literal["MB"]
+    value: float = Field(ge=16, le=4e6)
+
+
+class Cores(Figure):
+    """Processor cores; on a GPU the maker's own count."""
+
+    unit: Literal["cores"]
+    value: float = Field(ge=1, le=100_000, multiple_of=1)
+
+
+class Clock(Figure):
+    """In GHz."""
+
+    unit: Literal["GHz"]
+    value: float = Field(ge=0.1, le=10)
+
+
+class Bandwidth(Figure):
+    """In GB/s, 10^9 bytes a second."""
+
+    unit: Literal["GB/s"]
+    value: float = Field(ge=0.1, le=20_000)
+
+
+class IntegerRate(Figure):
+    """In GOP/s, 10^9 multiplications or additions of 8-bit numbers a second."""
+
+    unit: Literal["GOP/s"]
+    value: float = Field(ge=1, le=1e7)
+
+
+class FloatRate(Figure):
+    """In GFLOP/s, 10^9 multiplications or additions of 32-bit numbers a second."""
+
+    unit: Literal["GFLOP/s"]
+    value: float = Field(ge=1, le=1e7)
+
+
+class Power(Figure):
+    """In W."""
+
+    unit: Literal["W"]
+    value: float = Field(ge=0.1, le=2_000)
+
+
+class Share(Figure):
+    """A part of a whole, above 0 and at most 1."""
+
+    unit: Literal["share"]
+    value: float = Field(gt=0, le=1)
+
+
+class Overhead(Figure):
+    """In us."""
+
+    unit: Literal["us"]
+    value: float = Field(ge=0, le=100_000)
+
+
+class Hardware(_Strict):
+    """The figures that predictions are made from.
+
+    `memory_usable` is what a model may take beside the system. The matmul rates are the processor's peaks.
+    `bandwidth_share` (of `memory_bandwidth`, reached in decoding) and `layer_overhead` (time a layer adds to
+    each token) replace the defaults of `benchmarks.predict` where they are known for the device.
+    """
+
+    memory_total: Memory
+    memory_usable: Memory
+    cores: Cores
+    clock: Clock | None = None
+    instruction_set: Fact
+    memory_bandwidth: Bandwidth
+    int8_matmul_rate: IntegerRate
+    fp32_matmul_rate: FloatRate
+    power: Power
+    bandwidth_share: Share | None = None
+    layer_overhead: Overhead | None = None
+
+    @field_validator("memory_usable")
+    @classmethod
+    def _part_of_total(cls, figure: Figure, info: ValidationInfo) -> Figure:
+        total = info.data.get("memory_total")
+        if total is not None and figure.value > total.value:
+            raise ValueError(f"{figure.value:g} MB is more than memory_total, {total.value:g} MB")
+        return figure
+
+
+class Limits(_Strict):
+    """What a model may cost. Written down before anything is measured; never taken from a measurement.
+
+    `file_mb` is the weight files and the graph; `peak_memory_mb` the process's peak with a cache of
+    `memory_context_tokens`; `ttft_ms` the time to the first token after a prompt of `ttft_prompt_tokens`;
+    `tpot_*_ms` the time per further token at `tpot_depth_tokens`; `quality_loss_percent` the rise of bits per
+    byte over the fp32 teacher. 1 MB = 10^6 bytes.
+    """
+
+    reason: Text
+    source: Text
+    date: date
+    kind: Literal["decision"]
+    memory_context_tokens: Literal[1024] = 1024
+    ttft_prompt_tokens: Literal[512] = 512
+    tpot_depth_tokens: Literal[512] = 512
+    file_mb: float = Field(ge=0.01, le=1e6)
+    peak_memory_mb: float = Field(ge=1, le=4e6)
+    ttft_ms: float = Field(ge=1, le=3.6e6)
+    tpot_p50_ms: float = Field(ge=0.01, le=3.6e6)
+    tpot_p95_ms: float = Field(ge=0.01, le=3.6e6)
+    quality_loss_percent: float = Field(gt=0, le=100)
+
+    @field_validator("peak_memory_mb")
+    @classmethod
+    def _holds_the_file(cls, value: float, info: ValidationInfo) -> float:
+        return _at_least(value, info, "file_mb", "the file is read into that memory")
+
+    @field_validator("tpot_p50_ms")
+    @classmethod
+    def _one_token_is_less_than_a_prompt(cls, value: float, info: ValidationInfo) -> float:
+        prompt = info.data.get("ttft_ms")
+        if prompt is not None and value > prompt:
+            raise ValueError(f"{value:g} contradicts ttft_ms {prompt:g}: one token cannot take longer than a prompt")
+        return value
+
+    @field_validator("tpot_p95_ms")
+    @classmethod
+    def _percentiles_rise(cls, value: float, info: ValidationInfo) -> float:
+        return _at_least(value, info, "tpot_p50_ms", "the 95th percentile cannot be below the 50th")
+
+
+def _at_least(value: float, info: ValidationInfo, other: str, why: str) -> float:
+    lower = info.data.get(other)
+    if lower is not None and value < lower:
+        raise ValueError(f"{value:g} contradicts {other} {lower:g}: {why}")
+    return value
+
+
+class Recognise(_Strict):
+    """How a program running on the device can tell. Everything given must hold; `always` needs nothing."""
+
+    always: bool = False
+    device_tree_model: Text | None = None
+    android_product: Text | None = None
+    min_memory_mb: float = Field(default=0, ge=0)
+    max_memory_mb: float = Field(default=1e9, gt=0)
+
+
+class Device(_Strict):
+    """One device file."""
+
+    format: int = Field(ge=1)
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
+    title: Text
+    kind: Text
+    description: Text
+    processor: Literal["cpu", "gpu"]
+    recognise: Recognise | None = None
+    hardware: Hardware
+    published: tuple[Published, ...] = Field(default=(), strict=False)
+    limits: Limits
+
+    @field_validator("format")
+    @classmethod
+    def _known_format(cls, value: int) -> int:
+        if value > FORMAT:
+            raise ValueError(f"{value} is newer than this program's {FORMAT}; upgrade sportsllm-compress")
+        return value
+
+    @field_validator("limits")
+    @classmethod
+    def _fits_the_device(cls, limits: Limits, info: ValidationInfo) -> Limits:
+        hardware = info.data.get("hardware")
+        if hardware is not None and limits.peak_memory_mb > hardware.memory_usable.value:
+            raise ValueError(
+                f"peak_memory_mb {limits.peak_memory_mb:g} is more than the device's memory_usable, "
+                f"{hardware.memory_usable.value:g} MB"
+            )
+        return limits

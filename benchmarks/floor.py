@@ -1,0 +1,64 @@
+"""The time per token that memory alone allows, from the bytes a token reads and the bandwidth seen beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sportsllm.artifacts import MANIFEST, directory_bytes, read_manifest
+from sportsllm.config import ModelConfig
+from sportsllm.plan import CACHE_BYTES
+
+BUDGET_DEPTH = 512
+
+
+def floor_bytes(directory: Path, config: ModelConfig) -> dict[str, int]:
+    """Bytes that decoding one token has to read: `weight_bytes`, and `kv_bytes_per_token` for each token before it.
+
+    Weights are the files' bytes, without an untied embedding, of which one row is looked up (its share of the
+    bytes is taken to be its share of the parameters). Keys and values are
+    2 * layers * kv_heads * head_dim * bytes of one number.
+
+    Raises:
+        ArtifactError: the directory's manifest is damaged.
+    """
+    weights = directory_bytes(directory)
+    if not config.tie_word_embeddings:
+        embedding = config.parameters_by_component()["embedding"]
+        weights = int(weights * (1 - embedding / config.parameters))
+    cache = "fp32"
+    if (directory / MANIFEST).exists():
+        cache = str(read_manifest(directory).get("settings", {}).get("kv_cache", cache))
+    numbers = 2 * config.num_hidden_layers * config.key_value_size
+    return {"weight_bytes": weights, "kv_bytes_per_token": numbers * CACHE_BYTES.get(cache, CACHE_BYTES["fp32"])}
+
+
+def floor_depth(depths: Sequence[int]) -> int:
+    """The depth that the one figure `memory_floor_tpot_ms` is for: 512, or the deepest that fits."""
+    return BUDGET_DEPTH if BUDGET_DEPTH in depths else max(depths, default=0)
+
+
+def memory_floor(read: Mapping[str, int], probes: Sequence[Mapping[str, Any]], depths: Sequence[int]) -> dict[str, Any]:
+    """Bytes read per token / bandwidth, in ms: no step that reads its weights from memory is faster.
+
+    Args:
+        read: what `floor_bytes` returned.
+        probes: results of `benchmarks.child`'s bandwidth mode. The highest bandwidth counts, since a lower one
+            was disturbed.
+        depths: tokens already in the cache.
+    """
+    bandwidth = max(float(probe["bandwidth_bytes_per_s"]) for probe in probes)
+
+    def milliseconds(depth: int) -> float:
+        return 1000 * (read["weight_bytes"] + read["kv_bytes_per_token"] * depth) / bandwidth
+
+    return {
+        "memory_floor_tpot_ms": milliseconds(floor_depth(depths)),
+        "memory_floor": {
+            **read,
+            "by_depth_ms": {str(depth): milliseconds(depth) for depth in depths},
+            "bandwidth_bytes_per_s": bandwidth,
+            "working_set_bytes": probes[0]["working_set_bytes"],
+        },
+    }

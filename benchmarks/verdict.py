@@ -1,0 +1,106 @@
+"""Hold a measured model to a device's budget: by the measurement on the device itself, else by the prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.budget import is_this_machine, judge
+from benchmarks.device import Device
+from benchmarks.predict import Stored, predict_figures
+from sportsllm.artifacts import MANIFEST, directory_bytes, read_manifest
+from sportsllm.config import ModelConfig, read_json
+from sportsllm.errors import UsageError
+
+# Facts about the files, the same wherever they are measured.
+MACHINE_INDEPENDENT = ("file_mb", "quality_loss_percent")
+
+
+def check_on_device(device: Device, on_device: bool) -> None:
+    """Refuse `--on-device` for a budget that no measurement of a CPU can decide.
+
+    Raises:
+        UsageError: the budget is for another processor.
+    """
+    if on_device and device.processor != "cpu":
+        raise UsageError(
+            f"--on-device: bench measures the CPU and the budget of {device.name} is for its "
+            f"{device.processor.upper()}; leave the flag out to be judged by the prediction"
+        )
+
+
+def judge_budget(
+    device: Device, result: Mapping[str, Any], config: ModelConfig, directory: Path, on_device: bool
+) -> dict[str, Any]:
+    """The `budget` part of a bench result.
+
+    Args:
+        device: the budget.
+        result: figures as `run_bench` collects them.
+        config: the model's shape.
+        directory: the model's files, for the form its weights are stored in.
+        on_device: this machine is the device, whether it is recognised or not.
+
+    Returns:
+        `device`, `limits` (one record each; `value` and `passed` are None where nothing is known), `passed`
+        (no known figure misses), `complete` (every limit had a figure) and `decided_by`.
+    """
+    measured = measured_figures(device, result)
+    here = on_device or is_this_machine(device)
+    if here:
+        outcome = judge(device.limits, measured)
+    else:
+        facts = {name: measured[name] for name in MACHINE_INDEPENDENT}
+        outcome = judge(device.limits, facts, predicted_figures(device, config, directory))
+    return {
+        **outcome.as_dict(device.name),
+        "complete": outcome.complete,
+        "decided_by": "measurement" if here else "prediction",
+        "measured_here": measured,
+    }
+
+
+def measured_figures(device: Device, result: Mapping[str, Any]) -> dict[str, float | None]:
+    """A bench result's figures by the budget's names; None where the model cannot give one."""
+    limits = device.limits
+    per_token = result["tpot_ms"].get(str(limits.tpot_depth_tokens), {})
+    return {
+        "file_mb": result["file_bytes"] / 1e6,
+        "peak_memory_mb": result["peak_rss_bytes"] / 1e6,
+        "ttft_ms": result["ttft_ms"].get(str(limits.ttft_prompt_tokens)),
+        "tpot_p50_ms": per_token.get("p50"),
+        "tpot_p95_ms": per_token.get("p95"),
+        "quality_loss_percent": result["quality_loss_percent"],
+    }
+
+
+def predicted_figures(device: Device, config: ModelConfig, directory: Path) -> dict[str, float | None]:
+    """Predictions by the budget's names; None where the model's context is too short for what a limit asks."""
+    figures: dict[str, float | None] = dict(predict_figures(config, device, stored_form(directory)))
+    context, limits = config.max_position_embeddings, device.limits
+    if context < limits.ttft_prompt_tokens:
+        figures["ttft_ms"] = None
+    if context <= limits.tpot_depth_tokens:
+        figures["tpot_p50_ms"] = figures["tpot_p95_ms"] = None
+    return figures
+
+
+def stored_form(directory: Path) -> Stored:
+    """How a directory stores its weights, from config.json's quantization_config and the manifest.
+
+    Raises:
+        ArtifactError: config.json or the manifest is damaged.
+    """
+    size = directory_bytes(directory)
+    packed = read_json(directory / "config.json").get("quantization_config")
+    if packed is not None:
+        return Stored(
+            precision=f"int{packed['bits']}",
+            block_size=int(packed.get("block_size", 32)),
+            head_bits=int(packed.get("head_bits", packed["bits"])),
+            zero_points=not packed.get("symmetric", True),
+            file_bytes=size,
+        )
+    settings = read_manifest(directory).get("settings", {}) if (directory / MANIFEST).exists() else {}
+    return Stored("fp16" if settings.get("dtype") == "fp16" else "fp32", file_bytes=size)

@@ -1,0 +1,229 @@
+"""Predictions against measured and published figures, and their consequences for the shipped budgets."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks.budget import Device, judge, list_devices, load_device
+from benchmarks.commands import plan
+from benchmarks.predict import (
+    EFFICIENCIES,
+    PREFILL_CHUNK_TOKENS,
+    Stored,
+    depths_that_fit,
+    file_bytes,
+    peak_memory_bytes,
+    predict,
+    predict_figures,
+    tpot_ms,
+    ttft_ms,
+)
+from export.runtime import PREFILL_CHUNK
+from sportsllm.config import ModelConfig
+from sportsllm.errors import UsageError
+from sportsllm.plan import PRECISIONS
+from sportsllm.presets import PRESETS
+
+SMALL = PRESETS["small"]
+HOST = load_device("host")
+TWICE = 2.0
+"""How far a prediction may be from a measurement, either way, in this first form."""
+
+
+def _within(predicted: float, measured: float, factor: float = TWICE) -> None:
+    assert measured / factor <= predicted <= measured * factor, (predicted, measured)
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, width: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width,
+        max_position_embeddings=8_192,
+    )
+
+
+LLAMA_3B = _llama(3_072, 8_192, 28, 24, 8, 128_256, 128)
+LLAMA_1B = _llama(2_048, 8_192, 16, 32, 8, 128_256, 64)
+LLAMA_8B = _llama(4_096, 14_336, 32, 32, 8, 128_256, 128).with_changes(tie_word_embeddings=False)
+SMOL_135M = _llama(576, 1_536, 30, 9, 3, 49_152, 64)
+
+
+@pytest.mark.parametrize(
+    ("stored", "config", "depth", "tokens_per_s"),
+    [
+        (Stored("int4", 128, 4), SMALL, 32, 576),
+        (Stored("int4", 128, 4), SMALL, 512, 376),
+        (Stored("int4", 32, 4), SMALL, 32, 444),
+        (Stored("int4", 32, 4), SMALL, 512, 317),
+        (Stored("int4", 128, 4, cache="int8"), SMALL, 512, 449),
+        (Stored("int4", 128, 4), SMALL.with_changes(num_key_value_heads=4), 512, 461),
+        (Stored("int8", 128), SMALL, 32, 328),
+        (Stored("int8", 128), SMALL, 512, 290),
+        (Stored("fp32"), SMALL, 32, 94),
+        (Stored("fp32"), SMALL, 512, 71),
+    ],
+)
+def test_decoding_small_on_the_host(stored: Stored, config: ModelConfig, depth: int, tokens_per_s: float) -> None:
+    """ONNX Runtime 1.31.1 and onnxruntime-genai, 2 threads, quiet machine."""
+    _within(tpot_ms(config, HOST, stored, depth), 1_000 / tokens_per_s)
+
+
+@pytest.mark.parametrize(
+    ("stored", "milliseconds"),
+    [(Stored("int4", 128, 4), 200), (Stored("int8", 128), 187), (Stored("fp32"), 377)],
+)
+def test_first_token_of_small_on_the_host(stored: Stored, milliseconds: float) -> None:
+    _within(ttft_ms(SMALL, HOST, stored, 512), milliseconds)
+
+
+@pytest.mark.parametrize(
+    ("model", "stored", "megabytes"),
+    [
+        ("small", Stored("fp32"), 620),
+        ("small", Stored("fp16"), 610),
+        ("small", Stored("int8"), 331),
+        ("small", Stored("int4"), 288),
+        ("small", Stored("int4", 128, 4), 248),
+        ("tiny-5m", Stored("fp32"), 109),
+        ("tiny-5m", Stored("int8"), 93),
+        ("tiny-5m", Stored("int4"), 92),
+    ],
+)
+def test_peak_memory_on_the_host(model: str, stored: Stored, megabytes: float) -> None:
+    """`export.runtime` filled to 1,024 tokens: peak resident memory of the process, on 2026-11-21."""
+    _within(peak_memory_bytes(PRESETS[model], HOST, stored, 1_024) / 1e6, megabytes, factor=1.2)
+
+
+@pytest.mark.parametrize(
+    ("stored", "megabytes"), [(Stored("fp32"), 389.56), (Stored("int8"), 110.06), (Stored("int4", 128, 4), 52.39)]
+)
+def test_file_size(stored: Stored, megabytes: float) -> None:
+    assert file_bytes(SMALL, stored) / 1e6 == pytest.approx(megabytes, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "stored", "tokens_per_s"),
+    [
+        ("raspberry-pi-5-8gb", LLAMA_3B, Stored("int4"), 4.75),
+        ("android-flagship", LLAMA_1B, Stored("int4"), 50.2),
+        ("jetson-orin-nano-super", SMOL_135M, Stored("int4"), 165.2),
+        ("jetson-orin-nano-super", LLAMA_3B, Stored("int4", 32, 4), 43),
+        ("rtx-3060", LLAMA_3B, Stored("int4"), 122.85),
+        ("rtx-3060", LLAMA_8B, Stored("int4"), 42),
+        ("rtx-3080", LLAMA_8B, Stored("int4"), 74),
+        ("rtx-3090", LLAMA_8B, Stored("int4"), 87),
+    ],
+)
+def test_published_decoding_rates(device: str, config: ModelConfig, stored: Stored, tokens_per_s: float) -> None:
+    _within(tpot_ms(config, load_device(device), stored, 64), 1_000 / tokens_per_s, factor=1.5)
+
+
+@pytest.mark.parametrize("name", list_devices())
+def test_every_budget_refuses_a_shipped_model(name: str) -> None:
+    device = load_device(name)
+    missed = {
+        (model, precision): [verdict.name for verdict in judge(device.limits, {}, figures).missed]
+        for model in ("tiny-5m", "small", "large")
+        for precision in PRECISIONS
+        if (figures := predict_figures(PRESETS[model], device, Stored(precision)))
+    }
+    assert {"file_mb", "peak_memory_mb"} <= set(missed["large", "fp32"])  # 3,722 MB
+    assert not missed["tiny-5m", "int4"]
+
+
+def test_the_host_refuses_small_and_takes_a_smaller_one() -> None:
+    def passes(model: str, stored: Stored) -> bool:
+        return judge(HOST.limits, {}, predict_figures(PRESETS[model], HOST, stored)).passed
+
+    assert not passes("small", Stored("int4"))
+    assert passes("tiny-5m", Stored("int4"))
+
+
+def test_a_file_on_disk_replaces_the_computed_size() -> None:
+    computed = predict_figures(SMALL, HOST, Stored("int4"))
+    given = predict_figures(SMALL, HOST, Stored("int4", file_bytes=2 * round(computed["file_mb"] * 1e6)))
+    assert given["file_mb"] == pytest.approx(2 * computed["file_mb"])
+    assert given["tpot_p50_ms"] > computed["tpot_p50_ms"]
+    assert given["peak_memory_mb"] > computed["peak_memory_mb"]
+
+
+def test_more_costs_more() -> None:
+    pi = load_device("raspberry-pi-5")
+    rows = predict(SMALL, pi, Stored("int4"))
+    assert [row.depth for row in rows] == [32, 512, 1_024, 1_900]
+    for first, second in pairwise(rows):
+        assert first.tpot_ms < second.tpot_ms
+        assert first.peak_rss_bytes < second.peak_rss_bytes
+    steps = [tpot_ms(SMALL, pi, Stored(precision), 512) for precision in ("fp32", "int8", "int4")]
+    assert steps == sorted(steps, reverse=True)
+    assert ttft_ms(SMALL, pi, Stored("int4"), 128) < ttft_ms(SMALL, pi, Stored("int4"), 512)
+    assert tpot_ms(SMALL, pi, Stored("int4", cache="int8"), 1_900) < rows[-1].tpot_ms
+    faster = pi.model_dump(mode="json")
+    faster["hardware"]["memory_bandwidth"]["value"] = 34.14
+    double = tpot_ms(SMALL, Device.model_validate_json(json.dumps(faster)), Stored("int4"), 512)
+    assert rows[1].tpot_ms / 2 < double < rows[1].tpot_ms
+
+
+def test_depths_fit_the_context() -> None:
+    assert depths_that_fit(PRESETS["tiny-5m"]) == [32, 512, 876, 1_024]
+    assert depths_that_fit(SMALL.with_changes(max_position_embeddings=100)) == [32]
+    with pytest.raises(UsageError, match="context"):
+        predict(SMALL, HOST, Stored("int4"), depths=[2_049])
+
+
+@pytest.mark.parametrize("arguments", [("int3",), ("int4", 32, 8, False, "int2")])
+def test_unknown_forms_are_refused(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError):
+        Stored(*arguments)  # type: ignore[arg-type]
+
+
+def test_constants_cover_every_precision() -> None:
+    assert PREFILL_CHUNK_TOKENS == PREFILL_CHUNK
+    for efficiency in EFFICIENCIES.values():
+        for shares in (efficiency.prefill_share, efficiency.decode_share, efficiency.weight_copies):
+            assert set(shares) == set(PRECISIONS)
+
+
+def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
+    result = plan(model="small", device="raspberry-pi-5", shapes=True, block_size=128, head_bits=4)
+    assert result["parameters"] == 97_241_856
+    assert sum(result["parameters_by_component"].values()) == result["parameters"]
+    assert set(result["weight_bytes"]) == set(PRECISIONS)
+    assert result["weight_bytes"]["fp32"] == 388_967_424
+    assert result["kv_cache_bytes_per_token"] == {"fp32": 73_728, "fp16": 36_864, "int8": 18_432}
+    assert result["training_memory_bytes"] == result["training_memory"]["total_bytes"]
+    assert result["training_memory"]["total_checkpointed_bytes"] < result["training_memory_bytes"]
+    keys = {"precision", "depth", "ttft_ms", "tpot_ms", "peak_rss_bytes"}
+    assert all(keys <= set(row) for row in result["predicted"])
+    assert {row["precision"] for row in result["predicted"]} == set(PRECISIONS)
+    assert result["predicted_budget"]["int4"]["passed"] and not result["predicted_budget"]["fp32"]["passed"]
+    json.dumps(result)
+    printed = capsys.readouterr().out
+    for part in ("97,241,856", "73,728", "q_proj.weight", "never made whole", "misses", "fits"):
+        assert part in printed
+
+
+def test_plan_of_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["tiny-1m"].to_hf()), encoding="utf-8")
+    (tmp_path / "model.safetensors").write_bytes(bytes(1_000))
+    result = plan(model=str(tmp_path))
+    assert (result["parameters"], result["file_bytes"]) == (PRESETS["tiny-1m"].parameters, 1_000)
+    assert "predicted" not in result
+
+
+def test_plan_refuses_what_it_cannot_mean() -> None:
+    with pytest.raises(UsageError, match="tiny-1m"):
+        plan(model="smal")
+    with pytest.raises(UsageError, match="context"):
+        plan(model="tiny-1m", length=5_000)
+    with pytest.raises(UsageError, match="raspberry-pi-5-8gb"):
+        plan(model="small", device="toaster")
