@@ -1,0 +1,271 @@
+"""The commands of the core: simulate, train, eval, generate, run, verify. Heavy imports are inside."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sportsllm import options
+from sportsllm.errors import ArtifactError, UsageError
+
+DEFAULT_CORPUS = Path("runs/corpus")
+_SIMULATED_MEGABYTES = 20.0
+
+
+def simulate(
+    out: options.Out = DEFAULT_CORPUS,
+    megabytes: Annotated[
+        float, typer.Option(min=0.01, help="UTF-8 megabytes of training text.")
+    ] = _SIMULATED_MEGABYTES,
+    questions: Annotated[int, typer.Option(min=0, help="Questions about held-out matches.")] = 500,
+    seed: options.Seed = 0,
+) -> dict[str, Any]:
+    """Write a corpus of simulated matches, with questions whose answers can be checked."""
+    from sportsllm.artifacts import Stage, finished_manifest, output_directory
+    from sportsllm.console import output, progress_bar, say
+    from sportsllm.simulator import write_corpus
+
+    stage = Stage("simulate", {"megabytes": megabytes, "questions": questions}, seed=seed)
+    manifest = finished_manifest(out, stage)
+    if manifest is not None:
+        say(f"{out}: up to date")
+        return {"out": str(out), "cached": True, **manifest["results"]}
+    with output_directory(out, stage) as partial, progress_bar("simulate", megabytes * 1e6) as bar:
+        done = 0
+
+        def report(written: int, _total: int) -> None:
+            nonlocal done
+            bar.advance(written - done)
+            done = written
+
+        stage.results.update(
+            write_corpus(partial, seed=seed, megabytes=megabytes, questions=questions, progress=report)
+        )
+    counts = stage.results
+    output().print(
+        f"{out}: {counts['train_documents']:,} training and {counts['valid_documents']:,} held-out documents, "
+        f"{(counts['train_bytes'] + counts['valid_bytes']) / 1e6:.1f} MB, {counts['questions']} questions"
+    )
+    return {"out": str(out), "cached": False, **stage.results}
+
+
+def train(
+    model: Annotated[str, typer.Option(help="A preset's name.")] = "small",
+    corpus: options.Corpus | None = None,
+    out: Annotated[Path | None, typer.Option(help="New directory; runs/<model> if not given.")] = None,
+    valid: options.Valid = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Directory with a tokenizer to use; else one is trained.")
+    ] = None,
+    steps: options.Steps = None,
+    tokens: options.Tokens = None,
+    batch_size: options.BatchSize = None,
+    accumulation: options.Accumulation = None,
+    sequence: options.Sequence = None,
+    learning_rate: options.LearningRate = None,
+    optimizer: options.Optimizer = None,
+    schedule: options.ScheduleKind = None,
+    precision: options.Precision = None,
+    resume: options.Resume = False,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+    set: options.Set = None,
+) -> dict[str, Any]:
+    """Train a tokenizer (unless given one) and a base model; --steps 0 writes the untrained model."""
+    from sportsllm import base
+    from sportsllm.stages import set_threads, train_config
+    from sportsllm.train import TrainConfig
+
+    set_threads(threads)
+    overrides = {
+        "steps": steps,
+        "batch_size": batch_size,
+        "accumulation": accumulation,
+        "sequence": sequence,
+        "learning_rate": learning_rate,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "precision": precision,
+    }
+    config = train_config(TrainConfig(seed=seed), tokens, overrides, set or [])
+    result = base.train_base(
+        model=model,
+        corpus=corpus or _default_corpus(),
+        valid=valid or ([] if corpus else [DEFAULT_CORPUS / "valid.jsonl"]),
+        out=out or Path("runs") / model,
+        tokenizer=tokenizer,
+        config=config,
+        resume=resume,
+    )
+    print_training(result)
+    return result
+
+
+def _default_corpus() -> list[Path]:
+    from sportsllm.console import say
+
+    if not (DEFAULT_CORPUS / "train.jsonl").exists():
+        say(f"no --corpus given: simulating {_SIMULATED_MEGABYTES:g} MB of matches into {DEFAULT_CORPUS}")
+        simulate(out=DEFAULT_CORPUS)
+    return [DEFAULT_CORPUS / "train.jsonl"]
+
+
+def print_training(result: dict[str, Any]) -> None:
+    """The line that training commands end with."""
+    from sportsllm.console import output
+
+    quality = result.get("valid_bits_per_byte")
+    output().print(
+        f"{result['out']}: {result['parameters']:,} parameters, {result['size_bytes'] / 1e6:.1f} MB, "
+        f"{result['tokens']:,} tokens at {result['tokens_per_s']:,.0f} tokens/s, "
+        f"held-out bits per byte {'not measured' if quality is None else format(quality, '.4f')}, "
+        f"peak memory {result['peak_rss_bytes'] / 1e6:,.0f} MB"
+    )
+
+
+def evaluate(
+    directory: options.Directory,
+    text: Annotated[list[Path] | None, typer.Option("--text", help="Held-out text that is scored.")] = None,
+    questions: Annotated[list[Path] | None, typer.Option(help="Multiple-choice questions, .jsonl.")] = None,
+    first_window: Annotated[
+        bool, typer.Option("--first-window", help="Only the first context-length tokens of each document.")
+    ] = False,
+    max_questions: Annotated[int | None, typer.Option(min=1, help="Ask only the first so many of each file.")] = None,
+    threads: options.Threads = None,
+) -> dict[str, Any]:
+    """Perplexity, bits per byte and multiple-choice accuracy of a checkpoint or an export."""
+    from sportsllm.console import output
+    from sportsllm.corpus import read_documents
+    from sportsllm.decoder import open_decoder
+    from sportsllm.evaluate import question_accuracy, read_questions, score_documents
+    from sportsllm.tokenizer import load_tokenizer
+
+    if not text and not questions:
+        raise UsageError("give --text FILE, --questions FILE, or both")
+    decoder = open_decoder(directory, threads)
+    tokenizer = load_tokenizer(directory, decoder.config)
+    result: dict[str, Any] = {"directory": str(directory)}
+    if text:
+        score = score_documents(decoder, tokenizer, list(read_documents(text)), first_window=first_window)
+        result |= {
+            "perplexity": score.perplexity,
+            "bits_per_byte": score.bits_per_byte,
+            "tokens": score.tokens,
+            "bytes": score.bytes,
+        }
+        output().print(
+            f"{directory}: perplexity {score.perplexity:.4f}, bits per byte {score.bits_per_byte:.4f} "
+            f"({score.tokens:,} tokens, {score.bytes:,} bytes)"
+        )
+    asked = {}
+    for path in questions or []:
+        items = read_questions(path)[:max_questions]
+        asked[str(path)] = {"accuracy": question_accuracy(decoder, tokenizer, items), "questions": len(items)}
+        chance = sum(1 / len(item.choices) for item in items) / len(items)
+        output().print(f"{path}: {asked[str(path)]['accuracy']:.1%} of {len(items)} questions (chance {chance:.1%})")
+    if asked:
+        result["question_files"] = asked
+        if len(asked) == 1:
+            result |= next(iter(asked.values()))
+    return result
+
+
+def generate(
+    directory: options.Directory,
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 is off.")] = 50,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass; 1 is off.")] = 0.9,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repeats; 1 is off.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Token that ends the text, besides the model's own.")] = None,
+    ids: Annotated[bool, typer.Option("--ids", help="Print token ids instead of text.")] = False,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+) -> dict[str, Any]:
+    """Stream text from a checkpoint or an export."""
+    from sportsllm import console
+    from sportsllm.decoder import open_decoder
+    from sportsllm.generate import Sampling
+    from sportsllm.generate import generate as stream
+    from sportsllm.tokenizer import load_tokenizer
+
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    decoder = open_decoder(directory, threads)
+    tokenizer = load_tokenizer(directory, decoder.config)
+    stops = list(decoder.config.stop_token_ids)
+    for word in stop or []:
+        encoded = tokenizer.encode(word)
+        if len(encoded) != 1:
+            raise UsageError(f"--stop {word!r} is {len(encoded)} tokens; give a text that is one token")
+        stops += encoded
+    begin = [tokenizer.begin_id, *tokenizer.encode(prompt)]
+    tokens: list[int] = []
+    started = time.perf_counter()
+    first = started
+    target = console.output().file
+
+    def collect() -> Any:
+        nonlocal first
+        for token in stream(decoder, begin, max_new_tokens, sampling, stops):
+            if not tokens:
+                first = time.perf_counter()
+            tokens.append(token)
+            yield token
+
+    pieces = []
+    if not ids:
+        target.write(prompt)
+    for piece in (f"{token} " for token in collect()) if ids else tokenizer.decode_stream(begin, collect()):
+        pieces.append(piece)
+        target.write(piece)
+        target.flush()
+    target.write("\n")
+    seconds = time.perf_counter() - first
+    return {
+        "text": tokenizer.decode(tokens),
+        "tokens": len(tokens),
+        "ids": tokens,
+        "ttft_ms": (first - started) * 1e3,
+        "tokens_per_s": (len(tokens) - 1) / seconds if len(tokens) > 1 else None,
+    }
+
+
+def verify(directory: options.Directory) -> dict[str, Any]:
+    """Compare a finished directory with its manifest: sizes, digests, nothing missing, nothing added."""
+    from sportsllm.artifacts import verify_directory
+    from sportsllm.config import load_config
+    from sportsllm.console import output
+
+    if not directory.is_dir():
+        raise ArtifactError(f"{directory}: no such directory; give a finished checkpoint or export")
+    files, problems = verify_directory(directory)
+    if (directory / "config.json").exists():
+        try:
+            load_config(directory)
+        except ArtifactError as error:
+            problems.append(str(error))
+    for problem in problems:
+        output().print(problem, markup=False)
+    output().print(f"{directory}: {files} files checked, {len(problems)} problems")
+    result: dict[str, Any] = {"ok": not problems, "files": files, "problems": problems}
+    if problems:
+        result["complaint"] = f"{directory}: {len(problems)} problems; copy or make the directory again"
+        result["exit_code"] = ArtifactError.exit_code
+    return result
+
+
+def run(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, TOML.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where the stages' directories go; the recipe says if not given.")
+    ] = None,
+    threads: options.Threads = None,
+) -> dict[str, Any]:
+    """Run every stage of a recipe; finished stages are kept."""
+    from sportsllm.recipe import load_recipe, run_recipe
+
+    return run_recipe(load_recipe(recipe, out), threads)

@@ -1,0 +1,232 @@
+"""Recipes: a TOML file that names stages; each is one of the commands, its settings are the command's flags.
+
+    name = "quickstart"
+    out = "runs/quickstart"
+
+    [[stage]]
+    name = "teacher"              # writes runs/quickstart/teacher
+    command = "train"
+    model = "tiny-1m"
+    corpus = ["@corpus/train.jsonl"]     # @name is another stage's output
+
+All errors of a recipe are told at once, before anything runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import json
+import re
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
+
+from sportsllm.artifacts import digest
+from sportsllm.config import read_json
+from sportsllm.console import output, say, silenced
+from sportsllm.errors import GateError, SportsLLMError, UsageError
+from sportsllm.options import COMMANDS
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+_KEPT_AS = {"eval": ".json", "bench": ".json", "generate": ".txt"}  # commands whose result is a file
+_STAGE_KEYS = {"name", "command", "optional"}
+
+
+@dataclass(frozen=True)
+class RecipeStage:
+    """One step: a command and its settings. An `optional` gate that is missed does not fail the recipe."""
+
+    name: str
+    command: str
+    settings: dict[str, Any]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A checked recipe."""
+
+    name: str
+    out: Path
+    stages: tuple[RecipeStage, ...]
+
+
+def command_function(name: str) -> Callable[..., dict[str, Any]]:
+    """The function behind a command, found by name so that this package depends on no stage."""
+    module = importlib.import_module(f"{COMMANDS[name]}.commands")
+    function: Callable[..., dict[str, Any]] = getattr(module, "evaluate" if name == "eval" else name)
+    return function
+
+
+def load_recipe(path: Path, out: Path | None = None) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        path: the TOML file.
+        out: where outputs go, instead of the recipe's own `out`.
+
+    Raises:
+        UsageError: everything that is wrong with it, in one line.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path}: not found; give a recipe, for example recipes/quickstart.toml") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not valid TOML ({error})") from None
+    problems = [f"unknown key {key!r}" for key in sorted(set(data) - {"name", "out", "stage"})]
+    base = out or Path(str(data.get("out") or Path("runs") / path.stem))
+    stages: list[RecipeStage] = []
+    known: dict[str, Path] = {}
+    entries = data.get("stage", [])
+    if not isinstance(entries, list) or not entries:
+        raise UsageError(f"{path}: has no [[stage]]; add at least one")
+    for number, entry in enumerate(entries, start=1):
+        name, command = str(entry.get("name", "")), str(entry.get("command", ""))
+        where = f"stage {number} ({name or 'without a name'})"
+        if not _NAME.fullmatch(name):
+            problems.append(f"{where}: name must be of a-z, 0-9, '.', '_' and '-'")
+        if name in known:
+            problems.append(f"{where}: the name is used twice")
+        if command not in COMMANDS or command == "run":
+            problems.append(f"{where}: command {command!r} is not known")
+            continue
+        settings = {key: value for key, value in entry.items() if key not in _STAGE_KEYS}
+        resolved, errors = _resolve(settings, known)
+        problems += [f"{where}: {error}" for error in errors]
+        function = command_function(command)
+        known[name] = base / (name + _KEPT_AS.get(command, ".html" if command == "report" else ""))
+        if "out" in inspect.signature(function).parameters and command not in _KEPT_AS:
+            resolved.setdefault("out", str(known[name]))
+        problems += [f"{where}: {error}" for error in _setting_errors(function, resolved)]
+        stages.append(RecipeStage(name, command, resolved, bool(entry.get("optional", False))))
+    if problems:
+        raise UsageError(f"{path}: " + "; ".join(problems))
+    return Recipe(str(data.get("name", path.stem)), base, tuple(stages))
+
+
+def _resolve(value: Any, known: dict[str, Path]) -> tuple[Any, list[str]]:
+    """Replace @stage and @stage/file by paths; later stages are not known yet."""
+    errors: list[str] = []
+
+    def replace(item: Any) -> Any:
+        if isinstance(item, list):
+            return [replace(part) for part in item]
+        if isinstance(item, dict):
+            return {key: replace(part) for key, part in item.items()}
+        if isinstance(item, str) and item.startswith("@"):
+            stage, slash, rest = item[1:].partition("/")
+            if stage not in known:
+                errors.append(f"{item!r} names no earlier stage")
+                return item
+            return str(known[stage]) + slash + rest
+        return item
+
+    return replace(value), errors
+
+
+def _setting_errors(function: Callable[..., Any], settings: dict[str, Any]) -> Iterator[str]:
+    try:
+        _settings_model(function)(**settings)
+    except ValidationError as error:
+        for item in error.errors():
+            field = ".".join(str(part) for part in item["loc"])
+            yield f"setting {field!r}: {item['msg'].lower()}"
+
+
+def _settings_model(function: Callable[..., Any]) -> Any:
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        fields[name] = (parameter.annotation, default)
+    config = ConfigDict(extra="forbid", protected_namespaces=())
+    return create_model("Settings", __config__=config, **fields)
+
+
+def run_recipe(recipe: Recipe, threads: int | None = None) -> dict[str, Any]:
+    """Run the stages in order; those finished from the same inputs are kept.
+
+    Returns:
+        `stages` (name, out, cached, seconds), the last `bench`, and `exit_code` where a gate was missed.
+
+    Raises:
+        SportsLLMError: of the stage that failed, its name in front.
+    """
+    rows: list[dict[str, Any]] = []
+    bench: dict[str, Any] | None = None
+    missed: str | None = None
+    for number, stage in enumerate(recipe.stages, start=1):
+        say(f"[{number}/{len(recipe.stages)}] {stage.name}: {stage.command}")
+        started = time.perf_counter()
+        try:
+            with silenced(stage.command == "bench"):  # the report's table has its figures
+                result = _run_stage(recipe, stage, threads)
+        except SportsLLMError as error:
+            error.args = (f"stage {stage.name!r}: {error}",)
+            raise
+        seconds = time.perf_counter() - started
+        if stage.command == "bench":
+            bench = result
+        if result.get("complaint"):
+            say(str(result["complaint"]))
+        if result.get("exit_code") and not stage.optional:
+            missed = stage.name
+        rows.append(
+            {
+                "name": stage.name,
+                "command": stage.command,
+                "out": result.get("out"),
+                "cached": bool(result.get("cached", False)),
+                "seconds": round(seconds, 2),
+            }
+        )
+    total = sum(row["seconds"] for row in rows)
+    output().print(f"{recipe.name}: {len(rows)} stages in {total:.0f} s")
+    summary: dict[str, Any] = {"recipe": recipe.name, "stages": rows, "bench": bench, "seconds": round(total, 2)}
+    if missed:
+        summary |= {"exit_code": GateError.exit_code, "complaint": f"stage {missed!r} missed its gate"}
+    return summary
+
+
+def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[str, Any]:
+    function = command_function(stage.command)
+    annotations = {
+        key: value.annotation for key, value in inspect.signature(function, eval_str=True).parameters.items()
+    }
+    settings = {key: TypeAdapter(annotations[key]).validate_python(value) for key, value in stage.settings.items()}
+    if threads is not None and "threads" in annotations:
+        settings.setdefault("threads", threads)
+    if stage.command not in _KEPT_AS:
+        return function(**settings)
+    path = recipe.out / f"{stage.name}.json"
+    fingerprint = _fingerprint(stage)
+    if path.exists():
+        kept = read_json(path)
+        if kept.pop("fingerprint", None) == fingerprint:
+            say(f"{path}: up to date")
+            return {**kept, "cached": True, "out": str(path)}
+    result = function(**settings)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if stage.command == "generate":
+        path.with_suffix(".txt").write_text(settings.get("prompt", "") + result["text"] + "\n", encoding="utf-8")
+    fresh = path.with_suffix(".json.partial")
+    fresh.write_text(json.dumps({"fingerprint": fingerprint, **result}, indent=1, default=str), encoding="utf-8")
+    fresh.replace(path)
+    return {**result, "out": str(path)}
+
+
+def _fingerprint(stage: RecipeStage) -> str:
+    """Of a stage's settings and of the content of every path among them."""
+    parts: list[Any] = [stage.command, stage.settings]
+    for value in stage.settings.values():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str) and ("/" in item) and Path(item).exists():
+                parts.append(digest(Path(item)))
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,102 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.recipe import load_recipe, run_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+GOOD = """
+name = "two"
+[[stage]]
+name = "corpus"
+command = "simulate"
+megabytes = 0.6
+questions = 10
+[[stage]]
+name = "model"
+command = "train"
+model = "tiny-300k"
+corpus = ["@corpus/train.jsonl"]
+valid = ["@corpus/valid.jsonl"]
+steps = 1
+batch_size = 1
+accumulation = 1
+sequence = 32
+[[stage]]
+name = "score"
+command = "eval"
+directory = "@model"
+text = ["@corpus/valid.jsonl"]
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid(recipe: Path) -> None:
+    assert load_recipe(recipe).stages
+
+
+def test_stages_run_once_and_are_kept(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    first = run_recipe(load_recipe(path, tmp_path / "out"))
+    assert [row["cached"] for row in first["stages"]] == [False, False, False]
+    second = run_recipe(load_recipe(path, tmp_path / "out"))
+    assert [row["cached"] for row in second["stages"]] == [True, True, True]
+    kept = json.loads((tmp_path / "out" / "score.json").read_text(encoding="utf-8"))
+    assert kept["bits_per_byte"] > 0
+
+
+def test_a_changed_stage_is_told_apart(tmp_path: Path) -> None:
+    run_recipe(load_recipe(write(tmp_path, GOOD), tmp_path / "out"))
+    changed = load_recipe(write(tmp_path, GOOD.replace("steps = 1", "steps = 2")), tmp_path / "out")
+    with pytest.raises(Exception, match=r"stage .model.: .*other settings"):
+        run_recipe(changed)
+
+
+def test_all_errors_at_once(tmp_path: Path) -> None:
+    text = """
+speed = 3
+[[stage]]
+name = "A b"
+command = "train"
+model = "small"
+stepz = 4
+[[stage]]
+name = "b"
+command = "teleport"
+[[stage]]
+name = "c"
+command = "eval"
+directory = "@later"
+threads = "many"
+[[stage]]
+name = "later"
+command = "simulate"
+"""
+    with pytest.raises(UsageError) as caught:
+        load_recipe(write(tmp_path, text))
+    message = str(caught.value)
+    for part in ("'speed'", "stage 1", "'stepz'", "'teleport'", "'@later' names no earlier stage", "'threads'"):
+        assert part in message, part
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(("text", "message"), [("name = ", "not valid TOML"), ("name = 'x'", "has no")])
+def test_unreadable_recipes(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_recipe(write(tmp_path, text))
+    with pytest.raises(UsageError, match="not found"):
+        load_recipe(tmp_path / "none.toml")
+
+
+def test_a_failing_stage_is_named(tmp_path: Path) -> None:
+    text = '[[stage]]\nname = "a"\ncommand = "verify"\ndirectory = "nowhere"\n'
+    with pytest.raises(ArtifactError, match="stage 'a': nowhere"):
+        run_recipe(load_recipe(write(tmp_path, text), tmp_path / "out"))
