@@ -275,7 +275,7 @@ def number(value: float) -> str:
     """Three significant digits with thousands separators: 0.0123, 1.23, 123, 12,300."""
     if not math.isfinite(value):
         return MISSING
-    if value == 0:
+    if abs(value) < 1e-6:
         return "0"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:,.{decimals}f}"

@@ -45,6 +45,7 @@ class TensorFiles(Mapping[str, Tensor]):
         self._files: dict[str, Any] = {}
         self._where: dict[str, Path] = {}
         for path in _weight_files(directory):
+            _refuse_duplicate_names(path)
             try:
                 handle = safe_open(str(path), framework="pt")
             except (SafetensorError, OSError) as error:
@@ -67,6 +68,26 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._where)
+
+
+def _refuse_duplicate_names(path: Path) -> None:
+    """The library keeps the last of two tensors with one name; a file that has two is damaged or made to deceive."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ArtifactError(f"{path}: names {twice!r} twice; make the file again")
+        return dict(pairs)
+
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > path.stat().st_size:
+            return  # the library says what is wrong
+        try:
+            json.loads(stream.read(length), object_pairs_hook=unique)
+        except ValueError:
+            return  # here too
 
 
 def _weight_files(directory: Path) -> list[Path]:

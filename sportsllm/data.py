@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.tokenizer import TextTokenizer
 
@@ -61,9 +62,12 @@ def tokenize(documents: Sequence[str], tokenizer: TextTokenizer) -> TokenizedDoc
         raise ArtifactError("the corpus is empty; give files with text in them")
     pieces: list[npt.NDArray[np.uint32]] = []
     end = [] if tokenizer.end_id is None else [tokenizer.end_id]
-    for start in range(0, len(documents), _TEXTS_AT_ONCE):
-        for ids in tokenizer.encode_batch(documents[start : start + _TEXTS_AT_ONCE]):
-            pieces.append(np.array([tokenizer.begin_id, *ids, *end], dtype=np.uint32))
+    with progress_bar("tokenize", len(documents)) as bar:
+        for start in range(0, len(documents), _TEXTS_AT_ONCE):
+            part = documents[start : start + _TEXTS_AT_ONCE]
+            for ids in tokenizer.encode_batch(part):
+                pieces.append(np.array([tokenizer.begin_id, *ids, *end], dtype=np.uint32))
+            bar.advance(len(part))
     lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
     return TokenizedDocuments(np.concatenate(pieces), np.cumsum(lengths), sum(len(text.encode()) for text in documents))
 

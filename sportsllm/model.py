@@ -124,13 +124,13 @@ def attend_documents(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: 
     Returns:
         (B, T, H, E).
     """
-    q_NHE, k_NKE, v_NKE = (t.flatten(0, 1) for t in (q_BTHE, k_BTKE, v_BTKE))
-    outputs, start = [], 0
-    for end in documents:
-        q, k, v = (t[start:end].transpose(0, 1)[None] for t in (q_NHE, k_NKE, v_NKE))
-        y = attend(q, k, v, causal=True)
-        outputs.append(y[0].transpose(0, 1))
-        start = end
+    # `split`, not slices: the backward of n slices fills n tensors of the whole batch's size.
+    lengths = [end - start for start, end in zip((0, *documents), documents, strict=False)]
+    parts = [torch.split(t.flatten(0, 1), lengths) for t in (q_BTHE, k_BTKE, v_BTKE)]
+    outputs = []
+    for rows in zip(*parts, strict=True):
+        q, k, v = (row.transpose(0, 1)[None] for row in rows)
+        outputs.append(attend(q, k, v, causal=True)[0].transpose(0, 1))
     return torch.cat(outputs).view(q_BTHE.shape)
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 
-from sportsllm.artifacts import digest
+from sportsllm.artifacts import STATE_DIRECTORY, digest
 from sportsllm.config import read_json
 from sportsllm.console import output, say, silenced
 from sportsllm.errors import GateError, SportsLLMError, UsageError
@@ -203,6 +203,9 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[
     settings = {key: TypeAdapter(annotations[key]).validate_python(value) for key, value in stage.settings.items()}
     if threads is not None and "threads" in annotations:
         settings.setdefault("threads", threads)
+    if "resume" in annotations and (Path(f"{settings.get('out')}.partial") / STATE_DIRECTORY).exists():
+        say(f"{stage.name}: going on from the interrupted run")
+        settings["resume"] = True
     if stage.command not in _KEPT_AS:
         return function(**settings)
     path = recipe.out / f"{stage.name}.json"

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from tokenizers.decoders import DecodeStream
 
 from sportsllm.config import ModelConfig, read_json
+from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
@@ -64,12 +65,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> T
 
     Args:
         texts: training documents.
-        vocab_size: entries in all, 259 or more. A small corpus may give fewer; that is an error.
+        vocab_size: entries in all, 259 or more. Where a small corpus gives fewer, reserved tokens that no text
+            makes fill it up, so that a preset keeps its shape.
         directory: existing directory to write into.
 
     Raises:
         UsageError: vocab_size is too small.
-        ArtifactError: the corpus is too small for that many entries.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise UsageError(f"vocab_size {vocab_size} is too small; 256 bytes and 3 special tokens need {MIN_VOCAB_SIZE}")
@@ -83,11 +84,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> T
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() < vocab_size:
-        raise ArtifactError(
-            f"the corpus gives only {tokenizer.get_vocab_size()} tokens, {vocab_size} were asked for; "
-            "add text or choose a smaller vocabulary"
-        )
+    missing = vocab_size - tokenizer.get_vocab_size()
+    if missing:
+        say(f"the corpus gives {vocab_size - missing:,} tokens; {missing:,} reserved ones fill the vocabulary up")
+        tokenizer.add_special_tokens([f"<|reserved_{number}|>" for number in range(missing)])
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {

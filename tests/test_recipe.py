@@ -100,3 +100,30 @@ def test_a_failing_stage_is_named(tmp_path: Path) -> None:
     text = '[[stage]]\nname = "a"\ncommand = "verify"\ndirectory = "nowhere"\n'
     with pytest.raises(ArtifactError, match="stage 'a': nowhere"):
         run_recipe(load_recipe(write(tmp_path, text), tmp_path / "out"))
+
+
+def test_an_interrupted_stage_is_taken_up_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import os
+    import signal
+    import threading
+    import time
+
+    from sportsllm.errors import InterruptedRun
+
+    path = write(tmp_path, GOOD.replace("steps = 1", "steps = 60"))
+    metrics = tmp_path / "out" / "model.partial" / "metrics.jsonl"
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(InterruptedRun, match="stage 'model'"):
+        run_recipe(load_recipe(path, tmp_path / "out"))
+    thread.join()
+    result = run_recipe(load_recipe(path, tmp_path / "out"))
+    assert [row["cached"] for row in result["stages"]] == [True, False, False]
+    assert "going on from the interrupted run" in capsys.readouterr().err

@@ -45,8 +45,15 @@ def test_size_and_special_tokens(tokenizer: TextTokenizer) -> None:
 def test_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="259"):
         train_tokenizer(["text"], 100, tmp_path)
-    with pytest.raises(ArtifactError, match="add text"):
-        train_tokenizer(["text"], 4000, tmp_path)
+
+
+def test_a_small_corpus_is_filled_up_with_reserved_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = train_tokenizer(["text"], 400, tmp_path)
+    assert tokenizer.vocab_size == 400 and load_tokenizer(tmp_path).vocab_size == 400
+    assert "reserved" in capsys.readouterr().err
+    text = "text <|reserved_0|> 東京"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert max(tokenizer.encode(text)) < 300
 
 
 def test_ids_beyond_the_embedding_are_refused(tokenizer_directory: Path) -> None:
