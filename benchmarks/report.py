@@ -83,13 +83,14 @@ def summarise_directory(directory: Path, bench: dict[str, Any] | None = None) ->
         parameters=parameters,
         size_bytes=directory_bytes(directory),
         bits_per_byte=quality,
-        metrics=_read_metrics(directory / "metrics.jsonl"),
+        metrics=read_metrics(directory / "metrics.jsonl"),
         manifest=manifest,
         bench=bench,
     )
 
 
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; none where there is no such file."""
     if not path.exists():
         return []
     records = []

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sportsllm import options
+from sportsllm.errors import UsageError
 
 _RECOVERY_LEARNING_RATE = 3e-4
 
@@ -113,8 +114,12 @@ def prune(
         config = train_config(
             TrainConfig(seed=seed, learning_rate=_RECOVERY_LEARNING_RATE), recover, overrides, set or []
         )
+        valid = valid or ([] if corpus else teacher_corpus(checkpoint, "valid"))
         corpus = corpus or teacher_corpus(checkpoint, "corpus")
-        valid = valid or teacher_corpus(checkpoint, "valid")
+    elif any((set, corpus, valid, sequence, batch_size, learning_rate, resume)):
+        raise UsageError(
+            "training settings, --corpus and --resume belong to --recover TOKENS; add it or leave them out"
+        )
     result = prune_stage(
         checkpoint=checkpoint,
         out=out,

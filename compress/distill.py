@@ -12,8 +12,9 @@ from torch import Tensor
 from compress.losses import mixed_chunk
 from compress.teacher import load_teacher, teacher_logits
 from sportsllm.base import check_sequence, fit_vocabulary
-from sportsllm.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
+from sportsllm.checkpoint import copy_tokenizer, load_checkpoint, quantization_config, save_checkpoint
 from sportsllm.config import load_config
+from sportsllm.console import say
 from sportsllm.data import Batch
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.losses import head_loss
@@ -25,6 +26,7 @@ from sportsllm.stages import (
     manifest_setting,
     packed_sequences,
     run_stage,
+    training_device,
     training_results,
     validator,
 )
@@ -117,8 +119,14 @@ def distill(
     if not 0.0 <= weight <= 1.0 or temperature <= 0.0:
         raise UsageError(f"--kl-weight {weight} must be in [0, 1] and --temperature {temperature} above 0")
     teacher_config = load_config(teacher)
+    if init is not None and Path(student).is_dir():
+        raise UsageError(f"--student {student} has weights of its own; give a preset's name with --init, or no --init")
     if start is not None:
+        if quantization_config(start) is not None:
+            raise ArtifactError(f"{start}: is quantized; distil into the unquantized checkpoint, then quantize")
         shape = load_config(start)
+        if init is not None and shape.with_changes(vocab_size=preset(student).vocab_size) != preset(student):
+            say(f"the student starts from {init} and has its shape; {student!r} only names the output")
         if not same_tokenizer(teacher, start):
             raise ArtifactError(
                 f"{start}: its tokenizer differs from the teacher's ({teacher}); distillation needs the same one"
@@ -162,10 +170,12 @@ def distill(
         network = load_checkpoint(start) if start is not None else SportsLLM(shape)
         if start is None:
             network.initialize(config.seed)
-        frozen = load_teacher(teacher, teacher_precision)
+        device = training_device()
+        frozen = load_teacher(teacher, teacher_precision).to(device)
+        batches = packed_sequences(texts, words, config)
         result = train_model(
-            network,
-            packed_sequences(texts, words, config),
+            network.to(device),
+            batches,
             distillation_loss(frozen, weight, temperature),
             config,
             directory,
@@ -175,6 +185,6 @@ def distill(
             description=f"distil {student}",
         )
         save_checkpoint(directory, network)
-        return training_results(network, result)
+        return training_results(network, result, batches)
 
     return run_stage(out, stage, make, resume)

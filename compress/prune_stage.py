@@ -27,6 +27,7 @@ from sportsllm.stages import (
     manifest_setting,
     packed_sequences,
     run_stage,
+    training_device,
     training_results,
     validator,
 )
@@ -110,11 +111,11 @@ def prune_stage(
         model = load_checkpoint(checkpoint)
         words = load_tokenizer(checkpoint, config)
         length = recover.sequence if recover else 512
-        batches = calibration_samples(calibration, words, config, samples, length)
-        if len(batches) < samples:
-            say(f"note: the calibration text gives {len(batches)} samples, {samples} were asked for")
-        scores = importance_scores(model, batches)
-        layers, tried = kept_layers(model, scores, shape.layers, batches)
+        calibrated = calibration_samples(calibration, words, config, samples, length)
+        if len(calibrated) < samples:
+            say(f"note: the calibration text gives {len(calibrated)} samples, {samples} were asked for")
+        scores = importance_scores(model, calibrated)
+        layers, tried = kept_layers(model, scores, shape.layers, calibrated)
         pruned = prune(model, scores, shape, layers)
         results: dict[str, Any] = {
             "parameters": smaller.parameters,
@@ -124,13 +125,15 @@ def prune_stage(
             "layers_tried": tried,
         }
         if recover is not None:
-            texts = load_corpus(corpus, valid)
+            texts, device = load_corpus(corpus, valid), training_device()
             validate = validator(texts, words)
+            pruned = pruned.to(device)
             results["bits_per_byte_before_recovery"] = validate(pruned)
+            batches = packed_sequences(texts, words, recover)
             result = train_model(
                 pruned,
-                packed_sequences(texts, words, recover),
-                distillation_loss(load_teacher(checkpoint, "auto"), 1.0, 1.0),
+                batches,
+                distillation_loss(load_teacher(checkpoint, "auto").to(device), 1.0, 1.0),
                 recover,
                 directory,
                 validate=validate,
@@ -138,7 +141,7 @@ def prune_stage(
                 resume=resume,
                 description="recover",
             )
-            results |= training_results(pruned, result)
+            results |= training_results(pruned, result, batches)
         results["seconds"] = time.perf_counter() - started
         save_checkpoint(directory, pruned, checkpoint)
         return results

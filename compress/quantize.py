@@ -128,11 +128,6 @@ def _packed_module(module: nn.Module, packed: QuantizedWeight) -> nn.Module:
     return QuantizedLinear(packed, None if bias is None else bias.detach())
 
 
-def packed_error(weight: FloatArray, packed: QuantizedWeight) -> float:
-    """Root mean square error over root mean square weight."""
-    return float(np.linalg.norm(packed.dequantize() - weight) / max(float(np.linalg.norm(weight)), 1e-30))
-
-
 def quantize(
     *, checkpoint: Path, out: Path, bits: int, method: str, block_size: int, head_bits: int, symmetric: bool
 ) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from export.runtime import DATA_BYTES_KEY, DATA_FILE, GRAPH_FILE
+from export.session import DATA_BYTES_KEY, DATA_FILE, GRAPH_FILE
 from sportsllm import __version__
 
 Array = npt.NDArray[Any]

@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from export.builder import MS, Builder
 from export.matrices import Matrices
-from export.runtime import KEEP_LOGITS
+from export.session import KEEP_LOGITS
 from export.weights import Weights
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.rope import rope_tables

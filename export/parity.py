@@ -25,7 +25,8 @@ import onnx_ir as ir
 import torch
 
 from export.comparison import Comparison, Limits, Pass, compare, merge
-from export.runtime import GRAPH_FILE, OnnxDecoder
+from export.runtime import OnnxDecoder
+from export.session import GRAPH_FILE
 from sportsllm.checkpoint import load_checkpoint
 from sportsllm.config import ModelConfig
 from sportsllm.decoder import Decoder, Logits
@@ -33,22 +34,23 @@ from sportsllm.errors import ArtifactError
 from sportsllm.model import SportsLLM
 from sportsllm.tokenizer import TextTokenizer, load_tokenizer
 
-# Float32 in another order of additions: 2e-6 to 1e-5 of the spread from 0.3 to 97 million parameters, trained or
-# not; 20 times that is allowed. One changed 4-bit number of a small model moves a logit by 1e-3 of the spread or more.
-EXACT = Limits(error=2e-4, kl=1e-6, greedy_match=0.99)
+# Float32 in another order of additions. Measured: 2e-6 to 1e-5 of the spread for 5 to 12 layers, trained or fresh;
+# 5e-6 for 32 fresh layers, and 1e-4 where these have weights six times as large, so that they amplify any difference.
+EXACT = Limits(error=3e-4, kl=1e-6, greedy_match=0.99)
+# This pass bounds what rounding costs; finding mistakes is the exact pass's work. Where a fresh model's best token
+# leads by less than the rounding noise, greedy choices differ although nothing is wrong, so that limit is low.
 DEPLOYED = {
-    # Rounding weights to 11 bits: 2e-3 to 5e-3 of the spread, KL up to 1e-6.
-    "fp16": Limits(error=0.05, kl=1e-4, greedy_match=0.97),
-    # Rounding activations to int8 in blocks: 0.03 to 0.13 of the spread, KL up to 9e-4 (both of a trained 0.26M
-    # model, the largest at block 128). On untrained weights the best token leads by no more than this noise, so
-    # greedy choices agree in only 95% of positions. Weights' own bits play no part: the reference has the same.
-    "int8": Limits(error=0.5, kl=1e-2, greedy_match=0.85),
-    "int4": Limits(error=0.5, kl=1e-2, greedy_match=0.85),
+    # Weights rounded to 11 bits. Measured: error 2e-3 to 5e-3, KL up to 1e-6, all but 0.3% of choices agree.
+    "fp16": Limits(error=0.1, kl=1e-3, greedy_match=0.9),
+    # Activations rounded to int8 in blocks; the weights' own bits play no part, the reference has the same. Measured:
+    # error 0.03 to 0.13, KL up to 9e-4 (trained, block 128), 95% (97M, fresh) to 99% (trained) of choices agree.
+    "int8": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
+    "int4": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
 }
 SEED = 20_260
-# The first is read by ONNX Runtime in two pieces; the third is real text where there is a tokenizer.
+# ONNX Runtime reads the first in several pieces; the third is real text where there is a tokenizer.
 SEQUENCE_LENGTHS = (300, 56, 48)
-STEPS = 8
+STEPS = 4  # few, since exact steps are slow: at 8 bits each one unpacks all the weights
 TEXTS = (
     "The home side won 3-1 after extra time.",
     "First line\nsecond line:  two spaces, a\ttab and “quotes”.",
@@ -179,10 +181,9 @@ def run_pass(
         limits: of the pass.
     """
     whole = [compare(want, decoder.logits(row)) for row, want in zip(sequences, expected, strict=True)]
-    # Every sequence; one that starts from a single token; a single token and nothing more.
-    pairs = [*zip(sequences, expected, strict=True)]
-    pairs += [(sequences[1][:length], expected[1][:length]) for length in (STEPS + 1, 1)]
-    stepped = [_compare_decoding(decoder, [row], [want]) for row, want in pairs]
+    # A long prompt, which is read in pieces; one that starts from a single token; a single token and no more.
+    cases = [(0, len(sequences[0])), (1, STEPS + 1), (1, 1)]
+    stepped = [_compare_decoding(decoder, [sequences[i][:cut]], [expected[i][:cut]]) for i, cut in cases]
     # Prompts of 3, 17 and 40 tokens at most, decoded together.
     cuts = [length + STEPS for length in (3, 17, 40)]
     rows = [row[:cut] for row, cut in zip(sequences, cuts, strict=True)]

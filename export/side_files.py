@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from export.runtime import GRAPH_FILE
+from export.session import GRAPH_FILE
 from sportsllm.checkpoint import TOKENIZER_FILES, write_generation_config, write_json
 from sportsllm.config import ModelConfig, load_config, read_json
 

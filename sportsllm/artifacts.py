@@ -45,10 +45,17 @@ class Stage:
     inputs: Sequence[Path] = ()
     seed: int | None = None
     results: dict[str, Any] = field(default_factory=dict)
+    _digests: list[str] | None = None
+
+    def input_digests(self) -> list[str]:
+        """Digests of the inputs as they were when first asked for: before the work, not after it."""
+        if self._digests is None:
+            self._digests = [digest(path) for path in self.inputs]
+        return self._digests
 
     def fingerprint(self) -> str:
         """Equal for two runs that must give the same directory."""
-        parts = [self.command, self.settings, self.seed, [digest(path) for path in self.inputs]]
+        parts = [self.command, self.settings, self.seed, self.input_digests()]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -91,7 +98,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     data = read_json(path)
     if data.get("format", 0) > MANIFEST_FORMAT:
         raise ArtifactError(f"{path}: written by a newer version (format {data['format']}); upgrade this program")
-    if not isinstance(data.get("files"), dict):
+    files = data.get("files")
+    if not isinstance(files, dict) or not all(
+        isinstance(entry, dict) and {"sha256", "bytes"} <= set(entry) for entry in files.values()
+    ):
         raise ArtifactError(f"{path}: has no list of files; make the directory again")
     return data
 
@@ -102,6 +112,8 @@ def finished_manifest(out: Path, stage: Stage) -> dict[str, Any] | None:
     Raises:
         ConflictError: `out` holds something else.
     """
+    if not out.name:
+        raise UsageError(f"--out {out}: name a new directory")
     if not out.exists():
         return None
     if not (out / MANIFEST).exists():
@@ -134,7 +146,7 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
     """
     if finished_manifest(out, stage) is not None:
         raise ConflictError(f"{out}: exists already; choose another --out")
-    partial = out.with_name(out.name + ".partial")
+    partial = partial_directory(out)
     partial.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(str(partial) + ".lock")
     try:
@@ -142,6 +154,7 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
     except Timeout:
         raise ConflictError(f"{out}: another run is writing it; wait for it, or choose another --out") from None
     try:
+        _settle_state(partial)
         has_state = (partial / STATE_DIRECTORY).exists()
         if resume and not has_state:
             raise UsageError(f"{partial}: there is no interrupted run to resume; run without --resume")
@@ -162,8 +175,30 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
         Path(lock.lock_file).unlink(missing_ok=True)
 
 
+def partial_directory(out: Path) -> Path:
+    """Where `out` is made before it is renamed."""
+    return out.parent / f"{out.name}.partial"
+
+
+def replace_state(partial: Path, fresh: Path) -> None:
+    """Make `fresh` the saved state; at every moment either the old or the new one is whole."""
+    state, old = partial / STATE_DIRECTORY, partial / f"{STATE_DIRECTORY}.old"
+    if state.exists():
+        state.rename(old)
+    fresh.rename(state)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _settle_state(partial: Path) -> None:
+    """After a run was killed while it saved: keep the newest whole state, drop the rest."""
+    state, old = partial / STATE_DIRECTORY, partial / f"{STATE_DIRECTORY}.old"
+    if old.exists() and not state.exists():
+        old.rename(state)
+    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(partial / f"{STATE_DIRECTORY}.new", ignore_errors=True)
+
+
 def _finish(partial: Path, out: Path, stage: Stage) -> None:
-    shutil.rmtree(partial / STATE_DIRECTORY, ignore_errors=True)
     manifest: dict[str, Any] = {
         "format": MANIFEST_FORMAT,
         "command": stage.command,
@@ -172,13 +207,16 @@ def _finish(partial: Path, out: Path, stage: Stage) -> None:
         "fingerprint": stage.fingerprint(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": _versions(),
-        "parents": [{"path": str(path), "sha256": digest(path)} for path in stage.inputs],
+        "parents": [
+            {"path": str(path), "sha256": value}
+            for path, value in zip(stage.inputs, stage.input_digests(), strict=True)
+        ],
         "results": json.loads(json.dumps(stage.results, default=str)),
     }
     (partial / "README.md").write_text(_card(manifest), encoding="utf-8")
     files = {}
     for path in sorted(partial.rglob("*")):
-        if path.is_file():
+        if path.is_file() and STATE_DIRECTORY not in path.relative_to(partial).parts[:-1]:
             path.chmod(0o644)  # safetensors writes 0600
             _fsync(path)
             files[str(path.relative_to(partial))] = {
@@ -190,7 +228,10 @@ def _finish(partial: Path, out: Path, stage: Stage) -> None:
     path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     _fsync(path)
     if out.exists():
-        out.rmdir()  # finished_manifest allowed an empty directory only
+        if any(out.iterdir()):  # it was empty when the run began
+            raise ConflictError(f"{out}: something was put there meanwhile; what was made is in {partial}")
+        out.rmdir()
+    shutil.rmtree(partial / STATE_DIRECTORY, ignore_errors=True)
     partial.rename(out)
     _fsync(out.parent)
 

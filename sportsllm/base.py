@@ -18,6 +18,7 @@ from sportsllm.stages import (
     load_corpus,
     packed_sequences,
     run_stage,
+    training_device,
     training_results,
     validator,
 )
@@ -69,13 +70,16 @@ def train_base(
             else:
                 copy_tokenizer(tokenizer, directory)
         words = load_tokenizer(directory)
-        fitted = fit_vocabulary(shape, words.vocab_size, model)
+        fitted = fit_vocabulary(shape, words.vocab_size, model).with_changes(
+            bos_token_id=words.begin_id, eos_token_id=words.end_id, pad_token_id=words.pad_id
+        )
         check_sequence(config.sequence, fitted)
         network = SportsLLM(fitted)
         network.initialize(config.seed)
+        batches = packed_sequences(texts, words, config)
         result = train_model(
-            network,
-            packed_sequences(texts, words, config),
+            network.to(training_device()),
+            batches,
             language_model_loss,
             config,
             directory,
@@ -85,7 +89,7 @@ def train_base(
             description=model,
         )
         save_checkpoint(directory, network)
-        return training_results(network, result)
+        return training_results(network, result, batches)
 
     return run_stage(out, stage, make, resume)
 

@@ -161,8 +161,9 @@ def load_checkpoint(directory: Path) -> SportsLLM:
             continue
         if name not in remaining:
             raise ArtifactError(f"{directory}: tensor {name!r} is missing; config.json asks for it")
-        _check_shape(tensors[name], tuple(parameter.shape), name, directory)
-        _set(model, name, nn.Parameter(tensors[name].float().contiguous()))
+        tensor = tensors[name]
+        _check_shape(tensor, tuple(parameter.shape), name, directory)
+        _set(model, name, nn.Parameter(tensor.float().contiguous()))
         remaining.discard(name)
     if remaining:
         raise ArtifactError(f"{directory}: tensor {sorted(remaining)[0]!r} belongs to no part of this model")

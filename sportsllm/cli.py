@@ -22,7 +22,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from sportsllm import __version__, console
-from sportsllm.errors import ArtifactError, InterruptedRun, ResourceError, SportsLLMError
+from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, ResourceError, SportsLLMError
 from sportsllm.options import COMMANDS
 
 Command = Callable[..., dict[str, Any]]
@@ -58,7 +58,14 @@ def _with_json(function: Command) -> Callable[..., None]:
     @functools.wraps(function)
     def wrapper(*args: Any, json_output: bool = False, **kwargs: Any) -> None:
         console.use_stderr(json_output)
-        result = function(*args, **kwargs)
+        # Inside, since typer would end both on its own: Ctrl-C without a word, a closed pipe as a bug.
+        try:
+            result = function(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise InterruptedRun("interrupted; nothing was published") from None
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
         failed, complaint = result.pop("exit_code", 0), result.pop("complaint", None)
         if json_output:
             sys.stdout.write(json.dumps(result, default=str) + "\n")
@@ -110,11 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    try:
-        sys.exit(_run(arguments))
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    sys.exit(_run(arguments))
 
 
 def _run(arguments: list[str] | None) -> int:
@@ -126,11 +129,6 @@ def _run(arguments: list[str] | None) -> int:
     except SportsLLMError as error:
         _complain(str(error))
         return error.exit_code
-    except KeyboardInterrupt:
-        _complain("interrupted; nothing was published")
-        return InterruptedRun.exit_code
-    except BrokenPipeError:
-        raise
     except ModuleNotFoundError as error:
         return _missing_module(error)
     except MemoryError:
@@ -169,6 +167,9 @@ def _os_error(error: OSError) -> int:
     if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
         _complain(f"{error.filename}: {(error.strerror or 'not usable').lower()}; check the path")
         return ArtifactError.exit_code
+    if isinstance(error, FileExistsError):
+        _complain(f"{error.filename}: exists and is not what is needed there; choose another path")
+        return ConflictError.exit_code
     advice = _OS_ADVICE.get(error.errno or 0)
     if advice is None:
         raise error

@@ -193,6 +193,10 @@ def generate(
     from sportsllm.generate import generate as stream
     from sportsllm.tokenizer import load_tokenizer
 
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError("--prompt is not valid UTF-8") from None
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     decoder = open_decoder(directory, threads)
     tokenizer = load_tokenizer(directory, decoder.config)
@@ -226,7 +230,7 @@ def generate(
     target.write("\n")
     seconds = time.perf_counter() - first
     return {
-        "text": tokenizer.decode(tokens),
+        "text": tokenizer.decode(tokens) if ids else "".join(pieces),
         "tokens": len(tokens),
         "ids": tokens,
         "ttft_ms": (first - started) * 1e3,

@@ -6,6 +6,7 @@ Imports neither torch nor any other large library: the device install reads it t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -69,8 +70,9 @@ class ModelConfig:
             "max_position_embeddings",
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"config: {name} is {value!r}; it must be a whole number of at least 1")
+            least = 2 if name == "max_position_embeddings" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UsageError(f"config: {name} is {value!r}; it must be a whole number of at least {least}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UsageError(
                 f"config: num_attention_heads {self.num_attention_heads} is no multiple of "
@@ -80,7 +82,7 @@ class ModelConfig:
             raise UsageError(f"config: head_dim is {self.head_dim}; rotary embedding needs an even number")
         if not 0.0 <= self.dropout < 1.0:
             raise UsageError(f"config: dropout is {self.dropout}; it must be in [0, 1)")
-        if not (self.rms_norm_eps > 0 and self.rope_theta > 0):
+        if not (0 < self.rms_norm_eps < math.inf and 0 < self.rope_theta < math.inf):
             raise UsageError("config: rms_norm_eps and rope_theta must be greater than 0")
         if self.attention_kind != "grouped_query" or self.mlp_kind != "swiglu":
             raise UsageError(
@@ -210,6 +212,13 @@ def config_from_hf(data: Mapping[str, Any], where: str = "config.json") -> Model
     Raises:
         ArtifactError: a field this program does not know or cannot honour; its name is in the message.
     """
+    try:
+        return _parse(data, where)
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+        raise ArtifactError(f"{where}: a field has a value of the wrong kind ({error}); mend it") from None
+
+
+def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:
     model_type = data.get("model_type", "llama")
     if model_type not in _MODEL_TYPES:
         raise ArtifactError(

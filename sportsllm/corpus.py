@@ -1,4 +1,4 @@
-"""Documents out of files and folders: .txt, .md, .jsonl (a `text` field), .parquet, each also as .gz.
+"""Documents out of files and folders: .txt, .md, .jsonl (a `text` field), each also as .gz, and .parquet.
 
 A document goes to the held-out part by the hash of its own text, so the split survives renamed and reordered
 files, and two copies of a document never end up on both sides.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, cast
@@ -27,18 +28,24 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
     """
     files: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            found = [item for item in sorted(path.rglob("*")) if item.is_file() and _kind(item) in _SUFFIXES]
+        if path.is_dir() and (path / "manifest.json").exists() and (path / "train.jsonl").exists():
+            files.append(path / "train.jsonl")  # what `simulate` wrote: the rest is held out
+        elif path.is_dir():
+            found = [item for item in sorted(path.rglob("*")) if _readable(item)]
             if not found:
                 raise ArtifactError(f"{path}: holds no {', '.join(_SUFFIXES)} file (or .gz of one)")
             files += found
         elif not path.exists():
             raise ArtifactError(f"{path}: not found; give a text file or a folder")
-        elif _kind(path) not in _SUFFIXES:
+        elif _kind(path) not in _SUFFIXES or path.name.endswith(".parquet.gz"):
             raise ArtifactError(f"{path}: kind of file not known; use {', '.join(_SUFFIXES)} (or .gz of one)")
         else:
             files.append(path)
     return files
+
+
+def _readable(path: Path) -> bool:
+    return path.is_file() and _kind(path) in _SUFFIXES and not path.name.endswith(".parquet.gz")
 
 
 def _kind(path: Path) -> str:
@@ -59,7 +66,7 @@ def read_documents(paths: Sequence[Path]) -> Iterator[str]:
             with _open(path) as stream:
                 try:
                     documents = iter(list(_jsonl(path, stream) if kind == ".jsonl" else _plain(path, stream)))
-                except (EOFError, gzip.BadGzipFile) as error:
+                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                     raise ArtifactError(f"{path}: damaged gzip file ({error}); copy it again") from None
         yield from (text for text in documents if text.strip())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -24,13 +25,13 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise UsageError(f"--temperature is {self.temperature}; it must be 0 (greedy) or more")
         if self.top_k < 0:
             raise UsageError(f"--top-k is {self.top_k}; it must be 0 (off) or more")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"--top-p is {self.top_p}; it must be in (0, 1], 1 is off")
-        if self.repetition_penalty <= 0:
+        if not 0 < self.repetition_penalty < math.inf:
             raise UsageError(f"--repetition-penalty is {self.repetition_penalty}; it must be above 0, 1 is off")
 
 

@@ -6,8 +6,6 @@ The memory saving is the exported model's; these modules exist to be exact.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,18 +32,6 @@ class QuantizedMatrix(nn.Module):
         if quantized.zero_points is not None:
             self.register_buffer("weight_zero_point", torch.from_numpy(quantized.zero_points))
         self.register_buffer("weight", torch.from_numpy(quantized.dequantize()), persistent=False)
-
-    def quantized(self) -> QuantizedWeight:
-        """The packed form again."""
-        zero = getattr(self, "weight_zero_point", None)
-        return QuantizedWeight(
-            packed=cast(Tensor, self.weight_packed).numpy(),
-            scales=cast(Tensor, self.weight_scale).numpy(),
-            zero_points=None if zero is None else zero.numpy(),
-            bits=self.bits,
-            block_size=self.block_size,
-            in_features=self.in_features,
-        )
 
 
 class QuantizedLinear(QuantizedMatrix):

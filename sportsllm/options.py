@@ -34,7 +34,6 @@ Calibration = Annotated[
     list[Path],
     typer.Option("--calibration", help="Text that statistics are taken from; never held-out text."),
 ]
-Text = Annotated[list[Path], typer.Option("--text", help="Held-out text that is scored.")]
 Directory = Annotated[Path, typer.Argument(help="A checkpoint or an export.", show_default=False)]
 Valid = Annotated[
     list[Path] | None,

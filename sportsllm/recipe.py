@@ -24,14 +24,15 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from sportsllm.artifacts import STATE_DIRECTORY, digest
+from sportsllm import __version__
+from sportsllm.artifacts import STATE_DIRECTORY, digest, partial_directory
 from sportsllm.config import read_json
 from sportsllm.console import output, say, silenced
-from sportsllm.errors import GateError, SportsLLMError, UsageError
+from sportsllm.errors import SportsLLMError, UsageError
 from sportsllm.options import COMMANDS
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -89,6 +90,9 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
     if not isinstance(entries, list) or not entries:
         raise UsageError(f"{path}: has no [[stage]]; add at least one")
     for number, entry in enumerate(entries, start=1):
+        if not isinstance(entry, dict):
+            problems.append(f"stage {number}: is no table; write [[stage]]")
+            continue
         name, command = str(entry.get("name", "")), str(entry.get("command", ""))
         where = f"stage {number} ({name or 'without a name'})"
         if not _NAME.fullmatch(name):
@@ -145,7 +149,9 @@ def _settings_model(function: Callable[..., Any]) -> Any:
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-        fields[name] = (parameter.annotation, default)
+        least = [item.min for item in getattr(parameter.annotation, "__metadata__", ()) if item.min is not None]
+        bounded = Annotated[parameter.annotation, Field(ge=least[0])] if least else parameter.annotation
+        fields[name] = (bounded, default)
     config = ConfigDict(extra="forbid", protected_namespaces=())
     return create_model("Settings", __config__=config, **fields)
 
@@ -161,7 +167,8 @@ def run_recipe(recipe: Recipe, threads: int | None = None) -> dict[str, Any]:
     """
     rows: list[dict[str, Any]] = []
     bench: dict[str, Any] | None = None
-    missed: str | None = None
+    missed: list[str] = []
+    exit_code = 0
     for number, stage in enumerate(recipe.stages, start=1):
         say(f"[{number}/{len(recipe.stages)}] {stage.name}: {stage.command}")
         started = time.perf_counter()
@@ -177,7 +184,8 @@ def run_recipe(recipe: Recipe, threads: int | None = None) -> dict[str, Any]:
         if result.get("complaint"):
             say(str(result["complaint"]))
         if result.get("exit_code") and not stage.optional:
-            missed = stage.name
+            missed.append(stage.name)
+            exit_code = exit_code or int(result["exit_code"])
         rows.append(
             {
                 "name": stage.name,
@@ -191,7 +199,7 @@ def run_recipe(recipe: Recipe, threads: int | None = None) -> dict[str, Any]:
     output().print(f"{recipe.name}: {len(rows)} stages in {total:.0f} s")
     summary: dict[str, Any] = {"recipe": recipe.name, "stages": rows, "bench": bench, "seconds": round(total, 2)}
     if missed:
-        summary |= {"exit_code": GateError.exit_code, "complaint": f"stage {missed!r} missed its gate"}
+        summary |= {"exit_code": exit_code, "complaint": f"not passed: {', '.join(missed)}"}
     return summary
 
 
@@ -203,13 +211,17 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[
     settings = {key: TypeAdapter(annotations[key]).validate_python(value) for key, value in stage.settings.items()}
     if threads is not None and "threads" in annotations:
         settings.setdefault("threads", threads)
-    if "resume" in annotations and (Path(f"{settings.get('out')}.partial") / STATE_DIRECTORY).exists():
+    if (
+        "resume" in annotations
+        and settings.get("out")
+        and (partial_directory(Path(settings["out"])) / STATE_DIRECTORY).exists()
+    ):
         say(f"{stage.name}: going on from the interrupted run")
         settings["resume"] = True
     if stage.command not in _KEPT_AS:
         return function(**settings)
     path = recipe.out / f"{stage.name}.json"
-    fingerprint = _fingerprint(stage)
+    fingerprint = _fingerprint(stage.command, settings)
     if path.exists():
         kept = read_json(path)
         if kept.pop("fingerprint", None) == fingerprint:
@@ -225,11 +237,11 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[
     return {**result, "out": str(path)}
 
 
-def _fingerprint(stage: RecipeStage) -> str:
+def _fingerprint(command: str, settings: dict[str, Any]) -> str:
     """Of a stage's settings and of the content of every path among them."""
-    parts: list[Any] = [stage.command, stage.settings]
-    for value in stage.settings.values():
+    parts: list[Any] = [command, __version__, settings]
+    for value in settings.values():
         for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, str) and ("/" in item) and Path(item).exists():
+            if isinstance(item, (str, Path)) and str(item) and Path(item).exists():
                 parts.append(digest(Path(item)))
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

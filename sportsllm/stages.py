@@ -117,6 +117,14 @@ def _parse(key: str, value: str, kind: type) -> Any:
         raise UsageError(f"--set {key}={value}: is no {kind.__name__}") from None
 
 
+def training_device() -> torch.device:
+    """A CUDA GPU where there is one, which is said, else the CPU."""
+    if torch.cuda.is_available():
+        say(f"training on {torch.cuda.get_device_name()}")
+        return torch.device("cuda")
+    return torch.device("cpu")
+
+
 def set_threads(threads: int | None) -> None:
     """Use this many CPU threads in torch."""
     if threads:
@@ -146,12 +154,13 @@ def run_stage(out: Path, stage: Stage, make: Callable[[Path], dict[str, Any]], r
     return {"out": str(out), "cached": False, **results}
 
 
-def training_results(model: SportsLLM, result: TrainResult) -> dict[str, Any]:
+def training_results(model: SportsLLM, result: TrainResult, batches: PackedSequences) -> dict[str, Any]:
     """The keys that every training command reports."""
     parameters = model.config.parameters
     return {
         "parameters": parameters,
         "tokens_per_parameter": round(result.tokens / parameters, 2),
+        "epochs": round(result.tokens / batches.tokens_per_epoch, 2),
         **dataclasses.asdict(result),
     }
 

@@ -31,6 +31,7 @@ class TextTokenizer:
         # Text that merely spells a special token stays text.
         self._tokenizer.encode_special_tokens = True
         self.begin_id, self.end_id = begin_id, end_id
+        self.pad_id: int | None = tokenizer.token_to_id(PAD)
 
     @property
     def vocab_size(self) -> int:
@@ -89,7 +90,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> T
         say(f"the corpus gives {vocab_size - missing:,} tokens; {missing:,} reserved ones fill the vocabulary up")
         tokenizer.add_special_tokens([f"<|reserved_{number}|>" for number in range(missing)])
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BEGIN,
@@ -123,7 +124,7 @@ def load_tokenizer(directory: Path, config: ModelConfig | None = None) -> TextTo
     if begin is None:
         raise ArtifactError(f"{directory}: no begin or end token is named; set bos_token_id in config.json")
     result = TextTokenizer(tokenizer, begin, end)
-    if config is not None and max(result.vocab_size, begin + 1) > config.vocab_size:
+    if config is not None and max(result.vocab_size, begin + 1, (end or 0) + 1) > config.vocab_size:
         raise ArtifactError(
             f"{path}: makes ids up to {result.vocab_size - 1}, but the embedding has {config.vocab_size} rows; "
             "use the tokenizer the model was trained with"

@@ -12,16 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sportsllm.artifacts import STATE_DIRECTORY
+from sportsllm.artifacts import STATE_DIRECTORY, replace_state
 from sportsllm.checkpoint import save_tensors
 from sportsllm.config import read_json
 from sportsllm.console import progress_bar, say
@@ -29,7 +30,7 @@ from sportsllm.data import IGNORE, Batch, PackedSequences
 from sportsllm.errors import ArtifactError, DivergedError, InterruptedRun, UsageError
 from sportsllm.losses import cross_entropy
 from sportsllm.model import SportsLLM
-from sportsllm.optim import Schedule, build_optimizers
+from sportsllm.optim import OPTIMIZERS, SCHEDULES, Schedule, build_optimizers
 
 # (model, batch) -> loss summed over the batch's scored tokens, in nats
 Loss = Callable[[SportsLLM, Batch], Tensor]
@@ -71,6 +72,16 @@ class TrainConfig:
             raise UsageError("steps, warmup and validate_every must not be negative")
         if self.precision not in ("auto", "fp32", "bf16", "fp16"):
             raise UsageError(f"precision {self.precision!r} is not known; use auto, fp32, bf16 or fp16")
+        if self.optimizer not in OPTIMIZERS or self.schedule not in SCHEDULES:
+            raise UsageError(
+                f"optimizer {self.optimizer!r} / schedule {self.schedule!r}: use one of {', '.join(OPTIMIZERS)} "
+                f"and one of {', '.join(SCHEDULES)}"
+            )
+        for name in ("learning_rate", "muon_learning_rate", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UsageError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
 
     @property
     def tokens_per_step(self) -> int:
@@ -80,7 +91,8 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run did. `loss` is the mean of the last logged steps in nats a token."""
+    """What a run did. `loss` is the mean of the last logged steps in nats a token; `tokens_per_s` leaves out
+    validating and saving, `seconds` does not."""
 
     steps: int
     tokens: int
@@ -110,8 +122,19 @@ def _cpu_has_bf16() -> bool:
     return any(flag in text for flag in ("avx512_bf16", "amx_bf16", " bf16"))
 
 
+def reset_peak_rss() -> None:
+    """Start the count of `peak_rss_bytes` anew, where the system can (Linux)."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
 def peak_rss_bytes() -> int:
-    """Largest resident memory of this process so far."""
+    """Largest resident memory of this process, since `reset_peak_rss` on Linux, else since its start."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -145,11 +168,17 @@ def train_model(
         DivergedError: the loss is not finite; the step was not taken.
         InterruptedRun: Ctrl-C; the state is saved.
     """
+    reset_peak_rss()
     run = _Run(model, config, directory, identity)
     if resume:
-        run.load()
+        try:
+            run.load()
+        except (SafetensorError, KeyError, RuntimeError) as error:
+            raise ArtifactError(
+                f"{directory / STATE_DIRECTORY}: damaged ({error}); remove {directory} and start again"
+            ) from None
     started, tokens_before = time.perf_counter(), run.step * config.tokens_per_step
-    last_save = started
+    last_save, paused = started, 0.0  # seconds spent on validating and saving
     model.checkpoint_activations = config.checkpoint_activations
     remaining = (config.steps - run.step) * config.tokens_per_step
     with (
@@ -165,12 +194,13 @@ def train_model(
         while run.step < config.steps:
             step_loss, learning_rate, norm = run.take_step(batches, loss)
             tokens = run.step * config.tokens_per_step
-            rate = (tokens - tokens_before) / (time.perf_counter() - started)
+            rate = (tokens - tokens_before) / (time.perf_counter() - started - paused)
             bar.advance(config.tokens_per_step, f"loss {step_loss:.3f} · {rate:,.0f} tokens/s")
             last = run.step == config.steps
             if run.step % config.log_every == 0 or last:
                 record = {"step": run.step, "tokens": tokens, "loss": run.mean_loss(), "lr": learning_rate}
                 write(record | {"grad_norm": norm, "tokens_per_s": round(rate, 1)})
+            pause = time.perf_counter()
             if validate is not None and (last or (config.validate_every and run.step % config.validate_every == 0)):
                 run.valid_bits_per_byte = validate(model)
                 write({"step": run.step, "tokens": tokens, "valid_bits_per_byte": run.valid_bits_per_byte})
@@ -183,13 +213,14 @@ def train_model(
             if time.perf_counter() - last_save > _SAVE_EVERY_S:
                 run.save()
                 last_save = time.perf_counter()
+            paused += time.perf_counter() - pause
     seconds = time.perf_counter() - started
     model.eval()
     trained = run.step * config.tokens_per_step
     return TrainResult(
         steps=run.step,
         tokens=trained,
-        tokens_per_s=(trained - tokens_before) / max(seconds, 1e-9),
+        tokens_per_s=(trained - tokens_before) / max(seconds - paused, 1e-9),
         loss=run.mean_loss() if run.losses else None,
         valid_bits_per_byte=run.valid_bits_per_byte,
         seconds=seconds,
@@ -260,7 +291,7 @@ class _Run:
 
     def save(self) -> None:
         """Write `state/`, replacing an older one only when the new one is whole."""
-        target, fresh = self.directory / STATE_DIRECTORY, self.directory / f"{STATE_DIRECTORY}.new"
+        fresh = self.directory / f"{STATE_DIRECTORY}.new"
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         save_tensors(fresh / "model.safetensors", _contiguous(self.model.state_dict()))
@@ -281,8 +312,7 @@ class _Run:
             "scaler": self.scaler.state_dict(),
         }
         (fresh / "state.json").write_text(json.dumps(state), encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)
-        fresh.replace(target)
+        replace_state(self.directory, fresh)
 
     def load(self) -> None:
         """Take up the saved state.
@@ -345,18 +375,3 @@ def _interrupt_flag() -> Iterator[threading.Event]:
         yield flag
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The lines of a finished run's metrics.jsonl.
-
-    Raises:
-        ArtifactError: a line is no JSON.
-    """
-    path = directory / METRICS
-    if not path.exists():
-        return []
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    except json.JSONDecodeError as error:
-        raise ArtifactError(f"{path}: line is not JSON ({error}); make the directory again") from None

@@ -104,3 +104,36 @@ def test_a_manifest_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"format": 99, "files": {}}), encoding="utf-8")
     with pytest.raises(ArtifactError, match="newer version"):
         read_manifest(tmp_path)
+
+
+def test_a_run_killed_while_it_saved_keeps_a_whole_state(tmp_path: Path) -> None:
+    out, stage = tmp_path / "out", Stage("train", {})
+    partial = tmp_path / "out.partial"
+    for name in ("state.old", "state.new"):
+        (partial / name).mkdir(parents=True)
+        (partial / name / "which").write_text(name, encoding="utf-8")
+    with pytest.raises(RuntimeError), output_directory(out, stage, resume=True) as found:
+        assert (found / STATE_DIRECTORY / "which").read_text(encoding="utf-8") == "state.old"
+        assert not (found / "state.new").exists()
+        raise RuntimeError
+    with output_directory(out, stage, resume=True) as found:
+        (found / "result").write_text("x", encoding="utf-8")
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "manifest.json", "result"]
+
+
+def test_an_input_that_goes_away_during_the_run_loses_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "source.txt"
+    source.write_text("input", encoding="utf-8")
+    stage = Stage("train", {}, [source])
+    assert finished_manifest(tmp_path / "out", stage) is None
+    stage.fingerprint()
+    with output_directory(tmp_path / "out", stage) as partial:
+        (partial / "result").write_text("x", encoding="utf-8")
+        expected = digest(source)
+        source.unlink()
+    assert read_manifest(tmp_path / "out")["parents"][0]["sha256"] == expected
+
+
+def test_a_folder_without_a_name_and_a_file_in_the_way(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="name a new directory"), output_directory(Path(), Stage("train", {})):
+        pass

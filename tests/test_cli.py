@@ -208,3 +208,26 @@ def test_a_hidden_package_is_refused(tmp_path: Path) -> None:
     code = "from sportsllm.cli import main; main(['--help'])"
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment)
     assert result.returncode == 5 and "environment of its own" in result.stderr
+
+
+def test_a_tokenizer_keeps_its_own_special_tokens(
+    capsys: pytest.CaptureFixture[str], stories: Path, corpus_file: Path, tmp_path: Path
+) -> None:
+    code, _, err = call(capsys, *train(corpus_file, tmp_path / "out", "--tokenizer", stories, "--steps", 0))
+    assert code == 0, err
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert (config["bos_token_id"], config["eos_token_id"], config["vocab_size"]) == (1, 2, 512)
+
+
+def test_a_closed_pipe_is_no_bug_and_control_c_says_so(checkpoint: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = f"{sys.executable} -m sportsllm.cli generate {checkpoint} --max-new-tokens 100 --temperature 0"
+    script = f"set -o pipefail; {command} | head -c 1 >/dev/null"
+    piped = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
+    assert piped.returncode == 0 and piped.stderr == ""
+
+
+def test_generated_text_joins_its_prompt(capsys: pytest.CaptureFixture[str], stories: Path) -> None:
+    arguments = ["generate", stories, "--prompt", "Once upon a time, there", "--temperature", 0, "--max-new-tokens", 4]
+    _, out, _ = call(capsys, *arguments, "--json")
+    assert json.loads(out.splitlines()[-1])["text"].startswith(" was a little")

@@ -111,3 +111,22 @@ def test_transformers_5_rope_parameters_are_read() -> None:
     config = config_from_hf(data)
     assert config.rope_theta == 5000.0
     assert config.rope_scaling is not None and config.rope_scaling.factor == 4.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 0},
+        {"hidden_size": "8"},
+        {"rms_norm_eps": "1e-6"},
+        {"layer_types": 5},
+        {"rope_scaling": {"type": "linear"}},
+        {"rope_scaling": [1]},
+        {"vocab_size": None},
+        {"rope_theta": float("nan")},
+    ],
+    ids=str,
+)
+def test_a_value_of_the_wrong_kind_is_one_line(change: dict[str, object]) -> None:
+    with pytest.raises(ArtifactError, match=r"^config\.json: "):
+        config_from_hf({**tiny_config().to_hf(), **change})

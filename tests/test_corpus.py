@@ -69,3 +69,11 @@ def test_split_depends_on_the_text_alone(tmp_path: Path) -> None:
     assert set(again[1]) == set(held)
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": held[0]}), encoding="utf-8")
     assert split_documents(read_documents([tmp_path]), 0.05) == ([], [held[0]])
+
+
+def test_a_simulated_folder_is_its_training_part(tmp_path: Path) -> None:
+    for name in ("train", "valid", "questions"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n", encoding="utf-8")
+    (tmp_path / "README.md").write_text("a card", encoding="utf-8")
+    (tmp_path / "manifest.json").write_text("{}", encoding="utf-8")
+    assert list(read_documents([tmp_path])) == ["train"]

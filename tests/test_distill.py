@@ -170,3 +170,15 @@ def test_preset_student_takes_the_teachers_vocabulary(
     save_checkpoint(teacher, model, tokenizer_directory)
     run(teacher, "tiny-300k", tmp_path / "out", corpus_file)
     assert load_checkpoint(tmp_path / "out").config.vocab_size == 384
+
+
+def test_a_packed_student_is_refused(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    from compress.quantize import quantize
+
+    quantize(
+        checkpoint=checkpoint, out=tmp_path / "q", bits=4, method="rtn", block_size=32, head_bits=8, symmetric=True
+    )
+    with pytest.raises(ArtifactError, match="is quantized"):
+        run(checkpoint, str(tmp_path / "q"), tmp_path / "out", corpus_file)
+    with pytest.raises(UsageError, match="weights of its own"):
+        run(checkpoint, str(checkpoint), tmp_path / "out", corpus_file, init=checkpoint)

@@ -9,13 +9,18 @@ import onnxruntime
 import pytest
 import torch
 
-from compress.quantize import packed_error, quantize, quantize_model, quantize_weight
+from compress.quantize import quantize, quantize_model, quantize_weight
 from sportsllm.checkpoint import load_checkpoint
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.quantized import pack, unpack
+from sportsllm.quantized import QuantizedWeight, pack, unpack
 from tests.conftest import tiny_model
 
 GRIDS = [(bits, block, symmetric) for bits in (4, 8) for block in (32, 64, 128) for symmetric in (True, False)]
+
+
+def packed_error(weight: np.ndarray, packed: QuantizedWeight) -> float:
+    """Root mean square error over root mean square weight."""
+    return float(np.linalg.norm(packed.dequantize() - weight) / max(float(np.linalg.norm(weight)), 1e-30))
 
 
 def brute_force(weight: np.ndarray, bits: int, block: int, symmetric: bool) -> np.ndarray:

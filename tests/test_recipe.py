@@ -79,11 +79,19 @@ threads = "many"
 [[stage]]
 name = "later"
 command = "simulate"
+megabytes = 0
+seed = -1
+[[stage]]
+name = "d"
+command = "train"
+steps = -4
 """
     with pytest.raises(UsageError) as caught:
         load_recipe(write(tmp_path, text))
     message = str(caught.value)
     for part in ("'speed'", "stage 1", "'stepz'", "'teleport'", "'@later' names no earlier stage", "'threads'"):
+        assert part in message, part
+    for part in ("'megabytes'", "'seed'", "'steps'"):
         assert part in message, part
     assert "\n" not in message
 

@@ -14,7 +14,8 @@ from export_models import logits_of, pack_model, save, tiny_model
 
 from export import runtime
 from export.graph import write_graph
-from export.runtime import DATA_FILE, GRAPH_FILE, OnnxDecoder
+from export.runtime import OnnxDecoder
+from export.session import DATA_FILE, GRAPH_FILE
 from sportsllm.decoder import log_softmax, open_decoder
 from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
 from sportsllm.generate import Sampling, generate
@@ -173,7 +174,8 @@ def test_damaged_files(file: str, damage: Callable[[Path], None], with_manifest:
     save(tmp_path, tiny_model())
     write_graph(tmp_path, tmp_path)
     if with_manifest:
-        files = {name: {"bytes": (tmp_path / name).stat().st_size} for name in (GRAPH_FILE, DATA_FILE)}
+        sizes = {name: (tmp_path / name).stat().st_size for name in (GRAPH_FILE, DATA_FILE)}
+        files = {name: {"sha256": "", "bytes": size, "sha256": ""} for name, size in sizes.items()}
         (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
     runtime.open(tmp_path, 1)
     damage(tmp_path / file)

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.report import read_metrics
 from sportsllm.data import PackedSequences, tokenize
 from sportsllm.errors import DivergedError, InterruptedRun, UsageError
 from sportsllm.model import SportsLLM
 from sportsllm.optim import Schedule, build_optimizers
 from sportsllm.tokenizer import load_tokenizer
-from sportsllm.train import TrainConfig, language_model_loss, read_metrics, train_model
+from sportsllm.train import METRICS, TrainConfig, language_model_loss, train_model
 from tests.conftest import tiny_config
 
 CONFIG = TrainConfig(
@@ -62,7 +63,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(batches: PackedSequences, 
     result = train_model(other, batches, language_model_loss, config, tmp_path / "b", identity="x", resume=True)
     assert result.steps == 6 and result.tokens == 6 * 128
     assert torch.equal(weights(other), weights(whole))
-    first, second = read_metrics(tmp_path / "a"), read_metrics(tmp_path / "b")
+    first, second = read_metrics(tmp_path / "a" / METRICS), read_metrics(tmp_path / "b" / METRICS)
     assert [(m["step"], m["loss"]) for m in first] == [(m["step"], m["loss"]) for m in second]
 
 
@@ -73,7 +74,7 @@ def test_training_learns_and_reports(batches: PackedSequences, tmp_path: Path) -
     result = train_model(
         model, batches, language_model_loss, config, tmp_path, validate=lambda m: seen.append(m) or 1.5
     )
-    metrics = [m for m in read_metrics(tmp_path) if "loss" in m]
+    metrics = [m for m in read_metrics(tmp_path / METRICS) if "loss" in m]
     assert metrics[-1]["loss"] < 0.9 * math.log(384) < 0.95 * metrics[0]["loss"]
     assert result.valid_bits_per_byte == 1.5 and len(seen) == 1
     assert result.loss == metrics[-1]["loss"]

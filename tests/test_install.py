@@ -1,0 +1,101 @@
+"""The wheel: what is in it, and the device install without torch."""
+
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ABSENT = ("torch", "onnx", "safetensors", "onnx_ir", "transformers")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built without isolation: the test extra has the build backend."""
+    out = tmp_path_factory.mktemp("wheel")
+    source = tmp_path_factory.mktemp("source")
+    files = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, files.stdout.decode().split("\0")):
+        target = source / name
+        if (ROOT / name).is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((ROOT / name).read_bytes())
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)],
+        check=True,
+        capture_output=True,
+    )
+    return next(out.glob("*.whl"))
+
+
+def test_top_level_names_and_data_files(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.partition("/")[0] for name in names if ".dist-info" not in name}
+    assert top == {"sportsllm", "compress", "export", "benchmarks"}
+    for package in top:
+        shipped = {name for name in names if name.startswith(f"{package}/") and name.endswith(".py")}
+        assert shipped == {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
+        assert f"{package}/py.typed" in names
+    assert "benchmarks/devices/raspberry-pi-5-8gb.toml" in names
+    assert any(name.startswith("benchmarks/templates/") for name in names)
+
+
+@pytest.fixture(scope="module")
+def device(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment with the base install only; returns its bin directory."""
+    directory = tmp_path_factory.mktemp("device") / "venv"
+    venv.create(directory, with_pip=True)
+    binaries = directory / "bin"
+    install = [str(binaries / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*install, "-c", str(ROOT / "constraints.txt"), str(wheel)], check=True, capture_output=True)
+    return binaries
+
+
+@pytest.fixture(scope="module")
+def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from compress.quantize import quantize
+    from export.export import run_export
+
+    base = tmp_path_factory.mktemp("exported")
+    quantize(checkpoint=checkpoint, out=base / "q4", bits=4, method="rtn", block_size=32, head_bits=8, symmetric=True)
+    run_export(base / "q4", base / "onnx", None, 2)
+    return base / "onnx"
+
+
+def test_a_device_needs_no_torch(device: Path, exported: Path, corpus_file: Path, tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(device / "sportsllm-compress"), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+        )
+
+    check = f"import importlib.util as u; print([n for n in {ABSENT!r} if u.find_spec(n)])"
+    found = subprocess.run([str(device / "python"), "-c", check], capture_output=True, text=True, cwd=tmp_path)
+    assert found.stdout.strip() == "[]"
+    result = run("generate", exported, "--prompt", "Goal", "--max-new-tokens", 5, "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["tokens"] == 5
+    result = run("eval", exported, "--text", corpus_file, "--json")
+    assert result.returncode == 0 and json.loads(result.stdout)["bits_per_byte"] > 0, result.stderr
+    result = run("verify", exported, "--json")
+    assert result.returncode == 0 and json.loads(result.stdout)["ok"] is True, result.stderr
+    result = run("bench", exported, "--device", "host", "--threads", 2, "--json")
+    assert result.returncode in (0, 4), result.stderr  # the machine may be too busy for the budget
+    assert json.loads(result.stdout.splitlines()[-1])["peak_rss_bytes"] > 0
+    result = run("train", "--model", "tiny-1m", "--corpus", corpus_file, "--out", "x")
+    assert result.returncode == 5 and "sportsllm-compress[compress]" in result.stderr
