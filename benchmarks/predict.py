@@ -29,7 +29,7 @@ from sportsllm.plan import (
 PROMPT_TOKENS = 512
 DEPTHS = (32, 512, 1024)
 DEEPEST_LEAVES = 148  # the deepest measurement leaves room for its own new tokens
-PREFILL_CHUNK_TOKENS = 256  # pieces in which `export.runtime` reads a prompt
+PREFILL_CHUNK_TOKENS = 128  # pieces in which `export.runtime` reads a prompt
 P95_OVER_P50 = 1.25
 """Slow steps beside usual ones: an estimate. The shipped limits allow 1.3 to 1.7."""
 GRAPH_BYTES = 100_000

@@ -28,7 +28,7 @@ _LOAD_ERRORS = (
 
 
 def session_options(threads: int | None) -> ort.SessionOptions:
-    """How sessions run; the figures are tokens/s of a 97M INT4 model on 2 threads (Zen 5, ONNX Runtime 1.31.1).
+    """How sessions run; the figures are tokens/s of a 97M INT4 model on 2 threads (Zen 4, ONNX Runtime 1.31.1).
 
     The memory arena stays on: without it the peak was 10 to 40 MB higher, since freed pieces went unused.
     """
