@@ -175,7 +175,7 @@ def test_damaged_files(file: str, damage: Callable[[Path], None], with_manifest:
     write_graph(tmp_path, tmp_path)
     if with_manifest:
         sizes = {name: (tmp_path / name).stat().st_size for name in (GRAPH_FILE, DATA_FILE)}
-        files = {name: {"sha256": "", "bytes": size, "sha256": ""} for name, size in sizes.items()}
+        files = {name: {"bytes": size, "sha256": ""} for name, size in sizes.items()}
         (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
     runtime.open(tmp_path, 1)
     damage(tmp_path / file)
