@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests often share the mac
 import pytest
 import torch
 
+from sportsllm import console
 from sportsllm.checkpoint import save_checkpoint
 from sportsllm.config import ModelConfig
 from sportsllm.model import SportsLLM
@@ -46,6 +47,12 @@ def tiny_model(seed: int = 0, std: float = 0.2, **changes: object) -> SportsLLM:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(0.1 * noise) if "norm" in name else parameter.copy_(0.1 * noise)
     return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def _words_to_standard_output() -> None:
+    """A test that ran a command with --json leaves the process as it was."""
+    console.use_stderr(False)
 
 
 @pytest.fixture(scope="session")
