@@ -80,7 +80,7 @@ def ours(directory: Path, threads: int) -> Start:
 
 def genai(directory: Path, threads: int) -> Start:
     """onnxruntime-genai, on a directory that its model builder wrote."""
-    import onnxruntime_genai as og  # type: ignore[import-not-found]
+    import onnxruntime_genai as og
 
     path = directory / "genai_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
@@ -103,7 +103,7 @@ def optimum(directory: Path, threads: int) -> Start:
     """optimum's ORTModelForCausalLM, its forward pass with its cache."""
     import onnxruntime
     import torch
-    from optimum.onnxruntime import ORTModelForCausalLM  # type: ignore[import-not-found]
+    from optimum.onnxruntime import ORTModelForCausalLM
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
