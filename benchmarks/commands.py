@@ -127,7 +127,12 @@ def bench(
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print_bench(output(), result)
     if not result["budget"]["passed"]:
-        advice = "compress it further" if result["clean"] else "the run was noisy: repeat it on a quiet machine"
+        missed = {limit["name"] for limit in result["budget"]["limits"] if limit["passed"] is False}
+        advice = "compress it further"
+        if missed == {"quality_loss_percent"}:
+            advice = "train or distil it longer, or cut less"
+        elif missed & {"ttft_ms", "tpot_p50_ms", "tpot_p95_ms"} and not result["clean"]:
+            advice = "the run was noisy: repeat it on a quiet machine"
         result["complaint"] = f"{directory}: {verdict_line(result['budget'])}; {advice}"
         result["exit_code"] = GateError.exit_code
     return result
