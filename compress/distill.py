@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compress.losses import mixed_chunk
 from compress.teacher import load_teacher, teacher_logits
+from sportsllm.artifacts import Stage, run_stage
 from sportsllm.base import check_sequence, fit_vocabulary
 from sportsllm.checkpoint import copy_tokenizer, load_checkpoint, quantization_config, save_checkpoint
 from sportsllm.config import load_config
@@ -21,11 +22,9 @@ from sportsllm.losses import head_loss
 from sportsllm.model import SportsLLM
 from sportsllm.presets import PRESETS, preset
 from sportsllm.stages import (
-    Stage,
     load_corpus,
     manifest_setting,
     packed_sequences,
-    run_stage,
     training_device,
     training_results,
     validator,

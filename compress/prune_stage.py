@@ -15,6 +15,7 @@ from compress.distill import distillation_loss
 from compress.importance import importance_scores
 from compress.prune import Shape, kept_layers, prune, shape_for_share
 from compress.teacher import load_teacher
+from sportsllm.artifacts import Stage, run_stage
 from sportsllm.checkpoint import load_checkpoint, quantization_config, save_checkpoint
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import say
@@ -22,11 +23,9 @@ from sportsllm.corpus import read_documents
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.evaluate import windows
 from sportsllm.stages import (
-    Stage,
     load_corpus,
     manifest_setting,
     packed_sequences,
-    run_stage,
     training_device,
     training_results,
     validator,

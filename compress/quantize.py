@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sportsllm.artifacts import Stage, run_stage
 from sportsllm.checkpoint import load_checkpoint, quantization_config, save_checkpoint
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.linear import QuantizedEmbedding, QuantizedLinear
 from sportsllm.model import SportsLLM
 from sportsllm.quantized import BITS, BLOCK_SIZES, FloatArray, QuantizedWeight, pack
-from sportsllm.stages import Stage, manifest_setting, run_stage
+from sportsllm.stages import manifest_setting
 
 METHODS = ("rtn",)
 HEAD_BITS = (4, 8, 32)

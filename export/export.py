@@ -9,10 +9,9 @@ from typing import Any
 from export.graph import write_graph
 from export.parity import check_parity
 from export.side_files import write_side_files
-from sportsllm.artifacts import Stage, directory_bytes, finished_manifest, output_directory
+from sportsllm.artifacts import Stage, run_stage
 from sportsllm.checkpoint import quantization_config, write_json
 from sportsllm.config import load_config
-from sportsllm.console import say
 from sportsllm.errors import ArtifactError, GateError, UsageError
 
 PRECISIONS = ("fp32", "fp16")
@@ -40,16 +39,13 @@ def run_export(checkpoint: Path, out: Path, precision: str | None = None, thread
     if not checkpoint.is_dir():
         raise ArtifactError(f"{checkpoint}: no such directory; give a checkpoint directory")
     stage = Stage("export", {"dtype": _storage(checkpoint, precision)}, [checkpoint])
-    manifest = finished_manifest(out, stage)
-    if manifest is not None:
-        say(f"{out}: up to date")
-        return {"out": str(out), "cached": True, **manifest["results"]}
-    started = time.perf_counter()
-    with output_directory(out, stage) as partial:
-        write_graph(checkpoint, partial, half=precision == "fp16")
-        write_side_files(checkpoint, partial)
+
+    def make(directory: Path) -> dict[str, Any]:
+        started = time.perf_counter()
+        write_graph(checkpoint, directory, half=precision == "fp16")
+        write_side_files(checkpoint, directory)
         built = time.perf_counter()
-        report = check_parity(checkpoint, partial, threads)
+        report = check_parity(checkpoint, directory, threads)
         failures = report.failures()
         if failures:
             raise GateError(
@@ -57,17 +53,17 @@ def run_export(checkpoint: Path, out: Path, precision: str | None = None, thread
                 "published, please report it with this line"
             )
         parity = report.to_dict()
-        write_json(partial / "parity.json", parity)
+        write_json(directory / "parity.json", parity)
         keys = ("max_abs_logit_error", "kl", "greedy_match", "passed")
-        stage.results.update(
-            parameters=load_config(checkpoint).parameters,
-            precision=report.precision,
-            size_bytes=directory_bytes(partial),
-            build_seconds=round(built - started, 3),
-            seconds=round(time.perf_counter() - started, 3),
-            parity={key: parity[key] for key in keys},
-        )
-    return {"out": str(out), "cached": False, **stage.results}
+        return {
+            "parameters": load_config(checkpoint).parameters,
+            "precision": report.precision,
+            "build_seconds": round(built - started, 3),
+            "seconds": round(time.perf_counter() - started, 3),
+            "parity": {key: parity[key] for key in keys},
+        }
+
+    return run_stage(out, stage, make)
 
 
 def _storage(checkpoint: Path, precision: str | None) -> str:

@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 
 from sportsllm import __version__
 from sportsllm.config import read_json
+from sportsllm.console import say
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
 
 MANIFEST = "manifest.json"
@@ -196,6 +197,29 @@ def _settle_state(partial: Path) -> None:
         old.rename(state)
     shutil.rmtree(old, ignore_errors=True)
     shutil.rmtree(partial / f"{STATE_DIRECTORY}.new", ignore_errors=True)
+
+
+def run_stage(out: Path, stage: Stage, make: Callable[[Path], dict[str, Any]], resume: bool = False) -> dict[str, Any]:
+    """Make `out` with `make`, unless it is there already from the same inputs.
+
+    Args:
+        out: the directory to make.
+        stage: what decides its content.
+        make: writes into the directory it is given and returns the results.
+        resume: go on from an interrupted run.
+
+    Returns:
+        `out`, `cached` and the results, as the command prints them under `--json`.
+    """
+    manifest = finished_manifest(out, stage)
+    if manifest is not None:
+        say(f"{out}: up to date")
+        return {"out": str(out), "cached": True, **manifest["results"]}
+    with output_directory(out, stage, resume) as partial:
+        results = make(partial)
+        results.setdefault("size_bytes", directory_bytes(partial))
+        stage.results.update(results)
+    return {"out": str(out), "cached": False, **results}
 
 
 def _finish(partial: Path, out: Path, stage: Stage) -> None:

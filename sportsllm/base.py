@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sportsllm.artifacts import Stage, run_stage
 from sportsllm.checkpoint import copy_tokenizer, save_checkpoint
 from sportsllm.config import ModelConfig
 from sportsllm.console import say
@@ -14,10 +15,8 @@ from sportsllm.errors import UsageError
 from sportsllm.model import SportsLLM
 from sportsllm.presets import preset
 from sportsllm.stages import (
-    Stage,
     load_corpus,
     packed_sequences,
-    run_stage,
     training_device,
     training_results,
     validator,

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import errno
 import functools
-import importlib
-import importlib.util
 import inspect
 import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
 from sportsllm import __version__, console
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, ResourceError, SportsLLMError
-from sportsllm.options import COMMANDS
-
-Command = Callable[..., dict[str, Any]]
+from sportsllm.options import COMMANDS, Command, load_command
 
 _EXTRA_OF = {
     "pyarrow": "parquet",
@@ -34,24 +29,6 @@ _EXTRA_OF = {
     "onnxruntime_genai": "genai",
 }
 _COMPRESS = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "plotly", "jinja2"}
-
-
-def load_command(name: str) -> Command:
-    """The function behind a command.
-
-    Raises:
-        ResourceError: its package is missing, or another package of that name hides it.
-    """
-    package = COMMANDS[name]
-    spec = importlib.util.find_spec(package)
-    here = Path(__file__).resolve().parent.parent
-    if spec is None or spec.origin is None or Path(spec.origin).resolve().parent.parent != here:
-        raise ResourceError(
-            f"package {package!r} does not lie beside 'sportsllm' in {here}; another package may hide it: "
-            "install sportsllm-compress into an environment of its own"
-        )
-    function = getattr(importlib.import_module(f"{package}.commands"), name.replace("eval", "evaluate"))
-    return cast(Command, function)
 
 
 def _with_json(function: Command) -> Callable[..., None]:

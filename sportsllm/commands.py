@@ -24,32 +24,29 @@ def simulate(
     seed: options.Seed = 0,
 ) -> dict[str, Any]:
     """Write a corpus of simulated matches, with questions whose answers can be checked."""
-    from sportsllm.artifacts import Stage, finished_manifest, output_directory
-    from sportsllm.console import output, progress_bar, say
+    from sportsllm.artifacts import Stage, run_stage
+    from sportsllm.console import output, progress_bar
     from sportsllm.simulator import write_corpus
 
-    stage = Stage("simulate", {"megabytes": megabytes, "questions": questions}, seed=seed)
-    manifest = finished_manifest(out, stage)
-    if manifest is not None:
-        say(f"{out}: up to date")
-        return {"out": str(out), "cached": True, **manifest["results"]}
-    with output_directory(out, stage) as partial, progress_bar("simulate", megabytes * 1e6) as bar:
+    def make(directory: Path) -> dict[str, Any]:
         done = 0
+        with progress_bar("simulate", megabytes * 1e6) as bar:
 
-        def report(written: int, _total: int) -> None:
-            nonlocal done
-            bar.advance(written - done)
-            done = written
+            def report(written: int, _total: int) -> None:
+                nonlocal done
+                bar.advance(written - done)
+                done = written
 
-        stage.results.update(
-            write_corpus(partial, seed=seed, megabytes=megabytes, questions=questions, progress=report)
-        )
-    counts = stage.results
+            counts = write_corpus(directory, seed=seed, megabytes=megabytes, questions=questions, progress=report)
+        return {**counts, "size_bytes": counts["train_bytes"] + counts["valid_bytes"]}
+
+    stage = Stage("simulate", {"megabytes": megabytes, "questions": questions}, seed=seed)
+    result = run_stage(out, stage, make)
     output().print(
-        f"{out}: {counts['train_documents']:,} training and {counts['valid_documents']:,} held-out documents, "
-        f"{(counts['train_bytes'] + counts['valid_bytes']) / 1e6:.1f} MB, {counts['questions']} questions"
+        f"{out}: {result['train_documents']:,} training and {result['valid_documents']:,} held-out documents, "
+        f"{result['size_bytes'] / 1e6:.1f} MB, {result['questions']} questions"
     )
-    return {"out": str(out), "cached": False, **stage.results}
+    return result
 
 
 def train(

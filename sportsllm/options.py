@@ -1,9 +1,14 @@
-"""Flags that mean the same in every command, and the table of commands. Imports typer only."""
+"""The table of commands, and flags that mean the same in every command. Imports typer only."""
 
+import importlib
+import importlib.util
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
+
+from sportsllm.errors import ResourceError
 
 # command -> package whose `commands` module holds it
 COMMANDS = {
@@ -22,6 +27,27 @@ COMMANDS = {
     "report": "benchmarks",
     "devices": "benchmarks",
 }
+
+Command = Callable[..., dict[str, Any]]
+
+
+def load_command(name: str) -> Command:
+    """The function behind a command.
+
+    Raises:
+        ResourceError: its package is missing, or another package of that name hides it.
+    """
+    package = COMMANDS[name]
+    spec = importlib.util.find_spec(package)
+    here = Path(__file__).resolve().parent.parent
+    if spec is None or spec.origin is None or Path(spec.origin).resolve().parent.parent != here:
+        raise ResourceError(
+            f"package {package!r} does not lie beside 'sportsllm' in {here}; another package may hide it: "
+            "install sportsllm-compress into an environment of its own"
+        )
+    function = getattr(importlib.import_module(f"{package}.commands"), name.replace("eval", "evaluate"))
+    return cast(Command, function)
+
 
 Out = Annotated[Path, typer.Option("--out", help="New directory to write.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all cores if not given.")]

@@ -15,7 +15,6 @@ All errors of a recipe are told at once, before anything runs.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
 import json
 import re
@@ -33,7 +32,7 @@ from sportsllm.artifacts import STATE_DIRECTORY, digest, partial_directory
 from sportsllm.config import read_json
 from sportsllm.console import output, say, silenced
 from sportsllm.errors import SportsLLMError, UsageError
-from sportsllm.options import COMMANDS
+from sportsllm.options import COMMANDS, load_command
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _KEPT_AS = {"eval": ".json", "bench": ".json", "generate": ".txt"}  # commands whose result is a file
@@ -57,13 +56,6 @@ class Recipe:
     name: str
     out: Path
     stages: tuple[RecipeStage, ...]
-
-
-def command_function(name: str) -> Callable[..., dict[str, Any]]:
-    """The function behind a command, found by name so that this package depends on no stage."""
-    module = importlib.import_module(f"{COMMANDS[name]}.commands")
-    function: Callable[..., dict[str, Any]] = getattr(module, "evaluate" if name == "eval" else name)
-    return function
 
 
 def load_recipe(path: Path, out: Path | None = None) -> Recipe:
@@ -105,7 +97,7 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
         settings = {key: value for key, value in entry.items() if key not in _STAGE_KEYS}
         resolved, errors = _resolve(settings, known)
         problems += [f"{where}: {error}" for error in errors]
-        function = command_function(command)
+        function = load_command(command)
         known[name] = base / (name + _KEPT_AS.get(command, ".html" if command == "report" else ""))
         if "out" in inspect.signature(function).parameters and command not in _KEPT_AS:
             resolved.setdefault("out", str(known[name]))
@@ -204,7 +196,7 @@ def run_recipe(recipe: Recipe, threads: int | None = None) -> dict[str, Any]:
 
 
 def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[str, Any]:
-    function = command_function(stage.command)
+    function = load_command(stage.command)
     annotations = {
         key: value.annotation for key, value in inspect.signature(function, eval_str=True).parameters.items()
     }

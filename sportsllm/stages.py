@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 
-from sportsllm.artifacts import Stage as Stage  # re-exported: a stage's commands need both
-from sportsllm.artifacts import directory_bytes, finished_manifest, output_directory, read_manifest
+from sportsllm.artifacts import read_manifest
 from sportsllm.console import say
 from sportsllm.corpus import read_documents, split_documents
 from sportsllm.data import PackedSequences, tokenize
@@ -129,29 +128,6 @@ def set_threads(threads: int | None) -> None:
     """Use this many CPU threads in torch."""
     if threads:
         torch.set_num_threads(threads)
-
-
-def run_stage(out: Path, stage: Stage, make: Callable[[Path], dict[str, Any]], resume: bool = False) -> dict[str, Any]:
-    """Make `out` with `make`, unless it is there already from the same inputs.
-
-    Args:
-        out: the directory to make.
-        stage: what decides its content.
-        make: writes into the directory it is given and returns the results.
-        resume: go on from an interrupted run.
-
-    Returns:
-        `out`, `cached` and the results, as the command prints them under `--json`.
-    """
-    manifest = finished_manifest(out, stage)
-    if manifest is not None:
-        say(f"{out}: up to date")
-        return {"out": str(out), "cached": True, **manifest["results"]}
-    with output_directory(out, stage, resume) as partial:
-        results = make(partial)
-        results["size_bytes"] = directory_bytes(partial)
-        stage.results.update(results)
-    return {"out": str(out), "cached": False, **results}
 
 
 def training_results(model: SportsLLM, result: TrainResult, batches: PackedSequences) -> dict[str, Any]:
