@@ -26,15 +26,17 @@ class Batch:
         tokens: (B, T) int64 inputs.
         targets: (B, T) int64, the token that follows each input; IGNORE where a document ends.
         documents: ends of the documents in `tokens` read as one row of B * T, rising.
+        index: the batch's number, which says how far training is and which rows of the corpus it holds.
     """
 
     tokens: Tensor
     targets: Tensor
     documents: tuple[int, ...]
+    index: int = 0
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""
-        return Batch(self.tokens.to(device), self.targets.to(device), self.documents)
+        return Batch(self.tokens.to(device), self.targets.to(device), self.documents, self.index)
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class PackedSequences:
             ends += [offset + end for end in inside if end < self.length] + [offset + self.length]
             rows.append(ids[:-1].astype(np.int64))
             targets.append(target)
-        return Batch(torch.from_numpy(np.stack(rows)), torch.from_numpy(np.stack(targets)), tuple(ends))
+        return Batch(torch.from_numpy(np.stack(rows)), torch.from_numpy(np.stack(targets)), tuple(ends), index)
 
     def _row(self, epoch: int, row: int) -> tuple[npt.NDArray[np.uint32], list[int]]:
         """`length` + 1 ids and the document ends among them."""

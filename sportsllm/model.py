@@ -230,21 +230,32 @@ class SportsLLM(nn.Module):
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return cast(Tensor, head.weight)
 
-    def hidden(self, tokens_BT: Tensor, documents: Sequence[int] | None = None, cache: KVCache | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        documents: Sequence[int] | None = None,
+        cache: KVCache | None = None,
+        states: list[Tensor] | None = None,
+    ) -> Tensor:
         """Final hidden states, (B, T, D), after the last norm.
 
         Args:
             tokens_BT: token ids.
             documents: ends of packed documents, see `attend_documents`; positions start again in each.
             cache: read before and extended by these tokens; not together with `documents`.
+            states: where given, gets the residual stream (B, T, D) after the embedding and after each layer.
         """
         x_BTD = self.model.embed_tokens(tokens_BT)
         rope = self._rope(tokens_BT, documents, cache)
         for layer in self.model.layers:
+            if states is not None:
+                states.append(x_BTD)
             if self.checkpoint_activations and self.training:
                 x_BTD = cast(Tensor, checkpoint(layer, x_BTD, rope, documents, cache, use_reentrant=False))
             else:
                 x_BTD = layer(x_BTD, rope, documents, cache)
+        if states is not None:
+            states.append(x_BTD)
         if cache is not None:
             cache.length += tokens_BT.shape[1]
         return cast(Tensor, self.model.norm(x_BTD))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from sportsllm.errors import UsageError
+from sportsllm.muon import Muon
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd")
@@ -43,6 +45,15 @@ class Schedule:
         return 1.0 - (1.0 - self.floor) * max(0.0, min(1.0, (step - (self.steps - decay)) / decay))
 
 
+def computes_in_bfloat16(device: torch.device) -> bool:
+    """Whether the device has bfloat16 products of its own; emulated ones are slower than float32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported())
+    flags = Path("/proc/cpuinfo")
+    text = flags.read_text(encoding="utf-8", errors="replace") if flags.exists() else ""
+    return any(flag in text for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+
+
 def build_optimizers(
     model: nn.Module, kind: str, learning_rate: float, muon_learning_rate: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
@@ -73,14 +84,14 @@ def build_optimizers(
     ]
     if matrices:
         optimizers.append(
-            torch.optim.Muon(
+            Muon(
                 matrices,
+                dtype=torch.bfloat16 if computes_in_bfloat16(matrices[0].device) else torch.float32,
                 lr=muon_learning_rate,
                 weight_decay=weight_decay,
                 momentum=0.95,
                 ns_coefficients=(3.4445, -4.7750, 2.0315),
                 ns_steps=5,
-                adjust_lr_fn="original",
             )
         )
     for optimizer in optimizers:

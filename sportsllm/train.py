@@ -30,7 +30,7 @@ from sportsllm.data import IGNORE, Batch, PackedSequences
 from sportsllm.errors import ArtifactError, DivergedError, InterruptedRun, UsageError
 from sportsllm.losses import cross_entropy
 from sportsllm.model import SportsLLM
-from sportsllm.optim import OPTIMIZERS, SCHEDULES, Schedule, build_optimizers
+from sportsllm.optim import OPTIMIZERS, SCHEDULES, Schedule, build_optimizers, computes_in_bfloat16
 
 # (model, batch) -> loss summed over the batch's scored tokens, in nats
 Loss = Callable[[SportsLLM, Batch], Tensor]
@@ -111,15 +111,8 @@ def language_model_loss(model: SportsLLM, batch: Batch) -> Tensor:
 def resolve_precision(name: str, device: torch.device) -> torch.dtype | None:
     """The autocast type for a precision setting; None is plain float32."""
     if name == "auto":
-        native = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bf16()
-        name = "bf16" if native else "fp32"
+        name = "bf16" if computes_in_bfloat16(device) else "fp32"
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-
-
-def _cpu_has_bf16() -> bool:
-    flags = Path("/proc/cpuinfo")
-    text = flags.read_text(encoding="utf-8", errors="replace") if flags.exists() else ""
-    return any(flag in text for flag in ("avx512_bf16", "amx_bf16", " bf16"))
 
 
 def reset_peak_rss() -> None:

@@ -12,6 +12,7 @@ from benchmarks.report import read_metrics
 from sportsllm.data import PackedSequences, tokenize
 from sportsllm.errors import DivergedError, InterruptedRun, UsageError
 from sportsllm.model import SportsLLM
+from sportsllm.muon import Muon, newton_schulz
 from sportsllm.optim import Schedule, build_optimizers
 from sportsllm.tokenizer import load_tokenizer
 from sportsllm.train import METRICS, TrainConfig, language_model_loss, train_model
@@ -163,3 +164,38 @@ def test_metrics_file_is_json_lines(batches: PackedSequences, tmp_path: Path) ->
     train_model(fresh(), batches, language_model_loss, CONFIG, tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (16, 24), (16, 16)])
+def test_muon_takes_the_steps_of_torchs_own(shape: tuple[int, int]) -> None:
+    """Same state and update; torch's iteration runs in bfloat16, whose rounding (2**-9) grows over five steps."""
+    torch.manual_seed(0)
+    start = [torch.randn(shape), torch.randn(shape)]
+    settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "ns_coefficients": (3.4445, -4.775, 2.0315)}
+    ours = [torch.nn.Parameter(value.clone()) for value in start]
+    theirs = [torch.nn.Parameter(value.clone()) for value in start]
+    optimizers = [
+        Muon(ours, dtype=torch.bfloat16, **settings),
+        torch.optim.Muon(theirs, adjust_lr_fn="original", **settings),
+    ]
+    for _ in range(3):
+        for parameter, twin in zip(ours, theirs, strict=True):
+            parameter.grad = torch.randn(shape)
+            twin.grad = parameter.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for value, parameter, twin in zip(start, ours, theirs, strict=True):
+        moved, expected = parameter - value, twin - value
+        assert (moved - expected).norm() < 0.02 * expected.norm()
+    assert optimizers[0].state_dict()["state"].keys() == optimizers[1].state_dict()["state"].keys()
+
+
+def test_newton_schulz_equals_a_float64_loop_and_flattens_the_spectrum() -> None:
+    matrices = torch.randn(3, 8, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    result = newton_schulz(matrices.float(), (3.4445, -4.775, 2.0315), 5, 1e-7)
+    for matrix, found in zip(matrices, result, strict=True):
+        u, s, v = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
+        for _ in range(5):  # on the singular values alone: the polynomial keeps the singular vectors
+            s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+        torch.testing.assert_close(found.double(), u @ torch.diag(s) @ v, atol=1e-4, rtol=0)
+        assert float(s.min()) > 0.6 and float(s.max()) < 1.3
