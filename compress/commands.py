@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sportsllm import options
 from sportsllm.errors import UsageError
 
-_RECOVERY_LEARNING_RATE = 3e-4
+if TYPE_CHECKING:
+    from sportsllm.train import TrainConfig
+
+
+def _recovery_defaults(seed: int) -> TrainConfig:
+    """What recovery trains with unless told otherwise."""
+    from sportsllm.train import TrainConfig
+
+    return TrainConfig(seed=seed, learning_rate=3e-4)
 
 
 def distill(
@@ -80,21 +88,49 @@ def prune(
     checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
     out: options.Out,
     calibration: options.Calibration,
+    params: Annotated[float | None, typer.Option(help="Share of the non-embedding parameters to keep.")] = None,
+    size_mb: Annotated[float | None, typer.Option(help="Size of the float32 weights to reach, in MB (10^6).")] = None,
     hidden: Annotated[int | None, typer.Option(min=1, help="Hidden channels to keep.")] = None,
     intermediate: Annotated[int | None, typer.Option(min=1, help="FFN neurons to keep in each layer.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads to keep in each layer.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key/value heads to keep in each layer.")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="Key/value heads; with fewer and the same --heads they are merged.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers to keep; one contiguous run is dropped.")] = None,
-    params: Annotated[float | None, typer.Option(help="Share of the non-embedding parameters to keep.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Pieces of calibration text.")] = 256,
+    search: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="With --params or --size-mb: recover the best shapes on so many tokens, take the winner."
+        ),
+    ] = None,
+    finalists: Annotated[int, typer.Option(min=1, help="Shapes that --search recovers.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Cut and recover in so many steps; --recover is shared out.")] = 1,
+    importance: Annotated[str, typer.Option(help="activation, or the baselines magnitude and random.")] = "activation",
+    repair: Annotated[
+        bool, typer.Option("--repair/--no-repair", help="Refit what stays to the full model's values.")
+    ] = True,
+    kv_merge: Annotated[str, typer.Option(help="How key/value heads are merged: pca, mean or select.")] = "pca",
+    scores: Annotated[
+        Path | None, typer.Option(help="importance.safetensors of an earlier run, or its directory.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Pieces of calibration text; up to 256 if not given.")
+    ] = None,
     recover: Annotated[
         int | None, typer.Option(min=1, help="Distil from the unpruned model on so many tokens.")
+    ] = None,
+    teacher: Annotated[
+        Path | None, typer.Option(help="What recovery distils from, if not the checkpoint itself.")
     ] = None,
     corpus: options.Corpus | None = None,
     valid: options.Valid = None,
     sequence: options.Sequence = None,
     batch_size: options.BatchSize = None,
+    accumulation: options.Accumulation = None,
     learning_rate: options.LearningRate = None,
+    optimizer: options.Optimizer = None,
+    schedule: options.ScheduleKind = None,
+    precision: options.Precision = None,
     resume: options.Resume = False,
     seed: options.Seed = 0,
     threads: options.Threads = None,
@@ -102,37 +138,39 @@ def prune(
 ) -> dict[str, Any]:
     """Cut width and depth by activation importance; the result is an ordinary LLaMA checkpoint."""
     from compress.distill import teacher_corpus
-    from compress.prune_stage import prune_stage
+    from compress.prune_line import Plan, prune_line
+    from compress.prune_stage import Cut
     from sportsllm.console import output
     from sportsllm.stages import set_threads, train_config
-    from sportsllm.train import TrainConfig
 
     set_threads(threads)
+    overrides = {
+        "sequence": sequence,
+        "batch_size": batch_size,
+        "accumulation": accumulation,
+        "learning_rate": learning_rate,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "precision": precision,
+    }
     config = None
     if recover is not None:
-        overrides = {"sequence": sequence, "batch_size": batch_size, "learning_rate": learning_rate}
-        config = train_config(
-            TrainConfig(seed=seed, learning_rate=_RECOVERY_LEARNING_RATE), recover, overrides, set or []
-        )
-        valid = valid or ([] if corpus else teacher_corpus(checkpoint, "valid"))
-        corpus = corpus or teacher_corpus(checkpoint, "corpus")
-    elif any((set, corpus, valid, sequence, batch_size, learning_rate, resume)):
+        config = train_config(_recovery_defaults(seed), recover, overrides, set or [])
+        valid = valid or ([] if corpus else teacher_corpus(teacher or checkpoint, "valid"))
+        corpus = corpus or teacher_corpus(teacher or checkpoint, "corpus")
+    elif any((set, corpus, valid, teacher, resume, *(value for value in overrides.values()))):
         raise UsageError(
-            "training settings, --corpus and --resume belong to --recover TOKENS; add it or leave them out"
+            "training settings, --corpus, --teacher and --resume belong to --recover TOKENS; add it or leave them out"
         )
-    result = prune_stage(
+    given = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads, "layers": layers}
+    result = prune_line(
         checkpoint=checkpoint,
         out=out,
-        share=params,
-        given={
-            "hidden": hidden,
-            "intermediate": intermediate,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "layers": layers,
-        },
+        plan=Plan(params, size_mb, given, rounds, search, finalists),
+        how=Cut(importance, repair, kv_merge, samples, seed),
         calibration=calibration,
-        samples=samples,
+        scores=scores,
+        teacher=teacher,
         recover=config,
         corpus=corpus or [],
         valid=valid or [],

@@ -1,4 +1,4 @@
-"""How much each unit of a model matters, from one forward pass over calibration text.
+"""How much each unit of a model matters: from one forward pass over calibration text, or from plain baselines.
 
 Score of a unit = sqrt(sum over samples of (mean over tokens of |a|) ** 2), Minitron (https://arxiv.org/abs/2407.14679):
     hidden channel  a = the outputs of every RMSNorm, scores added up
@@ -14,14 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from sportsllm.checkpoint import save_tensors
+from sportsllm.config import ModelConfig
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.model import Block, SportsLLM
+
+IMPORTANCES = ("activation", "magnitude", "random")
+SCORES_FILE = "importance.safetensors"
 
 
 @dataclass(frozen=True)
@@ -109,3 +117,87 @@ def importance_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
         heads=[squares[f"heads.{layer}"].sqrt() for layer in range(layers)],
         layer_distance=1 - cosines / len(samples),
     )
+
+
+@torch.no_grad()
+def magnitude_scores(model: SportsLLM) -> Scores:
+    """The plain baseline: a unit's score is the L2 norm of all the weights it owns; no text is read.
+
+    `layer_distance` of a run of layers is the norm of its matrices' weights.
+    """
+    blocks = cast("list[Block]", list(model.model.layers))
+    config = model.config
+    hidden = cast(Tensor, model.model.embed_tokens.weight).square().sum(dim=0)
+    intermediate, heads, sizes = [], [], [torch.zeros(())]
+    for block in blocks:
+        weights = {name: module.weight for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+        rows = [weights[f"self_attn.{name}"] for name in ("q_proj", "k_proj", "v_proj")]
+        rows += [weights["mlp.gate_proj"], weights["mlp.up_proj"]]
+        columns = [weights["self_attn.o_proj"], weights["mlp.down_proj"]]
+        hidden = hidden + sum(w.square().sum(dim=0) for w in rows) + sum(w.square().sum(dim=1) for w in columns)
+        neurons = sum(w.square().sum(dim=1) for w in rows[3:]) + columns[1].square().sum(dim=0)
+        queries = rows[0].square().sum(dim=1) + columns[0].square().sum(dim=0)
+        intermediate.append(neurons.sqrt())
+        heads.append(queries.view(-1, config.head_dim).sum(dim=1).sqrt())
+        sizes.append(sum((w.square().sum() for w in weights.values()), torch.zeros(())))
+    reach = torch.stack(sizes).cumsum(dim=0)
+    distance = (reach[None, :] - reach[:, None]).clamp(min=0).sqrt()
+    return Scores(hidden.sqrt(), intermediate, heads, distance)
+
+
+def random_scores(config: ModelConfig, seed: int) -> Scores:
+    """The other baseline: every unit is worth a number out of a hat, uniform in [0, 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = config.num_hidden_layers
+
+    def draw(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    return Scores(
+        draw(config.hidden_size),
+        [draw(config.intermediate_size) for _ in range(layers)],
+        [draw(config.num_attention_heads) for _ in range(layers)],
+        draw(layers + 1, layers + 1),
+    )
+
+
+def save_scores(directory: Path, scores: Scores) -> None:
+    """Write scores beside a checkpoint, so that other shapes can be cut without reading the text again."""
+    tensors = {"hidden": scores.hidden, "layer_distance": scores.layer_distance}
+    for layer, (neurons, heads) in enumerate(zip(scores.intermediate, scores.heads, strict=True)):
+        tensors |= {f"intermediate.{layer}": neurons, f"heads.{layer}": heads}
+    save_tensors(directory / SCORES_FILE, {name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+def load_scores(path: Path, config: ModelConfig) -> Scores:
+    """Scores of a model of this shape.
+
+    Args:
+        path: the file, or the directory it lies in.
+        config: of the model that is to be cut.
+
+    Raises:
+        ArtifactError: missing, damaged, or of a model of another shape.
+    """
+    file = path / SCORES_FILE if path.is_dir() else path
+    try:
+        tensors = load_file(str(file))
+        layers = range(config.num_hidden_layers)
+        scores = Scores(
+            tensors["hidden"],
+            [tensors[f"intermediate.{layer}"] for layer in layers],
+            [tensors[f"heads.{layer}"] for layer in layers],
+            tensors["layer_distance"],
+        )
+    except (SafetensorError, OSError, KeyError) as error:
+        raise ArtifactError(
+            f"{file}: holds no importance scores ({error}); make them with prune --calibration"
+        ) from None
+    wanted = random_scores(config, 0)
+    if (scores.hidden.shape, [t.shape for t in scores.intermediate], [t.shape for t in scores.heads]) != (
+        wanted.hidden.shape,
+        [t.shape for t in wanted.intermediate],
+        [t.shape for t in wanted.heads],
+    ) or scores.layer_distance.shape != wanted.layer_distance.shape:
+        raise ArtifactError(f"{file}: scores of a model of another shape; make them from this one with --calibration")
+    return scores

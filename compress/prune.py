@@ -6,105 +6,19 @@ Shape suffixes: D hidden_size, F intermediate_size, H query heads, K key/value h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.importance import Scores
+from compress.shapes import Shape
 from sportsllm.config import ModelConfig
-from sportsllm.errors import UsageError
 from sportsllm.losses import cross_entropy
 from sportsllm.model import SportsLLM
 
-_WIDTH_STEP = 32  # widths are multiples of this, the smallest block of the integer kernels
 _LAYER_CANDIDATES = 3
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The dimensions that pruning can change."""
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    layers: int
-
-    @staticmethod
-    def of(config: ModelConfig) -> Shape:
-        """A model's own shape."""
-        return Shape(
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            layers=config.num_hidden_layers,
-        )
-
-    def applied_to(self, config: ModelConfig) -> ModelConfig:
-        """The config of the pruned model.
-
-        Raises:
-            UsageError: a dimension grows, falls below 1, or breaks the key/value grouping.
-        """
-        for name, value in asdict(self).items():
-            limit = asdict(Shape.of(config))[name]
-            if not 1 <= value <= limit:
-                raise UsageError(f"--{name.replace('_', '-')} is {value}; the model has {limit}, choose 1 to {limit}")
-        per_group, old_per_group = (
-            self.heads / self.kv_heads,
-            config.num_attention_heads // config.num_key_value_heads,
-        )
-        if self.heads % self.kv_heads or per_group > old_per_group:
-            raise UsageError(
-                f"--heads {self.heads} with --kv-heads {self.kv_heads} breaks the grouping: each key/value head has "
-                f"{old_per_group} query heads, so keep a multiple of --kv-heads, at most {old_per_group} each"
-            )
-        return config.with_changes(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            num_hidden_layers=self.layers,
-        )
-
-
-def shape_for_share(config: ModelConfig, share: float) -> Shape:
-    """The shape whose non-embedding parameters come closest to `share` without going over; depth is kept.
-
-    Hidden size and FFN shrink together, by the same factor as nearly as multiples of 32 allow; heads follow the
-    hidden size in whole key/value groups (width before depth: Minitron).
-
-    Raises:
-        UsageError: share is not in (0, 1], or no shape is that small.
-    """
-    if not 0 < share <= 1:
-        raise UsageError(f"--params is {share}; it must be above 0 and at most 1")
-    full = Shape.of(config)
-    target = share * config.block_parameters
-    per_group = full.heads // full.kv_heads
-    best: tuple[float, int, Shape] | None = None
-    for hidden in _widths(full.hidden):
-        for kv_heads in range(1, full.kv_heads + 1):
-            for intermediate in _widths(full.intermediate):
-                shape = Shape(hidden, intermediate, kv_heads * per_group, kv_heads, full.layers)
-                size = shape.applied_to(config).block_parameters
-                if size > target:
-                    continue
-                ratios = (hidden / full.hidden, intermediate / full.intermediate, kv_heads / full.kv_heads)
-                # Near the target first (within 2%), then an even cut.
-                rank = (max(0.0, 1 - size / target - 0.02) + 0.2 * (max(ratios) - min(ratios)), -size, shape)
-                if best is None or rank[:2] < best[:2]:
-                    best = rank
-    if best is None:
-        raise UsageError(f"--params {share}: no width that small is left; cut --layers too")
-    return best[2]
-
-
-def _widths(full: int) -> list[int]:
-    return [*range(_WIDTH_STEP, full, _WIDTH_STEP), full]
 
 
 def _top(scores: Tensor, count: int) -> Tensor:
@@ -165,57 +79,101 @@ def _loss_with_layers(model: SportsLLM, keep: Sequence[int], samples: Sequence[T
     return total / sum(tokens[:, 1:].numel() for tokens in samples)
 
 
-def prune(model: SportsLLM, scores: Scores, shape: Shape, layers: Sequence[int] | None = None) -> SportsLLM:
-    """A new model with the most important units of `model`; pruning to the full shape changes nothing.
+@dataclass(frozen=True)
+class Kept:
+    """What stays of a model, as indices into the full one.
 
-    One set of hidden channels slices every tensor, the tied embedding once. RMSNorm divides by the root mean
-    square of the channels that are left, so each norm's weight is scaled by nothing: the recovery run adapts it.
+    Attributes:
+        hidden: (D',) channels of the residual stream.
+        layers: layers, rising.
+        neurons: (F',) for each kept layer.
+        queries: (H',) query heads for each kept layer.
+        groups: (K',) key/value heads for each kept layer.
+    """
+
+    hidden: Tensor
+    layers: list[int]
+    neurons: list[Tensor]
+    queries: list[Tensor]
+    groups: list[Tensor]
+
+
+def choose(config: ModelConfig, scores: Scores, shape: Shape, layers: Sequence[int] | None = None) -> Kept:
+    """The most important units that fill a shape.
 
     Args:
-        model: float32 and unquantized; read, never changed.
+        config: of the full model.
         scores: from `importance_scores`.
-        shape: what is left.
+        shape: what is left; no key/value heads to merge (`kv_merge.convert_kv_heads` does that first).
         layers: indices of the layers to keep; the first `shape.layers` if None.
 
     Raises:
         UsageError: an impossible shape.
     """
-    config = model.config
-    pruned = SportsLLM(shape.applied_to(config))
+    shape.applied_to(config)
+    assert not shape.merges_kv_heads(config)
     kept = list(range(config.num_hidden_layers))[: shape.layers] if layers is None else list(layers)
-    hidden_D = _top(scores.hidden, shape.hidden)
+    heads = [_kept_heads(scores.heads[layer], config, shape) for layer in kept]
+    return Kept(
+        hidden=_top(scores.hidden, shape.hidden),
+        layers=kept,
+        neurons=[_top(scores.intermediate[layer], shape.intermediate) for layer in kept],
+        queries=[queries for queries, _ in heads],
+        groups=[groups for _, groups in heads],
+    )
+
+
+def cut(model: SportsLLM, kept: Kept) -> SportsLLM:
+    """A new model of the kept units; keeping everything changes nothing.
+
+    One set of hidden channels slices every tensor, the tied embedding once. RMSNorm divides by the root mean
+    square of the channels that are left; `reconstruct` and the recovery run adapt to that.
+
+    Args:
+        model: float32 and unquantized; read, never changed.
+        kept: from `choose`.
+    """
+    config = model.config
+    shape = Shape(len(kept.hidden), len(kept.neurons[0]), len(kept.queries[0]), len(kept.groups[0]), len(kept.layers))
+    pruned = SportsLLM(shape.applied_to(config))
     state = model.state_dict()
-    result: dict[str, Tensor] = {"model.norm.weight": state["model.norm.weight"][hidden_D]}
+    result: dict[str, Tensor] = {"model.norm.weight": state["model.norm.weight"][kept.hidden]}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in state:
-            result[name] = state[name][:, hidden_D]
-    for new, old in enumerate(kept):
-        neurons_F = _top(scores.intermediate[old], shape.intermediate)
-        queries_H, groups_K = _kept_heads(scores.heads[old], config, shape)
-        rows = {
-            "q_proj": _head_rows(queries_H, config.head_dim),
-            "k_proj": _head_rows(groups_K, config.head_dim),
-            "gate_proj": neurons_F,
-            "o_proj": hidden_D,
-        }
-        rows |= {"v_proj": rows["k_proj"], "up_proj": neurons_F, "down_proj": hidden_D}
-        columns = {"o_proj": rows["q_proj"], "down_proj": neurons_F}
+            result[name] = state[name][:, kept.hidden]
+    for new, old in enumerate(kept.layers):
+        rows, columns = unit_rows(kept, new, config.head_dim)
         prefix = f"model.layers.{old}."
         for name, tensor in state.items():
             if not name.startswith(prefix):
                 continue
             module, leaf = name.split(".")[-2:]
             if module in ("q_norm", "k_norm"):
-                cut = tensor
+                part = tensor
             elif module in rows:
-                cut = tensor[rows[module]]
+                part = tensor[rows[module]]
                 if leaf == "weight":
-                    cut = cut[:, columns.get(module, hidden_D)]
+                    part = part[:, columns[module]]
             else:
-                cut = tensor[hidden_D]
-            result[f"model.layers.{new}.{name.removeprefix(prefix)}"] = cut
+                part = tensor[kept.hidden]
+            result[f"model.layers.{new}.{name.removeprefix(prefix)}"] = part
     pruned.load_state_dict({name: tensor.clone().contiguous() for name, tensor in result.items()})
     return pruned.eval()
+
+
+def unit_rows(kept: Kept, layer: int, head_dim: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Rows and columns of each projection of kept layer number `layer` that stay."""
+    queries = _head_rows(kept.queries[layer], head_dim)
+    groups = _head_rows(kept.groups[layer], head_dim)
+    neurons, hidden = kept.neurons[layer], kept.hidden
+    rows = {"q_proj": queries, "k_proj": groups, "v_proj": groups, "gate_proj": neurons, "up_proj": neurons}
+    columns = dict.fromkeys(rows, hidden) | {"o_proj": queries, "down_proj": neurons}
+    return rows | {"o_proj": hidden, "down_proj": hidden}, columns
+
+
+def prune(model: SportsLLM, scores: Scores, shape: Shape, layers: Sequence[int] | None = None) -> SportsLLM:
+    """`choose`, then `cut`: a new model of the most important units."""
+    return cut(model, choose(model.config, scores, shape, layers))
 
 
 def _head_rows(heads: Tensor, head_dim: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,19 @@ import torch
 from torch import Tensor
 
 from compress.distill import distillation_loss
-from compress.importance import importance_scores
-from compress.prune import Shape, kept_layers, prune, shape_for_share
+from compress.importance import (
+    IMPORTANCES,
+    Scores,
+    importance_scores,
+    load_scores,
+    magnitude_scores,
+    random_scores,
+    save_scores,
+)
+from compress.kv_merge import KV_MERGES, convert_kv_heads
+from compress.prune import choose, cut, kept_layers
+from compress.reconstruct import reconstruct
+from compress.shapes import Shape, shape_for_share, share_for_megabytes
 from compress.teacher import load_teacher
 from sportsllm.artifacts import Stage, run_stage
 from sportsllm.checkpoint import load_checkpoint, quantization_config, save_checkpoint
@@ -22,6 +34,7 @@ from sportsllm.console import say
 from sportsllm.corpus import read_documents
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.evaluate import windows
+from sportsllm.model import SportsLLM
 from sportsllm.stages import (
     load_corpus,
     manifest_setting,
@@ -30,98 +43,184 @@ from sportsllm.stages import (
     training_results,
     validator,
 )
-from sportsllm.tokenizer import TextTokenizer, load_tokenizer
+from sportsllm.tokenizer import TextTokenizer, load_tokenizer, same_tokenizer
 from sportsllm.train import TrainConfig, train_model
+
+DEFAULT_SAMPLES = 256
+_SAMPLE_LENGTH = 512
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How units are chosen and what is done for those that stay.
+
+    Attributes:
+        importance: `activation`, or the baselines `magnitude` and `random`.
+        repair: refit the kept matrices to the full model's values (`compress.reconstruct`).
+        kv_merge: how key/value heads are merged where the shape asks for it.
+        samples: pieces of calibration text; None takes up to 256, a number must be there.
+        seed: of `random`.
+    """
+
+    importance: str = "activation"
+    repair: bool = True
+    kv_merge: str = "pca"
+    samples: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.importance not in IMPORTANCES:
+            raise UsageError(f"--importance {self.importance!r} is not known; use one of {', '.join(IMPORTANCES)}")
+        if self.kv_merge not in KV_MERGES:
+            raise UsageError(f"--kv-merge {self.kv_merge!r} is not known; use one of {', '.join(KV_MERGES)}")
 
 
 def calibration_samples(
-    files: Sequence[Path], tokenizer: TextTokenizer, config: ModelConfig, count: int, length: int
+    files: Sequence[Path], tokenizer: TextTokenizer, config: ModelConfig, count: int | None, length: int
 ) -> list[Tensor]:
-    """Token ids of the first `count` pieces of calibration text, each (1, T) with T at most `length`."""
+    """Token ids of the first `count` pieces of calibration text, each (1, T) with T at most `length`.
+
+    Raises:
+        ArtifactError: fewer pieces than asked for, or none; None asks for up to 256.
+    """
     samples: list[Tensor] = []
     for text in read_documents(files):
         ids = [tokenizer.begin_id, *tokenizer.encode(text)]
         for start, stop, _ in windows(len(ids), min(length, config.max_position_embeddings)):
             samples.append(torch.tensor([ids[start:stop]]))
-            if len(samples) == count:
+            if len(samples) == (count or DEFAULT_SAMPLES):
                 return samples
+    if not samples:
+        raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
+    if count is not None:
+        raise ArtifactError(
+            f"the calibration text gives {len(samples)} samples, --samples asks for {count}; "
+            "give more text or ask for fewer"
+        )
     return samples
 
 
-def target_shape(config: ModelConfig, share: float | None, given: dict[str, int | None]) -> Shape:
-    """The shape that flags describe: a share of the parameters, or dimensions with the rest kept."""
+def target_shape(
+    config: ModelConfig, share: float | None, megabytes: float | None, given: dict[str, int | None]
+) -> Shape:
+    """The shape that flags describe: a share of the parameters, a file size, or dimensions with the rest kept."""
     chosen = {key: value for key, value in given.items() if value is not None}
+    ways = [
+        *(["--params"] if share is not None else []),
+        *(["--size-mb"] if megabytes is not None else []),
+        *([", ".join("--" + key.replace("_", "-") for key in chosen)] if chosen else []),
+    ]
+    if len(ways) > 1:
+        raise UsageError(f"give one of {' and '.join(ways)}, not both")
+    if megabytes is not None:
+        share = share_for_megabytes(config, megabytes)
     if share is not None:
-        if chosen:
-            raise UsageError(f"give --params or dimensions ({', '.join('--' + key for key in chosen)}), not both")
         return shape_for_share(config, share)
     if not chosen:
-        raise UsageError("say how small: --params SHARE, or --hidden, --intermediate, --heads, --kv-heads, --layers")
+        raise UsageError(
+            "say how small: --params SHARE, --size-mb MB, or --hidden, --intermediate, --heads, --kv-heads, --layers"
+        )
     return dataclasses.replace(Shape.of(config), **chosen)
+
+
+def make_scores(model: SportsLLM, how: Cut, samples: Sequence[Tensor], saved: Path | None) -> Scores:
+    """Scores from a file, or by the cut's own way."""
+    if saved is not None:
+        return load_scores(saved, model.config)
+    if how.importance == "magnitude":
+        return magnitude_scores(model)
+    if how.importance == "random":
+        return random_scores(model.config, how.seed)
+    return importance_scores(model, samples)
+
+
+def cut_to_shape(
+    model: SportsLLM, scores: Scores, shape: Shape, how: Cut, samples: Sequence[Tensor]
+) -> tuple[SportsLLM, dict[str, Any]]:
+    """Merge key/value heads if the shape asks for it, choose layers and units, cut, repair.
+
+    Returns:
+        The smaller model, and what was kept and tried.
+    """
+    if shape.merges_kv_heads(model.config):
+        model = convert_kv_heads(model, shape.kv_heads, samples, how.kv_merge)
+    layers, tried = kept_layers(model, scores, shape.layers, samples)
+    kept = choose(model.config, scores, shape, layers)
+    pruned = cut(model, kept)
+    if how.repair:
+        reconstruct(pruned, model, kept, samples)
+    return pruned, {"kept_layers": layers, "layers_tried": tried}
 
 
 def prune_stage(
     *,
     checkpoint: Path,
     out: Path,
-    share: float | None,
-    given: dict[str, int | None],
+    shape: Shape,
+    how: Cut,
     calibration: Sequence[Path],
-    samples: int,
-    recover: TrainConfig | None,
-    corpus: Sequence[Path],
-    valid: Sequence[Path],
+    scores: Path | None = None,
+    teacher: Path | None = None,
+    recover: TrainConfig | None = None,
+    corpus: Sequence[Path] = (),
+    valid: Sequence[Path] = (),
     resume: bool = False,
+    extra: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Prune a checkpoint directory into a new one.
 
     Args:
         checkpoint: unquantized.
         out: directory to make.
-        share: of the non-embedding parameters to keep, or None.
-        given: dimensions to keep; None means all of it.
-        calibration: text that importance is measured on.
-        samples: pieces of calibration text, of at most the training sequence's length.
+        shape: what is left.
+        how: how units are chosen.
+        calibration: text that importance is measured on and the repair is fitted to.
+        scores: importance saved by an earlier run on the same checkpoint, instead of measuring it.
+        teacher: what the recovery distils from, if not the checkpoint itself.
         recover: how to distil from the unpruned model afterwards, or None.
         corpus, valid: training and held-out text of the recovery.
         resume: go on with an interrupted recovery.
+        extra: more to write into the results: what a search tried.
     """
     if quantization_config(checkpoint) is not None:
         raise ArtifactError(f"{checkpoint}: is quantized; prune the unquantized checkpoint")
     config = load_config(checkpoint)
-    shape = target_shape(config, share, given)
     smaller = shape.applied_to(config)
     if smaller.hidden_size != smaller.query_size:
         say(f"note: hidden size {smaller.hidden_size} is not heads x head_dim {smaller.query_size}; optimum needs that")
+    source = teacher or checkpoint
+    if teacher is not None and not same_tokenizer(teacher, checkpoint):
+        raise ArtifactError(f"{teacher}: its tokenizer differs from {checkpoint}'s; recovery needs the same one")
     settings = {
         "checkpoint": str(checkpoint),
+        "teacher": str(source),
         **dataclasses.asdict(shape),
+        **dataclasses.asdict(how),
+        "scores": None if scores is None else str(scores),
         "calibration": [str(path) for path in calibration],
-        "samples": samples,
         "corpus": [str(path) for path in corpus] or manifest_setting(checkpoint, "corpus"),
         "valid": [str(path) for path in valid] or manifest_setting(checkpoint, "valid"),
         "recover": None if recover is None else dataclasses.asdict(recover),
     }
-    inputs = [checkpoint, *calibration, *(corpus if recover else []), *(valid if recover else [])]
+    inputs = [checkpoint, *calibration, *([teacher] if teacher else []), *([scores] if scores else [])]
+    inputs += [*(corpus if recover else []), *(valid if recover else [])]
     stage = Stage("prune", settings, inputs, seed=None if recover is None else recover.seed)
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
         model = load_checkpoint(checkpoint)
         words = load_tokenizer(checkpoint, config)
-        length = recover.sequence if recover else 512
-        calibrated = calibration_samples(calibration, words, config, samples, length)
-        if len(calibrated) < samples:
-            say(f"note: the calibration text gives {len(calibrated)} samples, {samples} were asked for")
-        scores = importance_scores(model, calibrated)
-        layers, tried = kept_layers(model, scores, shape.layers, calibrated)
-        pruned = prune(model, scores, shape, layers)
+        length = recover.sequence if recover else _SAMPLE_LENGTH
+        samples = calibration_samples(calibration, words, config, how.samples, length)
+        measured = make_scores(model, how, samples, scores)
+        pruned, choice = cut_to_shape(model, measured, shape, how, samples)
         results: dict[str, Any] = {
             "parameters": smaller.parameters,
             "share_of_block_parameters": smaller.block_parameters / config.block_parameters,
             "shape": dataclasses.asdict(shape),
-            "kept_layers": layers,
-            "layers_tried": tried,
+            "calibration_tokens": sum(sample.numel() for sample in samples),
+            **choice,
+            **(extra or {}),
         }
         if recover is not None:
             texts, device = load_corpus(corpus, valid), training_device()
@@ -132,7 +231,7 @@ def prune_stage(
             result = train_model(
                 pruned,
                 batches,
-                distillation_loss(load_teacher(checkpoint, "auto").to(device), 1.0, 1.0),
+                distillation_loss(load_teacher(source, "auto").to(device), 1.0, 1.0),
                 recover,
                 directory,
                 validate=validate,
@@ -143,6 +242,8 @@ def prune_stage(
             results |= training_results(pruned, result, batches)
         results["seconds"] = time.perf_counter() - started
         save_checkpoint(directory, pruned, checkpoint)
+        if how.importance == "activation" and scores is None:
+            save_scores(directory, measured)
         return results
 
     return run_stage(out, stage, make, resume)

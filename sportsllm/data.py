@@ -75,7 +75,10 @@ def tokenize(documents: Sequence[str], tokenizer: TextTokenizer) -> TokenizedDoc
 
 
 class PackedSequences:
-    """Cuts a corpus into rows of `length` tokens, documents in a new seeded order every epoch."""
+    """Cuts a corpus into rows of `length` tokens, documents and then rows in a new seeded order every epoch.
+
+    Without the second shuffle a book would fill batch after batch, and the model would chase one book at a time.
+    """
 
     def __init__(self, documents: TokenizedDocuments, length: int, batch_size: int, seed: int) -> None:
         self.length, self.batch_size, self.seed = length, batch_size, seed
@@ -89,7 +92,7 @@ class PackedSequences:
                 "add text or use a smaller --sequence"
             )
         self._epoch = -1
-        self._order = self._order_ends = np.empty(0, dtype=np.int64)
+        self._order = self._order_ends = self._rows = np.empty(0, dtype=np.int64)
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -117,7 +120,9 @@ class PackedSequences:
             rng = np.random.default_rng([self.seed, epoch])
             self._order = rng.permutation(len(self._lengths))
             self._order_ends = np.cumsum(self._lengths[self._order])
+            self._rows = rng.permutation(self.rows_per_epoch)
             self._epoch = epoch
+        row = int(self._rows[row])
         start, stop = row * self.length, row * self.length + self.length + 1
         pieces, boundaries = [], []
         place = int(np.searchsorted(self._order_ends, start, side="right"))

@@ -48,3 +48,10 @@ def test_a_batch_is_a_pure_function_of_seed_and_index() -> None:
 def test_corpus_shorter_than_a_sequence() -> None:
     with pytest.raises(ArtifactError, match="shorter than one sequence of 64"):
         PackedSequences(documents([10, 20]), length=64, batch_size=1, seed=0)
+
+
+def test_a_book_does_not_fill_batch_after_batch() -> None:
+    """Two long documents: rows of both turn up from the start, where reading in order would stay in one."""
+    packed = PackedSequences(documents([900, 900]), length=8, batch_size=4, seed=0)
+    books = [set((packed.batch(index).tokens.flatten() // 1000).tolist()) for index in range(8)]
+    assert sum(len(both) == 2 for both in books) >= 6  # by chance a batch of four is of one book in one case of eight

@@ -4,10 +4,14 @@ import pytest
 import torch
 import transformers
 
-from compress.importance import importance_scores
-from compress.prune import Shape, kept_layers, prune, shape_for_share
-from compress.prune_stage import prune_stage, target_shape
+from compress.importance import importance_scores, load_scores, magnitude_scores, random_scores
+from compress.prune import kept_layers, prune
+from compress.prune_line import Plan, prune_line
+from compress.prune_search import rounds_to
+from compress.prune_stage import Cut, prune_stage, target_shape
+from compress.shapes import Shape, candidate_shapes, shape_for_share, share_for_megabytes
 from sportsllm.checkpoint import load_checkpoint
+from sportsllm.config import load_config
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.presets import preset
 from sportsllm.train import TrainConfig
@@ -134,7 +138,7 @@ def test_a_layer_that_does_nothing_is_the_one_dropped() -> None:
         (Shape(65, 96, 4, 2, 2), "--hidden is 65"),
         (Shape(64, 0, 4, 2, 2), "--intermediate is 0"),
         (Shape(64, 96, 3, 2, 2), "breaks the grouping"),
-        (Shape(64, 96, 4, 1, 2), "breaks the grouping"),
+        (Shape(64, 96, 6, 4, 2), "--heads is 6"),
         (Shape(64, 96, 4, 2, 0), "--layers is 0"),
     ],
 )
@@ -156,9 +160,9 @@ def test_share_is_met_and_shapes_fit_the_kernels(name: str, share: float) -> Non
 
 def test_share_and_dimensions_exclude_each_other() -> None:
     with pytest.raises(UsageError, match="not both"):
-        target_shape(tiny_config(), 0.5, {"hidden": 32})
+        target_shape(tiny_config(), 0.5, None, {"hidden": 32})
     with pytest.raises(UsageError, match="say how small"):
-        target_shape(tiny_config(), None, {"hidden": None})
+        target_shape(tiny_config(), None, None, {"hidden": None})
     with pytest.raises(UsageError, match="at most 1"):
         shape_for_share(tiny_config(), 1.5)
 
@@ -167,13 +171,9 @@ def stage(checkpoint: Path, out: Path, calibration: Path, **changes: object) -> 
     settings: dict[str, object] = {
         "checkpoint": checkpoint,
         "out": out,
-        "share": None,
-        "given": {"intermediate": 64, "layers": 1},
+        "shape": Shape(hidden=64, intermediate=64, heads=4, kv_heads=2, layers=1),
+        "how": Cut(samples=4),
         "calibration": [calibration],
-        "samples": 4,
-        "recover": None,
-        "corpus": [],
-        "valid": [],
     }
     return prune_stage(**{**settings, **changes})  # type: ignore[arg-type]
 
@@ -200,3 +200,132 @@ def test_quantized_input_and_empty_calibration_are_refused(checkpoint: Path, tmp
     with pytest.raises(ArtifactError, match="no calibration text"):
         stage(checkpoint, tmp_path / "out", empty)
     assert not (tmp_path / "out").exists()
+
+
+def line(checkpoint: Path, out: Path, calibration: Path, plan: Plan, **changes: object) -> dict[str, object]:
+    settings: dict[str, object] = {
+        "checkpoint": checkpoint,
+        "out": out,
+        "plan": plan,
+        "how": Cut(samples=4),
+        "calibration": [calibration],
+        "scores": None,
+        "teacher": None,
+        "recover": None,
+        "corpus": [calibration],
+        "valid": [],
+        "resume": False,
+    }
+    return prune_line(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+BRIEF = TrainConfig(steps=4, batch_size=2, accumulation=1, sequence=64, learning_rate=1e-3, warmup=1)
+
+
+def test_a_file_size_is_met(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    full = load_checkpoint(checkpoint).config
+    fixed, blocks = full.parameters - full.block_parameters, full.block_parameters
+    megabytes = (fixed + 0.7 * blocks) * 4 / 1e6
+    assert share_for_megabytes(full, megabytes) == pytest.approx(0.7)
+    result = line(checkpoint, tmp_path / "out", corpus_file, Plan(None, megabytes, {}))
+    weights = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert 0.6 * megabytes * 1e6 < weights - 8_000 < megabytes * 1e6  # 8 KB: names and offsets
+    assert result["share_of_block_parameters"] <= 0.7
+    with pytest.raises(UsageError, match="embedding and head alone"):
+        share_for_megabytes(full, 0.001)
+    with pytest.raises(UsageError, match="already"):
+        share_for_megabytes(full, 1_000)
+
+
+def test_every_candidate_meets_the_share_and_no_larger_ffn_fits() -> None:
+    config = preset("tiny-1m")
+    shapes = candidate_shapes(config, 0.6)
+    assert len(shapes) > 5 and len({shape.layers for shape in shapes}) > 1
+    for shape in shapes:
+        size = shape.applied_to(config).block_parameters / config.block_parameters
+        assert size <= 0.6 and (size >= 0.57 or shape.intermediate < config.intermediate_size)
+        if shape.intermediate < config.intermediate_size:
+            wider = Shape(shape.hidden, shape.intermediate + 32, shape.heads, shape.kv_heads, shape.layers)
+            assert wider.applied_to(config).block_parameters > 0.6 * config.block_parameters
+
+
+def test_key_value_heads_are_merged_where_all_query_heads_stay(
+    checkpoint: Path, corpus_file: Path, tmp_path: Path
+) -> None:
+    result = line(checkpoint, tmp_path / "out", corpus_file, Plan(None, None, {"kv_heads": 1}))
+    assert result["shape"] == {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 1, "layers": 2}
+    assert load_checkpoint(tmp_path / "out").config.num_key_value_heads == 1
+
+
+def test_saved_scores_give_the_same_cut_without_measuring(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    plan = Plan(None, None, {"intermediate": 32})
+    line(checkpoint, tmp_path / "a", corpus_file, plan)
+    line(checkpoint, tmp_path / "b", corpus_file, plan, scores=tmp_path / "a")
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert first == second
+    with pytest.raises(ArtifactError, match="another shape"):
+        load_scores(tmp_path / "a", tiny_config(intermediate_size=64))
+    with pytest.raises(ArtifactError, match="no importance scores"):
+        load_scores(corpus_file, tiny_config())
+
+
+@torch.no_grad()
+def test_magnitude_is_the_norm_of_what_a_unit_owns() -> None:
+    model = tiny_model()
+    scores = magnitude_scores(model)
+    block = model.model.layers[1]
+    owned = [block.mlp.gate_proj.weight[5], block.mlp.up_proj.weight[5], block.mlp.down_proj.weight[:, 5]]
+    assert float(scores.intermediate[1][5]) == pytest.approx(float(torch.cat(owned).norm()), rel=1e-5)
+    owned = [block.self_attn.q_proj.weight[32:48].flatten(), block.self_attn.o_proj.weight[:, 32:48].flatten()]
+    assert float(scores.heads[1][2]) == pytest.approx(float(torch.cat(owned).norm()), rel=1e-5)
+    owned = [model.model.embed_tokens.weight[:, 7]]
+    for layer in model.model.layers:
+        for name, module in layer.named_modules():
+            if name.endswith("_proj"):
+                inwards = name.endswith(("o_proj", "down_proj"))
+                owned.append(module.weight[7] if inwards else module.weight[:, 7])
+    assert float(scores.hidden[7]) == pytest.approx(float(torch.cat(owned).norm()), rel=1e-5)
+    assert torch.equal(random_scores(model.config, 1).hidden, random_scores(model.config, 1).hidden)
+    assert not torch.equal(random_scores(model.config, 1).hidden, random_scores(model.config, 2).hidden)
+
+
+def test_rounds_go_down_in_equal_ratios() -> None:
+    config = preset("small")
+    goal = Shape(hidden=384, intermediate=512, heads=6, kv_heads=6, layers=6)
+    first, last = rounds_to(config, goal, 2)
+    assert last == goal and rounds_to(config, goal, 1) == [goal]
+    assert (first.hidden, first.intermediate) == (544, 1_024)  # 768 / sqrt(2) = 543.1 and 2048 / 2, snapped up
+    assert first.kv_heads == first.heads == 9 and first.layers == 9
+    merged = Shape(hidden=768, intermediate=1_024, heads=12, kv_heads=4, layers=12)
+    assert rounds_to(config, merged, 2)[0].kv_heads == 12  # merged in the last round
+
+
+def test_rounds_and_search_leave_finished_stages_behind(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    plan = Plan(0.51, None, {}, search_tokens=128, finalists=2)
+    result = line(checkpoint, tmp_path / "out", corpus_file, plan, recover=BRIEF)
+    tried = result["search"]
+    assert isinstance(tried, list) and len(tried) == 2
+    assert tried[0]["bits_per_byte"] <= tried[1]["bits_per_byte"] and tried[0]["shape"] == result["shape"]
+    assert len({(row["shape"]["hidden"], row["shape"]["layers"]) for row in tried}) == 2
+    rounded = line(
+        checkpoint, tmp_path / "rounds", corpus_file, Plan(None, None, {"intermediate": 32}, 2), recover=BRIEF
+    )
+    assert load_config(tmp_path / "rounds.round1").intermediate_size == 64  # 96 / sqrt(3) = 55.4, snapped up
+    assert rounded["steps"] == 2  # half of the four in each round
+    assert len(list((tmp_path / "out.search").iterdir())) == 2
+    again = line(checkpoint, tmp_path / "out", corpus_file, plan, recover=BRIEF)
+    assert again["cached"]
+
+
+def test_plans_that_do_not_go_together(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    for plan, message in (
+        (Plan(0.5, None, {}, rounds=2), "--recover"),
+        (Plan(0.5, None, {}, search_tokens=10), "--search needs"),
+        (Plan(0.5, 1.0, {}), "not both"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            line(checkpoint, tmp_path / "out", corpus_file, plan)
+    with pytest.raises(UsageError, match="--importance"):
+        Cut(importance="luck")
+    with pytest.raises(ArtifactError, match="--samples asks for 9000"):
+        line(checkpoint, tmp_path / "out", corpus_file, Plan(0.5, None, {}), how=Cut(samples=9_000))

@@ -1,0 +1,139 @@
+"""From flags to pruned checkpoints: find the shape, then one stage, or several rounds of cutting and recovering.
+
+Each round and each shape that a search recovers is a directory of its own beside the output (`OUT.round1`,
+`OUT.search/...`), a finished stage like any other: a second run finds them up to date, an interrupted one goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compress.prune_search import finalists, rounds_to, search_shape
+from compress.prune_stage import Cut, calibration_samples, make_scores, prune_stage, target_shape
+from compress.shapes import Shape, share_for_megabytes
+from sportsllm.artifacts import STATE_DIRECTORY, partial_directory
+from sportsllm.checkpoint import load_checkpoint, quantization_config
+from sportsllm.config import load_config
+from sportsllm.console import say
+from sportsllm.errors import UsageError
+from sportsllm.tokenizer import load_tokenizer
+from sportsllm.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How small, and on which way.
+
+    Attributes:
+        share: of the non-embedding parameters to keep, or None.
+        megabytes: of float32 weights to reach, or None.
+        given: dimensions to keep; None means all of it.
+        rounds: of cutting and recovering.
+        search_tokens: brief recovery of each finalist; None does not search.
+        finalists: shapes that a search recovers.
+    """
+
+    share: float | None
+    megabytes: float | None
+    given: dict[str, int | None]
+    rounds: int = 1
+    search_tokens: int | None = None
+    finalists: int = 4
+
+
+def prune_line(
+    *,
+    checkpoint: Path,
+    out: Path,
+    plan: Plan,
+    how: Cut,
+    calibration: Sequence[Path],
+    scores: Path | None,
+    teacher: Path | None,
+    recover: TrainConfig | None,
+    corpus: Sequence[Path],
+    valid: Sequence[Path],
+    resume: bool,
+) -> dict[str, Any]:
+    """Prune `checkpoint` into `out` as planned; arguments as in `prune_stage`.
+
+    Raises:
+        UsageError: flags that do not go together, or an impossible shape.
+    """
+    if plan.rounds > 1 and recover is None:
+        raise UsageError(f"--rounds {plan.rounds} recovers after every cut; give --recover TOKENS too")
+    config = load_config(checkpoint)
+    shape = target_shape(config, plan.share, plan.megabytes, plan.given)
+    extra: dict[str, Any] = {}
+    common: dict[str, Any] = {"how": how, "calibration": calibration, "corpus": corpus}
+    if plan.search_tokens is not None:
+        share = plan.share if plan.megabytes is None else share_for_megabytes(config, plan.megabytes)
+        if share is None or recover is None:
+            raise UsageError("--search needs a size (--params or --size-mb) and --recover TOKENS")
+        shape, extra["search"] = _search(checkpoint, out, plan, share, scores, teacher, recover, common)
+    shapes = rounds_to(config, shape, plan.rounds)
+    steps = 0 if recover is None else math.ceil(recover.steps / len(shapes))
+    training = None if recover is None else dataclasses.replace(recover, steps=steps)
+    source = checkpoint
+    for number, step in enumerate(shapes, start=1):
+        last = number == len(shapes)
+        target = out if last else out.with_name(f"{out.name}.round{number}")
+        if not last:
+            say(f"round {number} of {len(shapes)}: {target}")
+        result = prune_stage(
+            **common,
+            checkpoint=source,
+            out=target,
+            shape=step,
+            scores=scores if source == checkpoint else None,
+            teacher=teacher or (None if source == checkpoint else checkpoint),
+            recover=training,
+            valid=valid,
+            resume=resume and (partial_directory(target) / STATE_DIRECTORY).exists(),
+            extra=extra if last else {},
+        )
+        source = target
+    return result
+
+
+def _search(
+    checkpoint: Path,
+    out: Path,
+    plan: Plan,
+    share: float,
+    scores: Path | None,
+    teacher: Path | None,
+    recover: TrainConfig,
+    common: dict[str, Any],
+) -> tuple[Shape, list[dict[str, Any]]]:
+    if quantization_config(checkpoint) is not None:
+        raise UsageError(f"{checkpoint}: is quantized; prune the unquantized checkpoint")
+    assert plan.search_tokens is not None
+    how: Cut = common["how"]
+    model = load_checkpoint(checkpoint)
+    words = load_tokenizer(checkpoint, model.config)
+    samples = calibration_samples(common["calibration"], words, model.config, how.samples, recover.sequence)
+    measured = make_scores(model, how, samples, scores)
+    rows = finalists(model, measured, share, how, samples, plan.finalists)
+    brief = dataclasses.replace(recover, steps=-(-plan.search_tokens // recover.tokens_per_step))
+
+    def recovered(shape: Shape, directory: Path) -> dict[str, Any]:
+        # Without held-out text of its own a stage holds out a part of the corpus by hash.
+        return prune_stage(
+            **common,
+            checkpoint=checkpoint,
+            out=directory,
+            shape=shape,
+            scores=scores,
+            teacher=teacher,
+            recover=brief,
+            valid=(),
+            resume=(partial_directory(directory) / STATE_DIRECTORY).exists(),
+        )
+
+    return search_shape(rows, out.with_name(f"{out.name}.search"), recovered)
