@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,12 +51,24 @@ def simulate(
 
 
 def train(
-    model: Annotated[str, typer.Option(help="A preset's name.")] = "small",
+    model: Annotated[str | None, typer.Option(help="A preset's name, to train from scratch.")] = None,
+    init: Annotated[Path | None, typer.Option(help="An unquantized checkpoint, to fine-tune.")] = None,
     corpus: options.Corpus | None = None,
-    out: Annotated[Path | None, typer.Option(help="New directory; runs/<model> if not given.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New directory; runs/<model> or runs/<init>-tuned if not given.")
+    ] = None,
     valid: options.Valid = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Directory with a tokenizer to use; else one is trained.")
+        Path | None, typer.Option(help="Directory with a tokenizer to use with --model; else one is trained.")
+    ] = None,
+    lora_rank: Annotated[
+        int | None, typer.Option(min=1, help="With --init: train adapters of this rank, then merge them.")
+    ] = None,
+    lora_targets: Annotated[
+        str | None, typer.Option(help="Matrices with adapters, for example q_proj,v_proj; all seven if not given.")
+    ] = None,
+    lora_alpha: Annotated[
+        float | None, typer.Option(help="Adapters count alpha / rank times; 32 if not given.")
     ] = None,
     steps: options.Steps = None,
     tokens: options.Tokens = None,
@@ -71,12 +84,23 @@ def train(
     threads: options.Threads = None,
     set: options.Set = None,
 ) -> dict[str, Any]:
-    """Train a tokenizer (unless given one) and a base model; --steps 0 writes the untrained model."""
+    """Train a tokenizer (unless given one) and a base model, or fine-tune a checkpoint (--init).
+
+    --steps 0 writes the model without training it.
+    """
     from sportsllm import base
+    from sportsllm.console import output, say
+    from sportsllm.lora import LEARNING_RATE_RATIO, adapter_settings
     from sportsllm.stages import set_threads, train_config
     from sportsllm.train import TrainConfig
 
     set_threads(threads)
+    if (model is None) == (init is None):
+        raise UsageError("give --model PRESET to train from scratch or --init CHECKPOINT to fine-tune, one of the two")
+    if init is not None and tokenizer is not None:
+        raise UsageError(f"--tokenizer cannot be changed with --init: {init} was trained with its own; leave it out")
+    if init is None and lora_rank is not None:
+        raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT instead of --model")
     overrides = {
         "steps": steps,
         "batch_size": batch_size,
@@ -87,17 +111,31 @@ def train(
         "schedule": schedule,
         "precision": precision,
     }
-    config = train_config(TrainConfig(seed=seed), tokens, overrides, set or [])
-    result = base.train_base(
-        model=model,
-        corpus=corpus or _default_corpus(),
-        valid=valid or ([] if corpus else [DEFAULT_CORPUS / "valid.jsonl"]),
-        out=out or Path("runs") / model,
-        tokenizer=tokenizer,
-        config=config,
-        resume=resume,
-    )
+    start = TrainConfig(seed=seed)
+    if init is not None:
+        rate = base.FINE_TUNING_LEARNING_RATE * (1 if lora_rank is None else LEARNING_RATE_RATIO)
+        start = TrainConfig(seed=seed, learning_rate=rate, muon_learning_rate=base.FINE_TUNING_MUON_LEARNING_RATE)
+        if learning_rate is None and not any(text.startswith("learning_rate=") for text in set or []):
+            say(f"no --learning-rate given: {rate:g} for {'all weights' if lora_rank is None else 'adapters'}")
+    config = train_config(start, tokens, overrides, set or [])
+    adapters = adapter_settings(lora_rank, lora_targets, lora_alpha, config.optimizer)
+    shared: dict[str, Any] = {
+        "corpus": corpus or _default_corpus(),
+        "valid": valid or ([] if corpus else [DEFAULT_CORPUS / "valid.jsonl"]),
+        "config": config,
+        "resume": resume,
+    }
+    if init is not None:
+        tuned = Path("runs") / f"{init.resolve().name}-tuned"
+        result = base.fine_tune(init=init, out=out or tuned, adapters=adapters, **shared)
+    elif model is not None:
+        result = base.train_base(model=model, out=out or Path("runs") / model, tokenizer=tokenizer, **shared)
     print_training(result)
+    if result.get("bits_per_byte_before") is not None:
+        output().print(
+            f"{result['out']}: {result['trained_parameters']:,} parameters trained, "
+            f"held-out bits per byte before {result['bits_per_byte_before']:.4f}"
+        )
     return result
 
 
@@ -264,9 +302,15 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Where the stages' directories go; the recipe says if not given.")
     ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Stages at a time, each in a process of its own.")] = 1,
+    only: Annotated[str | None, typer.Option(help="Run this stage alone.")] = None,
     threads: options.Threads = None,
 ) -> dict[str, Any]:
     """Run every stage of a recipe; finished stages are kept."""
+    from sportsllm.parallel import run_parallel
     from sportsllm.recipe import load_recipe, run_recipe
 
-    return run_recipe(load_recipe(recipe, out), threads)
+    checked = load_recipe(recipe, out)
+    if jobs == 1 or only is not None:
+        return run_recipe(checked, threads, only)
+    return run_parallel(checked, recipe, jobs, threads or max(1, (os.cpu_count() or 1) // jobs))

@@ -35,7 +35,7 @@ PRESETS: dict[str, ModelConfig] = {
     "base-162m": _shape(32_000, 768, 3_072, 12, 12, 12, 2_048, tied=False),
     # For quick starts, tests and laptops: the same family, head_dim a multiple of 16.
     "tiny-5m": _shape(4_096, 256, 640, 6, 4, 2, 1_024),
-    "tiny-1m-wide": _shape(2_048, 128, 352, 4, 4, 2, 512),  # the teacher of recipes/compression.toml
+    "tiny-1m-deep": _shape(2_048, 96, 352, 6, 3, 3, 512),  # thirds and halves of it are whole layers and blocks
     "tiny-1m": _shape(2_048, 128, 320, 4, 4, 2, 1_024),
     "tiny-300k": _shape(2_048, 64, 192, 4, 2, 1, 1_024),
 }

@@ -9,6 +9,9 @@
     model = "tiny-1m"
     corpus = ["@corpus/train.jsonl"]     # @name is another stage's output
 
+    [defaults.train]                     # settings of every stage of a command, unless it has its own
+    seed = 1
+
 All errors of a recipe are told at once, before anything runs.
 """
 
@@ -20,7 +23,7 @@ import json
 import re
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,12 +44,16 @@ _STAGE_KEYS = {"name", "command", "optional"}
 
 @dataclass(frozen=True)
 class RecipeStage:
-    """One step: a command and its settings. An `optional` gate that is missed does not fail the recipe."""
+    """One step: a command and its settings. An `optional` gate that is missed does not fail the recipe.
+
+    `needs` names the stages whose outputs it reads.
+    """
 
     name: str
     command: str
     settings: dict[str, Any]
     optional: bool = False
+    needs: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,9 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
         raise UsageError(f"{path}: not found; give a recipe, for example recipes/quickstart.toml") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: not valid TOML ({error})") from None
-    problems = [f"unknown key {key!r}" for key in sorted(set(data) - {"name", "out", "stage"})]
+    problems = [f"unknown key {key!r}" for key in sorted(set(data) - {"name", "out", "stage", "defaults"})]
+    defaults = data.get("defaults", {})
+    problems += [f"defaults.{key}: command {key!r} is not known" for key in sorted(set(defaults) - set(COMMANDS))]
     base = out or Path(str(data.get("out") or Path("runs") / path.stem))
     stages: list[RecipeStage] = []
     known: dict[str, Path] = {}
@@ -94,23 +103,24 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
         if command not in COMMANDS or command == "run":
             problems.append(f"{where}: command {command!r} is not known")
             continue
-        settings = {key: value for key, value in entry.items() if key not in _STAGE_KEYS}
-        resolved, errors = _resolve(settings, known)
+        settings = defaults.get(command, {}) | {key: value for key, value in entry.items() if key not in _STAGE_KEYS}
+        resolved, errors, needs = _resolve(settings, known)
         problems += [f"{where}: {error}" for error in errors]
         function = load_command(command)
         known[name] = base / (name + _KEPT_AS.get(command, ".html" if command == "report" else ""))
         if "out" in inspect.signature(function).parameters and command not in _KEPT_AS:
             resolved.setdefault("out", str(known[name]))
         problems += [f"{where}: {error}" for error in _setting_errors(function, resolved)]
-        stages.append(RecipeStage(name, command, resolved, bool(entry.get("optional", False))))
+        stages.append(RecipeStage(name, command, resolved, bool(entry.get("optional", False)), frozenset(needs)))
     if problems:
         raise UsageError(f"{path}: " + "; ".join(problems))
     return Recipe(str(data.get("name", path.stem)), base, tuple(stages))
 
 
-def _resolve(value: Any, known: dict[str, Path]) -> tuple[Any, list[str]]:
+def _resolve(value: Any, known: dict[str, Path]) -> tuple[Any, list[str], set[str]]:
     """Replace @stage and @stage/file by paths; later stages are not known yet."""
     errors: list[str] = []
+    needs: set[str] = set()
 
     def replace(item: Any) -> Any:
         if isinstance(item, list):
@@ -122,10 +132,11 @@ def _resolve(value: Any, known: dict[str, Path]) -> tuple[Any, list[str]]:
             if stage not in known:
                 errors.append(f"{item!r} names no earlier stage")
                 return item
+            needs.add(stage)
             return str(known[stage]) + slash + rest
         return item
 
-    return replace(value), errors
+    return replace(value), errors, needs
 
 
 def _setting_errors(function: Callable[..., Any], settings: dict[str, Any]) -> Iterator[str]:
@@ -148,21 +159,27 @@ def _settings_model(function: Callable[..., Any]) -> Any:
     return create_model("Settings", __config__=config, **fields)
 
 
-def run_recipe(recipe: Recipe, threads: int | None = None) -> dict[str, Any]:
+def run_recipe(recipe: Recipe, threads: int | None = None, only: str | None = None) -> dict[str, Any]:
     """Run the stages in order; those finished from the same inputs are kept.
 
+    Args:
+        recipe: checked.
+        threads: for stages that do not say.
+        only: the one stage to run, with what it reads made already.
+
     Returns:
-        `stages` (name, out, cached, seconds), the last `bench`, and `exit_code` where a gate was missed.
+        See `summarize`.
 
     Raises:
         SportsLLMError: of the stage that failed, its name in front.
+        UsageError: `only` names no stage.
     """
-    rows: list[dict[str, Any]] = []
-    bench: dict[str, Any] | None = None
-    missed: list[str] = []
-    exit_code = 0
-    for number, stage in enumerate(recipe.stages, start=1):
-        say(f"[{number}/{len(recipe.stages)}] {stage.name}: {stage.command}")
+    chosen = [stage for stage in recipe.stages if only is None or stage.name == only]
+    if not chosen:
+        raise UsageError(f"--only {only}: no such stage; it has {', '.join(stage.name for stage in recipe.stages)}")
+    results = []
+    for number, stage in enumerate(chosen, start=1):
+        say(f"[{number}/{len(chosen)}] {stage.name}: {stage.command}")
         started = time.perf_counter()
         try:
             with silenced(stage.command == "bench"):  # the report's table has its figures
@@ -170,29 +187,46 @@ def run_recipe(recipe: Recipe, threads: int | None = None) -> dict[str, Any]:
         except SportsLLMError as error:
             error.args = (f"stage {stage.name!r}: {error}",)
             raise
-        seconds = time.perf_counter() - started
-        if stage.command == "bench":
-            bench = result
         if result.get("complaint"):
             say(str(result["complaint"]))
-        if result.get("exit_code") and not stage.optional:
-            missed.append(stage.name)
-            exit_code = exit_code or int(result["exit_code"])
-        rows.append(
-            {
-                "name": stage.name,
-                "command": stage.command,
-                "out": result.get("out"),
-                "cached": bool(result.get("cached", False)),
-                "seconds": round(seconds, 2),
-            }
-        )
-    total = sum(row["seconds"] for row in rows)
+        results.append((stage, result, time.perf_counter() - started))
+    return summarize(recipe, results)
+
+
+def summarize(recipe: Recipe, results: Sequence[tuple[RecipeStage, dict[str, Any], float]]) -> dict[str, Any]:
+    """What a recipe did, from each stage's result and its seconds.
+
+    Returns:
+        `stages` (name, command, out, cached, seconds), the last `bench`, and `exit_code` where a gate was missed.
+    """
+    rows = [
+        {
+            "name": stage.name,
+            "command": stage.command,
+            "out": result.get("out"),
+            "cached": bool(result.get("cached", False)),
+            "seconds": round(seconds, 2),
+        }
+        for stage, result, seconds in results
+    ]
+    missed = [(stage.name, result["exit_code"]) for stage, result, _ in results if _missed(stage, result)]
+    benches = [result for stage, result, _ in results if stage.command == "bench"]
+    total = sum(seconds for _, _, seconds in results)
     output().print(f"{recipe.name}: {len(rows)} stages in {total:.0f} s")
-    summary: dict[str, Any] = {"recipe": recipe.name, "stages": rows, "bench": bench, "seconds": round(total, 2)}
+    summary: dict[str, Any] = {
+        "recipe": recipe.name,
+        "stages": rows,
+        "bench": benches[-1] if benches else None,
+        "seconds": round(total, 2),
+    }
     if missed:
-        summary |= {"exit_code": exit_code, "complaint": f"not passed: {', '.join(missed)}"}
+        names = ", ".join(name for name, _ in missed)
+        summary |= {"exit_code": int(missed[0][1]), "complaint": f"not passed: {names}"}
     return summary
+
+
+def _missed(stage: RecipeStage, result: dict[str, Any]) -> bool:
+    return bool(result.get("exit_code")) and not stage.optional
 
 
 def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[str, Any]:
@@ -231,6 +265,8 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[
 
 def _fingerprint(command: str, settings: dict[str, Any]) -> str:
     """Of a stage's settings and of the content of every path among them."""
+    if command != "bench":  # what others find does not depend on the threads
+        settings = {key: value for key, value in settings.items() if key != "threads"}
     parts: list[Any] = [command, __version__, settings]
     for value in settings.values():
         for item in value if isinstance(value, list) else [value]:

@@ -14,7 +14,7 @@ ALLOWED = {
     "sportsllm": {"sportsllm"},
     "compress": {"sportsllm", "compress"},
     "export": {"sportsllm", "export"},
-    "benchmarks": {"sportsllm", "export", "benchmarks"},
+    "benchmarks": {"sportsllm", "compress", "export", "benchmarks"},
 }
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
 

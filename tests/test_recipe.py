@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
+from sportsllm.parallel import run_parallel
 from sportsllm.recipe import load_recipe, run_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,3 +136,34 @@ def test_an_interrupted_stage_is_taken_up_again(tmp_path: Path, capsys: pytest.C
     result = run_recipe(load_recipe(path, tmp_path / "out"))
     assert [row["cached"] for row in result["stages"]] == [True, False, False]
     assert "going on from the interrupted run" in capsys.readouterr().err
+
+
+def test_defaults_fill_in_and_needs_are_known(tmp_path: Path) -> None:
+    text = GOOD.replace("steps = 1\n", "").replace(
+        'name = "two"\n', 'name = "two"\n[defaults.train]\nsteps = 3\nseed = 5\n'
+    )
+    corpus, model, score = load_recipe(write(tmp_path, text)).stages
+    assert model.settings["steps"] == 3 and model.settings["seed"] == 5 and "seed" not in score.settings
+    assert (corpus.needs, model.needs, score.needs) == (set(), {"corpus"}, {"corpus", "model"})
+    with pytest.raises(UsageError, match=r"defaults.fly"):
+        load_recipe(write(tmp_path, "[defaults.fly]\nx = 1\n" + GOOD.replace('name = "two"\n', "")))
+
+
+def test_side_by_side_gives_what_one_after_another_gives(tmp_path: Path) -> None:
+    second = GOOD[GOOD.index('[[stage]]\nname = "model"') : GOOD.index('[[stage]]\nname = "score"')]
+    path = write(tmp_path, GOOD + second.replace('"model"', '"twin"'))
+    result = run_parallel(load_recipe(path, tmp_path / "out"), path, jobs=2, threads=1)
+    assert [row["name"] for row in result["stages"]] == ["corpus", "model", "score", "twin"]
+    models = [(tmp_path / "out" / name / "model.safetensors").read_bytes() for name in ("model", "twin")]
+    assert models[0] == models[1]
+    alone = run_recipe(load_recipe(path, tmp_path / "out"), only="score")
+    assert alone["stages"][0]["cached"] and len(alone["stages"]) == 1
+    with pytest.raises(UsageError, match="--only nowhere"):
+        run_recipe(load_recipe(path, tmp_path / "out"), only="nowhere")
+
+
+def test_a_stage_that_fails_beside_others_is_named_with_its_code(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD.replace("sequence = 32", "sequence = 99999"))
+    with pytest.raises(SportsLLMError, match=r"stage .model.: .*99999") as caught:
+        run_parallel(load_recipe(path, tmp_path / "out"), path, jobs=2, threads=1)
+    assert caught.value.exit_code == UsageError.exit_code
