@@ -82,4 +82,3 @@ def test_it_lowers_the_error_on_other_text(shape: Shape, changes: dict[str, obje
     reconstruct(fitted, model, kept, samples(12))
     held_out = samples(1, seed=5)[0]
     assert distance(fitted, model, held_out) < distance(plain, model, held_out)
-
