@@ -1,4 +1,4 @@
-"""The commands `plan`, `devices`, `bench` and `report`. Heavy imports live inside the functions."""
+"""The commands `plan`, `devices`, `bench`, `report` and `compare`. Heavy imports live inside the functions."""
 
 from __future__ import annotations
 
@@ -167,3 +167,26 @@ def report(
     output().print(table(list(columns), [[row[key] for key in columns.values()] for row in rows], [0]))
     output().print(f"{out}: {len(stages)} stages, {out.stat().st_size / 1e6:.1f} MB", markup=False)
     return {"out": str(out), "stages": [stage.name for stage in stages], "bytes": out.stat().st_size}
+
+
+def compare(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(help="Finished trainings: outputs of train, distill, prune --recover.", show_default=False),
+    ],
+    teacher: Annotated[Path, typer.Option("--teacher", help="The training they are compared with.")],
+    out: options.Out,
+    title: Annotated[str, typer.Option("--title", help="Heading of table and page.")] = "Compression at equal cost",
+) -> dict[str, Any]:
+    """Methods at equal cost: one table and one plot of quality against tokens and FLOPs."""
+    from benchmarks.bench_tables import table
+    from benchmarks.compare import compare as run_compare
+    from benchmarks.compare_page import COLUMNS, table_rows
+    from sportsllm.console import output
+
+    result = run_compare(directories, teacher, out, title)
+    output().print(table(COLUMNS, table_rows(result), (0, 1)))
+    for note in result["notes"]:
+        output().print(f"- {note}", markup=False)
+    output().print(f"{out}: comparison.html, .md, .csv and .json", markup=False)
+    return result

@@ -25,6 +25,7 @@ COMMANDS = {
     "run": "sportsllm",
     "verify": "sportsllm",
     "report": "benchmarks",
+    "compare": "benchmarks",
     "devices": "benchmarks",
 }
 
