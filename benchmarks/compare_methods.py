@@ -17,7 +17,8 @@ LOOP_SETTINGS = {
 }  # fmt: skip
 _PLACE_OR_SIZE = {
     "model", "corpus", "valid", "tokenizer", "teacher", "teachers", "student", "init", "checkpoint", "calibration",
-    "scores", "hidden", "intermediate", "heads", "kv_heads", "layers",
+    "scores", "start", "signal_tokens", "clone_tokens", "on_policy_tokens",
+    "hidden", "intermediate", "heads", "kv_heads", "layers",
 }  # fmt: skip
 
 
@@ -39,6 +40,8 @@ def method_name(command: str, settings: Mapping[str, Any], origin: str | None) -
     if command == "train" and not settings.get("init"):
         return FROM_SCRATCH
     words = _WORDS.get(command, command)
+    if command == "distill" and settings.get("start") == "clone":
+        words = "cloned + distilled"
     if command == "distill" and settings.get("init") and origin is None:
         words = "distilled from weights"
     if settings.get("recover"):

@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.compare_methods import loop_settings, method_name, recipe
 from benchmarks.flops import (
     TrainingCost,
+    clone_flops_per_batch,
     cut_flops,
     forward_flops_per_token,
     training_flops_per_token,
@@ -26,6 +27,7 @@ from sportsllm.errors import ArtifactError
 
 _CALIBRATION_LENGTH = 512  # tokens of a calibration sample where no recovery says its sequence
 _ORIGINS = ("init", "checkpoint")  # settings that name the weights a run starts from
+_MATCHING = ("hidden_weight", "attention_weight", "on_policy", "clone_weight")  # these read the teacher too
 _GUIDES = ("teacher", "checkpoint")  # settings that name the model it learns from, unless `teachers` lists several
 
 Points = tuple[tuple[int, float], ...]
@@ -145,8 +147,10 @@ class Line:
                 "counts once, however often they are read, and in full in each run that reads them; its seconds are "
                 "left out"
             )
-        elif tokens:
+        if tokens and (not settings.get("signals") or _matches(settings)):
             per_token = self._pass_flops(directory, settings, parents, sequence)
+        if settings.get("on_policy"):
+            remarks.append(f"{directory.name} writes part of its text itself; the FLOPs of writing are not counted")
         held_out, text = _held_out(settings, parents)
         return Run(
             name=directory.resolve().name,
@@ -160,7 +164,7 @@ class Line:
             held_out=held_out,
             text=text,
             cost=TrainingCost(
-                student_per_token=training_flops_per_token(config, sequence),
+                student_per_token=training_flops_per_token(config, sequence) + self._clone_flops(directory, config),
                 teacher_per_token=per_token,
                 start=start.flops if start else 0,
                 importance=importance,
@@ -212,6 +216,14 @@ class Line:
         guides = [load_config(self.find(path, directory, parents)) for path in guides_of(settings)]
         return sum(forward_flops_per_token(config, sequence) for config in guides)
 
+    def _clone_flops(self, directory: Path, config: ModelConfig) -> int:
+        """What making a clone's weights costs each token of a batch; 0 for any other run."""
+        settings = read_manifest(directory).get("settings", {})
+        if settings.get("start") != "clone":
+            return 0
+        teacher = load_config(self.find(settings["teacher"], directory, parents_of(directory)))
+        return clone_flops_per_batch(teacher, config) // int(settings["batch_size"] * settings["sequence"])
+
     def _signals_flops(self, directory: Path) -> int:
         """FLOPs of making stored signals."""
         manifest = read_manifest(directory)
@@ -226,9 +238,15 @@ def origin_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def guides_of(settings: Mapping[str, Any]) -> list[str]:
-    """The models that a run learns from, as its settings name them."""
+    """The models that a run learns from, as its settings name them; none where all of its loss is cross-entropy."""
+    if settings.get("kl_weight") == 0.0 and not _matches(settings):
+        return []
     several = [str(path) for path, _share in settings.get("teachers") or []]
     return several or [str(settings[key]) for key in _GUIDES if settings.get(key)][:1]
+
+
+def _matches(settings: Mapping[str, Any]) -> bool:
+    return any(settings.get(key) for key in _MATCHING)
 
 
 def _held_out(settings: Mapping[str, Any], parents: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -43,6 +43,20 @@ def training_flops_per_token(config: ModelConfig, sequence: int) -> int:
     return FORWARDS_PER_STEP * forward_flops_per_token(config, sequence)
 
 
+def clone_flops_per_batch(teacher: ModelConfig, student: ModelConfig) -> int:
+    """FLOPs of a low-rank clone's weights, made once a batch, and of their gradients, twice that.
+
+    P_out^T W P_in costs 2 o O I + 2 o I i or 2 O I i + 2 o O i, whichever is less, for W of O outputs and I inputs in
+    the teacher and o, i in the student. A side that stays as it is has no product, which this upper bound ignores.
+    """
+    total = 2 * teacher.vocab_size * teacher.hidden_size * student.hidden_size  # the embedding has P_in alone
+    for theirs, ours in zip(block_matrices(teacher), block_matrices(student), strict=True):
+        big_o, big_i, small_o, small_i = theirs.rows, theirs.columns, ours.rows, ours.columns
+        out_first = small_o * big_o * big_i + small_o * big_i * small_i
+        total += 2 * ours.layers * min(out_first, big_o * big_i * small_i + small_o * big_o * small_i)
+    return FORWARDS_PER_STEP * total
+
+
 def repair_flops_per_token(full: ModelConfig, cut: ModelConfig, sequence: int) -> int:
     """FLOPs of fitting a cut model's matrices to the full one's values (`prune` with repair), for a calibration token.
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.bench_tables import table
-from compress.distill import distillation_loss
+from compress.guidance import distillation_loss
 from compress.sampling import KINDS
 from compress.signal_batches import SignalBatches
 from compress.signal_loss import sparse_chunk

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from compress import flags
+from compress.prune_command import prune
 from sportsllm import options
-from sportsllm.errors import UsageError
 
-if TYPE_CHECKING:
-    from sportsllm.train import TrainConfig
-
-
-def _recovery_defaults(seed: int) -> TrainConfig:
-    """What recovery trains with unless told otherwise."""
-    from sportsllm.train import TrainConfig
-
-    return TrainConfig(seed=seed, learning_rate=3e-4)
+__all__ = ["distill", "prune", "quantize"]
 
 
 def distill(
@@ -27,12 +20,40 @@ def distill(
     corpus: options.Corpus | None = None,
     out: Annotated[Path | None, typer.Option(help="New directory; runs/<student> if not given.")] = None,
     init: Annotated[Path | None, typer.Option(help="Checkpoint whose weights the student starts from.")] = None,
-    valid: options.Valid = None,
-    teacher_precision: Annotated[str, typer.Option(help="auto, fp32, bf16, int8 or nf4.")] = "auto",
-    kl_weight: Annotated[
-        float | None, typer.Option(help="Share of KL in the loss; 0.9 for a fresh student, else 1.")
+    start: Annotated[
+        str | None, typer.Option(help="clone: a preset student starts from projections of the teacher's weights.")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="Temperature of the KL.")] = 1.0,
+    clone_init: Annotated[
+        str | None, typer.Option(help="Of --start clone: pca, or select, which starts as the pruned model.")
+    ] = None,
+    clone_weight: Annotated[
+        float | None, typer.Option(help="Of --start clone: weight of the activations' distance; 0 if not given.")
+    ] = None,
+    valid: options.Valid = None,
+    teacher_precision: flags.TeacherPrecision = None,
+    extra_teacher: flags.ExtraTeacher = None,
+    divergence: flags.Divergence = None,
+    mix: flags.Mix = None,
+    temperature: flags.Temperature = None,
+    kl_weight: Annotated[
+        str | None,
+        typer.Option(
+            help="Share of the divergence in the loss, or a range over training such as 0.5:1; "
+            "0.9 for a fresh student, else 1."
+        ),
+    ] = None,
+    hidden_weight: flags.HiddenWeight = None,
+    layer_map: flags.LayerMap = None,
+    attention_weight: flags.AttentionWeight = None,
+    relation_heads: flags.RelationHeads = None,
+    signals: flags.Signals = None,
+    signal_kind: flags.SignalKind = None,
+    signal_tokens: flags.SignalTokens = None,
+    on_policy: flags.OnPolicy = None,
+    on_policy_tokens: flags.OnPolicyTokens = None,
+    lora_rank: flags.LoraRank = None,
+    lora_targets: flags.LoraTargets = None,
+    lora_alpha: flags.LoraAlpha = None,
     steps: options.Steps = None,
     tokens: options.Tokens = None,
     batch_size: options.BatchSize = None,
@@ -48,13 +69,15 @@ def distill(
     set: options.Set = None,
 ) -> dict[str, Any]:
     """Train a smaller student on a teacher's next-token distribution."""
+    from compress.distill import clone_start, resolve_teacher, teacher_corpus
     from compress.distill import distill as run_distill
-    from compress.distill import resolve_teacher, teacher_corpus
     from sportsllm.commands import print_training
+    from sportsllm.lora import adapter_settings
     from sportsllm.stages import set_threads, train_config
     from sportsllm.train import TrainConfig
 
     set_threads(threads)
+    clone = clone_start(start, clone_init, clone_weight)
     overrides = {
         "steps": steps,
         "batch_size": batch_size,
@@ -65,8 +88,26 @@ def distill(
         "schedule": schedule,
         "precision": precision,
     }
-    config = train_config(TrainConfig(seed=seed), tokens, overrides, set or [])
+    config = train_config(flags.with_rate(TrainConfig(seed=seed), lora_rank), tokens, overrides, set or [])
     teacher_directory = resolve_teacher(teacher)
+    objective = flags.make_objective(
+        kl_weight=kl_weight,
+        fresh=init is None and clone is None and not Path(student).is_dir(),
+        extra_teacher=extra_teacher,
+        divergence=divergence,
+        mix=mix,
+        temperature=temperature,
+        hidden_weight=hidden_weight,
+        layer_map=layer_map,
+        attention_weight=attention_weight,
+        relation_heads=relation_heads,
+        signals=signals,
+        signal_kind=signal_kind,
+        signal_tokens=signal_tokens,
+        teacher_precision=teacher_precision,
+        on_policy=on_policy,
+        on_policy_tokens=on_policy_tokens,
+    )
     result = run_distill(
         teacher=teacher_directory,
         student=student,
@@ -75,112 +116,12 @@ def distill(
         valid=valid or ([] if corpus else teacher_corpus(teacher_directory, "valid")),
         out=out or Path("runs") / Path(student).name,
         config=config,
-        teacher_precision=teacher_precision,
-        kl_weight=kl_weight,
-        temperature=temperature,
+        objective=objective,
+        adapters=adapter_settings(lora_rank, lora_targets, lora_alpha, config.optimizer),
+        clone=clone,
         resume=resume,
     )
     print_training(result)
-    return result
-
-
-def prune(
-    checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
-    out: options.Out,
-    calibration: options.Calibration,
-    params: Annotated[float | None, typer.Option(help="Share of the non-embedding parameters to keep.")] = None,
-    size_mb: Annotated[float | None, typer.Option(help="Size of the float32 weights to reach, in MB (10^6).")] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden channels to keep.")] = None,
-    intermediate: Annotated[int | None, typer.Option(min=1, help="FFN neurons to keep in each layer.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Query heads to keep in each layer.")] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="Key/value heads; with fewer and the same --heads they are merged.")
-    ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers to keep; one contiguous run is dropped.")] = None,
-    search: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="With --params or --size-mb: recover the best shapes on so many tokens, take the winner."
-        ),
-    ] = None,
-    finalists: Annotated[int, typer.Option(min=1, help="Shapes that --search recovers.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Cut and recover in so many steps; --recover is shared out.")] = 1,
-    importance: Annotated[str, typer.Option(help="activation, or the baselines magnitude and random.")] = "activation",
-    repair: Annotated[
-        bool, typer.Option("--repair/--no-repair", help="Refit what stays to the full model's values.")
-    ] = True,
-    kv_merge: Annotated[str, typer.Option(help="How key/value heads are merged: pca, mean or select.")] = "pca",
-    scores: Annotated[
-        Path | None, typer.Option(help="importance.safetensors of an earlier run, or its directory.")
-    ] = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Pieces of calibration text; up to 256 if not given.")
-    ] = None,
-    recover: Annotated[
-        int | None, typer.Option(min=1, help="Distil from the unpruned model on so many tokens.")
-    ] = None,
-    teacher: Annotated[
-        Path | None, typer.Option(help="What recovery distils from, if not the checkpoint itself.")
-    ] = None,
-    corpus: options.Corpus | None = None,
-    valid: options.Valid = None,
-    sequence: options.Sequence = None,
-    batch_size: options.BatchSize = None,
-    accumulation: options.Accumulation = None,
-    learning_rate: options.LearningRate = None,
-    optimizer: options.Optimizer = None,
-    schedule: options.ScheduleKind = None,
-    precision: options.Precision = None,
-    resume: options.Resume = False,
-    seed: options.Seed = 0,
-    threads: options.Threads = None,
-    set: options.Set = None,
-) -> dict[str, Any]:
-    """Cut width and depth by activation importance; the result is an ordinary LLaMA checkpoint."""
-    from compress.distill import teacher_corpus
-    from compress.prune_line import Plan, prune_line
-    from compress.prune_stage import Cut
-    from sportsllm.console import output
-    from sportsllm.stages import set_threads, train_config
-
-    set_threads(threads)
-    overrides = {
-        "sequence": sequence,
-        "batch_size": batch_size,
-        "accumulation": accumulation,
-        "learning_rate": learning_rate,
-        "optimizer": optimizer,
-        "schedule": schedule,
-        "precision": precision,
-    }
-    config = None
-    if recover is not None:
-        config = train_config(_recovery_defaults(seed), recover, overrides, set or [])
-        valid = valid or ([] if corpus else teacher_corpus(teacher or checkpoint, "valid"))
-        corpus = corpus or teacher_corpus(teacher or checkpoint, "corpus")
-    elif any((set, corpus, valid, teacher, resume, *(value for value in overrides.values()))):
-        raise UsageError(
-            "training settings, --corpus, --teacher and --resume belong to --recover TOKENS; add it or leave them out"
-        )
-    given = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads, "layers": layers}
-    result = prune_line(
-        checkpoint=checkpoint,
-        out=out,
-        plan=Plan(params, size_mb, given, rounds, search, finalists),
-        how=Cut(importance, repair, kv_merge, samples, seed),
-        calibration=calibration,
-        scores=scores,
-        teacher=teacher,
-        recover=config,
-        corpus=corpus or [],
-        valid=valid or [],
-        resume=resume,
-    )
-    shape = ", ".join(f"{key} {value}" for key, value in result["shape"].items())
-    output().print(
-        f"{out}: {result['parameters']:,} parameters ({shape}), "
-        f"{result['share_of_block_parameters']:.1%} of the non-embedding parameters"
-    )
     return result
 
 

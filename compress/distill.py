@@ -3,49 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from compress.losses import mixed_chunk
-from compress.teacher import load_teacher, teacher_logits
+from compress.clone import INITS, clone_student
+from compress.guidance import (
+    check_teachers,
+    clone_samples,
+    guidance_inputs,
+    guidance_settings,
+    prepare_signals,
+    train_student,
+)
+from compress.objective import Objective
 from sportsllm.artifacts import Stage, run_stage
 from sportsllm.base import check_sequence, fit_vocabulary
 from sportsllm.checkpoint import copy_tokenizer, load_checkpoint, quantization_config, save_checkpoint
-from sportsllm.config import load_config
+from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import say
-from sportsllm.data import Batch
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.losses import head_loss
+from sportsllm.lora import Adapters
 from sportsllm.model import SportsLLM
 from sportsllm.presets import PRESETS, preset
-from sportsllm.stages import (
-    load_corpus,
-    manifest_setting,
-    packed_sequences,
-    training_device,
-    training_results,
-    validator,
-)
+from sportsllm.stages import load_corpus, manifest_setting, training_results, validator
 from sportsllm.tokenizer import load_tokenizer, same_tokenizer
-from sportsllm.train import Loss, TrainConfig, train_model
-
-
-def distillation_loss(teacher: SportsLLM, kl_weight: float, temperature: float) -> Loss:
-    """kl_weight * T^2 * KL(teacher || student) + (1 - kl_weight) * cross-entropy, summed over scored tokens.
-
-    Neither model's logits exist for more than one chunk of tokens.
-    """
-
-    def loss(student: SportsLLM, batch: Batch) -> Tensor:
-        targets_N = batch.targets.flatten()
-        chunk_loss = mixed_chunk(targets_N, teacher_logits(teacher, batch), kl_weight, temperature)
-        hidden = student.hidden(batch.tokens, batch.documents)
-        return head_loss(hidden.flatten(0, 1), student.head_weight, chunk_loss)
-
-    return loss
+from sportsllm.train import TrainConfig
 
 
 def resolve_teacher(name: str) -> Path:
@@ -79,6 +64,43 @@ def teacher_corpus(teacher: Path, key: str) -> list[Path]:
     return paths
 
 
+@dataclass(frozen=True)
+class CloneStart:
+    """A student that starts as a low-rank clone of its teacher (`compress.clone`).
+
+    Attributes:
+        init: `select` or `pca`.
+        weight: of the activations' distance beside the loss; 0 leaves them alone.
+        tokens: of training text that the start is computed from.
+    """
+
+    init: str = "pca"
+    weight: float = 0.0
+    tokens: int = 65_536
+
+    def __post_init__(self) -> None:
+        if self.init not in INITS:
+            raise UsageError(f"--clone-init {self.init!r} is not known; use one of {', '.join(INITS)}")
+        if not 0.0 <= self.weight < math.inf:
+            raise UsageError(f"--clone-weight {self.weight:g} must be 0 or more")
+
+
+def clone_start(start: str | None, init: str | None, weight: float | None) -> CloneStart | None:
+    """What --start, --clone-init and --clone-weight ask for; None without --start.
+
+    Raises:
+        UsageError: another start than `clone`, or flags that belong to it.
+    """
+    if start is None:
+        if init is not None or weight is not None:
+            raise UsageError("--clone-init and --clone-weight belong to --start clone; add it or leave them out")
+        return None
+    if start != "clone":
+        raise UsageError(f"--start {start!r} is not known; use clone, or leave it out")
+    given = {"init": init, "weight": weight}
+    return CloneStart(**{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
 def distill(
     *,
     teacher: Path,
@@ -88,9 +110,9 @@ def distill(
     valid: Sequence[Path],
     out: Path,
     config: TrainConfig,
-    teacher_precision: str = "auto",
-    kl_weight: float | None = None,
-    temperature: float = 1.0,
+    objective: Objective,
+    adapters: Adapters | None = None,
+    clone: CloneStart | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
     """Train a student on a teacher's distribution.
@@ -103,10 +125,9 @@ def distill(
         valid: held-out text; empty to hold out part of the corpus.
         out: directory to make.
         config: how to train.
-        teacher_precision: see `compress.teacher.load_teacher`.
-        kl_weight: share of KL in the loss; 0.9 for a fresh student and 1 for one with weights if None
-            (Minitron, https://arxiv.org/abs/2407.14679).
-        temperature: of the KL.
+        objective: what to learn.
+        adapters: train these instead of all weights; the student must start from weights.
+        clone: start a preset student from the teacher's own weights.
         resume: go on from an interrupted run.
 
     Raises:
@@ -114,33 +135,16 @@ def distill(
         ArtifactError: different tokenizers, or damaged inputs.
     """
     start = init or (Path(student) if Path(student).is_dir() else None)
-    weight = kl_weight if kl_weight is not None else (1.0 if start else 0.9)
-    if not 0.0 <= weight <= 1.0 or temperature <= 0.0:
-        raise UsageError(f"--kl-weight {weight} must be in [0, 1] and --temperature {temperature} above 0")
-    teacher_config = load_config(teacher)
+    if clone is not None and start is not None:
+        raise UsageError(f"--start clone makes weights of the teacher's own; leave {start} out, or --start")
+    if adapters is not None and start is None:
+        raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT or a checkpoint student")
     if init is not None and Path(student).is_dir():
         raise UsageError(f"--student {student} has weights of its own; give a preset's name with --init, or no --init")
-    if start is not None:
-        if quantization_config(start) is not None:
-            raise ArtifactError(f"{start}: is quantized; distil into the unquantized checkpoint, then quantize")
-        shape = load_config(start)
-        if init is not None and shape.with_changes(vocab_size=preset(student).vocab_size) != preset(student):
-            say(f"the student starts from {init} and has its shape; {student!r} only names the output")
-        if not same_tokenizer(teacher, start):
-            raise ArtifactError(
-                f"{start}: its tokenizer differs from the teacher's ({teacher}); distillation needs the same one"
-            )
-    else:
-        shape = fit_vocabulary(preset(student), teacher_config.vocab_size, student)
-        shape = shape.with_changes(
-            bos_token_id=teacher_config.bos_token_id,
-            eos_token_id=teacher_config.eos_token_id,
-            pad_token_id=teacher_config.pad_token_id,
-        )
-    if shape.vocab_size != teacher_config.vocab_size:
-        raise ArtifactError(
-            f"student has {shape.vocab_size} tokens, teacher {teacher_config.vocab_size}; they must be the same"
-        )
+    teacher_config = load_config(teacher)
+    shape = _student_shape(teacher, teacher_config, student, start)
+    if init is not None and shape.with_changes(vocab_size=preset(student).vocab_size) != preset(student):
+        say(f"the student starts from {init} and has its shape; {student!r} only names the output")
     if shape.parameters > teacher_config.parameters:
         raise UsageError(
             f"the student ({shape.parameters:,} parameters) is larger than the teacher "
@@ -148,42 +152,80 @@ def distill(
         )
     for model_config in (shape, teacher_config):
         check_sequence(config.sequence, model_config)
+    objective.check_models(shape, teacher_config)
+    check_teachers(objective, teacher)
+    signals = prepare_signals(objective, teacher=teacher, student=shape, corpus=corpus, valid=valid, config=config)
     settings = {
         "teacher": str(teacher),
         "student": student,
         "init": None if start is None else str(start),
+        "start": "clone" if clone else "weights" if start else "fresh",
         "corpus": [str(path) for path in corpus],
         "valid": [str(path) for path in valid],
-        "teacher_precision": teacher_precision,
-        "kl_weight": weight,
-        "temperature": temperature,
+        **guidance_settings(objective, teacher, adapters),
+        **({} if clone is None else {f"clone_{key}": value for key, value in dataclasses.asdict(clone).items()}),
         **dataclasses.asdict(config),
     }
-    inputs = [teacher, *([start] if start else []), *corpus, *valid]
+    inputs = [teacher, *([start] if start else []), *guidance_inputs(objective), *corpus, *valid]
     stage = Stage("distill", settings, inputs, seed=config.seed)
 
     def make(directory: Path) -> dict[str, Any]:
         words = load_tokenizer(teacher, teacher_config)
         texts = load_corpus(corpus, valid)
         copy_tokenizer(teacher, directory)
-        network = load_checkpoint(start) if start is not None else SportsLLM(shape)
-        if start is None:
+        if clone is not None:
+            samples = clone_samples(texts, words, config, clone.tokens)
+            network = clone_student(load_checkpoint(teacher), shape, init=clone.init, samples=samples)
+        elif start is not None:
+            network = load_checkpoint(start)
+        else:
+            network = SportsLLM(shape)
             network.initialize(config.seed)
-        device = training_device()
-        frozen = load_teacher(teacher, teacher_precision).to(device)
-        batches = packed_sequences(texts, words, config)
-        result = train_model(
-            network.to(device),
-            batches,
-            distillation_loss(frozen, weight, temperature),
-            config,
-            directory,
-            validate=validator(texts, words) if config.steps else None,
+        before = validator(texts, words)(network) if config.steps and (start or clone) else None
+        network, result, batches = train_student(
+            network,
+            teacher=teacher,
+            objective=objective,
+            texts=texts,
+            tokenizer=words,
+            config=config,
+            directory=directory,
             identity=stage.fingerprint(),
             resume=resume,
             description=f"distil {student}",
+            signals=signals,
+            adapters=adapters,
+            clone_weight=None if clone is None else clone.weight,
         )
         save_checkpoint(directory, network)
-        return training_results(network, result, batches)
+        results = training_results(network, result, batches)
+        return results if before is None else {**results, "bits_per_byte_before": before}
 
     return run_stage(out, stage, make, resume)
+
+
+def _student_shape(teacher: Path, teacher_config: ModelConfig, student: str, start: Path | None) -> ModelConfig:
+    """The student's shape, with the teacher's vocabulary.
+
+    Raises:
+        ArtifactError: a quantized start, or one with another tokenizer.
+    """
+    if start is None:
+        shape = fit_vocabulary(preset(student), teacher_config.vocab_size, student)
+        return shape.with_changes(
+            bos_token_id=teacher_config.bos_token_id,
+            eos_token_id=teacher_config.eos_token_id,
+            pad_token_id=teacher_config.pad_token_id,
+        )
+    if quantization_config(start) is not None:
+        raise ArtifactError(f"{start}: is quantized; distil into the unquantized checkpoint, then quantize")
+    shape = load_config(start)
+    if not same_tokenizer(teacher, start):
+        raise ArtifactError(
+            f"{start}: its tokenizer differs from the teacher's ({teacher}); distillation needs the same one"
+        )
+    if shape.vocab_size != teacher_config.vocab_size:
+        raise ArtifactError(
+            f"student has {shape.vocab_size} tokens, teacher {teacher_config.vocab_size}; they must be the same"
+        )
+    return shape

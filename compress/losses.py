@@ -127,6 +127,15 @@ def _rows(kind: str, mix: float | None) -> _Rows:
     return lambda student_CV, teacher_CV: function(student_CV, teacher_CV, share)
 
 
+def check_divergence(kind: str, mix: float | None) -> None:
+    """Whether the two go together.
+
+    Raises:
+        UsageError: an unknown kind, or a mix out of (0, 1) or where the kind has none.
+    """
+    _rows(kind, mix)
+
+
 def divergence_chunk(
     kind: str, targets_N: Tensor, teacher: TeacherLogits, temperature: float = 1.0, mix: float | None = None
 ) -> ChunkLoss:

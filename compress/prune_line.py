@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.prune_search import finalists, rounds_to, search_shape
-from compress.prune_stage import Cut, calibration_samples, make_scores, prune_stage, target_shape
+from compress.prune_stage import Cut, Recovery, calibration_samples, make_scores, prune_stage, target_shape
 from compress.shapes import Shape, share_for_megabytes
 from sportsllm.artifacts import STATE_DIRECTORY, partial_directory
 from sportsllm.checkpoint import load_checkpoint, quantization_config
@@ -22,7 +22,6 @@ from sportsllm.config import load_config
 from sportsllm.console import say
 from sportsllm.errors import UsageError
 from sportsllm.tokenizer import load_tokenizer
-from sportsllm.train import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,7 @@ def prune_line(
     how: Cut,
     calibration: Sequence[Path],
     scores: Path | None,
-    teacher: Path | None,
-    recover: TrainConfig | None,
-    corpus: Sequence[Path],
-    valid: Sequence[Path],
+    recovery: Recovery | None,
     resume: bool,
 ) -> dict[str, Any]:
     """Prune `checkpoint` into `out` as planned; arguments as in `prune_stage`.
@@ -65,20 +61,26 @@ def prune_line(
     Raises:
         UsageError: flags that do not go together, or an impossible shape.
     """
-    if plan.rounds > 1 and recover is None:
+    if plan.rounds > 1 and recovery is None:
         raise UsageError(f"--rounds {plan.rounds} recovers after every cut; give --recover TOKENS too")
     config = load_config(checkpoint)
     shape = target_shape(config, plan.share, plan.megabytes, plan.given)
     extra: dict[str, Any] = {}
-    common: dict[str, Any] = {"how": how, "calibration": calibration, "corpus": corpus}
+    common: dict[str, Any] = {"how": how, "calibration": calibration}
     if plan.search_tokens is not None:
         share = plan.share if plan.megabytes is None else share_for_megabytes(config, plan.megabytes)
-        if share is None or recover is None:
+        if share is None or recovery is None:
             raise UsageError("--search needs a size (--params or --size-mb) and --recover TOKENS")
-        shape, extra["search"] = _search(checkpoint, out, plan, share, scores, teacher, recover, common)
+        if recovery.objective.signals is not None:
+            raise UsageError(
+                "--search judges shapes on text held out of the corpus, which signals were made with; "
+                "search first, then give the shape found and --signals"
+            )
+        shape, extra["search"] = _search(checkpoint, out, plan, share, scores, recovery, common)
     shapes = rounds_to(config, shape, plan.rounds)
-    steps = 0 if recover is None else math.ceil(recover.steps / len(shapes))
-    training = None if recover is None else dataclasses.replace(recover, steps=steps)
+    if recovery is not None:
+        brief = dataclasses.replace(recovery.config, steps=math.ceil(recovery.config.steps / len(shapes)))
+        recovery = dataclasses.replace(recovery, config=brief)
     source = checkpoint
     for number, step in enumerate(shapes, start=1):
         last = number == len(shapes)
@@ -91,14 +93,19 @@ def prune_line(
             out=target,
             shape=step,
             scores=scores if source == checkpoint else None,
-            teacher=teacher or (None if source == checkpoint else checkpoint),
-            recover=training,
-            valid=valid,
+            recovery=_from(recovery, None if source == checkpoint else checkpoint),
             resume=resume and (partial_directory(target) / STATE_DIRECTORY).exists(),
             extra=extra if last else {},
         )
         source = target
     return result
+
+
+def _from(recovery: Recovery | None, teacher: Path | None) -> Recovery | None:
+    """A recovery from a teacher, unless it names its own."""
+    if recovery is None or recovery.teacher is not None:
+        return recovery
+    return dataclasses.replace(recovery, teacher=teacher)
 
 
 def _search(
@@ -107,8 +114,7 @@ def _search(
     plan: Plan,
     share: float,
     scores: Path | None,
-    teacher: Path | None,
-    recover: TrainConfig,
+    recovery: Recovery,
     common: dict[str, Any],
 ) -> tuple[Shape, list[dict[str, Any]]]:
     if quantization_config(checkpoint) is not None:
@@ -117,22 +123,21 @@ def _search(
     how: Cut = common["how"]
     model = load_checkpoint(checkpoint)
     words = load_tokenizer(checkpoint, model.config)
-    samples = calibration_samples(common["calibration"], words, model.config, how.samples, recover.sequence)
+    samples = calibration_samples(common["calibration"], words, model.config, how.samples, recovery.config.sequence)
     measured = make_scores(model, how, samples, scores)
     rows = finalists(model, measured, share, how, samples, plan.finalists)
-    brief = dataclasses.replace(recover, steps=-(-plan.search_tokens // recover.tokens_per_step))
+    steps = -(-plan.search_tokens // recovery.config.tokens_per_step)
+    # Without held-out text of its own a stage holds out a part of the corpus by hash.
+    brief = dataclasses.replace(recovery, config=dataclasses.replace(recovery.config, steps=steps), valid=())
 
     def recovered(shape: Shape, directory: Path) -> dict[str, Any]:
-        # Without held-out text of its own a stage holds out a part of the corpus by hash.
         return prune_stage(
             **common,
             checkpoint=checkpoint,
             out=directory,
             shape=shape,
             scores=scores,
-            teacher=teacher,
-            recover=brief,
-            valid=(),
+            recovery=brief,
             resume=(partial_directory(directory) / STATE_DIRECTORY).exists(),
         )
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.distill import distillation_loss
+from compress.guidance import check_teachers, guidance_inputs, guidance_settings, prepare_signals, train_student
 from compress.importance import (
     IMPORTANCES,
     Scores,
@@ -23,28 +23,29 @@ from compress.importance import (
     save_scores,
 )
 from compress.kv_merge import KV_MERGES, convert_kv_heads
+from compress.objective import Objective
 from compress.prune import choose, cut, kept_layers
 from compress.reconstruct import reconstruct
 from compress.shapes import Shape, shape_for_share, share_for_megabytes
-from compress.teacher import load_teacher
+from compress.signals import Signals
 from sportsllm.artifacts import Stage, run_stage
+from sportsllm.base import check_sequence
 from sportsllm.checkpoint import load_checkpoint, quantization_config, save_checkpoint
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import say
 from sportsllm.corpus import read_documents
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.evaluate import windows
+from sportsllm.lora import Adapters
 from sportsllm.model import SportsLLM
 from sportsllm.stages import (
     load_corpus,
     manifest_setting,
-    packed_sequences,
-    training_device,
     training_results,
     validator,
 )
 from sportsllm.tokenizer import TextTokenizer, load_tokenizer, same_tokenizer
-from sportsllm.train import TrainConfig, train_model
+from sportsllm.train import TrainConfig
 
 DEFAULT_SAMPLES = 256
 _SAMPLE_LENGTH = 512
@@ -73,6 +74,41 @@ class Cut:
             raise UsageError(f"--importance {self.importance!r} is not known; use one of {', '.join(IMPORTANCES)}")
         if self.kv_merge not in KV_MERGES:
             raise UsageError(f"--kv-merge {self.kv_merge!r} is not known; use one of {', '.join(KV_MERGES)}")
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a pruned model is trained afterwards.
+
+    Attributes:
+        config: of the training loop.
+        corpus, valid: training and held-out text; without the latter a part of the corpus is held out.
+        objective: what to learn.
+        teacher: from whom, if not the unpruned checkpoint.
+        adapters: train these instead of all weights, and merge them.
+    """
+
+    config: TrainConfig
+    corpus: tuple[Path, ...]
+    valid: tuple[Path, ...] = ()
+    objective: Objective = field(default_factory=Objective)
+    teacher: Path | None = None
+    adapters: Adapters | None = None
+
+    def settings(self, checkpoint: Path) -> dict[str, Any]:
+        """For the manifest; the training loop's settings are under `recover`."""
+        return {
+            "teacher": str(self.teacher or checkpoint),
+            "corpus": [str(path) for path in self.corpus],
+            "valid": [str(path) for path in self.valid],
+            "recover": dataclasses.asdict(self.config),
+            **guidance_settings(self.objective, self.teacher or checkpoint, self.adapters),
+        }
+
+    def inputs(self) -> list[Path]:
+        """Everything that it reads."""
+        others = guidance_inputs(self.objective)
+        return [*([self.teacher] if self.teacher else []), *others, *self.corpus, *self.valid]
 
 
 def calibration_samples(
@@ -160,10 +196,7 @@ def prune_stage(
     how: Cut,
     calibration: Sequence[Path],
     scores: Path | None = None,
-    teacher: Path | None = None,
-    recover: TrainConfig | None = None,
-    corpus: Sequence[Path] = (),
-    valid: Sequence[Path] = (),
+    recovery: Recovery | None = None,
     resume: bool = False,
     extra: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -176,9 +209,7 @@ def prune_stage(
         how: how units are chosen.
         calibration: text that importance is measured on and the repair is fitted to.
         scores: importance saved by an earlier run on the same checkpoint, instead of measuring it.
-        teacher: what the recovery distils from, if not the checkpoint itself.
-        recover: how to distil from the unpruned model afterwards, or None.
-        corpus, valid: training and held-out text of the recovery.
+        recovery: how to train afterwards, or None.
         resume: go on with an interrupted recovery.
         extra: more to write into the results: what a search tried.
     """
@@ -188,29 +219,23 @@ def prune_stage(
     smaller = shape.applied_to(config)
     if smaller.hidden_size != smaller.query_size:
         say(f"note: hidden size {smaller.hidden_size} is not heads x head_dim {smaller.query_size}; optimum needs that")
-    source = teacher or checkpoint
-    if teacher is not None and not same_tokenizer(teacher, checkpoint):
-        raise ArtifactError(f"{teacher}: its tokenizer differs from {checkpoint}'s; recovery needs the same one")
+    signals = None if recovery is None else _prepare(recovery, checkpoint, smaller)
     settings = {
         "checkpoint": str(checkpoint),
-        "teacher": str(source),
         **dataclasses.asdict(shape),
         **dataclasses.asdict(how),
         "scores": None if scores is None else str(scores),
         "calibration": [str(path) for path in calibration],
-        "corpus": [str(path) for path in corpus] or manifest_setting(checkpoint, "corpus"),
-        "valid": [str(path) for path in valid] or manifest_setting(checkpoint, "valid"),
-        "recover": None if recover is None else dataclasses.asdict(recover),
+        **(_inherited(checkpoint) if recovery is None else recovery.settings(checkpoint)),
     }
-    inputs = [checkpoint, *calibration, *([teacher] if teacher else []), *([scores] if scores else [])]
-    inputs += [*(corpus if recover else []), *(valid if recover else [])]
-    stage = Stage("prune", settings, inputs, seed=None if recover is None else recover.seed)
+    inputs = [checkpoint, *calibration, *([scores] if scores else []), *(recovery.inputs() if recovery else [])]
+    stage = Stage("prune", settings, inputs, seed=None if recovery is None else recovery.config.seed)
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
         model = load_checkpoint(checkpoint)
         words = load_tokenizer(checkpoint, config)
-        length = recover.sequence if recover else _SAMPLE_LENGTH
+        length = recovery.config.sequence if recovery else _SAMPLE_LENGTH
         samples = calibration_samples(calibration, words, config, how.samples, length)
         measured = make_scores(model, how, samples, scores)
         pruned, choice = cut_to_shape(model, measured, shape, how, samples)
@@ -222,22 +247,22 @@ def prune_stage(
             **choice,
             **(extra or {}),
         }
-        if recover is not None:
-            texts, device = load_corpus(corpus, valid), training_device()
-            validate = validator(texts, words)
-            pruned = pruned.to(device)
-            results["bits_per_byte_before_recovery"] = validate(pruned)
-            batches = packed_sequences(texts, words, recover)
-            result = train_model(
+        if recovery is not None:
+            texts = load_corpus(recovery.corpus, recovery.valid)
+            results["bits_per_byte_before_recovery"] = validator(texts, words)(pruned)
+            pruned, result, batches = train_student(
                 pruned,
-                batches,
-                distillation_loss(load_teacher(source, "auto").to(device), 1.0, 1.0),
-                recover,
-                directory,
-                validate=validate,
+                teacher=recovery.teacher or checkpoint,
+                objective=recovery.objective,
+                texts=texts,
+                tokenizer=words,
+                config=recovery.config,
+                directory=directory,
                 identity=stage.fingerprint(),
                 resume=resume,
                 description="recover",
+                signals=signals,
+                adapters=recovery.adapters,
             )
             results |= training_results(pruned, result, batches)
         results["seconds"] = time.perf_counter() - started
@@ -247,3 +272,27 @@ def prune_stage(
         return results
 
     return run_stage(out, stage, make, resume)
+
+
+def _inherited(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint that is not recovered passes on to those who recover it later."""
+    return {"recover": None, **{key: manifest_setting(checkpoint, key) for key in ("corpus", "valid")}}
+
+
+def _prepare(recovery: Recovery, checkpoint: Path, smaller: ModelConfig) -> Signals | None:
+    """Check the recovery against both models, and open or make its signals."""
+    source = recovery.teacher or checkpoint
+    if not same_tokenizer(source, checkpoint):
+        raise ArtifactError(f"{source}: its tokenizer differs from {checkpoint}'s; recovery needs the same one")
+    for shape in (load_config(source), smaller):
+        check_sequence(recovery.config.sequence, shape)
+    recovery.objective.check_models(smaller, load_config(source))
+    check_teachers(recovery.objective, source)
+    return prepare_signals(
+        recovery.objective,
+        teacher=source,
+        student=smaller,
+        corpus=recovery.corpus,
+        valid=recovery.valid,
+        config=recovery.config,
+    )

@@ -76,12 +76,18 @@ def _quantize_blocks(model: SportsLLM, precision: str) -> None:
         setattr(model.model.layers.get_submodule(parent), leaf, layer.to("cpu").eval())
 
 
-def teacher_logits(teacher: SportsLLM, batch: Batch) -> TeacherLogits:
-    """Run the teacher once on a batch; logits are made for one chunk at a time, when asked."""
+def teacher_logits(teacher: SportsLLM, batch: Batch, states: list[Tensor] | None = None) -> TeacherLogits:
+    """Run the teacher once on a batch; logits are made for one chunk at a time, when asked.
+
+    Args:
+        teacher: frozen, on the batch's device.
+        batch: what it reads.
+        states: where given, gets the residual stream, see `SportsLLM.hidden`.
+    """
     weight = teacher.head_weight
     device = weight.device.type
     with torch.inference_mode(), torch.autocast(device, enabled=False):
-        hidden_ND = teacher.hidden(batch.tokens, batch.documents).flatten(0, 1)
+        hidden_ND = teacher.hidden(batch.tokens, batch.documents, states=states).flatten(0, 1)
 
     def logits(start: int, count: int) -> Tensor:
         with torch.inference_mode():

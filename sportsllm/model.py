@@ -37,10 +37,17 @@ class RMSNorm(nn.Module):
 class KVCache:
     """Keys and values of the tokens read so far, (B, K, L, E) a layer, allocated once."""
 
-    def __init__(self, config: ModelConfig, batch: int, length: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        length: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
         shape = (config.num_hidden_layers, batch, config.num_key_value_heads, length, config.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype)
-        self.values = torch.zeros(shape, dtype=dtype)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.length = 0
 
     def append(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:

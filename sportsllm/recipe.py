@@ -155,7 +155,7 @@ def _settings_model(function: Callable[..., Any]) -> Any:
         least = [item.min for item in getattr(parameter.annotation, "__metadata__", ()) if item.min is not None]
         bounded = Annotated[parameter.annotation, Field(ge=least[0])] if least else parameter.annotation
         fields[name] = (bounded, default)
-    config = ConfigDict(extra="forbid", protected_namespaces=())
+    config = ConfigDict(extra="forbid", protected_namespaces=(), coerce_numbers_to_str=True)
     return create_model("Settings", __config__=config, **fields)
 
 
@@ -234,7 +234,10 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[
     annotations = {
         key: value.annotation for key, value in inspect.signature(function, eval_str=True).parameters.items()
     }
-    settings = {key: TypeAdapter(annotations[key]).validate_python(value) for key, value in stage.settings.items()}
+    settings = {
+        key: TypeAdapter(annotations[key], config=ConfigDict(coerce_numbers_to_str=True)).validate_python(value)
+        for key, value in stage.settings.items()
+    }
     if threads is not None and "threads" in annotations:
         settings.setdefault("threads", threads)
     if (

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from compress.clone import clone_loss, clone_student, merge_clone, with_clone_loss
-from compress.distill import distillation_loss
+from compress.guidance import distillation_loss
 from compress.importance import importance_scores
 from compress.projections import rotary_channels
 from compress.prune import prune

@@ -21,8 +21,10 @@ from benchmarks.compare import _SCORED_TOKENS, compare, scratch_cost
 from benchmarks.compare_inputs import ancestors, read_runs
 from benchmarks.compare_methods import method_name, variants
 from benchmarks.compare_page import COLUMNS, percent, short
+from benchmarks.compare_runs import guides_of
 from benchmarks.flops import (
     TrainingCost,
+    clone_flops_per_batch,
     cut_flops,
     forward_flops_per_token,
     matmul_parameters,
@@ -31,6 +33,8 @@ from benchmarks.flops import (
 )
 from compress.commands import prune
 from compress.distill import distill
+from compress.losses import KLWeight
+from compress.objective import Objective
 from sportsllm import cli, stages
 from sportsllm.artifacts import MANIFEST, Stage, digest, output_directory
 from sportsllm.base import train_base
@@ -43,6 +47,7 @@ from tests.conftest import TINY_VOCAB, tiny_config, tiny_model
 
 SEQUENCE = 32
 PER_STEP = 2 * SEQUENCE
+OBJECTIVE = Objective(kl_weight=KLWeight(0.9, 0.9), teacher_precision="fp32")
 
 
 def training(steps: int, seed: int = 0) -> TrainConfig:
@@ -70,7 +75,7 @@ def runs(tokenizer_directory: Path, corpus_file: Path, tmp_path_factory: pytest.
     scratch("scratch-8-seed-1", "tiny-300k", 8, seed=1)
     distill(
         teacher=base / "teacher", student="tiny-300k", init=None, corpus=[corpus_file], valid=[],
-        out=base / "distilled", config=training(4), teacher_precision="fp32",
+        out=base / "distilled", config=training(4), objective=OBJECTIVE,
     )  # fmt: skip
     prune(
         base / "teacher", base / "pruned", [corpus_file], hidden=64, intermediate=192, heads=2, kv_heads=1, samples=4,
@@ -127,6 +132,31 @@ def test_flops_of_a_worked_example() -> None:
     assert training_flops_per_token(preset("small"), 2_048) == 6 * 97_222_656 + 12 * 12 * 768 * 2_049 // 2
     cost = TrainingCost(student_per_token=30, teacher_per_token=4, start=1_000, importance=200, signals=50)
     assert cost.at(0) == 1_250 and cost.at(10) == 1_590 == sum(cost.parts(10).values())
+
+
+def test_a_clones_weights_cost_what_torch_counts() -> None:
+    """Exact where every width shrinks: each weight is two products, the cheaper order of two; backward twice that."""
+    from compress.clone import Projected, clone_student
+    from compress.importance import magnitude_scores
+
+    teacher = tiny_model(num_key_value_heads=4)
+    small = teacher.config.with_changes(
+        hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1
+    )
+    clone = clone_student(teacher, small, scores=magnitude_scores(teacher))
+    made = [module for module in clone.modules() if isinstance(module, Projected)]
+    with FlopCounterMode(display=False) as counter:
+        for name, _ in list(clone.named_modules()):
+            if name.endswith(("_proj", "embed_tokens")):
+                clone.get_submodule(name).weight  # noqa: B018
+    assert len(made) == 8
+    assert clone_flops_per_batch(teacher.config, small) == 3 * counter.get_total_flops()
+
+
+def test_cross_entropy_recovery_counts_no_teacher() -> None:
+    settings = {"checkpoint": "a", "teacher": "b", "kl_weight": 0.0}
+    assert guides_of(settings) == [] and guides_of({**settings, "hidden_weight": 0.1}) == ["b"]
+    assert guides_of({**settings, "kl_weight": 1.0}) == ["b"]
 
 
 def test_repair_costs_about_what_it_is_said_to() -> None:
@@ -238,7 +268,7 @@ def test_without_a_twin_the_teachers_own_curve_is_used_and_marked(runs: Path, tm
 def test_a_run_carries_what_it_starts_from(runs: Path, corpus_file: Path, tmp_path: Path) -> None:
     distill(
         teacher=runs / "teacher", student=str(runs / "pruned"), init=None, corpus=[corpus_file], valid=[],
-        out=tmp_path / "further", config=training(2), teacher_precision="fp32",
+        out=tmp_path / "further", config=training(2), objective=OBJECTIVE,
     )  # fmt: skip
     both = compare([runs / "pruned", tmp_path / "further"], runs / "teacher", tmp_path / "both", "T")
     alone = compare([tmp_path / "further"], runs / "teacher", tmp_path / "alone", "T")

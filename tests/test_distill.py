@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.distill import distill, distillation_loss, resolve_teacher, teacher_corpus
+from compress.distill import distill, resolve_teacher, teacher_corpus
+from compress.flags import make_objective
+from compress.guidance import distillation_loss
+from compress.objective import Objective
 from compress.teacher import load_teacher
 from sportsllm.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.data import IGNORE, Batch
@@ -27,7 +30,7 @@ def run(teacher: Path, student: str, out: Path, corpus: Path, **changes: object)
         "valid": [],
         "out": out,
         "config": CONFIG,
-        "teacher_precision": "fp32",
+        "objective": Objective(teacher_precision="fp32"),
     }
     return distill(**{**settings, **changes})  # type: ignore[arg-type]
 
@@ -114,7 +117,7 @@ def test_a_nf4_teacher_is_the_model_with_nf4_matrices(wide: Path) -> None:
 
 
 def test_a_nf4_teacher_trains_a_student(checkpoint: Path, student: Path, corpus_file: Path, tmp_path: Path) -> None:
-    result = run(checkpoint, str(student), tmp_path / "out", corpus_file, teacher_precision="nf4")
+    result = run(checkpoint, str(student), tmp_path / "out", corpus_file, objective=Objective(teacher_precision="nf4"))
     assert result["steps"] == 3
 
 
@@ -131,14 +134,27 @@ def test_another_tokenizer_is_refused(
         run(checkpoint, str(student), tmp_path / "out", corpus_file)
 
 
-def test_weights_and_temperature_out_of_range(
-    checkpoint: Path, student: Path, corpus_file: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError, match="--kl-weight"):
-        run(checkpoint, str(student), tmp_path / "out", corpus_file, kl_weight=1.5)
-    with pytest.raises(UsageError, match="--teacher-precision"):
-        run(checkpoint, str(student), tmp_path / "out", corpus_file, teacher_precision="int3")
-    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+def test_an_objective_out_of_range(tmp_path: Path) -> None:
+    for settings, message in (
+        ({"kl_weight": "1.5"}, "--kl-weight"),
+        ({"kl_weight": "often"}, "--kl-weight"),
+        ({"teacher_precision": "int3"}, "--teacher-precision"),
+        ({"temperature": 0.0}, "--temperature"),
+        ({"divergence": "l2"}, "divergence"),
+        ({"mix": 0.5}, "--mix"),
+        ({"hidden_weight": -1.0}, "--hidden-weight"),
+        ({"layer_map": "0:0"}, "--hidden-weight"),
+        ({"relation_heads": 2}, "--attention-weight"),
+        ({"on_policy": 1.5}, "--on-policy"),
+        ({"signal_kind": "top-k"}, "--signals"),
+        ({"signals": tmp_path, "signal_kind": "best"}, "--signal-kind"),
+        ({"signals": tmp_path, "divergence": "js"}, "forward-kl alone"),
+        ({"extra_teacher": ["runs/other=much"]}, "DIR=WEIGHT"),
+        ({"extra_teacher": ["runs/other=0"]}, "above 0"),
+        ({"extra_teacher": ["runs/other"], "temperature": 2.0}, "temperature 1"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            make_objective(**{"kl_weight": None, "fresh": True, "extra_teacher": None, **settings})  # type: ignore[arg-type]
 
 
 def test_a_missing_preset_teacher_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

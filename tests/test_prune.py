@@ -8,7 +8,7 @@ from compress.importance import importance_scores, load_scores, magnitude_scores
 from compress.prune import kept_layers, prune
 from compress.prune_line import Plan, prune_line
 from compress.prune_search import rounds_to
-from compress.prune_stage import Cut, prune_stage, target_shape
+from compress.prune_stage import Cut, Recovery, prune_stage, target_shape
 from compress.shapes import Shape, candidate_shapes, shape_for_share, share_for_megabytes
 from sportsllm.checkpoint import load_checkpoint
 from sportsllm.config import load_config
@@ -189,8 +189,8 @@ def test_the_stage_writes_an_ordinary_checkpoint(checkpoint: Path, corpus_file: 
 
 
 def test_recovery_brings_quality_back(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
-    recover = TrainConfig(steps=15, batch_size=4, accumulation=1, sequence=64, learning_rate=3e-3, warmup=2)
-    result = stage(checkpoint, tmp_path / "out", corpus_file, recover=recover, corpus=[corpus_file])
+    config = TrainConfig(steps=15, batch_size=4, accumulation=1, sequence=64, learning_rate=3e-3, warmup=2)
+    result = stage(checkpoint, tmp_path / "out", corpus_file, recovery=Recovery(config, (corpus_file,)))
     assert result["valid_bits_per_byte"] < result["bits_per_byte_before_recovery"]
 
 
@@ -210,10 +210,7 @@ def line(checkpoint: Path, out: Path, calibration: Path, plan: Plan, **changes: 
         "how": Cut(samples=4),
         "calibration": [calibration],
         "scores": None,
-        "teacher": None,
-        "recover": None,
-        "corpus": [calibration],
-        "valid": [],
+        "recovery": None,
         "resume": False,
     }
     return prune_line(**{**settings, **changes})  # type: ignore[arg-type]
@@ -302,18 +299,17 @@ def test_rounds_go_down_in_equal_ratios() -> None:
 
 def test_rounds_and_search_leave_finished_stages_behind(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     plan = Plan(0.51, None, {}, search_tokens=128, finalists=2)
-    result = line(checkpoint, tmp_path / "out", corpus_file, plan, recover=BRIEF)
+    result = line(checkpoint, tmp_path / "out", corpus_file, plan, recovery=Recovery(BRIEF, (corpus_file,)))
     tried = result["search"]
     assert isinstance(tried, list) and len(tried) == 2
     assert tried[0]["bits_per_byte"] <= tried[1]["bits_per_byte"] and tried[0]["shape"] == result["shape"]
     assert len({(row["shape"]["hidden"], row["shape"]["layers"]) for row in tried}) == 2
-    rounded = line(
-        checkpoint, tmp_path / "rounds", corpus_file, Plan(None, None, {"intermediate": 32}, 2), recover=BRIEF
-    )
+    plan_of_two, recovery = Plan(None, None, {"intermediate": 32}, 2), Recovery(BRIEF, (corpus_file,))
+    rounded = line(checkpoint, tmp_path / "rounds", corpus_file, plan_of_two, recovery=recovery)
     assert load_config(tmp_path / "rounds.round1").intermediate_size == 64  # 96 / sqrt(3) = 55.4, snapped up
     assert rounded["steps"] == 2  # half of the four in each round
     assert len(list((tmp_path / "out.search").iterdir())) == 2
-    again = line(checkpoint, tmp_path / "out", corpus_file, plan, recover=BRIEF)
+    again = line(checkpoint, tmp_path / "out", corpus_file, plan, recovery=Recovery(BRIEF, (corpus_file,)))
     assert again["cached"]
 
 

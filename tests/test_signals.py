@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from compress import signal_stage
-from compress.distill import distillation_loss
+from compress.guidance import distillation_loss
 from compress.sampling import CODES, KINDS, Picked, Room, encode, pick, threshold, weights
 from compress.signal_batches import SignalBatches
 from compress.signal_files import pack_ids, shard_name, unpack_ids

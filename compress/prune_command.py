@@ -1,0 +1,216 @@
+"""The command prune. Heavy imports are inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compress import flags
+from sportsllm import options
+from sportsllm.errors import UsageError
+
+if TYPE_CHECKING:
+    from sportsllm.train import TrainConfig
+
+
+def _recovery_defaults(seed: int, lora_rank: int | None) -> TrainConfig:
+    """What recovery trains with unless told otherwise."""
+    from sportsllm.train import TrainConfig
+
+    return flags.with_rate(TrainConfig(seed=seed, learning_rate=3e-4), lora_rank)
+
+
+def prune(
+    checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
+    out: options.Out,
+    calibration: options.Calibration,
+    params: Annotated[float | None, typer.Option(help="Share of the non-embedding parameters to keep.")] = None,
+    size_mb: Annotated[float | None, typer.Option(help="Size of the float32 weights to reach, in MB (10^6).")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden channels to keep.")] = None,
+    intermediate: Annotated[int | None, typer.Option(min=1, help="FFN neurons to keep in each layer.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads to keep in each layer.")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="Key/value heads; with fewer and the same --heads they are merged.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers to keep; one contiguous run is dropped.")] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Instead: tokens to keep, those that the calibration text needs most.")
+    ] = None,
+    min_count: Annotated[
+        int | None, typer.Option(min=1, help="Instead: keep tokens that spare the calibration text so many others.")
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="With --vocab-size or --min-count: held-out text to score before and after."),
+    ] = None,
+    search: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="With --params or --size-mb: recover the best shapes on so many tokens, take the winner."
+        ),
+    ] = None,
+    finalists: Annotated[int, typer.Option(min=1, help="Shapes that --search recovers.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Cut and recover in so many steps; --recover is shared out.")] = 1,
+    importance: Annotated[str, typer.Option(help="activation, or the baselines magnitude and random.")] = "activation",
+    repair: Annotated[
+        bool, typer.Option("--repair/--no-repair", help="Refit what stays to the full model's values.")
+    ] = True,
+    kv_merge: Annotated[str, typer.Option(help="How key/value heads are merged: pca, mean or select.")] = "pca",
+    scores: Annotated[
+        Path | None, typer.Option(help="importance.safetensors of an earlier run, or its directory.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Pieces of calibration text; up to 256 if not given.")
+    ] = None,
+    recover: Annotated[
+        int | None, typer.Option(min=1, help="Distil from the unpruned model on so many tokens.")
+    ] = None,
+    teacher: Annotated[
+        Path | None, typer.Option(help="What recovery distils from, if not the checkpoint itself.")
+    ] = None,
+    corpus: options.Corpus | None = None,
+    valid: options.Valid = None,
+    teacher_precision: flags.TeacherPrecision = None,
+    extra_teacher: flags.ExtraTeacher = None,
+    divergence: flags.Divergence = None,
+    mix: flags.Mix = None,
+    temperature: flags.Temperature = None,
+    kl_weight: Annotated[
+        str | None,
+        typer.Option(help="Share of the divergence in the recovery's loss, or a range such as 0.5:1; 1 if not given."),
+    ] = None,
+    hidden_weight: flags.HiddenWeight = None,
+    layer_map: flags.LayerMap = None,
+    attention_weight: flags.AttentionWeight = None,
+    relation_heads: flags.RelationHeads = None,
+    signals: flags.Signals = None,
+    signal_kind: flags.SignalKind = None,
+    signal_tokens: flags.SignalTokens = None,
+    on_policy: flags.OnPolicy = None,
+    on_policy_tokens: flags.OnPolicyTokens = None,
+    lora_rank: flags.LoraRank = None,
+    lora_targets: flags.LoraTargets = None,
+    lora_alpha: flags.LoraAlpha = None,
+    sequence: options.Sequence = None,
+    batch_size: options.BatchSize = None,
+    accumulation: options.Accumulation = None,
+    learning_rate: options.LearningRate = None,
+    optimizer: options.Optimizer = None,
+    schedule: options.ScheduleKind = None,
+    precision: options.Precision = None,
+    resume: options.Resume = False,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+    set: options.Set = None,
+) -> dict[str, Any]:
+    """Cut width, depth or vocabulary; the result is an ordinary LLaMA checkpoint."""
+    from compress.distill import teacher_corpus
+    from compress.prune_line import Plan, prune_line
+    from compress.prune_stage import Cut, Recovery
+    from sportsllm.console import output
+    from sportsllm.lora import adapter_settings
+    from sportsllm.stages import set_threads, train_config
+
+    set_threads(threads)
+    given = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads, "layers": layers}
+    lessons = {
+        "divergence": divergence,
+        "mix": mix,
+        "temperature": temperature,
+        "hidden_weight": hidden_weight,
+        "layer_map": layer_map,
+        "attention_weight": attention_weight,
+        "relation_heads": relation_heads,
+        "signals": signals,
+        "signal_kind": signal_kind,
+        "signal_tokens": signal_tokens,
+        "teacher_precision": teacher_precision,
+        "on_policy": on_policy,
+        "on_policy_tokens": on_policy_tokens,
+    }
+    overrides = {
+        "sequence": sequence,
+        "batch_size": batch_size,
+        "accumulation": accumulation,
+        "learning_rate": learning_rate,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "precision": precision,
+    }
+    adapted = (lora_rank, lora_targets, lora_alpha)
+    training = (set, corpus, valid, teacher, resume, kl_weight, extra_teacher, *adapted)
+    training_given = any(value not in (None, False) for value in (*training, *lessons.values(), *overrides.values()))
+    if recover is None and training_given:
+        raise UsageError(
+            "training settings, --corpus, --teacher and --resume belong to --recover TOKENS; add it or leave them out"
+        )
+    if vocab_size is not None or min_count is not None:
+        others = (params, size_mb, search, recover, scores, *given.values())
+        if any(value is not None for value in others):
+            raise UsageError(
+                "the vocabulary is cut alone, since the result no longer shares its teacher's tokens: cut it first "
+                "(--vocab-size or --min-count), fine-tune it with train --init, then prune that"
+            )
+        return _prune_vocabulary(checkpoint, out, vocab_size, min_count, calibration, text or [])
+    if text:
+        raise UsageError("--text belongs to --vocab-size or --min-count; recovery is scored on --valid")
+    recovery = None
+    if recover is not None:
+        source = teacher or checkpoint
+        config = train_config(_recovery_defaults(seed, lora_rank), recover, overrides, set or [])
+        recovery = Recovery(
+            config=config,
+            corpus=tuple(corpus or teacher_corpus(source, "corpus")),
+            valid=tuple(valid or ([] if corpus else teacher_corpus(source, "valid"))),
+            objective=flags.make_objective(kl_weight=kl_weight, fresh=False, extra_teacher=extra_teacher, **lessons),
+            teacher=teacher,
+            adapters=adapter_settings(*adapted, config.optimizer),
+        )
+    result = prune_line(
+        checkpoint=checkpoint,
+        out=out,
+        plan=Plan(params, size_mb, given, rounds, search, finalists),
+        how=Cut(importance, repair, kv_merge, samples, seed),
+        calibration=calibration,
+        scores=scores,
+        recovery=recovery,
+        resume=resume,
+    )
+    shape = ", ".join(f"{key} {value}" for key, value in result["shape"].items())
+    output().print(
+        f"{out}: {result['parameters']:,} parameters ({shape}), "
+        f"{result['share_of_block_parameters']:.1%} of the non-embedding parameters"
+    )
+    if result.get("valid_bits_per_byte"):
+        output().print(
+            f"bits per byte {result['bits_per_byte_before_recovery']:.4f} after the cut, "
+            f"{result['valid_bits_per_byte']:.4f} recovered on {result['tokens']:,} tokens"
+        )
+    return result
+
+
+def _prune_vocabulary(
+    checkpoint: Path,
+    out: Path,
+    vocab_size: int | None,
+    min_count: int | None,
+    calibration: list[Path],
+    text: list[Path],
+) -> dict[str, Any]:
+    from compress.vocabulary_stage import prune_vocabulary
+    from sportsllm.console import output
+
+    result = prune_vocabulary(
+        checkpoint=checkpoint, out=out, vocab_size=vocab_size, min_count=min_count, calibration=calibration, text=text
+    )
+    output().print(
+        f"{out}: {result['vocab_size']:,} of {result['vocab_size_before']:,} tokens, {result['parameters']:,} "
+        f"parameters; {result['tokens_per_byte_before']:.4f} -> {result['tokens_per_byte_after']:.4f} tokens per byte"
+    )
+    if text:
+        output().print(
+            f"bits per byte {result['bits_per_byte_before']:.4f} -> {result['bits_per_byte_after']:.4f} held out"
+        )
+    return result
