@@ -21,6 +21,7 @@ from benchmarks.flops import (
     training_flops_per_token,
 )
 from benchmarks.report import read_metrics
+from compress.importance import MEASURED
 from sportsllm.artifacts import MANIFEST, digest, read_manifest
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.errors import ArtifactError
@@ -135,7 +136,7 @@ class Line:
                 config,
                 sequence,
                 tokens=int(results.get("calibration_tokens", int(settings.get("samples") or 0) * sequence)),
-                scored=settings.get("importance", "activation") == "activation",
+                scored=settings.get("importance") in MEASURED,
                 candidates=len(results.get("layers_tried", [])),
                 repaired=bool(settings.get("repair")),
             )

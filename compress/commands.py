@@ -21,7 +21,11 @@ def distill(
     out: Annotated[Path | None, typer.Option(help="New directory; runs/<student> if not given.")] = None,
     init: Annotated[Path | None, typer.Option(help="Checkpoint whose weights the student starts from.")] = None,
     start: Annotated[
-        str | None, typer.Option(help="clone: a preset student starts from projections of the teacher's weights.")
+        str | None,
+        typer.Option(
+            help="clone: from projections of the teacher's weights; fresh: random. Of a checkpoint student the shape "
+            "alone is used then."
+        ),
     ] = None,
     clone_init: Annotated[
         str | None, typer.Option(help="Of --start clone: pca, or select, which starts as the pruned model.")
@@ -92,7 +96,7 @@ def distill(
     teacher_directory = resolve_teacher(teacher)
     objective = flags.make_objective(
         kl_weight=kl_weight,
-        fresh=init is None and clone is None and not Path(student).is_dir(),
+        fresh=clone is None and init is None and (start == "fresh" or not Path(student).is_dir()),
         extra_teacher=extra_teacher,
         divergence=divergence,
         mix=mix,
@@ -119,6 +123,7 @@ def distill(
         objective=objective,
         adapters=adapter_settings(lora_rank, lora_targets, lora_alpha, config.optimizer),
         clone=clone,
+        fresh=start == "fresh",
         resume=resume,
     )
     print_training(result)

@@ -20,7 +20,7 @@ from compress.guidance import (
 )
 from compress.objective import Objective
 from sportsllm.artifacts import Stage, run_stage
-from sportsllm.base import check_sequence, fit_vocabulary
+from sportsllm.base import check_sequence, fit_vocabulary, shape_of
 from sportsllm.checkpoint import copy_tokenizer, load_checkpoint, quantization_config, save_checkpoint
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import say
@@ -86,17 +86,17 @@ class CloneStart:
 
 
 def clone_start(start: str | None, init: str | None, weight: float | None) -> CloneStart | None:
-    """What --start, --clone-init and --clone-weight ask for; None without --start.
+    """What --start, --clone-init and --clone-weight ask for; None but for --start clone.
 
     Raises:
-        UsageError: another start than `clone`, or flags that belong to it.
+        UsageError: another start than `clone` and `fresh`, or flags that belong to a clone.
     """
-    if start is None:
+    if start is None or start == "fresh":
         if init is not None or weight is not None:
             raise UsageError("--clone-init and --clone-weight belong to --start clone; add it or leave them out")
         return None
     if start != "clone":
-        raise UsageError(f"--start {start!r} is not known; use clone, or leave it out")
+        raise UsageError(f"--start {start!r} is not known; use clone or fresh, or leave it out")
     given = {"init": init, "weight": weight}
     return CloneStart(**{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
 
@@ -113,13 +113,15 @@ def distill(
     objective: Objective,
     adapters: Adapters | None = None,
     clone: CloneStart | None = None,
+    fresh: bool = False,
     resume: bool = False,
 ) -> dict[str, Any]:
     """Train a student on a teacher's distribution.
 
     Args:
         teacher: checkpoint directory.
-        student: a preset's name (fresh weights) or a checkpoint directory (its weights).
+        student: a preset's name (fresh weights) or a checkpoint directory (its weights; with `fresh` or `clone` its
+            shape alone).
         init: a checkpoint whose weights a preset student starts from.
         corpus: training text.
         valid: held-out text; empty to hold out part of the corpus.
@@ -127,16 +129,18 @@ def distill(
         config: how to train.
         objective: what to learn.
         adapters: train these instead of all weights; the student must start from weights.
-        clone: start a preset student from the teacher's own weights.
+        clone: start from the teacher's own weights.
+        fresh: start from random weights.
         resume: go on from an interrupted run.
 
     Raises:
         UsageError: student larger than teacher, or settings out of range.
         ArtifactError: different tokenizers, or damaged inputs.
     """
-    start = init or (Path(student) if Path(student).is_dir() else None)
-    if clone is not None and start is not None:
-        raise UsageError(f"--start clone makes weights of the teacher's own; leave {start} out, or --start")
+    shape_only = fresh or clone is not None
+    if shape_only and init is not None:
+        raise UsageError(f"--start {'fresh' if fresh else 'clone'} makes its own weights; leave --init {init} out")
+    start = init or (Path(student) if Path(student).is_dir() and not shape_only else None)
     if adapters is not None and start is None:
         raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT or a checkpoint student")
     if init is not None and Path(student).is_dir():
@@ -166,7 +170,8 @@ def distill(
         **({} if clone is None else {f"clone_{key}": value for key, value in dataclasses.asdict(clone).items()}),
         **dataclasses.asdict(config),
     }
-    inputs = [teacher, *([start] if start else []), *guidance_inputs(objective), *corpus, *valid]
+    shape_file = shape_of(student)[1] if start is None else []
+    inputs = [teacher, *([start] if start else []), *shape_file, *guidance_inputs(objective), *corpus, *valid]
     stage = Stage("distill", settings, inputs, seed=config.seed)
 
     def make(directory: Path) -> dict[str, Any]:
@@ -211,7 +216,7 @@ def _student_shape(teacher: Path, teacher_config: ModelConfig, student: str, sta
         ArtifactError: a quantized start, or one with another tokenizer.
     """
     if start is None:
-        shape = fit_vocabulary(preset(student), teacher_config.vocab_size, student)
+        shape = fit_vocabulary(shape_of(student)[0], teacher_config.vocab_size, student)
         return shape.with_changes(
             bos_token_id=teacher_config.bos_token_id,
             eos_token_id=teacher_config.eos_token_id,

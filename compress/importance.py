@@ -28,7 +28,8 @@ from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.model import Block, SportsLLM
 
-IMPORTANCES = ("activation", "magnitude", "random")
+IMPORTANCES = ("output", "activation", "magnitude", "random")
+MEASURED = ("output", "activation")  # on calibration text
 SCORES_FILE = "importance.safetensors"
 
 

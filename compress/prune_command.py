@@ -53,7 +53,9 @@ def prune(
     ] = None,
     finalists: Annotated[int, typer.Option(min=1, help="Shapes that --search recovers.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Cut and recover in so many steps; --recover is shared out.")] = 1,
-    importance: Annotated[str, typer.Option(help="activation, or the baselines magnitude and random.")] = "activation",
+    importance: Annotated[
+        str, typer.Option(help="output, activation (Minitron's), or the baselines magnitude and random.")
+    ] = "output",
     repair: Annotated[
         bool, typer.Option("--repair/--no-repair", help="Refit what stays to the full model's values.")
     ] = True,

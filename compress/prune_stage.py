@@ -15,6 +15,7 @@ from torch import Tensor
 from compress.guidance import check_teachers, guidance_inputs, guidance_settings, prepare_signals, train_student
 from compress.importance import (
     IMPORTANCES,
+    MEASURED,
     Scores,
     importance_scores,
     load_scores,
@@ -26,6 +27,7 @@ from compress.kv_merge import KV_MERGES, convert_kv_heads
 from compress.objective import Objective
 from compress.prune import choose, cut, kept_layers
 from compress.reconstruct import reconstruct
+from compress.selection import output_scores
 from compress.shapes import Shape, shape_for_share, share_for_megabytes
 from compress.signals import Signals
 from sportsllm.artifacts import Stage, run_stage
@@ -56,14 +58,14 @@ class Cut:
     """How units are chosen and what is done for those that stay.
 
     Attributes:
-        importance: `activation`, or the baselines `magnitude` and `random`.
+        importance: `output` (`compress.selection`), Minitron's `activation`, or the baselines `magnitude` and `random`.
         repair: refit the kept matrices to the full model's values (`compress.reconstruct`).
         kv_merge: how key/value heads are merged where the shape asks for it.
         samples: pieces of calibration text; None takes up to 256, a number must be there.
         seed: of `random`.
     """
 
-    importance: str = "activation"
+    importance: str = "output"
     repair: bool = True
     kv_merge: str = "pca"
     samples: int | None = None
@@ -167,7 +169,7 @@ def make_scores(model: SportsLLM, how: Cut, samples: Sequence[Tensor], saved: Pa
         return magnitude_scores(model)
     if how.importance == "random":
         return random_scores(model.config, how.seed)
-    return importance_scores(model, samples)
+    return output_scores(model, samples) if how.importance == "output" else importance_scores(model, samples)
 
 
 def cut_to_shape(
@@ -267,7 +269,7 @@ def prune_stage(
             results |= training_results(pruned, result, batches)
         results["seconds"] = time.perf_counter() - started
         save_checkpoint(directory, pruned, checkpoint)
-        if how.importance == "activation" and scores is None:
+        if how.importance in MEASURED and scores is None:
             save_scores(directory, measured)
         return results
 

@@ -41,10 +41,10 @@ def train_base(
     config: TrainConfig,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Train a preset from scratch.
+    """Train a preset, or a checkpoint's shape, from scratch.
 
     Args:
-        model: the preset's name.
+        model: the preset's name, or a checkpoint directory whose shape alone is used.
         corpus: training text.
         valid: held-out text; empty to hold out part of the corpus.
         out: directory to make.
@@ -55,7 +55,7 @@ def train_base(
     Returns:
         The results, as `train --json` prints them.
     """
-    shape = preset(model)
+    shape, shape_file = shape_of(model)
     settings = {
         "model": model,
         "corpus": [str(path) for path in corpus],
@@ -63,7 +63,7 @@ def train_base(
         "tokenizer": None if tokenizer is None else str(tokenizer),
         **dataclasses.asdict(config),
     }
-    inputs = [*corpus, *valid, *([tokenizer / "tokenizer.json"] if tokenizer else [])]
+    inputs = [*corpus, *valid, *([tokenizer / "tokenizer.json"] if tokenizer else []), *shape_file]
     stage = Stage("train", settings, inputs, seed=config.seed)
 
     def make(directory: Path) -> dict[str, Any]:
@@ -169,6 +169,19 @@ def _fit(
         description=str(stage.settings.get("model") or stage.settings["init"]),
     )
     return training_results(network, result, batches)
+
+
+def shape_of(name: str) -> tuple[ModelConfig, list[Path]]:
+    """The shape of a preset or of a checkpoint directory, and the file it was read from, if any.
+
+    Raises:
+        UsageError: neither.
+        ArtifactError: the directory's config.json is missing or damaged.
+    """
+    directory = Path(name)
+    if directory.is_dir():
+        return load_config(directory), [directory / "config.json"]
+    return preset(name), []
 
 
 def fit_vocabulary(shape: ModelConfig, vocab_size: int, name: str) -> ModelConfig:

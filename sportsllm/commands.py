@@ -51,7 +51,9 @@ def simulate(
 
 
 def train(
-    model: Annotated[str | None, typer.Option(help="A preset's name, to train from scratch.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="To train from scratch: a preset's name, or a checkpoint that gives its shape.")
+    ] = None,
     init: Annotated[Path | None, typer.Option(help="An unquantized checkpoint, to fine-tune.")] = None,
     corpus: options.Corpus | None = None,
     out: Annotated[

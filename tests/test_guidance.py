@@ -234,7 +234,10 @@ def test_a_clone_start_is_merged(
     assert made.config.hidden_size == 32 and not any("parametrizations" in key for key in made.state_dict())
     assert isinstance(result["bits_per_byte_before"], float) and math.isfinite(result["bits_per_byte_before"])
     assert result["valid_bits_per_byte"] != result["bits_per_byte_before"]
-    with pytest.raises(UsageError, match="weights of the teacher's own"):
+    assert read_manifest(tmp_path / "out")["settings"]["start"] == "clone"
+    fresh = run(checkpoint, str(tmp_path / "out"), tmp_path / "fresh", corpus_file, fresh=True)
+    assert fresh["parameters"] == result["parameters"] and "bits_per_byte_before" not in fresh
+    with pytest.raises(UsageError, match="makes its own weights"):
         run(checkpoint, "smaller", tmp_path / "x", corpus_file, clone=clone, init=checkpoint)
 
 
