@@ -1,4 +1,4 @@
-"""The commands distill, prune and quantize. Heavy imports are inside."""
+"""The commands distill, prune, sample and quantize. Heavy imports are inside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compress import flags
 from compress.prune_command import prune
 from sportsllm import options
 
-__all__ = ["distill", "prune", "quantize"]
+__all__ = ["distill", "prune", "quantize", "sample"]
 
 
 def distill(
@@ -127,6 +127,30 @@ def distill(
         resume=resume,
     )
     print_training(result)
+    return result
+
+
+def sample(
+    checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
+    out: options.Out,
+    tokens: Annotated[int, typer.Option(min=1, help="Write at least this many tokens.")] = 1_000_000,
+    sequence: options.Sequence = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts written side by side.")] = 64,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+) -> dict[str, Any]:
+    """Write a corpus of a model's own texts, to calibrate and recover it where its training text is not at hand."""
+    from compress.self_text import CORPUS, write_corpus
+    from sportsllm.console import output
+    from sportsllm.stages import set_threads
+
+    set_threads(threads)
+    result = write_corpus(
+        checkpoint=checkpoint, out=out, tokens=tokens, length=sequence, batch_size=batch_size, seed=seed
+    )
+    output().print(
+        f"{out / CORPUS}: {result['documents']:,} texts, {result['tokens']:,} tokens, {result['bytes'] / 1e6:.2f} MB"
+    )
     return result
 
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "train": "sportsllm",
     "distill": "compress",
     "prune": "compress",
+    "sample": "compress",
     "quantize": "compress",
     "export": "export",
     "bench": "benchmarks",
