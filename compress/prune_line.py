@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compress.calibration import calibration_samples
 from compress.prune_search import finalists, rounds_to, search_shape
-from compress.prune_stage import Cut, Recovery, calibration_samples, make_scores, prune_stage, target_shape
+from compress.prune_stage import Cut, Recovery, make_scores, prune_stage, target_shape
 from compress.shapes import Shape, share_for_megabytes
 from sportsllm.artifacts import STATE_DIRECTORY, partial_directory
 from sportsllm.checkpoint import load_checkpoint, quantization_config

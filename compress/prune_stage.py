@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from compress.calibration import calibration_samples
 from compress.guidance import check_teachers, guidance_inputs, guidance_settings, prepare_signals, train_student
 from compress.importance import (
     IMPORTANCES,
@@ -35,9 +35,7 @@ from sportsllm.base import check_sequence
 from sportsllm.checkpoint import load_checkpoint, quantization_config, save_checkpoint
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import say
-from sportsllm.corpus import read_documents
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.evaluate import windows
 from sportsllm.lora import Adapters
 from sportsllm.model import SportsLLM
 from sportsllm.stages import (
@@ -46,10 +44,9 @@ from sportsllm.stages import (
     training_results,
     validator,
 )
-from sportsllm.tokenizer import TextTokenizer, load_tokenizer, same_tokenizer
+from sportsllm.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.train import TrainConfig
 
-DEFAULT_SAMPLES = 256
 _SAMPLE_LENGTH = 512
 
 
@@ -111,31 +108,6 @@ class Recovery:
         """Everything that it reads."""
         others = guidance_inputs(self.objective)
         return [*([self.teacher] if self.teacher else []), *others, *self.corpus, *self.valid]
-
-
-def calibration_samples(
-    files: Sequence[Path], tokenizer: TextTokenizer, config: ModelConfig, count: int | None, length: int
-) -> list[Tensor]:
-    """Token ids of the first `count` pieces of calibration text, each (1, T) with T at most `length`.
-
-    Raises:
-        ArtifactError: fewer pieces than asked for, or none; None asks for up to 256.
-    """
-    samples: list[Tensor] = []
-    for text in read_documents(files):
-        ids = [tokenizer.begin_id, *tokenizer.encode(text)]
-        for start, stop, _ in windows(len(ids), min(length, config.max_position_embeddings)):
-            samples.append(torch.tensor([ids[start:stop]]))
-            if len(samples) == (count or DEFAULT_SAMPLES):
-                return samples
-    if not samples:
-        raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
-    if count is not None:
-        raise ArtifactError(
-            f"the calibration text gives {len(samples)} samples, --samples asks for {count}; "
-            "give more text or ask for fewer"
-        )
-    return samples
 
 
 def target_shape(

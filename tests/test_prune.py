@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 
+from compress.calibration import calibration_samples
 from compress.importance import importance_scores, load_scores, magnitude_scores, random_scores
 from compress.prune import kept_layers, prune
 from compress.prune_line import Plan, prune_line
@@ -14,6 +15,7 @@ from sportsllm.checkpoint import load_checkpoint
 from sportsllm.config import load_config
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.presets import preset
+from sportsllm.tokenizer import load_tokenizer
 from sportsllm.train import TrainConfig
 from tests.conftest import tiny_config, tiny_model
 
@@ -200,6 +202,16 @@ def test_quantized_input_and_empty_calibration_are_refused(checkpoint: Path, tmp
     with pytest.raises(ArtifactError, match="no calibration text"):
         stage(checkpoint, tmp_path / "out", empty)
     assert not (tmp_path / "out").exists()
+
+
+def test_calibration_files_take_turns(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("the home side scores " * 400, encoding="utf-8")
+    (tmp_path / "two.txt").write_text("a late goal " * 8, encoding="utf-8")
+    config, words = load_config(checkpoint), load_tokenizer(checkpoint)
+    found = calibration_samples([tmp_path / "one.txt", tmp_path / "two.txt"], words, config, 4, 32)
+    texts = [words.decode(piece[0].tolist()) for piece in found]
+    assert ["late" in text for text in texts[:2]] == [False, True] and len(found) == 4
+    assert all(piece.shape[1] <= 32 for piece in found)
 
 
 def line(checkpoint: Path, out: Path, calibration: Path, plan: Plan, **changes: object) -> dict[str, object]:
