@@ -15,11 +15,27 @@ if TYPE_CHECKING:
     from sportsllm.train import TrainConfig
 
 
-def _recovery_defaults(seed: int, lora_rank: int | None) -> TrainConfig:
-    """What recovery trains with unless told otherwise."""
+_SHARE_OF_PEAK = 0.25
+_UNKNOWN_PEAK_RATE = 3e-4
+
+
+def _recovery_defaults(seed: int, source: Path, adapted: bool) -> TrainConfig:
+    """AdamW at a quarter of the peak rate that the teacher was trained with, ten times that for adapters.
+
+    Found by experiment on a repaired model (docs/log.md); Minitron's recipe is about a fifth.
+    """
+    from sportsllm.console import say
+    from sportsllm.lora import LEARNING_RATE_RATIO
+    from sportsllm.stages import manifest_setting
     from sportsllm.train import TrainConfig
 
-    return flags.with_rate(TrainConfig(seed=seed, learning_rate=3e-4), lora_rank)
+    peak = manifest_setting(source, "learning_rate")
+    rate = _SHARE_OF_PEAK * peak if isinstance(peak, float) else _UNKNOWN_PEAK_RATE
+    origin = "a quarter of its teacher's peak" if isinstance(peak, float) else "its teacher's peak is not known"
+    if adapted:
+        rate, origin = rate * LEARNING_RATE_RATIO, f"{origin}, times {LEARNING_RATE_RATIO:g} for adapters"
+    say(f"recovery's learning rate, if not given: {rate:g} ({origin})")
+    return TrainConfig(seed=seed, learning_rate=rate)
 
 
 def prune(
@@ -143,7 +159,8 @@ def prune(
     }
     adapted = (lora_rank, lora_targets, lora_alpha)
     training = (set, corpus, valid, teacher, resume, kl_weight, extra_teacher, *adapted)
-    training_given = any(value not in (None, False) for value in (*training, *lessons.values(), *overrides.values()))
+    flags_given = (*training, *lessons.values(), *overrides.values())
+    training_given = any(value is not None and value is not False for value in flags_given)
     if recover is None and training_given:
         raise UsageError(
             "training settings, --corpus, --teacher and --resume belong to --recover TOKENS; add it or leave them out"
@@ -161,7 +178,7 @@ def prune(
     recovery = None
     if recover is not None:
         source = teacher or checkpoint
-        config = train_config(_recovery_defaults(seed, lora_rank), recover, overrides, set or [])
+        config = train_config(_recovery_defaults(seed, source, lora_rank is not None), recover, overrides, set or [])
         recovery = Recovery(
             config=config,
             corpus=tuple(corpus or teacher_corpus(source, "corpus")),

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from compress.commands import prune
 from compress.vocabulary import kept_tokens, read_vocabulary, saved_tokens, with_halves
 from compress.vocabulary_stage import prune_vocabulary
 from sportsllm.checkpoint import load_checkpoint, save_checkpoint, write_json
@@ -465,3 +466,18 @@ def test_files_that_disagree_are_one_line(
 def test_impossible_sizes(checkpoint: Path, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         prune_files(checkpoint, tmp_path, "some text", 320, **settings)
+
+
+def test_the_command_cuts_the_vocabulary_alone(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    result = prune(checkpoint, tmp_path / "out", [corpus_file], vocab_size=320, text=[corpus_file])
+    assert load_config(tmp_path / "out").vocab_size == result["vocab_size"] == 320
+    for settings, message in (
+        ({"vocab_size": 320, "params": 0.5}, "cut alone"),
+        ({"min_count": 2, "recover": 100}, "cut alone"),
+        ({"vocab_size": 320, "seed": 1, "kl_weight": "1"}, "belong to --recover"),
+        ({"params": 0.5, "temperature": 0.0}, "belong to --recover"),
+        ({"params": 0.5, "text": [corpus_file]}, "--text belongs to --vocab-size"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            prune(checkpoint, tmp_path / "x", [corpus_file], **settings)  # type: ignore[arg-type]
+    assert not (tmp_path / "x").exists()
