@@ -98,7 +98,7 @@ def _method_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _words(key: str, value: Any) -> str:
     name = key.replace("_", " ")
-    if value is None or value == []:
+    if value is None or value == [] or (value == 0 and key.endswith(("weight", "on_policy")) and key != "kl_weight"):
         return ""
     if isinstance(value, bool):
         return name if value else f"no {name}"

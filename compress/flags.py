@@ -30,7 +30,11 @@ HiddenWeight = Annotated[
     float | None, typer.Option("--hidden-weight", help="Match hidden states too, with this weight.")
 ]
 LayerMap = Annotated[
-    str | None, typer.Option("--layer-map", help="STUDENT:TEACHER,… of --hidden-weight; evenly spread if not given.")
+    str | None,
+    typer.Option(
+        "--layer-map",
+        help="STUDENT:TEACHER,… of --hidden-weight; if not given, a pruned model's kept layers, else evenly spread.",
+    ),
 ]
 AttentionWeight = Annotated[
     float | None, typer.Option("--attention-weight", help="Match attention relations too, with this weight.")

@@ -227,7 +227,7 @@ def prune_stage(
             pruned, result, batches = train_student(
                 pruned,
                 teacher=recovery.teacher or checkpoint,
-                objective=recovery.objective,
+                objective=_mapped(recovery, choice["kept_layers"], config.num_hidden_layers),
                 texts=texts,
                 tokenizer=words,
                 config=recovery.config,
@@ -246,6 +246,19 @@ def prune_stage(
         return results
 
     return run_stage(out, stage, make, resume)
+
+
+def _mapped(recovery: Recovery, kept: Sequence[int], layers: int) -> Objective:
+    """The objective with a layer map, unless it has one: what each kept layer reads is what it read in the full model.
+
+    The layer before a dropped one so learns to stand in for it, as in the repair. A teacher other than the unpruned
+    model has layers of its own, and gets the evenly spread map.
+    """
+    objective = recovery.objective
+    if not objective.hidden_weight or objective.layer_map is not None or recovery.teacher is not None:
+        return objective
+    pairs = ",".join(f"{student}:{teacher}" for student, teacher in enumerate([*kept, layers]))
+    return dataclasses.replace(objective, layer_map=pairs)
 
 
 def _inherited(checkpoint: Path) -> dict[str, Any]:

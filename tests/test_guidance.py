@@ -15,7 +15,7 @@ from compress.losses import KLWeight
 from compress.matching import HiddenMatching, attach
 from compress.objective import Objective, chosen_kl_weight, parse_teachers
 from compress.on_policy import is_on_policy, prompts, write, written_batch
-from compress.prune_stage import Cut, Recovery, prune_stage
+from compress.prune_stage import Cut, Recovery, _mapped, prune_stage
 from compress.shapes import Shape
 from sportsllm.artifacts import read_manifest
 from sportsllm.checkpoint import load_checkpoint, save_checkpoint
@@ -219,6 +219,16 @@ def test_signals_are_made_once_and_serve_pruning_too(
         other.write_text(corpus_file.read_text(encoding="utf-8") + "\nmore\n", encoding="utf-8")
         run(checkpoint, str(student), tmp_path / "three", other, objective=objective)
     assert not (tmp_path / "three").exists()
+
+
+def test_recovery_matches_what_each_kept_layer_reads() -> None:
+    objective = dataclasses.replace(FP32, hidden_weight=1.0)
+    recovery = Recovery(CONFIG, (), objective=objective)
+    assert _mapped(recovery, [0, 3, 4], 5).layer_map == "0:0,1:3,2:4,3:5"
+    own = dataclasses.replace(objective, layer_map="3:5")
+    assert _mapped(dataclasses.replace(recovery, objective=own), [0, 3, 4], 5) is own
+    assert _mapped(dataclasses.replace(recovery, teacher=Path("other")), [0, 3, 4], 5) is objective
+    assert _mapped(dataclasses.replace(recovery, objective=FP32), [0, 3, 4], 5) is FP32
 
 
 def test_a_clone_start_is_merged(
