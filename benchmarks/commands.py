@@ -181,11 +181,12 @@ def compare(
     """Methods at equal cost: one table and one plot of quality against tokens and FLOPs."""
     from benchmarks.bench_tables import table
     from benchmarks.compare import compare as run_compare
-    from benchmarks.compare_page import COLUMNS, table_rows
+    from benchmarks.compare_page import COLUMNS, ON_SCREEN, table_rows
     from sportsllm.console import output
 
     result = run_compare(directories, teacher, out, title)
-    output().print(table(COLUMNS, table_rows(result), (0, 1)))
+    shown = [COLUMNS.index(name) for name in ON_SCREEN]
+    output().print(table(ON_SCREEN, [[cells[place] for place in shown] for cells in table_rows(result)], (0, 1)))
     for note in result["notes"]:
         output().print(f"- {note}", markup=False)
     output().print(f"{out}: comparison.html, .md, .csv and .json", markup=False)

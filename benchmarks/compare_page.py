@@ -26,6 +26,7 @@ COLUMNS = (
     "scratch needs FLOPs",
     "seconds",
 )
+ON_SCREEN = ("run", "method", "parameters (blocks)", "tokens", "bits/byte", "to teacher", "scratch needs tokens")
 LEGEND = (
     "Percentages in parentheses are of the teacher's: non-embedding parameters, tokens and training FLOPs. `per "
     "parameter` is tokens per parameter, `before` the quality after the cut and before any training."
@@ -54,7 +55,7 @@ def _cells(row: dict[str, Any], method: str) -> list[str]:
         of_teacher(f"{row['training_flops']:.2e}", row["share_of_teacher_flops"]),
         MISSING if before is None or teacher else f"{before:.4f}",
         f"{row['bits_per_byte']:.4f}",
-        MISSING if teacher else f"{row['over_teacher_percent']:+.1f}%",
+        MISSING if teacher else f"{row['over_teacher_percent']:+.2f}%",
         _factor(row["scratch_tokens"]),
         _factor(row["scratch_flops"]),
         f"{row['seconds']:,.0f}",
