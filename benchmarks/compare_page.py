@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from benchmarks.compare_plots import figure
 from benchmarks.compare_runs import Run
-from benchmarks.report import MISSING
+from benchmarks.report import MISSING, render_page
 
 COLUMNS = (
     "run",
@@ -111,25 +109,14 @@ def page(result: dict[str, Any], runs: Sequence[Run], teacher: Run) -> str:
     Raises:
         ModuleNotFoundError: jinja2 or plotly is not installed.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("compare.html").render(
+    return render_page(
+        "compare.html",
+        charts=True,
         title=result["title"],
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         columns=COLUMNS,
         rows=table_rows(result),
         missing=MISSING,
         legend=LEGEND.replace("`", ""),
         notes=result["notes"],
         figure=figure(result["rows"], runs, teacher),
-        plotly=Markup(get_plotlyjs()),
     )

@@ -150,31 +150,20 @@ def write_report(
     Raises:
         ModuleNotFoundError: jinja2 or plotly is not installed.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
-
     measured = [stage.bench for stage in stages if stage.bench]
     if bench is None and measured:
         bench = measured[-1]
     figures = plots(stages, bench)
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    html = environment.get_template("report.html").render(
+    html = render_page(
+        "report.html",
+        charts=bool(figures),
         title=title,
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         verdict=_verdict(bench),
         bench=bench,
         bench_rows=_bench_rows(bench),
         stages=[stage_row(stage) for stage in stages],
         figures=figures,
         samples=samples,
-        plotly=Markup(get_plotlyjs() if figures else ""),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + ".partial")
@@ -183,6 +172,35 @@ def write_report(
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def render_page(template: str, *, charts: bool, **values: Any) -> str:
+    """A self-contained HTML page from a template beside this file.
+
+    Args:
+        template: its file name.
+        charts: whether the page needs the plotting library.
+        values: what the template shows, beside `written` and `plotly`.
+
+    Raises:
+        ModuleNotFoundError: jinja2 or plotly is not installed.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        plotly=Markup(get_plotlyjs() if charts else ""),
+        **values,
+    )
 
 
 def _verdict(bench: Mapping[str, Any] | None) -> dict[str, Any] | None:

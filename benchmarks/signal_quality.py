@@ -26,12 +26,13 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.bench_tables import table
-from compress.guidance import distillation_loss
+from compress.guidance import distillation_loss, guided_loss
+from compress.objective import Objective
 from compress.sampling import KINDS
 from compress.signal_batches import SignalBatches
 from compress.signal_loss import sparse_chunk
 from compress.signal_stage import make_signals
-from compress.signals import Signals, open_signals, signals_loss
+from compress.signals import Signals, open_signals
 from compress.teacher import load_teacher
 from sportsllm.checkpoint import load_checkpoint
 from sportsllm.console import progress_bar
@@ -153,7 +154,7 @@ def measure(
     if torch.cuda.is_available():
         network, frozen = network.cuda(), frozen.cuda()
     full, divergence = gradient(network, batches, count, distillation_loss(frozen, 1.0, 1.0), "full KL")
-    losses = {kind: signals_loss(signals) for kind, signals in opened.items()}
+    losses = {kind: guided_loss(Objective(), [], 1, signals=signals) for kind, signals in opened.items()}
     losses["top-k, renormalised"] = renormalised_top_k(opened["top-k"])
     rows = []
     for name, loss in losses.items():

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.process import run_child
 from benchmarks.tables import megabytes
-from compress.losses import forward_kl_chunk
+from compress.losses import divergence_chunk
 from compress.teacher import PRECISIONS, load_teacher, teacher_logits
 from sportsllm.checkpoint import load_checkpoint
 from sportsllm.console import output, use_stderr
@@ -84,8 +84,8 @@ def measure_rest(settings: Mapping[str, Any]) -> dict[str, Any]:
         for name, model in models.items():
             # The full model is the teacher here, and the cheap one its student.
             reading = model.hidden(batch.tokens, batch.documents).flatten(0, 1).float()
-            chunk_loss = forward_kl_chunk(
-                targets_N, lambda start, count: hidden_ND[start : start + count] @ full.head_weight.T
+            chunk_loss = divergence_chunk(
+                "forward-kl", targets_N, lambda start, count: hidden_ND[start : start + count] @ full.head_weight.T
             )
             distances[name] = float(head_loss(reading, model.head_weight.float(), chunk_loss)) / scored
     return {"seconds": seconds, "kl": distances, "tokens": batch.tokens.numel()}

@@ -192,7 +192,7 @@ def clone_loss(student: SportsLLM, teacher: SportsLLM, batch: Batch) -> Tensor:
     return _distance(made, wanted, batch)
 
 
-def with_clone_loss(loss: Loss, teacher: SportsLLM, weight: float) -> Loss:
+def with_clone_loss(loss: Loss, teacher: SportsLLM | None, weight: float) -> Loss:
     """`loss + weight * clone_loss` for the training loop, from the same forward passes.
 
     Projected weights are computed once a batch, also where a tied embedding is read twice. The student's activations
@@ -200,7 +200,7 @@ def with_clone_loss(loss: Loss, teacher: SportsLLM, weight: float) -> Loss:
 
     Args:
         loss: runs the student once, and the teacher once or (from stored signals) not at all.
-        teacher: the one the student was cloned from, in any precision.
+        teacher: the one the student was cloned from, in any precision; None where the weight is 0.
         weight: 0 leaves the activations alone.
 
     Raises:
@@ -209,9 +209,12 @@ def with_clone_loss(loss: Loss, teacher: SportsLLM, weight: float) -> Loss:
     if not 0.0 <= weight < math.inf:
         raise UsageError(f"the weight of the clone loss is {weight}; it must be 0 or more")
 
+    if weight and teacher is None:
+        raise UsageError("the clone loss compares with a teacher; give one, or weight 0")
+
     def combined(student: SportsLLM, batch: Batch) -> Tensor:
         with parametrize.cached():
-            if weight == 0.0:
+            if weight == 0.0 or teacher is None:
                 return loss(student, batch)
             with _activations(student, teacher, _projected(student)) as (made, wanted):
                 total = loss(student, batch)

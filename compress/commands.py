@@ -55,9 +55,9 @@ def distill(
     signal_tokens: flags.SignalTokens = None,
     on_policy: flags.OnPolicy = None,
     on_policy_tokens: flags.OnPolicyTokens = None,
-    lora_rank: flags.LoraRank = None,
-    lora_targets: flags.LoraTargets = None,
-    lora_alpha: flags.LoraAlpha = None,
+    lora_rank: options.LoraRank = None,
+    lora_targets: options.LoraTargets = None,
+    lora_alpha: options.LoraAlpha = None,
     steps: options.Steps = None,
     tokens: options.Tokens = None,
     batch_size: options.BatchSize = None,
@@ -73,44 +73,25 @@ def distill(
     set: options.Set = None,
 ) -> dict[str, Any]:
     """Train a smaller student on a teacher's next-token distribution."""
+    parameters = locals()
+    overrides, lessons = options.picked(parameters, options.TRAINING), options.picked(parameters, flags.OBJECTIVE)
     from compress.distill import clone_start, resolve_teacher, teacher_corpus
     from compress.distill import distill as run_distill
     from sportsllm.commands import print_training
-    from sportsllm.lora import adapter_settings
+    from sportsllm.lora import adapted_rate, adapter_settings
     from sportsllm.stages import set_threads, train_config
     from sportsllm.train import TrainConfig
 
     set_threads(threads)
     clone = clone_start(start, clone_init, clone_weight)
-    overrides = {
-        "steps": steps,
-        "batch_size": batch_size,
-        "accumulation": accumulation,
-        "sequence": sequence,
-        "learning_rate": learning_rate,
-        "optimizer": optimizer,
-        "schedule": schedule,
-        "precision": precision,
-    }
-    config = train_config(flags.with_rate(TrainConfig(seed=seed), lora_rank), tokens, overrides, set or [])
+    defaults = TrainConfig(seed=seed, learning_rate=adapted_rate(TrainConfig.learning_rate, lora_rank))
+    config = train_config(defaults, tokens, overrides, set or [])
     teacher_directory = resolve_teacher(teacher)
     objective = flags.make_objective(
         kl_weight=kl_weight,
         fresh=clone is None and init is None and (start == "fresh" or not Path(student).is_dir()),
         extra_teacher=extra_teacher,
-        divergence=divergence,
-        mix=mix,
-        temperature=temperature,
-        hidden_weight=hidden_weight,
-        layer_map=layer_map,
-        attention_weight=attention_weight,
-        relation_heads=relation_heads,
-        signals=signals,
-        signal_kind=signal_kind,
-        signal_tokens=signal_tokens,
-        teacher_precision=teacher_precision,
-        on_policy=on_policy,
-        on_policy_tokens=on_policy_tokens,
+        **lessons,
     )
     result = run_distill(
         teacher=teacher_directory,

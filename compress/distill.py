@@ -24,6 +24,7 @@ from sportsllm.base import check_sequence, fit_vocabulary, shape_of
 from sportsllm.checkpoint import copy_tokenizer, load_checkpoint, quantization_config, save_checkpoint
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import say
+from sportsllm.data import tokenize
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.lora import Adapters
 from sportsllm.model import SportsLLM
@@ -177,9 +178,10 @@ def distill(
     def make(directory: Path) -> dict[str, Any]:
         words = load_tokenizer(teacher, teacher_config)
         texts = load_corpus(corpus, valid)
+        documents = tokenize(texts.train, words)
         copy_tokenizer(teacher, directory)
         if clone is not None:
-            samples = clone_samples(texts, words, config, clone.tokens)
+            samples = clone_samples(documents, config, clone.tokens)
             network = clone_student(load_checkpoint(teacher), shape, init=clone.init, samples=samples)
         elif start is not None:
             network = load_checkpoint(start)
@@ -192,6 +194,7 @@ def distill(
             teacher=teacher,
             objective=objective,
             texts=texts,
+            documents=documents,
             tokenizer=words,
             config=config,
             directory=directory,

@@ -9,7 +9,6 @@ import typer
 
 if TYPE_CHECKING:
     from compress.objective import Objective
-    from sportsllm.train import TrainConfig
 
 TeacherPrecision = Annotated[
     str | None, typer.Option("--teacher-precision", help="auto, fp32, bf16, int8 or nf4; auto if not given.")
@@ -58,16 +57,12 @@ OnPolicy = Annotated[
 OnPolicyTokens = Annotated[
     int | None, typer.Option("--on-policy-tokens", min=1, help="Tokens that it writes in each row; 64 if not given.")
 ]
-LoraRank = Annotated[
-    int | None, typer.Option("--lora-rank", min=1, help="Train adapters of this rank instead of all weights.")
-]
-LoraTargets = Annotated[
-    str | None,
-    typer.Option("--lora-targets", help="Matrices with adapters, for example q_proj,v_proj; all if not given."),
-]
-LoraAlpha = Annotated[
-    float | None, typer.Option("--lora-alpha", help="Adapters count alpha / rank times; 32 if not given.")
-]
+
+OBJECTIVE = (
+    "divergence", "mix", "temperature", "hidden_weight", "layer_map", "attention_weight", "relation_heads", "signals",
+    "signal_kind", "signal_tokens", "teacher_precision", "on_policy", "on_policy_tokens",
+)  # fmt: skip
+"""The parameters of a command that `make_objective` takes as they are."""
 
 
 def make_objective(
@@ -91,14 +86,3 @@ def make_objective(
         teachers=parse_teachers(extra_teacher or []),
         **{key: value for key, value in given.items() if value is not None},
     )
-
-
-def with_rate(config: TrainConfig, lora_rank: int | None) -> TrainConfig:
-    """A command's defaults with the learning rate that adapters want, if there are any."""
-    import dataclasses
-
-    from sportsllm.lora import LEARNING_RATE_RATIO
-
-    if lora_rank is None:
-        return config
-    return dataclasses.replace(config, learning_rate=config.learning_rate * LEARNING_RATE_RATIO)

@@ -31,7 +31,7 @@ from compress.teacher import load_teacher, teacher_logits
 from sportsllm.artifacts import STATE_DIRECTORY, partial_directory
 from sportsllm.config import ModelConfig
 from sportsllm.console import say
-from sportsllm.data import IGNORE, Batch, PackedSequences, tokenize
+from sportsllm.data import IGNORE, Batch, PackedSequences, TokenizedDocuments
 from sportsllm.errors import ArtifactError
 from sportsllm.lora import Adapters, add_adapters, merge_adapters
 from sportsllm.losses import cross_entropy, head_loss
@@ -209,6 +209,7 @@ def train_student(
     teacher: Path,
     objective: Objective,
     texts: Corpus,
+    documents: TokenizedDocuments,
     tokenizer: TextTokenizer,
     config: TrainConfig,
     directory: Path,
@@ -224,7 +225,7 @@ def train_student(
     Args:
         student: on the CPU; an ordinary model, or a clone from `clone_student`.
         teacher: the main teacher's checkpoint.
-        texts: what is read, and held out.
+        texts: what is held out; `documents` are its training texts' tokens.
         directory, identity, resume, description: see `train_model`.
         signals: from `prepare_signals`.
         adapters: train these only, and merge them.
@@ -247,7 +248,6 @@ def train_student(
         layers = (student.config.num_hidden_layers, theirs.num_hidden_layers)
         mapped = None if objective.layer_map is None else parse_layer_map(objective.layer_map, *layers)
         attach(student, HiddenMatching(student.config, theirs, mapped, seed=config.seed))
-    documents = tokenize(texts.train, tokenizer)
     batches = (
         PackedSequences(documents, config.sequence, config.batch_size, config.seed)
         if signals is None
@@ -261,8 +261,8 @@ def train_student(
         seed=config.seed,
         end_id=tokenizer.end_id,
     )
-    if clone_weight is not None and teachers:
-        loss = with_clone_loss(loss, teachers[0][0], clone_weight)
+    if clone_weight is not None:
+        loss = with_clone_loss(loss, teachers[0][0] if teachers else None, clone_weight)
     result = train_model(
         student,
         batches,
@@ -282,9 +282,8 @@ def train_student(
     return student, result, batches
 
 
-def clone_samples(texts: Corpus, tokenizer: TextTokenizer, config: TrainConfig, tokens: int) -> list[Tensor]:
+def clone_samples(documents: TokenizedDocuments, config: TrainConfig, tokens: int) -> list[Tensor]:
     """About `tokens` tokens of training text that a clone starts from, (B, T) each; as many as there are at most."""
-    documents = tokenize(texts.train, tokenizer)
     batches = PackedSequences(documents, config.sequence, config.batch_size, config.seed + 1)
     count = max(1, min(tokens, batches.tokens_per_epoch) // (config.batch_size * config.sequence))
     return [batches.batch(index).tokens for index in range(count)]

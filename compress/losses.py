@@ -177,11 +177,6 @@ def divergence_chunk(
     return chunk_loss
 
 
-def forward_kl_chunk(targets_N: Tensor, teacher: TeacherLogits, temperature: float = 1.0) -> ChunkLoss:
-    """`divergence_chunk` of kind forward-kl."""
-    return divergence_chunk("forward-kl", targets_N, teacher, temperature)
-
-
 def _kl_and_entropy_chunk(targets_N: Tensor, teacher: TeacherLogits, kl_weight: float) -> ChunkLoss:
     """w * KL(p || q) + (1 - w) * cross-entropy at temperature 1: one softmax of the student serves both.
 

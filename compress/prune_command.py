@@ -19,21 +19,21 @@ _SHARE_OF_PEAK = 0.25
 _UNKNOWN_PEAK_RATE = 3e-4
 
 
-def _recovery_defaults(seed: int, source: Path, adapted: bool) -> TrainConfig:
+def _recovery_defaults(seed: int, source: Path, lora_rank: int | None) -> TrainConfig:
     """AdamW at a quarter of the peak rate that the teacher was trained with, ten times that for adapters.
 
     Found by experiment on a repaired model (docs/log.md); Minitron's recipe is about a fifth.
     """
     from sportsllm.console import say
-    from sportsllm.lora import LEARNING_RATE_RATIO
+    from sportsllm.lora import adapted_rate
     from sportsllm.stages import manifest_setting
     from sportsllm.train import TrainConfig
 
     peak = manifest_setting(source, "learning_rate")
     rate = _SHARE_OF_PEAK * peak if isinstance(peak, float) else _UNKNOWN_PEAK_RATE
     origin = "a quarter of its teacher's peak" if isinstance(peak, float) else "its teacher's peak is not known"
-    if adapted:
-        rate, origin = rate * LEARNING_RATE_RATIO, f"{origin}, times {LEARNING_RATE_RATIO:g} for adapters"
+    if lora_rank is not None:
+        rate, origin = adapted_rate(rate, lora_rank), f"{origin}, and more for adapters"
     say(f"recovery's learning rate, if not given: {rate:g} ({origin})")
     return TrainConfig(seed=seed, learning_rate=rate)
 
@@ -108,9 +108,9 @@ def prune(
     signal_tokens: flags.SignalTokens = None,
     on_policy: flags.OnPolicy = None,
     on_policy_tokens: flags.OnPolicyTokens = None,
-    lora_rank: flags.LoraRank = None,
-    lora_targets: flags.LoraTargets = None,
-    lora_alpha: flags.LoraAlpha = None,
+    lora_rank: options.LoraRank = None,
+    lora_targets: options.LoraTargets = None,
+    lora_alpha: options.LoraAlpha = None,
     sequence: options.Sequence = None,
     batch_size: options.BatchSize = None,
     accumulation: options.Accumulation = None,
@@ -124,6 +124,8 @@ def prune(
     set: options.Set = None,
 ) -> dict[str, Any]:
     """Cut width, depth or vocabulary; the result is an ordinary LLaMA checkpoint."""
+    parameters = locals()
+    overrides, lessons = options.picked(parameters, options.TRAINING), options.picked(parameters, flags.OBJECTIVE)
     from compress.distill import teacher_corpus
     from compress.prune_line import Plan, prune_line
     from compress.prune_stage import Cut, Recovery
@@ -133,30 +135,6 @@ def prune(
 
     set_threads(threads)
     given = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads, "layers": layers}
-    lessons = {
-        "divergence": divergence,
-        "mix": mix,
-        "temperature": temperature,
-        "hidden_weight": hidden_weight,
-        "layer_map": layer_map,
-        "attention_weight": attention_weight,
-        "relation_heads": relation_heads,
-        "signals": signals,
-        "signal_kind": signal_kind,
-        "signal_tokens": signal_tokens,
-        "teacher_precision": teacher_precision,
-        "on_policy": on_policy,
-        "on_policy_tokens": on_policy_tokens,
-    }
-    overrides = {
-        "sequence": sequence,
-        "batch_size": batch_size,
-        "accumulation": accumulation,
-        "learning_rate": learning_rate,
-        "optimizer": optimizer,
-        "schedule": schedule,
-        "precision": precision,
-    }
     adapted = (lora_rank, lora_targets, lora_alpha)
     training = (set, corpus, valid, teacher, resume, kl_weight, extra_teacher, *adapted)
     flags_given = (*training, *lessons.values(), *overrides.values())
@@ -178,7 +156,7 @@ def prune(
     recovery = None
     if recover is not None:
         source = teacher or checkpoint
-        config = train_config(_recovery_defaults(seed, source, lora_rank is not None), recover, overrides, set or [])
+        config = train_config(_recovery_defaults(seed, source, lora_rank), recover, overrides, set or [])
         recovery = Recovery(
             config=config,
             corpus=tuple(corpus or teacher_corpus(source, "corpus")),

@@ -35,6 +35,7 @@ from sportsllm.base import check_sequence
 from sportsllm.checkpoint import load_checkpoint, quantization_config, save_checkpoint
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import say
+from sportsllm.data import tokenize
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.lora import Adapters
 from sportsllm.model import SportsLLM
@@ -229,6 +230,7 @@ def prune_stage(
                 teacher=recovery.teacher or checkpoint,
                 objective=_mapped(recovery, choice["kept_layers"], config.num_hidden_layers),
                 texts=texts,
+                documents=tokenize(texts.train, words),
                 tokenizer=words,
                 config=recovery.config,
                 directory=directory,

@@ -5,8 +5,8 @@ The naive code for one token, with the teacher's sparse target t over the vocabu
     loss = T**2 * ((t * -log_softmax(logits / T)).sum() - entropy)
     gradient = T * (t.sum() * softmax(logits / T) - t)
 
-Where E[t] = p, the expected loss is T^2 KL(p || student) and the expected gradient is that loss's gradient, the one of
-`compress.losses.forward_kl_chunk`. Shape suffixes: N tokens, C tokens of a chunk, V vocabulary, M stored ids.
+Where E[t] = p, the expected loss is T^2 KL(p || student) and the expected gradient is that loss's gradient, that of
+`compress.losses.divergence_chunk`. Shape suffixes: N tokens, C tokens of a chunk, V vocabulary, M stored ids.
 """
 
 from __future__ import annotations

@@ -22,9 +22,7 @@ from compress.signal_loss import SparseTargets, sparse_chunk
 from sportsllm.artifacts import digest, file_sha256
 from sportsllm.data import Batch, TokenizedDocuments
 from sportsllm.errors import ArtifactError
-from sportsllm.losses import ChunkLoss, head_loss
-from sportsllm.model import SportsLLM
-from sportsllm.train import Loss
+from sportsllm.losses import ChunkLoss
 
 
 class Signals:
@@ -76,16 +74,6 @@ class Signals:
     def chunk_loss(self, batch: Batch, kl_weight: float = 1.0) -> ChunkLoss:
         """kl_weight * T^2 KL(teacher || student) + (1 - kl_weight) * cross-entropy of a batch, see `sparse_chunk`."""
         return sparse_chunk(self.targets(batch), batch.targets.flatten(), kl_weight, self.info.temperature)
-
-
-def signals_loss(signals: Signals, kl_weight: float = 1.0) -> Loss:
-    """The loss of `compress.distill.distillation_loss`, from stored signals instead of a teacher."""
-
-    def loss(student: SportsLLM, batch: Batch) -> Tensor:
-        hidden = student.hidden(batch.tokens, batch.documents)
-        return head_loss(hidden.flatten(0, 1), student.head_weight, signals.chunk_loss(batch, kl_weight))
-
-    return loss
 
 
 def open_signals(

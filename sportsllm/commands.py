@@ -63,15 +63,9 @@ def train(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory with a tokenizer to use with --model; else one is trained.")
     ] = None,
-    lora_rank: Annotated[
-        int | None, typer.Option(min=1, help="With --init: train adapters of this rank, then merge them.")
-    ] = None,
-    lora_targets: Annotated[
-        str | None, typer.Option(help="Matrices with adapters, for example q_proj,v_proj; all seven if not given.")
-    ] = None,
-    lora_alpha: Annotated[
-        float | None, typer.Option(help="Adapters count alpha / rank times; 32 if not given.")
-    ] = None,
+    lora_rank: options.LoraRank = None,
+    lora_targets: options.LoraTargets = None,
+    lora_alpha: options.LoraAlpha = None,
     steps: options.Steps = None,
     tokens: options.Tokens = None,
     batch_size: options.BatchSize = None,
@@ -90,9 +84,10 @@ def train(
 
     --steps 0 writes the model without training it.
     """
+    overrides = options.picked(locals(), options.TRAINING)
     from sportsllm import base
     from sportsllm.console import output, say
-    from sportsllm.lora import LEARNING_RATE_RATIO, adapter_settings
+    from sportsllm.lora import adapted_rate, adapter_settings
     from sportsllm.stages import set_threads, train_config
     from sportsllm.train import TrainConfig
 
@@ -103,19 +98,9 @@ def train(
         raise UsageError(f"--tokenizer cannot be changed with --init: {init} was trained with its own; leave it out")
     if init is None and lora_rank is not None:
         raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT instead of --model")
-    overrides = {
-        "steps": steps,
-        "batch_size": batch_size,
-        "accumulation": accumulation,
-        "sequence": sequence,
-        "learning_rate": learning_rate,
-        "optimizer": optimizer,
-        "schedule": schedule,
-        "precision": precision,
-    }
     start = TrainConfig(seed=seed)
     if init is not None:
-        rate = base.FINE_TUNING_LEARNING_RATE * (1 if lora_rank is None else LEARNING_RATE_RATIO)
+        rate = adapted_rate(base.FINE_TUNING_LEARNING_RATE, lora_rank)
         start = TrainConfig(seed=seed, learning_rate=rate, muon_learning_rate=base.FINE_TUNING_MUON_LEARNING_RATE)
         if learning_rate is None and not any(text.startswith("learning_rate=") for text in set or []):
             say(f"no --learning-rate given: {rate:g} for {'all weights' if lora_rank is None else 'adapters'}")

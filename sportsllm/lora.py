@@ -101,6 +101,11 @@ def adapter_settings(rank: int | None, targets: str | None, alpha: float | None,
     )
 
 
+def adapted_rate(rate: float, rank: int | None) -> float:
+    """The learning rate for adapters where full fine-tuning has `rate`; that itself without a rank."""
+    return rate if rank is None else rate * LEARNING_RATE_RATIO
+
+
 def add_adapters(model: SportsLLM, rank: int, targets: Sequence[str], alpha: float | None = None, seed: int = 0) -> int:
     """Freeze a model and put adapters on its matrices, in place. What it computes does not change yet.
 

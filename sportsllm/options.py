@@ -51,6 +51,11 @@ def load_command(name: str) -> Command:
     return cast(Command, function)
 
 
+def picked(parameters: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Those of a command's parameters, as `locals()` gives them, that have one of the names."""
+    return {name: parameters[name] for name in names if name in parameters}
+
+
 Out = Annotated[Path, typer.Option("--out", help="New directory to write.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all cores if not given.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
@@ -77,6 +82,21 @@ Optimizer = Annotated[str | None, typer.Option("--optimizer", help="adamw, or mu
 ScheduleKind = Annotated[str | None, typer.Option("--schedule", help="cosine, or wsd (warm-up, stable, decay).")]
 Precision = Annotated[str | None, typer.Option("--precision", help="auto, fp32, bf16 or fp16.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from an interrupted run.")]
+LoraRank = Annotated[
+    int | None,
+    typer.Option("--lora-rank", min=1, help="Train adapters of this rank, not all weights; they are merged."),
+]
+LoraTargets = Annotated[
+    str | None,
+    typer.Option("--lora-targets", help="Matrices with adapters, for example q_proj,v_proj; all seven if not given."),
+]
+LoraAlpha = Annotated[
+    float | None, typer.Option("--lora-alpha", help="Adapters count alpha / rank times; 32 if not given.")
+]
+TRAINING = (
+    "steps", "batch_size", "accumulation", "sequence", "learning_rate", "optimizer", "schedule", "precision",
+)  # fmt: skip
+"""The parameters of a command that are settings of the training loop."""
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="key=value: any other training setting, for example warmup=100."),

@@ -19,7 +19,7 @@ from compress.prune_stage import Cut, Recovery, _mapped, prune_stage
 from compress.shapes import Shape
 from sportsllm.artifacts import read_manifest
 from sportsllm.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.data import IGNORE, Batch
+from sportsllm.data import IGNORE, Batch, tokenize
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.lora import Adapters
 from sportsllm.model import SportsLLM
@@ -259,7 +259,8 @@ def test_the_trained_model_has_no_helpers(checkpoint: Path, corpus_file: Path, t
     directory = tmp_path / "run"
     directory.mkdir()
     trained, result, _ = train_student(
-        student, teacher=checkpoint, objective=objective, texts=texts, tokenizer=words, config=CONFIG,
+        student, teacher=checkpoint, objective=objective, texts=texts,
+        documents=tokenize(texts.train, words), tokenizer=words, config=CONFIG,
         directory=directory, identity="x", resume=False, description="test",
     )  # fmt: skip
     assert result.steps == 3 and not hasattr(trained, "matching")

@@ -14,7 +14,6 @@ from compress.losses import (
     KLWeight,
     TeacherLogits,
     divergence_chunk,
-    forward_kl_chunk,
     mixed_chunk,
     mixed_teachers,
     parse_kl_weight,
@@ -145,7 +144,7 @@ def test_mixtures_with_cross_entropy_equal_float64(kind: str, kl_weight: float, 
 
 def test_forward_kl_alone_is_the_divergence_of_that_kind() -> None:
     hidden, weight, targets, teacher = inputs()
-    ours = fused(hidden, weight, forward_kl_chunk(targets, rows_of(teacher), 2.0), 8)
+    ours = fused(hidden, weight, divergence_chunk("forward-kl", targets, rows_of(teacher), 2.0), 8)
     assert_equal(ours, naive(hidden, weight, targets, teacher, 1.0, 2.0))
 
 

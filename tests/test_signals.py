@@ -11,13 +11,14 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from compress import signal_stage
-from compress.guidance import distillation_loss
+from compress.guidance import distillation_loss, guided_loss
+from compress.objective import Objective
 from compress.sampling import CODES, KINDS, Picked, Room, encode, pick, threshold, weights
 from compress.signal_batches import SignalBatches
 from compress.signal_files import pack_ids, shard_name, unpack_ids
 from compress.signal_loss import SparseTargets, sparse_chunk
 from compress.signal_stage import Mixture, make_signals, room_for
-from compress.signals import Signals, open_signals, signals_loss
+from compress.signals import Signals, open_signals
 from sportsllm.artifacts import verify_directory
 from sportsllm.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.data import IGNORE, Batch, PackedSequences, TokenizedDocuments, tokenize
@@ -328,7 +329,7 @@ def test_all_ids_give_the_full_distillation_loss(
     batch = signals.batches(documents, 4).batch(0)
     teacher, student = load_checkpoint(checkpoint), tiny_model(seed=5, num_hidden_layers=1)
     gradients, losses = [], []
-    for loss in (distillation_loss(teacher, 1.0, 1.5), signals_loss(signals)):
+    for loss in (distillation_loss(teacher, 1.0, 1.5), guided_loss(Objective(), [], 1, signals=signals)):
         student.zero_grad()
         value = loss(student, batch)
         value.backward()  # type: ignore[no-untyped-call]
@@ -341,7 +342,7 @@ def test_all_ids_give_the_full_distillation_loss(
 
 def test_the_expected_gradient_is_that_of_the_full_kl() -> None:
     """Means over thousands of draws, through the loss itself; the forward KL of `compress.losses` is the oracle."""
-    from compress.losses import forward_kl_chunk
+    from compress.losses import divergence_chunk
 
     p = skewed(6)
     rows = p.expand(DRAWS, -1)
@@ -351,9 +352,9 @@ def test_the_expected_gradient_is_that_of_the_full_kl() -> None:
     logits = skewed(7).log().expand(DRAWS, -1)
     truth = torch.zeros(DRAWS, dtype=torch.int64)
     loss, gradient = sparse_chunk(targets, truth)(0, logits.clone())
-    full_loss, full_gradient = forward_kl_chunk(truth, lambda start, count: rows.log()[start : start + count])(
-        0, logits.clone()
-    )
+    full_loss, full_gradient = divergence_chunk(
+        "forward-kl", truth, lambda start, count: rows.log()[start : start + count]
+    )(0, logits.clone())
     # What a token's targets add up to is 1 within a code, which scales the student's part of the gradient.
     error = uncertainty(p, t_NV) + 5 * STEP / math.sqrt(DRAWS) * logits[0].exp()
     assert ((gradient.mean(0) - full_gradient.mean(0)).abs() <= error).all()
