@@ -97,7 +97,9 @@ def prune(
     temperature: flags.Temperature = None,
     kl_weight: Annotated[
         str | None,
-        typer.Option(help="Share of the divergence in the recovery's loss, or a range such as 0.5:1; 1 if not given."),
+        typer.Option(
+            help="Share of the divergence in the recovery's loss, or a range such as 0.5:1; 0.5 if not given."
+        ),
     ] = None,
     hidden_weight: flags.HiddenWeight = None,
     layer_map: flags.LayerMap = None,
