@@ -43,7 +43,7 @@ def distill(
         str | None,
         typer.Option(
             help="Share of the divergence in the loss, or a range over training such as 0.5:1; "
-            "0.9 for a fresh student, else 1."
+            "0.9 for a fresh student, else 0.5."
         ),
     ] = None,
     hidden_weight: flags.HiddenWeight = None,
@@ -139,16 +139,27 @@ def quantize(
     checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
     out: options.Out,
     bits: Annotated[int, typer.Option(help="Bits of the blocks' matrices: 8 or 4.")] = 4,
-    method: Annotated[str, typer.Option(help="rtn: round to nearest.")] = "rtn",
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="rtn (round to nearest), mse (best grid first) or gptq (minds the inputs; reads calibration text). "
+            "[default: gptq with --calibration, else mse]"
+        ),
+    ] = None,
     block_size: Annotated[int, typer.Option(help="Numbers that share a scale: 16, 32, 64, 128 or 256.")] = 32,
     head_bits: Annotated[int, typer.Option(help="Bits of embedding and head: 4, 8, or 32 for none.")] = 8,
     symmetric: Annotated[
         bool,
         typer.Option("--symmetric/--asymmetric", help="Zero in the middle of the range, or a zero point a block."),
     ] = True,
+    calibration: options.CalibrationText = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Pieces of calibration text; up to 128 if not given.")
+    ] = None,
     threads: options.Threads = None,
 ) -> dict[str, Any]:
     """Pack the matrices as INT8 or INT4 blocks, exactly as the runtime reads them."""
+    from compress.packing import Precision
     from compress.quantize import quantize as run_quantize
     from sportsllm.console import output
     from sportsllm.stages import set_threads
@@ -157,14 +168,13 @@ def quantize(
     result = run_quantize(
         checkpoint=checkpoint,
         out=out,
-        bits=bits,
+        precision=Precision(bits, block_size, head_bits, symmetric),
         method=method,
-        block_size=block_size,
-        head_bits=head_bits,
-        symmetric=symmetric,
+        calibration=calibration or [],
+        samples=samples,
     )
     output().print(
         f"{out}: {result['parameters']:,} parameters in {result['size_bytes'] / 1e6:.2f} MB, "
-        f"INT{bits} blocks of {block_size}, embedding and head {head_bits} bits"
+        f"INT{bits} blocks of {block_size} by {result['method']}, embedding and head {head_bits} bits"
     )
     return result

@@ -1,181 +1,142 @@
-"""Round to nearest on the runtime's grid: the plain baseline every cleverer method is measured against."""
+"""Checkpoint in, quantized checkpoint out: the methods of `quantize`, from round to nearest upwards."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from compress.calibrated import quantize_calibrated
+from compress.calibration import calibration_samples
+from compress.packing import EMBEDDING, HEAD, PackedTensors, Precision
 from sportsllm.artifacts import Stage, run_stage
-from sportsllm.checkpoint import load_checkpoint, quantization_config, save_checkpoint
+from sportsllm.checkpoint import TensorFiles, load_block, quantization_config, read_ends, write_checkpoint
+from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.linear import QuantizedEmbedding, QuantizedLinear
-from sportsllm.model import SportsLLM
-from sportsllm.quantized import BITS, BLOCK_SIZES, FloatArray, QuantizedWeight, pack
 from sportsllm.stages import manifest_setting
+from sportsllm.tokenizer import load_tokenizer
 
-METHODS = ("rtn",)
-HEAD_BITS = (4, 8, 32)
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+METHODS = ("rtn", "mse", "gptq")
+CALIBRATED = ("gptq",)
+SAMPLES, SAMPLE_TOKENS = 128, 512
 
 
-def quantize_weight(weight_NK: FloatArray, bits: int, block_size: int, symmetric: bool = True) -> QuantizedWeight:
-    """Round each number of a block to the nearest multiple of the block's scale.
-
-    symmetric:   scale = the number largest in size / -2^(bits-1), zero point 2^(bits-1)  (the full range is used)
-    asymmetric:  scale = (max - min) / (2^bits - 1), zero point = round(-min / scale), both reaching to 0
+def quantize_text_free(tensors: TensorFiles, config: ModelConfig, packed: PackedTensors, search: bool) -> None:
+    """Fill `packed` by rounding each matrix by itself.
 
     Args:
-        weight_NK: (N, K) float32, rows are outputs.
-        bits: 4 or 8.
-        block_size: numbers of one row that share a scale; the last block may be partly empty.
-        symmetric: whether zero is the middle of the range.
-
-    Returns:
-        The packed matrix; its blocks are padded with the zero point, which stands for 0.
-
-    Raises:
-        UsageError: bits or block size that the runtime does not have.
+        tensors: of an unquantized checkpoint, read one layer at a time.
+        config: its shape.
+        packed: empty.
+        search: see `compress.grid.fit_grid`.
     """
-    check_grid(bits, block_size)
-    rows, columns = weight_NK.shape
-    groups = -(-columns // block_size)
-    padded = np.zeros((rows, groups * block_size), dtype=np.float32)
-    padded[:, :columns] = weight_NK
-    blocks = padded.reshape(rows, groups, block_size)
-    scales, zeros = block_grid(blocks, bits, symmetric)
-    safe = np.where(scales == 0, 1, scales)[:, :, None]
-    quants = np.clip(np.rint(blocks / safe) + zeros[:, :, None], 0, 2**bits - 1).astype(np.uint8)
-    return QuantizedWeight(
-        packed=pack(quants, bits),
-        scales=scales,
-        zero_points=None if symmetric else pack(zeros.astype(np.uint8), bits),
-        bits=bits,
-        block_size=block_size,
-        in_features=columns,
-    )
-
-
-def block_grid(blocks: FloatArray, bits: int, symmetric: bool) -> tuple[FloatArray, FloatArray]:
-    """Scale and zero point of each block, (N, G) from (N, G, block_size), both float32."""
-    if symmetric:
-        index = np.abs(blocks).argmax(axis=-1)[:, :, None]
-        largest = np.take_along_axis(blocks, index, axis=-1)[:, :, 0]
-        scales = (largest / -(2.0 ** (bits - 1))).astype(np.float32)
-        return scales, np.full_like(scales, 2.0 ** (bits - 1))
-    low, high = np.minimum(blocks.min(axis=-1), 0), np.maximum(blocks.max(axis=-1), 0)
-    scales = ((high - low) / (2.0**bits - 1)).astype(np.float32)
-    zeros = np.rint(-low / np.where(scales == 0, 1, scales))
-    return scales, np.clip(zeros, 0, 2**bits - 1).astype(np.float32)
-
-
-def check_grid(bits: int, block_size: int) -> None:
-    """Refuse what MatMulNBits has no kernel for."""
-    if bits not in BITS:
-        raise UsageError(f"--bits is {bits}; choose one of {', '.join(map(str, BITS))}")
-    if block_size not in BLOCK_SIZES:
-        raise UsageError(f"--block-size is {block_size}; choose one of {', '.join(map(str, BLOCK_SIZES))}")
-
-
-def quantize_model(
-    model: SportsLLM, bits: int, block_size: int, head_bits: int, symmetric: bool = True
-) -> dict[str, Any]:
-    """Replace every matrix of `model` by its packed form, in place.
-
-    Args:
-        model: float32; biases and norms stay as they are.
-        bits: of the blocks' matrices.
-        block_size: of all matrices.
-        head_bits: of the embedding and the head; 32 leaves them alone.
-        symmetric: see `quantize_weight`.
-
-    Returns:
-        What config.json's quantization_config records.
-    """
-    check_grid(bits, block_size)
-    if head_bits not in HEAD_BITS:
-        raise UsageError(f"--head-bits is {head_bits}; choose one of {', '.join(map(str, HEAD_BITS))}")
-    modules: dict[str, dict[str, int]] = {}
-    names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))]
-    with progress_bar("quantize", len(names)) as bar:
-        for name in names:
-            module = model.get_submodule(name)
-            width = head_bits if name in (EMBEDDING, HEAD) else bits
+    with progress_bar("quantize", config.num_hidden_layers + 1) as bar:
+        for name, tensor in read_ends(tensors, config).items():
+            module = name.removesuffix(".weight")
+            if module in (EMBEDDING, HEAD):
+                packed.add_matrix(module, tensor, search)
+            else:
+                packed.add(name, tensor)
+        bar.advance()
+        for layer in range(config.num_hidden_layers):
+            for name, tensor in load_block(tensors, config, layer).named_parameters():
+                whole = f"model.layers.{layer}.{name}"
+                if tensor.ndim == 2:
+                    packed.add_matrix(whole.removesuffix(".weight"), tensor, search)
+                else:
+                    packed.add(whole, tensor)
             bar.advance()
-            if width == 32:
-                continue
-            weight = cast(Tensor, module.weight).detach().numpy()
-            packed = quantize_weight(weight, width, block_size, symmetric)
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, _packed_module(module, packed))
-            modules[name] = {"bits": width, "block_size": block_size}
-    return {
-        "bits": bits,
-        "block_size": block_size,
-        "head_bits": head_bits,
-        "symmetric": symmetric,
-        "modules": modules,
-    }
-
-
-def _packed_module(module: nn.Module, packed: QuantizedWeight) -> nn.Module:
-    if isinstance(module, nn.Embedding):
-        return QuantizedEmbedding(packed)
-    bias = cast("Tensor | None", module.bias)
-    return QuantizedLinear(packed, None if bias is None else bias.detach())
 
 
 def quantize(
-    *, checkpoint: Path, out: Path, bits: int, method: str, block_size: int, head_bits: int, symmetric: bool
+    *,
+    checkpoint: Path,
+    out: Path,
+    precision: Precision,
+    method: str | None = None,
+    calibration: Sequence[Path] = (),
+    samples: int | None = None,
 ) -> dict[str, Any]:
     """Quantize a checkpoint directory into a new one.
 
     Args:
         checkpoint: an unquantized checkpoint.
         out: directory to make.
-        bits, block_size, head_bits, symmetric: see `quantize_model`.
-        method: `rtn`.
+        precision: bits of every matrix.
+        method: `rtn` (round to nearest), `mse` (the grid of least squared error first) or `gptq` (looks at
+            calibration text); if not given, gptq where there is calibration text and mse where there is none.
+        calibration: text files, never held-out ones; those that the checkpoint was made from if not given.
+        samples: pieces of at most 512 tokens that are read; 128 if not given, or what there is.
 
     Returns:
         The results, as `quantize --json` prints them.
+
+    Raises:
+        UsageError: a method that is not known, or calibration text for one that reads none.
+        ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
     """
-    if method not in METHODS:
+    chosen = method or ("gptq" if calibration else "mse")
+    if chosen not in METHODS:
         raise UsageError(f"--method {method!r} is not known; choose one of {', '.join(METHODS)}")
-    check_grid(bits, block_size)
+    if chosen not in CALIBRATED and (calibration or samples):
+        raise UsageError(f"--method {chosen} reads no calibration text; leave it out, or choose gptq")
     if quantization_config(checkpoint) is not None:
         raise ArtifactError(f"{checkpoint}: is quantized already; give the unquantized checkpoint")
+    corpus = manifest_setting(checkpoint, "corpus")
+    files = list(calibration) or [Path(name) for name in corpus or []]
+    if chosen in CALIBRATED and not files:
+        raise UsageError(
+            f"--method {chosen} needs calibration text, and {checkpoint} does not say what it was made from; "
+            "give --calibration FILE, or --method mse, which needs none"
+        )
     settings = {
         "checkpoint": str(checkpoint),
-        "bits": bits,
-        "method": method,
-        "block_size": block_size,
-        "head_bits": head_bits,
-        "symmetric": symmetric,
-        "corpus": manifest_setting(checkpoint, "corpus"),
+        "bits": precision.bits,
+        "method": chosen,
+        "block_size": precision.block_size,
+        "head_bits": precision.head_bits,
+        "symmetric": precision.symmetric,
+        "corpus": corpus,
         "valid": manifest_setting(checkpoint, "valid"),
     }
-    stage = Stage("quantize", settings, [checkpoint])
+    parents = [checkpoint]
+    if chosen in CALIBRATED:
+        settings |= {"calibration": [str(path) for path in files], "samples": samples}
+        parents += files
+    stage = Stage("quantize", settings, parents)
 
     def make(directory: Path) -> dict[str, Any]:
-        import time
-
         started = time.perf_counter()
-        model = load_checkpoint(checkpoint)
-        with torch.inference_mode():
-            record = quantize_model(model, bits, block_size, head_bits, symmetric)
-        save_checkpoint(directory, model, checkpoint, {"method": method, **record})
-        weights = model.config.parameters
+        config, tensors = load_config(checkpoint), TensorFiles(checkpoint)
+        packed = PackedTensors(precision)
+        if chosen in CALIBRATED:
+            read = calibration_text(checkpoint, config, files, samples)
+            quantize_calibrated(tensors, config, packed, read)
+        else:
+            quantize_text_free(tensors, config, packed, search=chosen == "mse")
+        write_checkpoint(directory, config, packed.tensors, checkpoint, {"method": chosen, **packed.record()})
         return {
-            "parameters": weights,
-            "bits": bits,
-            "block_size": block_size,
-            "head_bits": head_bits,
-            "symmetric": symmetric,
+            "parameters": config.parameters,
+            "bits": precision.bits,
+            "method": chosen,
+            "block_size": precision.block_size,
+            "head_bits": precision.head_bits,
+            "symmetric": precision.symmetric,
             "seconds": time.perf_counter() - started,
         }
 
     return run_stage(out, stage, make)
+
+
+def calibration_text(checkpoint: Path, config: ModelConfig, files: Sequence[Path], samples: int | None) -> list[Tensor]:
+    """Token ids of calibration pieces, each (1, T).
+
+    Raises:
+        ArtifactError: there is none, or less than asked for.
+    """
+    found = calibration_samples(files, load_tokenizer(checkpoint, config), config, samples, SAMPLE_TOKENS)
+    return found if samples is not None else found[:SAMPLES]

@@ -16,7 +16,7 @@ Shape suffixes: N tokens, I inputs, O outputs, B samples, T tokens of one, D hid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -28,31 +28,36 @@ from sportsllm.console import progress_bar
 from sportsllm.model import Block, SportsLLM
 
 RIDGE = 1e-3
+Rope = tuple[Tensor, Tensor]
 _INPUT_SIDE = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 @dataclass
-class _Fit:
+class Fit:
     """Sums of a regression; float32 products, summed in float64."""
 
     gram_II: Tensor
     cross_OI: Tensor
 
     @staticmethod
-    def of(linear: nn.Linear) -> _Fit:
+    def of(linear: nn.Linear) -> Fit:
         outputs, inputs = linear.weight.shape
         zeros = torch.zeros(inputs + outputs, inputs, dtype=torch.float64)
-        return _Fit(zeros[:inputs], zeros[inputs:])
+        return Fit(zeros[:inputs], zeros[inputs:])
 
     def add(self, inputs_NI: Tensor, targets_NO: Tensor) -> None:
         self.gram_II += (inputs_NI.T @ inputs_NI).double()
         self.cross_OI += (targets_NO.T @ inputs_NI).double()
 
-    def solve_into(self, linear: nn.Linear, ridge: float) -> None:
-        weight = linear.weight.detach().double()
+    def solve(self, weight_OI: Tensor, ridge: float) -> Tensor:
+        """The weights of least squared error, pulled towards the given ones; float32, (O, I)."""
+        weight = weight_OI.detach().double()
         damped = self.gram_II + ridge * self.gram_II.diagonal().mean() * torch.eye(len(self.gram_II)).double()
         change = torch.linalg.solve(damped, (self.cross_OI - weight @ self.gram_II).T).T
-        linear.weight.data += change.to(linear.weight.dtype)
+        return cast(Tensor, weight + change).float()
+
+
+Solve = Callable[[str, nn.Linear, Fit], None]
 
 
 @torch.no_grad()
@@ -68,6 +73,10 @@ def reconstruct(
         samples: calibration token ids, each (B, T); several times more tokens than the widest input.
         ridge: pull towards the cut weights, as a share of the inputs' mean square.
     """
+
+    def solve(_name: str, linear: nn.Linear, sums: Fit) -> None:
+        linear.weight.data = sums.solve(linear.weight, ridge)
+
     full_BTD = [model.model.embed_tokens(tokens) for tokens in samples]
     cut_BTD = [pruned.model.embed_tokens(tokens) for tokens in samples]
     old = 0
@@ -76,7 +85,9 @@ def reconstruct(
             full_BTD = _through(model, full_BTD, range(old, layer))
             after = kept.layers[new + 1] if new + 1 < len(kept.layers) else model.config.num_hidden_layers
             following = _through(model, full_BTD, range(layer, after))
-            _fit_layer(pruned, model, new, kept, full_BTD, cut_BTD, following, ridge)
+            pair = cast(Block, pruned.model.layers[new]), cast(Block, model.model.layers[layer])
+            rows, _ = unit_rows(kept, new, model.config.head_dim)
+            fit_layer(*pair, (model.rope_cos, model.rope_sin), (full_BTD, cut_BTD, following), solve, rows, kept.hidden)
             cut_BTD = _through(pruned, cut_BTD, range(new, new + 1))
             full_BTD, old = following, after
             bar.advance()
@@ -84,79 +95,97 @@ def reconstruct(
 
 def _through(model: SportsLLM, states_BTD: list[Tensor], layers: range) -> list[Tensor]:
     for layer in layers:
-        block = cast(Block, model.model.layers[layer])
-        states_BTD = [block(x, _rope(model, x), None, None) for x in states_BTD]
+        states_BTD = through(cast(Block, model.model.layers[layer]), states_BTD, (model.rope_cos, model.rope_sin))
     return states_BTD
 
 
-def _rope(model: SportsLLM, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+def through(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
+    """A layer's outputs."""
+    return [block(x, _first(rope, x), None, None) for x in states_BTD]
+
+
+def _first(rope: Rope, x_BTD: Tensor) -> Rope:
     length = x_BTD.shape[1]
-    return model.rope_cos[:length], model.rope_sin[:length]
+    return rope[0][:length], rope[1][:length]
 
 
-def _fit_layer(
-    pruned: SportsLLM,
-    model: SportsLLM,
-    new: int,
-    kept: Kept,
-    full_BTD: list[Tensor],
-    cut_BTD: list[Tensor],
-    following_BTD: list[Tensor],
-    ridge: float,
+def fit_layer(
+    block: Block,
+    source: Block,
+    rope: Rope,
+    states_BTD: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
+    solve: Solve,
+    rows: Mapping[str, Tensor] | None = None,
+    hidden: Tensor | slice = slice(None),
 ) -> None:
-    block, source = cast(Block, pruned.model.layers[new]), cast(Block, model.model.layers[kept.layers[new]])
-    rows, _ = unit_rows(kept, new, model.config.head_dim)
-    hidden = kept.hidden
+    """Fit the matrices of one layer to what the full model computes, those that read the same input together.
 
-    def fit(linears: Sequence[nn.Linear], values: Callable[[int], tuple[Tensor, list[Tensor]]]) -> None:
-        """`values` gives for a sample the linears' common input and the outputs wanted, one for each."""
-        fits = [_Fit.of(linear) for linear in linears]
+    Args:
+        block: changed in place by `solve`; later matrices see what earlier ones became.
+        source: the full model's layer.
+        rope: cosine and sine tables, (context, E / 2) each.
+        states_BTD: for every sample the full model's residual stream before the layer, the changed model's before
+            it, and the full model's where the changed layer should lead.
+        solve: is given a projection's name, its matrix and the sums, and sets the matrix's weight.
+        rows: of each projection that stay; all if not given.
+        hidden: channels of the residual stream that stay.
+    """
+    full_BTD, cut_BTD, following_BTD = states_BTD
+
+    def fit(names: Sequence[str], values: Callable[[int], tuple[Tensor, list[Tensor]]]) -> None:
+        """`values` gives for a sample the matrices' common input and the outputs wanted, one for each."""
+        linears = [projections[name] for name in names]
+        fits = [Fit.of(linear) for linear in linears]
         for number in range(len(cut_BTD)):
             inputs, targets = values(number)
             for linear, sums, target in zip(linears, fits, targets, strict=True):
                 if linear.bias is not None:
                     target = target - linear.bias
                 sums.add(inputs.flatten(0, 1), target.flatten(0, 1))
-        for linear, sums in zip(linears, fits, strict=True):
-            sums.solve_into(linear, ridge)
+        for name, linear, sums in zip(names, linears, fits, strict=True):
+            solve(name, linear, sums)
 
-    attention, mlp = (cast(dict[str, nn.Linear], part._modules) for part in (block.self_attn, block.mlp))
-    full_attention, full_mlp = (cast(dict[str, nn.Linear], part._modules) for part in (source.self_attn, source.mlp))
+    def stay(name: str) -> Tensor | slice:
+        return slice(None) if rows is None else rows[name]
+
+    projections = cast(dict[str, nn.Linear], {**block.self_attn._modules, **block.mlp._modules})
+    wanted = cast(dict[str, nn.Linear], {**source.self_attn._modules, **source.mlp._modules})
 
     def attention_inputs(number: int) -> tuple[Tensor, list[Tensor]]:
         normed = source.input_layernorm(full_BTD[number])
-        wanted = [full_attention[name](normed)[..., rows[name]] for name in _INPUT_SIDE[0]]
-        return block.input_layernorm(cut_BTD[number]), wanted
+        return block.input_layernorm(cut_BTD[number]), [
+            wanted[name](normed)[..., stay(name)] for name in _INPUT_SIDE[0]
+        ]
 
-    def mixed_values(owner: Block, x_BTD: Tensor, of: SportsLLM) -> Tensor:
+    def mixed_values(x_BTD: Tensor) -> Tensor:
         """The input of o_proj."""
         caught: list[Tensor] = []
-        handle = owner.self_attn.o_proj.register_forward_pre_hook(lambda _module, args: caught.append(args[0]))
-        owner.self_attn(owner.input_layernorm(x_BTD), _rope(of, x_BTD), None, None)
+        handle = block.self_attn.o_proj.register_forward_pre_hook(lambda _module, args: caught.append(args[0]))
+        block.self_attn(block.input_layernorm(x_BTD), _first(rope, x_BTD), None, None)
         handle.remove()
         return caught[0]
 
-    middle_BTD = [x + source.self_attn(source.input_layernorm(x), _rope(model, x), None, None) for x in full_BTD]
-    fit([attention[name] for name in _INPUT_SIDE[0]], attention_inputs)
+    middle_BTD = [x + source.self_attn(source.input_layernorm(x), _first(rope, x), None, None) for x in full_BTD]
+    fit(_INPUT_SIDE[0], attention_inputs)
     fit(
-        [attention["o_proj"]],
+        ["o_proj"],
         lambda number: (
-            mixed_values(block, cut_BTD[number], pruned),
+            mixed_values(cut_BTD[number]),
             [middle_BTD[number][..., hidden] - cut_BTD[number]],
         ),
     )
-    cut_middle = [x + block.self_attn(block.input_layernorm(x), _rope(pruned, x), None, None) for x in cut_BTD]
+    cut_middle = [x + block.self_attn(block.input_layernorm(x), _first(rope, x), None, None) for x in cut_BTD]
 
     def mlp_inputs(number: int) -> tuple[Tensor, list[Tensor]]:
         normed = source.post_attention_layernorm(middle_BTD[number])
-        wanted = [full_mlp[name](normed)[..., rows[name]] for name in _INPUT_SIDE[1]]
-        return block.post_attention_layernorm(cut_middle[number]), wanted
+        targets = [wanted[name](normed)[..., stay(name)] for name in _INPUT_SIDE[1]]
+        return block.post_attention_layernorm(cut_middle[number]), targets
 
-    fit([mlp[name] for name in _INPUT_SIDE[1]], mlp_inputs)
+    fit(_INPUT_SIDE[1], mlp_inputs)
 
     def neurons(number: int) -> tuple[Tensor, list[Tensor]]:
         normed = block.post_attention_layernorm(cut_middle[number])
-        inner = nn.functional.silu(mlp["gate_proj"](normed)) * mlp["up_proj"](normed)
+        inner = nn.functional.silu(projections["gate_proj"](normed)) * projections["up_proj"](normed)
         return inner, [following_BTD[number][..., hidden] - cut_middle[number]]
 
-    fit([mlp["down_proj"]], neurons)
+    fit(["down_proj"], neurons)

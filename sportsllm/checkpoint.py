@@ -22,7 +22,7 @@ from sportsllm.artifacts import MANIFEST, read_manifest
 from sportsllm.config import ModelConfig, load_config, read_json
 from sportsllm.errors import ArtifactError
 from sportsllm.linear import SUFFIXES, QuantizedEmbedding, QuantizedLinear
-from sportsllm.model import SportsLLM
+from sportsllm.model import Block, SportsLLM
 from sportsllm.quantized import BITS, BLOCK_SIZES, QuantizedWeight
 
 WEIGHTS = "model.safetensors"
@@ -146,9 +146,7 @@ def load_checkpoint(directory: Path) -> SportsLLM:
     quantization = quantization_config(directory)
     with torch.device("meta"):
         model = SportsLLM(config)
-    remaining = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
-    if config.tie_word_embeddings:
-        remaining.discard("lm_head.weight")  # some writers store the tied matrix twice
+    remaining = _model_names(config, tensors)
     for name, module in list(model.named_modules()):
         if f"{name}.weight_packed" in remaining:
             if quantization is None:
@@ -159,15 +157,68 @@ def load_checkpoint(directory: Path) -> SportsLLM:
         if not parameter.is_meta:
             remaining.discard(name)
             continue
-        if name not in remaining:
-            raise ArtifactError(f"{directory}: tensor {name!r} is missing; config.json asks for it")
-        tensor = tensors[name]
-        _check_shape(tensor, tuple(parameter.shape), name, directory)
-        _set(model, name, nn.Parameter(tensor.float().contiguous()))
+        _set(model, name, nn.Parameter(_read(tensors, name, tuple(parameter.shape))))
         remaining.discard(name)
-    if remaining:
-        raise ArtifactError(f"{directory}: tensor {sorted(remaining)[0]!r} belongs to no part of this model")
+    _refuse_unknown(remaining, directory)
     return model.eval()
+
+
+def _model_names(config: ModelConfig, tensors: TensorFiles) -> set[str]:
+    """Names of a checkpoint's tensors, without those that say nothing of their own.
+
+    Raises:
+        ArtifactError: config.json ties embedding and head, and the files hold a head that is another matrix.
+    """
+    names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+    if config.tie_word_embeddings and "lm_head.weight" in names:  # some writers store the tied matrix twice
+        names.discard("lm_head.weight")
+        embedding = "model.embed_tokens.weight"
+        if embedding in names and not torch.equal(tensors["lm_head.weight"], tensors[embedding]):
+            raise ArtifactError(
+                f"{tensors.directory}: config.json says that embedding and head are one matrix, but lm_head.weight "
+                "differs from it; set tie_word_embeddings to false there"
+            )
+    return names
+
+
+def load_block(tensors: TensorFiles, config: ModelConfig, layer: int) -> Block:
+    """One layer of an unquantized checkpoint, float32, so that a model can be read layer by layer.
+
+    Raises:
+        ArtifactError: a tensor is missing, or of another shape than the config asks for.
+    """
+    with torch.device("meta"):
+        block = Block(config, layer)
+    for name, parameter in list(block.named_parameters()):
+        whole = f"model.layers.{layer}.{name}"
+        _set(block, name, nn.Parameter(_read(tensors, whole, tuple(parameter.shape)), requires_grad=False))
+    return block.eval()
+
+
+def read_ends(tensors: TensorFiles, config: ModelConfig) -> dict[str, Tensor]:
+    """What is not in a layer: embedding, final norm, and the head where it is a matrix of its own; float32.
+
+    Raises:
+        ArtifactError: as `load_checkpoint`, for the names of all tensors too.
+    """
+    with torch.device("meta"):
+        shapes = {name: tuple(parameter.shape) for name, parameter in SportsLLM(config).named_parameters()}
+    _refuse_unknown(_model_names(config, tensors) - shapes.keys(), tensors.directory)
+    ends = [name for name in shapes if not name.startswith("model.layers.")]
+    return {name: _read(tensors, name, shapes[name]) for name in ends}
+
+
+def _read(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor:
+    if name not in tensors:
+        raise ArtifactError(f"{tensors.directory}: tensor {name!r} is missing; config.json asks for it")
+    tensor = tensors[name]
+    _check_shape(tensor, shape, name, tensors.directory)
+    return tensor.float().contiguous()
+
+
+def _refuse_unknown(names: set[str], directory: Path) -> None:
+    if names:
+        raise ArtifactError(f"{directory}: tensor {sorted(names)[0]!r} belongs to no part of this model")
 
 
 def _check_shape(tensor: Tensor, expected: tuple[int, ...], name: str, directory: Path) -> None:
@@ -247,16 +298,27 @@ def save_checkpoint(
         tokenizer_from: a directory whose tokenizer and generation files are copied.
         quantization: recorded as config.json's quantization_config.
     """
-    config = model.config.to_hf()
-    if quantization is not None:
-        config["quantization_config"] = {"quant_method": QUANT_METHOD, **quantization}
-    write_json(directory / "config.json", config)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    write_checkpoint(directory, model.config, tensors, tokenizer_from, quantization)
+
+
+def write_checkpoint(
+    directory: Path,
+    config: ModelConfig,
+    tensors: dict[str, Tensor],
+    tokenizer_from: Path | None = None,
+    quantization: Mapping[str, Any] | None = None,
+) -> None:
+    """As `save_checkpoint`, from tensors by name."""
+    data = config.to_hf()
+    if quantization is not None:
+        data["quantization_config"] = {"quant_method": QUANT_METHOD, **quantization}
+    write_json(directory / "config.json", data)
     save_tensors(directory / WEIGHTS, tensors)
     if tokenizer_from is not None:
         copy_tokenizer(tokenizer_from, directory)
     if not (directory / "generation_config.json").exists():
-        write_generation_config(directory, model.config)
+        write_generation_config(directory, config)
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -67,6 +67,10 @@ Calibration = Annotated[
     list[Path],
     typer.Option("--calibration", help="Text that statistics are taken from; never held-out text."),
 ]
+CalibrationText = Annotated[
+    list[Path] | None,
+    typer.Option("--calibration", help="Text that statistics are taken from; the checkpoint's own if not given."),
+]
 Directory = Annotated[Path, typer.Argument(help="A checkpoint or an export.", show_default=False)]
 Valid = Annotated[
     list[Path] | None,

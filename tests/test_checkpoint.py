@@ -114,8 +114,11 @@ def test_foreign_quantization_is_refused(copy: Path) -> None:
 
 
 def test_tied_head_stored_twice_is_read_once(copy: Path) -> None:
-    edit(copy, "lm_head.weight", torch.zeros(384, 64))
+    edit(copy, "lm_head.weight", load_checkpoint(copy).head_weight.detach())
     assert load_checkpoint(copy).lm_head is None
+    edit(copy, "lm_head.weight", torch.zeros(384, 64))
+    with pytest.raises(ArtifactError, match=r"lm_head\.weight differs"):
+        load_checkpoint(copy)
 
 
 def test_generation_config_is_kept(checkpoint: Path, tmp_path: Path) -> None:

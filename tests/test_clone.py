@@ -391,11 +391,10 @@ def test_refusals(changes: dict, settings: dict, error: type, words: str) -> Non
 
 
 def test_a_quantized_or_half_precision_teacher_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    from compress.packing import Precision
     from compress.quantize import quantize
 
-    quantize(
-        checkpoint=checkpoint, out=tmp_path / "q", bits=4, method="rtn", block_size=32, head_bits=8, symmetric=True
-    )
+    quantize(checkpoint=checkpoint, out=tmp_path / "q", precision=Precision())
     half = tiny_model()
     half.model.to(torch.bfloat16)
     for teacher in (load_checkpoint(tmp_path / "q"), half):

@@ -189,11 +189,10 @@ def test_preset_student_takes_the_teachers_vocabulary(
 
 
 def test_a_packed_student_is_refused(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    from compress.packing import Precision
     from compress.quantize import quantize
 
-    quantize(
-        checkpoint=checkpoint, out=tmp_path / "q", bits=4, method="rtn", block_size=32, head_bits=8, symmetric=True
-    )
+    quantize(checkpoint=checkpoint, out=tmp_path / "q", precision=Precision())
     with pytest.raises(ArtifactError, match="is quantized"):
         run(checkpoint, str(tmp_path / "q"), tmp_path / "out", corpus_file)
     with pytest.raises(UsageError, match="weights of its own"):

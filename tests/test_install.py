@@ -63,11 +63,12 @@ def device(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from compress.packing import Precision
     from compress.quantize import quantize
     from export.export import run_export
 
     base = tmp_path_factory.mktemp("exported")
-    quantize(checkpoint=checkpoint, out=base / "q4", bits=4, method="rtn", block_size=32, head_bits=8, symmetric=True)
+    quantize(checkpoint=checkpoint, out=base / "q4", precision=Precision())
     run_export(base / "q4", base / "onnx", None, 2)
     return base / "onnx"
 

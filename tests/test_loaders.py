@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compress.packing import Precision
 from compress.quantize import quantize
 from export.export import run_export
 from sportsllm.checkpoint import load_checkpoint
@@ -54,8 +55,7 @@ def test_onnxruntime_genai_generates_the_same_tokens(exported: Path, checkpoint:
     genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra [genai]")
     for directory in (exported, tmp_path / "int4-onnx"):
         if directory != exported:
-            settings = {"bits": 4, "method": "rtn", "block_size": 32, "head_bits": 8, "symmetric": True}
-            quantize(checkpoint=checkpoint, out=tmp_path / "int4", **settings)
+            quantize(checkpoint=checkpoint, out=tmp_path / "int4", precision=Precision())
             run_export(tmp_path / "int4", directory, None, 2)
         parameters = genai.GeneratorParams(model := genai.Model(str(directory)))
         parameters.set_search_options(max_length=25, do_sample=False)

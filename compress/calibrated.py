@@ -1,0 +1,85 @@
+"""Quantization that looks at calibration text, layer by layer; memory is one layer's, and the activations'.
+
+The quantized model reads the text beside the full one. Each matrix is fitted first to give, from the quantized
+model's own inputs, what the full model gives (so that it takes back what the layers before it lost), then rounded by
+`compress.gptq` under the second moment of those inputs.
+Shape suffixes: B sequences, T tokens, D hidden_size, N rows (outputs), K columns (inputs).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from compress.gptq import gptq_weight
+from compress.packing import EMBEDDING, HEAD, PackedTensors
+from compress.reconstruct import Fit, fit_layer, through
+from sportsllm.checkpoint import TensorFiles, load_block, read_ends
+from sportsllm.config import ModelConfig
+from sportsllm.console import progress_bar
+from sportsllm.quantized import QuantizedWeight
+from sportsllm.rope import rope_tables
+
+# Pull towards the given weights, as a share of the inputs' mean square; see `compress.reconstruct`.
+RIDGE = 1e-2
+
+
+@torch.no_grad()
+def quantize_calibrated(
+    tensors: TensorFiles, config: ModelConfig, packed: PackedTensors, samples: Sequence[Tensor], ridge: float = RIDGE
+) -> None:
+    """Fill `packed` with the quantized model.
+
+    Args:
+        tensors: of an unquantized checkpoint; layers are read one after the other.
+        config: its shape.
+        packed: empty.
+        samples: calibration token ids, each (B, T).
+        ridge: see the module.
+    """
+    rope = tuple(map(torch.from_numpy, rope_tables(config, config.max_position_embeddings)))
+    ends = read_ends(tensors, config)
+    embedding = ends.pop(f"{EMBEDDING}.weight")
+    packed.add_matrix(EMBEDDING, embedding, search=True)
+    full_BTD = [embedding[tokens] for tokens in samples]
+    stored = packed.matrix(EMBEDDING)
+    cut_BTD = [stored[tokens] for tokens in samples]
+    del embedding, stored
+    with progress_bar("quantize", config.num_hidden_layers) as bar:
+        for layer in range(config.num_hidden_layers):
+            source = load_block(tensors, config, layer)
+            block = copy.deepcopy(source)
+            following = through(source, full_BTD, (rope[0], rope[1]))
+            prefix = f"model.layers.{layer}"
+            names = {id(module): f"{prefix}.{name}" for name, module in block.named_modules()}
+
+            def solve(_name: str, linear: nn.Linear, sums: Fit, names: dict[int, str] = names) -> None:
+                module = names[id(linear)]
+                wanted = sums.solve(linear.weight, ridge)
+                linear.weight.data = _add(packed, module, wanted, sums.gram_II)
+
+            fit_layer(block, source, (rope[0], rope[1]), (full_BTD, cut_BTD, following), solve)
+            for name, parameter in block.named_parameters():
+                if parameter.ndim == 1:
+                    packed.add(f"{prefix}.{name}", parameter)
+            cut_BTD = through(block, cut_BTD, (rope[0], rope[1]))
+            full_BTD = following
+            bar.advance()
+    for name, tensor in ends.items():
+        if name == f"{HEAD}.weight":
+            packed.add_matrix(HEAD, tensor, search=True)
+        else:
+            packed.add(name, tensor)
+
+
+def _add(packed: PackedTensors, module: str, weight_NK: Tensor, gram_KK: Tensor) -> Tensor:
+    """Quantize one matrix; returns what it stands for, (N, K) float32."""
+    precision = packed.precision
+    quantized: QuantizedWeight = gptq_weight(
+        weight_NK, gram_KK.float(), precision.of(module), precision.block_size, precision.symmetric
+    )
+    packed.add_packed(module, quantized)
+    return torch.from_numpy(quantized.dequantize())

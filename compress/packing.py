@@ -1,0 +1,103 @@
+"""What a quantized checkpoint is made of: which matrix gets how many bits, and the tensors that come out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.grid import check_grid, fit_grid
+from sportsllm.errors import UsageError
+from sportsllm.quantized import QuantizedWeight
+
+HEAD_BITS = (4, 8, 32)
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bits of every matrix.
+
+    Attributes:
+        bits: of the layers' matrices, 4 or 8.
+        block_size: numbers that share a scale, of all matrices.
+        head_bits: of embedding and head; 32 leaves them alone.
+        symmetric: zero in the middle of the range, or a zero point a block.
+        modules: bits of single matrices of the layers, by name, where they are others.
+    """
+
+    bits: int = 4
+    block_size: int = 32
+    head_bits: int = 8
+    symmetric: bool = True
+    modules: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_grid(self.bits, self.block_size)
+        if self.head_bits not in HEAD_BITS:
+            raise UsageError(f"--head-bits is {self.head_bits}; choose one of {', '.join(map(str, HEAD_BITS))}")
+
+    def of(self, module: str) -> int:
+        """Bits of a matrix, for example of `model.layers.0.mlp.up_proj`."""
+        return self.head_bits if module in (EMBEDDING, HEAD) else self.modules.get(module, self.bits)
+
+
+class PackedTensors:
+    """Collects the tensors of a quantized checkpoint, and what its quantization_config records."""
+
+    def __init__(self, precision: Precision) -> None:
+        self.precision = precision
+        self.tensors: dict[str, Tensor] = {}
+        self.modules: dict[str, dict[str, int]] = {}
+        self._packed: dict[str, QuantizedWeight] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A tensor as it is, for example a norm's weight."""
+        self.tensors[name] = tensor.detach().contiguous()
+
+    def add_packed(self, module: str, packed: QuantizedWeight) -> None:
+        """A module's packed matrix."""
+        self.tensors |= {f"{module}.{name}": tensor for name, tensor in packed_tensors(packed).items()}
+        self._packed[module] = packed
+        self.modules[module] = {"bits": packed.bits, "block_size": packed.block_size}
+
+    def add_matrix(self, module: str, weight_NK: Tensor, search: bool) -> None:
+        """Round a module's matrix to the nearest numbers of its grid, or keep it at 32 bits."""
+        bits = self.precision.of(module)
+        if bits == 32:
+            self.add(f"{module}.weight", weight_NK)
+            return
+        self.add_packed(module, round_weight(weight_NK, bits, self.precision, search))
+
+    def matrix(self, module: str) -> Tensor:
+        """What a module's stored matrix stands for, (N, K) float32."""
+        dense = self.tensors.get(f"{module}.weight")
+        if dense is not None:
+            return dense
+        return torch.from_numpy(self._packed[module].dequantize())
+
+    def record(self) -> dict[str, Any]:
+        """For config.json."""
+        precision = self.precision
+        return {
+            "bits": precision.bits,
+            "block_size": precision.block_size,
+            "head_bits": precision.head_bits,
+            "symmetric": precision.symmetric,
+            "modules": self.modules,
+        }
+
+
+def packed_tensors(packed: QuantizedWeight) -> dict[str, Tensor]:
+    """A packed matrix's tensors, by the last part of their names."""
+    arrays = {"weight_packed": packed.packed, "weight_scale": packed.scales, "weight_zero_point": packed.zero_points}
+    return {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
+
+
+def round_weight(weight_NK: Tensor, bits: int, precision: Precision, search: bool) -> QuantizedWeight:
+    """Every number to the nearest of its block's grid; `search` as in `compress.grid.fit_grid`."""
+    grid = fit_grid(weight_NK, bits, precision.block_size, precision.symmetric, search=search)
+    return grid.pack(grid.round(weight_NK.float()))
