@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +30,19 @@ RIDGE = 1e-2
 
 @torch.no_grad()
 def quantize_calibrated(
-    tensors: TensorFiles, config: ModelConfig, packed: PackedTensors, samples: Sequence[Tensor], ridge: float = RIDGE
+    checkpoint: Path, config: ModelConfig, packed: PackedTensors, samples: Sequence[Tensor], ridge: float = RIDGE
 ) -> None:
     """Fill `packed` with the quantized model.
 
     Args:
-        tensors: of an unquantized checkpoint; layers are read one after the other.
+        checkpoint: an unquantized one; layers are read one after the other.
         config: its shape.
         packed: empty.
         samples: calibration token ids, each (B, T).
         ridge: see the module.
     """
     rope = tuple(map(torch.from_numpy, rope_tables(config, config.max_position_embeddings)))
-    ends = read_ends(tensors, config)
+    ends = read_ends(TensorFiles(checkpoint), config)
     embedding = ends.pop(f"{EMBEDDING}.weight")
     packed.add_matrix(EMBEDDING, embedding, search=True)
     full_BTD = [embedding[tokens] for tokens in samples]
@@ -50,7 +51,7 @@ def quantize_calibrated(
     del embedding, stored
     with progress_bar("quantize", config.num_hidden_layers) as bar:
         for layer in range(config.num_hidden_layers):
-            source = load_block(tensors, config, layer)
+            source = load_block(TensorFiles(checkpoint), config, layer)
             block = copy.deepcopy(source)
             following = through(source, full_BTD, (rope[0], rope[1]))
             prefix = f"model.layers.{layer}"

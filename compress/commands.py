@@ -9,6 +9,7 @@ import typer
 
 from compress import flags
 from compress.prune_command import prune
+from compress.quantize_command import quantize
 from sportsllm import options
 
 __all__ = ["distill", "prune", "quantize", "sample"]
@@ -131,50 +132,5 @@ def sample(
     )
     output().print(
         f"{out / CORPUS}: {result['documents']:,} texts, {result['tokens']:,} tokens, {result['bytes'] / 1e6:.2f} MB"
-    )
-    return result
-
-
-def quantize(
-    checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
-    out: options.Out,
-    bits: Annotated[int, typer.Option(help="Bits of the blocks' matrices: 8 or 4.")] = 4,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="rtn (round to nearest), mse (best grid first) or gptq (minds the inputs; reads calibration text). "
-            "[default: gptq with --calibration, else mse]"
-        ),
-    ] = None,
-    block_size: Annotated[int, typer.Option(help="Numbers that share a scale: 16, 32, 64, 128 or 256.")] = 32,
-    head_bits: Annotated[int, typer.Option(help="Bits of embedding and head: 4, 8, or 32 for none.")] = 8,
-    symmetric: Annotated[
-        bool,
-        typer.Option("--symmetric/--asymmetric", help="Zero in the middle of the range, or a zero point a block."),
-    ] = True,
-    calibration: options.CalibrationText = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Pieces of calibration text; up to 128 if not given.")
-    ] = None,
-    threads: options.Threads = None,
-) -> dict[str, Any]:
-    """Pack the matrices as INT8 or INT4 blocks, exactly as the runtime reads them."""
-    from compress.packing import Precision
-    from compress.quantize import quantize as run_quantize
-    from sportsllm.console import output
-    from sportsllm.stages import set_threads
-
-    set_threads(threads)
-    result = run_quantize(
-        checkpoint=checkpoint,
-        out=out,
-        precision=Precision(bits, block_size, head_bits, symmetric),
-        method=method,
-        calibration=calibration or [],
-        samples=samples,
-    )
-    output().print(
-        f"{out}: {result['parameters']:,} parameters in {result['size_bytes'] / 1e6:.2f} MB, "
-        f"INT{bits} blocks of {block_size} by {result['method']}, embedding and head {head_bits} bits"
     )
     return result

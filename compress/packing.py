@@ -56,7 +56,7 @@ class PackedTensors:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A tensor as it is, for example a norm's weight."""
-        self.tensors[name] = tensor.detach().contiguous()
+        self.tensors[name] = tensor.detach().clone()  # one that is read in place would keep the whole file in memory
 
     def add_packed(self, module: str, packed: QuantizedWeight) -> None:
         """A module's packed matrix."""

@@ -130,7 +130,8 @@ def prune(
     overrides, lessons = options.picked(parameters, options.TRAINING), options.picked(parameters, flags.OBJECTIVE)
     from compress.distill import teacher_corpus
     from compress.prune_line import Plan, prune_line
-    from compress.prune_stage import Cut, Recovery
+    from compress.prune_stage import Cut
+    from compress.recovery import Recovery
     from sportsllm.console import output
     from sportsllm.lora import adapter_settings
     from sportsllm.stages import set_threads, train_config

@@ -15,7 +15,8 @@ from typing import Any
 
 from compress.calibration import calibration_samples
 from compress.prune_search import finalists, rounds_to, search_shape
-from compress.prune_stage import Cut, Recovery, make_scores, prune_stage, target_shape
+from compress.prune_stage import Cut, make_scores, prune_stage, target_shape
+from compress.recovery import Recovery
 from compress.shapes import Shape, share_for_megabytes
 from sportsllm.artifacts import STATE_DIRECTORY, partial_directory
 from sportsllm.checkpoint import load_checkpoint, quantization_config

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from compress.calibration import calibration_samples
-from compress.guidance import check_teachers, guidance_inputs, guidance_settings, prepare_signals, train_student
 from compress.importance import (
     IMPORTANCES,
     MEASURED,
@@ -27,26 +26,19 @@ from compress.kv_merge import KV_MERGES, convert_kv_heads
 from compress.objective import Objective
 from compress.prune import choose, cut, kept_layers
 from compress.reconstruct import reconstruct
+from compress.recovery import Recovery, prepare_recovery, recover
 from compress.selection import output_scores
 from compress.shapes import Shape, shape_for_share, share_for_megabytes
-from compress.signals import Signals
 from sportsllm.artifacts import Stage, run_stage
-from sportsllm.base import check_sequence
 from sportsllm.checkpoint import load_checkpoint, quantization_config, save_checkpoint
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import say
-from sportsllm.data import tokenize
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.lora import Adapters
 from sportsllm.model import SportsLLM
 from sportsllm.stages import (
-    load_corpus,
     manifest_setting,
-    training_results,
-    validator,
 )
-from sportsllm.tokenizer import load_tokenizer, same_tokenizer
-from sportsllm.train import TrainConfig
+from sportsllm.tokenizer import load_tokenizer
 
 _SAMPLE_LENGTH = 512
 
@@ -74,41 +66,6 @@ class Cut:
             raise UsageError(f"--importance {self.importance!r} is not known; use one of {', '.join(IMPORTANCES)}")
         if self.kv_merge not in KV_MERGES:
             raise UsageError(f"--kv-merge {self.kv_merge!r} is not known; use one of {', '.join(KV_MERGES)}")
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """How a pruned model is trained afterwards.
-
-    Attributes:
-        config: of the training loop.
-        corpus, valid: training and held-out text; without the latter a part of the corpus is held out.
-        objective: what to learn.
-        teacher: from whom, if not the unpruned checkpoint.
-        adapters: train these instead of all weights, and merge them.
-    """
-
-    config: TrainConfig
-    corpus: tuple[Path, ...]
-    valid: tuple[Path, ...] = ()
-    objective: Objective = field(default_factory=Objective)
-    teacher: Path | None = None
-    adapters: Adapters | None = None
-
-    def settings(self, checkpoint: Path) -> dict[str, Any]:
-        """For the manifest; the training loop's settings are under `recover`."""
-        return {
-            "teacher": str(self.teacher or checkpoint),
-            "corpus": [str(path) for path in self.corpus],
-            "valid": [str(path) for path in self.valid],
-            "recover": dataclasses.asdict(self.config),
-            **guidance_settings(self.objective, self.teacher or checkpoint, self.adapters),
-        }
-
-    def inputs(self) -> list[Path]:
-        """Everything that it reads."""
-        others = guidance_inputs(self.objective)
-        return [*([self.teacher] if self.teacher else []), *others, *self.corpus, *self.valid]
 
 
 def target_shape(
@@ -194,7 +151,7 @@ def prune_stage(
     smaller = shape.applied_to(config)
     if smaller.hidden_size != smaller.query_size:
         say(f"note: hidden size {smaller.hidden_size} is not heads x head_dim {smaller.query_size}; optimum needs that")
-    signals = None if recovery is None else _prepare(recovery, checkpoint, smaller)
+    signals = None if recovery is None else prepare_recovery(recovery, checkpoint, smaller)
     settings = {
         "checkpoint": str(checkpoint),
         **dataclasses.asdict(shape),
@@ -223,24 +180,17 @@ def prune_stage(
             **(extra or {}),
         }
         if recovery is not None:
-            texts = load_corpus(recovery.corpus, recovery.valid)
-            results["bits_per_byte_before_recovery"] = validator(texts, words)(pruned)
-            pruned, result, batches = train_student(
+            objective = _mapped(recovery, choice["kept_layers"], config.num_hidden_layers)
+            pruned, trained = recover(
                 pruned,
-                teacher=recovery.teacher or checkpoint,
-                objective=_mapped(recovery, choice["kept_layers"], config.num_hidden_layers),
-                texts=texts,
-                documents=tokenize(texts.train, words),
-                tokenizer=words,
-                config=recovery.config,
+                dataclasses.replace(recovery, objective=objective),
+                checkpoint,
                 directory=directory,
                 identity=stage.fingerprint(),
                 resume=resume,
-                description="recover",
                 signals=signals,
-                adapters=recovery.adapters,
             )
-            results |= training_results(pruned, result, batches)
+            results |= trained
         results["seconds"] = time.perf_counter() - started
         save_checkpoint(directory, pruned, checkpoint)
         if how.importance in MEASURED and scores is None:
@@ -266,22 +216,3 @@ def _mapped(recovery: Recovery, kept: Sequence[int], layers: int) -> Objective:
 def _inherited(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint that is not recovered passes on to those who recover it later."""
     return {"recover": None, **{key: manifest_setting(checkpoint, key) for key in ("corpus", "valid")}}
-
-
-def _prepare(recovery: Recovery, checkpoint: Path, smaller: ModelConfig) -> Signals | None:
-    """Check the recovery against both models, and open or make its signals."""
-    source = recovery.teacher or checkpoint
-    if not same_tokenizer(source, checkpoint):
-        raise ArtifactError(f"{source}: its tokenizer differs from {checkpoint}'s; recovery needs the same one")
-    for shape in (load_config(source), smaller):
-        check_sequence(recovery.config.sequence, shape)
-    recovery.objective.check_models(smaller, load_config(source))
-    check_teachers(recovery.objective, source)
-    return prepare_signals(
-        recovery.objective,
-        teacher=source,
-        student=smaller,
-        corpus=recovery.corpus,
-        valid=recovery.valid,
-        config=recovery.config,
-    )

@@ -12,8 +12,17 @@ from torch import Tensor
 from compress.calibrated import quantize_calibrated
 from compress.calibration import calibration_samples
 from compress.packing import EMBEDDING, HEAD, PackedTensors, Precision
+from compress.qad import pack_trained, round_in_training
+from compress.recovery import Recovery, prepare_recovery, recover
 from sportsllm.artifacts import Stage, run_stage
-from sportsllm.checkpoint import TensorFiles, load_block, quantization_config, read_ends, write_checkpoint
+from sportsllm.checkpoint import (
+    TensorFiles,
+    load_block,
+    load_checkpoint,
+    quantization_config,
+    read_ends,
+    write_checkpoint,
+)
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError, UsageError
@@ -25,17 +34,17 @@ CALIBRATED = ("gptq",)
 SAMPLES, SAMPLE_TOKENS = 128, 512
 
 
-def quantize_text_free(tensors: TensorFiles, config: ModelConfig, packed: PackedTensors, search: bool) -> None:
+def quantize_text_free(checkpoint: Path, config: ModelConfig, packed: PackedTensors, search: bool) -> None:
     """Fill `packed` by rounding each matrix by itself.
 
     Args:
-        tensors: of an unquantized checkpoint, read one layer at a time.
+        checkpoint: an unquantized one, read one layer at a time.
         config: its shape.
         packed: empty.
         search: see `compress.grid.fit_grid`.
     """
     with progress_bar("quantize", config.num_hidden_layers + 1) as bar:
-        for name, tensor in read_ends(tensors, config).items():
+        for name, tensor in read_ends(TensorFiles(checkpoint), config).items():
             module = name.removesuffix(".weight")
             if module in (EMBEDDING, HEAD):
                 packed.add_matrix(module, tensor, search)
@@ -43,7 +52,8 @@ def quantize_text_free(tensors: TensorFiles, config: ModelConfig, packed: Packed
                 packed.add(name, tensor)
         bar.advance()
         for layer in range(config.num_hidden_layers):
-            for name, tensor in load_block(tensors, config, layer).named_parameters():
+            # Opened anew each time: what has been read of an open file counts as memory.
+            for name, tensor in load_block(TensorFiles(checkpoint), config, layer).named_parameters():
                 whole = f"model.layers.{layer}.{name}"
                 if tensor.ndim == 2:
                     packed.add_matrix(whole.removesuffix(".weight"), tensor, search)
@@ -60,6 +70,8 @@ def quantize(
     method: str | None = None,
     calibration: Sequence[Path] = (),
     samples: int | None = None,
+    recovery: Recovery | None = None,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Quantize a checkpoint directory into a new one.
 
@@ -68,9 +80,11 @@ def quantize(
         out: directory to make.
         precision: bits of every matrix.
         method: `rtn` (round to nearest), `mse` (the grid of least squared error first) or `gptq` (looks at
-            calibration text); if not given, gptq where there is calibration text and mse where there is none.
+            calibration text); if not given, gptq where there is calibration text or training, else mse.
         calibration: text files, never held-out ones; those that the checkpoint was made from if not given.
         samples: pieces of at most 512 tokens that are read; 128 if not given, or what there is.
+        recovery: training as rounded, see `compress.qad`.
+        resume: go on with an interrupted training.
 
     Returns:
         The results, as `quantize --json` prints them.
@@ -79,7 +93,7 @@ def quantize(
         UsageError: a method that is not known, or calibration text for one that reads none.
         ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
     """
-    chosen = method or ("gptq" if calibration else "mse")
+    chosen = method or ("gptq" if calibration or recovery else "mse")
     if chosen not in METHODS:
         raise UsageError(f"--method {method!r} is not known; choose one of {', '.join(METHODS)}")
     if chosen not in CALIBRATED and (calibration or samples):
@@ -107,19 +121,40 @@ def quantize(
     if chosen in CALIBRATED:
         settings |= {"calibration": [str(path) for path in files], "samples": samples}
         parents += files
-    stage = Stage("quantize", settings, parents)
+    config, signals = load_config(checkpoint), None
+    if recovery is not None:
+        signals = prepare_recovery(recovery, checkpoint, config)
+        settings |= recovery.settings(checkpoint)
+        parents += recovery.inputs()
+    stage = Stage("quantize", settings, parents, seed=None if recovery is None else recovery.config.seed)
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
-        config, tensors = load_config(checkpoint), TensorFiles(checkpoint)
         packed = PackedTensors(precision)
         if chosen in CALIBRATED:
             read = calibration_text(checkpoint, config, files, samples)
-            quantize_calibrated(tensors, config, packed, read)
+            quantize_calibrated(checkpoint, config, packed, read)
         else:
-            quantize_text_free(tensors, config, packed, search=chosen == "mse")
+            quantize_text_free(checkpoint, config, packed, search=chosen == "mse")
         write_checkpoint(directory, config, packed.tensors, checkpoint, {"method": chosen, **packed.record()})
+        trained: dict[str, Any] = {}
+        if recovery is not None:
+            model = load_checkpoint(directory)
+            round_in_training(model, load_checkpoint(checkpoint))
+            model, trained = recover(
+                model,
+                recovery,
+                checkpoint,
+                directory=directory,
+                identity=stage.fingerprint(),
+                resume=resume,
+                signals=signals,
+            )
+            pack_trained(model, packed)
+            record = {"method": f"{chosen}+qad", **packed.record()}
+            write_checkpoint(directory, config, packed.tensors, checkpoint, record)
         return {
+            **trained,
             "parameters": config.parameters,
             "bits": precision.bits,
             "method": chosen,
@@ -129,7 +164,7 @@ def quantize(
             "seconds": time.perf_counter() - started,
         }
 
-    return run_stage(out, stage, make)
+    return run_stage(out, stage, make, resume)
 
 
 def calibration_text(checkpoint: Path, config: ModelConfig, files: Sequence[Path], samples: int | None) -> list[Tensor]:

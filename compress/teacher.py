@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from compress.losses import TeacherLogits
-from sportsllm.checkpoint import load_checkpoint
+from sportsllm.checkpoint import TensorFiles, load_block, load_checkpoint, quantization_config, read_ends
+from sportsllm.config import load_config
 from sportsllm.console import say
 from sportsllm.data import Batch
 from sportsllm.errors import UsageError
-from sportsllm.model import SportsLLM
+from sportsllm.model import Block, SportsLLM
 from sportsllm.train import resolve_precision
 
 PRECISIONS = ("auto", "fp32", "bf16", "int8", "nf4")
@@ -24,32 +26,58 @@ def load_teacher(directory: Path, precision: str) -> SportsLLM:
 
     Args:
         directory: the teacher's checkpoint.
-        precision: `fp32`; `bf16`; `int8` and `nf4` quantize the blocks' matrices with bitsandbytes and keep the
-            rest in bfloat16; `auto` is bf16 where the processor computes in it, else fp32.
+        precision: `fp32`; `bf16`; `int8` and `nf4` quantize the blocks' matrices with bitsandbytes; the rest, and all
+            products, are then in `auto`'s type: bf16 where the processor computes in it, else fp32.
 
     Raises:
         UsageError: an unknown precision.
     """
     if precision not in PRECISIONS:
         raise UsageError(f"--teacher-precision {precision!r} is not known; use one of {', '.join(PRECISIONS)}")
+    native = resolve_precision("auto", torch.device("cpu")) is not None  # emulated bfloat16 is 50 times slower
     if precision == "auto":
-        native = resolve_precision("auto", torch.device("cpu")) is not None
         precision = "bf16" if native else "fp32"
         say(f"teacher precision: {precision}")
-    model = load_checkpoint(directory).requires_grad_(False)
-    if precision != "fp32":
-        model.model.to(torch.bfloat16)
-        if model.lm_head is not None:
-            model.lm_head.to(torch.bfloat16)
+    dtype = torch.bfloat16 if precision == "bf16" or (native and precision != "fp32") else torch.float32
     if precision in ("int8", "nf4"):
-        _quantize_blocks(model, precision)
+        return _load_quantized(directory, precision, dtype)
+    model = load_checkpoint(directory).requires_grad_(False)
+    model.model.to(dtype)
+    if model.lm_head is not None:
+        model.lm_head.to(dtype)
     return model
 
 
-def _quantize_blocks(model: SportsLLM, precision: str) -> None:
+def _load_quantized(directory: Path, precision: str, dtype: torch.dtype) -> SportsLLM:
+    """Layer by layer, so that no more than one of them is ever there in full precision."""
+    if quantization_config(directory) is not None:
+        raise UsageError(f"--teacher-precision {precision}: {directory} is quantized already; leave it out")
+    config = load_config(directory)
+    with torch.device("meta"):
+        model = SportsLLM(config)
+    ends = {name: _own(tensor, dtype) for name, tensor in read_ends(TensorFiles(directory), config).items()}
+    model.load_state_dict(ends, strict=False, assign=True)
+    for number in range(config.num_hidden_layers):
+        # Opened anew each time: what has been read of an open file counts as memory.
+        block = load_block(TensorFiles(directory), config, number)
+        for vector in (parameter for parameter in block.parameters() if parameter.ndim == 1):
+            vector.data = _own(vector.data, dtype)
+        _quantize_matrices(block, precision, dtype)
+        model.model.layers[number] = block
+    return model.requires_grad_(False).eval()
+
+
+def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy: a single tensor that is read in place would keep the whole file in memory."""
+    return tensor.to(dtype, copy=True)
+
+
+def _quantize_matrices(block: Block, precision: str, dtype: torch.dtype) -> None:
     import bitsandbytes
 
-    for name, module in list(model.model.layers.named_modules()):
+    # INT8 products take float16 inputs, and the library says so at every call.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    for name, module in list(block.named_modules()):
         if not isinstance(module, nn.Linear):
             continue
         bias = module.bias is not None
@@ -63,7 +91,7 @@ def _quantize_blocks(model: SportsLLM, precision: str) -> None:
                 module.in_features,
                 module.out_features,
                 bias=bias,
-                compute_dtype=torch.bfloat16,
+                compute_dtype=dtype,
                 quant_type="nf4",
             )
             layer.weight = bitsandbytes.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
@@ -73,7 +101,7 @@ def _quantize_blocks(model: SportsLLM, precision: str) -> None:
         if bias:
             layer.bias = module.bias
         parent, _, leaf = name.rpartition(".")
-        setattr(model.model.layers.get_submodule(parent), leaf, layer.to("cpu").eval())
+        setattr(block.get_submodule(parent), leaf, layer.to("cpu").eval())
 
 
 def teacher_logits(teacher: SportsLLM, batch: Batch, states: list[Tensor] | None = None) -> TeacherLogits:

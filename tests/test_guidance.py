@@ -15,7 +15,8 @@ from compress.losses import KLWeight
 from compress.matching import HiddenMatching, attach
 from compress.objective import Objective, chosen_kl_weight, parse_teachers
 from compress.on_policy import is_on_policy, prompts, write, written_batch
-from compress.prune_stage import Cut, Recovery, _mapped, prune_stage
+from compress.prune_stage import Cut, _mapped, prune_stage
+from compress.recovery import Recovery
 from compress.shapes import Shape
 from sportsllm.artifacts import read_manifest
 from sportsllm.checkpoint import load_checkpoint, save_checkpoint
@@ -297,7 +298,7 @@ def test_another_tokenizers_teacher_cannot_be_mixed(
 
 def test_defaults_and_texts_of_flags() -> None:
     assert chosen_kl_weight(None, fresh=True) == KLWeight(0.9, 0.9)
-    assert chosen_kl_weight(None, fresh=False) == KLWeight(1.0, 1.0)
+    assert chosen_kl_weight(None, fresh=False) == KLWeight(0.5, 0.5)
     assert chosen_kl_weight("0.5:1", fresh=True) == KLWeight(0.5, 1.0)
     assert parse_teachers(["a=0.5", "b"]) == ((Path("a"), 0.5), (Path("b"), 1.0))
     assert clone_start(None, None, None) is None

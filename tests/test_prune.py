@@ -9,7 +9,8 @@ from compress.importance import importance_scores, load_scores, magnitude_scores
 from compress.prune import kept_layers, prune
 from compress.prune_line import Plan, prune_line
 from compress.prune_search import rounds_to
-from compress.prune_stage import Cut, Recovery, prune_stage, target_shape
+from compress.prune_stage import Cut, prune_stage, target_shape
+from compress.recovery import Recovery
 from compress.shapes import Shape, candidate_shapes, shape_for_share, share_for_megabytes
 from sportsllm.checkpoint import load_checkpoint
 from sportsllm.config import load_config

@@ -1,0 +1,114 @@
+"""The command `quantize`. Heavy imports are inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compress import flags
+from sportsllm import options
+from sportsllm.errors import UsageError
+
+if TYPE_CHECKING:
+    from compress.recovery import Recovery
+
+_QAD_RATE = 1e-4
+
+
+def quantize(
+    checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
+    out: options.Out,
+    bits: Annotated[int, typer.Option(help="Bits of the blocks' matrices: 8 or 4.")] = 4,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="rtn (round to nearest), mse (best grid first) or gptq (minds the inputs; reads calibration text). "
+            "[default: gptq with --calibration or --qad, else mse]"
+        ),
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Numbers that share a scale: 16, 32, 64, 128 or 256.")] = 32,
+    head_bits: Annotated[int, typer.Option(help="Bits of embedding and head: 4, 8, or 32 for none.")] = 8,
+    symmetric: Annotated[
+        bool,
+        typer.Option("--symmetric/--asymmetric", help="Zero in the middle of the range, or a zero point a block."),
+    ] = True,
+    calibration: options.CalibrationText = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Pieces of calibration text; up to 128 if not given.")
+    ] = None,
+    qad: Annotated[
+        int | None, typer.Option("--qad", min=1, help="Train on so many tokens as rounded, towards the full model.")
+    ] = None,
+    corpus: options.Corpus | None = None,
+    valid: options.Valid = None,
+    kl_weight: Annotated[
+        str | None,
+        typer.Option(help="Share of the divergence in --qad's loss; the rest is cross-entropy. [default: 1]"),
+    ] = None,
+    signals: flags.Signals = None,
+    sequence: options.Sequence = None,
+    batch_size: options.BatchSize = None,
+    accumulation: options.Accumulation = None,
+    learning_rate: options.LearningRate = None,
+    schedule: options.ScheduleKind = None,
+    resume: options.Resume = False,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+    set: options.Set = None,
+) -> dict[str, Any]:
+    """Pack the matrices as INT8 or INT4 blocks, exactly as the runtime reads them."""
+    parameters = locals()
+    from compress.packing import Precision
+    from compress.quantize import quantize as run_quantize
+    from sportsllm.console import output
+    from sportsllm.stages import set_threads
+
+    set_threads(threads)
+    training = (corpus, valid, kl_weight, signals, set, resume or None, *options.picked(parameters, _TRAINING).values())
+    if qad is None and any(value is not None for value in training):
+        raise UsageError("training settings, --corpus, --signals and --resume belong to --qad TOKENS")
+    result = run_quantize(
+        checkpoint=checkpoint,
+        out=out,
+        precision=Precision(bits, block_size, head_bits, symmetric),
+        method=method,
+        calibration=calibration or [],
+        samples=samples,
+        recovery=None if qad is None else _recovery(checkpoint, qad, parameters),
+        resume=resume,
+    )
+    output().print(
+        f"{out}: {result['parameters']:,} parameters in {result['size_bytes'] / 1e6:.2f} MB, "
+        f"INT{bits} blocks of {block_size} by {result['method']}, embedding and head {head_bits} bits"
+    )
+    if result.get("valid_bits_per_byte"):
+        output().print(
+            f"bits per byte {result['bits_per_byte_before_recovery']:.4f} rounded, "
+            f"{result['valid_bits_per_byte']:.4f} after training as rounded on {result['tokens']:,} tokens"
+        )
+    return result
+
+
+_TRAINING = ("sequence", "batch_size", "accumulation", "learning_rate", "schedule")
+
+
+def _recovery(checkpoint: Path, tokens: int, parameters: dict[str, Any]) -> Recovery:
+    from compress.distill import teacher_corpus
+    from compress.losses import parse_kl_weight
+    from compress.objective import Objective
+    from compress.recovery import Recovery
+    from sportsllm.stages import train_config
+    from sportsllm.train import TrainConfig
+
+    # Full-precision twins are near their place and decay would only pull them away from it.
+    base = TrainConfig(seed=parameters["seed"], learning_rate=_QAD_RATE, weight_decay=0.0)
+    corpus, valid = parameters["corpus"], parameters["valid"]
+    weight = "1" if parameters["kl_weight"] is None else str(parameters["kl_weight"])
+    return Recovery(
+        config=train_config(base, tokens, options.picked(parameters, _TRAINING), parameters["set"] or []),
+        corpus=tuple(corpus or teacher_corpus(checkpoint, "corpus")),
+        valid=tuple(valid or ([] if corpus else teacher_corpus(checkpoint, "valid"))),
+        objective=Objective(kl_weight=parse_kl_weight(weight), signals=parameters["signals"]),
+    )
