@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compress.calibration import calibration_samples
 from compress.prune_search import finalists, rounds_to, search_shape
 from compress.prune_stage import Cut, make_scores, prune_stage, target_shape
 from compress.recovery import Recovery
 from compress.shapes import Shape, share_for_megabytes
 from sportsllm.artifacts import STATE_DIRECTORY, partial_directory
+from sportsllm.calibration import calibration_samples
 from sportsllm.checkpoint import load_checkpoint, quantization_config
 from sportsllm.config import load_config
 from sportsllm.console import say

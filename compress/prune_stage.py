@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.calibration import calibration_samples
 from compress.importance import (
     IMPORTANCES,
     MEASURED,
@@ -30,6 +29,7 @@ from compress.recovery import Recovery, prepare_recovery, recover
 from compress.selection import output_scores
 from compress.shapes import Shape, shape_for_share, share_for_megabytes
 from sportsllm.artifacts import Stage, run_stage
+from sportsllm.calibration import calibration_samples
 from sportsllm.checkpoint import load_checkpoint, quantization_config, save_checkpoint
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import say

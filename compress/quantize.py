@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from compress.calibrated import quantize_calibrated
-from compress.calibration import calibration_samples
 from compress.packing import EMBEDDING, HEAD, PackedTensors, Precision
 from compress.qad import pack_trained, round_in_training
 from compress.recovery import Recovery, prepare_recovery, recover
 from sportsllm.artifacts import Stage, run_stage
+from sportsllm.calibration import calibration_samples
 from sportsllm.checkpoint import (
     TensorFiles,
     load_block,

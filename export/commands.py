@@ -16,17 +16,22 @@ def export(
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="fp32 or fp16: how an unpacked checkpoint is stored. [default: fp32]")
     ] = None,
+    kv_cache: Annotated[
+        str, typer.Option("--kv-cache", help="fp32, or int8: a quarter of the memory, scales from calibration text.")
+    ] = "fp32",
+    calibration: options.CalibrationText = None,
     threads: options.Threads = None,
 ) -> dict[str, Any]:
     """Write an ONNX graph with KV-cache inputs, checked against the PyTorch model before it is published."""
     from export.export import run_export
     from sportsllm.console import output
 
-    result = run_export(checkpoint, out, dtype, threads)
+    result = run_export(checkpoint, out, dtype, threads, kv_cache, calibration or [])
     parity = result["parity"]
     output().print(
-        f"{out}: {result['precision']}, {result['parameters']:,} parameters, {result['size_bytes'] / 1e6:.1f} MB "
-        f"in {result['seconds']:.1f} s; parity passed: KL {parity['kl']:.1e}, greedy choices agree in "
-        f"{parity['greedy_match']:.1%}, largest logit error {parity['max_abs_logit_error']:.1e}"
+        f"{out}: {result['precision']}, {kv_cache} cache, {result['parameters']:,} parameters, "
+        f"{result['size_bytes'] / 1e6:.1f} MB in {result['seconds']:.1f} s; parity passed: KL {parity['kl']:.1e}, "
+        f"greedy choices agree in {parity['greedy_match']:.1%}, "
+        f"largest logit error {parity['max_abs_logit_error']:.1e}"
     )
     return result

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from export.graph import write_graph
+from export.kv_cache import PRECISIONS as CACHE_PRECISIONS
+from export.kv_cache import cache_scales
 from export.parity import check_parity
 from export.side_files import write_side_files
 from sportsllm.artifacts import Stage, run_stage
@@ -17,7 +20,14 @@ from sportsllm.errors import ArtifactError, GateError, UsageError
 PRECISIONS = ("fp32", "fp16")
 
 
-def run_export(checkpoint: Path, out: Path, precision: str | None = None, threads: int | None = None) -> dict[str, Any]:
+def run_export(
+    checkpoint: Path,
+    out: Path,
+    precision: str | None = None,
+    threads: int | None = None,
+    kv_cache: str = "fp32",
+    calibration: Sequence[Path] = (),
+) -> dict[str, Any]:
     """Write an ONNX export of a checkpoint, published only if it passes the parity gate.
 
     Args:
@@ -25,6 +35,8 @@ def run_export(checkpoint: Path, out: Path, precision: str | None = None, thread
         out: the directory to make; if it is there already, made from the same checkpoint, it is kept.
         precision: `fp32` (where not given) or `fp16` storage of an unpacked checkpoint. A packed one keeps its own.
         threads: CPU threads of the gate.
+        kv_cache: `fp32`, or `int8`: a quarter of the memory, scales measured on calibration text.
+        calibration: text for `int8`; what the checkpoint was made from if not given.
 
     Returns:
         `out`, `cached`, `parameters`, `precision`, `size_bytes`, `seconds`, and `parity` with
@@ -38,11 +50,19 @@ def run_export(checkpoint: Path, out: Path, precision: str | None = None, thread
     """
     if not checkpoint.is_dir():
         raise ArtifactError(f"{checkpoint}: no such directory; give a checkpoint directory")
-    stage = Stage("export", {"dtype": _storage(checkpoint, precision)}, [checkpoint])
+    if kv_cache not in CACHE_PRECISIONS:
+        raise UsageError(f"--kv-cache {kv_cache!r}: choose {' or '.join(CACHE_PRECISIONS)}")
+    if calibration and kv_cache == "fp32":
+        raise UsageError("--calibration belongs to --kv-cache int8; leave it out, or add that")
+    settings: dict[str, Any] = {"dtype": _storage(checkpoint, precision), "kv_cache": kv_cache}
+    if calibration:
+        settings["calibration"] = [str(path) for path in calibration]
+    stage = Stage("export", settings, [checkpoint, *calibration])
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
-        write_graph(checkpoint, directory, half=precision == "fp16")
+        scales = cache_scales(checkpoint, calibration) if kv_cache == "int8" else None
+        write_graph(checkpoint, directory, half=precision == "fp16", scales=scales)
         write_side_files(checkpoint, directory)
         built = time.perf_counter()
         report = check_parity(checkpoint, directory, threads)
@@ -58,6 +78,7 @@ def run_export(checkpoint: Path, out: Path, precision: str | None = None, thread
         return {
             "parameters": load_config(checkpoint).parameters,
             "precision": report.precision,
+            "kv_cache": kv_cache,
             "build_seconds": round(built - started, 3),
             "seconds": round(time.perf_counter() - started, 3),
             "parity": {key: parity[key] for key in keys},

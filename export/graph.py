@@ -21,18 +21,20 @@ import numpy as np
 import onnx_ir as ir
 
 from export.builder import MS, Builder
+from export.kv_cache import CacheScales
 from export.matrices import Matrices
 from export.session import KEEP_LOGITS
 from export.weights import Weights
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.rope import rope_tables
 
-FLOAT, INT32, INT64 = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64
+FLOAT, INT8, INT32, INT64 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.INT32, ir.DataType.INT64
 # GroupQueryAttention rotates only heads of a multiple of 16; for others ONNX Runtime refuses the graph.
 ROTARY_MULTIPLE = 16
+_K_SCALE_INPUT = 12  # place of k_scale among GroupQueryAttention's inputs; v_scale follows
 
 
-def write_graph(checkpoint: Path, directory: Path, half: bool = False) -> None:
+def write_graph(checkpoint: Path, directory: Path, half: bool = False, scales: CacheScales | None = None) -> None:
     """Write `model.onnx` and `model.onnx.data` of a checkpoint into `directory`.
 
     Packed matrices are copied byte for byte; dense ones become float32, or float16 that is widened to float32
@@ -42,32 +44,37 @@ def write_graph(checkpoint: Path, directory: Path, half: bool = False) -> None:
         checkpoint: a checkpoint directory, packed or not.
         directory: exists; files of these names are replaced.
         half: store dense matrices in float16.
+        scales: of an INT8 cache; a float32 one if not given.
 
     Raises:
         ArtifactError: the checkpoint is damaged, or does not fit float16.
     """
-    build_graph(load_config(checkpoint), Weights(checkpoint), half).write(directory)
+    build_graph(load_config(checkpoint), Weights(checkpoint), half, scales).write(directory)
 
 
-def build_graph(config: ModelConfig, weights: Weights, half: bool = False) -> Builder:
+def build_graph(
+    config: ModelConfig, weights: Weights, half: bool = False, scales: CacheScales | None = None
+) -> Builder:
     """The graph of a model; weights are read when it is written."""
+    cache_type = FLOAT if scales is None else INT8
     graph = Builder("sportsllm")
     tokens_BT = graph.input("input_ids", INT64, ["batch_size", "sequence_length"])
     mask_BS = graph.input("attention_mask", INT64, ["batch_size", "total_sequence_length"])
     past_shape = ["batch_size", config.num_key_value_heads, "past_sequence_length", config.head_dim]
     pasts = [
-        [graph.input(f"past_key_values.{layer}.{part}", FLOAT, past_shape) for part in ("key", "value")]
+        [graph.input(f"past_key_values.{layer}.{part}", cache_type, past_shape) for part in ("key", "value")]
         for layer in range(config.num_hidden_layers)
     ]
     keep = graph.input_with_default(KEEP_LOGITS, np.array([0], np.int64))
 
-    blocks = _Blocks(graph, config, Matrices(graph, weights, half), _positions(graph, config, tokens_BT, mask_BS))
+    matrices, positions = Matrices(graph, weights, half), _positions(graph, config, tokens_BT, mask_BS)
+    blocks = _Blocks(graph, config, matrices, positions, scales)
     x_BTD = blocks.matrices.embedding("model.embed_tokens", tokens_BT, config.vocab_size, config.hidden_size)
     residual_BTD, presents = None, []
     for layer, past in enumerate(pasts):
         name = f"model.layers.{layer}"
         x_BTD, residual_BTD = blocks.norm(f"{name}.input_layernorm", x_BTD, residual_BTD)
-        x_BTD, present = blocks.attention(f"{name}.self_attn", x_BTD, past)
+        x_BTD, present = blocks.attention(layer, x_BTD, past)
         presents.append(present)
         x_BTD, residual_BTD = blocks.norm(f"{name}.post_attention_layernorm", x_BTD, residual_BTD)
         x_BTD = blocks.feed_forward(f"{name}.mlp", x_BTD)
@@ -83,7 +90,7 @@ def build_graph(config: ModelConfig, weights: Weights, half: bool = False) -> Bu
     present_shape = ["batch_size", config.num_key_value_heads, "total_sequence_length", config.head_dim]
     for layer, present in enumerate(presents):
         for part, value in zip(("key", "value"), present, strict=True):
-            graph.output(value, f"present.{layer}.{part}", FLOAT, present_shape)
+            graph.output(value, f"present.{layer}.{part}", cache_type, present_shape)
     return graph
 
 
@@ -135,8 +142,15 @@ def _positions(graph: Builder, config: ModelConfig, tokens_BT: ir.Value, mask_BS
 class _Blocks:
     """The parts that a layer is made of."""
 
-    def __init__(self, graph: Builder, config: ModelConfig, matrices: Matrices, positions: _Positions) -> None:
-        self._graph, self._config, self._positions = graph, config, positions
+    def __init__(
+        self,
+        graph: Builder,
+        config: ModelConfig,
+        matrices: Matrices,
+        positions: _Positions,
+        scales: CacheScales | None,
+    ) -> None:
+        self._graph, self._config, self._positions, self._scales = graph, config, positions, scales
         self.matrices = matrices
         self._epsilon = float(np.float32(config.rms_norm_eps))
 
@@ -168,9 +182,9 @@ class _Blocks:
         root = graph.node(f"{name}/root", "Sqrt", [graph.node(f"{name}/shifted", "Add", [mean, epsilon])])
         return graph.node(name, "Mul", [graph.node(f"{name}/scaled", "Div", [x, root]), gamma])
 
-    def attention(self, name: str, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
+    def attention(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         """Attention with its projections; returns its output and the present keys and values."""
-        config, positions = self._config, self._positions
+        config, positions, name = self._config, self._positions, f"model.layers.{layer}.self_attn"
         modules = [f"{name}.{part}_proj" for part in "qkv"]
         sizes = [config.query_size, config.key_value_size, config.key_value_size]
         apart = config.qk_norm or positions.ids_BT is not None
@@ -182,19 +196,35 @@ class _Blocks:
             query = self._prepare_heads(f"{name}.q", query, config.num_attention_heads)
             key = self._prepare_heads(f"{name}.k", key, config.num_key_value_heads)
         tables = [positions.cos, positions.sin] if positions.ids_BT is None else []
+        inputs = [query, key, value, *past, positions.seqlens_k, positions.total, *tables]
+        scales, attributes = self._cache_scales(layer, name)
+        if scales:
+            inputs += [None] * (_K_SCALE_INPUT - len(inputs)) + scales
         attended, *present = self._graph.node_with_outputs(
             f"{name}/attention",
             "GroupQueryAttention",
-            [query, key, value, *past, positions.seqlens_k, positions.total, *tables],
+            inputs,
             [f"{name}/{output}" for output in ("attended", "key", "value")],
             MS,
             num_heads=config.num_attention_heads,
             kv_num_heads=config.num_key_value_heads,
             do_rotary=int(bool(tables)),
+            **attributes,
         )
         output = f"{name}.o_proj"
         bias = config.attention_output_bias
         return self.matrices.product(output, attended, [output], [config.hidden_size], config.query_size, bias), present
+
+    def _cache_scales(self, layer: int, name: str) -> tuple[list[ir.Value | None], dict[str, int | str]]:
+        """Inputs and attributes that make a layer's cache INT8; none for a float32 one."""
+        if self._scales is None:
+            return [], {}
+        shape = (1, self._config.num_key_value_heads, 1, self._config.head_dim)
+        found = {"k": self._scales.keys[layer], "v": self._scales.values[layer]}
+        values = [
+            self._graph.constant(f"{name}.{part}_scale", scale.reshape(shape).numpy()) for part, scale in found.items()
+        ]
+        return values, {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
 
     def _prepare_heads(self, name: str, x: ir.Value, heads: int) -> ir.Value:
         """What GroupQueryAttention does not do: norm of each head (Qwen3), rotation of odd sizes; (B, T, heads * E)."""

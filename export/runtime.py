@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from export.session import KEEP_LOGITS, open_session, raise_if_out_of_memory
+from export.session import KEEP_LOGITS, cache_type, open_session, raise_if_out_of_memory
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.decoder import Logits, log_softmax
 from sportsllm.errors import ArtifactError, UsageError
@@ -48,11 +48,18 @@ class Cache:
     read one by one, since the operator takes a batch only for single tokens, and then decoded together.
     """
 
-    def __init__(self, session: ort.InferenceSession, config: ModelConfig, batch: int, length: int) -> None:
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        config: ModelConfig,
+        dtype: type[np.float32] | type[np.int8],
+        batch: int,
+        length: int,
+    ) -> None:
         shape = (batch, config.num_key_value_heads, length, config.head_dim)
         names = [f"{layer}.{part}" for layer in range(config.num_hidden_layers) for part in ("key", "value")]
         # The system maps zeroed memory when it is first written, 4 kB or 2 MB at once, so unused room costs little.
-        self.buffers = {name: np.zeros(shape, dtype=np.float32) for name in names}
+        self.buffers = {name: np.zeros(shape, dtype=dtype) for name in names}
         self.length = length
         self.lengths = np.zeros(batch, dtype=np.int64)
         self._session = session
@@ -63,7 +70,7 @@ class Cache:
         for name, buffer in self.buffers.items():
             rows = buffer[first : first + count]
             for bind, side in ((binding.bind_input, "past_key_values"), (binding.bind_output, "present")):
-                bind(f"{side}.{name}", "cpu", 0, np.float32, rows.shape, rows.ctypes.data)
+                bind(f"{side}.{name}", "cpu", 0, buffer.dtype, rows.shape, rows.ctypes.data)
         return binding
 
 
@@ -90,6 +97,7 @@ class OnnxDecoder:
         self.prefill_chunk = PREFILL_CHUNK
         self._directory = directory
         self._session = open_session(directory, self.config, threads, graph)
+        self._cache_type = cache_type(self._session, directory)
         self._cache: Cache | None = None
         self._decode: ort.IOBinding | None = None
 
@@ -122,7 +130,7 @@ class OnnxDecoder:
         self._decode = None
         if self._cache is None or (len(self._cache.lengths), self._cache.length) != (batch, room):
             self._cache = None  # freed before the new one is made
-            self._cache = Cache(self._session, self.config, batch, room)
+            self._cache = Cache(self._session, self.config, self._cache_type, batch, room)
         self._cache.lengths[:] = 0
         return self._cache
 
@@ -177,7 +185,7 @@ class OnnxDecoder:
 
     def _all_logits(self, ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, Logits]]:
         """Yield (start, (T, V) logits) piece by piece; a piece is overwritten by the next one."""
-        cache = Cache(self._session, self.config, 1, max(len(ids), 1))
+        cache = Cache(self._session, self.config, self._cache_type, 1, max(len(ids), 1))
         binding = cache.bind(0, 1)
         buffer = np.empty((1, min(len(ids), SCORE_CHUNK), self.config.vocab_size), dtype=np.float32)
         for start in range(0, len(ids), SCORE_CHUNK):

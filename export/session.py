@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
@@ -16,6 +17,7 @@ DATA_FILE = "model.onnx.data"
 DATA_BYTES_KEY = "data_bytes"  # in the graph's metadata: how long the data file must be
 KEEP_LOGITS = "num_logits_to_keep"  # optional input: 0 gives the logits of all positions, n of the last n
 
+_CACHE_TYPES: dict[str, type[np.float32] | type[np.int8]] = {"tensor(float)": np.float32, "tensor(int8)": np.int8}
 _LOAD_ERRORS = (
     ort_errors.Fail,
     ort_errors.InvalidArgument,
@@ -101,6 +103,22 @@ def _check_size(path: Path, expected: int) -> None:
     if found != expected:
         state = "not found" if found < 0 else f"{found} bytes instead of {expected}"
         raise ArtifactError(f"{path}: {state}; the export is damaged, copy or make it again")
+
+
+def cache_type(session: ort.InferenceSession, directory: Path) -> type[np.float32] | type[np.int8]:
+    """What the graph keeps keys and values in.
+
+    Raises:
+        ArtifactError: several types, or one that this program does not write.
+    """
+    arguments = (*session.get_inputs(), *session.get_outputs())
+    found = {a.type for a in arguments if a.name.startswith(("past_key_values.", "present."))}
+    if len(found) != 1 or not found <= _CACHE_TYPES.keys():
+        raise ArtifactError(
+            f"{directory / GRAPH_FILE}: keeps keys and values as {', '.join(sorted(found))}; "
+            "use a directory that this program's export wrote"
+        )
+    return _CACHE_TYPES[found.pop()]
 
 
 def _check_interface(session: ort.InferenceSession, config: ModelConfig, directory: Path) -> None:

@@ -200,7 +200,7 @@ def test_export_command(precision: str, stored: int, checkpoint: Path, tmp_path:
 
 
 def test_a_failed_gate_leaves_nothing_behind(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_wrongly(source: Path, directory: Path, half: bool = False) -> None:
+    def write_wrongly(source: Path, directory: Path, half: bool = False, scales: Any = None) -> None:
         write_graph(source, directory, half)
         edit_tensor(directory, "model.layers.0.mlp.down_proj.weight", add_to_one((0, 0), 1.0))
 

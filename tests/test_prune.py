@@ -4,7 +4,6 @@ import pytest
 import torch
 import transformers
 
-from compress.calibration import calibration_samples
 from compress.importance import importance_scores, load_scores, magnitude_scores, random_scores
 from compress.prune import kept_layers, prune
 from compress.prune_line import Plan, prune_line
@@ -12,6 +11,7 @@ from compress.prune_search import rounds_to
 from compress.prune_stage import Cut, prune_stage, target_shape
 from compress.recovery import Recovery
 from compress.shapes import Shape, candidate_shapes, shape_for_share, share_for_megabytes
+from sportsllm.calibration import calibration_samples
 from sportsllm.checkpoint import load_checkpoint
 from sportsllm.config import load_config
 from sportsllm.errors import ArtifactError, UsageError
