@@ -91,6 +91,15 @@ class PackedTensors:
         }
 
 
+def packed_bytes(rows: int, columns: int, bits: int, precision: Precision) -> int:
+    """What a matrix takes: numbers, scales and zero points; 32 bits are not packed."""
+    if bits == 32:
+        return 4 * rows * columns
+    groups = -(-columns // precision.block_size)
+    zeros = 0 if precision.symmetric else -(-groups * bits // 8)
+    return rows * (groups * (precision.block_size * bits // 8 + 4) + zeros)
+
+
 def packed_tensors(packed: QuantizedWeight) -> dict[str, Tensor]:
     """A packed matrix's tensors, by the last part of their names."""
     arrays = {"weight_packed": packed.packed, "weight_scale": packed.scales, "weight_zero_point": packed.zero_points}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from compress.calibrated import quantize_calibrated
 from compress.packing import EMBEDDING, HEAD, PackedTensors, Precision
 from compress.qad import pack_trained, round_in_training
 from compress.recovery import Recovery, prepare_recovery, recover
+from compress.sensitivity import Group, bits_of_layers, choose_bits, measure_groups, spare_bytes
 from sportsllm.artifacts import Stage, run_stage
 from sportsllm.calibration import calibration_samples
 from sportsllm.checkpoint import (
@@ -32,6 +34,7 @@ from sportsllm.tokenizer import load_tokenizer
 METHODS = ("rtn", "mse", "gptq")
 CALIBRATED = ("gptq",)
 SAMPLES, SAMPLE_TOKENS = 128, 512
+SENSITIVITY_SAMPLES = 16
 
 
 def quantize_text_free(checkpoint: Path, config: ModelConfig, packed: PackedTensors, search: bool) -> None:
@@ -70,6 +73,8 @@ def quantize(
     method: str | None = None,
     calibration: Sequence[Path] = (),
     samples: int | None = None,
+    bits_per_weight: float | None = None,
+    size_mb: float | None = None,
     recovery: Recovery | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
@@ -83,6 +88,7 @@ def quantize(
             calibration text); if not given, gptq where there is calibration text or training, else mse.
         calibration: text files, never held-out ones; those that the checkpoint was made from if not given.
         samples: pieces of at most 512 tokens that are read; 128 if not given, or what there is.
+        bits_per_weight, size_mb: budget for a mixture with 8 bits, see `compress.sensitivity.spare_bytes`.
         recovery: training as rounded, see `compress.qad`.
         resume: go on with an interrupted training.
 
@@ -93,19 +99,22 @@ def quantize(
         UsageError: a method that is not known, or calibration text for one that reads none.
         ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
     """
+    mixed = bits_per_weight is not None or size_mb is not None
     chosen = method or ("gptq" if calibration or recovery else "mse")
     if chosen not in METHODS:
         raise UsageError(f"--method {method!r} is not known; choose one of {', '.join(METHODS)}")
-    if chosen not in CALIBRATED and (calibration or samples):
+    reads_text = chosen in CALIBRATED or mixed
+    if not reads_text and (calibration or samples):
         raise UsageError(f"--method {chosen} reads no calibration text; leave it out, or choose gptq")
     if quantization_config(checkpoint) is not None:
         raise ArtifactError(f"{checkpoint}: is quantized already; give the unquantized checkpoint")
     corpus = manifest_setting(checkpoint, "corpus")
     files = list(calibration) or [Path(name) for name in corpus or []]
-    if chosen in CALIBRATED and not files:
+    if reads_text and not files:
+        asked = f"--method {chosen}" if chosen in CALIBRATED else "mixing precisions"
         raise UsageError(
-            f"--method {chosen} needs calibration text, and {checkpoint} does not say what it was made from; "
-            "give --calibration FILE, or --method mse, which needs none"
+            f"{asked} needs calibration text, and {checkpoint} does not say what it was made from; "
+            "give --calibration FILE, or --method mse with one precision, which needs none"
         )
     settings = {
         "checkpoint": str(checkpoint),
@@ -118,10 +127,13 @@ def quantize(
         "valid": manifest_setting(checkpoint, "valid"),
     }
     parents = [checkpoint]
-    if chosen in CALIBRATED:
+    if reads_text:
         settings |= {"calibration": [str(path) for path in files], "samples": samples}
         parents += files
-    config, signals = load_config(checkpoint), None
+    config, signals, spare = load_config(checkpoint), None, 0
+    if mixed:
+        spare = spare_bytes(config, precision, bits_per_weight, size_mb)
+        settings |= {"bits_per_weight": bits_per_weight, "size_mb": size_mb}
     if recovery is not None:
         signals = prepare_recovery(recovery, checkpoint, config)
         settings |= recovery.settings(checkpoint)
@@ -130,9 +142,14 @@ def quantize(
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
-        packed = PackedTensors(precision)
+        read = calibration_text(checkpoint, config, files, samples) if reads_text else []
+        groups: list[Group] = []
+        final = precision
+        if mixed:
+            groups = measure_groups(load_checkpoint(checkpoint), precision, read[:SENSITIVITY_SAMPLES])
+            final = choose_bits(precision, groups, spare)
+        packed = PackedTensors(final)
         if chosen in CALIBRATED:
-            read = calibration_text(checkpoint, config, files, samples)
             quantize_calibrated(checkpoint, config, packed, read)
         else:
             quantize_text_free(checkpoint, config, packed, search=chosen == "mse")
@@ -161,6 +178,8 @@ def quantize(
             "block_size": precision.block_size,
             "head_bits": precision.head_bits,
             "symmetric": precision.symmetric,
+            "bits_per_weight": bits_of_layers(config, final),
+            "sensitivity": [dataclasses.asdict(group) | {"bits": final.of(group.modules[0])} for group in groups],
             "seconds": time.perf_counter() - started,
         }
 

@@ -34,6 +34,12 @@ def quantize(
         bool,
         typer.Option("--symmetric/--asymmetric", help="Zero in the middle of the range, or a zero point a block."),
     ] = True,
+    bits_per_weight: Annotated[
+        float | None, typer.Option(help="Mix 4 and 8 bits, by measurement, to so many on average in the layers.")
+    ] = None,
+    size_mb: Annotated[
+        float | None, typer.Option(help="Mix 4 and 8 bits, by measurement, to weights of so many MB (10^6) in all.")
+    ] = None,
     calibration: options.CalibrationText = None,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Pieces of calibration text; up to 128 if not given.")
@@ -76,13 +82,19 @@ def quantize(
         method=method,
         calibration=calibration or [],
         samples=samples,
+        bits_per_weight=bits_per_weight,
+        size_mb=size_mb,
         recovery=None if qad is None else _recovery(checkpoint, qad, parameters),
         resume=resume,
     )
     output().print(
         f"{out}: {result['parameters']:,} parameters in {result['size_bytes'] / 1e6:.2f} MB, "
-        f"INT{bits} blocks of {block_size} by {result['method']}, embedding and head {head_bits} bits"
+        f"INT{bits} blocks of {block_size} by {result['method']}, "
+        f"{result['bits_per_weight']:.2f} bits a weight with scales, embedding and head {head_bits} bits"
     )
+    if result["sensitivity"]:
+        raised = [", ".join(group["modules"]) for group in result["sensitivity"] if group["bits"] > bits]
+        output().print(f"at 8 bits: {'; '.join(raised) or 'no matrix fits the budget'}")
     if result.get("valid_bits_per_byte"):
         output().print(
             f"bits per byte {result['bits_per_byte_before_recovery']:.4f} rounded, "
