@@ -7,7 +7,7 @@
     name = "teacher"              # writes runs/quickstart/teacher
     command = "train"
     model = "tiny-1m"
-    corpus = ["@corpus/train.jsonl"]     # @name is another stage's output
+    corpus = ["@corpus/train.jsonl"]     # @name is another stage's output, @out the folder of all of them
 
     [defaults.train]                     # settings of every stage of a command, unless it has its own
     seed = 1
@@ -38,6 +38,7 @@ from sportsllm.errors import SportsLLMError, UsageError
 from sportsllm.options import COMMANDS, load_command
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+_FOLDER = "out"  # what stands for the recipe's folder
 _KEPT_AS = {"eval": ".json", "bench": ".json", "generate": ".txt"}  # commands whose result is a file
 _STAGE_KEYS = {"name", "command", "optional"}
 
@@ -86,7 +87,7 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
     problems += [f"defaults.{key}: command {key!r} is not known" for key in sorted(set(defaults) - set(COMMANDS))]
     base = out or Path(str(data.get("out") or Path("runs") / path.stem))
     stages: list[RecipeStage] = []
-    known: dict[str, Path] = {}
+    known: dict[str, Path] = {_FOLDER: base}
     entries = data.get("stage", [])
     if not isinstance(entries, list) or not entries:
         raise UsageError(f"{path}: has no [[stage]]; add at least one")
@@ -99,7 +100,7 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
         if not _NAME.fullmatch(name):
             problems.append(f"{where}: name must be of a-z, 0-9, '.', '_' and '-'")
         if name in known:
-            problems.append(f"{where}: the name is used twice")
+            problems.append(f"{where}: the name is {'not free' if name == _FOLDER else 'used twice'}")
         if command not in COMMANDS or command == "run":
             problems.append(f"{where}: command {command!r} is not known")
             continue
@@ -132,7 +133,8 @@ def _resolve(value: Any, known: dict[str, Path]) -> tuple[Any, list[str], set[st
             if stage not in known:
                 errors.append(f"{item!r} names no earlier stage")
                 return item
-            needs.add(stage)
+            if stage != _FOLDER:
+                needs.add(stage)
             return str(known[stage]) + slash + rest
         return item
 

@@ -97,6 +97,20 @@ steps = -4
     assert "\n" not in message
 
 
+def test_out_is_the_folder_of_all_stages(tmp_path: Path) -> None:
+    text = """
+[[stage]]
+name = "first"
+command = "sample"
+checkpoint = "@out/elsewhere"
+"""
+    recipe = load_recipe(write(tmp_path, text), tmp_path / "there")
+    assert recipe.stages[0].settings["checkpoint"] == str(tmp_path / "there" / "elsewhere")
+    assert recipe.stages[0].needs == frozenset()
+    with pytest.raises(UsageError, match="the name is not free"):
+        load_recipe(write(tmp_path, text.replace("first", "out")))
+
+
 @pytest.mark.parametrize(("text", "message"), [("name = ", "not valid TOML"), ("name = 'x'", "has no")])
 def test_unreadable_recipes(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
