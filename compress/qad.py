@@ -2,8 +2,8 @@
 
 Every matrix of a layer keeps a full-precision twin. The forward pass multiplies by the twin rounded to the grid, and
 the gradient reaches the twin as if nothing had been rounded, unless the number lies beyond the grid's ends
-(straight-through estimation, https://arxiv.org/abs/1308.3432). Scales move too, by the rounding's own derivative
-(https://arxiv.org/abs/1902.08153); zero points stay. Embedding and head stay as they were packed.
+(straight-through estimation, https://arxiv.org/abs/1308.3432). Scales and zero points stay: letting scales move by the
+rounding's own derivative (https://arxiv.org/abs/1902.08153) gained nothing (docs/log.md). So do embedding and head.
 Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row.
 """
 
@@ -32,21 +32,17 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, twin_NK: Tensor, scale_NK: Tensor, zero_NK: Tensor, bits: int) -> Tensor:
         steps = twin_NK / scale_NK
-        levels = nearest(twin_NK, scale_NK, zero_NK, bits) - zero_NK
-        inside = (steps >= -zero_NK - 0.5) & (steps <= 2.0**bits - 0.5 - zero_NK)
-        # The derivative by the scale: the level, less the steps where a small move of the scale changes no level.
-        ctx.save_for_backward(inside, torch.where(inside, levels - steps, levels))
-        return levels * scale_NK
+        ctx.save_for_backward((steps >= -zero_NK - 0.5) & (steps <= 2.0**bits - 0.5 - zero_NK))
+        return (nearest(twin_NK, scale_NK, zero_NK, bits) - zero_NK) * scale_NK
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        inside, by_scale = ctx.saved_tensors
-        (gradient,) = gradients
-        return gradient * inside, gradient * by_scale, None, None
+        (inside,), (gradient,) = ctx.saved_tensors, gradients
+        return gradient * inside, None, None, None
 
 
 class RoundedLinear(nn.Module):
-    """y = x Q(W)^T + b, Q rounding W to a grid whose scales are learned."""
+    """y = x Q(W)^T + b, Q rounding W to the grid of a packed matrix."""
 
     scales_NG: Tensor
     zeros_NG: Tensor
@@ -65,21 +61,19 @@ class RoundedLinear(nn.Module):
         scales = torch.from_numpy(packed.scales)
         self.register_buffer("scales_NG", torch.where(scales == 0, torch.ones_like(scales), scales))
         self.register_buffer("zeros_NG", torch.from_numpy(packed.zero_point_values()))
-        self.gain_NG = nn.Parameter(torch.zeros_like(scales))  # log of how far a scale has moved
         start = torch.from_numpy(packed.dequantize())
         reach = _LEAN * self._columns(self.scales_NG).abs()
         self.twin_NK = nn.Parameter(start + torch.clamp(full_NK - start, -reach, reach))
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = self._columns(self.scales_NG * self.gain_NG.exp())
-        weight = cast(Tensor, cast(Any, _Rounded).apply(self.twin_NK, scale, self._columns(self.zeros_NG), self.bits))
+        scale, zero = self._columns(self.scales_NG), self._columns(self.zeros_NG)
+        weight = cast(Tensor, cast(Any, _Rounded).apply(self.twin_NK, scale, zero, self.bits))
         return F.linear(x, weight, self.bias)
 
     def pack(self) -> QuantizedWeight:
         """The matrix that the forward pass multiplies by."""
-        scales = (self.scales_NG * self.gain_NG.exp()).detach().cpu()
-        grid = Grid(scales, self.zeros_NG.cpu(), self.bits, self.block_size, self.symmetric)
+        grid = Grid(self.scales_NG.cpu(), self.zeros_NG.cpu(), self.bits, self.block_size, self.symmetric)
         return grid.pack(grid.round(self.twin_NK.detach().cpu()))
 
     def _columns(self, by_block_NG: Tensor) -> Tensor:

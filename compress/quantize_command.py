@@ -51,7 +51,7 @@ def quantize(
     valid: options.Valid = None,
     kl_weight: Annotated[
         str | None,
-        typer.Option(help="Share of the divergence in --qad's loss; the rest is cross-entropy. [default: 1]"),
+        typer.Option(help="Share of the divergence in --qad's loss; the rest is cross-entropy. [default: 0.5]"),
     ] = None,
     signals: flags.Signals = None,
     sequence: options.Sequence = None,
@@ -108,8 +108,7 @@ _TRAINING = ("sequence", "batch_size", "accumulation", "learning_rate", "schedul
 
 def _recovery(checkpoint: Path, tokens: int, parameters: dict[str, Any]) -> Recovery:
     from compress.distill import teacher_corpus
-    from compress.losses import parse_kl_weight
-    from compress.objective import Objective
+    from compress.objective import Objective, chosen_kl_weight
     from compress.recovery import Recovery
     from sportsllm.stages import train_config
     from sportsllm.train import TrainConfig
@@ -117,10 +116,10 @@ def _recovery(checkpoint: Path, tokens: int, parameters: dict[str, Any]) -> Reco
     # Full-precision twins are near their place and decay would only pull them away from it.
     base = TrainConfig(seed=parameters["seed"], learning_rate=_QAD_RATE, weight_decay=0.0)
     corpus, valid = parameters["corpus"], parameters["valid"]
-    weight = "1" if parameters["kl_weight"] is None else str(parameters["kl_weight"])
+    weight = None if parameters["kl_weight"] is None else str(parameters["kl_weight"])
     return Recovery(
         config=train_config(base, tokens, options.picked(parameters, _TRAINING), parameters["set"] or []),
         corpus=tuple(corpus or teacher_corpus(checkpoint, "corpus")),
         valid=tuple(valid or ([] if corpus else teacher_corpus(checkpoint, "valid"))),
-        objective=Objective(kl_weight=parse_kl_weight(weight), signals=parameters["signals"]),
+        objective=Objective(kl_weight=chosen_kl_weight(weight, fresh=False), signals=parameters["signals"]),
     )
