@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from compress.gptq import gptq_weight
+from compress.grid import fit_grid
 from compress.packing import EMBEDDING, HEAD, PackedTensors
 from compress.reconstruct import Fit, fit_layer, through
+from compress.scaling import scale_block
 from sportsllm.checkpoint import TensorFiles, load_block, read_ends
 from sportsllm.config import ModelConfig
 from sportsllm.console import progress_bar
-from sportsllm.quantized import QuantizedWeight
 from sportsllm.rope import rope_tables
 
 # Pull towards the given weights, as a share of the inputs' mean square; see `compress.reconstruct`.
@@ -30,7 +31,14 @@ RIDGE = 1e-2
 
 @torch.no_grad()
 def quantize_calibrated(
-    checkpoint: Path, config: ModelConfig, packed: PackedTensors, samples: Sequence[Tensor], ridge: float = RIDGE
+    checkpoint: Path,
+    config: ModelConfig,
+    packed: PackedTensors,
+    samples: Sequence[Tensor],
+    *,
+    scaled: bool = False,
+    fitted: bool = True,
+    ridge: float = RIDGE,
 ) -> None:
     """Fill `packed` with the quantized model.
 
@@ -39,6 +47,8 @@ def quantize_calibrated(
         config: its shape.
         packed: empty.
         samples: calibration token ids, each (B, T).
+        scaled: scale each layer first, see `compress.scaling`.
+        fitted: by fit and GPTQ; else by the grid of least squared error, columns counting as their inputs are strong.
         ridge: see the module.
     """
     rope = tuple(map(torch.from_numpy, rope_tables(config, config.max_position_embeddings)))
@@ -51,16 +61,16 @@ def quantize_calibrated(
     del embedding, stored
     with progress_bar("quantize", config.num_hidden_layers) as bar:
         for layer in range(config.num_hidden_layers):
-            source = load_block(TensorFiles(checkpoint), config, layer)
+            source, prefix = load_block(TensorFiles(checkpoint), config, layer), f"model.layers.{layer}"
+            if scaled:
+                scale_block(source, full_BTD, (rope[0], rope[1]), packed.precision, prefix)
             block = copy.deepcopy(source)
             following = through(source, full_BTD, (rope[0], rope[1]))
-            prefix = f"model.layers.{layer}"
             names = {id(module): f"{prefix}.{name}" for name, module in block.named_modules()}
 
             def solve(_name: str, linear: nn.Linear, sums: Fit, names: dict[int, str] = names) -> None:
-                module = names[id(linear)]
-                wanted = sums.solve(linear.weight, ridge)
-                linear.weight.data = _add(packed, module, wanted, sums.gram_II)
+                wanted = sums.solve(linear.weight, ridge) if fitted else linear.weight
+                linear.weight.data = _add(packed, names[id(linear)], wanted, sums.gram_II.float(), fitted)
 
             fit_layer(block, source, (rope[0], rope[1]), (full_BTD, cut_BTD, following), solve)
             for name, parameter in block.named_parameters():
@@ -76,11 +86,14 @@ def quantize_calibrated(
             packed.add(name, tensor)
 
 
-def _add(packed: PackedTensors, module: str, weight_NK: Tensor, gram_KK: Tensor) -> Tensor:
+def _add(packed: PackedTensors, module: str, weight_NK: Tensor, gram_KK: Tensor, fitted: bool) -> Tensor:
     """Quantize one matrix; returns what it stands for, (N, K) float32."""
     precision = packed.precision
-    quantized: QuantizedWeight = gptq_weight(
-        weight_NK, gram_KK.float(), precision.of(module), precision.block_size, precision.symmetric
-    )
+    how = precision.of(module), precision.block_size, precision.symmetric
+    if fitted:
+        quantized = gptq_weight(weight_NK, gram_KK, *how)
+    else:
+        grid = fit_grid(weight_NK, *how, search=True, weights_K=gram_KK.diagonal())
+        quantized = grid.pack(grid.round(weight_NK))
     packed.add_packed(module, quantized)
     return torch.from_numpy(quantized.dequantize())

@@ -31,8 +31,8 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.stages import manifest_setting
 from sportsllm.tokenizer import load_tokenizer
 
-METHODS = ("rtn", "mse", "gptq")
-CALIBRATED = ("gptq",)
+METHODS = ("rtn", "mse", "awq", "gptq", "awq+gptq")
+CALIBRATED = ("awq", "gptq", "awq+gptq")
 SAMPLES, SAMPLE_TOKENS = 128, 512
 SENSITIVITY_SAMPLES = 16
 
@@ -84,8 +84,9 @@ def quantize(
         checkpoint: an unquantized checkpoint.
         out: directory to make.
         precision: bits of every matrix.
-        method: `rtn` (round to nearest), `mse` (the grid of least squared error first) or `gptq` (looks at
-            calibration text); if not given, gptq where there is calibration text or training, else mse.
+        method: `rtn` (round to nearest), `mse` (the grid of least squared error first), or those that look at
+            calibration text: `awq` (scales first), `gptq`, and both; if not given, gptq where there is calibration text
+            or training, else mse.
         calibration: text files, never held-out ones; those that the checkpoint was made from if not given.
         samples: pieces of at most 512 tokens that are read; 128 if not given, or what there is.
         bits_per_weight, size_mb: budget for a mixture with 8 bits, see `compress.sensitivity.spare_bytes`.
@@ -150,7 +151,8 @@ def quantize(
             final = choose_bits(precision, groups, spare)
         packed = PackedTensors(final)
         if chosen in CALIBRATED:
-            quantize_calibrated(checkpoint, config, packed, read)
+            how = {"scaled": "awq" in chosen, "fitted": "gptq" in chosen}
+            quantize_calibrated(checkpoint, config, packed, read, **how)
         else:
             quantize_text_free(checkpoint, config, packed, search=chosen == "mse")
         write_checkpoint(directory, config, packed.tensors, checkpoint, {"method": chosen, **packed.record()})

@@ -24,7 +24,7 @@ def quantize(
     method: Annotated[
         str | None,
         typer.Option(
-            help="rtn (round to nearest), mse (best grid first) or gptq (minds the inputs; reads calibration text). "
+            help="rtn (round to nearest), mse (best grid first), or with calibration text awq, gptq or awq+gptq. "
             "[default: gptq with --calibration or --qad, else mse]"
         ),
     ] = None,

@@ -101,10 +101,11 @@ def _through(model: SportsLLM, states_BTD: list[Tensor], layers: range) -> list[
 
 def through(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
     """A layer's outputs."""
-    return [block(x, _first(rope, x), None, None) for x in states_BTD]
+    return [block(x, first_positions(rope, x), None, None) for x in states_BTD]
 
 
-def _first(rope: Rope, x_BTD: Tensor) -> Rope:
+def first_positions(rope: Rope, x_BTD: Tensor) -> Rope:
+    """The tables of the first T positions, for x (B, T, D)."""
     length = x_BTD.shape[1]
     return rope[0][:length], rope[1][:length]
 
@@ -161,11 +162,15 @@ def fit_layer(
         """The input of o_proj."""
         caught: list[Tensor] = []
         handle = block.self_attn.o_proj.register_forward_pre_hook(lambda _module, args: caught.append(args[0]))
-        block.self_attn(block.input_layernorm(x_BTD), _first(rope, x_BTD), None, None)
+        block.self_attn(block.input_layernorm(x_BTD), first_positions(rope, x_BTD), None, None)
         handle.remove()
         return caught[0]
 
-    middle_BTD = [x + source.self_attn(source.input_layernorm(x), _first(rope, x), None, None) for x in full_BTD]
+    def after_attention(owner: Block, x_BTD: Tensor) -> Tensor:
+        attended = owner.self_attn(owner.input_layernorm(x_BTD), first_positions(rope, x_BTD), None, None)
+        return cast(Tensor, x_BTD + attended)
+
+    middle_BTD = [after_attention(source, x) for x in full_BTD]
     fit(_INPUT_SIDE[0], attention_inputs)
     fit(
         ["o_proj"],
@@ -174,7 +179,7 @@ def fit_layer(
             [middle_BTD[number][..., hidden] - cut_BTD[number]],
         ),
     )
-    cut_middle = [x + block.self_attn(block.input_layernorm(x), _first(rope, x), None, None) for x in cut_BTD]
+    cut_middle = [after_attention(block, x) for x in cut_BTD]
 
     def mlp_inputs(number: int) -> tuple[Tensor, list[Tensor]]:
         normed = source.post_attention_layernorm(middle_BTD[number])

@@ -1,0 +1,56 @@
+"""Scaling folded into neighbours: the layer computes the same, and rounds better."""
+
+import copy
+
+import pytest
+import torch
+
+from compress.packing import Precision, round_weight
+from compress.reconstruct import through
+from compress.scaling import scale_block
+from tests.conftest import tiny_model
+
+
+def uneven(model: torch.nn.Module) -> None:
+    """Some channels of the norms are far stronger than the others, as in trained models."""
+    for name, parameter in model.named_parameters():
+        if "layernorm" in name:
+            parameter.data[::7] *= 12
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}, {"qk_norm": True}])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@torch.no_grad()
+def test_the_layer_computes_the_same(changes: dict[str, bool], kv_heads: int) -> None:
+    model = tiny_model(num_key_value_heads=kv_heads, **changes)
+    uneven(model)
+    rope = (model.rope_cos, model.rope_sin)
+    draw = torch.Generator().manual_seed(0)
+    states = [torch.randn(1, length, 64, generator=draw) for length in (40, 25)]
+    block = model.model.layers[1]
+    before, weights = through(block, states, rope), copy.deepcopy(block.state_dict())
+    scale_block(block, states, rope, Precision(), "model.layers.1")
+    changed = [name for name, value in block.state_dict().items() if not torch.equal(value, weights[name])]
+    assert {"self_attn.q_proj.weight", "input_layernorm.weight", "mlp.up_proj.weight"} <= set(changed)
+    for found, wanted in zip(through(block, states, rope), before, strict=True):
+        assert torch.allclose(found, wanted, atol=1e-4 * float(wanted.abs().max()))
+
+
+@torch.no_grad()
+def test_strong_inputs_get_finer_steps() -> None:
+    model = tiny_model(std=0.05)
+    uneven(model)
+    rope = (model.rope_cos, model.rope_sin)
+    states = [torch.randn(1, 60, 64, generator=torch.Generator().manual_seed(0))]
+    wanted = through(model.model.layers[0], states, rope)[0]
+    errors = []
+    for scaled in (False, True):
+        block = copy.deepcopy(model.model.layers[0])
+        if scaled:
+            scale_block(block, states, rope, Precision(), "model.layers.0")
+        for module in block.modules():
+            if isinstance(module, torch.nn.Linear):
+                rounded = round_weight(module.weight, 4, Precision(), search=False)
+                module.weight.data = torch.from_numpy(rounded.dequantize())
+        errors.append(float((through(block, states, rope)[0] - wanted).square().mean()))
+    assert errors[1] < 0.7 * errors[0]
