@@ -22,7 +22,7 @@ from compress.grid import Grid, fit_grid, nearest, searched_range, split_blocks
 from sportsllm.quantized import QuantizedWeight
 
 DAMPING = 0.01  # of H's mean diagonal: the paper's
-ROUNDS = 3  # of `descend` and `fit_scales` in turn
+ROUNDS = 2  # of `descend` and `fit_scales` in turn
 _PANEL = 128  # columns whose moves are gathered before they reach the columns behind them
 
 
@@ -120,7 +120,7 @@ def gptq(
     return dataclasses.replace(grid, scales_NG=scales, zeros_NG=zeros), unsorted
 
 
-def descend(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor, sweeps: int = 2) -> Tensor:
+def descend(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor, sweeps: int = 1) -> Tensor:
     """Move one column after the other to the whole numbers of least error, all the others held; never worse.
 
     Args:

@@ -33,7 +33,7 @@ from sportsllm.tokenizer import load_tokenizer
 
 METHODS = ("rtn", "mse", "awq", "gptq", "awq+gptq")
 CALIBRATED = ("awq", "gptq", "awq+gptq")
-SAMPLES, SAMPLE_TOKENS = 128, 512
+SAMPLES, SAMPLE_TOKENS = 64, 512
 SENSITIVITY_SAMPLES = 16
 
 
@@ -88,7 +88,7 @@ def quantize(
             calibration text: `awq` (scales first), `gptq`, and both; if not given, gptq where there is calibration text
             or training, else mse.
         calibration: text files, never held-out ones; those that the checkpoint was made from if not given.
-        samples: pieces of at most 512 tokens that are read; 128 if not given, or what there is.
+        samples: pieces of at most 512 tokens that are read; 64 if not given, or what there is.
         bits_per_weight, size_mb: budget for a mixture with 8 bits, see `compress.sensitivity.spare_bytes`.
         recovery: training as rounded, see `compress.qad`.
         resume: go on with an interrupted training.

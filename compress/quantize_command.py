@@ -42,7 +42,7 @@ def quantize(
     ] = None,
     calibration: options.CalibrationText = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Pieces of calibration text; up to 128 if not given.")
+        int | None, typer.Option(min=1, help="Pieces of calibration text; up to 64 if not given.")
     ] = None,
     qad: Annotated[
         int | None, typer.Option("--qad", min=1, help="Train on so many tokens as rounded, towards the full model.")

@@ -16,7 +16,7 @@ Shape suffixes: N tokens, I inputs, O outputs, B samples, T tokens of one, D hid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -40,14 +40,15 @@ class Fit:
     cross_OI: Tensor
 
     @staticmethod
-    def of(linear: nn.Linear) -> Fit:
-        outputs, inputs = linear.weight.shape
-        zeros = torch.zeros(inputs + outputs, inputs, dtype=torch.float64)
-        return Fit(zeros[:inputs], zeros[inputs:])
-
-    def add(self, inputs_NI: Tensor, targets_NO: Tensor) -> None:
-        self.gram_II += (inputs_NI.T @ inputs_NI).double()
-        self.cross_OI += (targets_NO.T @ inputs_NI).double()
+    def over(samples: Iterable[tuple[Tensor, Tensor]]) -> Fit:
+        """Sums over pairs of inputs (..., I) and targets (..., O)."""
+        sums: Fit | None = None
+        for inputs, targets in samples:
+            inputs_NI, targets_NO = inputs.flatten(0, -2), targets.flatten(0, -2)
+            gram, cross = (inputs_NI.T @ inputs_NI).double(), (targets_NO.T @ inputs_NI).double()
+            sums = Fit(gram, cross) if sums is None else Fit(sums.gram_II.add_(gram), sums.cross_OI.add_(cross))
+        assert sums is not None, "there are samples"
+        return sums
 
     def solve(self, weight_OI: Tensor, ridge: float) -> Tensor:
         """The weights of least squared error, pulled towards the given ones; float32, (O, I)."""
@@ -133,30 +134,36 @@ def fit_layer(
     """
     full_BTD, cut_BTD, following_BTD = states_BTD
 
-    def fit(names: Sequence[str], values: Callable[[int], tuple[Tensor, list[Tensor]]]) -> None:
-        """`values` gives for a sample the matrices' common input and the outputs wanted, one for each."""
-        linears = [projections[name] for name in names]
-        fits = [Fit.of(linear) for linear in linears]
-        for number in range(len(cut_BTD)):
-            inputs, targets = values(number)
-            for linear, sums, target in zip(linears, fits, targets, strict=True):
-                if linear.bias is not None:
-                    target = target - linear.bias
-                sums.add(inputs.flatten(0, 1), target.flatten(0, 1))
-        for name, linear, sums in zip(names, linears, fits, strict=True):
-            solve(name, linear, sums)
-
     def stay(name: str) -> Tensor | slice:
         return slice(None) if rows is None else rows[name]
 
     projections = cast(dict[str, nn.Linear], {**block.self_attn._modules, **block.mlp._modules})
     wanted = cast(dict[str, nn.Linear], {**source.self_attn._modules, **source.mlp._modules})
 
-    def attention_inputs(number: int) -> tuple[Tensor, list[Tensor]]:
-        normed = source.input_layernorm(full_BTD[number])
-        return block.input_layernorm(cut_BTD[number]), [
-            wanted[name](normed)[..., stay(name)] for name in _INPUT_SIDE[0]
-        ]
+    def fit_readers(names: Sequence[str], pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Matrices that read the same input; a pair is the changed model's and the full one's.
+
+        What the full model gives is W times its input, so that one sum of products of inputs serves them all. Biases
+        are the same on both sides.
+        """
+        sums = Fit.over(pairs)
+        for name in names:
+            cross_OI = wanted[name].weight.double() @ sums.cross_OI
+            solve(name, projections[name], Fit(sums.gram_II, cross_OI[stay(name)]))
+
+    def fit_writer(
+        name: str, inputs: Callable[[int], Tensor], after: Sequence[Tensor], before: Sequence[Tensor]
+    ) -> None:
+        """The matrix that leads the residual stream from `before` to `after`."""
+        bias = projections[name].bias
+        solve(
+            name,
+            projections[name],
+            Fit.over(
+                (inputs(number), after[number][..., hidden] - before[number] - (0.0 if bias is None else bias))
+                for number in range(len(before))
+            ),
+        )
 
     def mixed_values(x_BTD: Tensor) -> Tensor:
         """The input of o_proj."""
@@ -171,26 +178,15 @@ def fit_layer(
         return cast(Tensor, x_BTD + attended)
 
     middle_BTD = [after_attention(source, x) for x in full_BTD]
-    fit(_INPUT_SIDE[0], attention_inputs)
-    fit(
-        ["o_proj"],
-        lambda number: (
-            mixed_values(cut_BTD[number]),
-            [middle_BTD[number][..., hidden] - cut_BTD[number]],
-        ),
-    )
+    attention_inputs = zip(map(block.input_layernorm, cut_BTD), map(source.input_layernorm, full_BTD), strict=True)
+    fit_readers(_INPUT_SIDE[0], attention_inputs)
+    fit_writer("o_proj", lambda number: mixed_values(cut_BTD[number]), middle_BTD, cut_BTD)
     cut_middle = [after_attention(block, x) for x in cut_BTD]
+    norms = block.post_attention_layernorm, source.post_attention_layernorm
+    fit_readers(_INPUT_SIDE[1], zip(map(norms[0], cut_middle), map(norms[1], middle_BTD), strict=True))
 
-    def mlp_inputs(number: int) -> tuple[Tensor, list[Tensor]]:
-        normed = source.post_attention_layernorm(middle_BTD[number])
-        targets = [wanted[name](normed)[..., stay(name)] for name in _INPUT_SIDE[1]]
-        return block.post_attention_layernorm(cut_middle[number]), targets
-
-    fit(_INPUT_SIDE[1], mlp_inputs)
-
-    def neurons(number: int) -> tuple[Tensor, list[Tensor]]:
+    def neurons(number: int) -> Tensor:
         normed = block.post_attention_layernorm(cut_middle[number])
-        inner = nn.functional.silu(projections["gate_proj"](normed)) * projections["up_proj"](normed)
-        return inner, [following_BTD[number][..., hidden] - cut_middle[number]]
+        return cast(Tensor, nn.functional.silu(projections["gate_proj"](normed)) * projections["up_proj"](normed))
 
-    fit(["down_proj"], neurons)
+    fit_writer("down_proj", neurons, following_BTD, cut_middle)
