@@ -24,7 +24,7 @@ from sportsllm.stages import manifest_setting
 from sportsllm.tokenizer import load_tokenizer
 
 PRECISIONS = ("fp32", "int8")
-SAMPLES, SAMPLE_TOKENS = 64, 512
+SAMPLES, SAMPLE_TOKENS = 16, 512
 # Ranges that are tried, as shares of the largest number seen; more than all of it leaves room for what was not.
 _SHARES = torch.linspace(0.4, 1.2, 33).tolist()
 _TOP = 127.0
