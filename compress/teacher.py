@@ -34,7 +34,7 @@ def load_teacher(directory: Path, precision: str) -> SportsLLM:
     """
     if precision not in PRECISIONS:
         raise UsageError(f"--teacher-precision {precision!r} is not known; use one of {', '.join(PRECISIONS)}")
-    native = resolve_precision("auto", torch.device("cpu")) is not None  # emulated bfloat16 is 50 times slower
+    native = resolve_precision("auto", torch.device("cpu")) is not None  # emulated bfloat16 is six times slower
     if precision == "auto":
         precision = "bf16" if native else "fp32"
         say(f"teacher precision: {precision}")
