@@ -36,7 +36,7 @@ def quantize_calibrated(
     packed: PackedTensors,
     samples: Sequence[Tensor],
     *,
-    scaled: bool = False,
+    scaled: str | None = None,
     fitted: bool = True,
     ridge: float = RIDGE,
 ) -> None:
@@ -47,7 +47,7 @@ def quantize_calibrated(
         config: its shape.
         packed: empty.
         samples: calibration token ids, each (B, T).
-        scaled: scale each layer first, see `compress.scaling`.
+        scaled: scale each layer first, by a rule of `compress.scaling`.
         fitted: by fit and GPTQ; else by the grid of least squared error, columns counting as their inputs are strong.
         ridge: see the module.
     """
@@ -62,8 +62,8 @@ def quantize_calibrated(
     with progress_bar("quantize", config.num_hidden_layers) as bar:
         for layer in range(config.num_hidden_layers):
             source, prefix = load_block(TensorFiles(checkpoint), config, layer), f"model.layers.{layer}"
-            if scaled:
-                scale_block(source, full_BTD, (rope[0], rope[1]), packed.precision, prefix)
+            if scaled is not None:
+                scale_block(source, full_BTD, (rope[0], rope[1]), packed.precision, prefix, scaled)
             block = copy.deepcopy(source)
             following = through(source, full_BTD, (rope[0], rope[1]))
             names = {id(module): f"{prefix}.{name}" for name, module in block.named_modules()}
@@ -88,8 +88,7 @@ def quantize_calibrated(
 
 def _add(packed: PackedTensors, module: str, weight_NK: Tensor, gram_KK: Tensor, fitted: bool) -> Tensor:
     """Quantize one matrix; returns what it stands for, (N, K) float32."""
-    precision = packed.precision
-    how = precision.of(module), precision.block_size, precision.symmetric
+    how = packed.precision.grid(module, weight_NK.shape[1])
     if fitted:
         quantized = gptq_weight(weight_NK, gram_KK, *how)
     else:

@@ -1,4 +1,4 @@
-"""The runtime's grid: each block of a row has a scale and a zero point, and holds whole numbers of 4 or 8 bits.
+"""The runtime's grid: each block of a row has a scale and a zero point, and holds whole numbers of 4, 7 or 8 bits.
 
 Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row, S numbers of a block.
 """
@@ -12,16 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sportsllm.errors import UsageError
-from sportsllm.quantized import BITS, BLOCK_SIZES, QuantizedWeight, pack
+from sportsllm.quantized import BITS, BLOCK_SIZES, ROW_BITS, QuantizedWeight, pack
 
 # Ranges that are tried, as shares of the range that holds every number. At 4 bits a block without outliers may also
 # gain from a wider one, since the symmetric grid reaches 8 steps to one side and 7 to the other.
-_SHARES = {4: (0.5, 1.15, 27), 8: (0.9, 1.02, 7)}
+# Whole rows have more outliers to cut off.
+_SHARES = {4: (0.5, 1.15, 27), ROW_BITS: (0.6, 1.02, 15), 8: (0.9, 1.02, 7)}
 
 
 def check_grid(bits: int, block_size: int) -> None:
-    """Refuse what MatMulNBits has no kernel for."""
-    if bits not in BITS:
+    """Refuse what the runtime has no kernel for."""
+    if bits not in (*BITS, ROW_BITS):
         raise UsageError(f"--bits is {bits}; choose one of {', '.join(map(str, BITS))}")
     if block_size not in BLOCK_SIZES:
         raise UsageError(f"--block-size is {block_size}; choose one of {', '.join(map(str, BLOCK_SIZES))}")
@@ -34,7 +35,7 @@ class Grid:
     Attributes:
         scales_NG: float32; 0 where a block has no number but 0.
         zeros_NG: zero points, whole numbers in float32.
-        bits: 4 or 8.
+        bits: 4 or 8, or ROW_BITS with one block a row.
         block_size: S.
         symmetric: whether every zero point is 2 ** (bits - 1).
     """
@@ -155,7 +156,6 @@ def fit_grid(
     weight_NK: Tensor, bits: int, block_size: int, symmetric: bool, *, search: bool, weights_K: Tensor | None = None
 ) -> Grid:
     """The grid of a matrix: `searched_range` where `search`, else `full_range`."""
-    check_grid(bits, block_size)
     blocks_NGS = split_blocks(weight_NK.float(), block_size)
     if not search:
         return Grid(*full_range(blocks_NGS, bits, symmetric), bits, block_size, symmetric)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compress.grid import check_grid, fit_grid
 from sportsllm.errors import UsageError
-from sportsllm.quantized import QuantizedWeight
+from sportsllm.quantized import ROW_BITS, QuantizedWeight, stored_bits
 
 HEAD_BITS = (4, 8, 32)
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -22,8 +22,8 @@ class Precision:
     """Bits of every matrix.
 
     Attributes:
-        bits: of the layers' matrices, 4 or 8.
-        block_size: numbers that share a scale, of all matrices.
+        bits: of the layers' matrices, 4 or 8, or ROW_BITS for the form with one scale a row.
+        block_size: numbers that share a scale, of all matrices that are stored in blocks.
         head_bits: of embedding and head; 32 leaves them alone.
         symmetric: zero in the middle of the range, or a zero point a block.
         modules: bits of single matrices of the layers, by name, where they are others.
@@ -37,12 +37,22 @@ class Precision:
 
     def __post_init__(self) -> None:
         check_grid(self.bits, self.block_size)
+        if self.bits == ROW_BITS and not self.symmetric:
+            raise UsageError("--per-row has no zero points; leave --asymmetric out")
         if self.head_bits not in HEAD_BITS:
             raise UsageError(f"--head-bits is {self.head_bits}; choose one of {', '.join(map(str, HEAD_BITS))}")
 
     def of(self, module: str) -> int:
         """Bits of a matrix, for example of `model.layers.0.mlp.up_proj`."""
         return self.head_bits if module in (EMBEDDING, HEAD) else self.modules.get(module, self.bits)
+
+    def grid(self, module: str, columns: int) -> tuple[int, int, bool]:
+        """Bits, block size and symmetry of a module's matrix with so many columns."""
+        return self.shaped(self.of(module), columns)
+
+    def shaped(self, bits: int, columns: int) -> tuple[int, int, bool]:
+        """The same of any matrix with `bits`."""
+        return bits, columns if bits == ROW_BITS else self.block_size, self.symmetric
 
 
 class PackedTensors:
@@ -95,9 +105,10 @@ def packed_bytes(rows: int, columns: int, bits: int, precision: Precision) -> in
     """What a matrix takes: numbers, scales and zero points; 32 bits are not packed."""
     if bits == 32:
         return 4 * rows * columns
-    groups = -(-columns // precision.block_size)
-    zeros = 0 if precision.symmetric else -(-groups * bits // 8)
-    return rows * (groups * (precision.block_size * bits // 8 + 4) + zeros)
+    _, block, symmetric = precision.shaped(bits, columns)
+    groups = -(-columns // block)
+    zeros = 0 if symmetric else -(-groups * bits // 8)
+    return rows * (groups * (block * stored_bits(bits) // 8 + 4) + zeros)
 
 
 def packed_tensors(packed: QuantizedWeight) -> dict[str, Tensor]:
@@ -108,5 +119,5 @@ def packed_tensors(packed: QuantizedWeight) -> dict[str, Tensor]:
 
 def round_weight(weight_NK: Tensor, bits: int, precision: Precision, search: bool) -> QuantizedWeight:
     """Every number to the nearest of its block's grid; `search` as in `compress.grid.fit_grid`."""
-    grid = fit_grid(weight_NK, bits, precision.block_size, precision.symmetric, search=search)
+    grid = fit_grid(weight_NK, *precision.shaped(bits, weight_NK.shape[1]), search=search)
     return grid.pack(grid.round(weight_NK.float()))

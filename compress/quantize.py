@@ -14,6 +14,7 @@ from compress.calibrated import quantize_calibrated
 from compress.packing import EMBEDDING, HEAD, PackedTensors, Precision
 from compress.qad import pack_trained, round_in_training
 from compress.recovery import Recovery, prepare_recovery, recover
+from compress.scaling import RULES
 from compress.sensitivity import Group, bits_of_layers, choose_bits, measure_groups, spare_bytes
 from sportsllm.artifacts import Stage, run_stage
 from sportsllm.calibration import calibration_samples
@@ -28,11 +29,12 @@ from sportsllm.checkpoint import (
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.quantized import ROW_BITS, stored_bits
 from sportsllm.stages import manifest_setting
 from sportsllm.tokenizer import load_tokenizer
 
-METHODS = ("rtn", "mse", "awq", "gptq", "awq+gptq")
-CALIBRATED = ("awq", "gptq", "awq+gptq")
+METHODS = ("rtn", "mse", "awq", "smooth", "gptq", "awq+gptq", "smooth+gptq")
+CALIBRATED = METHODS[2:]
 SAMPLES, SAMPLE_TOKENS = 64, 512
 SENSITIVITY_SAMPLES = 16
 
@@ -85,8 +87,8 @@ def quantize(
         out: directory to make.
         precision: bits of every matrix.
         method: `rtn` (round to nearest), `mse` (the grid of least squared error first), or those that look at
-            calibration text: `awq` (scales first), `gptq`, and both; if not given, gptq where there is calibration text
-            or training, else mse.
+            calibration text: `awq` or `smooth` (scales first), `gptq`, and both; if not given, gptq where there is
+            calibration text or training (with whole rows smooth+gptq), else mse.
         calibration: text files, never held-out ones; those that the checkpoint was made from if not given.
         samples: pieces of at most 512 tokens that are read; 64 if not given, or what there is.
         bits_per_weight, size_mb: budget for a mixture with 8 bits, see `compress.sensitivity.spare_bytes`.
@@ -101,9 +103,14 @@ def quantize(
         ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
     """
     mixed = bits_per_weight is not None or size_mb is not None
-    chosen = method or ("gptq" if calibration or recovery else "mse")
+    per_row = precision.bits == ROW_BITS
+    chosen = method or (("smooth+gptq" if per_row else "gptq") if calibration or recovery else "mse")
     if chosen not in METHODS:
         raise UsageError(f"--method {method!r} is not known; choose one of {', '.join(METHODS)}")
+    if per_row and mixed:
+        raise UsageError("--per-row is one precision for all; leave --bits-per-weight and --size-mb out")
+    if "smooth" in chosen and not per_row:
+        raise UsageError(f"--method {chosen} prepares whole rows; add --per-row, or choose awq or gptq")
     reads_text = chosen in CALIBRATED or mixed
     if not reads_text and (calibration or samples):
         raise UsageError(f"--method {chosen} reads no calibration text; leave it out, or choose gptq")
@@ -151,8 +158,8 @@ def quantize(
             final = choose_bits(precision, groups, spare)
         packed = PackedTensors(final)
         if chosen in CALIBRATED:
-            how = {"scaled": "awq" in chosen, "fitted": "gptq" in chosen}
-            quantize_calibrated(checkpoint, config, packed, read, **how)
+            rule = next((rule for rule in RULES if rule in chosen), None)
+            quantize_calibrated(checkpoint, config, packed, read, scaled=rule, fitted="gptq" in chosen)
         else:
             quantize_text_free(checkpoint, config, packed, search=chosen == "mse")
         write_checkpoint(directory, config, packed.tensors, checkpoint, {"method": chosen, **packed.record()})
@@ -175,7 +182,8 @@ def quantize(
         return {
             **trained,
             "parameters": config.parameters,
-            "bits": precision.bits,
+            "bits": stored_bits(precision.bits),
+            "per_row": per_row,
             "method": chosen,
             "block_size": precision.block_size,
             "head_bits": precision.head_bits,

@@ -24,11 +24,17 @@ def quantize(
     method: Annotated[
         str | None,
         typer.Option(
-            help="rtn (round to nearest), mse (best grid first), or with calibration text awq, gptq or awq+gptq. "
-            "[default: gptq with --calibration or --qad, else mse]"
+            help="rtn (round to nearest), mse (best grid first), or with calibration text awq, smooth, gptq, awq+gptq "
+            "or smooth+gptq. [default: gptq with --calibration or --qad (smooth+gptq per row), else mse]"
         ),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Numbers that share a scale: 16, 32, 64, 128 or 256.")] = 32,
+    per_row: Annotated[
+        bool,
+        typer.Option(
+            "--per-row", help="INT8 with a scale a row, multiplied in whole numbers: faster, a little less exact."
+        ),
+    ] = False,
     head_bits: Annotated[int, typer.Option(help="Bits of embedding and head: 4, 8, or 32 for none.")] = 8,
     symmetric: Annotated[
         bool,
@@ -69,16 +75,21 @@ def quantize(
     from compress.packing import Precision
     from compress.quantize import quantize as run_quantize
     from sportsllm.console import output
+    from sportsllm.quantized import BITS, ROW_BITS
     from sportsllm.stages import set_threads
 
     set_threads(threads)
+    if per_row and bits != 8:
+        raise UsageError(f"--per-row is a form of INT8, not of --bits {bits}; add --bits 8")
+    if bits not in BITS:
+        raise UsageError(f"--bits is {bits}; choose one of {', '.join(map(str, BITS))}")
     training = (corpus, valid, kl_weight, signals, set, resume or None, *options.picked(parameters, _TRAINING).values())
     if qad is None and any(value is not None for value in training):
         raise UsageError("training settings, --corpus, --signals and --resume belong to --qad TOKENS")
     result = run_quantize(
         checkpoint=checkpoint,
         out=out,
-        precision=Precision(bits, block_size, head_bits, symmetric),
+        precision=Precision(ROW_BITS if per_row else bits, block_size, head_bits, symmetric),
         method=method,
         calibration=calibration or [],
         samples=samples,
@@ -89,7 +100,7 @@ def quantize(
     )
     output().print(
         f"{out}: {result['parameters']:,} parameters in {result['size_bytes'] / 1e6:.2f} MB, "
-        f"INT{bits} blocks of {block_size} by {result['method']}, "
+        f"INT{bits} {'rows' if per_row else f'blocks of {block_size}'} by {result['method']}, "
         f"{result['bits_per_weight']:.2f} bits a weight with scales, embedding and head {head_bits} bits"
     )
     if result["sensitivity"]:

@@ -1,50 +1,71 @@
-"""Activation-aware scaling: inputs that are strong get finer steps, at no cost when the model runs (AWQ).
+"""Scaling before rounding: strong inputs made weaker and their weights stronger, at no cost when the model runs.
 
 A column of a matrix is multiplied by s, and what makes that input divides by s, so that the layer computes the same:
 
     q, k, v      the norm before them          o      rows of v (a key/value group's heads share them)
     gate, up     the norm before them          down   rows of up
 
-s = (mean |x|) ** alpha, alpha being the best of eleven by the error of the outputs after rounding
-(https://arxiv.org/abs/2306.00978).
-Shape suffixes: K inputs of a matrix, N its outputs.
+Two rules for s, alpha being the best of eleven by the error of the outputs:
+
+    awq     (mean |x|) ** alpha, after rounding the weights (https://arxiv.org/abs/2306.00978)
+    smooth  (max |x|) ** alpha / (max |w|) ** (1 - alpha), after rounding the weights, and the inputs to 8 bits of the
+            range that they have in one piece of text (https://arxiv.org/abs/2211.10438)
+
+Shape suffixes: K inputs of a matrix, N its outputs, P pieces of text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from compress.gptq import damped_gram, output_error
+from compress.gptq import output_error
 from compress.grid import fit_grid
 from compress.packing import Precision
 from compress.reconstruct import Rope, first_positions
 from sportsllm.model import Block
 
+RULES = ("awq", "smooth")
 _ALPHAS = torch.linspace(0, 1, 11).tolist()
+_INPUT_STEPS = 255  # of the 8 bits that DynamicQuantizeMatMul rounds a whole tensor of inputs to
 _READERS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 _BESIDE = {"self_attn.q_proj": ("self_attn.k_proj", "self_attn.v_proj"), "mlp.gate_proj": ("mlp.up_proj",)}
 
 
 @dataclass
 class _Inputs:
-    """What a matrix reads: sum of x x^T, sum of |x|."""
+    """What a matrix reads: sum of x x^T, sum of |x|; of every piece its tokens, smallest and largest x."""
 
     gram_KK: Tensor
     size_K: Tensor
+    tokens_P: list[int] = field(default_factory=list)
+    low_PK: list[Tensor] = field(default_factory=list)
+    high_PK: list[Tensor] = field(default_factory=list)
 
     def add(self, x: Tensor) -> None:
         flat = x.flatten(0, -2)
         self.gram_KK += (flat.T @ flat).double()
         self.size_K += flat.abs().sum(dim=0).double()
+        self.tokens_P.append(len(flat))
+        self.low_PK.append(flat.amin(dim=0))
+        self.high_PK.append(flat.amax(dim=0))
+
+    def rounding(self, scale_K: Tensor) -> float:
+        """Sum over tokens of the variance that rounding x / s to the range of its piece adds to each number."""
+        low_P = (torch.stack(self.low_PK) / scale_K).amin(dim=1).clamp(max=0)
+        high_P = (torch.stack(self.high_PK) / scale_K).amax(dim=1).clamp(min=0)
+        steps_P = (high_P - low_P).double() / _INPUT_STEPS
+        return float((torch.tensor(self.tokens_P) * steps_P.square() / 12).sum())
 
 
 @torch.no_grad()
-def scale_block(block: Block, states_BTD: Sequence[Tensor], rope: Rope, precision: Precision, prefix: str) -> None:
+def scale_block(
+    block: Block, states_BTD: Sequence[Tensor], rope: Rope, precision: Precision, prefix: str, rule: str
+) -> None:
     """Scale a layer's matrices for rounding, in place; the layer computes what it computed before.
 
     Args:
@@ -53,14 +74,19 @@ def scale_block(block: Block, states_BTD: Sequence[Tensor], rope: Rope, precisio
         rope: cosine and sine tables.
         precision: bits of the layer's matrices.
         prefix: of their names, for example `model.layers.0`.
+        rule: one of RULES.
     """
     inputs = _measured(block, states_BTD, rope)
     for reader in _READERS:
         linears = [cast(nn.Linear, block.get_submodule(name)) for name in (reader, *_BESIDE.get(reader, ()))]
         found = inputs[reader]
-        size_K = _shared(found.size_K, block) if reader == "self_attn.o_proj" else found.size_K
-        bits = precision.of(f"{prefix}.{reader}")
-        scale_K = _best_scale([linear.weight for linear in linears], size_K.float(), found.gram_KK, bits, precision)
+        weights = [linear.weight for linear in linears]
+        size_K = found.size_K if rule == "awq" else torch.stack([*found.low_PK, *found.high_PK]).abs().amax(dim=0)
+        strength_K = torch.ones(len(size_K)) if rule == "awq" else torch.cat(weights).abs().amax(dim=0)
+        if reader == "self_attn.o_proj":
+            size_K, strength_K = _shared(size_K, block), _shared(strength_K, block)
+        how = precision.grid(f"{prefix}.{reader}", len(size_K))
+        scale_K = _best_scale(weights, size_K.float(), strength_K, found, how, rule)
         for linear in linears:
             linear.weight.data = linear.weight * scale_K
         _divide(block, reader, scale_K)
@@ -82,19 +108,27 @@ def _measured(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> dict[st
 
 
 def _best_scale(
-    weights_NK: Sequence[Tensor], size_K: Tensor, gram_KK: Tensor, bits: int, precision: Precision
+    weights_NK: Sequence[Tensor],
+    size_K: Tensor,
+    strength_K: Tensor,
+    inputs: _Inputs,
+    how: tuple[int, int, bool],
+    rule: str,
 ) -> Tensor:
-    gram = damped_gram(gram_KK, 0.0)
-    relative_K = (size_K / size_K.mean()).clamp(min=1e-4)
+    relative_K, strength_K = ((t / t.mean()).clamp(min=1e-4) for t in (size_K, strength_K))
     best_K, least = torch.ones_like(size_K), torch.inf
-    for alpha in _ALPHAS:
-        scale_K = relative_K**alpha
-        scale_K = scale_K / (scale_K.max() * scale_K.min()).sqrt()
+    for alpha in (None, *_ALPHAS):
+        scale_K = torch.ones_like(size_K)
+        if alpha is not None:
+            scale_K = relative_K**alpha / strength_K ** (1 - alpha)
+            scale_K = scale_K / (scale_K.max() * scale_K.min()).sqrt()
+        noise = inputs.rounding(scale_K) if rule == "smooth" else 0.0
         error = 0.0
         for weight_NK in weights_NK:
             scaled = weight_NK * scale_K
-            grid = fit_grid(scaled, bits, precision.block_size, precision.symmetric, search=False)
-            error += output_error(weight_NK - grid.values(grid.round(scaled)) / scale_K, gram)
+            grid = fit_grid(scaled, *how, search=False)
+            error += output_error(weight_NK - grid.values(grid.round(scaled)) / scale_K, inputs.gram_KK.float())
+            error += noise * float(scaled.square().sum())
         if error < least:
             best_K, least = scale_K, error
     return best_K

@@ -13,9 +13,11 @@ import onnx_ir as ir
 from export.builder import MS, Builder
 from export.weights import Weights
 
-FLOAT, HALF, UINT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.UINT8
+FLOAT, HALF, INT8, UINT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT8, ir.DataType.UINT8
 # MatMulNBits: 4 rounds activations to int8 block by block, the only level with fast kernels; 0 is float32.
 FAST_ACCURACY = 4
+# Rounds its whole input to 8 bits and multiplies whole numbers.
+ROWS_PRODUCT = "DynamicQuantizeMatMul"
 
 
 class Matrices:
@@ -113,6 +115,15 @@ class Matrices:
             if self._half:
                 matrix = graph.node(f"{name}/float", "Cast", [matrix], to=FLOAT.value)
             return graph.node(f"{name}/product", "FusedMatMul", [x, matrix], MS, transB=1)
+        if packing.per_row:
+            rows, columns = sum(rows for rows, _ in shapes), shapes[0][1]
+            matrix = graph.weight(
+                f"{stored}.weight_rows", INT8, (columns, rows), lambda: self._weights.read_rows(modules)
+            )
+            scale = graph.weight(
+                f"{stored}.weight_scale", FLOAT, (rows,), lambda: self._weights.read_packed(modules, "scale")[:, 0]
+            )
+            return graph.node(f"{name}/product", ROWS_PRODUCT, [x, matrix, scale], MS)
         packed, scales, zero_points = self._packed(stored, modules, shapes)
         return graph.node(
             f"{name}/product",

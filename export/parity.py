@@ -26,6 +26,7 @@ import torch
 
 from export.comparison import Comparison, Limits, Pass, compare, merge
 from export.kv_cache import CacheScales, RoundedCache
+from export.matrices import ROWS_PRODUCT
 from export.runtime import OnnxDecoder
 from export.session import GRAPH_FILE
 from sportsllm.checkpoint import load_checkpoint
@@ -51,6 +52,9 @@ DEPLOYED = {
     "int8": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
     "int4": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
 }
+# A whole tensor of inputs rounded to int8 with one scale. Measured, trained, on tokens drawn at random: error 0.5 to 1.2,
+# KL up to 5e-3, 93% of choices agree.
+DEPLOYED_ROWS = Limits(error=4.0, kl=5e-2, greedy_match=0.6)
 SEED = 20_260
 # ONNX Runtime reads the first in several pieces; the third is real text where there is a tokenizer.
 SEQUENCE_LENGTHS = (300, 56, 48)
@@ -127,7 +131,8 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
         if precision == "fp32":
             passes = [run_pass("exact", deployed, sequences, expected, limits)]
         else:
-            last = run_pass("deployed", deployed, sequences, expected, DEPLOYED[precision])
+            deployed_limits = DEPLOYED_ROWS if _multiplies_rows(graph) else DEPLOYED[precision]
+            last = run_pass("deployed", deployed, sequences, expected, deployed_limits)
             del deployed
             if precision == "fp16":
                 _round_matrices(model)
@@ -145,10 +150,16 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
 def graph_precision(graph: ir.Model) -> str:
     """`int4`, `int8`, `fp16` or `fp32`: the narrowest numbers that a graph's matrices are stored in."""
     bits = {node.attributes["bits"].as_int() for node in graph.graph if "bits" in node.attributes}
+    if _multiplies_rows(graph):
+        bits.add(8)
     if bits:
         return f"int{min(bits)}"
     stored = {value.dtype for value in graph.graph.initializers.values()}
     return "fp16" if ir.DataType.FLOAT16 in stored else "fp32"
+
+
+def _multiplies_rows(graph: ir.Model) -> bool:
+    return any(node.op_type == ROWS_PRODUCT for node in graph.graph)
 
 
 def graph_cache_scales(graph: ir.Model, config: ModelConfig) -> CacheScales | None:
@@ -165,10 +176,18 @@ def graph_cache_scales(graph: ir.Model, config: ModelConfig) -> CacheScales | No
 
 
 def exact_graph(graph: ir.Model) -> bytes:
-    """The graph with every MatMulNBits computing in float32, serialized; it reads the same data file."""
-    for node in graph.graph:
+    """The graph with all products in float32, serialized; it reads the same data file."""
+    for node in list(graph.graph):
         if "accuracy_level" in node.attributes:
             node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
+        if node.op_type == ROWS_PRODUCT:
+            # Not DequantizeLinear, which ONNX Runtime fuses back into a product of whole numbers.
+            x, matrix, scale = node.inputs
+            dense = ir.node("Cast", [matrix], {"to": ir.DataType.FLOAT.value}, name=f"{node.name}/dense")
+            product = ir.node("MatMul", [x, dense.outputs[0]], name=f"{node.name}/unscaled")
+            scaled = ir.node("Mul", [product.outputs[0], scale], name=node.name)
+            new = [dense, product, scaled]
+            ir.convenience.replace_nodes_and_values(graph.graph, node, [node], new, node.outputs, scaled.outputs)
     return cast(bytes, ir.to_proto(graph).SerializeToString())
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from sportsllm.checkpoint import TensorFiles, read_packed
 from sportsllm.errors import ArtifactError
+from sportsllm.quantized import ROW_BITS
 
 Array = npt.NDArray[Any]
 
@@ -27,6 +28,11 @@ class Packing:
     bits: int
     block_size: int
     asymmetric: bool
+
+    @property
+    def per_row(self) -> bool:
+        """One scale a row, multiplied in whole numbers."""
+        return self.bits == ROW_BITS
 
 
 class Weights:
@@ -98,6 +104,11 @@ class Weights:
         """
         tensors = [self._tensors[f"{name}.weight_{part}"] for name in modules]
         return _stack([(t.float() if t.is_floating_point() else t).numpy() for t in tensors])
+
+    def read_rows(self, modules: Sequence[str]) -> npt.NDArray[np.int8]:
+        """Matrices with one scale a row, (K, N) signed numbers, one beside the other."""
+        signed = self.read_packed(modules, "packed")[:, 0].astype(np.int16) - 2 ** (ROW_BITS - 1)
+        return np.ascontiguousarray(signed.astype(np.int8).T)
 
 
 def _stack(arrays: Sequence[Array]) -> Array:

@@ -23,7 +23,7 @@ from sportsllm.config import ModelConfig, load_config, read_json
 from sportsllm.errors import ArtifactError
 from sportsllm.linear import SUFFIXES, QuantizedEmbedding, QuantizedLinear
 from sportsllm.model import Block, SportsLLM
-from sportsllm.quantized import BITS, BLOCK_SIZES, QuantizedWeight
+from sportsllm.quantized import BITS, BLOCK_SIZES, ROW_BITS, QuantizedWeight, stored_bits
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -257,14 +257,15 @@ def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
         raise ArtifactError(f"{directory}: {name}.weight_scale is missing beside the packed matrix")
     scales = tensors[f"{name}.weight_scale"]
     zero = tensors.get(f"{name}.weight_zero_point")
-    for bits in BITS:
-        block = packed.shape[-1] * 8 // bits
+    recorded = quantization_bits(directory, name)
+    for bits in (*BITS, ROW_BITS):
+        if recorded not in (None, bits):
+            continue
+        block = packed.shape[-1] * 8 // stored_bits(bits)
         groups = -(-shape[1] // block)
-        fits = block in BLOCK_SIZES and tuple(packed.shape[:2]) == (shape[0], groups)
+        known = block in BLOCK_SIZES if bits in BITS else block == shape[1] and zero is None and recorded == bits
+        fits = known and tuple(packed.shape[:2]) == (shape[0], groups)
         if fits and tuple(scales.shape) == (shape[0], groups) and packed.dtype == torch.uint8:
-            bits_found = quantization_bits(directory, name)
-            if bits_found not in (None, bits):
-                continue
             if zero is not None:
                 _check_shape(zero, (shape[0], -(-groups * bits // 8)), f"{name}.weight_zero_point", directory)
             return QuantizedWeight(

@@ -2,6 +2,8 @@
 
 N rows (outputs), K columns (inputs), G = ceil(K / block_size) blocks a row. The numbers of a block share one
 scale and one zero point:  w[n, k] = (q[n, k] - zero_point[n, g]) * scale[n, g].
+A third form, for DynamicQuantizeMatMul, has one block a row and a byte for each number, of which 7 bits are used:
+processors without dot-product instructions add two products of bytes in 16 bits, and 8 bits would not fit.
 Source: ONNX Runtime contrib operators, MatMulNBits. Algorithms that choose q live in `compress`.
 """
 
@@ -17,6 +19,7 @@ ByteArray = npt.NDArray[np.uint8]
 FloatArray = npt.NDArray[np.float32]
 
 BITS = (4, 8)
+ROW_BITS = 7
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
@@ -25,11 +28,11 @@ class QuantizedWeight:
     """A packed (N, K) matrix.
 
     Attributes:
-        packed: (N, G, block_size * bits / 8) uint8; at 4 bits the even element is the low nibble. The last
-            block of a row is padded with the zero point where K is no multiple of block_size.
+        packed: (N, G, block_size * stored_bits(bits) / 8) uint8; at 4 bits the even element is the low nibble. The
+            last block of a row is padded with the zero point where K is no multiple of block_size.
         scales: (N, G) float32.
         zero_points: (N, ceil(G * bits / 8)) uint8, or None for the middle of the range, 2 ** (bits - 1).
-        bits: 4 or 8.
+        bits: 4 or 8, or ROW_BITS: then block_size is K, and there are no zero points.
         block_size: numbers that share a scale.
         in_features: K, without padding.
     """
@@ -67,9 +70,14 @@ class QuantizedWeight:
         return cast(FloatArray, values.reshape(rows, -1)[:, : self.in_features])
 
 
+def stored_bits(bits: int) -> int:
+    """What a number takes in a file."""
+    return 4 if bits == 4 else 8
+
+
 def pack(quants: ByteArray, bits: int) -> ByteArray:
     """Pack whole numbers along the last axis; an odd count of 4-bit numbers is padded with 0."""
-    if bits == 8:
+    if bits != 4:
         return quants
     if quants.shape[-1] % 2:
         quants = np.concatenate([quants, np.zeros_like(quants[..., :1])], axis=-1)
@@ -78,7 +86,7 @@ def pack(quants: ByteArray, bits: int) -> ByteArray:
 
 def unpack(packed: ByteArray, bits: int) -> ByteArray:
     """Inverse of `pack`, padding included."""
-    if bits == 8:
+    if bits != 4:
         return packed
     both = np.stack([packed & 0x0F, packed >> 4], axis=-1)
     return both.reshape(*packed.shape[:-1], -1)

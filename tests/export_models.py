@@ -16,7 +16,7 @@ from sportsllm.checkpoint import save_checkpoint
 from sportsllm.config import ModelConfig
 from sportsllm.linear import QuantizedEmbedding, QuantizedLinear
 from sportsllm.model import SportsLLM
-from sportsllm.quantized import QuantizedWeight, pack
+from sportsllm.quantized import ROW_BITS, QuantizedWeight, pack
 
 TINY = ModelConfig(
     vocab_size=96,
@@ -45,6 +45,8 @@ def tiny_model(std: float = 0.1, **changes: Any) -> SportsLLM:
 def round_to_nearest(weight: npt.NDArray[np.float32], bits: int, block: int, asymmetric: bool) -> QuantizedWeight:
     """Pack an (N, K) matrix; the last block of a row is padded where K is no multiple of `block`."""
     rows, width = weight.shape
+    if bits == ROW_BITS:
+        block = width
     groups, top, middle = -(-width // block), 2**bits - 1, 2 ** (bits - 1)
     padded = np.zeros((rows, groups * block), np.float32)
     padded[:, :width] = weight

@@ -8,7 +8,6 @@ import torch
 
 from compress.gptq import damped_gram, descend, fit_scales, gptq, gptq_weight, output_error
 from compress.grid import Grid, fit_grid, full_range, searched_range, split_blocks
-from sportsllm.errors import UsageError
 
 GRIDS = [(bits, block, symmetric) for bits in (4, 8) for block in (16, 32, 256) for symmetric in (True, False)]
 
@@ -178,10 +177,3 @@ def test_inputs_that_are_always_zero() -> None:
     assert np.isfinite(packed.dequantize()).all()
     nothing = gptq_weight(weight, torch.zeros(32, 32), 4, 16, True)
     assert np.abs(nothing.dequantize() - weight.numpy()).max() < 0.3
-
-
-def test_grids_the_runtime_does_not_have() -> None:
-    with pytest.raises(UsageError, match="--bits is 3"):
-        fit_grid(torch.ones(2, 32), 3, 32, True, search=False)
-    with pytest.raises(UsageError, match="--block-size is 48"):
-        fit_grid(torch.ones(2, 32), 4, 48, True, search=False)

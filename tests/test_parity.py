@@ -23,6 +23,7 @@ from export.side_files import genai_config
 from sportsllm.artifacts import verify_directory
 from sportsllm.decoder import Logits, open_decoder
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
+from sportsllm.quantized import ROW_BITS
 from sportsllm.tokenizer import train_tokenizer
 
 CONTEXT = 320  # the longest sequence of the gate fits
@@ -31,13 +32,17 @@ CONTEXT = 320  # the longest sequence of the gate fits
 def make(directory: Path, bits: int | None = None, half: bool = False, **changes: Any) -> Path:
     """A checkpoint and its graph in one directory."""
     model = tiny_model(max_position_embeddings=CONTEXT, **changes)
-    save(directory, model, pack_model(model, bits) if bits else None)
+    ends = {"embed_tokens": 8, "lm_head": 8} if bits == ROW_BITS else {}
+    packing = pack_model(model, bits, bits_of=lambda name: ends.get(name.rpartition(".")[2])) if bits else None
+    save(directory, model, packing)
     write_graph(directory, directory, half)
     return directory
 
 
 @pytest.mark.parametrize("head_dim", [16, 8], ids=["rotary inside", "rotary outside"])
-@pytest.mark.parametrize(("precision", "bits"), [("fp32", None), ("fp16", None), ("int8", 8), ("int4", 4)])
+@pytest.mark.parametrize(
+    ("precision", "bits"), [("fp32", None), ("fp16", None), ("int8", 8), ("int8", ROW_BITS), ("int4", 4)]
+)
 def test_a_faithful_export_passes(precision: str, bits: int | None, head_dim: int, tmp_path: Path) -> None:
     make(tmp_path, bits, precision == "fp16", head_dim=head_dim)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -73,6 +78,7 @@ FAULTS: dict[str, tuple[int | None, str, Callable[[np.ndarray], None]]] = {
     "the sine table, beyond the prompts": (None, "sin_cache", add_to_one((CONTEXT - 1, 0), 1e-6)),
     "an 8-bit number": (8, "model.layers.1.mlp.down_proj.weight_packed", flip_one_number),
     "a 4-bit number": (4, "model.layers.0.self_attn.qkv_proj.weight_packed", flip_one_number),
+    "a number of a whole row": (ROW_BITS, "model.layers.1.mlp.down_proj.weight_rows", add_to_one((3, 2), 4)),
     "a 4-bit scale": (4, "model.layers.0.mlp.gate_up_proj.weight_scale", add_to_one((3, 1), 1e-3)),
 }
 
