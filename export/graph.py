@@ -74,24 +74,29 @@ def build_graph(
     for layer, past in enumerate(pasts):
         name = f"model.layers.{layer}"
         x_BTD, residual_BTD = blocks.norm(f"{name}.input_layernorm", x_BTD, residual_BTD)
-        x_BTD, present = blocks.attention(layer, x_BTD, past)
+        x_BTD, present = blocks.attend(layer, x_BTD, past)
         presents.append(present)
+        if layer == len(pasts) - 1:  # nothing reads what the last layer does with positions that are not kept
+            x_BTD, residual_BTD = (_kept(graph, name, value, keep) for value in (x_BTD, residual_BTD))
+        x_BTD = blocks.attention_output(layer, x_BTD)
         x_BTD, residual_BTD = blocks.norm(f"{name}.post_attention_layernorm", x_BTD, residual_BTD)
         x_BTD = blocks.feed_forward(f"{name}.mlp", x_BTD)
     x_BTD, _ = blocks.norm("model.norm", x_BTD, residual_BTD)
-
-    # From the n-th last position on; a start of -0 is the first.
-    start = graph.node("head/start", "Neg", [keep])
-    end = graph.constant("head/end", np.array([np.iinfo(np.int64).max], np.int64))
-    kept = graph.node("head/kept", "Slice", [x_BTD, start, end, graph.axis(1)])
     head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    logits = blocks.matrices.product("lm_head", kept, [head], [config.vocab_size], config.hidden_size)
+    logits = blocks.matrices.product("lm_head", x_BTD, [head], [config.vocab_size], config.hidden_size)
     graph.output(logits, "logits", FLOAT, ["batch_size", "sequence_length", config.vocab_size])
     present_shape = ["batch_size", config.num_key_value_heads, "total_sequence_length", config.head_dim]
     for layer, present in enumerate(presents):
         for part, value in zip(("key", "value"), present, strict=True):
             graph.output(value, f"present.{layer}.{part}", cache_type, present_shape)
     return graph
+
+
+def _kept(graph: Builder, name: str, x_BTD: ir.Value, keep: ir.Value) -> ir.Value:
+    """From the n-th last position on; a start of -0 is the first."""
+    start = graph.node(f"{name}/{x_BTD.name}/start", "Neg", [keep])
+    end = graph.constant("head/end", np.array([np.iinfo(np.int64).max], np.int64))
+    return graph.node(f"{name}/{x_BTD.name}/kept", "Slice", [x_BTD, start, end, graph.axis(1)])
 
 
 @dataclass(frozen=True)
@@ -182,8 +187,8 @@ class _Blocks:
         root = graph.node(f"{name}/root", "Sqrt", [graph.node(f"{name}/shifted", "Add", [mean, epsilon])])
         return graph.node(name, "Mul", [graph.node(f"{name}/scaled", "Div", [x, root]), gamma])
 
-    def attention(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
-        """Attention with its projections; returns its output and the present keys and values."""
+    def attend(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
+        """Attention up to its output matrix; returns what that reads and the present keys and values."""
         config, positions, name = self._config, self._positions, f"model.layers.{layer}.self_attn"
         modules = [f"{name}.{part}_proj" for part in "qkv"]
         sizes = [config.query_size, config.key_value_size, config.key_value_size]
@@ -211,9 +216,13 @@ class _Blocks:
             do_rotary=int(bool(tables)),
             **attributes,
         )
-        output = f"{name}.o_proj"
+        return attended, present
+
+    def attention_output(self, layer: int, attended_BTA: ir.Value) -> ir.Value:
+        """The output matrix of attention."""
+        config, output = self._config, f"model.layers.{layer}.self_attn.o_proj"
         bias = config.attention_output_bias
-        return self.matrices.product(output, attended, [output], [config.hidden_size], config.query_size, bias), present
+        return self.matrices.product(output, attended_BTA, [output], [config.hidden_size], config.query_size, bias)
 
     def _cache_scales(self, layer: int, name: str) -> tuple[list[ir.Value | None], dict[str, int | str]]:
         """Inputs and attributes that make a layer's cache INT8; none for a float32 one."""

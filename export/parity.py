@@ -52,8 +52,8 @@ DEPLOYED = {
     "int8": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
     "int4": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
 }
-# A whole tensor of inputs rounded to int8 with one scale. Measured, trained, on tokens drawn at random: error 0.5 to 1.2,
-# KL up to 5e-3, 93% of choices agree.
+# A whole tensor of inputs rounded to int8 with one scale. Measured, trained, on tokens drawn at random: error 0.5 to
+# 1.2, KL up to 5e-3, 93% of choices agree.
 DEPLOYED_ROWS = Limits(error=4.0, kl=5e-2, greedy_match=0.6)
 SEED = 20_260
 # ONNX Runtime reads the first in several pieces; the third is real text where there is a tokenizer.
