@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from export.session import PROMPT_FILE
 from sportsllm.artifacts import MANIFEST, directory_bytes, read_manifest
 from sportsllm.config import ModelConfig
 from sportsllm.plan import CACHE_BYTES
@@ -16,14 +17,14 @@ BUDGET_DEPTH = 512
 def floor_bytes(directory: Path, config: ModelConfig) -> dict[str, int]:
     """Bytes that decoding one token has to read: `weight_bytes`, and `kv_bytes_per_token` for each token before it.
 
-    Weights are the files' bytes, without an untied embedding, of which one row is looked up (its share of the
-    bytes is taken to be its share of the parameters). Keys and values are
+    Weights are the files' bytes, without the latency profile's second graph and without an untied embedding, of which
+    one row is looked up (its share of the bytes is taken to be its share of the parameters). Keys and values are
     2 * layers * kv_heads * head_dim * bytes of one number.
 
     Raises:
         ArtifactError: the directory's manifest is damaged.
     """
-    weights = directory_bytes(directory)
+    weights = directory_bytes(directory) - sum(path.stat().st_size for path in directory.glob(f"{PROMPT_FILE}*"))
     if not config.tie_word_embeddings:
         embedding = config.parameters_by_component()["embedding"]
         weights = int(weights * (1 - embedding / config.parameters))

@@ -12,6 +12,7 @@ from benchmarks.predict import Stored, predict_figures
 from sportsllm.artifacts import MANIFEST, directory_bytes, read_manifest
 from sportsllm.config import ModelConfig, read_json
 from sportsllm.errors import UsageError
+from sportsllm.quantized import BLOCK_SIZES
 
 # Facts about the files, the same wherever they are measured.
 MACHINE_INDEPENDENT = ("file_mb", "quality_loss_percent")
@@ -97,7 +98,8 @@ def stored_form(directory: Path) -> Stored:
     if packed is not None:
         return Stored(
             precision=f"int{packed['bits']}",
-            block_size=int(packed.get("block_size", 32)),
+            # A scale a row is next to nothing, as one in 256 numbers is.
+            block_size=max(BLOCK_SIZES) if packed.get("per_row") else int(packed.get("block_size", 32)),
             head_bits=int(packed.get("head_bits", packed["bits"])),
             zero_points=not packed.get("symmetric", True),
             file_bytes=size,

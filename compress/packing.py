@@ -93,7 +93,8 @@ class PackedTensors:
         """For config.json."""
         precision = self.precision
         return {
-            "bits": precision.bits,
+            "bits": stored_bits(precision.bits),
+            "per_row": precision.bits == ROW_BITS,
             "block_size": precision.block_size,
             "head_bits": precision.head_bits,
             "symmetric": precision.symmetric,

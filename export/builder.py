@@ -6,15 +6,15 @@ The same calls in the same order give the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from export.session import DATA_BYTES_KEY, DATA_FILE, GRAPH_FILE
+from export.session import DATA_BYTES_KEY, GRAPH_FILE, data_name
 from sportsllm import __version__
 
 Array = npt.NDArray[Any]
@@ -92,16 +92,31 @@ class Builder:
             self._initializers[name] = value
         return self._initializers[name]
 
-    def write(self, directory: Path) -> None:
-        """Write `model.onnx` and `model.onnx.data` into `directory`.
+    def write(
+        self,
+        directory: Path,
+        graph_file: str = GRAPH_FILE,
+        shared: Mapping[str, ir.TensorProtocol] | None = None,
+    ) -> dict[str, ir.TensorProtocol]:
+        """Write the graph and, beside it, its data file into `directory`.
+
+        Args:
+            directory: exists.
+            graph_file: name of the graph; the data file's is that and `.data`.
+            shared: tensors that another graph of the directory has stored; one of the same name is not stored again.
+
+        Returns:
+            The stored tensors by name.
 
         Raises:
             ArtifactError: whatever reading a weight raises.
             OSError: the files cannot be written.
         """
-        with (directory / DATA_FILE).open("wb") as stream:
-            for value in self._initializers.values():
-                value.const_value = _store(value.const_value, stream)
+        data_file = data_name(graph_file)
+        with (directory / data_file).open("wb") as stream:
+            for name, value in self._initializers.items():
+                known = (shared or {}).get(name)
+                value.const_value = _store(value.const_value, stream, data_file) if known is None else known
             length = stream.tell()
         graph = ir.Graph(
             self._inputs,
@@ -118,10 +133,11 @@ class Builder:
             producer_version=__version__,
             metadata_props={DATA_BYTES_KEY: str(length)},
         )
-        ir.save(model, directory / GRAPH_FILE)
+        ir.save(model, directory / graph_file)
+        return {name: cast(ir.TensorProtocol, value.const_value) for name, value in self._initializers.items()}
 
 
-def _store(tensor: ir.LazyTensor, stream: IO[bytes]) -> ir.TensorProtocol:
+def _store(tensor: ir.LazyTensor, stream: IO[bytes], data_file: str) -> ir.TensorProtocol:
     """Append a tensor to the data file and return the reference to it; small ones stay in the graph."""
     array = np.asarray(tensor.numpy(), order="C")
     if array.nbytes < INLINE_BELOW_BYTES:
@@ -130,4 +146,4 @@ def _store(tensor: ir.LazyTensor, stream: IO[bytes]) -> ir.TensorProtocol:
     stream.write(b"\0" * (-stream.tell() % alignment))
     offset = stream.tell()
     stream.write(array.data)
-    return ir.ExternalTensor(DATA_FILE, offset, array.nbytes, tensor.dtype, shape=tensor.shape, name=tensor.name)
+    return ir.ExternalTensor(data_file, offset, array.nbytes, tensor.dtype, shape=tensor.shape, name=tensor.name)

@@ -11,6 +11,7 @@ from export.graph import write_graph
 from export.kv_cache import PRECISIONS as CACHE_PRECISIONS
 from export.kv_cache import cache_scales
 from export.parity import check_parity
+from export.prompts import write_prompt_graph
 from export.side_files import write_side_files
 from sportsllm.artifacts import Stage, run_stage
 from sportsllm.checkpoint import quantization_config, write_json
@@ -18,6 +19,7 @@ from sportsllm.config import load_config
 from sportsllm.errors import ArtifactError, GateError, UsageError
 
 PRECISIONS = ("fp32", "fp16")
+PROFILES = ("memory", "latency")
 
 
 def run_export(
@@ -27,6 +29,7 @@ def run_export(
     threads: int | None = None,
     kv_cache: str = "fp32",
     calibration: Sequence[Path] = (),
+    profile: str = "memory",
 ) -> dict[str, Any]:
     """Write an ONNX export of a checkpoint, published only if it passes the parity gate.
 
@@ -37,13 +40,16 @@ def run_export(
         threads: CPU threads of the gate.
         kv_cache: `fp32`, or `int8`: a quarter of the memory, scales measured on calibration text.
         calibration: text for `int8`; what the checkpoint was made from if not given.
+        profile: `memory`, one copy of the weights; or `latency`, a second form of a packed checkpoint's that reads
+            prompts faster, see `export.prompts`.
 
     Returns:
         `out`, `cached`, `parameters`, `precision`, `size_bytes`, `seconds`, and `parity` with
         `max_abs_logit_error`, `kl`, `greedy_match`, `passed`.
 
     Raises:
-        UsageError: an unknown precision, or one asked for a packed checkpoint.
+        UsageError: an unknown precision or profile, one asked for a packed checkpoint, or `latency` for one that has
+            nothing to gain.
         ArtifactError: the checkpoint is missing or damaged.
         GateError: the graph does not compute what the model computes; nothing is left behind.
         ConflictError: `out` holds something else.
@@ -54,7 +60,10 @@ def run_export(
         raise UsageError(f"--kv-cache {kv_cache!r}: choose {' or '.join(CACHE_PRECISIONS)}")
     if calibration and kv_cache == "fp32":
         raise UsageError("--calibration belongs to --kv-cache int8; leave it out, or add that")
+    _check_profile(checkpoint, profile)
     settings: dict[str, Any] = {"dtype": _storage(checkpoint, precision), "kv_cache": kv_cache}
+    if profile != "memory":
+        settings["profile"] = profile
     if calibration:
         settings["calibration"] = [str(path) for path in calibration]
     stage = Stage("export", settings, [checkpoint, *calibration])
@@ -62,7 +71,9 @@ def run_export(
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
         scales = cache_scales(checkpoint, calibration) if kv_cache == "int8" else None
-        write_graph(checkpoint, directory, half=precision == "fp16", scales=scales)
+        stored = write_graph(checkpoint, directory, half=precision == "fp16", scales=scales)
+        if profile == "latency":
+            write_prompt_graph(checkpoint, directory, stored, scales)
         write_side_files(checkpoint, directory)
         built = time.perf_counter()
         report = check_parity(checkpoint, directory, threads)
@@ -79,12 +90,31 @@ def run_export(
             "parameters": load_config(checkpoint).parameters,
             "precision": report.precision,
             "kv_cache": kv_cache,
+            "profile": profile,
             "build_seconds": round(built - started, 3),
             "seconds": round(time.perf_counter() - started, 3),
             "parity": {key: parity[key] for key in keys},
         }
 
     return run_stage(out, stage, make)
+
+
+def _check_profile(checkpoint: Path, profile: str) -> None:
+    if profile not in PROFILES:
+        raise UsageError(f"--profile {profile!r}: choose {' or '.join(PROFILES)}")
+    if profile == "memory":
+        return
+    quantization = quantization_config(checkpoint)
+    if quantization is None:
+        raise UsageError(
+            f"--profile latency reads prompts in INT8, and {checkpoint} is not quantized; quantize it first, or leave "
+            "the option out"
+        )
+    if quantization.get("per_row"):
+        raise UsageError(
+            f"--profile latency: {checkpoint} has its matrices in rows, which is the form that prompts would get; "
+            "leave the option out"
+        )
 
 
 def _storage(checkpoint: Path, precision: str | None) -> str:

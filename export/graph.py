@@ -34,7 +34,9 @@ ROTARY_MULTIPLE = 16
 _K_SCALE_INPUT = 12  # place of k_scale among GroupQueryAttention's inputs; v_scale follows
 
 
-def write_graph(checkpoint: Path, directory: Path, half: bool = False, scales: CacheScales | None = None) -> None:
+def write_graph(
+    checkpoint: Path, directory: Path, half: bool = False, scales: CacheScales | None = None
+) -> dict[str, ir.TensorProtocol]:
     """Write `model.onnx` and `model.onnx.data` of a checkpoint into `directory`.
 
     Packed matrices are copied byte for byte; dense ones become float32, or float16 that is widened to float32
@@ -46,29 +48,25 @@ def write_graph(checkpoint: Path, directory: Path, half: bool = False, scales: C
         half: store dense matrices in float16.
         scales: of an INT8 cache; a float32 one if not given.
 
+    Returns:
+        The stored tensors by name, see `Builder.write`.
+
     Raises:
         ArtifactError: the checkpoint is damaged, or does not fit float16.
     """
-    build_graph(load_config(checkpoint), Weights(checkpoint), half, scales).write(directory)
+    return build_graph(load_config(checkpoint), Weights(checkpoint), half, scales).write(directory)
 
 
 def build_graph(
     config: ModelConfig, weights: Weights, half: bool = False, scales: CacheScales | None = None
 ) -> Builder:
     """The graph of a model; weights are read when it is written."""
-    cache_type = FLOAT if scales is None else INT8
     graph = Builder("sportsllm")
-    tokens_BT = graph.input("input_ids", INT64, ["batch_size", "sequence_length"])
-    mask_BS = graph.input("attention_mask", INT64, ["batch_size", "total_sequence_length"])
-    past_shape = ["batch_size", config.num_key_value_heads, "past_sequence_length", config.head_dim]
-    pasts = [
-        [graph.input(f"past_key_values.{layer}.{part}", cache_type, past_shape) for part in ("key", "value")]
-        for layer in range(config.num_hidden_layers)
-    ]
+    tokens_BT, mask_BS, pasts = add_inputs(graph, config, scales)
     keep = graph.input_with_default(KEEP_LOGITS, np.array([0], np.int64))
 
-    matrices, positions = Matrices(graph, weights, half), _positions(graph, config, tokens_BT, mask_BS)
-    blocks = _Blocks(graph, config, matrices, positions, scales)
+    matrices, positions = Matrices(graph, weights, half), make_positions(graph, config, tokens_BT, mask_BS)
+    blocks = Blocks(graph, config, matrices, positions, scales)
     x_BTD = blocks.matrices.embedding("model.embed_tokens", tokens_BT, config.vocab_size, config.hidden_size)
     residual_BTD, presents = None, []
     for layer, past in enumerate(pasts):
@@ -77,7 +75,13 @@ def build_graph(
         x_BTD, present = blocks.attend(layer, x_BTD, past)
         presents.append(present)
         if layer == len(pasts) - 1:  # nothing reads what the last layer does with positions that are not kept
-            x_BTD, residual_BTD = (_kept(graph, name, value, keep) for value in (x_BTD, residual_BTD))
+            # From the n-th last position on; a start of -0 is the first.
+            start = graph.node("kept/start", "Neg", [keep])
+            end = graph.constant("kept/end", np.array([np.iinfo(np.int64).max], np.int64))
+            x_BTD, residual_BTD = (
+                graph.node(f"{value.name}/kept", "Slice", [value, start, end, graph.axis(1)])
+                for value in (x_BTD, residual_BTD)
+            )
         x_BTD = blocks.attention_output(layer, x_BTD)
         x_BTD, residual_BTD = blocks.norm(f"{name}.post_attention_layernorm", x_BTD, residual_BTD)
         x_BTD = blocks.feed_forward(f"{name}.mlp", x_BTD)
@@ -85,22 +89,40 @@ def build_graph(
     head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
     logits = blocks.matrices.product("lm_head", x_BTD, [head], [config.vocab_size], config.hidden_size)
     graph.output(logits, "logits", FLOAT, ["batch_size", "sequence_length", config.vocab_size])
-    present_shape = ["batch_size", config.num_key_value_heads, "total_sequence_length", config.head_dim]
-    for layer, present in enumerate(presents):
-        for part, value in zip(("key", "value"), present, strict=True):
-            graph.output(value, f"present.{layer}.{part}", cache_type, present_shape)
+    add_presents(graph, config, scales, presents)
     return graph
 
 
-def _kept(graph: Builder, name: str, x_BTD: ir.Value, keep: ir.Value) -> ir.Value:
-    """From the n-th last position on; a start of -0 is the first."""
-    start = graph.node(f"{name}/{x_BTD.name}/start", "Neg", [keep])
-    end = graph.constant("head/end", np.array([np.iinfo(np.int64).max], np.int64))
-    return graph.node(f"{name}/{x_BTD.name}/kept", "Slice", [x_BTD, start, end, graph.axis(1)])
+def add_inputs(
+    graph: Builder, config: ModelConfig, scales: CacheScales | None
+) -> tuple[ir.Value, ir.Value, list[list[ir.Value]]]:
+    """Token ids, attention mask, and each layer's past keys and values."""
+    tokens_BT = graph.input("input_ids", INT64, ["batch_size", "sequence_length"])
+    mask_BS = graph.input("attention_mask", INT64, ["batch_size", "total_sequence_length"])
+    shape = ["batch_size", config.num_key_value_heads, "past_sequence_length", config.head_dim]
+    pasts = [
+        [graph.input(f"past_key_values.{layer}.{part}", _cache_type(scales), shape) for part in ("key", "value")]
+        for layer in range(config.num_hidden_layers)
+    ]
+    return tokens_BT, mask_BS, pasts
+
+
+def add_presents(
+    graph: Builder, config: ModelConfig, scales: CacheScales | None, presents: Sequence[Sequence[ir.Value]]
+) -> None:
+    """Each layer's keys and values as outputs."""
+    shape = ["batch_size", config.num_key_value_heads, "total_sequence_length", config.head_dim]
+    for layer, present in enumerate(presents):
+        for part, value in zip(("key", "value"), present, strict=True):
+            graph.output(value, f"present.{layer}.{part}", _cache_type(scales), shape)
+
+
+def _cache_type(scales: CacheScales | None) -> ir.DataType:
+    return FLOAT if scales is None else INT8
 
 
 @dataclass(frozen=True)
-class _Positions:
+class Positions:
     """What attention needs to know of lengths and places.
 
     Attributes:
@@ -117,7 +139,7 @@ class _Positions:
     ids_BT: ir.Value | None
 
 
-def _positions(graph: Builder, config: ModelConfig, tokens_BT: ir.Value, mask_BS: ir.Value) -> _Positions:
+def make_positions(graph: Builder, config: ModelConfig, tokens_BT: ir.Value, mask_BS: ir.Value) -> Positions:
     zero, one = graph.constant("zero", np.array(0, np.int64)), graph.constant("one", np.array(1, np.int64))
     scalar = graph.constant("scalar_shape", np.array([], np.int64))
     lengths_B = graph.node("positions/lengths", "ReduceSum", [mask_BS, graph.axis(1)], keepdims=0)
@@ -135,7 +157,7 @@ def _positions(graph: Builder, config: ModelConfig, tokens_BT: ir.Value, mask_BS
         new = graph.node("positions/new_scalar", "Reshape", [width_T, scalar])
         steps_T = graph.node("positions/steps", "Range", [zero, new, one])
         ids_BT = graph.node("positions/ids", "Add", [first_B1, steps_T])
-    return _Positions(
+    return Positions(
         seqlens_k=graph.node("positions/seqlens_k", "Cast", [last_B], to=INT32.value),
         total=graph.node("positions/total", "Cast", [total], to=INT32.value),
         cos=graph.constant("cos_cache", cos),
@@ -144,7 +166,7 @@ def _positions(graph: Builder, config: ModelConfig, tokens_BT: ir.Value, mask_BS
     )
 
 
-class _Blocks:
+class Blocks:
     """The parts that a layer is made of."""
 
     def __init__(
@@ -152,7 +174,7 @@ class _Blocks:
         graph: Builder,
         config: ModelConfig,
         matrices: Matrices,
-        positions: _Positions,
+        positions: Positions,
         scales: CacheScales | None,
     ) -> None:
         self._graph, self._config, self._positions, self._scales = graph, config, positions, scales

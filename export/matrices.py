@@ -121,7 +121,7 @@ class Matrices:
                 f"{stored}.weight_rows", INT8, (columns, rows), lambda: self._weights.read_rows(modules)
             )
             scale = graph.weight(
-                f"{stored}.weight_scale", FLOAT, (rows,), lambda: self._weights.read_packed(modules, "scale")[:, 0]
+                f"{stored}.weight_rows_scale", FLOAT, (rows,), lambda: self._weights.read_row_scales(modules)
             )
             return graph.node(f"{name}/product", ROWS_PRODUCT, [x, matrix, scale], MS)
         packed, scales, zero_points = self._packed(stored, modules, shapes)

@@ -8,6 +8,8 @@ one batch has prompts of unequal length. The reference reads every prompt in one
 - The exact pass multiplies in float32 throughout (the same graph and data, MatMulNBits at accuracy_level 0; for
   float16 storage the reference's matrices are rounded too). Only the order of additions differs from PyTorch,
   so a single wrong weight or cache entry stands out.
+- In the latency profile, the exact pass of prompts reads a prompt with the graph for prompts and the rest with the
+  other, beside a PyTorch model whose matrices are rounded to rows for the prompt.
 - The deployed pass runs the file as it is. It bounds what int8 activations or float16 storage cost.
 - Prompts visit few rows of the embedding and of the rotary table, so both are compared whole, for equality.
 """
@@ -27,8 +29,9 @@ import torch
 from export.comparison import Comparison, Limits, Pass, compare, merge
 from export.kv_cache import CacheScales, RoundedCache
 from export.matrices import ROWS_PRODUCT
+from export.prompt_parity import compare_prompts
 from export.runtime import OnnxDecoder
-from export.session import GRAPH_FILE
+from export.session import GRAPH_FILE, PROMPT_FILE
 from sportsllm.checkpoint import load_checkpoint
 from sportsllm.config import ModelConfig
 from sportsllm.decoder import Decoder, Logits
@@ -131,14 +134,21 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
         if precision == "fp32":
             passes = [run_pass("exact", deployed, sequences, expected, limits)]
         else:
-            deployed_limits = DEPLOYED_ROWS if _multiplies_rows(graph) else DEPLOYED[precision]
+            rows = multiplies_rows(graph) or (export / PROMPT_FILE).exists()
+            deployed_limits = DEPLOYED_ROWS if rows else DEPLOYED[precision]
             last = run_pass("deployed", deployed, sequences, expected, deployed_limits)
             del deployed
             if precision == "fp16":
                 _round_matrices(model)
                 expected = [_read_whole(model, sequence, scales) for sequence in sequences]
-            exact = OnnxDecoder(export, threads, graph=exact_graph(graph))
+            prompt_graph = exact_graph(ir.load(export / PROMPT_FILE)) if (export / PROMPT_FILE).exists() else None
+            exact = OnnxDecoder(export, threads, exact_graph(graph), prompt_graph)
+            exact.use_prompt_graph = False
             passes = [run_pass("exact", exact, sequences, expected, limits), last]
+            if prompt_graph is not None:
+                exact.use_prompt_graph = True
+                found = compare_prompts(model, exact, sequences[0], STEPS, scales)
+                passes.insert(1, Pass("exact prompts", limits, (found,)))
     return ParityReport(
         precision=precision,
         passes=tuple(passes),
@@ -150,7 +160,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
 def graph_precision(graph: ir.Model) -> str:
     """`int4`, `int8`, `fp16` or `fp32`: the narrowest numbers that a graph's matrices are stored in."""
     bits = {node.attributes["bits"].as_int() for node in graph.graph if "bits" in node.attributes}
-    if _multiplies_rows(graph):
+    if multiplies_rows(graph):
         bits.add(8)
     if bits:
         return f"int{min(bits)}"
@@ -158,7 +168,8 @@ def graph_precision(graph: ir.Model) -> str:
     return "fp16" if ir.DataType.FLOAT16 in stored else "fp32"
 
 
-def _multiplies_rows(graph: ir.Model) -> bool:
+def multiplies_rows(graph: ir.Model) -> bool:
+    """Whether inputs are rounded as whole tensors somewhere."""
     return any(node.op_type == ROWS_PRODUCT for node in graph.graph)
 
 

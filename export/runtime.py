@@ -9,14 +9,14 @@ writes new entries in place and nothing is ever copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from export.session import KEEP_LOGITS, cache_type, open_session, raise_if_out_of_memory
+from export.session import KEEP_LOGITS, PROMPT_FILE, cache_type, open_session, raise_if_out_of_memory
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.decoder import Logits, log_softmax
 from sportsllm.errors import ArtifactError, UsageError
@@ -48,25 +48,17 @@ class Cache:
     read one by one, since the operator takes a batch only for single tokens, and then decoded together.
     """
 
-    def __init__(
-        self,
-        session: ort.InferenceSession,
-        config: ModelConfig,
-        dtype: type[np.float32] | type[np.int8],
-        batch: int,
-        length: int,
-    ) -> None:
+    def __init__(self, config: ModelConfig, dtype: type[np.float32] | type[np.int8], batch: int, length: int) -> None:
         shape = (batch, config.num_key_value_heads, length, config.head_dim)
         names = [f"{layer}.{part}" for layer in range(config.num_hidden_layers) for part in ("key", "value")]
         # The system maps zeroed memory when it is first written, 4 kB or 2 MB at once, so unused room costs little.
         self.buffers = {name: np.zeros(shape, dtype=dtype) for name in names}
         self.length = length
         self.lengths = np.zeros(batch, dtype=np.int64)
-        self._session = session
 
-    def bind(self, first: int, count: int) -> ort.IOBinding:
-        """A binding of `count` sequences' buffers, starting at sequence `first`."""
-        binding = self._session.io_binding()
+    def bind(self, session: ort.InferenceSession, first: int, count: int) -> ort.IOBinding:
+        """A session's binding of `count` sequences' buffers, starting at sequence `first`."""
+        binding = session.io_binding()
         for name, buffer in self.buffers.items():
             rows = buffer[first : first + count]
             for bind, side in ((binding.bind_input, "past_key_values"), (binding.bind_output, "present")):
@@ -80,15 +72,23 @@ class OnnxDecoder:
     Attributes:
         config: the model's shape.
         prefill_chunk: tokens of a prompt that are read at once.
+        use_prompt_graph: whether prompts go through `prompt.onnx`, where the directory has one.
     """
 
-    def __init__(self, directory: Path, threads: int | None = None, graph: bytes | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        threads: int | None = None,
+        graph: bytes | None = None,
+        prompt_graph: bytes | None = None,
+    ) -> None:
         """Load the graph.
 
         Args:
             directory: see `open`.
             threads: see `open`.
             graph: a variant of the directory's graph to run on its weights instead of `model.onnx`.
+            prompt_graph: the same of `prompt.onnx`.
 
         Raises:
             ArtifactError: see `open`.
@@ -98,6 +98,10 @@ class OnnxDecoder:
         self._directory = directory
         self._session = open_session(directory, self.config, threads, graph)
         self._cache_type = cache_type(self._session, directory)
+        self._prompt_session: ort.InferenceSession | None = None
+        if (directory / PROMPT_FILE).exists():
+            self._prompt_session = open_session(directory, self.config, threads, prompt_graph, PROMPT_FILE)
+        self.use_prompt_graph = self._prompt_session is not None
         self._cache: Cache | None = None
         self._decode: ort.IOBinding | None = None
 
@@ -116,21 +120,33 @@ class OnnxDecoder:
         cache = self._emptied_cache(len(prompts), room)
         logits_BV = np.empty((len(prompts), self.config.vocab_size), dtype=np.float32)
         for row, prompt in enumerate(prompts):
-            binding = cache.bind(row, 1)
-            for start in range(0, len(prompt), self.prefill_chunk):
+            binding, first = cache.bind(self._session, row, 1), 0
+            if self.use_prompt_graph:
+                first = len(prompt) - 1
+                self._fill(cache, row, prompt[:first])
+            for start in range(first, len(prompt), self.prefill_chunk):
                 piece = prompt[None, start : start + self.prefill_chunk]
                 mask = np.ones((1, start + piece.shape[1]), dtype=np.int64)
                 self._run(binding, piece, mask, logits_BV[row : row + 1, None], keep=1)
             cache.lengths[row] = len(prompt)
-        self._decode = cache.bind(0, len(prompts))
+        self._decode = cache.bind(self._session, 0, len(prompts))
         return logits_BV
+
+    def _fill(self, cache: Cache, row: int, ids: npt.NDArray[np.int64], before: int = 0) -> None:
+        """Read tokens into a sequence's cache behind `before` others, with the graph that reads prompts."""
+        assert self._prompt_session is not None, "asked for before"
+        binding = cache.bind(self._prompt_session, row, 1)
+        for start in range(0, len(ids), self.prefill_chunk):
+            piece = ids[None, start : start + self.prefill_chunk]
+            mask = np.ones((1, before + start + piece.shape[1]), dtype=np.int64)
+            self._run_bound(self._prompt_session, binding, {"input_ids": piece, "attention_mask": mask})
 
     def _emptied_cache(self, batch: int, room: int) -> Cache:
         """The old cache where it has the right size, since what lies beyond `lengths` is never read; else a new one."""
         self._decode = None
         if self._cache is None or (len(self._cache.lengths), self._cache.length) != (batch, room):
             self._cache = None  # freed before the new one is made
-            self._cache = Cache(self._session, self.config, self._cache_type, batch, room)
+            self._cache = Cache(self.config, self._cache_type, batch, room)
         self._cache.lengths[:] = 0
         return self._cache
 
@@ -161,6 +177,9 @@ class OnnxDecoder:
     def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """See `Decoder.score`; a cache of its own is used, and logits of at most `SCORE_CHUNK` tokens are held.
 
+        In the latency profile each piece, once scored, is read again as a prompt, so that what follows it sees
+        the cache that prompts leave.
+
         Raises:
             UsageError: an empty row, or one longer than the context.
             ArtifactError: a token id lies outside the vocabulary.
@@ -185,8 +204,8 @@ class OnnxDecoder:
 
     def _all_logits(self, ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, Logits]]:
         """Yield (start, (T, V) logits) piece by piece; a piece is overwritten by the next one."""
-        cache = Cache(self._session, self.config, self._cache_type, 1, max(len(ids), 1))
-        binding = cache.bind(0, 1)
+        cache = Cache(self.config, self._cache_type, 1, max(len(ids), 1))
+        binding = cache.bind(self._session, 0, 1)
         buffer = np.empty((1, min(len(ids), SCORE_CHUNK), self.config.vocab_size), dtype=np.float32)
         for start in range(0, len(ids), SCORE_CHUNK):
             piece = ids[None, start : start + SCORE_CHUNK]
@@ -194,6 +213,8 @@ class OnnxDecoder:
             out = buffer[:, : piece.shape[1]]
             self._run(binding, piece, mask, out, keep=0)
             yield start, out[0]
+            if self.use_prompt_graph:
+                self._fill(cache, 0, piece[0], start)
 
     def _run(
         self,
@@ -204,12 +225,18 @@ class OnnxDecoder:
         keep: int,
     ) -> None:
         """Run the graph on bound buffers; `logits` (B, T or 1, V) is written in place."""
-        kept = np.array([keep], dtype=np.int64)
-        for name, array in (("input_ids", ids_BT), ("attention_mask", mask_BS), (KEEP_LOGITS, kept)):
-            binding.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
         binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        kept = np.array([keep], dtype=np.int64)
+        inputs = {"input_ids": ids_BT, "attention_mask": mask_BS, KEEP_LOGITS: kept}
+        self._run_bound(self._session, binding, inputs)
+
+    def _run_bound(
+        self, session: ort.InferenceSession, binding: ort.IOBinding, inputs: Mapping[str, npt.NDArray[np.int64]]
+    ) -> None:
+        for name, array in inputs.items():
+            binding.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
         try:
-            self._session.run_with_iobinding(binding)
+            session.run_with_iobinding(binding)
         except RuntimeError as error:
             raise_if_out_of_memory(error, self._directory)
             raise

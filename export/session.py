@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from sportsllm.errors import ArtifactError, ResourceError
 
 GRAPH_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
+# Of the latency profile: reads all of a prompt but its last token into the cache; see `export.prompts`.
+PROMPT_FILE = "prompt.onnx"
 DATA_BYTES_KEY = "data_bytes"  # in the graph's metadata: how long the data file must be
 KEEP_LOGITS = "num_logits_to_keep"  # optional input: 0 gives the logits of all positions, n of the last n
 
@@ -27,6 +30,11 @@ _LOAD_ERRORS = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
+
+
+def data_name(graph_file: str) -> str:
+    """The data file beside a graph."""
+    return f"{graph_file}.data"
 
 
 def session_options(threads: int | None) -> ort.SessionOptions:
@@ -46,7 +54,7 @@ def session_options(threads: int | None) -> ort.SessionOptions:
 
 
 def open_session(
-    directory: Path, config: ModelConfig, threads: int | None, graph: bytes | None = None
+    directory: Path, config: ModelConfig, threads: int | None, graph: bytes | None = None, file: str = GRAPH_FILE
 ) -> ort.InferenceSession:
     """Load an export's graph after checking its files, and check that it fits the config.
 
@@ -54,14 +62,15 @@ def open_session(
         directory: the export.
         config: its config.json.
         threads: CPU threads; all cores where not given.
-        graph: a variant of the graph to run on the directory's data instead of `model.onnx`.
+        graph: a variant of the graph to run on the directory's data instead of the file.
+        file: `GRAPH_FILE` or `PROMPT_FILE`.
 
     Raises:
         ArtifactError: a file is missing, cut short or longer than it was written, or the graph is no decoder.
         ResourceError: there is not enough memory.
     """
-    path, data = directory / GRAPH_FILE, directory / DATA_FILE
-    _check_sizes(directory)
+    path, data = directory / file, directory / data_name(file)
+    _check_sizes(directory, (file, data_name(file)))
     options = session_options(threads)
     if graph is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(directory))
@@ -74,7 +83,7 @@ def open_session(
     expected = session.get_modelmeta().custom_metadata_map.get(DATA_BYTES_KEY)
     if expected is not None:
         _check_size(data, int(expected))
-    _check_interface(session, config, directory)
+    _check_interface(session, config, path)
     return session
 
 
@@ -86,14 +95,14 @@ def raise_if_out_of_memory(error: Exception, directory: Path) -> None:
         ) from None
 
 
-def _check_sizes(directory: Path) -> None:
+def _check_sizes(directory: Path, names: Sequence[str]) -> None:
     """ONNX Runtime loads data that is too short or too long without a word, so look first."""
     if (directory / MANIFEST).exists():
         files = read_manifest(directory)["files"]
-        for name in (GRAPH_FILE, DATA_FILE):
+        for name in names:
             if name in files:
                 _check_size(directory / name, files[name]["bytes"])
-    for name in (GRAPH_FILE, DATA_FILE):
+    for name in names:
         if not (directory / name).is_file():
             raise ArtifactError(f"{directory / name}: not found; export or copy the directory again")
 
@@ -121,18 +130,19 @@ def cache_type(session: ort.InferenceSession, directory: Path) -> type[np.float3
     return _CACHE_TYPES[found.pop()]
 
 
-def _check_interface(session: ort.InferenceSession, config: ModelConfig, directory: Path) -> None:
+def _check_interface(session: ort.InferenceSession, config: ModelConfig, path: Path) -> None:
     """The graph takes and gives what this module binds, in the shapes of config.json."""
-    cache = [None, config.num_key_value_heads, None, config.head_dim]
+    cache: list[int | None] = [None, config.num_key_value_heads, None, config.head_dim]
     layers = [f"{layer}.{part}" for layer in range(config.num_hidden_layers) for part in ("key", "value")]
-    wanted = {"input_ids": [None, None], "attention_mask": [None, None], KEEP_LOGITS: [1]}
-    wanted |= {f"past_key_values.{name}": cache for name in layers}
-    wanted |= {f"present.{name}": cache for name in layers} | {"logits": [None, None, config.vocab_size]}
+    wanted: dict[str, list[int | None]] = {"input_ids": [None, None], "attention_mask": [None, None]}
+    wanted |= {f"{side}.{name}": cache for name in layers for side in ("past_key_values", "present")}
+    if path.name != PROMPT_FILE:
+        wanted |= {KEEP_LOGITS: [1], "logits": [None, None, config.vocab_size]}
     arguments = (*session.get_inputs(), *session.get_overridable_initializers(), *session.get_outputs())
     found = {a.name: [size if isinstance(size, int) else None for size in a.shape] for a in arguments}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
             raise ArtifactError(
-                f"{directory / GRAPH_FILE}: {name!r} has shape {found.get(name)}, config.json asks for "
+                f"{path}: {name!r} has shape {found.get(name)}, config.json asks for "
                 f"{wanted.get(name)}; use a directory that this program's export wrote"
             )

@@ -77,6 +77,12 @@ class Weights:
             )
         return cast(npt.NDArray[np.float32], tensor.float().numpy())
 
+    def read_dequantized(self, module: str, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
+        """What a matrix stands for, packed or dense, (N, K) float32."""
+        if f"{module}.weight_packed" not in self._tensors:
+            return self.read(f"{module}.weight", shape)
+        return read_packed(self._tensors, module, shape, self._directory).dequantize()
+
     def read_half(self, name: str, shape: Sequence[int]) -> npt.NDArray[np.float16]:
         """One dense tensor rounded to float16.
 
@@ -109,6 +115,10 @@ class Weights:
         """Matrices with one scale a row, (K, N) signed numbers, one beside the other."""
         signed = self.read_packed(modules, "packed")[:, 0].astype(np.int16) - 2 ** (ROW_BITS - 1)
         return np.ascontiguousarray(signed.astype(np.int8).T)
+
+    def read_row_scales(self, modules: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Their scales, (N,)."""
+        return cast(npt.NDArray[np.float32], self.read_packed(modules, "scale")[:, 0])
 
 
 def _stack(arrays: Sequence[Array]) -> Array:

@@ -1,0 +1,93 @@
+"""The latency profile: a second graph that reads prompts faster, at the price of a second form of the weights.
+
+`prompt.onnx` fills the cache with all of a prompt but its last token, which `model.onnx` then reads; so it has no head,
+and of the last layer only keys and values. Its matrices are rows of INT8, multiplied in whole numbers
+(DynamicQuantizeMatMul), rounded to nearest from what the packed matrices stand for. What both graphs read alike is
+stored once, in `model.onnx.data`.
+Shape suffixes: B sequences, T new tokens, D hidden_size, N rows (outputs), K columns (inputs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from export.builder import Builder
+from export.graph import Blocks, add_inputs, add_presents, make_positions
+from export.kv_cache import CacheScales
+from export.matrices import Matrices
+from export.session import PROMPT_FILE
+from export.weights import Packing, Weights
+from sportsllm.config import ModelConfig, load_config
+from sportsllm.quantized import ROW_BITS
+
+_TOP = 2 ** (ROW_BITS - 1) - 1
+
+
+class RowWeights(Weights):
+    """A packed checkpoint whose layers' matrices are given as rows of INT8."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(checkpoint)
+        self._shapes: dict[str, tuple[int, int]] = {}
+
+    def packing(self, module: str, shape: tuple[int, int]) -> Packing | None:
+        """See `Weights.packing`."""
+        if not module.startswith("model.layers."):
+            return super().packing(module, shape)
+        self._shapes[module] = shape
+        return Packing(ROW_BITS, shape[1], asymmetric=False)
+
+    def read_rows(self, modules: Sequence[str]) -> npt.NDArray[np.int8]:
+        """See `Weights.read_rows`."""
+        return np.ascontiguousarray(np.concatenate([self._rows(module)[0] for module in modules]).T)
+
+    def read_row_scales(self, modules: Sequence[str]) -> npt.NDArray[np.float32]:
+        """See `Weights.read_row_scales`."""
+        return np.concatenate([self._rows(module)[1] for module in modules])
+
+    def _rows(self, module: str) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+        """Whole numbers (N, K) and scales (N,) of one matrix."""
+        dense_NK = self.read_dequantized(module, self._shapes[module])
+        scales_N = np.abs(dense_NK).max(axis=1) / np.float32(_TOP)
+        safe_N = np.where(scales_N == 0, np.float32(1), scales_N)
+        return np.rint(dense_NK / safe_N[:, None]).astype(np.int8), scales_N
+
+
+def write_prompt_graph(
+    checkpoint: Path, directory: Path, stored: Mapping[str, ir.TensorProtocol], scales: CacheScales | None
+) -> None:
+    """Write `prompt.onnx` and its data into `directory`.
+
+    Args:
+        checkpoint: a packed checkpoint.
+        directory: holds `model.onnx` and its data.
+        stored: what `export.graph.write_graph` returned for it.
+        scales: the same as that graph's.
+    """
+    build_prompt_graph(load_config(checkpoint), RowWeights(checkpoint), scales).write(directory, PROMPT_FILE, stored)
+
+
+def build_prompt_graph(config: ModelConfig, weights: Weights, scales: CacheScales | None) -> Builder:
+    """Token ids in, keys and values out; operators and names are those of `export.graph`."""
+    graph = Builder("sportsllm-prompt")
+    tokens_BT, mask_BS, pasts = add_inputs(graph, config, scales)
+    matrices = Matrices(graph, weights, half=False)
+    blocks = Blocks(graph, config, matrices, make_positions(graph, config, tokens_BT, mask_BS), scales)
+    x_BTD = matrices.embedding("model.embed_tokens", tokens_BT, config.vocab_size, config.hidden_size)
+    residual_BTD, presents = None, []
+    for layer, past in enumerate(pasts):
+        name = f"model.layers.{layer}"
+        x_BTD, residual_BTD = blocks.norm(f"{name}.input_layernorm", x_BTD, residual_BTD)
+        x_BTD, present = blocks.attend(layer, x_BTD, past)
+        presents.append(present)
+        if layer < len(pasts) - 1:
+            x_BTD = blocks.attention_output(layer, x_BTD)
+            x_BTD, residual_BTD = blocks.norm(f"{name}.post_attention_layernorm", x_BTD, residual_BTD)
+            x_BTD = blocks.feed_forward(f"{name}.mlp", x_BTD)
+    add_presents(graph, config, scales, presents)
+    return graph
