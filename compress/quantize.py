@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compress.calibrated import quantize_calibrated
@@ -19,6 +21,7 @@ from sportsllm.artifacts import Stage, run_stage
 from sportsllm.calibration import calibration_samples
 from sportsllm.checkpoint import (
     TensorFiles,
+    bitsandbytes_kind,
     load_block,
     load_checkpoint,
     quantization_config,
@@ -26,7 +29,7 @@ from sportsllm.checkpoint import (
     write_checkpoint,
 )
 from sportsllm.config import ModelConfig, load_config
-from sportsllm.console import progress_bar
+from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.stages import manifest_setting
 from sportsllm.tokenizer import load_tokenizer
@@ -81,7 +84,7 @@ def quantize(
     """Quantize a checkpoint directory into a new one.
 
     Args:
-        checkpoint: an unquantized checkpoint.
+        checkpoint: an unquantized checkpoint, or one that bitsandbytes quantized, which is rounded a second time.
         out: directory to make.
         precision: bits of every matrix.
         method: `rtn` (round to nearest), `mse` (the grid of least squared error first), or those that look at
@@ -94,7 +97,8 @@ def quantize(
         resume: go on with an interrupted training.
 
     Returns:
-        The results, as `quantize --json` prints them.
+        The results, as `quantize --json` prints them; for matrices that were packed before also `regridded_from` and
+        `regrid_relative_error`.
 
     Raises:
         UsageError: a method that is not known, or calibration text for one that reads none.
@@ -141,8 +145,16 @@ def quantize(
         parents += recovery.inputs()
     stage = Stage("quantize", settings, parents, seed=None if recovery is None else recovery.config.seed)
 
+    packed_as = bitsandbytes_kind(checkpoint)
+
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
+        regridded: dict[str, Any] = {}
+        if packed_as is not None:
+            say(
+                f"{checkpoint}: bitsandbytes stored its matrices as {packed_as}; they are rounded again, to another "
+                "grid; start from the full-precision checkpoint where there is one"
+            )
         read = calibration_text(checkpoint, config, files, samples) if reads_text else []
         groups: list[Group] = []
         final = precision
@@ -172,8 +184,13 @@ def quantize(
             pack_trained(model, packed)
             record = {"method": f"{chosen}+qad", **packed.record()}
             write_checkpoint(directory, config, packed.tensors, checkpoint, record)
+        if packed_as is not None:
+            scaled = "awq" in chosen  # columns up and what makes their inputs down: no number has a counterpart
+            error = None if scaled else regrid_error(checkpoint, packed)
+            regridded = {"regridded_from": packed_as, "regrid_relative_error": error}
         return {
             **trained,
+            **regridded,
             "parameters": config.parameters,
             "bits": precision.bits,
             "method": chosen,
@@ -186,6 +203,18 @@ def quantize(
         }
 
     return run_stage(out, stage, make, resume)
+
+
+def regrid_error(checkpoint: Path, packed: PackedTensors) -> float:
+    """Root mean square of what rounding changed in the layers' matrices, over that of the numbers stored before."""
+    changed, before = 0.0, 0.0
+    for module in packed.modules:
+        if module in (EMBEDDING, HEAD):
+            continue
+        stored = TensorFiles(checkpoint)[f"{module}.weight"].float()
+        before += float(stored.square().sum(dtype=torch.float64))
+        changed += float((packed.matrix(module) - stored).square().sum(dtype=torch.float64))
+    return math.sqrt(changed / before) if before else 0.0
 
 
 def calibration_text(checkpoint: Path, config: ModelConfig, files: Sequence[Path], samples: int | None) -> list[Tensor]:

@@ -18,7 +18,9 @@ _QAD_RATE = 1e-4
 
 
 def quantize(
-    checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="An unquantized checkpoint, or one of bitsandbytes.", show_default=False)
+    ],
     out: options.Out,
     bits: Annotated[int, typer.Option(help="Bits of the blocks' matrices: 8 or 4.")] = 4,
     method: Annotated[
@@ -92,6 +94,10 @@ def quantize(
         f"INT{bits} blocks of {block_size} by {result['method']}, "
         f"{result['bits_per_weight']:.2f} bits a weight with scales, embedding and head {head_bits} bits"
     )
+    if "regridded_from" in result:
+        error = result["regrid_relative_error"]
+        loss = f"relative error {error:.4f}, on top of what that cost" if error is not None else "not comparable, awq rescales them"
+        output().print(f"matrices rounded again from {result['regridded_from']}: {loss}")
     if result["sensitivity"]:
         raised = [", ".join(group["modules"]) for group in result["sensitivity"] if group["bits"] > bits]
         output().print(f"at 8 bits: {'; '.join(raised) or 'no matrix fits the budget'}")
