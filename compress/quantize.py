@@ -16,7 +16,7 @@ from compress.calibrated import quantize_calibrated
 from compress.packing import EMBEDDING, HEAD, PackedTensors, Precision
 from compress.qad import pack_trained, round_in_training
 from compress.recovery import Recovery, prepare_recovery, recover
-from compress.sensitivity import Group, bits_of_layers, choose_bits, measure_groups, spare_bytes
+from compress.sensitivity import Group, choose_bits, measure_groups, spare_bytes
 from sportsllm.artifacts import Stage, run_stage
 from sportsllm.calibration import calibration_samples
 from sportsllm.checkpoint import (
@@ -34,7 +34,8 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.stages import manifest_setting
 from sportsllm.tokenizer import load_tokenizer
 
-METHODS = ("rtn", "mse", "awq", "gptq", "awq+gptq")
+NF4 = "nf4"
+METHODS = ("rtn", "mse", NF4, "awq", "gptq", "awq+gptq")
 CALIBRATED = ("awq", "gptq", "awq+gptq")
 SAMPLES, SAMPLE_TOKENS = 64, 512
 SENSITIVITY_SAMPLES = 16
@@ -87,9 +88,9 @@ def quantize(
         checkpoint: an unquantized checkpoint, or one that bitsandbytes quantized, which is rounded a second time.
         out: directory to make.
         precision: bits of every matrix.
-        method: `rtn` (round to nearest), `mse` (the grid of least squared error first), or those that look at
-            calibration text: `awq` (scales first), `gptq`, and both; if not given, gptq where there is calibration text
-            or training, else mse.
+        method: `rtn` (round to nearest), `mse` (the grid of least squared error first), `nf4` (bitsandbytes' codes for
+            the layers' matrices), or those that look at calibration text: `awq` (scales first), `gptq`, and both; if
+            not given, gptq where there is calibration text or training, else mse.
         calibration: text files, never held-out ones; those that the checkpoint was made from if not given.
         samples: pieces of at most 512 tokens that are read; 64 if not given, or what there is.
         bits_per_weight, size_mb: budget for a mixture with 8 bits, see `compress.sensitivity.spare_bytes`.
@@ -108,6 +109,11 @@ def quantize(
     chosen = method or ("gptq" if calibration or recovery else "mse")
     if chosen not in METHODS:
         raise UsageError(f"--method {method!r} is not known; choose one of {', '.join(METHODS)}")
+    if chosen == NF4 and (precision.bits != 4 or mixed or recovery is not None):
+        raise UsageError(
+            "--method nf4 has 4 bits in every matrix and no training; leave out --bits, --bits-per-weight, "
+            "--size-mb and --qad, or choose another method"
+        )
     reads_text = chosen in CALIBRATED or mixed
     if not reads_text and (calibration or samples):
         raise UsageError(f"--method {chosen} reads no calibration text; leave it out, or choose gptq")
@@ -152,8 +158,8 @@ def quantize(
         regridded: dict[str, Any] = {}
         if packed_as is not None:
             say(
-                f"{checkpoint}: bitsandbytes stored its matrices as {packed_as}; they are rounded again, to another "
-                "grid; start from the full-precision checkpoint where there is one"
+                f"{checkpoint}: bitsandbytes stored its matrices as {packed_as}; they are rounded again; "
+                "start from the full-precision checkpoint where there is one"
             )
         read = calibration_text(checkpoint, config, files, samples) if reads_text else []
         groups: list[Group] = []
@@ -161,12 +167,12 @@ def quantize(
         if mixed:
             groups = measure_groups(load_checkpoint(checkpoint), precision, read[:SENSITIVITY_SAMPLES])
             final = choose_bits(precision, groups, spare)
-        packed = PackedTensors(final)
+        packed = PackedTensors(final, nf4=chosen == NF4)
         if chosen in CALIBRATED:
             how = {"scaled": "awq" in chosen, "fitted": "gptq" in chosen}
             quantize_calibrated(checkpoint, config, packed, read, **how)
         else:
-            quantize_text_free(checkpoint, config, packed, search=chosen == "mse")
+            quantize_text_free(checkpoint, config, packed, search=chosen != "rtn")
         write_checkpoint(directory, config, packed.tensors, checkpoint, {"method": chosen, **packed.record()})
         trained: dict[str, Any] = {}
         if recovery is not None:
@@ -197,7 +203,7 @@ def quantize(
             "block_size": precision.block_size,
             "head_bits": precision.head_bits,
             "symmetric": precision.symmetric,
-            "bits_per_weight": bits_of_layers(config, final),
+            "bits_per_weight": packed.bits_of_layers(),
             "sensitivity": [dataclasses.asdict(group) | {"bits": final.of(group.modules[0])} for group in groups],
             "seconds": time.perf_counter() - started,
         }

@@ -26,7 +26,8 @@ def quantize(
     method: Annotated[
         str | None,
         typer.Option(
-            help="rtn (round to nearest), mse (best grid first), or with calibration text awq, gptq or awq+gptq. "
+            help="rtn (round to nearest), mse (best grid first), nf4 (bitsandbytes' 4-bit codes; slow to run), "
+            "or with calibration text awq, gptq or awq+gptq. "
             "[default: gptq with --calibration or --qad, else mse]"
         ),
     ] = None,
@@ -69,6 +70,7 @@ def quantize(
     """Pack the matrices as INT8 or INT4 blocks, exactly as the runtime reads them."""
     parameters = locals()
     from compress.packing import Precision
+    from compress.quantize import NF4
     from compress.quantize import quantize as run_quantize
     from sportsllm.console import output
     from sportsllm.stages import set_threads
@@ -91,12 +93,12 @@ def quantize(
     )
     output().print(
         f"{out}: {result['parameters']:,} parameters in {result['size_bytes'] / 1e6:.2f} MB, "
-        f"INT{bits} blocks of {block_size} by {result['method']}, "
+        f"{'NF4' if method == NF4 else f'INT{bits}'} blocks of {block_size} by {result['method']}, "
         f"{result['bits_per_weight']:.2f} bits a weight with scales, embedding and head {head_bits} bits"
     )
     if "regridded_from" in result:
         error = result["regrid_relative_error"]
-        loss = f"relative error {error:.4f}, on top of what that cost" if error is not None else "not comparable, awq rescales them"
+        loss = "not comparable, awq rescales them" if error is None else f"relative error {error:.4f}, besides its own"
         output().print(f"matrices rounded again from {result['regridded_from']}: {loss}")
     if result["sensitivity"]:
         raised = [", ".join(group["modules"]) for group in result["sensitivity"] if group["bits"] > bits]

@@ -20,17 +20,14 @@ import torch
 from torch import Tensor
 
 from sportsllm.errors import ArtifactError
+from sportsllm.quantized import NF4
 
 QUANT_METHOD = "bitsandbytes"
 # What the 16 codes stand for, as shares of a block's largest number.
 TABLES = {
-    "nf4": (
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ),
+    "nf4": tuple(NF4.tolist()),
     "fp4": tuple(sign * twelfths / 12 for sign in (1, -1) for twelfths in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
-}  # fmt: skip
+}
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _STATE = "quant_state."
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -25,11 +25,12 @@ from sportsllm.config import ModelConfig, load_config, read_json
 from sportsllm.errors import ArtifactError
 from sportsllm.linear import SUFFIXES, QuantizedEmbedding, QuantizedLinear
 from sportsllm.model import Block, SportsLLM
-from sportsllm.quantized import BITS, BLOCK_SIZES, QuantizedWeight
+from sportsllm.quantized import BITS, BLOCK_SIZES, Nf4Weight, QuantizedWeight
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 QUANT_METHOD = "sportsllm-nbits"
+NF4_CODES = "nf4"  # a matrix's `codes` in quantization_config; plain whole numbers where it has none
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -266,8 +267,10 @@ def _install_packed(model: nn.Module, name: str, module: nn.Module, tensors: Ten
     _set(model, name, QuantizedLinear(quantized, bias))
 
 
-def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], directory: Path) -> QuantizedWeight:
-    """One packed matrix of a checkpoint; bits and block size follow from the tensors' shapes.
+def read_packed(
+    tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], directory: Path
+) -> QuantizedWeight | Nf4Weight:
+    """One packed matrix of a checkpoint; bits and block size follow from the tensors' shapes, or are NF4's as recorded.
 
     Args:
         tensors: the checkpoint's tensors.
@@ -279,14 +282,16 @@ def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
     if f"{name}.weight_scale" not in tensors:
         raise ArtifactError(f"{directory}: {name}.weight_scale is missing beside the packed matrix")
     scales = tensors[f"{name}.weight_scale"]
+    record = _module_record(directory, name)
+    if record.get("codes") == NF4_CODES:
+        return _read_nf4(packed, scales, name, shape, record.get("block_size"), directory)
     zero = tensors.get(f"{name}.weight_zero_point")
     for bits in BITS:
         block = packed.shape[-1] * 8 // bits
         groups = -(-shape[1] // block)
         fits = block in BLOCK_SIZES and tuple(packed.shape[:2]) == (shape[0], groups)
         if fits and tuple(scales.shape) == (shape[0], groups) and packed.dtype == torch.uint8:
-            bits_found = quantization_bits(directory, name)
-            if bits_found not in (None, bits):
+            if record.get("bits") not in (None, bits):
                 continue
             if zero is not None:
                 _check_shape(zero, (shape[0], -(-groups * bits // 8)), f"{name}.weight_zero_point", directory)
@@ -301,10 +306,23 @@ def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
     raise ArtifactError(f"{directory}: packed tensor of {name!r} does not fit shape {shape}; make it again")
 
 
-def quantization_bits(directory: Path, name: str) -> int | None:
-    """Bits of one matrix as config.json's quantization_config records them."""
+def _read_nf4(
+    packed: Tensor, scales: Tensor, name: str, shape: tuple[int, ...], block_size: Any, directory: Path
+) -> Nf4Weight:
+    if block_size not in BLOCK_SIZES:
+        raise ArtifactError(f"{directory / 'config.json'}: NF4 block_size of {name!r} is {block_size!r}; make it again")
+    block, count = int(block_size), shape[0] * shape[1]
+    _check_shape(packed, (-(-count // 2),), f"{name}.weight_packed", directory)
+    _check_shape(scales, (-(-count // block),), f"{name}.weight_scale", directory)
+    if packed.dtype != torch.uint8:
+        raise ArtifactError(f"{directory}: tensor '{name}.weight_packed' holds {packed.dtype}, not bytes")
+    return Nf4Weight(packed.numpy(), scales.float().numpy(), block, *shape)
+
+
+def _module_record(directory: Path, name: str) -> dict[str, Any]:
+    """What config.json's quantization_config says of one matrix: `bits`, `block_size`, `codes` where they are NF4."""
     data = quantization_config(directory) or {}
-    return cast("int | None", data.get("modules", {}).get(name, {}).get("bits"))
+    return cast("dict[str, Any]", data.get("modules", {}).get(name, {}))
 
 
 def save_checkpoint(
