@@ -77,8 +77,13 @@ def measured_figures(device: Device, result: Mapping[str, Any]) -> dict[str, flo
 
 
 def predicted_figures(device: Device, config: ModelConfig, directory: Path) -> dict[str, float | None]:
-    """Predictions by the budget's names; None where the model's context is too short for what a limit asks."""
+    """Predictions by the budget's names; None where the model's context is too short for what a limit asks.
+
+    Of NF4 no more than the file's size: its operator unpacks every matrix anew, which the roofline does not describe.
+    """
     figures: dict[str, float | None] = dict(predict_figures(config, device, stored_form(directory)))
+    if _quantization(directory).get("method") == "nf4":
+        return dict.fromkeys(figures) | {"file_mb": figures["file_mb"]}
     context, limits = config.max_position_embeddings, device.limits
     if context < limits.ttft_prompt_tokens:
         figures["ttft_ms"] = None
@@ -94,8 +99,10 @@ def stored_form(directory: Path) -> Stored:
         ArtifactError: config.json or the manifest is damaged.
     """
     size = directory_bytes(directory)
-    packed = read_json(directory / "config.json").get("quantization_config")
-    if packed is not None:
+    packed = _quantization(directory)
+    if packed.get("quant_method") == "bitsandbytes":
+        return Stored("fp32")  # read as dense: the file's size says nothing of what is moved
+    if packed:
         return Stored(
             precision=f"int{packed['bits']}",
             # A scale a row is next to nothing, as one in 256 numbers is.
@@ -106,3 +113,8 @@ def stored_form(directory: Path) -> Stored:
         )
     settings = read_manifest(directory).get("settings", {}) if (directory / MANIFEST).exists() else {}
     return Stored("fp16" if settings.get("dtype") == "fp16" else "fp32", file_bytes=size)
+
+
+def _quantization(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] | None = read_json(directory / "config.json").get("quantization_config")
+    return found or {}

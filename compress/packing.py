@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from compress.grid import check_grid, fit_grid
+from compress.nf4 import nf4_weight
+from sportsllm.checkpoint import NF4_CODES
 from sportsllm.errors import UsageError
-from sportsllm.quantized import ROW_BITS, QuantizedWeight, stored_bits
+from sportsllm.quantized import ROW_BITS, Nf4Weight, QuantizedWeight, stored_bits
 
 HEAD_BITS = (4, 8, 32)
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -56,29 +58,39 @@ class Precision:
 
 
 class PackedTensors:
-    """Collects the tensors of a quantized checkpoint, and what its quantization_config records."""
+    """Collects the tensors of a quantized checkpoint, and what its quantization_config records.
 
-    def __init__(self, precision: Precision) -> None:
-        self.precision = precision
+    Args:
+        precision: bits of every matrix.
+        nf4: round the layers' matrices to NF4's codes instead of whole numbers.
+    """
+
+    def __init__(self, precision: Precision, nf4: bool = False) -> None:
+        self.precision, self.nf4 = precision, nf4
         self.tensors: dict[str, Tensor] = {}
-        self.modules: dict[str, dict[str, int]] = {}
-        self._packed: dict[str, QuantizedWeight] = {}
+        self.modules: dict[str, dict[str, int | str]] = {}
+        self._packed: dict[str, QuantizedWeight | Nf4Weight] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A tensor as it is, for example a norm's weight."""
         self.tensors[name] = tensor.detach().clone()  # one that is read in place would keep the whole file in memory
 
-    def add_packed(self, module: str, packed: QuantizedWeight) -> None:
+    def add_packed(self, module: str, packed: QuantizedWeight | Nf4Weight) -> None:
         """A module's packed matrix."""
         self.tensors |= {f"{module}.{name}": tensor for name, tensor in packed_tensors(packed).items()}
         self._packed[module] = packed
         self.modules[module] = {"bits": packed.bits, "block_size": packed.block_size}
+        if isinstance(packed, Nf4Weight):
+            self.modules[module]["codes"] = NF4_CODES
 
     def add_matrix(self, module: str, weight_NK: Tensor, search: bool) -> None:
         """Round a module's matrix to the nearest numbers of its grid, or keep it at 32 bits."""
         bits = self.precision.of(module)
         if bits == 32:
             self.add(f"{module}.weight", weight_NK)
+            return
+        if self.nf4 and module not in (EMBEDDING, HEAD):
+            self.add_packed(module, nf4_weight(weight_NK, self.precision.block_size))
             return
         self.add_packed(module, round_weight(weight_NK, bits, self.precision, search))
 
@@ -88,6 +100,11 @@ class PackedTensors:
         if dense is not None:
             return dense
         return torch.from_numpy(self._packed[module].dequantize())
+
+    def bits_of_layers(self) -> float:
+        """Bits that a number of the layers' packed matrices takes on average, scales and zero points counted."""
+        layers = [packed for module, packed in self._packed.items() if module not in (EMBEDDING, HEAD)]
+        return 8 * sum(p.nbytes for p in layers) / sum(p.out_features * p.in_features for p in layers)
 
     def record(self) -> dict[str, Any]:
         """For config.json."""
@@ -112,7 +129,7 @@ def packed_bytes(rows: int, columns: int, bits: int, precision: Precision) -> in
     return rows * (groups * (block * stored_bits(bits) // 8 + 4) + zeros)
 
 
-def packed_tensors(packed: QuantizedWeight) -> dict[str, Tensor]:
+def packed_tensors(packed: QuantizedWeight | Nf4Weight) -> dict[str, Tensor]:
     """A packed matrix's tensors, by the last part of their names."""
     arrays = {"weight_packed": packed.packed, "weight_scale": packed.scales, "weight_zero_point": packed.zero_points}
     return {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}

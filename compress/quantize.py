@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compress.calibrated import quantize_calibrated
@@ -15,11 +17,12 @@ from compress.packing import EMBEDDING, HEAD, PackedTensors, Precision
 from compress.qad import pack_trained, round_in_training
 from compress.recovery import Recovery, prepare_recovery, recover
 from compress.scaling import RULES
-from compress.sensitivity import Group, bits_of_layers, choose_bits, measure_groups, spare_bytes
+from compress.sensitivity import Group, choose_bits, measure_groups, spare_bytes
 from sportsllm.artifacts import Stage, run_stage
 from sportsllm.calibration import calibration_samples
 from sportsllm.checkpoint import (
     TensorFiles,
+    bitsandbytes_kind,
     load_block,
     load_checkpoint,
     quantization_config,
@@ -27,14 +30,15 @@ from sportsllm.checkpoint import (
     write_checkpoint,
 )
 from sportsllm.config import ModelConfig, load_config
-from sportsllm.console import progress_bar
+from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.quantized import ROW_BITS, stored_bits
 from sportsllm.stages import manifest_setting
 from sportsllm.tokenizer import load_tokenizer
 
-METHODS = ("rtn", "mse", "awq", "smooth", "gptq", "awq+gptq", "smooth+gptq")
-CALIBRATED = METHODS[2:]
+NF4 = "nf4"
+METHODS = ("rtn", "mse", NF4, "awq", "smooth", "gptq", "awq+gptq", "smooth+gptq")
+CALIBRATED = METHODS[3:]
 SAMPLES, SAMPLE_TOKENS = 64, 512
 SENSITIVITY_SAMPLES = 16
 
@@ -83,12 +87,12 @@ def quantize(
     """Quantize a checkpoint directory into a new one.
 
     Args:
-        checkpoint: an unquantized checkpoint.
+        checkpoint: an unquantized checkpoint, or one that bitsandbytes quantized, which is rounded a second time.
         out: directory to make.
         precision: bits of every matrix.
-        method: `rtn` (round to nearest), `mse` (the grid of least squared error first), or those that look at
-            calibration text: `awq` or `smooth` (scales first), `gptq`, and both; if not given, gptq where there is
-            calibration text or training (with whole rows smooth+gptq), else mse.
+        method: `rtn` (round to nearest), `mse` (the grid of least squared error first), `nf4` (bitsandbytes' codes for
+            the layers' matrices), or those that look at calibration text: `awq` or `smooth` (scales first), `gptq`, and
+            both; if not given, gptq where there is calibration text or training (smooth+gptq per row), else mse.
         calibration: text files, never held-out ones; those that the checkpoint was made from if not given.
         samples: pieces of at most 512 tokens that are read; 64 if not given, or what there is.
         bits_per_weight, size_mb: budget for a mixture with 8 bits, see `compress.sensitivity.spare_bytes`.
@@ -96,7 +100,8 @@ def quantize(
         resume: go on with an interrupted training.
 
     Returns:
-        The results, as `quantize --json` prints them.
+        The results, as `quantize --json` prints them; for matrices that were packed before also `regridded_from` and
+        `regrid_relative_error`.
 
     Raises:
         UsageError: a method that is not known, or calibration text for one that reads none.
@@ -111,6 +116,11 @@ def quantize(
         raise UsageError("--per-row is one precision for all; leave --bits-per-weight and --size-mb out")
     if "smooth" in chosen and not per_row:
         raise UsageError(f"--method {chosen} prepares whole rows; add --per-row, or choose awq or gptq")
+    if chosen == NF4 and (precision.bits != 4 or mixed or recovery is not None):
+        raise UsageError(
+            "--method nf4 has 4 bits in every matrix and no training; leave out --bits, --bits-per-weight, "
+            "--size-mb and --qad, or choose another method"
+        )
     reads_text = chosen in CALIBRATED or mixed
     if not reads_text and (calibration or samples):
         raise UsageError(f"--method {chosen} reads no calibration text; leave it out, or choose gptq")
@@ -148,20 +158,28 @@ def quantize(
         parents += recovery.inputs()
     stage = Stage("quantize", settings, parents, seed=None if recovery is None else recovery.config.seed)
 
+    packed_as = bitsandbytes_kind(checkpoint)
+
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
+        regridded: dict[str, Any] = {}
+        if packed_as is not None:
+            say(
+                f"{checkpoint}: bitsandbytes stored its matrices as {packed_as}; they are rounded again; "
+                "start from the full-precision checkpoint where there is one"
+            )
         read = calibration_text(checkpoint, config, files, samples) if reads_text else []
         groups: list[Group] = []
         final = precision
         if mixed:
             groups = measure_groups(load_checkpoint(checkpoint), precision, read[:SENSITIVITY_SAMPLES])
             final = choose_bits(precision, groups, spare)
-        packed = PackedTensors(final)
+        packed = PackedTensors(final, nf4=chosen == NF4)
         if chosen in CALIBRATED:
             rule = next((rule for rule in RULES if rule in chosen), None)
             quantize_calibrated(checkpoint, config, packed, read, scaled=rule, fitted="gptq" in chosen)
         else:
-            quantize_text_free(checkpoint, config, packed, search=chosen == "mse")
+            quantize_text_free(checkpoint, config, packed, search=chosen != "rtn")
         write_checkpoint(directory, config, packed.tensors, checkpoint, {"method": chosen, **packed.record()})
         trained: dict[str, Any] = {}
         if recovery is not None:
@@ -179,8 +197,14 @@ def quantize(
             pack_trained(model, packed)
             record = {"method": f"{chosen}+qad", **packed.record()}
             write_checkpoint(directory, config, packed.tensors, checkpoint, record)
+        if packed_as is not None:
+            # Scaling moves columns up and what makes their inputs down: no number has a counterpart.
+            scaled = any(rule in chosen for rule in RULES)
+            error = None if scaled else regrid_error(checkpoint, packed)
+            regridded = {"regridded_from": packed_as, "regrid_relative_error": error}
         return {
             **trained,
+            **regridded,
             "parameters": config.parameters,
             "bits": stored_bits(precision.bits),
             "per_row": per_row,
@@ -188,12 +212,24 @@ def quantize(
             "block_size": precision.block_size,
             "head_bits": precision.head_bits,
             "symmetric": precision.symmetric,
-            "bits_per_weight": bits_of_layers(config, final),
+            "bits_per_weight": packed.bits_of_layers(),
             "sensitivity": [dataclasses.asdict(group) | {"bits": final.of(group.modules[0])} for group in groups],
             "seconds": time.perf_counter() - started,
         }
 
     return run_stage(out, stage, make, resume)
+
+
+def regrid_error(checkpoint: Path, packed: PackedTensors) -> float:
+    """Root mean square of what rounding changed in the layers' matrices, over that of the numbers stored before."""
+    changed, before = 0.0, 0.0
+    for module in packed.modules:
+        if module in (EMBEDDING, HEAD):
+            continue
+        stored = TensorFiles(checkpoint)[f"{module}.weight"].float()
+        before += float(stored.square().sum(dtype=torch.float64))
+        changed += float((packed.matrix(module) - stored).square().sum(dtype=torch.float64))
+    return math.sqrt(changed / before) if before else 0.0
 
 
 def calibration_text(checkpoint: Path, config: ModelConfig, files: Sequence[Path], samples: int | None) -> list[Tensor]:

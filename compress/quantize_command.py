@@ -18,14 +18,17 @@ _QAD_RATE = 1e-4
 
 
 def quantize(
-    checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="An unquantized checkpoint, or one of bitsandbytes.", show_default=False)
+    ],
     out: options.Out,
     bits: Annotated[int, typer.Option(help="Bits of the blocks' matrices: 8 or 4.")] = 4,
     method: Annotated[
         str | None,
         typer.Option(
-            help="rtn (round to nearest), mse (best grid first), or with calibration text awq, smooth, gptq, awq+gptq "
-            "or smooth+gptq. [default: gptq with --calibration or --qad (smooth+gptq per row), else mse]"
+            help="rtn (round to nearest), mse (best grid first), nf4 (bitsandbytes' 4-bit codes; slow to run), or with "
+            "calibration text awq, smooth, gptq, awq+gptq or smooth+gptq. "
+            "[default: gptq with --calibration or --qad (smooth+gptq per row), else mse]"
         ),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Numbers that share a scale: 16, 32, 64, 128 or 256.")] = 32,
@@ -73,6 +76,7 @@ def quantize(
     """Pack the matrices as INT8 or INT4 blocks, exactly as the runtime reads them."""
     parameters = locals()
     from compress.packing import Precision
+    from compress.quantize import NF4
     from compress.quantize import quantize as run_quantize
     from sportsllm.console import output
     from sportsllm.quantized import BITS, ROW_BITS
@@ -100,9 +104,16 @@ def quantize(
     )
     output().print(
         f"{out}: {result['parameters']:,} parameters in {result['size_bytes'] / 1e6:.2f} MB, "
-        f"INT{bits} {'rows' if per_row else f'blocks of {block_size}'} by {result['method']}, "
+        f"{'NF4' if method == NF4 else f'INT{bits}'} {'rows' if per_row else f'blocks of {block_size}'} "
+        f"by {result['method']}, "
         f"{result['bits_per_weight']:.2f} bits a weight with scales, embedding and head {head_bits} bits"
     )
+    if "regridded_from" in result:
+        error, source = result["regrid_relative_error"], result["regridded_from"]
+        loss = (
+            f"relative error {error:.4f}, on top of that of {source}" if error is not None else "moved by scaling first"
+        )
+        output().print(f"matrices rounded again from {source}: {loss}")
     if result["sensitivity"]:
         raised = [", ".join(group["modules"]) for group in result["sensitivity"] if group["bits"] > bits]
         output().print(f"at 8 bits: {'; '.join(raised) or 'no matrix fits the budget'}")

@@ -14,8 +14,9 @@ from export.parity import check_parity
 from export.prompts import write_prompt_graph
 from export.side_files import write_side_files
 from sportsllm.artifacts import Stage, run_stage
-from sportsllm.checkpoint import quantization_config, write_json
+from sportsllm.checkpoint import bitsandbytes_kind, quantization_config, write_json
 from sportsllm.config import load_config
+from sportsllm.console import say
 from sportsllm.errors import ArtifactError, GateError, UsageError
 
 PRECISIONS = ("fp32", "fp16")
@@ -70,6 +71,12 @@ def run_export(
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
+        packed_as = bitsandbytes_kind(checkpoint)
+        if packed_as is not None:
+            say(
+                f"{checkpoint}: bitsandbytes stored its matrices as {packed_as}; they are exported dense, in "
+                f"{settings['dtype']}; quantize the checkpoint first for a small export"
+            )
         scales = cache_scales(checkpoint, calibration) if kv_cache == "int8" else None
         stored = write_graph(checkpoint, directory, half=precision == "fp16", scales=scales)
         if profile == "latency":

@@ -18,6 +18,7 @@ FLOAT, HALF, INT8, UINT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.I
 FAST_ACCURACY = 4
 # Rounds its whole input to 8 bits and multiplies whole numbers.
 ROWS_PRODUCT = "DynamicQuantizeMatMul"
+NF4_TYPE = 1  # of MatMulBnb4, which computes in float32
 
 
 class Matrices:
@@ -76,7 +77,8 @@ class Matrices:
             One value for each module; or a single one with all rows, where not `apart` and all are stored alike.
         """
         pairs = list(zip(modules, sizes, strict=True))
-        if len({self._weights.packing(module, (size, width)) for module, size in pairs}) > 1:
+        packings = {self._weights.packing(module, (size, width)) for module, size in pairs}
+        if len(packings) > 1 or any(packing is not None and not packing.joinable for packing in packings):
             return [self.product(m, x, [m], [size], width, bias) for m, size in pairs]
         y = self.product(name, x, modules, sizes, width, bias)
         if not apart:
@@ -125,15 +127,16 @@ class Matrices:
             )
             return graph.node(f"{name}/product", ROWS_PRODUCT, [x, matrix, scale], MS)
         packed, scales, zero_points = self._packed(stored, modules, shapes)
+        sizes = {"N": sum(rows for rows, _ in shapes), "K": shapes[0][1], "block_size": packing.block_size}
+        if packing.nf4:
+            return graph.node(f"{name}/product", "MatMulBnb4", [x, packed, scales], MS, **sizes, quant_type=NF4_TYPE)
         return graph.node(
             f"{name}/product",
             "MatMulNBits",
             [x, packed, scales, *zero_points],
             MS,
-            N=sum(rows for rows, _ in shapes),
-            K=shapes[0][1],
+            **sizes,
             bits=packing.bits,
-            block_size=packing.block_size,
             accuracy_level=FAST_ACCURACY,
         )
 
@@ -145,7 +148,10 @@ class Matrices:
     def _packed(
         self, name: str, modules: Sequence[str], shapes: Sequence[tuple[int, int]]
     ) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
-        """Packed numbers (N, G, bytes), scales (N, G), and zero points if there are any, one under the other."""
+        """Packed numbers (N, G, bytes), scales (N, G), and zero points if there are any, one under the other.
+
+        Of NF4 packed numbers and scales are flat.
+        """
         packing = self._weights.packing(modules[0], shapes[0])
         assert packing is not None, "asked for before"
         rows, groups = sum(n for n, _ in shapes), -(-shapes[0][1] // packing.block_size)
@@ -155,6 +161,13 @@ class Matrices:
                 f"{name}.weight_{part}", dtype, shape, lambda: self._weights.read_packed(modules, part)
             )
 
+        if packing.nf4:
+            count = rows * shapes[0][1]
+            return (
+                stored("packed", UINT8, [-(-count // 2)]),
+                stored("scale", FLOAT, [-(-count // packing.block_size)]),
+                [],
+            )
         packed = stored("packed", UINT8, (rows, groups, packing.block_size * packing.bits // 8))
         scales = stored("scale", FLOAT, (rows, groups))
         if not packing.asymmetric:

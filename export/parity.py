@@ -54,6 +54,8 @@ DEPLOYED = {
     # error 0.03 to 0.13, KL up to 9e-4 (trained, block 128), 95% (97M, fresh) to 99% (trained) of choices agree.
     "int8": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
     "int4": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
+    # Multiplied in float32; only the head rounds activations, where it is packed.
+    "nf4": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
 }
 # A whole tensor of inputs rounded to int8 with one scale. Measured, trained, on tokens drawn at random: error 0.5 to
 # 1.2, KL up to 5e-3, 93% of choices agree.
@@ -74,7 +76,7 @@ class ParityReport:
     """What the gate found.
 
     Attributes:
-        precision: `fp32`, `fp16`, `int8` or `int4`: the smallest in the graph.
+        precision: `fp32`, `fp16`, `int8`, `int4` or `nf4`: the smallest in the graph.
         passes: exact, and deployed where that differs.
         unequal_tables: stored tables that differ from the model's.
         tokenizer_changes: texts that do not survive encoding and decoding (normalising tokenizers do that by
@@ -158,7 +160,9 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
 
 
 def graph_precision(graph: ir.Model) -> str:
-    """`int4`, `int8`, `fp16` or `fp32`: the narrowest numbers that a graph's matrices are stored in."""
+    """`nf4`, `int4`, `int8`, `fp16` or `fp32`: the narrowest numbers that a graph's matrices are stored in."""
+    if any(node.op_type == "MatMulBnb4" for node in graph.graph):
+        return "nf4"
     bits = {node.attributes["bits"].as_int() for node in graph.graph if "bits" in node.attributes}
     if multiplies_rows(graph):
         bits.add(8)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from export.session import GRAPH_FILE
-from sportsllm.checkpoint import TOKENIZER_FILES, write_generation_config, write_json
+from sportsllm.checkpoint import TOKENIZER_FILES, quantization_config, write_generation_config, write_json
 from sportsllm.config import ModelConfig, load_config, read_json
 
 # onnxruntime-genai allocates the cache for this many tokens at once; callers can ask for more, up to the context.
@@ -16,6 +16,8 @@ GENAI_MAX_LENGTH = 1_024
 
 def write_side_files(checkpoint: Path, directory: Path) -> None:
     """Copy config.json and the tokenizer's files, and write generation_config.json and genai_config.json.
+
+    A quantization_config of bitsandbytes is left out: the graph has those matrices dense.
 
     Args:
         checkpoint: the source. A checkpoint without a tokenizer gives an export without one.
@@ -28,6 +30,10 @@ def write_side_files(checkpoint: Path, directory: Path) -> None:
     for name in ("config.json", *TOKENIZER_FILES):
         if (checkpoint / name).exists():
             shutil.copyfile(checkpoint / name, directory / name)
+    if quantization_config(checkpoint) is None:
+        data = read_json(checkpoint / "config.json")
+        if data.pop("quantization_config", None) is not None:
+            write_json(directory / "config.json", data)
     if not (directory / "generation_config.json").exists():
         write_generation_config(directory, config)
     model_type = str(read_json(checkpoint / "config.json").get("model_type", "llama"))

@@ -16,18 +16,27 @@ import numpy.typing as npt
 
 from sportsllm.checkpoint import TensorFiles, read_packed
 from sportsllm.errors import ArtifactError
-from sportsllm.quantized import ROW_BITS
+from sportsllm.quantized import ROW_BITS, Nf4Weight
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a packed matrix is laid out; see `sportsllm.quantized.QuantizedWeight`."""
+    """How a packed matrix is laid out; see `sportsllm.quantized`.
+
+    Attributes:
+        bits, block_size: of its numbers.
+        asymmetric: with zero points.
+        nf4: codes of NF4, in one flat piece, instead of whole numbers row by row.
+        joinable: another matrix may be stacked under it.
+    """
 
     bits: int
     block_size: int
     asymmetric: bool
+    nf4: bool = False
+    joinable: bool = True
 
     @property
     def per_row(self) -> bool:
@@ -57,7 +66,10 @@ class Weights:
             found = None
             if f"{module}.weight_packed" in self._tensors:
                 weight = read_packed(self._tensors, module, shape, self._directory)
-                found = Packing(weight.bits, weight.block_size, weight.zero_points is not None)
+                if isinstance(weight, Nf4Weight):
+                    found = Packing(weight.bits, weight.block_size, False, nf4=True, joinable=weight.joinable)
+                else:
+                    found = Packing(weight.bits, weight.block_size, weight.zero_points is not None)
             self._packings[module] = found
         return self._packings[module]
 

@@ -1,6 +1,7 @@
 """Read and write checkpoint directories in Hugging Face's layout, quantized ones included.
 
-Only safetensors are read: pickle runs code. Every tensor is checked for name, shape, type and finiteness.
+Those that bitsandbytes quantized read as dense ones, see `sportsllm.bnb_checkpoint`. Only safetensors are read:
+pickle runs code. Every tensor is checked for name, shape, type and finiteness.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sportsllm.artifacts import MANIFEST, read_manifest
+from sportsllm.bnb_checkpoint import companions, read_dense, stored_kind
 from sportsllm.config import ModelConfig, load_config, read_json
 from sportsllm.errors import ArtifactError
 from sportsllm.linear import SUFFIXES, QuantizedEmbedding, QuantizedLinear
 from sportsllm.model import Block, SportsLLM
-from sportsllm.quantized import BITS, BLOCK_SIZES, ROW_BITS, QuantizedWeight, stored_bits
+from sportsllm.quantized import BITS, BLOCK_SIZES, ROW_BITS, Nf4Weight, QuantizedWeight, stored_bits
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 QUANT_METHOD = "sportsllm-nbits"
+NF4_CODES = "nf4"  # a matrix's `codes` in quantization_config; plain whole numbers where it has none
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,7 +41,7 @@ TOKENIZER_FILES = (
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, each read from disk when asked for."""
+    """The tensors of a checkpoint by name, each read from disk when asked for; bitsandbytes' matrices as dense ones."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -55,19 +58,29 @@ class TensorFiles(Mapping[str, Tensor]):
                 if name in self._where:
                     raise ArtifactError(f"{path}: tensor {name!r} is also in {self._where[name].name}")
                 self._where[name] = path
+        self._dense = bitsandbytes_kind(directory) is None
+        self._beside = frozenset() if self._dense else companions(self._where)
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._beside:
+            raise KeyError(name)
         path = self._where[name]
-        tensor = cast(Tensor, self._files[str(path)].get_tensor(name))
+        tensor = self._stored(name) if self._dense else read_dense(name, self._beside, self._stored, str(path))
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ArtifactError(f"{path}: tensor {name!r} holds NaN or infinity; use an undamaged checkpoint")
         return tensor
 
+    def _stored(self, name: str) -> Tensor:
+        return cast(Tensor, self._files[str(self._where[name])].get_tensor(name))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where and name not in self._beside  # without reading it
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
+        return (name for name in self._where if name not in self._beside)
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self._where) - len(self._beside)
 
 
 def _refuse_duplicate_names(path: Path) -> None:
@@ -120,16 +133,27 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def quantization_config(directory: Path) -> dict[str, Any] | None:
-    """How a checkpoint is quantized, or None. Refuses methods that are not this program's."""
+    """How this program quantized a checkpoint; None for dense ones and for bitsandbytes', which read as dense.
+
+    Raises:
+        ArtifactError: another method quantized it.
+    """
     data = read_json(directory / "config.json").get("quantization_config")
-    if data is None:
+    if data is None or stored_kind(data) is not None:
         return None
+    if not isinstance(data, dict):
+        raise ArtifactError(f"{directory / 'config.json'}: quantization_config is {data!r}, not an object; mend it")
     if data.get("quant_method") != QUANT_METHOD:
         raise ArtifactError(
             f"{directory / 'config.json'}: quant_method {data.get('quant_method')!r} is not supported; "
             "use the unquantized checkpoint"
         )
     return cast(dict[str, Any], data)
+
+
+def bitsandbytes_kind(directory: Path) -> str | None:
+    """`NF4`, `FP4` or `INT8` where bitsandbytes packed a checkpoint's matrices, else None."""
+    return stored_kind(read_json(directory / "config.json").get("quantization_config"))
 
 
 def load_checkpoint(directory: Path) -> SportsLLM:
@@ -243,8 +267,10 @@ def _install_packed(model: nn.Module, name: str, module: nn.Module, tensors: Ten
     _set(model, name, QuantizedLinear(quantized, bias))
 
 
-def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], directory: Path) -> QuantizedWeight:
-    """One packed matrix of a checkpoint; bits and block size follow from the tensors' shapes.
+def read_packed(
+    tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], directory: Path
+) -> QuantizedWeight | Nf4Weight:
+    """One packed matrix of a checkpoint; bits and block size follow from the tensors' shapes, or are NF4's as recorded.
 
     Args:
         tensors: the checkpoint's tensors.
@@ -256,8 +282,11 @@ def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
     if f"{name}.weight_scale" not in tensors:
         raise ArtifactError(f"{directory}: {name}.weight_scale is missing beside the packed matrix")
     scales = tensors[f"{name}.weight_scale"]
+    record = _module_record(directory, name)
+    if record.get("codes") == NF4_CODES:
+        return _read_nf4(packed, scales, name, shape, record.get("block_size"), directory)
     zero = tensors.get(f"{name}.weight_zero_point")
-    recorded = quantization_bits(directory, name)
+    recorded = record.get("bits")
     for bits in (*BITS, ROW_BITS):
         if recorded not in (None, bits):
             continue
@@ -279,10 +308,23 @@ def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
     raise ArtifactError(f"{directory}: packed tensor of {name!r} does not fit shape {shape}; make it again")
 
 
-def quantization_bits(directory: Path, name: str) -> int | None:
-    """Bits of one matrix as config.json's quantization_config records them."""
+def _read_nf4(
+    packed: Tensor, scales: Tensor, name: str, shape: tuple[int, ...], block_size: Any, directory: Path
+) -> Nf4Weight:
+    if block_size not in BLOCK_SIZES:
+        raise ArtifactError(f"{directory / 'config.json'}: NF4 block_size of {name!r} is {block_size!r}; make it again")
+    block, count = int(block_size), shape[0] * shape[1]
+    _check_shape(packed, (-(-count // 2),), f"{name}.weight_packed", directory)
+    _check_shape(scales, (-(-count // block),), f"{name}.weight_scale", directory)
+    if packed.dtype != torch.uint8:
+        raise ArtifactError(f"{directory}: tensor '{name}.weight_packed' holds {packed.dtype}, not bytes")
+    return Nf4Weight(packed.numpy(), scales.float().numpy(), block, *shape)
+
+
+def _module_record(directory: Path, name: str) -> dict[str, Any]:
+    """What config.json's quantization_config says of one matrix: `bits`, `block_size`, `codes` where they are NF4."""
     data = quantization_config(directory) or {}
-    return cast("int | None", data.get("modules", {}).get(name, {}).get("bits"))
+    return cast("dict[str, Any]", data.get("modules", {}).get(name, {}))
 
 
 def save_checkpoint(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sportsllm.quantized import QuantizedWeight
+from sportsllm.quantized import Nf4Weight, QuantizedWeight
 
 SUFFIXES = ("_packed", "_scale", "_zero_point")
 
@@ -20,7 +20,7 @@ class QuantizedMatrix(nn.Module):
 
     weight: Tensor
 
-    def __init__(self, quantized: QuantizedWeight) -> None:
+    def __init__(self, quantized: QuantizedWeight | Nf4Weight) -> None:
         super().__init__()
         self.bits, self.block_size, self.in_features = (
             quantized.bits,
@@ -37,7 +37,7 @@ class QuantizedMatrix(nn.Module):
 class QuantizedLinear(QuantizedMatrix):
     """y = x W^T + b with a packed W; (..., K) to (..., N)."""
 
-    def __init__(self, quantized: QuantizedWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, quantized: QuantizedWeight | Nf4Weight, bias: Tensor | None = None) -> None:
         super().__init__(quantized)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 

@@ -18,7 +18,7 @@ from benchmarks.child import peak_rss_bytes
 from benchmarks.floor import floor_bytes
 from benchmarks.process import ChildFailure, child_command, run_child
 from benchmarks.stats import percentile, percentiles, spread
-from benchmarks.verdict import judge_budget, stored_form
+from benchmarks.verdict import judge_budget, predicted_figures, stored_form
 from sportsllm import cli
 from sportsllm.artifacts import directory_bytes
 from sportsllm.checkpoint import save_checkpoint
@@ -225,6 +225,16 @@ def test_stored_form_follows_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     stored = stored_form(tmp_path)
     assert (stored.precision, stored.block_size, stored.head_bits, stored.zero_points) == ("int4", 64, 8, True)
+    device = load_device("raspberry-pi-5")
+    assert predicted_figures(device, CONFIG, tmp_path)["peak_memory_mb"] is not None
+    config["quantization_config"]["method"] = "nf4"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert {name for name, value in predicted_figures(device, CONFIG, tmp_path).items() if value is not None} == {
+        "file_mb"
+    }
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert stored_form(tmp_path).precision == "fp32"
 
 
 def test_a_pytorch_checkpoint_is_measured_too(checkpoint: Path) -> None:
