@@ -6,7 +6,7 @@ The same calls in the same order give the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 
 MS = "com.microsoft"  # the domain of ONNX Runtime's own operators
 IR_VERSION = 10  # with opset 21: read by onnxruntime since 1.19 and by the browser build
-OPSETS = {"": 21, MS: 1}
+OPSETS = {"": 21, MS: 1}  # of those that a graph uses
 INLINE_BELOW_BYTES = 1024  # loaders want small shape constants inside the graph file
 PAGE_BYTES = 4096  # large tensors start on a page, so that they can be mapped
 SMALL_BYTES = 65_536
@@ -29,10 +29,10 @@ SMALL_ALIGNMENT = 64
 
 
 class Builder:
-    """Collects the inputs, nodes, weights and outputs of one graph."""
+    """Collects the inputs, nodes, weights and outputs of one graph, and what it says of itself."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, metadata: Mapping[str, str]) -> None:
+        self._name, self._metadata = name, metadata
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
         self._nodes: list[ir.Node] = []
@@ -103,12 +103,13 @@ class Builder:
             for value in self._initializers.values():
                 value.const_value = _store(value.const_value, stream)
             length = stream.tell()
+        domains = {node.domain for node in self._nodes}
         graph = ir.Graph(
             self._inputs,
             self._outputs,
             nodes=self._nodes,
             initializers=list(self._initializers.values()),
-            opset_imports=OPSETS,
+            opset_imports={domain: version for domain, version in OPSETS.items() if domain in domains},
             name=self._name,
         )
         model = ir.Model(
@@ -116,7 +117,7 @@ class Builder:
             ir_version=IR_VERSION,
             producer_name="sportsllm-compress",
             producer_version=__version__,
-            metadata_props={DATA_BYTES_KEY: str(length)},
+            metadata_props={DATA_BYTES_KEY: str(length), **self._metadata},
         )
         ir.save(model, directory / GRAPH_FILE)
 
@@ -129,5 +130,6 @@ def _store(tensor: ir.LazyTensor, stream: IO[bytes]) -> ir.TensorProtocol:
     alignment = SMALL_ALIGNMENT if array.nbytes < SMALL_BYTES else PAGE_BYTES
     stream.write(b"\0" * (-stream.tell() % alignment))
     offset = stream.tell()
-    stream.write(array.data)
-    return ir.ExternalTensor(DATA_FILE, offset, array.nbytes, tensor.dtype, shape=tensor.shape, name=tensor.name)
+    # Two 4-bit numbers share a byte there, not in the array.
+    length = stream.write(array.data if tensor.dtype.bitwidth >= 8 else tensor.tobytes())
+    return ir.ExternalTensor(DATA_FILE, offset, length, tensor.dtype, shape=tensor.shape, name=tensor.name)

@@ -20,13 +20,19 @@ def export(
         str, typer.Option("--kv-cache", help="fp32, or int8: a quarter of the memory, scales from calibration text.")
     ] = "fp32",
     calibration: options.CalibrationText = None,
+    standard_ops: Annotated[
+        bool,
+        typer.Option(
+            "--standard-ops", help="Standard ONNX operators only, for runtimes without ONNX Runtime's own; slower."
+        ),
+    ] = False,
     threads: options.Threads = None,
 ) -> dict[str, Any]:
     """Write an ONNX graph with KV-cache inputs, checked against the PyTorch model before it is published."""
     from export.export import run_export
     from sportsllm.console import output
 
-    result = run_export(checkpoint, out, dtype, threads, kv_cache, calibration or [])
+    result = run_export(checkpoint, out, dtype, threads, kv_cache, calibration or [], standard_ops)
     parity = result["parity"]
     output().print(
         f"{out}: {result['precision']}, {kv_cache} cache, {result['parameters']:,} parameters, "

@@ -27,6 +27,7 @@ def run_export(
     threads: int | None = None,
     kv_cache: str = "fp32",
     calibration: Sequence[Path] = (),
+    standard_ops: bool = False,
 ) -> dict[str, Any]:
     """Write an ONNX export of a checkpoint, published only if it passes the parity gate.
 
@@ -37,13 +38,14 @@ def run_export(
         threads: CPU threads of the gate.
         kv_cache: `fp32`, or `int8`: a quarter of the memory, scales measured on calibration text.
         calibration: text for `int8`; what the checkpoint was made from if not given.
+        standard_ops: use standard ONNX operators alone, for runtimes that do not have ONNX Runtime's own.
 
     Returns:
         `out`, `cached`, `parameters`, `precision`, `size_bytes`, `seconds`, and `parity` with
         `max_abs_logit_error`, `kl`, `greedy_match`, `passed`.
 
     Raises:
-        UsageError: an unknown precision, or one asked for a packed checkpoint.
+        UsageError: an unknown precision, one asked for a packed checkpoint, or options that exclude each other.
         ArtifactError: the checkpoint is missing or damaged.
         GateError: the graph does not compute what the model computes; nothing is left behind.
         ConflictError: `out` holds something else.
@@ -54,7 +56,13 @@ def run_export(
         raise UsageError(f"--kv-cache {kv_cache!r}: choose {' or '.join(CACHE_PRECISIONS)}")
     if calibration and kv_cache == "fp32":
         raise UsageError("--calibration belongs to --kv-cache int8; leave it out, or add that")
+    if standard_ops and kv_cache != "fp32":
+        raise UsageError(
+            f"--standard-ops with --kv-cache {kv_cache}: no standard operator reads such a cache; leave one of them out"
+        )
     settings: dict[str, Any] = {"dtype": _storage(checkpoint, precision), "kv_cache": kv_cache}
+    if standard_ops:
+        settings["standard_ops"] = True
     if calibration:
         settings["calibration"] = [str(path) for path in calibration]
     stage = Stage("export", settings, [checkpoint, *calibration])
@@ -62,8 +70,8 @@ def run_export(
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
         scales = cache_scales(checkpoint, calibration) if kv_cache == "int8" else None
-        write_graph(checkpoint, directory, half=precision == "fp16", scales=scales)
-        write_side_files(checkpoint, directory)
+        write_graph(checkpoint, directory, half=precision == "fp16", scales=scales, standard=standard_ops)
+        write_side_files(checkpoint, directory, shared_cache=not standard_ops)
         built = time.perf_counter()
         report = check_parity(checkpoint, directory, threads)
         failures = report.failures()

@@ -5,9 +5,9 @@ Shape suffixes: T tokens, V vocabulary.
 Each prompt is read whole (prefill), and again in part with the rest token by token through the cache (decode);
 one batch has prompts of unequal length. The reference reads every prompt in one piece and has no cache.
 
-- The exact pass multiplies in float32 throughout (the same graph and data, MatMulNBits at accuracy_level 0; for
-  float16 storage the reference's matrices are rounded too). Only the order of additions differs from PyTorch,
-  so a single wrong weight or cache entry stands out.
+- The exact pass multiplies in float32 throughout (the same graph and data, MatMulNBits at accuracy_level 0, also
+  where ONNX Runtime makes it out of standard operators; for float16 storage the reference's matrices are rounded
+  too). Only the order of additions differs from PyTorch, so a single wrong weight or cache entry stands out.
 - The deployed pass runs the file as it is. It bounds what int8 activations or float16 storage cost.
 - Prompts visit few rows of the embedding and of the rotary table, so both are compared whole, for equality.
 """
@@ -52,6 +52,7 @@ DEPLOYED = {
     "int4": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
 }
 SEED = 20_260
+_PACKED_TYPES = {ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT8, ir.DataType.UINT8}
 # ONNX Runtime reads the first in several pieces; the third is real text where there is a tokenizer.
 SEQUENCE_LENGTHS = (300, 56, 48)
 STEPS = 4  # few, since exact steps are slow: at 8 bits each one unpacks all the weights
@@ -145,9 +146,12 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
 def graph_precision(graph: ir.Model) -> str:
     """`int4`, `int8`, `fp16` or `fp32`: the narrowest numbers that a graph's matrices are stored in."""
     bits = {node.attributes["bits"].as_int() for node in graph.graph if "bits" in node.attributes}
+    stored = {value.dtype for value in graph.graph.initializers.values()}
+    bits |= {dtype.bitwidth for dtype in stored & _PACKED_TYPES}
+    if any(node.op_type == "BitShift" for node in graph.graph):
+        bits.add(4)  # an embedding's numbers, two of them in a byte
     if bits:
         return f"int{min(bits)}"
-    stored = {value.dtype for value in graph.graph.initializers.values()}
     return "fp16" if ir.DataType.FLOAT16 in stored else "fp32"
 
 

@@ -2,9 +2,6 @@
 
 Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, V vocabulary, K key/value heads,
 L room in the cache, E head_dim.
-
-Each layer has one key and one value buffer, (B, K, L, E), bound both as `past` and as `present`: the graph
-writes new entries in place and nothing is ever copied.
 """
 
 from __future__ import annotations
@@ -14,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
-from export.session import KEEP_LOGITS, cache_type, open_session, raise_if_out_of_memory
-from sportsllm.config import ModelConfig, load_config
+from export.buffers import Cache, cache_maker
+from export.session import KEEP_LOGITS, open_session, raise_if_out_of_memory
+from sportsllm.config import load_config
 from sportsllm.decoder import Logits, log_softmax
 from sportsllm.errors import ArtifactError, UsageError
 
@@ -41,39 +38,6 @@ def open(directory: Path, threads: int | None = None) -> OnnxDecoder:
     return OnnxDecoder(directory, threads)
 
 
-class Cache:
-    """Key and value buffers of B sequences, bound to a session once.
-
-    Sequences lie one after the other in memory, so that one sequence, or all of them, can be bound: prompts are
-    read one by one, since the operator takes a batch only for single tokens, and then decoded together.
-    """
-
-    def __init__(
-        self,
-        session: ort.InferenceSession,
-        config: ModelConfig,
-        dtype: type[np.float32] | type[np.int8],
-        batch: int,
-        length: int,
-    ) -> None:
-        shape = (batch, config.num_key_value_heads, length, config.head_dim)
-        names = [f"{layer}.{part}" for layer in range(config.num_hidden_layers) for part in ("key", "value")]
-        # The system maps zeroed memory when it is first written, 4 kB or 2 MB at once, so unused room costs little.
-        self.buffers = {name: np.zeros(shape, dtype=dtype) for name in names}
-        self.length = length
-        self.lengths = np.zeros(batch, dtype=np.int64)
-        self._session = session
-
-    def bind(self, first: int, count: int) -> ort.IOBinding:
-        """A binding of `count` sequences' buffers, starting at sequence `first`."""
-        binding = self._session.io_binding()
-        for name, buffer in self.buffers.items():
-            rows = buffer[first : first + count]
-            for bind, side in ((binding.bind_input, "past_key_values"), (binding.bind_output, "present")):
-                bind(f"{side}.{name}", "cpu", 0, buffer.dtype, rows.shape, rows.ctypes.data)
-        return binding
-
-
 class OnnxDecoder:
     """An exported model as `sportsllm.decoder.Decoder`.
 
@@ -88,7 +52,7 @@ class OnnxDecoder:
         Args:
             directory: see `open`.
             threads: see `open`.
-            graph: a variant of the directory's graph to run on its weights instead of `model.onnx`.
+            graph: see `open_session`.
 
         Raises:
             ArtifactError: see `open`.
@@ -97,9 +61,8 @@ class OnnxDecoder:
         self.prefill_chunk = PREFILL_CHUNK
         self._directory = directory
         self._session = open_session(directory, self.config, threads, graph)
-        self._cache_type = cache_type(self._session, directory)
+        self._make_cache = cache_maker(self._session, self.config, directory)
         self._cache: Cache | None = None
-        self._decode: ort.IOBinding | None = None
 
     def prefill(self, rows: Sequence[Sequence[int]], max_length: int | None = None) -> Logits:
         """See `Decoder.prefill`.
@@ -116,23 +79,20 @@ class OnnxDecoder:
         cache = self._emptied_cache(len(prompts), room)
         logits_BV = np.empty((len(prompts), self.config.vocab_size), dtype=np.float32)
         for row, prompt in enumerate(prompts):
-            binding = cache.bind(row, 1)
+            one = slice(row, row + 1)
             for start in range(0, len(prompt), self.prefill_chunk):
-                piece = prompt[None, start : start + self.prefill_chunk]
-                mask = np.ones((1, start + piece.shape[1]), dtype=np.int64)
-                self._run(binding, piece, mask, logits_BV[row : row + 1, None], keep=1)
-            cache.lengths[row] = len(prompt)
-        self._decode = cache.bind(0, len(prompts))
+                self._run(cache, one, prompt[None, start : start + self.prefill_chunk], logits_BV[one, None], keep=1)
+        self._cache = cache  # whole only now
         return logits_BV
 
     def _emptied_cache(self, batch: int, room: int) -> Cache:
         """The old cache where it has the right size, since what lies beyond `lengths` is never read; else a new one."""
-        self._decode = None
-        if self._cache is None or (len(self._cache.lengths), self._cache.length) != (batch, room):
-            self._cache = None  # freed before the new one is made
-            self._cache = Cache(self._session, self.config, self._cache_type, batch, room)
-        self._cache.lengths[:] = 0
-        return self._cache
+        cache, self._cache = self._cache, None
+        if cache is None or (len(cache.lengths), cache.length) != (batch, room):
+            cache = None  # freed before the new one is made
+            cache = self._make_cache(batch, room)
+        cache.lengths[:] = 0
+        return cache
 
     def step(self, tokens: Sequence[int]) -> Logits:
         """See `Decoder.step`.
@@ -141,7 +101,7 @@ class OnnxDecoder:
             UsageError: there was no `prefill`, the number of tokens is not that of its rows, or the cache is full.
             ArtifactError: a token id lies outside the vocabulary.
         """
-        if self._cache is None or self._decode is None:
+        if self._cache is None:
             raise UsageError("step without a prompt; call prefill first")
         lengths = self._cache.lengths
         if len(tokens) != len(lengths):
@@ -151,11 +111,8 @@ class OnnxDecoder:
                 f"the cache is full at {self._cache.length} tokens; prefill with a larger max_length or stop here"
             )
         ids = self._checked(tokens, len(tokens))[:, None]
-        lengths += 1
-        # Padding on the right: the operator reads each sequence's length from its sum.
-        mask = (np.arange(int(lengths.max())) < lengths[:, None]).astype(np.int64)
         logits_BV = np.empty((len(tokens), self.config.vocab_size), dtype=np.float32)
-        self._run(self._decode, ids, mask, logits_BV[:, None], keep=1)
+        self._run(self._cache, slice(0, len(tokens)), ids, logits_BV[:, None], keep=1)
         return logits_BV
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
@@ -185,26 +142,25 @@ class OnnxDecoder:
 
     def _all_logits(self, ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, Logits]]:
         """Yield (start, (T, V) logits) piece by piece; a piece is overwritten by the next one."""
-        cache = Cache(self._session, self.config, self._cache_type, 1, max(len(ids), 1))
-        binding = cache.bind(0, 1)
+        cache = self._make_cache(1, max(len(ids), 1))
         buffer = np.empty((1, min(len(ids), SCORE_CHUNK), self.config.vocab_size), dtype=np.float32)
         for start in range(0, len(ids), SCORE_CHUNK):
             piece = ids[None, start : start + SCORE_CHUNK]
-            mask = np.ones((1, start + piece.shape[1]), dtype=np.int64)
             out = buffer[:, : piece.shape[1]]
-            self._run(binding, piece, mask, out, keep=0)
+            self._run(cache, slice(0, 1), piece, out, keep=0)
             yield start, out[0]
 
     def _run(
         self,
-        binding: ort.IOBinding,
+        cache: Cache,
+        rows: slice,
         ids_BT: npt.NDArray[np.int64],
-        mask_BS: npt.NDArray[np.int64],
         logits: Logits,
         keep: int,
     ) -> None:
-        """Run the graph on bound buffers; `logits` (B, T or 1, V) is written in place."""
-        kept = np.array([keep], dtype=np.int64)
+        """Read new tokens of the cache's sequences `rows`; `logits` (B, T or 1, V) is written in place."""
+        new = ids_BT.shape[1]
+        binding, mask_BS, kept = cache.bind(rows, new), cache.mask(rows, new), np.array([keep], dtype=np.int64)
         for name, array in (("input_ids", ids_BT), ("attention_mask", mask_BS), (KEEP_LOGITS, kept)):
             binding.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
         binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
@@ -213,6 +169,7 @@ class OnnxDecoder:
         except RuntimeError as error:
             raise_if_out_of_memory(error, self._directory)
             raise
+        cache.advance(rows, new)
 
     def _checked(self, row: Sequence[int], limit: int) -> npt.NDArray[np.int64]:
         ids = np.array(row, dtype=np.int64)

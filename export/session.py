@@ -15,6 +15,9 @@ from sportsllm.errors import ArtifactError, ResourceError
 GRAPH_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
 DATA_BYTES_KEY = "data_bytes"  # in the graph's metadata: how long the data file must be
+CACHE_KEY = "cache"  # in the graph's metadata: one of the next two; exports that say nothing share
+SHARED_CACHE = "shared"  # past and present are one buffer with room to grow; sequences are padded on the right
+GROWING_CACHE = "growing"  # present is a new tensor, longer than past by the new tokens; masked columns do not count
 KEEP_LOGITS = "num_logits_to_keep"  # optional input: 0 gives the logits of all positions, n of the last n
 
 _CACHE_TYPES: dict[str, type[np.float32] | type[np.int8]] = {"tensor(float)": np.float32, "tensor(int8)": np.int8}
@@ -54,7 +57,8 @@ def open_session(
         directory: the export.
         config: its config.json.
         threads: CPU threads; all cores where not given.
-        graph: a variant of the graph to run on the directory's data instead of `model.onnx`.
+        graph: `export.parity.exact_graph` to run on the directory's data instead of `model.onnx`; what ONNX Runtime
+            makes of standard operators by itself then computes in float32 as well.
 
     Raises:
         ArtifactError: a file is missing, cut short or longer than it was written, or the graph is no decoder.
@@ -65,6 +69,8 @@ def open_session(
     options = session_options(threads)
     if graph is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(directory))
+        # DequantizeLinear and MatMul become one MatMulNBits at load, with int8 activations where nothing is said.
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     try:
         session = ort.InferenceSession(graph or str(path), options, providers=["CPUExecutionProvider"])
     except _LOAD_ERRORS as error:
@@ -103,6 +109,18 @@ def _check_size(path: Path, expected: int) -> None:
     if found != expected:
         state = "not found" if found < 0 else f"{found} bytes instead of {expected}"
         raise ArtifactError(f"{path}: {state}; the export is damaged, copy or make it again")
+
+
+def cache_kind(session: ort.InferenceSession, directory: Path) -> str:
+    """How the graph's past and present belong together, `SHARED_CACHE` or `GROWING_CACHE`.
+
+    Raises:
+        ArtifactError: in another way.
+    """
+    kind = str(session.get_modelmeta().custom_metadata_map.get(CACHE_KEY, SHARED_CACHE))
+    if kind not in (SHARED_CACHE, GROWING_CACHE):
+        raise ArtifactError(f"{directory / GRAPH_FILE}: has a cache of kind {kind!r}; upgrade this program")
+    return kind
 
 
 def cache_type(session: ort.InferenceSession, directory: Path) -> type[np.float32] | type[np.int8]:

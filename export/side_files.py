@@ -14,12 +14,13 @@ from sportsllm.config import ModelConfig, load_config, read_json
 GENAI_MAX_LENGTH = 1_024
 
 
-def write_side_files(checkpoint: Path, directory: Path) -> None:
+def write_side_files(checkpoint: Path, directory: Path, shared_cache: bool = True) -> None:
     """Copy config.json and the tokenizer's files, and write generation_config.json and genai_config.json.
 
     Args:
         checkpoint: the source. A checkpoint without a tokenizer gives an export without one.
         directory: exists.
+        shared_cache: whether the graph writes into one buffer for past and present.
 
     Raises:
         ArtifactError: config.json is missing or describes a model that is not supported.
@@ -31,15 +32,16 @@ def write_side_files(checkpoint: Path, directory: Path) -> None:
     if not (directory / "generation_config.json").exists():
         write_generation_config(directory, config)
     model_type = str(read_json(checkpoint / "config.json").get("model_type", "llama"))
-    write_json(directory / "genai_config.json", genai_config(config, model_type))
+    write_json(directory / "genai_config.json", genai_config(config, model_type, shared_cache))
 
 
-def genai_config(config: ModelConfig, model_type: str) -> dict[str, Any]:
+def genai_config(config: ModelConfig, model_type: str, shared_cache: bool = True) -> dict[str, Any]:
     """The settings that onnxruntime-genai opens the directory with.
 
     Args:
         config: the model's shape.
         model_type: Hugging Face's name of the family, as in config.json.
+        shared_cache: see `write_side_files`.
     """
     context = config.max_position_embeddings
     names = {"past": "past_key_values.%d", "present": "present.%d"}
@@ -72,6 +74,5 @@ def genai_config(config: ModelConfig, model_type: str) -> dict[str, Any]:
         value = getattr(config, name)
         if value is not None:
             model[name] = list(value) if isinstance(value, tuple) else value
-    # The attention operator writes into one buffer for past and present.
-    search = {"max_length": min(context, GENAI_MAX_LENGTH), "past_present_share_buffer": True, "do_sample": False}
-    return {"model": model, "search": search}
+    search = {"max_length": min(context, GENAI_MAX_LENGTH), "past_present_share_buffer": shared_cache}
+    return {"model": model, "search": {**search, "do_sample": False}}

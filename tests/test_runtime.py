@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -30,15 +31,23 @@ STORY = (
 )
 
 
-@pytest.fixture(scope="module", params=[16, 8], ids=["rotary inside", "rotary outside"])
-def model(request: pytest.FixtureRequest) -> SportsLLM:
-    return tiny_model(head_dim=request.param)
+GRAPHS = {"rotary inside": (16, False), "rotary outside": (8, False), "standard operators": (16, True)}
+
+
+@pytest.fixture(scope="module", params=GRAPHS.values(), ids=GRAPHS)
+def graph(request: pytest.FixtureRequest) -> tuple[int, bool]:
+    return cast("tuple[int, bool]", request.param)
 
 
 @pytest.fixture(scope="module")
-def export(model: SportsLLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(graph: tuple[int, bool]) -> SportsLLM:
+    return tiny_model(head_dim=graph[0])
+
+
+@pytest.fixture(scope="module")
+def export(model: SportsLLM, graph: tuple[int, bool], tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save(tmp_path_factory.mktemp("export"), model)
-    write_graph(directory, directory)
+    write_graph(directory, directory, standard=graph[1])
     return directory
 
 
