@@ -7,14 +7,14 @@ The same calls in the same order give the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from export.session import DATA_BYTES_KEY, DATA_FILE, GRAPH_FILE
+from export.layout import GraphFiles
+from export.session import DATA_BYTES_KEY
 from sportsllm import __version__
 
 Array = npt.NDArray[Any]
@@ -92,16 +92,16 @@ class Builder:
             self._initializers[name] = value
         return self._initializers[name]
 
-    def write(self, directory: Path) -> None:
-        """Write `model.onnx` and `model.onnx.data` into `directory`.
+    def write(self, files: GraphFiles) -> None:
+        """Write the graph and its data; their directory exists.
 
         Raises:
             ArtifactError: whatever reading a weight raises.
             OSError: the files cannot be written.
         """
-        with (directory / DATA_FILE).open("wb") as stream:
+        with files.data.open("wb") as stream:
             for value in self._initializers.values():
-                value.const_value = _store(value.const_value, stream)
+                value.const_value = _store(value.const_value, stream, files.data.name)
             length = stream.tell()
         domains = {node.domain for node in self._nodes}
         graph = ir.Graph(
@@ -119,10 +119,10 @@ class Builder:
             producer_version=__version__,
             metadata_props={DATA_BYTES_KEY: str(length), **self._metadata},
         )
-        ir.save(model, directory / GRAPH_FILE)
+        ir.save(model, files.graph)
 
 
-def _store(tensor: ir.LazyTensor, stream: IO[bytes]) -> ir.TensorProtocol:
+def _store(tensor: ir.LazyTensor, stream: IO[bytes], location: str) -> ir.TensorProtocol:
     """Append a tensor to the data file and return the reference to it; small ones stay in the graph."""
     array = np.asarray(tensor.numpy(), order="C")
     if array.nbytes < INLINE_BELOW_BYTES:
@@ -132,4 +132,4 @@ def _store(tensor: ir.LazyTensor, stream: IO[bytes]) -> ir.TensorProtocol:
     offset = stream.tell()
     # Two 4-bit numbers share a byte there, not in the array.
     length = stream.write(array.data if tensor.dtype.bitwidth >= 8 else tensor.tobytes())
-    return ir.ExternalTensor(DATA_FILE, offset, length, tensor.dtype, shape=tensor.shape, name=tensor.name)
+    return ir.ExternalTensor(location, offset, length, tensor.dtype, shape=tensor.shape, name=tensor.name)

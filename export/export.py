@@ -28,6 +28,7 @@ def run_export(
     kv_cache: str = "fp32",
     calibration: Sequence[Path] = (),
     standard_ops: bool = False,
+    web: bool = False,
 ) -> dict[str, Any]:
     """Write an ONNX export of a checkpoint, published only if it passes the parity gate.
 
@@ -39,6 +40,7 @@ def run_export(
         kv_cache: `fp32`, or `int8`: a quarter of the memory, scales measured on calibration text.
         calibration: text for `int8`; what the checkpoint was made from if not given.
         standard_ops: use standard ONNX operators alone, for runtimes that do not have ONNX Runtime's own.
+        web: lay the files out for transformers.js in a browser.
 
     Returns:
         `out`, `cached`, `parameters`, `precision`, `size_bytes`, `seconds`, and `parity` with
@@ -52,26 +54,22 @@ def run_export(
     """
     if not checkpoint.is_dir():
         raise ArtifactError(f"{checkpoint}: no such directory; give a checkpoint directory")
-    if kv_cache not in CACHE_PRECISIONS:
-        raise UsageError(f"--kv-cache {kv_cache!r}: choose {' or '.join(CACHE_PRECISIONS)}")
-    if calibration and kv_cache == "fp32":
-        raise UsageError("--calibration belongs to --kv-cache int8; leave it out, or add that")
-    if standard_ops and kv_cache != "fp32":
-        raise UsageError(
-            f"--standard-ops with --kv-cache {kv_cache}: no standard operator reads such a cache; leave one of them out"
-        )
+    _check_cache(kv_cache, bool(calibration), standard_ops)
     settings: dict[str, Any] = {"dtype": _storage(checkpoint, precision), "kv_cache": kv_cache}
     if standard_ops:
         settings["standard_ops"] = True
+    if web:
+        settings["web"] = True
     if calibration:
         settings["calibration"] = [str(path) for path in calibration]
+    named = _precision(checkpoint, precision) if web else None
     stage = Stage("export", settings, [checkpoint, *calibration])
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
         scales = cache_scales(checkpoint, calibration) if kv_cache == "int8" else None
-        write_graph(checkpoint, directory, half=precision == "fp16", scales=scales, standard=standard_ops)
-        write_side_files(checkpoint, directory, shared_cache=not standard_ops)
+        write_graph(checkpoint, directory, half=precision == "fp16", scales=scales, standard=standard_ops, web=named)
+        write_side_files(checkpoint, directory, shared_cache=not standard_ops, web=named)
         built = time.perf_counter()
         report = check_parity(checkpoint, directory, threads)
         failures = report.failures()
@@ -95,6 +93,17 @@ def run_export(
     return run_stage(out, stage, make)
 
 
+def _check_cache(kv_cache: str, calibrated: bool, standard_ops: bool) -> None:
+    if kv_cache not in CACHE_PRECISIONS:
+        raise UsageError(f"--kv-cache {kv_cache!r}: choose {' or '.join(CACHE_PRECISIONS)}")
+    if calibrated and kv_cache == "fp32":
+        raise UsageError("--calibration belongs to --kv-cache int8; leave it out, or add that")
+    if standard_ops and kv_cache != "fp32":
+        raise UsageError(
+            f"--standard-ops with --kv-cache {kv_cache}: no standard operator reads such a cache; leave one of them out"
+        )
+
+
 def _storage(checkpoint: Path, precision: str | None) -> str:
     if precision is not None and precision not in PRECISIONS:
         raise UsageError(f"--dtype {precision!r}: choose {' or '.join(PRECISIONS)}")
@@ -105,3 +114,14 @@ def _storage(checkpoint: Path, precision: str | None) -> str:
             f"--dtype {precision}: {checkpoint} is packed already and is exported as it is; leave --dtype out"
         )
     return "packed"
+
+
+def _precision(checkpoint: Path, precision: str | None) -> str:
+    """As `export.parity.graph_precision` will find it."""
+    packed = quantization_config(checkpoint)
+    if packed is None:
+        return precision or "fp32"
+    bits = [module["bits"] for module in packed.get("modules", {}).values() if "bits" in module]
+    if not bits:
+        raise ArtifactError(f"{checkpoint / 'config.json'}: quantization_config names no bits; quantize it again")
+    return f"int{min(bits)}"

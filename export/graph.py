@@ -23,7 +23,9 @@ from export.blocks import Blocks
 from export.builder import Builder
 from export.contrib import ContribBlocks
 from export.kv_cache import CacheScales
+from export.layout import plain_files, web_files
 from export.matrices import Matrices
+from export.rows import PlainRows
 from export.session import CACHE_KEY, GROWING_CACHE, KEEP_LOGITS, SHARED_CACHE
 from export.standard import StandardBlocks, StandardMatrices
 from export.weights import Weights
@@ -38,8 +40,9 @@ def write_graph(
     half: bool = False,
     scales: CacheScales | None = None,
     standard: bool = False,
+    web: str | None = None,
 ) -> None:
-    """Write `model.onnx` and `model.onnx.data` of a checkpoint into `directory`.
+    """Write the graph of a checkpoint and its data into `directory`.
 
     Packed matrices are copied byte for byte; dense ones become float32, or float16 that is widened to float32
     before use. Vectors (norms, biases) stay float32. Writing twice gives identical files.
@@ -50,11 +53,14 @@ def write_graph(
         half: store dense matrices in float16.
         scales: of an INT8 cache; a float32 one if not given.
         standard: use standard ONNX operators alone; they know no INT8 cache.
+        web: lay them out for a browser, under the names of this precision; else `model.onnx`, `model.onnx.data`.
 
     Raises:
         ArtifactError: the checkpoint is damaged, or does not fit float16.
     """
-    build_graph(load_config(checkpoint), Weights(checkpoint), half, scales, standard).write(directory)
+    files = plain_files(directory) if web is None else web_files(directory, web)
+    files.graph.parent.mkdir(exist_ok=True)
+    build_graph(load_config(checkpoint), Weights(checkpoint), half, scales, standard, web is not None).write(files)
 
 
 def build_graph(
@@ -63,6 +69,7 @@ def build_graph(
     half: bool = False,
     scales: CacheScales | None = None,
     standard: bool = False,
+    web: bool = False,
 ) -> Builder:
     """The graph of a model; weights are read when it is written."""
     cache_type = FLOAT if scales is None else INT8
@@ -81,7 +88,8 @@ def build_graph(
         assert scales is None, "refused before"
         blocks = StandardBlocks(graph, config, StandardMatrices(graph, weights, half), tokens_BT, mask_BS)
     else:
-        blocks = ContribBlocks(graph, config, Matrices(graph, weights, half), tokens_BT, mask_BS, scales)
+        multiply = PlainRows if web else Matrices
+        blocks = ContribBlocks(graph, config, multiply(graph, weights, half), tokens_BT, mask_BS, scales)
     x_BTD = blocks.matrices.embedding("model.embed_tokens", tokens_BT, config.vocab_size, config.hidden_size)
     residual_BTD, presents = None, []
     for layer, past in enumerate(pasts):

@@ -26,8 +26,8 @@ import torch
 
 from export.comparison import Comparison, Limits, Pass, compare, merge
 from export.kv_cache import CacheScales, RoundedCache
+from export.layout import find_files
 from export.runtime import OnnxDecoder
-from export.session import GRAPH_FILE
 from sportsllm.checkpoint import load_checkpoint
 from sportsllm.config import ModelConfig
 from sportsllm.decoder import Decoder, Logits
@@ -108,14 +108,14 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
 
     Args:
         checkpoint: the PyTorch side.
-        export: holds `model.onnx`, its data and config.json.
+        export: holds a graph, its data and config.json.
         threads: CPU threads of both sides; all cores where not given.
 
     Raises:
         ArtifactError: one of the two is damaged.
     """
     deployed = OnnxDecoder(export, threads)
-    graph = ir.load(export / GRAPH_FILE)
+    graph = ir.load(find_files(export).graph)
     precision, scales = graph_precision(graph), graph_cache_scales(graph, deployed.config)
     limits = EXACT if scales is None else EXACT_INT8_CACHE
     model = load_checkpoint(checkpoint)

@@ -8,12 +8,11 @@ import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from export.layout import GraphFiles, find_files
 from sportsllm.artifacts import MANIFEST, read_manifest
 from sportsllm.config import ModelConfig
 from sportsllm.errors import ArtifactError, ResourceError
 
-GRAPH_FILE = "model.onnx"
-DATA_FILE = "model.onnx.data"
 DATA_BYTES_KEY = "data_bytes"  # in the graph's metadata: how long the data file must be
 CACHE_KEY = "cache"  # in the graph's metadata: one of the next two; exports that say nothing share
 SHARED_CACHE = "shared"  # past and present are one buffer with room to grow; sequences are padded on the right
@@ -64,11 +63,12 @@ def open_session(
         ArtifactError: a file is missing, cut short or longer than it was written, or the graph is no decoder.
         ResourceError: there is not enough memory.
     """
-    path, data = directory / GRAPH_FILE, directory / DATA_FILE
-    _check_sizes(directory)
+    files = find_files(directory)
+    path = files.graph
+    _check_sizes(directory, files)
     options = session_options(threads)
     if graph is not None:
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(directory))
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(files.data.parent))
         # DequantizeLinear and MatMul become one MatMulNBits at load, with int8 activations where nothing is said.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     try:
@@ -79,7 +79,7 @@ def open_session(
         raise ArtifactError(f"{path}: ONNX Runtime cannot load it ({reason}); export it again") from None
     expected = session.get_modelmeta().custom_metadata_map.get(DATA_BYTES_KEY)
     if expected is not None:
-        _check_size(data, int(expected))
+        _check_size(files.data, int(expected))
     _check_interface(session, config, directory)
     return session
 
@@ -92,16 +92,17 @@ def raise_if_out_of_memory(error: Exception, directory: Path) -> None:
         ) from None
 
 
-def _check_sizes(directory: Path) -> None:
+def _check_sizes(directory: Path, files: GraphFiles) -> None:
     """ONNX Runtime loads data that is too short or too long without a word, so look first."""
     if (directory / MANIFEST).exists():
-        files = read_manifest(directory)["files"]
-        for name in (GRAPH_FILE, DATA_FILE):
-            if name in files:
-                _check_size(directory / name, files[name]["bytes"])
-    for name in (GRAPH_FILE, DATA_FILE):
-        if not (directory / name).is_file():
-            raise ArtifactError(f"{directory / name}: not found; export or copy the directory again")
+        listed = read_manifest(directory)["files"]
+        for path in (files.graph, files.data):
+            name = path.relative_to(directory).as_posix()
+            if name in listed:
+                _check_size(path, listed[name]["bytes"])
+    for path in (files.graph, files.data):
+        if not path.is_file():
+            raise ArtifactError(f"{path}: not found; export or copy the directory again")
 
 
 def _check_size(path: Path, expected: int) -> None:
@@ -119,7 +120,7 @@ def cache_kind(session: ort.InferenceSession, directory: Path) -> str:
     """
     kind = str(session.get_modelmeta().custom_metadata_map.get(CACHE_KEY, SHARED_CACHE))
     if kind not in (SHARED_CACHE, GROWING_CACHE):
-        raise ArtifactError(f"{directory / GRAPH_FILE}: has a cache of kind {kind!r}; upgrade this program")
+        raise ArtifactError(f"{find_files(directory).graph}: has a cache of kind {kind!r}; upgrade this program")
     return kind
 
 
@@ -133,7 +134,7 @@ def cache_type(session: ort.InferenceSession, directory: Path) -> type[np.float3
     found = {a.type for a in arguments if a.name.startswith(("past_key_values.", "present."))}
     if len(found) != 1 or not found <= _CACHE_TYPES.keys():
         raise ArtifactError(
-            f"{directory / GRAPH_FILE}: keeps keys and values as {', '.join(sorted(found))}; "
+            f"{find_files(directory).graph}: keeps keys and values as {', '.join(sorted(found))}; "
             "use a directory that this program's export wrote"
         )
     return _CACHE_TYPES[found.pop()]
@@ -151,6 +152,6 @@ def _check_interface(session: ort.InferenceSession, config: ModelConfig, directo
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
             raise ArtifactError(
-                f"{directory / GRAPH_FILE}: {name!r} has shape {found.get(name)}, config.json asks for "
+                f"{find_files(directory).graph}: {name!r} has shape {found.get(name)}, config.json asks for "
                 f"{wanted.get(name)}; use a directory that this program's export wrote"
             )

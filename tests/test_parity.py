@@ -16,9 +16,9 @@ from export import export as export_module
 from export.comparison import compare
 from export.export import run_export
 from export.graph import write_graph
+from export.layout import GRAPH_FILE
 from export.parity import DEPLOYED, EXACT, check_parity
 from export.runtime import OnnxDecoder
-from export.session import GRAPH_FILE
 from export.side_files import genai_config
 from sportsllm.artifacts import verify_directory
 from sportsllm.decoder import Logits, open_decoder

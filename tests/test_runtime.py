@@ -15,8 +15,8 @@ from export_models import logits_of, pack_model, save, tiny_model
 
 from export import runtime
 from export.graph import write_graph
+from export.layout import DATA_FILE, GRAPH_FILE
 from export.runtime import OnnxDecoder
-from export.session import DATA_FILE, GRAPH_FILE
 from sportsllm.decoder import log_softmax, open_decoder
 from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
 from sportsllm.generate import Sampling, generate

@@ -14,9 +14,9 @@ from onnx.reference import ReferenceEvaluator
 
 from export.export import run_export
 from export.graph import write_graph
+from export.layout import GRAPH_FILE
 from export.parity import check_parity
 from export.runtime import OnnxDecoder
-from export.session import GRAPH_FILE
 from sportsllm.checkpoint import load_checkpoint
 from sportsllm.config import ModelConfig
 from sportsllm.errors import UsageError
@@ -71,8 +71,18 @@ def read_in_pieces(
     return np.concatenate(found, axis=1)
 
 
-@pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
-@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+PACKED_SHAPES = ("untied", "qwen3 with biases", "wide heads, odd widths")
+
+
+@pytest.mark.parametrize(
+    ("changes", "packing"),
+    [
+        pytest.param(changes, packing, id=f"{shape}, {name}")
+        for shape, changes in SHAPES.items()
+        for name, packing in PACKINGS.items()
+        if packing is None or shape in PACKED_SHAPES
+    ],
+)
 def test_every_shape_computes_what_pytorch_computes(
     changes: dict[str, Any], packing: tuple[int, int, bool] | None, tmp_path: Path
 ) -> None:
