@@ -5,6 +5,7 @@ Shape suffixes as in `export.runtime`, and: P columns of the past that a run is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -77,20 +78,26 @@ class GrowingCache(Cache):
     Past has the width of the longest sequence; columns that a shorter one does not have are masked.
     """
 
-    _arrays: dict[str, tuple[Array, Array]]  # past and present of the run that is bound
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # Room for past and present, kept: fresh memory for every step took longer than the step itself.
+        self._room = {name: (np.empty_like(buffer), np.empty_like(buffer)) for name, buffer in self.buffers.items()}
+        self._presents: dict[str, Array] = {}  # of the run that is bound
 
     def bind(self, rows: slice, new: int) -> ort.IOBinding:
         """See `Cache.bind`."""
         past = int(self.lengths[rows].max())
         binding = self._session.io_binding()
-        self._arrays = {}
         for name, buffer in self.buffers.items():
-            old = np.ascontiguousarray(buffer[rows, :, :past])
+            old = buffer[rows, :, :past]
             batch, heads, _, size = old.shape
-            present = np.empty((batch, heads, past + new, size), dtype=old.dtype)
-            _bind(binding.bind_input, f"past_key_values.{name}", old)
+            given, present = self._room[name]
+            given = _first(given, old.shape)
+            np.copyto(given, old)
+            present = _first(present, (batch, heads, past + new, size))
+            _bind(binding.bind_input, f"past_key_values.{name}", given)
             _bind(binding.bind_output, f"present.{name}", present)
-            self._arrays[name] = old, present
+            self._presents[name] = present
         return binding
 
     def mask(self, rows: slice, new: int) -> npt.NDArray[np.int64]:
@@ -101,10 +108,9 @@ class GrowingCache(Cache):
 
     def advance(self, rows: slice, new: int) -> None:
         """See `Cache.advance`."""
-        for name, (_, present) in self._arrays.items():
+        for name, present in self._presents.items():
             for row, length in enumerate(self.lengths[rows]):
                 self.buffers[name][rows][row, :, length : length + new] = present[row, :, -new:]
-        self._arrays = {}
         super().advance(rows, new)
 
 
@@ -121,6 +127,11 @@ def cache_maker(session: ort.InferenceSession, config: ModelConfig, directory: P
     """
     kind = GrowingCache if cache_kind(session, directory) == GROWING_CACHE else Cache
     return partial(kind, session, config, cache_type(session, directory))
+
+
+def _first(array: Array, shape: tuple[int, ...]) -> Array:
+    """The beginning of an array's memory as an array of another shape."""
+    return array.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def _bind(bind: Any, name: str, array: Array) -> None:
