@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from export.session import PROMPT_FILE
+from export.layout import PROMPT_FILE
 from sportsllm.artifacts import MANIFEST, directory_bytes, read_manifest
 from sportsllm.config import ModelConfig
 from sportsllm.plan import CACHE_BYTES

@@ -7,21 +7,21 @@ The same calls in the same order give the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from export.session import DATA_BYTES_KEY, GRAPH_FILE, data_name
+from export.layout import GraphFiles
+from export.session import DATA_BYTES_KEY
 from sportsllm import __version__
 
 Array = npt.NDArray[Any]
 
 MS = "com.microsoft"  # the domain of ONNX Runtime's own operators
 IR_VERSION = 10  # with opset 21: read by onnxruntime since 1.19 and by the browser build
-OPSETS = {"": 21, MS: 1}
+OPSETS = {"": 21, MS: 1}  # of those that a graph uses
 INLINE_BELOW_BYTES = 1024  # loaders want small shape constants inside the graph file
 PAGE_BYTES = 4096  # large tensors start on a page, so that they can be mapped
 SMALL_BYTES = 65_536
@@ -29,10 +29,10 @@ SMALL_ALIGNMENT = 64
 
 
 class Builder:
-    """Collects the inputs, nodes, weights and outputs of one graph."""
+    """Collects the inputs, nodes, weights and outputs of one graph, and what it says of itself."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, metadata: Mapping[str, str]) -> None:
+        self._name, self._metadata = name, metadata
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
         self._nodes: list[ir.Node] = []
@@ -93,17 +93,13 @@ class Builder:
         return self._initializers[name]
 
     def write(
-        self,
-        directory: Path,
-        graph_file: str = GRAPH_FILE,
-        shared: Mapping[str, ir.TensorProtocol] | None = None,
+        self, files: GraphFiles, shared: Mapping[str, ir.TensorProtocol] | None = None
     ) -> dict[str, ir.TensorProtocol]:
-        """Write the graph and, beside it, its data file into `directory`.
+        """Write the graph and its data.
 
         Args:
-            directory: exists.
-            graph_file: name of the graph; the data file's is that and `.data`.
-            shared: tensors that another graph of the directory has stored; one of the same name is not stored again.
+            files: where to; their directory exists.
+            shared: tensors that another graph there has stored; one of the same name is not stored again.
 
         Returns:
             The stored tensors by name.
@@ -112,18 +108,18 @@ class Builder:
             ArtifactError: whatever reading a weight raises.
             OSError: the files cannot be written.
         """
-        data_file = data_name(graph_file)
-        with (directory / data_file).open("wb") as stream:
+        with files.data.open("wb") as stream:
             for name, value in self._initializers.items():
                 known = (shared or {}).get(name)
-                value.const_value = _store(value.const_value, stream, data_file) if known is None else known
+                value.const_value = _store(value.const_value, stream, files.data.name) if known is None else known
             length = stream.tell()
+        domains = {node.domain for node in self._nodes}
         graph = ir.Graph(
             self._inputs,
             self._outputs,
             nodes=self._nodes,
             initializers=list(self._initializers.values()),
-            opset_imports=OPSETS,
+            opset_imports={domain: version for domain, version in OPSETS.items() if domain in domains},
             name=self._name,
         )
         model = ir.Model(
@@ -131,13 +127,13 @@ class Builder:
             ir_version=IR_VERSION,
             producer_name="sportsllm-compress",
             producer_version=__version__,
-            metadata_props={DATA_BYTES_KEY: str(length)},
+            metadata_props={DATA_BYTES_KEY: str(length), **self._metadata},
         )
-        ir.save(model, directory / graph_file)
+        ir.save(model, files.graph)
         return {name: cast(ir.TensorProtocol, value.const_value) for name, value in self._initializers.items()}
 
 
-def _store(tensor: ir.LazyTensor, stream: IO[bytes], data_file: str) -> ir.TensorProtocol:
+def _store(tensor: ir.LazyTensor, stream: IO[bytes], location: str) -> ir.TensorProtocol:
     """Append a tensor to the data file and return the reference to it; small ones stay in the graph."""
     array = np.asarray(tensor.numpy(), order="C")
     if array.nbytes < INLINE_BELOW_BYTES:
@@ -145,5 +141,6 @@ def _store(tensor: ir.LazyTensor, stream: IO[bytes], data_file: str) -> ir.Tenso
     alignment = SMALL_ALIGNMENT if array.nbytes < SMALL_BYTES else PAGE_BYTES
     stream.write(b"\0" * (-stream.tell() % alignment))
     offset = stream.tell()
-    stream.write(array.data)
-    return ir.ExternalTensor(data_file, offset, array.nbytes, tensor.dtype, shape=tensor.shape, name=tensor.name)
+    # Two 4-bit numbers share a byte there, not in the array.
+    length = stream.write(array.data if tensor.dtype.bitwidth >= 8 else tensor.tobytes())
+    return ir.ExternalTensor(location, offset, length, tensor.dtype, shape=tensor.shape, name=tensor.name)

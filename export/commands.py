@@ -24,13 +24,20 @@ def export(
         str,
         typer.Option(help="memory, or latency: a second, INT8 form of the weights reads prompts faster."),
     ] = "memory",
+    standard_ops: Annotated[
+        bool,
+        typer.Option(
+            "--standard-ops", help="Standard ONNX operators only, for runtimes without ONNX Runtime's own; slower."
+        ),
+    ] = False,
+    web: Annotated[bool, typer.Option("--web", help="Lay the files out for transformers.js in a browser.")] = False,
     threads: options.Threads = None,
 ) -> dict[str, Any]:
     """Write an ONNX graph with KV-cache inputs, checked against the PyTorch model before it is published."""
     from export.export import run_export
     from sportsllm.console import output
 
-    result = run_export(checkpoint, out, dtype, threads, kv_cache, calibration or [], profile)
+    result = run_export(checkpoint, out, dtype, threads, kv_cache, calibration or [], profile, standard_ops, web)
     parity = result["parity"]
     output().print(
         f"{out}: {result['precision']}, {kv_cache} cache, {result['parameters']:,} parameters, "

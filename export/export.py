@@ -18,6 +18,7 @@ from sportsllm.checkpoint import bitsandbytes_kind, quantization_config, write_j
 from sportsllm.config import load_config
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, GateError, UsageError
+from sportsllm.quantized import stored_bits
 
 PRECISIONS = ("fp32", "fp16")
 PROFILES = ("memory", "latency")
@@ -31,6 +32,8 @@ def run_export(
     kv_cache: str = "fp32",
     calibration: Sequence[Path] = (),
     profile: str = "memory",
+    standard_ops: bool = False,
+    web: bool = False,
 ) -> dict[str, Any]:
     """Write an ONNX export of a checkpoint, published only if it passes the parity gate.
 
@@ -43,30 +46,34 @@ def run_export(
         calibration: text for `int8`; what the checkpoint was made from if not given.
         profile: `memory`, one copy of the weights; or `latency`, a second form of a packed checkpoint's that reads
             prompts faster, see `export.prompts`.
+        standard_ops: use standard ONNX operators alone, for runtimes that do not have ONNX Runtime's own.
+        web: lay the files out for transformers.js in a browser.
 
     Returns:
         `out`, `cached`, `parameters`, `precision`, `size_bytes`, `seconds`, and `parity` with
         `max_abs_logit_error`, `kl`, `greedy_match`, `passed`.
 
     Raises:
-        UsageError: an unknown precision or profile, one asked for a packed checkpoint, or `latency` for one that has
-            nothing to gain.
+        UsageError: an unknown precision or profile, one that does not fit the checkpoint, or options that exclude each
+            other.
         ArtifactError: the checkpoint is missing or damaged.
         GateError: the graph does not compute what the model computes; nothing is left behind.
         ConflictError: `out` holds something else.
     """
     if not checkpoint.is_dir():
         raise ArtifactError(f"{checkpoint}: no such directory; give a checkpoint directory")
-    if kv_cache not in CACHE_PRECISIONS:
-        raise UsageError(f"--kv-cache {kv_cache!r}: choose {' or '.join(CACHE_PRECISIONS)}")
-    if calibration and kv_cache == "fp32":
-        raise UsageError("--calibration belongs to --kv-cache int8; leave it out, or add that")
-    _check_profile(checkpoint, profile)
+    _check_cache(kv_cache, bool(calibration), standard_ops)
+    _check_form(checkpoint, profile, standard_ops, web)
     settings: dict[str, Any] = {"dtype": _storage(checkpoint, precision), "kv_cache": kv_cache}
     if profile != "memory":
         settings["profile"] = profile
+    if standard_ops:
+        settings["standard_ops"] = True
+    if web:
+        settings["web"] = True
     if calibration:
         settings["calibration"] = [str(path) for path in calibration]
+    named = _precision(checkpoint, precision) if web else None
     stage = Stage("export", settings, [checkpoint, *calibration])
 
     def make(directory: Path) -> dict[str, Any]:
@@ -78,10 +85,11 @@ def run_export(
                 f"{settings['dtype']}; quantize the checkpoint first for a small export"
             )
         scales = cache_scales(checkpoint, calibration) if kv_cache == "int8" else None
-        stored = write_graph(checkpoint, directory, half=precision == "fp16", scales=scales)
+        half = precision == "fp16"
+        stored = write_graph(checkpoint, directory, half=half, scales=scales, standard=standard_ops, web=named)
         if profile == "latency":
             write_prompt_graph(checkpoint, directory, stored, scales)
-        write_side_files(checkpoint, directory)
+        write_side_files(checkpoint, directory, shared_cache=not standard_ops, web=named)
         built = time.perf_counter()
         report = check_parity(checkpoint, directory, threads)
         failures = report.failures()
@@ -106,18 +114,38 @@ def run_export(
     return run_stage(out, stage, make)
 
 
-def _check_profile(checkpoint: Path, profile: str) -> None:
+def _check_cache(kv_cache: str, calibrated: bool, standard_ops: bool) -> None:
+    if kv_cache not in CACHE_PRECISIONS:
+        raise UsageError(f"--kv-cache {kv_cache!r}: choose {' or '.join(CACHE_PRECISIONS)}")
+    if calibrated and kv_cache == "fp32":
+        raise UsageError("--calibration belongs to --kv-cache int8; leave it out, or add that")
+    if standard_ops and kv_cache != "fp32":
+        raise UsageError(
+            f"--standard-ops with --kv-cache {kv_cache}: no standard operator reads such a cache; leave one of them out"
+        )
+
+
+def _check_form(checkpoint: Path, profile: str, standard_ops: bool, web: bool) -> None:
+    """Refuse forms of the weights that the asked graphs do not have."""
     if profile not in PROFILES:
         raise UsageError(f"--profile {profile!r}: choose {' or '.join(PROFILES)}")
+    packed = quantization_config(checkpoint) or {}
+    rows, nf4 = bool(packed.get("per_row")), packed.get("method") == "nf4"
+    if standard_ops and (rows or nf4):
+        form = "INT8 rows" if rows else "NF4"
+        raise UsageError(f"--standard-ops: {checkpoint} has {form}, which has no standard operators; use blocks")
+    if web and nf4:
+        raise UsageError(f"--web: {checkpoint} has NF4, which browsers do not run; quantize it to INT4")
     if profile == "memory":
         return
-    quantization = quantization_config(checkpoint)
-    if quantization is None:
+    if standard_ops or web:
+        raise UsageError("--profile latency is for this program's runtime; leave out --standard-ops and --web")
+    if not packed:
         raise UsageError(
             f"--profile latency reads prompts in INT8, and {checkpoint} is not quantized; quantize it first, or leave "
             "the option out"
         )
-    if quantization.get("per_row"):
+    if rows:
         raise UsageError(
             f"--profile latency: {checkpoint} has its matrices in rows, which is the form that prompts would get; "
             "leave the option out"
@@ -134,3 +162,14 @@ def _storage(checkpoint: Path, precision: str | None) -> str:
             f"--dtype {precision}: {checkpoint} is packed already and is exported as it is; leave --dtype out"
         )
     return "packed"
+
+
+def _precision(checkpoint: Path, precision: str | None) -> str:
+    """As `export.parity.graph_precision` will find it."""
+    packed = quantization_config(checkpoint)
+    if packed is None:
+        return precision or "fp32"
+    bits = [module["bits"] for module in packed.get("modules", {}).values() if "bits" in module]
+    if not bits:
+        raise ArtifactError(f"{checkpoint / 'config.json'}: quantization_config names no bits; quantize it again")
+    return f"int{stored_bits(min(bits))}"

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from export.builder import MS, Builder
-from export.weights import Weights
+from export.weights import Packing, Weights
 
 FLOAT, HALF, INT8, UINT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT8, ir.DataType.UINT8
 # MatMulNBits: 4 rounds activations to int8 block by block, the only level with fast kernels; 0 is float32.
@@ -42,7 +42,11 @@ class Matrices:
         if packing is None:
             found = graph.node("embed/rows", "Gather", [self._dense(f"{module}.weight", [module], [shape]), tokens])
             return graph.node("embed/float", "Cast", [found], to=FLOAT.value) if self._half else found
-        packed, scales, zero_points = self._packed(module, [module], [shape])
+        return self._packed_rows(module, tokens, rows, width, packing)
+
+    def _packed_rows(self, module: str, tokens: ir.Value, rows: int, width: int, packing: Packing) -> ir.Value:
+        graph = self._graph
+        packed, scales, zero_points = self._packed(module, [module], rows, width, packing)
         flat = graph.constant("embed/flat_shape", np.array([rows, -1], np.int64))
         found = graph.node(
             "embed/rows",
@@ -116,18 +120,25 @@ class Matrices:
             matrix = self._dense(f"{stored}.weight", modules, shapes)
             if self._half:
                 matrix = graph.node(f"{name}/float", "Cast", [matrix], to=FLOAT.value)
-            return graph.node(f"{name}/product", "FusedMatMul", [x, matrix], MS, transB=1)
+            return self._dense_product(name, x, matrix)
+        rows, width = sum(count for count, _ in shapes), shapes[0][1]
+        return self._packed_product(name, stored, x, modules, rows, width, packing)
+
+    def _dense_product(self, name: str, x: ir.Value, matrix_NK: ir.Value) -> ir.Value:
+        return self._graph.node(f"{name}/product", "FusedMatMul", [x, matrix_NK], MS, transB=1)
+
+    def _packed_product(
+        self, name: str, stored: str, x: ir.Value, modules: Sequence[str], rows: int, width: int, packing: Packing
+    ) -> ir.Value:
+        graph, weights = self._graph, self._weights
         if packing.per_row:
-            rows, columns = sum(rows for rows, _ in shapes), shapes[0][1]
-            matrix = graph.weight(
-                f"{stored}.weight_rows", INT8, (columns, rows), lambda: self._weights.read_rows(modules)
-            )
+            matrix = graph.weight(f"{stored}.weight_rows", INT8, (width, rows), lambda: weights.read_rows(modules))
             scale = graph.weight(
-                f"{stored}.weight_rows_scale", FLOAT, (rows,), lambda: self._weights.read_row_scales(modules)
+                f"{stored}.weight_rows_scale", FLOAT, (rows,), lambda: weights.read_row_scales(modules)
             )
             return graph.node(f"{name}/product", ROWS_PRODUCT, [x, matrix, scale], MS)
-        packed, scales, zero_points = self._packed(stored, modules, shapes)
-        sizes = {"N": sum(rows for rows, _ in shapes), "K": shapes[0][1], "block_size": packing.block_size}
+        packed, scales, zero_points = self._packed(stored, modules, rows, width, packing)
+        sizes = {"N": rows, "K": width, "block_size": packing.block_size}
         if packing.nf4:
             return graph.node(f"{name}/product", "MatMulBnb4", [x, packed, scales], MS, **sizes, quant_type=NF4_TYPE)
         return graph.node(
@@ -146,15 +157,13 @@ class Matrices:
         return self._graph.weight(name, dtype, shape, lambda: self._weights.read_stacked(modules, shapes, self._half))
 
     def _packed(
-        self, name: str, modules: Sequence[str], shapes: Sequence[tuple[int, int]]
+        self, name: str, modules: Sequence[str], rows: int, width: int, packing: Packing
     ) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
         """Packed numbers (N, G, bytes), scales (N, G), and zero points if there are any, one under the other.
 
         Of NF4 packed numbers and scales are flat.
         """
-        packing = self._weights.packing(modules[0], shapes[0])
-        assert packing is not None, "asked for before"
-        rows, groups = sum(n for n, _ in shapes), -(-shapes[0][1] // packing.block_size)
+        groups = -(-width // packing.block_size)
 
         def stored(part: str, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
             return self._graph.weight(
@@ -162,12 +171,9 @@ class Matrices:
             )
 
         if packing.nf4:
-            count = rows * shapes[0][1]
-            return (
-                stored("packed", UINT8, [-(-count // 2)]),
-                stored("scale", FLOAT, [-(-count // packing.block_size)]),
-                [],
-            )
+            count = rows * width
+            flat = (-(-count // 2),), (-(-count // packing.block_size),)
+            return stored("packed", UINT8, flat[0]), stored("scale", FLOAT, flat[1]), []
         packed = stored("packed", UINT8, (rows, groups, packing.block_size * packing.bits // 8))
         scales = stored("scale", FLOAT, (rows, groups))
         if not packing.asymmetric:

@@ -5,9 +5,9 @@ Shape suffixes: T tokens, V vocabulary.
 Each prompt is read whole (prefill), and again in part with the rest token by token through the cache (decode);
 one batch has prompts of unequal length. The reference reads every prompt in one piece and has no cache.
 
-- The exact pass multiplies in float32 throughout (the same graph and data, MatMulNBits at accuracy_level 0; for
-  float16 storage the reference's matrices are rounded too). Only the order of additions differs from PyTorch,
-  so a single wrong weight or cache entry stands out.
+- The exact pass multiplies in float32 throughout (the same graph and data, MatMulNBits at accuracy_level 0, also
+  where ONNX Runtime makes it out of standard operators; for float16 storage the reference's matrices are rounded
+  too). Only the order of additions differs from PyTorch, so a single wrong weight or cache entry stands out.
 - In the latency profile, the exact pass of prompts reads a prompt with the graph for prompts and the rest with the
   other, beside a PyTorch model whose matrices are rounded to rows for the prompt.
 - The deployed pass runs the file as it is. It bounds what int8 activations or float16 storage cost.
@@ -28,10 +28,10 @@ import torch
 
 from export.comparison import Comparison, Limits, Pass, compare, merge
 from export.kv_cache import CacheScales, RoundedCache
+from export.layout import find_files, prompt_files
 from export.matrices import ROWS_PRODUCT
 from export.prompt_parity import compare_prompts
 from export.runtime import OnnxDecoder
-from export.session import GRAPH_FILE, PROMPT_FILE
 from sportsllm.checkpoint import load_checkpoint
 from sportsllm.config import ModelConfig
 from sportsllm.decoder import Decoder, Logits
@@ -61,6 +61,7 @@ DEPLOYED = {
 # 1.2, KL up to 5e-3, 93% of choices agree.
 DEPLOYED_ROWS = Limits(error=4.0, kl=5e-2, greedy_match=0.6)
 SEED = 20_260
+_PACKED_TYPES = {ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT8, ir.DataType.UINT8}
 # ONNX Runtime reads the first in several pieces; the third is real text where there is a tokenizer.
 SEQUENCE_LENGTHS = (300, 56, 48)
 STEPS = 4  # few, since exact steps are slow: at 8 bits each one unpacks all the weights
@@ -116,15 +117,16 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
 
     Args:
         checkpoint: the PyTorch side.
-        export: holds `model.onnx`, its data and config.json.
+        export: holds a graph, its data and config.json.
         threads: CPU threads of both sides; all cores where not given.
 
     Raises:
         ArtifactError: one of the two is damaged.
     """
     deployed = OnnxDecoder(export, threads)
-    graph = ir.load(export / GRAPH_FILE)
+    graph = ir.load(find_files(export).graph)
     precision, scales = graph_precision(graph), graph_cache_scales(graph, deployed.config)
+    prompts = prompt_files(export).graph
     limits = EXACT if scales is None else EXACT_INT8_CACHE
     model = load_checkpoint(checkpoint)
     tokenizer = load_tokenizer(checkpoint, model.config) if (checkpoint / "tokenizer.json").exists() else None
@@ -136,14 +138,14 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
         if precision == "fp32":
             passes = [run_pass("exact", deployed, sequences, expected, limits)]
         else:
-            rows = multiplies_rows(graph) or (export / PROMPT_FILE).exists()
+            rows = multiplies_rows(graph) or prompts.exists()
             deployed_limits = DEPLOYED_ROWS if rows else DEPLOYED[precision]
             last = run_pass("deployed", deployed, sequences, expected, deployed_limits)
             del deployed
             if precision == "fp16":
                 _round_matrices(model)
                 expected = [_read_whole(model, sequence, scales) for sequence in sequences]
-            prompt_graph = exact_graph(ir.load(export / PROMPT_FILE)) if (export / PROMPT_FILE).exists() else None
+            prompt_graph = exact_graph(ir.load(prompts)) if prompts.exists() else None
             exact = OnnxDecoder(export, threads, exact_graph(graph), prompt_graph)
             exact.use_prompt_graph = False
             passes = [run_pass("exact", exact, sequences, expected, limits), last]
@@ -164,11 +166,12 @@ def graph_precision(graph: ir.Model) -> str:
     if any(node.op_type == "MatMulBnb4" for node in graph.graph):
         return "nf4"
     bits = {node.attributes["bits"].as_int() for node in graph.graph if "bits" in node.attributes}
-    if multiplies_rows(graph):
-        bits.add(8)
+    stored = {value.dtype for value in graph.graph.initializers.values()}
+    bits |= {dtype.bitwidth for dtype in stored & _PACKED_TYPES}
+    if any(node.op_type == "BitShift" for node in graph.graph):
+        bits.add(4)  # an embedding's numbers, two of them in a byte
     if bits:
         return f"int{min(bits)}"
-    stored = {value.dtype for value in graph.graph.initializers.values()}
     return "fp16" if ir.DataType.FLOAT16 in stored else "fp32"
 
 

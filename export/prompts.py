@@ -17,10 +17,12 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from export.builder import Builder
-from export.graph import Blocks, add_inputs, add_presents, make_positions
+from export.contrib import ContribBlocks
+from export.graph import add_inputs, add_presents
 from export.kv_cache import CacheScales
+from export.layout import prompt_files
 from export.matrices import Matrices
-from export.session import PROMPT_FILE
+from export.session import CACHE_KEY, SHARED_CACHE
 from export.weights import Packing, Weights
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.quantized import ROW_BITS
@@ -69,21 +71,21 @@ def write_prompt_graph(
         stored: what `export.graph.write_graph` returned for it.
         scales: the same as that graph's.
     """
-    build_prompt_graph(load_config(checkpoint), RowWeights(checkpoint), scales).write(directory, PROMPT_FILE, stored)
+    graph = build_prompt_graph(load_config(checkpoint), RowWeights(checkpoint), scales)
+    graph.write(prompt_files(directory), stored)
 
 
 def build_prompt_graph(config: ModelConfig, weights: Weights, scales: CacheScales | None) -> Builder:
     """Token ids in, keys and values out; operators and names are those of `export.graph`."""
-    graph = Builder("sportsllm-prompt")
+    graph = Builder("sportsllm-prompt", {CACHE_KEY: SHARED_CACHE})
     tokens_BT, mask_BS, pasts = add_inputs(graph, config, scales)
-    matrices = Matrices(graph, weights, half=False)
-    blocks = Blocks(graph, config, matrices, make_positions(graph, config, tokens_BT, mask_BS), scales)
-    x_BTD = matrices.embedding("model.embed_tokens", tokens_BT, config.vocab_size, config.hidden_size)
+    blocks = ContribBlocks(graph, config, Matrices(graph, weights, half=False), tokens_BT, mask_BS, scales)
+    x_BTD = blocks.matrices.embedding("model.embed_tokens", tokens_BT, config.vocab_size, config.hidden_size)
     residual_BTD, presents = None, []
     for layer, past in enumerate(pasts):
         name = f"model.layers.{layer}"
         x_BTD, residual_BTD = blocks.norm(f"{name}.input_layernorm", x_BTD, residual_BTD)
-        x_BTD, present = blocks.attend(layer, x_BTD, past)
+        x_BTD, present = blocks.attention(layer, x_BTD, past)
         presents.append(present)
         if layer < len(pasts) - 1:
             x_BTD = blocks.attention_output(layer, x_BTD)

@@ -2,22 +2,20 @@
 
 Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, V vocabulary, K key/value heads,
 L room in the cache, E head_dim.
-
-Each layer has one key and one value buffer, (B, K, L, E), bound both as `past` and as `present`: the graph
-writes new entries in place and nothing is ever copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
-from export.session import KEEP_LOGITS, PROMPT_FILE, cache_type, open_session, raise_if_out_of_memory
-from sportsllm.config import ModelConfig, load_config
+from export.buffers import Cache, cache_maker
+from export.layout import prompt_files
+from export.session import KEEP_LOGITS, open_session, raise_if_out_of_memory
+from sportsllm.config import load_config
 from sportsllm.decoder import Logits, log_softmax
 from sportsllm.errors import ArtifactError, UsageError
 
@@ -41,38 +39,13 @@ def open(directory: Path, threads: int | None = None) -> OnnxDecoder:
     return OnnxDecoder(directory, threads)
 
 
-class Cache:
-    """Key and value buffers of B sequences, bound to a session once.
-
-    Sequences lie one after the other in memory, so that one sequence, or all of them, can be bound: prompts are
-    read one by one, since the operator takes a batch only for single tokens, and then decoded together.
-    """
-
-    def __init__(self, config: ModelConfig, dtype: type[np.float32] | type[np.int8], batch: int, length: int) -> None:
-        shape = (batch, config.num_key_value_heads, length, config.head_dim)
-        names = [f"{layer}.{part}" for layer in range(config.num_hidden_layers) for part in ("key", "value")]
-        # The system maps zeroed memory when it is first written, 4 kB or 2 MB at once, so unused room costs little.
-        self.buffers = {name: np.zeros(shape, dtype=dtype) for name in names}
-        self.length = length
-        self.lengths = np.zeros(batch, dtype=np.int64)
-
-    def bind(self, session: ort.InferenceSession, first: int, count: int) -> ort.IOBinding:
-        """A session's binding of `count` sequences' buffers, starting at sequence `first`."""
-        binding = session.io_binding()
-        for name, buffer in self.buffers.items():
-            rows = buffer[first : first + count]
-            for bind, side in ((binding.bind_input, "past_key_values"), (binding.bind_output, "present")):
-                bind(f"{side}.{name}", "cpu", 0, buffer.dtype, rows.shape, rows.ctypes.data)
-        return binding
-
-
 class OnnxDecoder:
     """An exported model as `sportsllm.decoder.Decoder`.
 
     Attributes:
         config: the model's shape.
         prefill_chunk: tokens of a prompt that are read at once.
-        use_prompt_graph: whether prompts go through `prompt.onnx`, where the directory has one.
+        use_prompt_graph: whether prompts go through `prompt.onnx`; so where the directory has one.
     """
 
     def __init__(
@@ -87,8 +60,8 @@ class OnnxDecoder:
         Args:
             directory: see `open`.
             threads: see `open`.
-            graph: a variant of the directory's graph to run on its weights instead of `model.onnx`.
-            prompt_graph: the same of `prompt.onnx`.
+            graph: see `open_session`.
+            prompt_graph: the same for `prompt.onnx`.
 
         Raises:
             ArtifactError: see `open`.
@@ -97,16 +70,24 @@ class OnnxDecoder:
         self.prefill_chunk = PREFILL_CHUNK
         self._directory = directory
         self._session = open_session(directory, self.config, threads, graph)
-        self._cache_type = cache_type(self._session, directory)
-        self._prompt_session: ort.InferenceSession | None = None
-        if (directory / PROMPT_FILE).exists():
-            self._prompt_session = open_session(directory, self.config, threads, prompt_graph, PROMPT_FILE)
-        self.use_prompt_graph = self._prompt_session is not None
+        self._make_cache = cache_maker(self._session, self.config, directory)
         self._cache: Cache | None = None
-        self._decode: ort.IOBinding | None = None
+        self._read: list[list[int]] = []  # what the cache's sequences consist of
+        prompts = prompt_files(directory)
+        self._prompt_session = (
+            open_session(directory, self.config, threads, prompt_graph, prompts) if prompts.graph.exists() else None
+        )
+        self.use_prompt_graph = self._prompt_session is not None
 
-    def prefill(self, rows: Sequence[Sequence[int]], max_length: int | None = None) -> Logits:
+    def prefill(self, rows: Sequence[Sequence[int]], max_length: int | None = None, reuse: bool = False) -> Logits:
         """See `Decoder.prefill`.
+
+        Args:
+            rows: token ids of each prompt.
+            max_length: room for prompt and steps.
+            reuse: do not read again what the cache still holds of the beginnings of these prompts, from the last
+                prompts in the same places and the steps behind them. The logits are those of a fresh start, but for
+                the order of additions.
 
         Raises:
             UsageError: no row, an empty one, or one longer than `max_length` or the context.
@@ -117,38 +98,34 @@ class OnnxDecoder:
         prompts = [self._checked(row, room) for row in rows]
         if not prompts:
             raise UsageError("no prompt given; give at least one")
-        cache = self._emptied_cache(len(prompts), room)
+        cache = self._prepared_cache(prompts, room, reuse)
         logits_BV = np.empty((len(prompts), self.config.vocab_size), dtype=np.float32)
         for row, prompt in enumerate(prompts):
-            binding, first = cache.bind(self._session, row, 1), 0
+            one = slice(row, row + 1)
             if self.use_prompt_graph:
-                first = len(prompt) - 1
-                self._fill(cache, row, prompt[:first])
-            for start in range(first, len(prompt), self.prefill_chunk):
-                piece = prompt[None, start : start + self.prefill_chunk]
-                mask = np.ones((1, start + piece.shape[1]), dtype=np.int64)
-                self._run(binding, piece, mask, logits_BV[row : row + 1, None], keep=1)
-            cache.lengths[row] = len(prompt)
-        self._decode = cache.bind(self._session, 0, len(prompts))
+                self._fill(cache, one, prompt[int(cache.lengths[row]) : -1])
+            for start in range(int(cache.lengths[row]), len(prompt), self.prefill_chunk):
+                self._run(cache, one, prompt[None, start : start + self.prefill_chunk], logits_BV[one, None], keep=1)
+        self._cache, self._read = cache, [prompt.tolist() for prompt in prompts]  # whole only now
         return logits_BV
 
-    def _fill(self, cache: Cache, row: int, ids: npt.NDArray[np.int64], before: int = 0) -> None:
-        """Read tokens into a sequence's cache behind `before` others, with the graph that reads prompts."""
-        assert self._prompt_session is not None, "asked for before"
-        binding = cache.bind(self._prompt_session, row, 1)
+    def _fill(self, cache: Cache, row: slice, ids: npt.NDArray[np.int64]) -> None:
+        """Read tokens of one sequence into the cache with the graph that reads prompts."""
         for start in range(0, len(ids), self.prefill_chunk):
-            piece = ids[None, start : start + self.prefill_chunk]
-            mask = np.ones((1, before + start + piece.shape[1]), dtype=np.int64)
-            self._run_bound(self._prompt_session, binding, {"input_ids": piece, "attention_mask": mask})
+            self._run(cache, row, ids[None, start : start + self.prefill_chunk])
 
-    def _emptied_cache(self, batch: int, room: int) -> Cache:
-        """The old cache where it has the right size, since what lies beyond `lengths` is never read; else a new one."""
-        self._decode = None
-        if self._cache is None or (len(self._cache.lengths), self._cache.length) != (batch, room):
-            self._cache = None  # freed before the new one is made
-            self._cache = Cache(self.config, self._cache_type, batch, room)
-        self._cache.lengths[:] = 0
-        return self._cache
+    def _prepared_cache(self, prompts: Sequence[npt.NDArray[np.int64]], room: int, reuse: bool) -> Cache:
+        """The old cache where its size will do, since what lies beyond `lengths` is never read; else a new one."""
+        cache, self._cache = self._cache, None
+        if cache is not None and len(cache.lengths) == len(prompts):
+            if reuse and cache.length >= room:
+                cache.lengths[:] = [_common(old, new) for old, new in zip(self._read, prompts, strict=True)]
+                return cache
+            if cache.length == room:
+                cache.lengths[:] = 0
+                return cache
+        cache = None  # freed before the new one is made
+        return self._make_cache(len(prompts), room)
 
     def step(self, tokens: Sequence[int]) -> Logits:
         """See `Decoder.step`.
@@ -157,7 +134,7 @@ class OnnxDecoder:
             UsageError: there was no `prefill`, the number of tokens is not that of its rows, or the cache is full.
             ArtifactError: a token id lies outside the vocabulary.
         """
-        if self._cache is None or self._decode is None:
+        if self._cache is None:
             raise UsageError("step without a prompt; call prefill first")
         lengths = self._cache.lengths
         if len(tokens) != len(lengths):
@@ -167,11 +144,10 @@ class OnnxDecoder:
                 f"the cache is full at {self._cache.length} tokens; prefill with a larger max_length or stop here"
             )
         ids = self._checked(tokens, len(tokens))[:, None]
-        lengths += 1
-        # Padding on the right: the operator reads each sequence's length from its sum.
-        mask = (np.arange(int(lengths.max())) < lengths[:, None]).astype(np.int64)
         logits_BV = np.empty((len(tokens), self.config.vocab_size), dtype=np.float32)
-        self._run(self._decode, ids, mask, logits_BV[:, None], keep=1)
+        self._run(self._cache, slice(0, len(tokens)), ids, logits_BV[:, None], keep=1)
+        for read, token in zip(self._read, tokens, strict=True):
+            read.append(int(token))
         return logits_BV
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
@@ -204,35 +180,37 @@ class OnnxDecoder:
 
     def _all_logits(self, ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, Logits]]:
         """Yield (start, (T, V) logits) piece by piece; a piece is overwritten by the next one."""
-        cache = Cache(self.config, self._cache_type, 1, max(len(ids), 1))
-        binding = cache.bind(self._session, 0, 1)
+        cache = self._make_cache(1, max(len(ids), 1))
         buffer = np.empty((1, min(len(ids), SCORE_CHUNK), self.config.vocab_size), dtype=np.float32)
         for start in range(0, len(ids), SCORE_CHUNK):
             piece = ids[None, start : start + SCORE_CHUNK]
-            mask = np.ones((1, start + piece.shape[1]), dtype=np.int64)
             out = buffer[:, : piece.shape[1]]
-            self._run(binding, piece, mask, out, keep=0)
+            self._run(cache, slice(0, 1), piece, out, keep=0)
             yield start, out[0]
             if self.use_prompt_graph:
-                self._fill(cache, 0, piece[0], start)
+                cache.lengths[0] = start
+                self._fill(cache, slice(0, 1), piece[0])
 
     def _run(
-        self,
-        binding: ort.IOBinding,
-        ids_BT: npt.NDArray[np.int64],
-        mask_BS: npt.NDArray[np.int64],
-        logits: Logits,
-        keep: int,
+        self, cache: Cache, rows: slice, ids_BT: npt.NDArray[np.int64], logits: Logits | None = None, keep: int = 1
     ) -> None:
-        """Run the graph on bound buffers; `logits` (B, T or 1, V) is written in place."""
-        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        kept = np.array([keep], dtype=np.int64)
-        inputs = {"input_ids": ids_BT, "attention_mask": mask_BS, KEEP_LOGITS: kept}
-        self._run_bound(self._session, binding, inputs)
+        """Read new tokens of the cache's sequences `rows`.
 
-    def _run_bound(
-        self, session: ort.InferenceSession, binding: ort.IOBinding, inputs: Mapping[str, npt.NDArray[np.int64]]
-    ) -> None:
+        Args:
+            cache: gets their keys and values.
+            rows: of the cache.
+            ids_BT: the tokens.
+            logits: (B, T or 1, V), written in place; if not given, the graph that reads prompts is run, which has none.
+            keep: logits of so many last positions, 0 for all.
+        """
+        new = ids_BT.shape[1]
+        session = self._prompt_session if logits is None else self._session
+        assert session is not None, "asked for before"
+        binding = cache.bind(session, rows, new)
+        inputs = {"input_ids": ids_BT, "attention_mask": cache.mask(rows, new)}
+        if logits is not None:
+            inputs[KEEP_LOGITS] = np.array([keep], dtype=np.int64)
+            binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         for name, array in inputs.items():
             binding.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
         try:
@@ -240,6 +218,7 @@ class OnnxDecoder:
         except RuntimeError as error:
             raise_if_out_of_memory(error, self._directory)
             raise
+        cache.advance(rows, new)
 
     def _checked(self, row: Sequence[int], limit: int) -> npt.NDArray[np.int64]:
         ids = np.array(row, dtype=np.int64)
@@ -252,3 +231,10 @@ class OnnxDecoder:
                 f"{self.config.vocab_size}; use the tokenizer that belongs to this model"
             )
         return ids
+
+
+def _common(old: Sequence[int], new: npt.NDArray[np.int64]) -> int:
+    """How many tokens a prompt begins with that were read before; its last one is read in any case, for its logits."""
+    limit = min(len(old), len(new) - 1)
+    differ = np.flatnonzero(np.asarray(old[:limit], dtype=np.int64) != new[:limit])
+    return int(differ[0]) if len(differ) else limit

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from export.layout import PROMPT_FILE, GraphFiles, find_files
 from sportsllm.artifacts import MANIFEST, read_manifest
 from sportsllm.config import ModelConfig
 from sportsllm.errors import ArtifactError, ResourceError
 
-GRAPH_FILE = "model.onnx"
-DATA_FILE = "model.onnx.data"
-# Of the latency profile: reads all of a prompt but its last token into the cache; see `export.prompts`.
-PROMPT_FILE = "prompt.onnx"
 DATA_BYTES_KEY = "data_bytes"  # in the graph's metadata: how long the data file must be
+CACHE_KEY = "cache"  # in the graph's metadata: one of the next two; exports that say nothing share
+SHARED_CACHE = "shared"  # past and present are one buffer with room to grow; sequences are padded on the right
+GROWING_CACHE = "growing"  # present is a new tensor, longer than past by the new tokens; masked columns do not count
 KEEP_LOGITS = "num_logits_to_keep"  # optional input: 0 gives the logits of all positions, n of the last n
 
 _CACHE_TYPES: dict[str, type[np.float32] | type[np.int8]] = {"tensor(float)": np.float32, "tensor(int8)": np.int8}
@@ -30,11 +29,6 @@ _LOAD_ERRORS = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
-
-
-def data_name(graph_file: str) -> str:
-    """The data file beside a graph."""
-    return f"{graph_file}.data"
 
 
 def session_options(threads: int | None) -> ort.SessionOptions:
@@ -54,7 +48,11 @@ def session_options(threads: int | None) -> ort.SessionOptions:
 
 
 def open_session(
-    directory: Path, config: ModelConfig, threads: int | None, graph: bytes | None = None, file: str = GRAPH_FILE
+    directory: Path,
+    config: ModelConfig,
+    threads: int | None,
+    graph: bytes | None = None,
+    files: GraphFiles | None = None,
 ) -> ort.InferenceSession:
     """Load an export's graph after checking its files, and check that it fits the config.
 
@@ -62,18 +60,22 @@ def open_session(
         directory: the export.
         config: its config.json.
         threads: CPU threads; all cores where not given.
-        graph: a variant of the graph to run on the directory's data instead of the file.
-        file: `GRAPH_FILE` or `PROMPT_FILE`.
+        graph: `export.parity.exact_graph` to run on the directory's data instead of the file; what ONNX Runtime
+            makes of standard operators by itself then computes in float32 as well.
+        files: `export.layout.prompt_files`; those of the model's graph if not given.
 
     Raises:
         ArtifactError: a file is missing, cut short or longer than it was written, or the graph is no decoder.
         ResourceError: there is not enough memory.
     """
-    path, data = directory / file, directory / data_name(file)
-    _check_sizes(directory, (file, data_name(file)))
+    files = files or find_files(directory)
+    path = files.graph
+    _check_sizes(directory, files)
     options = session_options(threads)
     if graph is not None:
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(directory))
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(files.data.parent))
+        # DequantizeLinear and MatMul become one MatMulNBits at load, with int8 activations where nothing is said.
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     try:
         session = ort.InferenceSession(graph or str(path), options, providers=["CPUExecutionProvider"])
     except _LOAD_ERRORS as error:
@@ -82,7 +84,7 @@ def open_session(
         raise ArtifactError(f"{path}: ONNX Runtime cannot load it ({reason}); export it again") from None
     expected = session.get_modelmeta().custom_metadata_map.get(DATA_BYTES_KEY)
     if expected is not None:
-        _check_size(data, int(expected))
+        _check_size(files.data, int(expected))
     _check_interface(session, config, path)
     return session
 
@@ -95,16 +97,17 @@ def raise_if_out_of_memory(error: Exception, directory: Path) -> None:
         ) from None
 
 
-def _check_sizes(directory: Path, names: Sequence[str]) -> None:
+def _check_sizes(directory: Path, files: GraphFiles) -> None:
     """ONNX Runtime loads data that is too short or too long without a word, so look first."""
     if (directory / MANIFEST).exists():
-        files = read_manifest(directory)["files"]
-        for name in names:
-            if name in files:
-                _check_size(directory / name, files[name]["bytes"])
-    for name in names:
-        if not (directory / name).is_file():
-            raise ArtifactError(f"{directory / name}: not found; export or copy the directory again")
+        listed = read_manifest(directory)["files"]
+        for path in (files.graph, files.data):
+            name = path.relative_to(directory).as_posix()
+            if name in listed:
+                _check_size(path, listed[name]["bytes"])
+    for path in (files.graph, files.data):
+        if not path.is_file():
+            raise ArtifactError(f"{path}: not found; export or copy the directory again")
 
 
 def _check_size(path: Path, expected: int) -> None:
@@ -112,6 +115,18 @@ def _check_size(path: Path, expected: int) -> None:
     if found != expected:
         state = "not found" if found < 0 else f"{found} bytes instead of {expected}"
         raise ArtifactError(f"{path}: {state}; the export is damaged, copy or make it again")
+
+
+def cache_kind(session: ort.InferenceSession, directory: Path) -> str:
+    """How the graph's past and present belong together, `SHARED_CACHE` or `GROWING_CACHE`.
+
+    Raises:
+        ArtifactError: in another way.
+    """
+    kind = str(session.get_modelmeta().custom_metadata_map.get(CACHE_KEY, SHARED_CACHE))
+    if kind not in (SHARED_CACHE, GROWING_CACHE):
+        raise ArtifactError(f"{find_files(directory).graph}: has a cache of kind {kind!r}; upgrade this program")
+    return kind
 
 
 def cache_type(session: ort.InferenceSession, directory: Path) -> type[np.float32] | type[np.int8]:
@@ -124,7 +139,7 @@ def cache_type(session: ort.InferenceSession, directory: Path) -> type[np.float3
     found = {a.type for a in arguments if a.name.startswith(("past_key_values.", "present."))}
     if len(found) != 1 or not found <= _CACHE_TYPES.keys():
         raise ArtifactError(
-            f"{directory / GRAPH_FILE}: keeps keys and values as {', '.join(sorted(found))}; "
+            f"{find_files(directory).graph}: keeps keys and values as {', '.join(sorted(found))}; "
             "use a directory that this program's export wrote"
         )
     return _CACHE_TYPES[found.pop()]

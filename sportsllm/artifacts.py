@@ -299,7 +299,7 @@ def _card(manifest: Mapping[str, Any]) -> str:
 
 def directory_bytes(directory: Path) -> int:
     """Size of a directory's weight files in bytes (safetensors, or the graph and its data)."""
-    names = ("*.safetensors", "*.onnx", "*.onnx.data")
+    names = ("*.safetensors", "*.onnx", "*.onnx.data", "onnx/*.onnx", "onnx/*.onnx_data")
     return sum(path.stat().st_size for name in names for path in directory.glob(name))
 
 

@@ -47,7 +47,12 @@ class Decoder(Protocol):
 
 def is_onnx_directory(directory: Path) -> bool:
     """Whether `directory` holds an export rather than a PyTorch checkpoint."""
-    return (directory / "model.onnx").exists()
+    return (directory / "model.onnx").exists() or bool(web_graphs(directory))
+
+
+def web_graphs(directory: Path) -> list[Path]:
+    """Graphs that lie where transformers.js looks for them; beside PyTorch weights they do not count."""
+    return [] if any(directory.glob("*.safetensors")) else sorted((directory / "onnx").glob("model*.onnx"))
 
 
 def open_decoder(directory: Path, threads: int | None = None) -> Decoder:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx
 import torch
 
-from export.session import DATA_FILE, GRAPH_FILE
+from export.layout import DATA_FILE, GRAPH_FILE
 from sportsllm.checkpoint import save_checkpoint
 from sportsllm.config import ModelConfig
 from sportsllm.linear import QuantizedEmbedding, QuantizedLinear

@@ -9,6 +9,7 @@ from compress.packing import Precision
 from compress.quantize import quantize
 from export.export import run_export
 from sportsllm.checkpoint import load_checkpoint
+from sportsllm.decoder import open_decoder
 from sportsllm.generate import Sampling, generate
 from sportsllm.torch_decoder import TorchDecoder
 
@@ -51,12 +52,31 @@ def test_optimum_generates_the_same_tokens(exported: Path, checkpoint: Path) -> 
     assert out[0, 5:].tolist() == greedy(checkpoint)
 
 
+def test_optimum_runs_standard_operators_with_padding_on_the_left(checkpoint: Path, tmp_path: Path) -> None:
+    """Each row as if it were alone, packed or not."""
+    optimum = pytest.importorskip("optimum.onnxruntime", reason="needs the extra [optimum]")
+    quantize(checkpoint=checkpoint, out=tmp_path / "int4", precision=Precision())
+    long, short = PROMPT, [0, 99]
+    for source in (checkpoint, tmp_path / "int4"):
+        directory = tmp_path / f"{source.name}-onnx"
+        run_export(source, directory, threads=2, standard_ops=True)
+        model = optimum.ORTModelForCausalLM.from_pretrained(str(directory), provider="CPUExecutionProvider")
+        padded = torch.tensor([long, [0] * 3 + short])
+        mask = torch.tensor([[1] * 5, [0] * 3 + [1] * 2])
+        settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        found = model.generate(padded, attention_mask=mask, **settings)[:, 5:].tolist()
+        decoder = open_decoder(directory, 2)
+        assert found == [list(generate(decoder, row, 20, Sampling(temperature=0))) for row in (long, short)]
+        if source == checkpoint:
+            assert found[0] == greedy(checkpoint)
+
+
 def test_onnxruntime_genai_generates_the_same_tokens(exported: Path, checkpoint: Path, tmp_path: Path) -> None:
     genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra [genai]")
-    for directory in (exported, tmp_path / "int4-onnx"):
-        if directory != exported:
-            quantize(checkpoint=checkpoint, out=tmp_path / "int4", precision=Precision())
-            run_export(tmp_path / "int4", directory, None, 2)
+    quantize(checkpoint=checkpoint, out=tmp_path / "int4", precision=Precision())
+    run_export(tmp_path / "int4", tmp_path / "int4-onnx", None, 2)
+    run_export(checkpoint, tmp_path / "standard-onnx", None, 2, standard_ops=True)
+    for directory in (exported, tmp_path / "int4-onnx", tmp_path / "standard-onnx"):
         parameters = genai.GeneratorParams(model := genai.Model(str(directory)))
         parameters.set_search_options(max_length=25, do_sample=False)
         generator = genai.Generator(model, parameters)

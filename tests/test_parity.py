@@ -16,9 +16,9 @@ from export import export as export_module
 from export.comparison import compare
 from export.export import run_export
 from export.graph import write_graph
+from export.layout import GRAPH_FILE
 from export.parity import DEPLOYED, EXACT, check_parity
 from export.runtime import OnnxDecoder
-from export.session import GRAPH_FILE
 from export.side_files import genai_config
 from sportsllm.artifacts import verify_directory
 from sportsllm.decoder import Logits, open_decoder
@@ -29,22 +29,30 @@ from sportsllm.tokenizer import train_tokenizer
 CONTEXT = 320  # the longest sequence of the gate fits
 
 
-def make(directory: Path, bits: int | None = None, half: bool = False, **changes: Any) -> Path:
+def make(directory: Path, bits: int | None = None, half: bool = False, standard: bool = False, **changes: Any) -> Path:
     """A checkpoint and its graph in one directory."""
     model = tiny_model(max_position_embeddings=CONTEXT, **changes)
     ends = {"embed_tokens": 8, "lm_head": 8} if bits == ROW_BITS else {}
     packing = pack_model(model, bits, bits_of=lambda name: ends.get(name.rpartition(".")[2])) if bits else None
     save(directory, model, packing)
-    write_graph(directory, directory, half)
+    write_graph(directory, directory, half, standard=standard)
     return directory
 
 
-@pytest.mark.parametrize("head_dim", [16, 8], ids=["rotary inside", "rotary outside"])
+@pytest.mark.parametrize(
+    ("head_dim", "standard"),
+    [(16, False), (8, False), (8, True)],
+    ids=["rotary inside", "rotary outside", "standard operators"],
+)
 @pytest.mark.parametrize(
     ("precision", "bits"), [("fp32", None), ("fp16", None), ("int8", 8), ("int8", ROW_BITS), ("int4", 4)]
 )
-def test_a_faithful_export_passes(precision: str, bits: int | None, head_dim: int, tmp_path: Path) -> None:
-    make(tmp_path, bits, precision == "fp16", head_dim=head_dim)
+def test_a_faithful_export_passes(
+    precision: str, bits: int | None, head_dim: int, standard: bool, tmp_path: Path
+) -> None:
+    if standard and bits == ROW_BITS:
+        pytest.skip("rows have no standard operators")
+    make(tmp_path, bits, precision == "fp16", standard, head_dim=head_dim)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     report = check_parity(tmp_path, tmp_path, threads=1)
     assert report.failures() == [] and report.passed
@@ -206,8 +214,8 @@ def test_export_command(precision: str, stored: int, checkpoint: Path, tmp_path:
 
 
 def test_a_failed_gate_leaves_nothing_behind(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_wrongly(source: Path, directory: Path, half: bool = False, scales: Any = None) -> None:
-        write_graph(source, directory, half)
+    def write_wrongly(source: Path, directory: Path, **settings: Any) -> None:
+        write_graph(source, directory, **settings)
         edit_tensor(directory, "model.layers.0.mlp.down_proj.weight", add_to_one((0, 0), 1.0))
 
     monkeypatch.setattr(export_module, "write_graph", write_wrongly)

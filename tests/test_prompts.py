@@ -14,10 +14,10 @@ from export_models import pack_model, save, tiny_model
 from export.export import run_export
 from export.graph import write_graph
 from export.kv_cache import CacheScales, measured_scales
+from export.layout import DATA_FILE, PROMPT_FILE, prompt_files
 from export.parity import check_parity
 from export.prompts import RowWeights, write_prompt_graph
 from export.runtime import OnnxDecoder
-from export.session import DATA_FILE, PROMPT_FILE, data_name
 from sportsllm.checkpoint import load_checkpoint
 from sportsllm.decoder import log_softmax
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
@@ -77,13 +77,13 @@ def test_what_both_graphs_read_is_stored_once(tmp_path: Path) -> None:
     tensors = onnx.load(str(tmp_path / PROMPT_FILE), load_external_data=False).graph.initializer
     where = {t.name: {entry.value for entry in t.external_data if entry.key == "location"} for t in tensors}
     assert where["model.embed_tokens.weight_packed"] == where["cos_cache"] == {DATA_FILE}
-    assert where["model.layers.0.mlp.gate_up_proj.weight_rows"] == {data_name(PROMPT_FILE)}
+    assert where["model.layers.0.mlp.gate_up_proj.weight_rows"] == {f"{PROMPT_FILE}.data"}
     assert not any(name.startswith(("lm_head", "model.layers.1.mlp")) for name in where)  # nothing would read them
 
 
 def test_one_wrong_number_in_a_row_fails(tmp_path: Path) -> None:
     make(tmp_path)
-    path = tmp_path / data_name(PROMPT_FILE)
+    path = prompt_files(tmp_path).data
     tensors = onnx.load(str(tmp_path / PROMPT_FILE), load_external_data=False).graph.initializer
     (tensor,) = [t for t in tensors if t.name == "model.layers.0.self_attn.qkv_proj.weight_rows"]
     offset = int(next(entry.value for entry in tensor.external_data if entry.key == "offset"))
@@ -114,7 +114,7 @@ def test_stage_and_bad_requests(tmp_path: Path) -> None:
     save(tmp_path / "packed", model, pack_model(model, 4) | {"bits": 4})
     save(tmp_path / "rows", tiny_model(), {"per_row": True})
     result = run_export(tmp_path / "packed", tmp_path / "out", threads=1, profile="latency")
-    assert result["profile"] == "latency" and (tmp_path / "out" / data_name(PROMPT_FILE)).stat().st_size > 0
+    assert result["profile"] == "latency" and prompt_files(tmp_path / "out").data.stat().st_size > 0
     with pytest.raises(ConflictError):
         run_export(tmp_path / "packed", tmp_path / "out", threads=1)
     for checkpoint, profile, message in (
@@ -124,7 +124,7 @@ def test_stage_and_bad_requests(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             run_export(tmp_path / checkpoint, tmp_path / "other", threads=1, profile=profile)
-    data = tmp_path / "out" / data_name(PROMPT_FILE)
+    data = prompt_files(tmp_path / "out").data
     data.write_bytes(data.read_bytes()[:-1])
     with pytest.raises(ArtifactError, match=r"prompt\.onnx\.data.*damaged"):
         OnnxDecoder(tmp_path / "out", threads=1)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from export_models import logits_of, pack_model, save, tiny_model
 
 from export import runtime
 from export.graph import write_graph
+from export.layout import DATA_FILE, GRAPH_FILE
 from export.runtime import OnnxDecoder
-from export.session import DATA_FILE, GRAPH_FILE
 from sportsllm.decoder import log_softmax, open_decoder
 from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
 from sportsllm.generate import Sampling, generate
@@ -30,15 +31,23 @@ STORY = (
 )
 
 
-@pytest.fixture(scope="module", params=[16, 8], ids=["rotary inside", "rotary outside"])
-def model(request: pytest.FixtureRequest) -> SportsLLM:
-    return tiny_model(head_dim=request.param)
+GRAPHS = {"rotary inside": (16, False), "rotary outside": (8, False), "standard operators": (16, True)}
+
+
+@pytest.fixture(scope="module", params=GRAPHS.values(), ids=GRAPHS)
+def graph(request: pytest.FixtureRequest) -> tuple[int, bool]:
+    return cast("tuple[int, bool]", request.param)
 
 
 @pytest.fixture(scope="module")
-def export(model: SportsLLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(graph: tuple[int, bool]) -> SportsLLM:
+    return tiny_model(head_dim=graph[0])
+
+
+@pytest.fixture(scope="module")
+def export(model: SportsLLM, graph: tuple[int, bool], tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save(tmp_path_factory.mktemp("export"), model)
-    write_graph(directory, directory)
+    write_graph(directory, directory, standard=graph[1])
     return directory
 
 
@@ -50,6 +59,40 @@ def decoder(export: Path) -> OnnxDecoder:
 def draw(*lengths: int) -> list[list[int]]:
     rng = np.random.default_rng(3)
     return [rng.integers(0, 96, length).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("standard", [False, True], ids=["shared cache", "growing cache"])
+def test_beginnings_that_were_read_are_reused(standard: bool, model: SportsLLM, tmp_path: Path) -> None:
+    """Only what is new runs; the logits are those of a fresh start."""
+    write_graph(save(tmp_path, model), tmp_path, standard=standard)
+    decoder = runtime.open(tmp_path, threads=1)
+    first, second = draw(20, 11)
+    decoder.prefill([first, second], max_length=60)
+    steps = draw(6, 6)
+    for pair in zip(*steps, strict=True):
+        decoder.step(pair)
+    # What was read and stepped, then more; and a prompt that parts from it in the middle.
+    prompts = [first + steps[0] + [7, 8, 9], [*second[:5], 1, 2, 3, 4]]
+    read: list[int] = []
+    run = decoder._run
+
+    def counting(cache: Any, rows: slice, ids: Any, *rest: Any, **keywords: Any) -> None:
+        read.append(ids.shape[1])
+        run(cache, rows, ids, *rest, **keywords)
+
+    decoder._run = counting  # type: ignore[method-assign]
+    found = decoder.prefill(prompts, max_length=50, reuse=True)
+    assert read == [3, 4]
+    for row, prompt in enumerate(prompts):
+        np.testing.assert_allclose(found[row], logits_of(model, prompt)[-1], atol=TOLERANCE, rtol=0)
+    following = decoder.step([3, 4])
+    for row, prompt in enumerate(prompts):
+        np.testing.assert_allclose(following[row], logits_of(model, [*prompt, 3 + row])[-1], atol=TOLERANCE, rtol=0)
+    # The same prompts once more: the last token alone gives the logits. Without leave everything is read.
+    read.clear()
+    decoder.prefill(prompts, max_length=50, reuse=True)
+    decoder.prefill(prompts, max_length=50)
+    assert read == [1, 1, 29, 9]
 
 
 @pytest.mark.parametrize("lengths", [(1,), (20,), (1, 13, 30), (9, 9, 9, 9)], ids=str)

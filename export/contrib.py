@@ -1,0 +1,153 @@
+"""The parts of a layer in ONNX Runtime's own operators, which are the fastest.
+
+Shape suffixes as in `export.graph`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from export.blocks import Blocks
+from export.builder import MS, Builder
+from export.kv_cache import CacheScales
+from export.matrices import Matrices
+from sportsllm.config import ModelConfig
+from sportsllm.rope import rope_tables
+
+INT32 = ir.DataType.INT32
+# GroupQueryAttention rotates only heads of a multiple of 16; for others ONNX Runtime refuses the graph.
+ROTARY_MULTIPLE = 16
+_K_SCALE_INPUT = 12  # place of k_scale among GroupQueryAttention's inputs; v_scale follows
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """What attention needs to know of lengths and places.
+
+    Attributes:
+        seqlens_k: (B,) int32, tokens of each sequence, less 1.
+        total: int32, S.
+        cos, sin: rotary tables, (context, E / 2) float32.
+        ids_BT: place of each new token; None where attention rotates by itself.
+    """
+
+    seqlens_k: ir.Value
+    total: ir.Value
+    cos: ir.Value
+    sin: ir.Value
+    ids_BT: ir.Value | None
+
+
+def _positions(graph: Builder, config: ModelConfig, tokens_BT: ir.Value, mask_BS: ir.Value) -> _Positions:
+    zero, one = graph.constant("zero", np.array(0, np.int64)), graph.constant("one", np.array(1, np.int64))
+    scalar = graph.constant("scalar_shape", np.array([], np.int64))
+    lengths_B = graph.node("positions/lengths", "ReduceSum", [mask_BS, graph.axis(1)], keepdims=0)
+    last_B = graph.node("positions/last", "Sub", [lengths_B, one])
+    width_S = graph.node("positions/mask_width", "Shape", [mask_BS], start=1, end=2)
+    total = graph.node("positions/mask_scalar", "Reshape", [width_S, scalar])
+    cos, sin = rope_tables(config, config.max_position_embeddings)
+    ids_BT = None
+    if config.head_dim % ROTARY_MULTIPLE:
+        # As GroupQueryAttention counts: token t stands at max(length - T, 0) + t.
+        width_T = graph.node("positions/new_width", "Shape", [tokens_BT], start=1, end=2)
+        before_B = graph.node("positions/before", "Sub", [lengths_B, width_T])
+        first_B = graph.node("positions/first", "Max", [before_B, zero])
+        first_B1 = graph.node("positions/first_column", "Unsqueeze", [first_B, graph.axis(1)])
+        new = graph.node("positions/new_scalar", "Reshape", [width_T, scalar])
+        steps_T = graph.node("positions/steps", "Range", [zero, new, one])
+        ids_BT = graph.node("positions/ids", "Add", [first_B1, steps_T])
+    return _Positions(
+        seqlens_k=graph.node("positions/seqlens_k", "Cast", [last_B], to=INT32.value),
+        total=graph.node("positions/total", "Cast", [total], to=INT32.value),
+        cos=graph.constant("cos_cache", cos),
+        sin=graph.constant("sin_cache", sin),
+        ids_BT=ids_BT,
+    )
+
+
+class ContribBlocks(Blocks):
+    """GroupQueryAttention, which keeps past and present in one buffer, with fused norms and activations."""
+
+    def __init__(
+        self,
+        graph: Builder,
+        config: ModelConfig,
+        matrices: Matrices,
+        tokens_BT: ir.Value,
+        mask_BS: ir.Value,
+        scales: CacheScales | None,
+    ) -> None:
+        super().__init__(graph, config, matrices)
+        self._positions, self._scales = _positions(graph, config, tokens_BT, mask_BS), scales
+        self._apart = config.qk_norm or self._positions.ids_BT is not None
+
+    def _add_and_norm(self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value) -> tuple[ir.Value, ir.Value]:
+        normed, _, _, total = self._graph.node_with_outputs(
+            name,
+            "SkipSimplifiedLayerNormalization",
+            [x, residual, gamma],
+            (name, "", "", f"{name}/sum"),
+            MS,
+            epsilon=self._epsilon,
+        )
+        return normed, total
+
+    def _attend(
+        self, layer: int, name: str, parts: Sequence[ir.Value], past: Sequence[ir.Value]
+    ) -> tuple[ir.Value, Sequence[ir.Value]]:
+        config, positions = self._config, self._positions
+        query, *rest = parts
+        key, value = rest or (None, None)  # all in one: the operator takes the query's rows first
+        if self._apart:
+            query = self._prepare_heads(f"{name}.q", query, config.num_attention_heads)
+            key = self._prepare_heads(f"{name}.k", key, config.num_key_value_heads)
+        tables = [positions.cos, positions.sin] if positions.ids_BT is None else []
+        inputs = [query, key, value, *past, positions.seqlens_k, positions.total, *tables]
+        scales, attributes = self._cache_scales(layer, name)
+        if scales:
+            inputs += [None] * (_K_SCALE_INPUT - len(inputs)) + scales
+        attended, *present = self._graph.node_with_outputs(
+            f"{name}/attention",
+            "GroupQueryAttention",
+            inputs,
+            [f"{name}/{output}" for output in ("attended", "key", "value")],
+            MS,
+            num_heads=config.num_attention_heads,
+            kv_num_heads=config.num_key_value_heads,
+            do_rotary=int(bool(tables)),
+            **attributes,
+        )
+        return attended, present
+
+    def _cache_scales(self, layer: int, name: str) -> tuple[list[ir.Value | None], dict[str, int | str]]:
+        """Inputs and attributes that make a layer's cache INT8; none for a float32 one."""
+        if self._scales is None:
+            return [], {}
+        shape = (1, self._config.num_key_value_heads, 1, self._config.head_dim)
+        found = {"k": self._scales.keys[layer], "v": self._scales.values[layer]}
+        values = [
+            self._graph.constant(f"{name}.{part}_scale", scale.reshape(shape).numpy()) for part, scale in found.items()
+        ]
+        return values, {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+
+    def _prepare_heads(self, name: str, x: ir.Value, heads: int) -> ir.Value:
+        """What GroupQueryAttention does not do: norm of each head (Qwen3), rotation of odd sizes; (B, T, heads * E)."""
+        graph, size = self._graph, self._config.head_dim
+        if self._config.qk_norm:
+            apart = graph.constant(f"heads_{heads}", np.array([0, 0, heads, size], np.int64))
+            together = graph.constant(f"heads_{heads}_flat", np.array([0, 0, heads * size], np.int64))
+            x_BTHE = graph.node(f"{name}_norm/heads", "Reshape", [x, apart])
+            normed = self._rms_norm(f"{name}_norm", x_BTHE, self.matrices.vector(f"{name}_norm.weight", size))
+            x = graph.node(f"{name}_norm/flat", "Reshape", [normed, together])
+        positions = self._positions
+        if positions.ids_BT is None:
+            return x
+        inputs = [x, positions.ids_BT, positions.cos, positions.sin]
+        return graph.node(f"{name}_rotary", "RotaryEmbedding", inputs, MS, num_heads=heads, rotary_embedding_dim=size)
+
+    def _silu(self, name: str, x: ir.Value) -> ir.Value:
+        return self._graph.node(name, "QuickGelu", [x], MS, alpha=1.0)  # x * sigmoid(1.0 * x)
