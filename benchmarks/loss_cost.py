@@ -28,7 +28,7 @@ from compress.losses import divergence_chunk, mixed_chunk
 from sportsllm.console import output, use_stderr
 from sportsllm.errors import SportsLLMError
 from sportsllm.losses import cross_entropy_chunk, head_loss
-from sportsllm.train import peak_rss_bytes, reset_peak_rss
+from sportsllm.memory import peak_rss_bytes, reset_peak_rss
 
 LOSSES = ("cross-entropy", "forward-kl", "mixed")
 VARIANTS = ("naive", "fused")

@@ -32,8 +32,8 @@ from sportsllm.corpus import read_documents
 from sportsllm.data import Batch, PackedSequences, tokenize
 from sportsllm.errors import SportsLLMError
 from sportsllm.losses import head_loss
+from sportsllm.memory import peak_rss_bytes, reset_peak_rss
 from sportsllm.tokenizer import load_tokenizer
-from sportsllm.train import peak_rss_bytes, reset_peak_rss
 
 _MEASURED = tuple(name for name in PRECISIONS if name != "auto")
 _TIMEOUT_S = 3600.0

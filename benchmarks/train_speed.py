@@ -21,9 +21,10 @@ import torch
 
 from sportsllm.config import ModelConfig
 from sportsllm.data import PackedSequences, TokenizedDocuments
+from sportsllm.memory import peak_rss_bytes
 from sportsllm.model import SportsLLM
 from sportsllm.presets import preset
-from sportsllm.train import TrainConfig, language_model_loss, peak_rss_bytes, resolve_precision, train_model
+from sportsllm.train import TrainConfig, language_model_loss, resolve_precision, train_model
 
 _DOCUMENT_TOKENS = (100, 900)
 

@@ -31,13 +31,19 @@ def export(
         ),
     ] = False,
     web: Annotated[bool, typer.Option("--web", help="Lay the files out for transformers.js in a browser.")] = False,
+    max_ram: Annotated[
+        int | None,
+        typer.Option("--max-ram", min=1, help="Most MB of memory to take; checks the graph layer by layer then."),
+    ] = None,
     threads: options.Threads = None,
 ) -> dict[str, Any]:
     """Write an ONNX graph with KV-cache inputs, checked against the PyTorch model before it is published."""
     from export.export import run_export
     from sportsllm.console import output
 
-    result = run_export(checkpoint, out, dtype, threads, kv_cache, calibration or [], profile, standard_ops, web)
+    result = run_export(
+        checkpoint, out, dtype, threads, kv_cache, calibration or [], profile, standard_ops, web, max_ram
+    )
     parity = result["parity"]
     output().print(
         f"{out}: {result['precision']}, {kv_cache} cache, {result['parameters']:,} parameters, "
@@ -45,4 +51,6 @@ def export(
         f"greedy choices agree in {parity['greedy_match']:.1%}, "
         f"largest logit error {parity['max_abs_logit_error']:.1e}"
     )
+    if max_ram is not None:
+        output().print(f"at most {result['peak_rss_bytes'] / 1e6:,.0f} MB of memory, {max_ram:,} allowed")
     return result

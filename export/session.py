@@ -47,6 +47,16 @@ def session_options(threads: int | None) -> ort.SessionOptions:
     return options
 
 
+def exact_options(threads: int | None) -> ort.SessionOptions:
+    """The same for `export.gate.exact_graph`: what ONNX Runtime makes of standard operators multiplies in float32.
+
+    DequantizeLinear and MatMul become one MatMulNBits at load, with int8 activations where nothing is said.
+    """
+    options = session_options(threads)
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+    return options
+
+
 def open_session(
     directory: Path,
     config: ModelConfig,
@@ -60,8 +70,7 @@ def open_session(
         directory: the export.
         config: its config.json.
         threads: CPU threads; all cores where not given.
-        graph: `export.parity.exact_graph` to run on the directory's data instead of the file; what ONNX Runtime
-            makes of standard operators by itself then computes in float32 as well.
+        graph: `export.gate.exact_graph` to run on the directory's data instead of the file.
         files: `export.layout.prompt_files`; those of the model's graph if not given.
 
     Raises:
@@ -71,11 +80,9 @@ def open_session(
     files = files or find_files(directory)
     path = files.graph
     _check_sizes(directory, files)
-    options = session_options(threads)
+    options = session_options(threads) if graph is None else exact_options(threads)
     if graph is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(files.data.parent))
-        # DequantizeLinear and MatMul become one MatMulNBits at load, with int8 activations where nothing is said.
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     try:
         session = ort.InferenceSession(graph or str(path), options, providers=["CPUExecutionProvider"])
     except _LOAD_ERRORS as error:

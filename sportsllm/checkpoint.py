@@ -219,6 +219,38 @@ def load_block(tensors: TensorFiles, config: ModelConfig, layer: int) -> Block:
     return block.eval()
 
 
+def load_layer(tensors: TensorFiles, config: ModelConfig, layer: int) -> Block:
+    """As `load_block`, for packed checkpoints too; packed matrices stay packed."""
+    with torch.device("meta"):
+        block = Block(config, layer)
+    prefix = f"model.layers.{layer}."
+    for name, module in list(block.named_modules()):
+        if f"{prefix}{name}.weight_packed" in tensors:
+            shape = tuple(cast(Tensor, module.weight).shape)
+            quantized = read_packed(tensors, prefix + name, shape, tensors.directory)
+            bias = None
+            if cast(Any, module).bias is not None:
+                bias = _read(tensors, f"{prefix}{name}.bias", (shape[0],))
+            _set(block, name, QuantizedLinear(quantized, bias))
+    for name, parameter in list(block.named_parameters()):
+        if parameter.is_meta:
+            read = _read(tensors, prefix + name, tuple(parameter.shape))
+            _set(block, name, nn.Parameter(read, requires_grad=False))
+    return block.eval()
+
+
+def load_table(tensors: TensorFiles, config: ModelConfig, module: str) -> Tensor:
+    """The embedding's or the head's matrix, packed or not, (V, D) float32.
+
+    Raises:
+        ArtifactError: it is missing or of another shape.
+    """
+    shape = (config.vocab_size, config.hidden_size)
+    if f"{module}.weight_packed" in tensors:
+        return torch.from_numpy(read_packed(tensors, module, shape, tensors.directory).dequantize())
+    return _read(tensors, f"{module}.weight", shape)
+
+
 def read_ends(tensors: TensorFiles, config: ModelConfig) -> dict[str, Tensor]:
     """What is not in a layer: embedding, final norm, and the head where it is a matrix of its own; float32.
 

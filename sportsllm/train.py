@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import resource
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from sportsllm.console import progress_bar, say
 from sportsllm.data import IGNORE, Batch, PackedSequences
 from sportsllm.errors import ArtifactError, DivergedError, InterruptedRun, UsageError
 from sportsllm.losses import cross_entropy
+from sportsllm.memory import peak_rss_bytes, reset_peak_rss
 from sportsllm.model import SportsLLM
 from sportsllm.optim import OPTIMIZERS, SCHEDULES, Schedule, build_optimizers, computes_in_bfloat16
 
@@ -113,23 +112,6 @@ def resolve_precision(name: str, device: torch.device) -> torch.dtype | None:
     if name == "auto":
         name = "bf16" if computes_in_bfloat16(device) else "fp32"
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-
-
-def reset_peak_rss() -> None:
-    """Start the count of `peak_rss_bytes` anew, where the system can (Linux)."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def peak_rss_bytes() -> int:
-    """Largest resident memory of this process, since `reset_peak_rss` on Linux, else since its start."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def train_model(

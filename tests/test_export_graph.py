@@ -13,9 +13,9 @@ import pytest
 import torch
 from export_models import TINY, logits_of, pack_model, save, tiny_model
 
+from export.gate import exact_graph
 from export.graph import write_graph
 from export.layout import DATA_FILE, GRAPH_FILE
-from export.parity import exact_graph
 from sportsllm.checkpoint import load_checkpoint
 from sportsllm.config import ModelConfig, RopeScaling
 from sportsllm.errors import ArtifactError

@@ -9,9 +9,10 @@ import torch
 from export_models import pack_model, save, tiny_model
 
 from export.export import run_export
+from export.gate import EXACT_INT8_CACHE
 from export.graph import write_graph
 from export.kv_cache import RoundedCache, cache_scales, measured_scales
-from export.parity import EXACT_INT8_CACHE, check_parity
+from export.parity import check_parity
 from export.runtime import OnnxDecoder
 from sportsllm.artifacts import read_manifest
 from sportsllm.errors import ArtifactError, UsageError

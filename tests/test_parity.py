@@ -15,9 +15,10 @@ from export import commands
 from export import export as export_module
 from export.comparison import compare
 from export.export import run_export
+from export.gate import DEPLOYED, EXACT
 from export.graph import write_graph
 from export.layout import GRAPH_FILE
-from export.parity import DEPLOYED, EXACT, check_parity
+from export.parity import check_parity
 from export.runtime import OnnxDecoder
 from export.side_files import genai_config
 from sportsllm.artifacts import verify_directory

@@ -1,0 +1,83 @@
+"""The gate one layer at a time finds what the whole one finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from export_models import edit_tensor, pack_model, save, tiny_model
+
+from export.export import run_export
+from export.graph import write_graph
+from export.kv_cache import measured_scales
+from export.layer_parity import check_parity_by_layer
+from export.parity import check_parity
+from sportsllm.errors import ResourceError, UsageError
+from sportsllm.quantized import ROW_BITS
+
+CONTEXT = 320  # the longest sequence of the gate fits
+
+
+def make(directory: Path, bits: int | None, half: bool = False, standard: bool = False, **changes: Any) -> None:
+    model = tiny_model(max_position_embeddings=CONTEXT, **changes)
+    ends = {"embed_tokens": 8, "lm_head": 8} if bits == ROW_BITS else {}
+    packing = pack_model(model, bits, bits_of=lambda name: ends.get(name.rpartition(".")[2])) if bits else None
+    save(directory, model, packing)
+    write_graph(directory, directory, half, standard=standard)
+
+
+@pytest.mark.parametrize(
+    ("bits", "half", "standard", "changes"),
+    [
+        (None, False, False, {"tie_word_embeddings": False}),
+        (None, True, False, {}),
+        (4, False, False, {"head_dim": 8, "qk_norm": True}),
+        (ROW_BITS, False, False, {}),
+        (8, False, True, {"attention_bias": True}),
+    ],
+    ids=["fp32", "fp16", "int4", "rows", "standard operators"],
+)
+def test_agrees_with_the_whole_gate(
+    bits: int | None, half: bool, standard: bool, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    make(tmp_path, bits, half, standard, **changes)
+    by_layer, whole = check_parity_by_layer(tmp_path, tmp_path, 1), check_parity(tmp_path, tmp_path, 1)
+    assert by_layer.failures() == whole.failures() == []
+    assert (by_layer.precision, by_layer.unequal_tables) == (whole.precision, ())
+    assert [item.name for item in by_layer.passes] == [item.name for item in whole.passes]
+    for one, other in zip(by_layer.passes, whole.passes, strict=True):
+        largest = max(c.relative_error for c in other.comparisons)
+        # The same arithmetic in other pieces: rounded activations then round a little differently.
+        assert one.comparisons[0].relative_error < 2 * largest and largest < 2 * one.comparisons[0].relative_error
+
+
+def test_reads_the_rounded_cache(tmp_path: Path) -> None:
+    model = tiny_model(max_position_embeddings=CONTEXT)
+    scales = measured_scales(model, [torch.from_numpy(np.random.default_rng(0).integers(0, 96, (1, 64)))])
+    write_graph(save(tmp_path, model), tmp_path, scales=scales)
+    assert check_parity_by_layer(tmp_path, tmp_path, 1).failures() == []
+
+
+def add(array: np.ndarray) -> None:
+    array[5, 7] += 0.02
+
+
+@pytest.mark.parametrize("tensor", ["model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight", "cos_cache"])
+def test_one_wrong_number_fails(tensor: str, tmp_path: Path) -> None:
+    make(tmp_path, None)
+    edit_tensor(tmp_path, tensor, add)
+    assert check_parity_by_layer(tmp_path, tmp_path, 1).failures()
+
+
+def test_the_bound(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint", tiny_model(max_position_embeddings=CONTEXT))
+    with pytest.raises(ResourceError, match=r"--max-ram 10: exporting .* takes about"):
+        run_export(tmp_path / "checkpoint", tmp_path / "out", threads=1, max_ram_mb=10)
+    with pytest.raises(UsageError, match="--max-ram"):
+        run_export(tmp_path / "checkpoint", tmp_path / "out", threads=1, kv_cache="int8", max_ram_mb=9_000)
+    assert not (tmp_path / "out").exists()
+    result = run_export(tmp_path / "checkpoint", tmp_path / "out", threads=1, max_ram_mb=9_000)
+    assert 0 < result["peak_rss_bytes"] < 9e9
