@@ -108,7 +108,7 @@ def run_export(
             )
         parity = report.to_dict()
         write_json(directory / "parity.json", parity)
-        keys = ("max_abs_logit_error", "kl", "greedy_match", "passed")
+        keys = ("max_abs_logit_error", "kl", "greedy_match", "passed", "tokenizer_changes")
         return {
             "parameters": load_config(checkpoint).parameters,
             "precision": report.precision,

@@ -91,6 +91,7 @@ class ParityReport:
             "passed": self.passed,
             "failures": self.failures(),
             **asdict(self),
+            "tokenizer_changes": None if self.tokenizer_changes is None else list(self.tokenizer_changes),
         }
 
 

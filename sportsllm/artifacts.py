@@ -287,14 +287,27 @@ def _card(manifest: Mapping[str, Any]) -> str:
         "| setting | value |",
         "|---|---|",
     ]
-    lines += [f"| {key} | {value} |" for key, value in manifest["settings"].items()]
+    lines += [f"| {name} | {value} |" for name, value in _rows(manifest["settings"])]
     lines += ["", "| result | value |", "|---|---|"]
-    lines += [f"| {key} | {value} |" for key, value in manifest["results"].items()]
+    lines += [f"| {name} | {value} |" for name, value in _rows(manifest["results"])]
     lines += [
         "",
         "Made from: " + (", ".join(parent["path"] for parent in manifest["parents"]) or "nothing else") + ".",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _rows(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values for a table: what is inside others by `outer inner`, long lists by their length."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _rows(value, f"{name} ")
+        elif isinstance(value, list | tuple):
+            simple = all(isinstance(item, str | int | float) for item in value)
+            yield name, (", ".join(map(str, value)) or "none") if simple else f"{len(value)} entries in manifest.json"
+        else:
+            yield name, f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def directory_bytes(directory: Path) -> int:

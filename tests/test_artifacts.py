@@ -11,6 +11,7 @@ from sportsllm.artifacts import (
     finished_manifest,
     output_directory,
     read_manifest,
+    run_stage,
     verify_directory,
 )
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
@@ -137,3 +138,16 @@ def test_an_input_that_goes_away_during_the_run_loses_nothing(tmp_path: Path) ->
 def test_a_folder_without_a_name_and_a_file_in_the_way(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="name a new directory"), output_directory(Path(), Stage("train", {})):
         pass
+
+
+def test_the_model_card_shows_figures_inside_others(tmp_path: Path) -> None:
+    results = {
+        "parity": {"kl": 0.00123456789, "passed": True, "tokenizer_changes": ()},
+        "seeds": [1, 2],
+        "groups": [{"a": 1}] * 3,
+    }
+    run_stage(tmp_path / "out", Stage("export", {"files": ["a.txt", "b.txt"]}), lambda _: results)
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "| parity kl | 0.00123457 |" in card and "| parity passed | True |" in card
+    assert "| parity tokenizer_changes | none |" in card and "| files | a.txt, b.txt |" in card
+    assert "| seeds | 1, 2 |" in card and "| groups | 3 entries in manifest.json |" in card
