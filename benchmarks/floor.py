@@ -24,7 +24,7 @@ def floor_bytes(directory: Path, config: ModelConfig) -> dict[str, int]:
     Raises:
         ArtifactError: the directory's manifest is damaged.
     """
-    weights = directory_bytes(directory) - sum(path.stat().st_size for path in directory.glob(f"{PROMPT_FILE}*"))
+    weights = directory_bytes(directory) - prompt_graph_bytes(directory)
     if not config.tie_word_embeddings:
         embedding = config.parameters_by_component()["embedding"]
         weights = int(weights * (1 - embedding / config.parameters))
@@ -33,6 +33,11 @@ def floor_bytes(directory: Path, config: ModelConfig) -> dict[str, int]:
         cache = str(read_manifest(directory).get("settings", {}).get("kv_cache", cache))
     numbers = 2 * config.num_hidden_layers * config.key_value_size
     return {"weight_bytes": weights, "kv_bytes_per_token": numbers * CACHE_BYTES.get(cache, CACHE_BYTES["fp32"])}
+
+
+def prompt_graph_bytes(directory: Path) -> int:
+    """Size of the latency profile's second graph and its data, of which decoding reads nothing."""
+    return sum(path.stat().st_size for path in directory.glob(f"{PROMPT_FILE}*"))
 
 
 def floor_depth(depths: Sequence[int]) -> int:

@@ -114,7 +114,7 @@ class Stored:
     """How a model is kept: what `sportsllm.plan.weight_bytes` needs to know.
 
     `cache` is the precision of the key/value cache, None for the device's usual one. `file_bytes`, where a
-    file exists, replaces the computed size.
+    file exists, replaces the computed size; `prompt_bytes` of it are a second graph's, which decoding does not read.
     """
 
     precision: str
@@ -123,6 +123,7 @@ class Stored:
     zero_points: bool = False
     cache: str | None = None
     file_bytes: int | None = None
+    prompt_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -236,7 +237,7 @@ def _resident(config: ModelConfig, device: Device, stored: Stored) -> float:
 def _active(config: ModelConfig, device: Device, stored: Stored) -> float:
     """Bytes of weights read for one token: the share of the resident ones that are no untied embedding."""
     used = active_weight_bytes(config, stored.precision, stored.block_size, stored.head_bits, stored.zero_points)
-    return _resident(config, device, stored) * used / _weights(config, stored)
+    return (_resident(config, device, stored) - stored.prompt_bytes) * used / _weights(config, stored)
 
 
 def _block_numbers(config: ModelConfig) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 
 from benchmarks.budget import is_this_machine, judge
 from benchmarks.device import Device
+from benchmarks.floor import prompt_graph_bytes
 from benchmarks.predict import Stored, predict_figures
 from sportsllm.artifacts import MANIFEST, directory_bytes, read_manifest
-from sportsllm.config import ModelConfig, read_json
+from sportsllm.config import ModelConfig, packed_by_bitsandbytes, read_json
 from sportsllm.errors import UsageError
 from sportsllm.quantized import BLOCK_SIZES
 
@@ -100,7 +101,7 @@ def stored_form(directory: Path) -> Stored:
     """
     size = directory_bytes(directory)
     packed = _quantization(directory)
-    if packed.get("quant_method") == "bitsandbytes":
+    if packed_by_bitsandbytes(packed) is not None:
         return Stored("fp32")  # read as dense: the file's size says nothing of what is moved
     if packed:
         return Stored(
@@ -110,6 +111,7 @@ def stored_form(directory: Path) -> Stored:
             head_bits=int(packed.get("head_bits", packed["bits"])),
             zero_points=not packed.get("symmetric", True),
             file_bytes=size,
+            prompt_bytes=prompt_graph_bytes(directory),
         )
     settings = read_manifest(directory).get("settings", {}) if (directory / MANIFEST).exists() else {}
     return Stored("fp16" if settings.get("dtype") == "fp16" else "fp32", file_bytes=size)

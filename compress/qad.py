@@ -47,13 +47,13 @@ class RoundedLinear(nn.Module):
     scales_NG: Tensor
     zeros_NG: Tensor
 
-    def __init__(self, packed: QuantizedWeight, bias: Tensor | None, full_NK: Tensor) -> None:
+    def __init__(self, packed: QuantizedWeight, bias: Tensor | None, full_NK: Tensor | None) -> None:
         """Start at a packed matrix.
 
         Args:
             packed: the matrix and its grid.
             bias: (N,).
-            full_NK: the full-precision matrix, which the twin leans towards.
+            full_NK: the full-precision matrix, which the twin leans towards, if there is one.
         """
         super().__init__()
         self.bits, self.block_size = packed.bits, packed.block_size
@@ -62,6 +62,7 @@ class RoundedLinear(nn.Module):
         self.register_buffer("scales_NG", torch.where(scales == 0, torch.ones_like(scales), scales))
         self.register_buffer("zeros_NG", torch.from_numpy(packed.zero_point_values()))
         start = torch.from_numpy(packed.dequantize())
+        full_NK = start if full_NK is None else full_NK
         reach = _LEAN * self._columns(self.scales_NG).abs()
         self.twin_NK = nn.Parameter(start + torch.clamp(full_NK - start, -reach, reach))
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
@@ -80,20 +81,20 @@ class RoundedLinear(nn.Module):
         return by_block_NG.repeat_interleave(self.block_size, dim=1)[:, : self.in_features]
 
 
-def round_in_training(model: SportsLLM, full: SportsLLM) -> None:
+def round_in_training(model: SportsLLM, full: SportsLLM | None) -> None:
     """Make the layers' packed matrices of `model` trainable, in place; its embedding and head are not trained.
 
     Args:
         model: quantized.
-        full: the model that it was quantized from.
+        full: the model that it was quantized from; None where its matrices were scaled first and have no counterpart.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name, module in list(model.model.layers.named_modules()):
         if isinstance(module, QuantizedLinear):
             parent, _, leaf = name.rpartition(".")
-            original = cast(nn.Linear, full.model.layers.get_submodule(name))
-            rounded = RoundedLinear(_quantized(module), module.bias, original.weight.detach())
+            original = None if full is None else cast(nn.Linear, full.model.layers.get_submodule(name)).weight.detach()
+            rounded = RoundedLinear(_quantized(module), module.bias, original)
             setattr(model.model.layers.get_submodule(parent), leaf, rounded)
     for parameter in (*model.model.layers.parameters(), *model.model.norm.parameters()):
         parameter.requires_grad_(True)

@@ -118,7 +118,7 @@ def quantize(
         raise UsageError(f"--method {chosen} prepares whole rows; add --per-row, or choose awq or gptq")
     if chosen == NF4 and (precision.bits != 4 or mixed or recovery is not None):
         raise UsageError(
-            "--method nf4 has 4 bits in every matrix and no training; leave out --bits, --bits-per-weight, "
+            "--method nf4 has 4 bits in every matrix and no training; leave out --bits, --per-row, --bits-per-weight, "
             "--size-mb and --qad, or choose another method"
         )
     reads_text = chosen in CALIBRATED or mixed
@@ -162,6 +162,8 @@ def quantize(
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
+        # Scaling moves columns up and what makes their inputs down: no number has a counterpart then.
+        rule = next((rule for rule in RULES if rule in chosen), None)
         regridded: dict[str, Any] = {}
         if packed_as is not None:
             say(
@@ -176,7 +178,6 @@ def quantize(
             final = choose_bits(precision, groups, spare)
         packed = PackedTensors(final, nf4=chosen == NF4)
         if chosen in CALIBRATED:
-            rule = next((rule for rule in RULES if rule in chosen), None)
             quantize_calibrated(checkpoint, config, packed, read, scaled=rule, fitted="gptq" in chosen)
         else:
             quantize_text_free(checkpoint, config, packed, search=chosen != "rtn")
@@ -184,7 +185,7 @@ def quantize(
         trained: dict[str, Any] = {}
         if recovery is not None:
             model = load_checkpoint(directory)
-            round_in_training(model, load_checkpoint(checkpoint))
+            round_in_training(model, None if rule else load_checkpoint(checkpoint))
             model, trained = recover(
                 model,
                 recovery,
@@ -198,9 +199,7 @@ def quantize(
             record = {"method": f"{chosen}+qad", **packed.record()}
             write_checkpoint(directory, config, packed.tensors, checkpoint, record)
         if packed_as is not None:
-            # Scaling moves columns up and what makes their inputs down: no number has a counterpart.
-            scaled = any(rule in chosen for rule in RULES)
-            error = None if scaled else regrid_error(checkpoint, packed)
+            error = None if rule else regrid_error(checkpoint, packed)
             regridded = {"regridded_from": packed_as, "regrid_relative_error": error}
         return {
             **trained,

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,12 @@ class Cache:
         """attention_mask of that run: padding on the right, the operator reads each sequence's length from its sum."""
         lengths = self.lengths[rows] + new
         return (np.arange(int(lengths.max())) < lengths[:, None]).astype(np.int64)
+
+    def holding(self, other: Cache, tokens: int) -> Self:
+        """This cache with the first tokens of another one's sequences."""
+        for name, buffer in self.buffers.items():
+            buffer[:, :, :tokens] = other.buffers[name][:, :, :tokens]
+        return self
 
     def advance(self, rows: slice, new: int) -> None:
         """Count what the run has added."""

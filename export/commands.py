@@ -51,6 +51,6 @@ def export(
         f"greedy choices agree in {parity['greedy_match']:.1%}, "
         f"largest logit error {parity['max_abs_logit_error']:.1e}"
     )
-    if max_ram is not None:
+    if max_ram is not None and not result["cached"]:
         output().print(f"at most {result['peak_rss_bytes'] / 1e6:,.0f} MB of memory, {max_ram:,} allowed")
     return result

@@ -100,6 +100,12 @@ def run_export(
         built = time.perf_counter()
         check = check_parity if max_ram_mb is None else check_parity_by_layer
         report = check(checkpoint, directory, threads)
+        peak = peak_rss_bytes()
+        if max_ram_mb is not None and peak > 1e6 * max_ram_mb:
+            raise ResourceError(
+                f"--max-ram {max_ram_mb}: exporting {checkpoint} took {peak / 1e6:,.0f} MB; nothing was published, "
+                "allow so much"
+            )
         failures = report.failures()
         if failures:
             raise GateError(
@@ -116,7 +122,7 @@ def run_export(
             "profile": profile,
             "build_seconds": round(built - started, 3),
             "seconds": round(time.perf_counter() - started, 3),
-            "peak_rss_bytes": peak_rss_bytes(),
+            "peak_rss_bytes": peak,
             "parity": {key: parity[key] for key in keys},
         }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import onnx_ir as ir
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from export.comparison import Limits, Pass
 from export.kv_cache import CacheScales
@@ -19,6 +19,7 @@ from export.layout import find_files
 from export.matrices import ROWS_PRODUCT
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.errors import ArtifactError
+from sportsllm.rope import rope_tables
 from sportsllm.tokenizer import TextTokenizer, load_tokenizer
 
 # Float32 in another order of additions. Measured: 2e-6 to 1e-5 of the spread for 5 to 12 layers, trained or fresh;
@@ -209,6 +210,27 @@ def round_matrices(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.ndim == 2:
             parameter.copy_(parameter.half())
+
+
+def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Names of stored tables, rotary and embedding, that differ from the model's.
+
+    Args:
+        graph: the exported one.
+        config: its shape.
+        tensors: the checkpoint's, each read when it is asked for.
+    """
+    rotary = dict(zip(("cos_cache", "sin_cache"), rope_tables(config, config.max_position_embeddings), strict=True))
+    for name in (*rotary, *(name for name in tensors if name.startswith("model.embed_tokens."))):
+        value = graph.graph.initializers.get(name)
+        stored = None if value is None else cast(Any, value.const_value).numpy()
+        if name in rotary:
+            table = rotary[name]
+        else:
+            tensor = tensors[name]
+            table = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+        if stored is None or not np.array_equal(stored, table.astype(stored.dtype, copy=False)):
+            yield name
 
 
 def _changed_texts(tokenizer: TextTokenizer) -> tuple[str, ...]:

@@ -45,7 +45,8 @@ def write_graph(
 ) -> dict[str, ir.TensorProtocol]:
     """Write the graph of a checkpoint and its data into `directory`.
 
-    Packed matrices are copied byte for byte; dense ones become float32, or float16 that is widened to float32
+    Packed matrices are copied byte for byte, but for INT8 rows, which become columns, and for standard operators, which
+    want all of them so; dense ones become float32, or float16 that is widened to float32
     before use. Vectors (norms, biases) stay float32. Writing twice gives identical files.
 
     Args:

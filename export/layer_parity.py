@@ -9,7 +9,7 @@ Shape suffixes: T tokens, D hidden_size, V vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from export.comparison import Pass, compare, merge
-from export.gate import STEPS, GateInputs, ParityReport, exact_graph, round_matrices, threads_of_torch
-from export.kv_cache import RoundedCache
+from export.gate import STEPS, GateInputs, ParityReport, exact_graph, round_matrices, threads_of_torch, unequal_tables
 from export.layout import find_files
 from export.session import exact_options, session_options
-from sportsllm.checkpoint import TensorFiles, load_layer, load_table
+from sportsllm.checkpoint import TensorFiles, check_names, load_block, load_table
 from sportsllm.config import ModelConfig
 from sportsllm.decoder import Logits
 from sportsllm.memory import give_back
@@ -38,15 +37,17 @@ _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
 
 def check_parity_by_layer(checkpoint: Path, export: Path, threads: int | None = None) -> ParityReport:
-    """As `export.parity.check_parity`, with one layer of each side in memory; there is no ragged batch.
+    """As `export.parity.check_parity`, with one layer of each side in memory; no ragged batch, no INT8 cache.
 
     Raises:
         ArtifactError: one of the two is damaged, or they do not belong together.
     """
     inputs = GateInputs.read(checkpoint, export)
+    assert inputs.scales is None, "refused before"
+    check_names(TensorFiles(checkpoint), inputs.config)
     passes: list[Pass] = []
     with threads_of_torch(threads):
-        unequal = tuple(_unequal_tables(inputs.graph, checkpoint, inputs.config))
+        unequal = tuple(unequal_tables(inputs.graph, inputs.config, TensorFiles(checkpoint)))
         expected = _expected(checkpoint, inputs, half=False)
         if inputs.precision != "fp32":
             passes.append(_pass("deployed", inputs, export, expected, threads, exact=False))
@@ -78,13 +79,12 @@ def _expected(checkpoint: Path, inputs: GateInputs, half: bool) -> list[Logits]:
     states = [table[torch.tensor([row])] for row in inputs.sequences]
     del table
     for layer in range(config.num_hidden_layers):
-        block = load_layer(TensorFiles(checkpoint), config, layer)
+        block = load_block(TensorFiles(checkpoint), config, layer)
         if half:
             round_matrices(block)
         for place, x_1TD in enumerate(states):
             length = x_1TD.shape[1]
-            cache = _rounded_cache(inputs, layer, length)
-            states[place] = block(x_1TD, (cos[:length], sin[:length]), None, cache)
+            states[place] = block(x_1TD, (cos[:length], sin[:length]), None, None)
         del block
         give_back()
     norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -96,16 +96,6 @@ def _expected(checkpoint: Path, inputs: GateInputs, half: bool) -> list[Logits]:
 def _table(checkpoint: Path, config: ModelConfig, module: str, half: bool) -> Tensor:
     found = load_table(TensorFiles(checkpoint), config, module)
     return found.half().float() if half else found
-
-
-def _rounded_cache(inputs: GateInputs, layer: int, length: int) -> RoundedCache | None:
-    """One layer's INT8 cache, in the place of that layer."""
-    scales = inputs.scales
-    if scales is None:
-        return None
-    cache = RoundedCache(inputs.config.with_changes(num_hidden_layers=1), length, scales)
-    cache.keys, cache.values = (t.expand(layer + 1, -1, -1, -1, -1) for t in (cache.keys, cache.values))
-    return cache
 
 
 # -- the graph ---------------------------------------------------------------------------------------------------------
@@ -122,7 +112,7 @@ def _graph_logits(inputs: GateInputs, export: Path, threads: int | None, exact: 
         session = _session(inputs.graph, [*given, *caches], [*wanted, *map(_present, caches)], export, threads, exact)
         names = {item.name for item in session.get_inputs()}
         shape = (1, inputs.config.num_key_value_heads, 0, inputs.config.head_dim)
-        past = {name: np.zeros(shape, np.float32 if inputs.scales is None else np.int8) for name in caches}
+        past = {name: np.zeros(shape, np.float32) for name in caches}
         found = []
         for start, stop in itertools.pairwise(cuts):
             feeds = {name: array[:, start:stop] for name, array in given.items() if name != "attention_mask"}
@@ -173,15 +163,3 @@ def _session(
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     options.enable_cpu_mem_arena = False
     return ort.InferenceSession(ir.to_proto(whole).SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
-def _unequal_tables(model: ir.Model, checkpoint: Path, config: ModelConfig) -> Iterator[str]:
-    """Names of stored tables that differ from the checkpoint's."""
-    tables = dict(zip(("cos_cache", "sin_cache"), rope_tables(config, config.max_position_embeddings), strict=True))
-    stored_names = [name for name in TensorFiles(checkpoint) if name.startswith(f"{_EMBEDDING}.")]
-    for name in (*tables, *stored_names):
-        table = tables[name] if name in tables else TensorFiles(checkpoint)[name].numpy()
-        value = model.graph.initializers.get(name)
-        stored = None if value is None else cast(Any, value.const_value).numpy()
-        if stored is None or not np.array_equal(stored, table.astype(stored.dtype, copy=False)):
-            yield name

@@ -16,7 +16,7 @@ one batch has prompts of unequal length. The reference reads every prompt in one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -25,12 +25,21 @@ import onnx_ir as ir
 import torch
 
 from export.comparison import Comparison, Limits, Pass, compare, merge
-from export.gate import DEPLOYED_ROWS, STEPS, GateInputs, ParityReport, exact_graph, round_matrices, threads_of_torch
+from export.gate import (
+    DEPLOYED_ROWS,
+    STEPS,
+    GateInputs,
+    ParityReport,
+    exact_graph,
+    round_matrices,
+    threads_of_torch,
+    unequal_tables,
+)
 from export.kv_cache import CacheScales, RoundedCache
 from export.layout import prompt_files
 from export.prompt_parity import compare_prompts
 from export.runtime import OnnxDecoder
-from sportsllm.checkpoint import load_checkpoint
+from sportsllm.checkpoint import TensorFiles, load_checkpoint
 from sportsllm.decoder import Decoder, Logits
 from sportsllm.model import SportsLLM
 
@@ -73,7 +82,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
     return ParityReport(
         precision=inputs.precision,
         passes=tuple(passes),
-        unequal_tables=tuple(_unequal_tables(graph, model)),
+        unequal_tables=tuple(unequal_tables(graph, inputs.config, TensorFiles(checkpoint))),
         tokenizer_changes=inputs.tokenizer_changes(),
     )
 
@@ -126,14 +135,3 @@ def decode(decoder: Decoder, rows: Sequence[Sequence[int]], steps: int) -> Logit
 def _read_whole(model: SportsLLM, tokens: Sequence[int], scales: CacheScales | None) -> Logits:
     cache = None if scales is None else RoundedCache(model.config, len(tokens), scales)
     return cast(Logits, model(torch.tensor([list(tokens)]), cache)[0].numpy())
-
-
-def _unequal_tables(graph: ir.Model, model: SportsLLM) -> Iterator[str]:
-    tables = {"cos_cache": model.rope_cos, "sin_cache": model.rope_sin}
-    embedding = model.model.embed_tokens.state_dict()
-    tables |= {f"model.embed_tokens.{name}": tensor for name, tensor in embedding.items()}
-    for name, tensor in tables.items():
-        value = graph.graph.initializers.get(name)
-        stored = None if value is None else value.const_value.numpy()
-        if stored is None or not np.array_equal(stored, tensor.numpy().astype(stored.dtype)):
-            yield name

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from export.buffers import Cache, cache_maker
-from export.layout import prompt_files
+from export.layout import PROMPT_FILE, prompt_files
 from export.session import KEEP_LOGITS, open_session, raise_if_out_of_memory
+from sportsllm.artifacts import MANIFEST, read_manifest
 from sportsllm.config import load_config
 from sportsllm.decoder import Logits, log_softmax
 from sportsllm.errors import ArtifactError, UsageError
@@ -75,7 +76,7 @@ class OnnxDecoder:
         self._read: list[list[int]] = []  # what the cache's sequences consist of
         prompts = prompt_files(directory)
         self._prompt_session = (
-            open_session(directory, self.config, threads, prompt_graph, prompts) if prompts.graph.exists() else None
+            open_session(directory, self.config, threads, prompt_graph, prompts) if _has_prompts(directory) else None
         )
         self.use_prompt_graph = self._prompt_session is not None
 
@@ -86,8 +87,9 @@ class OnnxDecoder:
             rows: token ids of each prompt.
             max_length: room for prompt and steps.
             reuse: do not read again what the cache still holds of the beginnings of these prompts, from the last
-                prompts in the same places and the steps behind them. The logits are those of a fresh start, but for
-                the order of additions.
+                prompts in the same places and the steps behind them. The logits are those of a fresh start but for
+                the order of additions; where inputs are rounded as whole tensors (INT8 rows, the latency profile),
+                also but for how the text was cut into pieces and what `model.onnx` had stepped.
 
         Raises:
             UsageError: no row, an empty one, or one longer than `max_length` or the context.
@@ -118,8 +120,11 @@ class OnnxDecoder:
         """The old cache where its size will do, since what lies beyond `lengths` is never read; else a new one."""
         cache, self._cache = self._cache, None
         if cache is not None and len(cache.lengths) == len(prompts):
-            if reuse and cache.length >= room:
-                cache.lengths[:] = [_common(old, new) for old, new in zip(self._read, prompts, strict=True)]
+            if reuse:
+                common = [_common(old, new) for old, new in zip(self._read, prompts, strict=True)]
+                if cache.length < room:
+                    cache = self._make_cache(len(prompts), room).holding(cache, max(common))
+                cache.lengths[:] = common
                 return cache
             if cache.length == room:
                 cache.lengths[:] = 0
@@ -153,6 +158,8 @@ class OnnxDecoder:
     def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """See `Decoder.score`; a cache of its own is used, and logits of at most `SCORE_CHUNK` tokens are held.
 
+        INT8 rows round their inputs by the range of the whole piece, so that a token's score depends a little on what
+        follows it there.
         In the latency profile each piece, once scored, is read again as a prompt, so that what follows it sees
         the cache that prompts leave.
 
@@ -187,7 +194,7 @@ class OnnxDecoder:
             out = buffer[:, : piece.shape[1]]
             self._run(cache, slice(0, 1), piece, out, keep=0)
             yield start, out[0]
-            if self.use_prompt_graph:
+            if self.use_prompt_graph and start + SCORE_CHUNK < len(ids):
                 cache.lengths[0] = start
                 self._fill(cache, slice(0, 1), piece[0])
 
@@ -231,6 +238,12 @@ class OnnxDecoder:
                 f"{self.config.vocab_size}; use the tokenizer that belongs to this model"
             )
         return ids
+
+
+def _has_prompts(directory: Path) -> bool:
+    """Whether there is a graph for prompts, or should be: opening one that is lost says so."""
+    listed = (directory / MANIFEST).exists() and PROMPT_FILE in read_manifest(directory)["files"]
+    return listed or prompt_files(directory).graph.exists()
 
 
 def _common(old: Sequence[int], new: npt.NDArray[np.int64]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -87,13 +88,23 @@ def open_session(
         session = ort.InferenceSession(graph or str(path), options, providers=["CPUExecutionProvider"])
     except _LOAD_ERRORS as error:
         raise_if_out_of_memory(error, directory)
-        reason = str(error).splitlines()[0][:300]
-        raise ArtifactError(f"{path}: ONNX Runtime cannot load it ({reason}); export it again") from None
+        raise ArtifactError(f"{path}: {_reason(error)}") from None
     expected = session.get_modelmeta().custom_metadata_map.get(DATA_BYTES_KEY)
     if expected is not None:
         _check_size(files.data, int(expected))
     _check_interface(session, config, path)
     return session
+
+
+def _reason(error: Exception) -> str:
+    """One line from ONNX Runtime's error, which names its own source files."""
+    text = " ".join(str(error).split())
+    newer = re.search(r"Unsupported model IR version: \d+|Opset \d+ is under development", text)
+    if newer:
+        return f"is newer than ONNX Runtime {ort.__version__} ({newer[0]}); upgrade onnxruntime, or export it again"
+    if "External data path" in text:
+        return "names data outside its directory, or by a link that leads there; copy the directory with its files"
+    return f"ONNX Runtime cannot load it ({text.partition(': FAIL : ')[2][:300] or text[:300]}); export it again"
 
 
 def raise_if_out_of_memory(error: Exception, directory: Path) -> None:

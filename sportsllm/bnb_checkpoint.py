@@ -22,7 +22,6 @@ from torch import Tensor
 from sportsllm.errors import ArtifactError
 from sportsllm.quantized import NF4
 
-QUANT_METHOD = "bitsandbytes"
 # What the 16 codes stand for, as shares of a block's largest number.
 TABLES = {
     "nf4": tuple(NF4.tolist()),
@@ -34,16 +33,6 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 _EIGHT_BIT_STEP = 0.007874015718698502  # 1 / 127 in float32, as the library multiplies
 
 Read = Callable[[str], Tensor]
-
-
-def stored_kind(quantization: Any) -> str | None:
-    """`NF4`, `FP4` or `INT8` where config.json's quantization_config is bitsandbytes', else None."""
-    if not isinstance(quantization, dict):
-        return None
-    eight, four = bool(quantization.get("load_in_8bit")), bool(quantization.get("load_in_4bit"))
-    if quantization.get("quant_method", QUANT_METHOD if eight or four else None) != QUANT_METHOD:
-        return None
-    return "INT8" if eight else str(quantization.get("bnb_4bit_quant_type", "fp4")).upper()
 
 
 def companions(names: Iterable[str]) -> frozenset[str]:

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sportsllm.artifacts import MANIFEST, read_manifest
-from sportsllm.bnb_checkpoint import companions, read_dense, stored_kind
-from sportsllm.config import ModelConfig, load_config, read_json
+from sportsllm.bnb_checkpoint import companions, read_dense
+from sportsllm.config import ModelConfig, load_config, packed_by_bitsandbytes, read_json
 from sportsllm.errors import ArtifactError
 from sportsllm.linear import SUFFIXES, QuantizedEmbedding, QuantizedLinear
 from sportsllm.model import Block, SportsLLM
@@ -139,7 +139,7 @@ def quantization_config(directory: Path) -> dict[str, Any] | None:
         ArtifactError: another method quantized it.
     """
     data = read_json(directory / "config.json").get("quantization_config")
-    if data is None or stored_kind(data) is not None:
+    if data is None or packed_by_bitsandbytes(data) is not None:
         return None
     if not isinstance(data, dict):
         raise ArtifactError(f"{directory / 'config.json'}: quantization_config is {data!r}, not an object; mend it")
@@ -153,7 +153,7 @@ def quantization_config(directory: Path) -> dict[str, Any] | None:
 
 def bitsandbytes_kind(directory: Path) -> str | None:
     """`NF4`, `FP4` or `INT8` where bitsandbytes packed a checkpoint's matrices, else None."""
-    return stored_kind(read_json(directory / "config.json").get("quantization_config"))
+    return packed_by_bitsandbytes(read_json(directory / "config.json").get("quantization_config"))
 
 
 def load_checkpoint(directory: Path) -> SportsLLM:
@@ -206,32 +206,17 @@ def _model_names(config: ModelConfig, tensors: TensorFiles) -> set[str]:
 
 
 def load_block(tensors: TensorFiles, config: ModelConfig, layer: int) -> Block:
-    """One layer of an unquantized checkpoint, float32, so that a model can be read layer by layer.
+    """One layer of a checkpoint, so that a model can be read layer by layer; float32, packed matrices stay packed.
 
     Raises:
         ArtifactError: a tensor is missing, or of another shape than the config asks for.
     """
     with torch.device("meta"):
         block = Block(config, layer)
-    for name, parameter in list(block.named_parameters()):
-        whole = f"model.layers.{layer}.{name}"
-        _set(block, name, nn.Parameter(_read(tensors, whole, tuple(parameter.shape)), requires_grad=False))
-    return block.eval()
-
-
-def load_layer(tensors: TensorFiles, config: ModelConfig, layer: int) -> Block:
-    """As `load_block`, for packed checkpoints too; packed matrices stay packed."""
-    with torch.device("meta"):
-        block = Block(config, layer)
     prefix = f"model.layers.{layer}."
     for name, module in list(block.named_modules()):
         if f"{prefix}{name}.weight_packed" in tensors:
-            shape = tuple(cast(Tensor, module.weight).shape)
-            quantized = read_packed(tensors, prefix + name, shape, tensors.directory)
-            bias = None
-            if cast(Any, module).bias is not None:
-                bias = _read(tensors, f"{prefix}{name}.bias", (shape[0],))
-            _set(block, name, QuantizedLinear(quantized, bias))
+            _install_packed(block, name, module, tensors, tensors.directory, prefix)
     for name, parameter in list(block.named_parameters()):
         if parameter.is_meta:
             read = _read(tensors, prefix + name, tuple(parameter.shape))
@@ -251,15 +236,29 @@ def load_table(tensors: TensorFiles, config: ModelConfig, module: str) -> Tensor
     return _read(tensors, f"{module}.weight", shape)
 
 
+def check_names(tensors: TensorFiles, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Refuse tensors that belong to no part of the model, and a head that contradicts the declared tying.
+
+    Returns:
+        Names and shapes of the model's parameters.
+
+    Raises:
+        ArtifactError: there is such a tensor.
+    """
+    with torch.device("meta"):
+        shapes = {name: tuple(parameter.shape) for name, parameter in SportsLLM(config).named_parameters()}
+    packed = {f"{name}{suffix}" for name in shapes if name.endswith(".weight") for suffix in SUFFIXES}
+    _refuse_unknown(_model_names(config, tensors) - shapes.keys() - packed, tensors.directory)
+    return shapes
+
+
 def read_ends(tensors: TensorFiles, config: ModelConfig) -> dict[str, Tensor]:
     """What is not in a layer: embedding, final norm, and the head where it is a matrix of its own; float32.
 
     Raises:
         ArtifactError: as `load_checkpoint`, for the names of all tensors too.
     """
-    with torch.device("meta"):
-        shapes = {name: tuple(parameter.shape) for name, parameter in SportsLLM(config).named_parameters()}
-    _refuse_unknown(_model_names(config, tensors) - shapes.keys(), tensors.directory)
+    shapes = check_names(tensors, config)
     ends = [name for name in shapes if not name.startswith("model.layers.")]
     return {name: _read(tensors, name, shapes[name]) for name in ends}
 
@@ -289,13 +288,15 @@ def _set(model: nn.Module, name: str, value: nn.Parameter | nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, value)
 
 
-def _install_packed(model: nn.Module, name: str, module: nn.Module, tensors: TensorFiles, directory: Path) -> None:
+def _install_packed(
+    model: nn.Module, name: str, module: nn.Module, tensors: TensorFiles, directory: Path, prefix: str = ""
+) -> None:
     shape = tuple(cast(Tensor, module.weight).shape)
-    quantized = read_packed(tensors, name, shape, directory)
+    quantized = read_packed(tensors, prefix + name, shape, directory)
     if isinstance(module, nn.Embedding):
         _set(model, name, QuantizedEmbedding(quantized))
         return
-    bias = tensors[f"{name}.bias"].float() if cast(Any, module).bias is not None else None
+    bias = _read(tensors, f"{prefix}{name}.bias", (shape[0],)) if cast(Any, module).bias is not None else None
     _set(model, name, QuantizedLinear(quantized, bias))
 
 
@@ -327,6 +328,10 @@ def read_packed(
         known = block in BLOCK_SIZES if bits in BITS else block == shape[1] and zero is None and recorded == bits
         fits = known and tuple(packed.shape[:2]) == (shape[0], groups)
         if fits and tuple(scales.shape) == (shape[0], groups) and packed.dtype == torch.uint8:
+            if bits == ROW_BITS and int(packed.max()) >= 2**ROW_BITS:
+                raise ArtifactError(
+                    f"{directory}: packed tensor of {name!r} holds numbers beyond 7 bits; make it again"
+                )
             if zero is not None:
                 _check_shape(zero, (shape[0], -(-groups * bits // 8)), f"{name}.weight_zero_point", directory)
             return QuantizedWeight(

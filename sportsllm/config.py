@@ -313,3 +313,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ArtifactError(f"{path}: holds a {type(data).__name__}, not a JSON object")
     return data
+
+
+def packed_by_bitsandbytes(quantization: Any) -> str | None:
+    """`NF4`, `FP4` or `INT8` where config.json's quantization_config is bitsandbytes', else None."""
+    if not isinstance(quantization, dict):
+        return None
+    eight, four = bool(quantization.get("load_in_8bit")), bool(quantization.get("load_in_4bit"))
+    if quantization.get("quant_method", "bitsandbytes" if eight or four else None) != "bitsandbytes":
+        return None
+    return "INT8" if eight else str(quantization.get("bnb_4bit_quant_type", "fp4")).upper()

@@ -8,6 +8,7 @@ from sportsllm.artifacts import (
     STATE_DIRECTORY,
     Stage,
     digest,
+    directory_bytes,
     finished_manifest,
     output_directory,
     read_manifest,
@@ -151,3 +152,12 @@ def test_the_model_card_shows_figures_inside_others(tmp_path: Path) -> None:
     assert "| parity kl | 0.00123457 |" in card and "| parity passed | True |" in card
     assert "| parity tokenizer_changes | none |" in card and "| files | a.txt, b.txt |" in card
     assert "| seeds | 1, 2 |" in card and "| groups | 3 entries in manifest.json |" in card
+
+
+def test_browser_graphs_beside_safetensors_do_not_count(tmp_path: Path) -> None:
+    """Published checkpoints often carry further forms of themselves in `onnx/`."""
+    (tmp_path / "onnx").mkdir()
+    (tmp_path / "onnx" / "model_q4.onnx").write_bytes(b"0" * 70)
+    assert directory_bytes(tmp_path) == 70
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 30)
+    assert directory_bytes(tmp_path) == 30

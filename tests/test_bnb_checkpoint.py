@@ -19,7 +19,7 @@ from export.export import run_export
 from sportsllm.bnb_checkpoint import companions, read_dense
 from sportsllm.checkpoint import WEIGHTS, TensorFiles, load_checkpoint
 from sportsllm.cli import main
-from sportsllm.config import load_config
+from sportsllm.config import load_config, packed_by_bitsandbytes
 from sportsllm.errors import ArtifactError
 from tests.bnb_models import KINDS, dense_model, pack_linears, quantization, save
 
@@ -235,8 +235,6 @@ def test_exports_dense_and_leaves_no_trace_of_the_packing(
 
 
 def test_config_alone_says_how_it_was_packed() -> None:
-    from sportsllm.bnb_checkpoint import stored_kind
-
-    assert [stored_kind(quantization(kind)) for kind in KINDS] == ["NF4", "NF4", "FP4", "FP4", "INT8"]
-    assert stored_kind({"load_in_8bit": True}) == "INT8", "older files name no method"
-    assert stored_kind({"quant_method": "awq", "bits": 4}) is None and stored_kind(None) is None
+    assert [packed_by_bitsandbytes(quantization(kind)) for kind in KINDS] == ["NF4", "NF4", "FP4", "FP4", "INT8"]
+    assert packed_by_bitsandbytes({"load_in_8bit": True}) == "INT8", "older files name no method"
+    assert packed_by_bitsandbytes({"quant_method": "awq", "bits": 4}) is None and packed_by_bitsandbytes(None) is None

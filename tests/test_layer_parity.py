@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from export_models import edit_tensor, pack_model, save, tiny_model
+from safetensors.torch import load_file, save_file
 
 from export.export import run_export
 from export.graph import write_graph
-from export.kv_cache import measured_scales
 from export.layer_parity import check_parity_by_layer
 from export.parity import check_parity
-from sportsllm.errors import ResourceError, UsageError
+from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.quantized import ROW_BITS
 
 CONTEXT = 320  # the longest sequence of the gate fits
@@ -54,10 +55,23 @@ def test_agrees_with_the_whole_gate(
         assert one.comparisons[0].relative_error < 2 * largest and largest < 2 * one.comparisons[0].relative_error
 
 
-def test_reads_the_rounded_cache(tmp_path: Path) -> None:
-    model = tiny_model(max_position_embeddings=CONTEXT)
-    scales = measured_scales(model, [torch.from_numpy(np.random.default_rng(0).integers(0, 96, (1, 64)))])
-    write_graph(save(tmp_path, model), tmp_path, scales=scales)
+@pytest.mark.parametrize("extra", ["lm_head.weight", "model.layers.0.self_attn.q_proj.bias"])
+def test_tensors_that_nothing_reads_are_refused(extra: str, tmp_path: Path) -> None:
+    """As the whole gate refuses them: a head beside a declared tying, and a bias that config.json does not know."""
+    make(tmp_path, None)
+    tensors = load_file(tmp_path / "model.safetensors")
+    shape = (96, 64) if extra.startswith("lm_head") else (64,)
+    save_file({**tensors, extra: torch.ones(shape)}, tmp_path / "model.safetensors")
+    for check in (check_parity, check_parity_by_layer):
+        with pytest.raises(ArtifactError, match=extra):
+            check(tmp_path, tmp_path, 1)
+
+
+def test_bfloat16_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, tiny_model(max_position_embeddings=CONTEXT))
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    write_graph(tmp_path, tmp_path)
     assert check_parity_by_layer(tmp_path, tmp_path, 1).failures() == []
 
 
@@ -81,3 +95,13 @@ def test_the_bound(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     result = run_export(tmp_path / "checkpoint", tmp_path / "out", threads=1, max_ram_mb=9_000)
     assert 0 < result["peak_rss_bytes"] < 9e9
+    saved = json.loads((tmp_path / "out" / "parity.json").read_text(encoding="utf-8"))
+    assert {c["kind"] for item in saved["passes"] for c in item["comparisons"]} == {"by layer"}
+
+
+def test_more_memory_than_allowed_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "checkpoint", tiny_model(max_position_embeddings=CONTEXT))
+    monkeypatch.setattr("export.export._check_memory", lambda *_: None)
+    with pytest.raises(ResourceError, match=r"--max-ram 10: exporting .* took"):
+        run_export(tmp_path / "checkpoint", tmp_path / "out", threads=1, max_ram_mb=10)
+    assert not (tmp_path / "out").exists()

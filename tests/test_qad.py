@@ -127,3 +127,16 @@ def test_the_stage_recovers_quality_and_stays_on_the_grid(checkpoint: Path, corp
     # The trained model's own score is that of the file it became.
     score = validator(load_corpus((corpus_file,), (corpus_file,)), words)(trained)
     assert score == pytest.approx(results["valid_bits_per_byte"], rel=1e-5)
+
+
+def test_scaled_matrices_start_at_their_packed_numbers() -> None:
+    """They have no full-precision counterpart to lean towards: the given model's matrices are other ones."""
+    model = tiny_model()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            parent, _, leaf = name.rpartition(".")
+            matrix = round_weight(module.weight.detach() * 3, 4, Precision(), search=False)
+            setattr(model.get_submodule(parent), leaf, QuantizedLinear(matrix, module.bias))
+    stored = model.get_submodule("model.layers.1.mlp.up_proj").weight.clone()
+    round_in_training(model, None)
+    assert torch.equal(model.get_parameter("model.layers.1.mlp.up_proj.twin_NK"), stored)

@@ -9,6 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from compress.packing import Precision, round_weight
 from compress.quantize import quantize
@@ -233,6 +234,15 @@ def test_whole_rows_as_a_stage(checkpoint: Path, corpus_file: Path, tmp_path: Pa
     with torch.inference_mode():
         found, wanted = loaded(tokens), model(tokens)
     assert 0 < float((found - wanted).square().mean() / wanted.square().mean()) < 0.02  # a tenth of the limit at 4 bits
+
+
+def test_whole_rows_beyond_seven_bits_are_damaged(checkpoint: Path, tmp_path: Path) -> None:
+    quantize(checkpoint=checkpoint, out=tmp_path / "out", precision=ROWS, method="mse")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight_packed"][3, 0, 5] = 255
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ArtifactError, match=r"down_proj.*7 bits"):
+        load_checkpoint(tmp_path / "out")
 
 
 def test_whole_rows_refuse_what_they_cannot_be(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import onnx
 import pytest
 from export_models import logits_of, pack_model, save, tiny_model
 
@@ -88,11 +89,15 @@ def test_beginnings_that_were_read_are_reused(standard: bool, model: SportsLLM, 
     following = decoder.step([3, 4])
     for row, prompt in enumerate(prompts):
         np.testing.assert_allclose(following[row], logits_of(model, [*prompt, 3 + row])[-1], atol=TOLERANCE, rtol=0)
-    # The same prompts once more: the last token alone gives the logits. Without leave everything is read.
+    # What the steps have added counts too; of the same prompts the last token is read. Without leave all is.
     read.clear()
-    decoder.prefill(prompts, max_length=50, reuse=True)
-    decoder.prefill(prompts, max_length=50)
-    assert read == [1, 1, 29, 9]
+    longer = [[*prompt, 3 + row, 5] for row, prompt in enumerate(prompts)]
+    found = decoder.prefill(longer, max_length=64, reuse=True)  # more room than there was: what was read moves there
+    for row, prompt in enumerate(longer):
+        np.testing.assert_allclose(found[row], logits_of(model, prompt)[-1], atol=TOLERANCE, rtol=0)
+    decoder.prefill(longer, max_length=64, reuse=True)
+    decoder.prefill(longer, max_length=64)
+    assert read == [1, 1, 1, 1, 31, 11]
 
 
 @pytest.mark.parametrize("lengths", [(1,), (20,), (1, 13, 30), (9, 9, 9, 9)], ids=str)
@@ -224,6 +229,47 @@ def test_damaged_files(file: str, damage: Callable[[Path], None], with_manifest:
     damage(tmp_path / file)
     with pytest.raises(ArtifactError, match=GRAPH_FILE) as caught:  # or of the data, whose name begins with it
         runtime.open(tmp_path, 1)
+    assert "\n" not in str(caught.value)
+
+
+def change_graph(directory: Path, location: str | None = None, **versions: int) -> None:
+    """Another place of the data, another IR version or opset."""
+    graph = onnx.load(str(directory / GRAPH_FILE), load_external_data=False)
+    for tensor in graph.graph.initializer:
+        for entry in tensor.external_data:
+            if location is not None and entry.key == "location":
+                entry.value = location
+    graph.ir_version = versions.get("ir_version", graph.ir_version)
+    graph.opset_import[0].version = versions.get("opset", graph.opset_import[0].version)
+    (directory / GRAPH_FILE).write_bytes(graph.SerializeToString())
+
+
+def link_data_outside(directory: Path) -> None:
+    (directory / DATA_FILE).rename(directory.parent / "outside")
+    (directory / DATA_FILE).symlink_to(directory.parent / "outside")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda directory: change_graph(directory, ir_version=99),
+            r"newer than ONNX Runtime .*IR version: 99.*upgrade",
+        ),
+        (lambda directory: change_graph(directory, opset=99), "newer than ONNX Runtime .*Opset 99.*upgrade"),
+        (lambda directory: change_graph(directory, location="../outside"), "outside its directory"),
+        (lambda directory: change_graph(directory, location="/etc/passwd"), "outside its directory"),
+        (link_data_outside, "outside its directory"),
+    ],
+    ids=["newer IR", "newer opset", "path upwards", "absolute path", "link"],
+)
+def test_graphs_that_reach_too_far(change: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    directory = save(tmp_path / "export", tiny_model())
+    write_graph(directory, directory)
+    (tmp_path / "outside").write_bytes((directory / DATA_FILE).read_bytes())
+    change(directory)
+    with pytest.raises(ArtifactError, match=message) as caught:
+        runtime.open(directory, threads=1)
     assert "\n" not in str(caught.value)
 
 
