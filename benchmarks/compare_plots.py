@@ -19,7 +19,7 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _PANEL = 300  # pixels of one panel's height
 _AXIS = 56  # of ticks and title under the lower one
-_ENTRY = 22  # of one line of the legend
+_ENTRY = 23  # of one line of the legend
 _GREY = "#444444"
 
 Plot = dict[str, Any]
@@ -203,6 +203,7 @@ def _layout(groups: int, sizes: int, low: float, high: float) -> Plot:
             "yref": "container",
             "xanchor": "left",
             "yanchor": "bottom",
+            "maxheight": legend,  # half of the figure's if nothing is said, and a bar to scroll by beyond it
             "itemsizing": "constant",
             "itemwidth": 50,
             "tracegroupgap": 4,
