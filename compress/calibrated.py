@@ -20,10 +20,11 @@ from compress.grid import fit_grid
 from compress.packing import EMBEDDING, HEAD, PackedTensors
 from compress.reconstruct import Fit, fit_layer, through
 from compress.scaling import scale_block
-from sportsllm.checkpoint import TensorFiles, load_block, read_ends
+from sportsllm.checkpoint import load_block, read_ends
 from sportsllm.config import ModelConfig
 from sportsllm.console import progress_bar
 from sportsllm.rope import rope_tables
+from sportsllm.tensor_files import TensorFiles
 
 # Pull towards the given weights, as a share of the inputs' mean square; see `compress.reconstruct`.
 RIDGE = 1e-2
@@ -52,7 +53,8 @@ def quantize_calibrated(
         ridge: see the module.
     """
     rope = tuple(map(torch.from_numpy, rope_tables(config, config.max_position_embeddings)))
-    ends = read_ends(TensorFiles(checkpoint), config)
+    tensors = TensorFiles(checkpoint)
+    ends = read_ends(tensors, config)
     embedding = ends.pop(f"{EMBEDDING}.weight")
     packed.add_matrix(EMBEDDING, embedding, search=True)
     full_BTD = [embedding[tokens] for tokens in samples]
@@ -61,7 +63,7 @@ def quantize_calibrated(
     del embedding, stored
     with progress_bar("quantize", config.num_hidden_layers) as bar:
         for layer in range(config.num_hidden_layers):
-            source, prefix = load_block(TensorFiles(checkpoint), config, layer), f"model.layers.{layer}"
+            source, prefix = load_block(tensors, config, layer), f"model.layers.{layer}"
             if scaled is not None:
                 scale_block(source, full_BTD, (rope[0], rope[1]), packed.precision, prefix, scaled)
             block = copy.deepcopy(source)

@@ -21,7 +21,7 @@ from compress.guidance import (
 from compress.objective import Objective
 from sportsllm.artifacts import Stage, run_stage
 from sportsllm.base import check_sequence, fit_vocabulary, shape_of
-from sportsllm.checkpoint import copy_tokenizer, load_checkpoint, quantization_config, save_checkpoint
+from sportsllm.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import say
 from sportsllm.data import tokenize
@@ -30,6 +30,7 @@ from sportsllm.lora import Adapters
 from sportsllm.model import SportsLLM
 from sportsllm.presets import PRESETS, preset
 from sportsllm.stages import load_corpus, manifest_setting, training_results, validator
+from sportsllm.tensor_files import quantization_config
 from sportsllm.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.train import TrainConfig
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from compress.grid import check_grid, fit_grid
 from compress.nf4 import nf4_weight
-from sportsllm.checkpoint import NF4_CODES
 from sportsllm.errors import UsageError
+from sportsllm.packed_matrix import NF4_CODES
 from sportsllm.quantized import ROW_BITS, Nf4Weight, QuantizedWeight, stored_bits
 
 HEAD_BITS = (4, 8, 32)

@@ -19,10 +19,11 @@ from compress.recovery import Recovery
 from compress.shapes import Shape, share_for_megabytes
 from sportsllm.artifacts import STATE_DIRECTORY, partial_directory
 from sportsllm.calibration import calibration_samples
-from sportsllm.checkpoint import load_checkpoint, quantization_config
+from sportsllm.checkpoint import load_checkpoint
 from sportsllm.config import load_config
 from sportsllm.console import say
 from sportsllm.errors import UsageError
+from sportsllm.tensor_files import quantization_config
 from sportsllm.tokenizer import load_tokenizer
 
 

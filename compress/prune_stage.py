@@ -30,7 +30,7 @@ from compress.selection import output_scores
 from compress.shapes import Shape, shape_for_share, share_for_megabytes
 from sportsllm.artifacts import Stage, run_stage
 from sportsllm.calibration import calibration_samples
-from sportsllm.checkpoint import load_checkpoint, quantization_config, save_checkpoint
+from sportsllm.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError
@@ -38,6 +38,7 @@ from sportsllm.model import SportsLLM
 from sportsllm.stages import (
     manifest_setting,
 )
+from sportsllm.tensor_files import quantization_config
 from sportsllm.tokenizer import load_tokenizer
 
 _SAMPLE_LENGTH = 512

@@ -20,20 +20,13 @@ from compress.scaling import RULES
 from compress.sensitivity import Group, choose_bits, measure_groups, spare_bytes
 from sportsllm.artifacts import Stage, run_stage
 from sportsllm.calibration import calibration_samples
-from sportsllm.checkpoint import (
-    TensorFiles,
-    bitsandbytes_kind,
-    load_block,
-    load_checkpoint,
-    quantization_config,
-    read_ends,
-    write_checkpoint,
-)
+from sportsllm.checkpoint import load_block, load_checkpoint, read_ends, write_checkpoint
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.quantized import ROW_BITS, stored_bits
 from sportsllm.stages import manifest_setting
+from sportsllm.tensor_files import TensorFiles, bitsandbytes_kind, quantization_config
 from sportsllm.tokenizer import load_tokenizer
 
 NF4 = "nf4"
@@ -52,8 +45,9 @@ def quantize_text_free(checkpoint: Path, config: ModelConfig, packed: PackedTens
         packed: empty.
         search: see `compress.grid.fit_grid`.
     """
+    tensors = TensorFiles(checkpoint)
     with progress_bar("quantize", config.num_hidden_layers + 1) as bar:
-        for name, tensor in read_ends(TensorFiles(checkpoint), config).items():
+        for name, tensor in read_ends(tensors, config).items():
             module = name.removesuffix(".weight")
             if module in (EMBEDDING, HEAD):
                 packed.add_matrix(module, tensor, search)
@@ -61,8 +55,7 @@ def quantize_text_free(checkpoint: Path, config: ModelConfig, packed: PackedTens
                 packed.add(name, tensor)
         bar.advance()
         for layer in range(config.num_hidden_layers):
-            # Opened anew each time: what has been read of an open file counts as memory.
-            for name, tensor in load_block(TensorFiles(checkpoint), config, layer).named_parameters():
+            for name, tensor in load_block(tensors, config, layer).named_parameters():
                 whole = f"model.layers.{layer}.{name}"
                 if tensor.ndim == 2:
                     packed.add_matrix(whole.removesuffix(".weight"), tensor, search)
@@ -222,10 +215,11 @@ def quantize(
 def regrid_error(checkpoint: Path, packed: PackedTensors) -> float:
     """Root mean square of what rounding changed in the layers' matrices, over that of the numbers stored before."""
     changed, before = 0.0, 0.0
+    tensors = TensorFiles(checkpoint)
     for module in packed.modules:
         if module in (EMBEDDING, HEAD):
             continue
-        stored = TensorFiles(checkpoint)[f"{module}.weight"].float()
+        stored = tensors[f"{module}.weight"].float()
         before += float(stored.square().sum(dtype=torch.float64))
         changed += float((packed.matrix(module) - stored).square().sum(dtype=torch.float64))
     return math.sqrt(changed / before) if before else 0.0

@@ -15,11 +15,12 @@ import torch
 
 from compress.on_policy import write
 from sportsllm.artifacts import Stage, run_stage
-from sportsllm.checkpoint import load_checkpoint, quantization_config
+from sportsllm.checkpoint import load_checkpoint
 from sportsllm.config import load_config
 from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.stages import training_device
+from sportsllm.tensor_files import quantization_config
 from sportsllm.tokenizer import load_tokenizer
 
 CORPUS = "corpus.jsonl"

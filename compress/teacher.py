@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from compress.losses import TeacherLogits
-from sportsllm.checkpoint import TensorFiles, load_block, load_checkpoint, quantization_config, read_ends
+from sportsllm.checkpoint import load_block, load_checkpoint, read_ends
 from sportsllm.config import load_config
 from sportsllm.console import say
 from sportsllm.data import Batch
 from sportsllm.errors import UsageError
 from sportsllm.model import Block, SportsLLM
+from sportsllm.tensor_files import TensorFiles, quantization_config
 from sportsllm.train import resolve_precision
 
 PRECISIONS = ("auto", "fp32", "bf16", "int8", "nf4")
@@ -55,11 +56,11 @@ def _load_quantized(directory: Path, precision: str, dtype: torch.dtype) -> Spor
     config = load_config(directory)
     with torch.device("meta"):
         model = SportsLLM(config)
-    ends = {name: _own(tensor, dtype) for name, tensor in read_ends(TensorFiles(directory), config).items()}
+    tensors = TensorFiles(directory)
+    ends = {name: _own(tensor, dtype) for name, tensor in read_ends(tensors, config).items()}
     model.load_state_dict(ends, strict=False, assign=True)
     for number in range(config.num_hidden_layers):
-        # Opened anew each time: what has been read of an open file counts as memory.
-        block = load_block(TensorFiles(directory), config, number)
+        block = load_block(tensors, config, number)
         for vector in (parameter for parameter in block.parameters() if parameter.ndim == 1):
             vector.data = _own(vector.data, dtype)
         _quantize_matrices(block, precision, dtype)

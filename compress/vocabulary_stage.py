@@ -26,7 +26,7 @@ from compress.vocabulary import (
     with_halves,
 )
 from sportsllm.artifacts import Stage, run_stage
-from sportsllm.checkpoint import load_checkpoint, quantization_config, save_checkpoint, write_json
+from sportsllm.checkpoint import load_checkpoint, save_checkpoint, write_json
 from sportsllm.config import ModelConfig, load_config, read_json
 from sportsllm.console import progress_bar, say
 from sportsllm.corpus import read_documents
@@ -35,6 +35,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.evaluate import TextScore, score_documents
 from sportsllm.model import SportsLLM
 from sportsllm.stages import manifest_setting
+from sportsllm.tensor_files import quantization_config
 from sportsllm.tokenizer import TextTokenizer, load_tokenizer
 from sportsllm.torch_decoder import TorchDecoder
 

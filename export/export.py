@@ -14,14 +14,14 @@ from export.layer_parity import check_parity_by_layer
 from export.parity import check_parity
 from export.prompts import write_prompt_graph
 from export.side_files import write_side_files
-from export.weights import REOPEN_BYTES
 from sportsllm.artifacts import Stage, run_stage
-from sportsllm.checkpoint import bitsandbytes_kind, quantization_config, write_json
+from sportsllm.checkpoint import write_json
 from sportsllm.config import load_config
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, GateError, ResourceError, UsageError
 from sportsllm.memory import peak_rss_bytes
 from sportsllm.quantized import stored_bits
+from sportsllm.tensor_files import REOPEN_BYTES, bitsandbytes_kind, quantization_config
 
 PRECISIONS = ("fp32", "fp16")
 PROFILES = ("memory", "latency")
@@ -170,7 +170,7 @@ def _check_form(checkpoint: Path, profile: str, standard_ops: bool, web: bool) -
 def _check_memory(checkpoint: Path, max_ram_mb: int, kv_cache: str, profile: str) -> None:
     """Refuse a bound that is too low: the program itself, what stays mapped of files, copies of a table or a layer.
 
-    Measured for 97M parameters: 551 MB, of which 302 were the program's; this says 563.
+    Measured by the command for 97M parameters: 647 MB in float32 and 594 in INT8.
     """
     if kv_cache != "fp32" or profile != "memory":
         raise UsageError(
@@ -183,7 +183,7 @@ def _check_memory(checkpoint: Path, max_ram_mb: int, kv_cache: str, profile: str
         config.vocab_size * config.hidden_size,
         (parts["attention"] + parts["feed_forward"]) // config.num_hidden_layers,
     )
-    needed_mb = (peak_rss_bytes() + REOPEN_BYTES + 4 * max(4 * table, 6 * layer)) / 1e6
+    needed_mb = (peak_rss_bytes() + REOPEN_BYTES + 4 * max(6 * table, 8 * layer)) / 1e6
     if needed_mb > max_ram_mb:
         raise ResourceError(
             f"--max-ram {max_ram_mb}: exporting {checkpoint} takes about {needed_mb:,.0f} MB, the program's own "

@@ -89,6 +89,37 @@ def build_graph(
     else:
         multiply = PlainRows if web else Matrices
         blocks = ContribBlocks(graph, config, multiply(graph, weights, half), tokens_BT, mask_BS, scales)
+    x_BTD, residual_BTD, presents = add_layers(graph, config, blocks, tokens_BT, pasts, keep)
+    x_BTD, _ = blocks.norm("model.norm", x_BTD, residual_BTD)
+    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    logits = blocks.matrices.product("lm_head", x_BTD, [head], [config.vocab_size], config.hidden_size)
+    graph.output(logits, "logits", FLOAT, ["batch_size", "sequence_length", config.vocab_size])
+    add_presents(graph, config, scales, presents)
+    return graph
+
+
+def add_layers(
+    graph: Builder,
+    config: ModelConfig,
+    blocks: Blocks,
+    tokens_BT: ir.Value,
+    pasts: Sequence[Sequence[ir.Value]],
+    keep: ir.Value | None,
+) -> tuple[ir.Value, ir.Value | None, list[Sequence[ir.Value]]]:
+    """Embedding and layers.
+
+    Args:
+        graph: gets them.
+        config: the model's shape.
+        blocks: what the layers are made of.
+        tokens_BT: token ids.
+        pasts: each layer's keys and values.
+        keep: how many last positions are wanted behind the last layer, 0 for all; None where only the cache is, and the
+            last layer ends with its attention.
+
+    Returns:
+        What the last layer adds, the residual stream before it, and each layer's keys and values.
+    """
     x_BTD = blocks.matrices.embedding("model.embed_tokens", tokens_BT, config.vocab_size, config.hidden_size)
     residual_BTD, presents = None, []
     for layer, past in enumerate(pasts):
@@ -97,6 +128,8 @@ def build_graph(
         x_BTD, present = blocks.attention(layer, x_BTD, past)
         presents.append(present)
         if layer == len(pasts) - 1:  # nothing reads what the last layer does with positions that are not kept
+            if keep is None:
+                break
             # From the n-th last position on; a start of -0 is the first.
             start = graph.node("kept/start", "Neg", [keep])
             end = graph.constant("kept/end", np.array([np.iinfo(np.int64).max], np.int64))
@@ -107,12 +140,7 @@ def build_graph(
         x_BTD = blocks.attention_output(layer, x_BTD)
         x_BTD, residual_BTD = blocks.norm(f"{name}.post_attention_layernorm", x_BTD, residual_BTD)
         x_BTD = blocks.feed_forward(f"{name}.mlp", x_BTD)
-    x_BTD, _ = blocks.norm("model.norm", x_BTD, residual_BTD)
-    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    logits = blocks.matrices.product("lm_head", x_BTD, [head], [config.vocab_size], config.hidden_size)
-    graph.output(logits, "logits", FLOAT, ["batch_size", "sequence_length", config.vocab_size])
-    add_presents(graph, config, scales, presents)
-    return graph
+    return x_BTD, residual_BTD, presents
 
 
 def add_inputs(

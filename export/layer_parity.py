@@ -25,12 +25,13 @@ from export.comparison import Pass, compare, merge
 from export.gate import STEPS, GateInputs, ParityReport, exact_graph, round_matrices, threads_of_torch, unequal_tables
 from export.layout import find_files
 from export.session import exact_options, session_options
-from sportsllm.checkpoint import TensorFiles, check_names, load_block, load_table
+from sportsllm.checkpoint import check_names, load_block, load_table
 from sportsllm.config import ModelConfig
 from sportsllm.decoder import Logits
 from sportsllm.memory import give_back
 from sportsllm.model import RMSNorm
 from sportsllm.rope import rope_tables
+from sportsllm.tensor_files import TensorFiles
 
 Array = npt.NDArray[Any]
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
@@ -44,15 +45,16 @@ def check_parity_by_layer(checkpoint: Path, export: Path, threads: int | None = 
     """
     inputs = GateInputs.read(checkpoint, export)
     assert inputs.scales is None, "refused before"
-    check_names(TensorFiles(checkpoint), inputs.config)
+    tensors = TensorFiles(checkpoint)
+    check_names(tensors, inputs.config)
     passes: list[Pass] = []
     with threads_of_torch(threads):
-        unequal = tuple(unequal_tables(inputs.graph, inputs.config, TensorFiles(checkpoint)))
-        expected = _expected(checkpoint, inputs, half=False)
+        unequal = tuple(unequal_tables(inputs.graph, inputs.config, tensors))
+        expected = _expected(tensors, inputs, half=False)
         if inputs.precision != "fp32":
             passes.append(_pass("deployed", inputs, export, expected, threads, exact=False))
             if inputs.precision == "fp16":
-                expected = _expected(checkpoint, inputs, half=True)
+                expected = _expected(tensors, inputs, half=True)
             exact_graph(inputs.graph)
         passes.insert(0, _pass("exact", inputs, export, expected, threads, exact=True))
     return ParityReport(inputs.precision, tuple(passes), unequal, inputs.tokenizer_changes())
@@ -71,15 +73,15 @@ def _pass(
 
 
 @torch.inference_mode()
-def _expected(checkpoint: Path, inputs: GateInputs, half: bool) -> list[Logits]:
+def _expected(tensors: TensorFiles, inputs: GateInputs, half: bool) -> list[Logits]:
     """(T, V) logits of every sequence."""
     config = inputs.config
     cos, sin = map(torch.from_numpy, rope_tables(config, config.max_position_embeddings))
-    table = _table(checkpoint, config, _EMBEDDING, half)
+    table = _table(tensors, config, _EMBEDDING, half)
     states = [table[torch.tensor([row])] for row in inputs.sequences]
     del table
     for layer in range(config.num_hidden_layers):
-        block = load_block(TensorFiles(checkpoint), config, layer)
+        block = load_block(tensors, config, layer)
         if half:
             round_matrices(block)
         for place, x_1TD in enumerate(states):
@@ -88,13 +90,13 @@ def _expected(checkpoint: Path, inputs: GateInputs, half: bool) -> list[Logits]:
         del block
         give_back()
     norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-    norm.weight.data = TensorFiles(checkpoint)["model.norm.weight"].float()
-    table = _table(checkpoint, config, _EMBEDDING if config.tie_word_embeddings else _HEAD, half)
+    norm.weight.data = tensors["model.norm.weight"].float()
+    table = _table(tensors, config, _EMBEDDING if config.tie_word_embeddings else _HEAD, half)
     return [cast(Logits, F.linear(norm(x_1TD[0]), table).numpy()) for x_1TD in states]
 
 
-def _table(checkpoint: Path, config: ModelConfig, module: str, half: bool) -> Tensor:
-    found = load_table(TensorFiles(checkpoint), config, module)
+def _table(tensors: TensorFiles, config: ModelConfig, module: str, half: bool) -> Tensor:
+    found = load_table(tensors, config, module)
     return found.half().float() if half else found
 
 

@@ -39,9 +39,10 @@ from export.kv_cache import CacheScales, RoundedCache
 from export.layout import prompt_files
 from export.prompt_parity import compare_prompts
 from export.runtime import OnnxDecoder
-from sportsllm.checkpoint import TensorFiles, load_checkpoint
+from sportsllm.checkpoint import load_checkpoint
 from sportsllm.decoder import Decoder, Logits
 from sportsllm.model import SportsLLM
+from sportsllm.tensor_files import TensorFiles
 
 
 def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> ParityReport:

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from export.builder import Builder
 from export.contrib import ContribBlocks
-from export.graph import add_inputs, add_presents
+from export.graph import add_inputs, add_layers, add_presents
 from export.kv_cache import CacheScales
 from export.layout import prompt_files
 from export.matrices import Matrices
@@ -80,16 +80,6 @@ def build_prompt_graph(config: ModelConfig, weights: Weights, scales: CacheScale
     graph = Builder("sportsllm-prompt", {CACHE_KEY: SHARED_CACHE})
     tokens_BT, mask_BS, pasts = add_inputs(graph, config, scales)
     blocks = ContribBlocks(graph, config, Matrices(graph, weights, half=False), tokens_BT, mask_BS, scales)
-    x_BTD = blocks.matrices.embedding("model.embed_tokens", tokens_BT, config.vocab_size, config.hidden_size)
-    residual_BTD, presents = None, []
-    for layer, past in enumerate(pasts):
-        name = f"model.layers.{layer}"
-        x_BTD, residual_BTD = blocks.norm(f"{name}.input_layernorm", x_BTD, residual_BTD)
-        x_BTD, present = blocks.attention(layer, x_BTD, past)
-        presents.append(present)
-        if layer < len(pasts) - 1:
-            x_BTD = blocks.attention_output(layer, x_BTD)
-            x_BTD, residual_BTD = blocks.norm(f"{name}.post_attention_layernorm", x_BTD, residual_BTD)
-            x_BTD = blocks.feed_forward(f"{name}.mlp", x_BTD)
+    _, _, presents = add_layers(graph, config, blocks, tokens_BT, pasts, keep=None)
     add_presents(graph, config, scales, presents)
     return graph

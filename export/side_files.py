@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from export.layout import GRAPH_FILE, WEB_NAMES, web_files
-from sportsllm.checkpoint import TOKENIZER_FILES, quantization_config, write_generation_config, write_json
+from sportsllm.checkpoint import TOKENIZER_FILES, write_generation_config, write_json
 from sportsllm.config import ModelConfig, load_config, read_json
+from sportsllm.tensor_files import quantization_config
 
 # onnxruntime-genai allocates the cache for this many tokens at once; callers can ask for more, up to the context.
 GENAI_MAX_LENGTH = 1_024

@@ -13,14 +13,13 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from sportsllm.checkpoint import TensorFiles, read_packed
 from sportsllm.errors import ArtifactError
+from sportsllm.packed_matrix import read_packed
 from sportsllm.quantized import ROW_BITS, Nf4Weight
+from sportsllm.tensor_files import TensorFiles
 
 Array = npt.NDArray[Any]
-REOPEN_BYTES = 64_000_000
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,7 @@ class Weights:
     def __init__(self, checkpoint: Path) -> None:
         self._directory = checkpoint
         self._tensors = TensorFiles(checkpoint)
-        self._bytes = 0  # read since the files were opened
         self._packings: dict[str, Packing | None] = {}
-
-    def _read(self, name: str) -> Tensor:
-        """A stored tensor; what has been read of an open file counts as memory, so it is opened anew now and then."""
-        tensor = self._tensors[name]
-        self._bytes += tensor.nbytes
-        if self._bytes > REOPEN_BYTES:
-            self._tensors, self._bytes = TensorFiles(self._directory), 0
-        return tensor
 
     def packing(self, module: str, shape: tuple[int, int]) -> Packing | None:
         """Layout of the module's matrix, or None where it is dense.
@@ -92,7 +82,7 @@ class Weights:
         """
         if name not in self._tensors:
             raise ArtifactError(f"{self._directory}: tensor {name!r} is missing; config.json asks for it")
-        tensor = self._read(name)
+        tensor = self._tensors[name]
         if tuple(tensor.shape) != tuple(shape):
             raise ArtifactError(
                 f"{self._directory}: tensor {name!r} has shape {tuple(tensor.shape)}, "
@@ -131,7 +121,7 @@ class Weights:
             modules: names whose `packing` was asked for and is equal.
             part: `packed`, `scale` or `zero_point`.
         """
-        tensors = [self._read(f"{name}.weight_{part}") for name in modules]
+        tensors = [self._tensors[f"{name}.weight_{part}"] for name in modules]
         return _stack([(t.float() if t.is_floating_point() else t).numpy() for t in tensors])
 
     def read_rows(self, modules: Sequence[str]) -> npt.NDArray[np.int8]:

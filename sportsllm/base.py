@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sportsllm.artifacts import Stage, run_stage
-from sportsllm.checkpoint import copy_tokenizer, load_checkpoint, quantization_config, save_checkpoint
+from sportsllm.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError
@@ -23,6 +23,7 @@ from sportsllm.stages import (
     training_results,
     validator,
 )
+from sportsllm.tensor_files import quantization_config
 from sportsllm.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from sportsllm.train import TrainConfig, language_model_loss, train_model
 

@@ -17,10 +17,11 @@ from compress.packing import Precision
 from compress.quantize import quantize
 from export.export import run_export
 from sportsllm.bnb_checkpoint import companions, read_dense
-from sportsllm.checkpoint import WEIGHTS, TensorFiles, load_checkpoint
+from sportsllm.checkpoint import load_checkpoint
 from sportsllm.cli import main
 from sportsllm.config import load_config, packed_by_bitsandbytes
 from sportsllm.errors import ArtifactError
+from sportsllm.tensor_files import WEIGHTS, TensorFiles
 from tests.bnb_models import KINDS, dense_model, pack_linears, quantization, save
 
 IDS = torch.randint(0, 384, (1, 48), generator=torch.Generator().manual_seed(5))

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sportsllm.checkpoint import WEIGHTS, load_checkpoint, save_checkpoint
+from sportsllm.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.errors import ArtifactError
+from sportsllm.tensor_files import WEIGHTS
 from tests.conftest import tiny_model
 
 

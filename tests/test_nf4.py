@@ -18,10 +18,11 @@ from compress.packing import Precision
 from compress.quantize import quantize
 from export.export import run_export
 from export.runtime import open as open_export
-from sportsllm.checkpoint import WEIGHTS, load_checkpoint, save_checkpoint
+from sportsllm.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.linear import QuantizedLinear
 from sportsllm.quantized import Nf4Weight
+from sportsllm.tensor_files import WEIGHTS
 from tests.bnb_models import dense_model, pack_linears, save
 from tests.conftest import tiny_model
 
