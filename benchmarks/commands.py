@@ -7,8 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.fit_command import fit
 from sportsllm import options
 from sportsllm.errors import UsageError
+
+__all__ = ["bench", "compare", "devices", "fit", "plan", "report"]
 
 
 def plan(
