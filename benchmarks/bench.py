@@ -243,11 +243,15 @@ def write_result(out: Path, text: str) -> None:
     """Write the file whole or not at all: beside it first, then one rename."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f"{out.name}.partial")
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(out)
+    try:
+        with partial.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(out)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def machine() -> dict[str, Any]:
