@@ -23,6 +23,8 @@ from sportsllm.config import ModelConfig
 from sportsllm.errors import UsageError
 
 OURS = "ours"
+OTHER = "other"
+"""A second export of this project, so that two forms of a model are compared in turns."""
 DEPTHS = (32, 512)
 TOO_SHORT = f"ttft_ms.{DEPTHS[0]}"
 """Milliseconds, in which one disturbance counts: told, but never the reason for another round."""
@@ -33,6 +35,7 @@ INSTALL = {
     "openvino": "pip install openvino-genai",
     "llama.cpp": "pip install llama-cpp-python",
     "optimum": "pip install 'sportsllm-compress[optimum]' torch",
+    OTHER: "pip install sportsllm-compress",
 }
 CONVERT = {
     "openvino": "optimum-cli export openvino --model CHECKPOINT --weight-format int4 DIR",
@@ -68,6 +71,8 @@ def parse_peers(
     interpreters = dict(_pairs("--peer-python", pythons, wanted))
     found = []
     for name in wanted:
+        if name == OTHER and name not in places:
+            raise UsageError(f"--against {name}: name the second export with --peer-directory {name}=DIR")
         directory = Path(places[name]) if name in places else None if name in CONVERT else export
         if directory is not None and not directory.exists():
             raise UsageError(f"--peer-directory {name}={directory}: not found; check the path")

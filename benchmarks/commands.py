@@ -116,7 +116,10 @@ def bench(
         float, typer.Option("--minutes", min=0, help="Decode for so long and compare the last seconds with the first.")
     ] = 0.0,
     against: Annotated[
-        str | None, typer.Option("--against", help="Other runtimes: genai, openvino, llama.cpp, optimum.")
+        str | None,
+        typer.Option(
+            "--against", help="Other runtimes: genai, openvino, llama.cpp, optimum; or other, a second export."
+        ),
     ] = None,
     peer_directory: Annotated[
         list[str] | None, typer.Option("--peer-directory", help="NAME=DIR: what a runtime's own tool made of it.")

@@ -189,6 +189,7 @@ def llama_cpp(path: Path, threads: int, room: int) -> Opened:
 # By the name that --against knows: the module that has to be there, the package whose version is told, what opens it.
 RUNTIMES: dict[str, tuple[str, str, Callable[[Path, int, int], Opened]]] = {
     "ours": ("onnxruntime", "sportsllm-compress", ours),
+    "other": ("onnxruntime", "sportsllm-compress", ours),  # a second export
     "genai": ("onnxruntime_genai", "onnxruntime-genai", genai),
     "openvino": ("openvino_genai", "openvino-genai", openvino),
     "llama.cpp": ("llama_cpp", "llama-cpp-python", llama_cpp),

@@ -164,9 +164,12 @@ def test_every_adapter_drives_its_runtime(export: Path, interpreters: Interprete
     gguf = tmp_path / "model.gguf"
     gguf.touch()
     places = {"genai": export, "openvino": export, "llama.cpp": gguf}
-    result = measure(export, [Peer(name, python, place) for name, place in places.items()])
+    peers = [Peer("other", sys.executable, export), *(Peer(name, python, place) for name, place in places.items())]
+    result = measure(export, peers)
     against = result["against"]
-    assert {name: one["status"] for name, one in against.items()} == dict.fromkeys(["ours", *places], "measured")
+    assert {name: one["status"] for name, one in against.items()} == dict.fromkeys(
+        ["ours", "other", *places], "measured"
+    )
     for one in against.values():
         assert one["decode_tokens_per_s"]["32"] > 0 and one["ttft_ms"]["32"] > 0
         assert one["peak_rss_bytes"] > 5e6 and one["rounds"] == 1 and one["steady"] is False
@@ -192,12 +195,14 @@ def test_failures_are_told_apart_and_stop_nobody(export: Path, interpreters: Int
         openvino_genai="x = bytearray(1 << 60)",
     )
     peers = [Peer("llama.cpp", python, gguf), Peer("genai", python, export), Peer("openvino", python, export)]
+    peers.append(Peer("other", sys.executable, tmp_path))  # no export there
     result = measure(export, peers)
     status = {name: one["status"] for name, one in result["against"].items()}
     assert status["ours"] == "measured"
     assert status["llama.cpp"].startswith("failed: crashed") and "SIGSEGV" in status["llama.cpp"]
     assert status["genai"] == "failed: gave up (RuntimeError: bad graph)"
     assert status["openvino"].startswith("failed: out of memory")
+    assert status["other"].startswith("failed: gave up (ArtifactError")
     assert all(set(one) == {"status"} for name, one in result["against"].items() if name != "ours")
     assert result["against_ratios"] == {} and list(result["against_raw"]) == ["ours"]
 
@@ -209,7 +214,7 @@ def test_a_hang_another_model_and_what_is_not_there(export: Path, interpreters: 
     python = interpreters.write(llama_cpp=other, onnxruntime_genai="import time; time.sleep(600)")
     (interpreters.modules / "openvino_genai.py").unlink()
     peers = [Peer("llama.cpp", python, gguf), Peer("genai", python, export), Peer("openvino", python, None)]
-    against = measure(export, peers, timeout_s=6)["against"]
+    against = measure(export, peers, timeout_s=5)["against"]
     assert against["genai"]["status"].startswith("failed: hung")
     assert "hidden_size 48, ours has 32" in against["llama.cpp"]["status"]
     if importlib.util.find_spec("openvino_genai") is None:
@@ -270,6 +275,7 @@ def test_flags_are_checked_before_anything_is_measured(export: Path) -> None:
     assert parse_peers(None, None, None, export) == []
     wrong: list[tuple[str | None, list[str], list[str]]] = [
         ("vllm", [], []),
+        ("other", [], []),
         ("genai", ["genai"], []),
         ("genai", ["openvino=somewhere"], []),
         ("genai", [f"genai={os.sep}not{os.sep}there"], []),
