@@ -117,9 +117,7 @@ def bench(
     ] = 0.0,
     against: Annotated[
         str | None,
-        typer.Option(
-            "--against", help="Other runtimes: genai, openvino, llama.cpp, optimum; or other, a second export."
-        ),
+        typer.Option("--against", help="Runtimes: genai, openvino, llama.cpp, optimum; other: a second export."),
     ] = None,
     peer_directory: Annotated[
         list[str] | None, typer.Option("--peer-directory", help="NAME=DIR: what a runtime's own tool made of it.")
