@@ -233,15 +233,16 @@ def best_ratios(raw: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dic
     """Ours over the best peer, by figure.
 
     Args:
-        raw: the rounds of `ours` and of every measured peer, equally many.
+        raw: the rounds of `ours` and of every measured peer, equally many. A second export of ours counts as a peer
+            only where there is no other.
 
     Returns:
         Per dotted name `peer` (the best by its median), `ours`, `best`, `ratio` = the median over the rounds of ours /
-        that peer's of the same round, `low` and `high` of its interval (see `benchmarks.stats.spread`), and
-        `better` ("higher" or "lower"). Empty where no peer was measured.
+        that peer's of the same round, `low`, `high` and `confidence` of its interval (see `benchmarks.stats.spread`),
+        and `better` ("higher" or "lower"). Empty where no peer was measured.
     """
     figures = {name: [_figures(one) for one in rounds] for name, rounds in raw.items()}
-    others = [name for name in figures if name != OURS]
+    others = [name for name in figures if name not in (OURS, OTHER)] or [name for name in figures if name == OTHER]
     ratios = {}
     for name in figures[OURS][0] if others else ():
         middle = {who: statistics.median(one[name] for one in rounds) for who, rounds in figures.items()}
@@ -257,6 +258,7 @@ def best_ratios(raw: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dic
             "ratio": statistics.median(each),
             "low": interval.low,
             "high": interval.high,
+            "confidence": interval.confidence,
             "better": "higher" if better is max else "lower",
         }
     return ratios

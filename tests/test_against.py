@@ -267,6 +267,9 @@ def test_ratios_are_to_the_best_peer_round_by_round() -> None:
     assert (ratios["ttft_ms.32"]["peer"], ratios["ttft_ms.32"]["ratio"]) == ("one", 2.0)
     assert (ratios["peak_rss_bytes"]["peer"], ratios["peak_rss_bytes"]["better"]) == ("two", "lower")
     assert best_ratios({"ours": raw["ours"]}) == {}
+    second = {"other": [turn(400, 1, 1)] * 3}  # ours as well: compared with only where nothing else is there
+    assert best_ratios(raw | second) == ratios
+    assert best_ratios({"ours": raw["ours"]} | second)["ttft_ms.32"]["peer"] == "other"
 
 
 def test_flags_are_checked_before_anything_is_measured(export: Path) -> None:
