@@ -91,6 +91,19 @@ def _pairs(flag: str, texts: Sequence[str] | None, wanted: Sequence[str]) -> Ite
         yield name, value
 
 
+def turn_depths(context: int) -> list[int]:
+    """Depths of a turn that a context of so many tokens has room for.
+
+    Raises:
+        UsageError: for none of them.
+    """
+    after = 1 + turn_file.WARM_UP + turn_file.STEPS
+    depths = [depth for depth in DEPTHS if depth + after <= context]
+    if not depths:
+        raise UsageError(f"--against: a context of {context} tokens has no room for {DEPTHS[0]} and {after} more")
+    return depths
+
+
 def measure_against(
     directory: Path,
     config: ModelConfig,
@@ -119,9 +132,7 @@ def measure_against(
     Raises:
         UsageError: the context is too short.
     """
-    depths = [depth for depth in DEPTHS if depth + 1 + turn_file.WARM_UP + turn_file.STEPS <= _context(config)]
-    if not depths:
-        raise UsageError(f"--against: a context of {_context(config)} tokens is too short for {turn_file.STEPS} steps")
+    depths = turn_depths(config.max_position_embeddings)
     entries = {OURS: Peer(OURS, sys.executable, directory)} | {peer.name: peer for peer in peers}
     against = {name: _missing(peer) for name, peer in entries.items()}
     asked = {key: specification[key] for key in ("threads", "cpus")}
@@ -138,10 +149,6 @@ def measure_against(
     measured = [name for name in entries if against[name]["status"] == "measured"]
     ratios = best_ratios({name: raw[name] for name in measured}) if OURS in measured else {}
     return {"against": against, "against_ratios": ratios, "against_raw": {name: raw[name] for name in measured}}
-
-
-def _context(config: ModelConfig) -> int:
-    return config.max_position_embeddings
 
 
 def _missing(peer: Peer) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.against import Peer, measure_against
+from benchmarks.against import Peer, measure_against, turn_depths
 from benchmarks.budget import load_device
 from benchmarks.cpus import choose_cpus
 from benchmarks.floor import floor_bytes, floor_depth, memory_floor
@@ -146,6 +146,8 @@ def run_bench(
     depths = depths_that_fit(context)
     if minutes and not depths:
         raise UsageError(f"--minutes: a context of {context} tokens has no room for {STEPS} steps after a prompt")
+    if peers:
+        turn_depths(context)  # refused now rather than after minutes
     batches = {f"{BATCH}{rows}": ragged_lengths(rows, context) for rows in batch_sizes}
     floor = floor_bytes(directory, config)
     specification = _specification(directory, config, threads or default_threads(), rounds)

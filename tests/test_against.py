@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import cpus
-from benchmarks.against import INSTALL, Peer, best_ratios, measure_against, parse_peers
-from benchmarks.peers import RUNTIMES, STEPS, WARM_UP, time_turn
+from benchmarks.against import INSTALL, Peer, best_ratios, measure_against, parse_peers, turn_depths
+from benchmarks.peers import RUNTIMES, WARM_UP, time_turn
 from sportsllm.artifacts import verify_directory
 from sportsllm.checkpoint import save_checkpoint
 from sportsllm.config import ModelConfig
@@ -289,4 +289,6 @@ def test_flags_are_checked_before_anything_is_measured(export: Path) -> None:
         with pytest.raises(UsageError, match=r"--against|--peer-"):
             parse_peers(names, directories, pythons, export)
     assert set(INSTALL) | {"ours"} == set(RUNTIMES)
-    assert CONFIG.max_position_embeddings >= STEPS + WARM_UP + 1 + 32
+    assert (turn_depths(145), turn_depths(2048)) == ([32], [32, 512])
+    with pytest.raises(UsageError, match="144 tokens"):
+        turn_depths(144)
