@@ -101,7 +101,14 @@ class Trials:
         key = hashlib.sha256(json.dumps([digest(export), self.device_name, self.source.threads]).encode()).hexdigest()
         result = read_json(kept) if kept.exists() else {}
         if result.get("fingerprint") != key:
-            result = run_bench(export, self.device_name, self.on_device, self.source.threads, rounds=_PROBE_ROUNDS)
+            result = run_bench(
+                export,
+                self.device_name,
+                self.on_device,
+                self.source.threads,
+                rounds=_PROBE_ROUNDS,
+                most_rounds=_PROBE_ROUNDS,
+            )
             fresh = kept.with_suffix(".partial")
             fresh.write_text(json.dumps({"fingerprint": key, **result}, default=str), encoding="utf-8")
             fresh.replace(kept)
