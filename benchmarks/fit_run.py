@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.budget import load_device
-from benchmarks.fit import Search, choose_finalists, compare_finalists, start_search, summary
+from benchmarks.fit import Search, choose_finalists, compare_finalists, nothing_fits, start_search, summary
 from benchmarks.fit_candidates import Candidate
 from benchmarks.fit_line import run_line, write_line
 from benchmarks.fit_trials import Source, Trials
@@ -19,7 +19,7 @@ from benchmarks.verdict import check_on_device
 from sportsllm.artifacts import digest
 from sportsllm.config import load_config, read_json
 from sportsllm.console import say
-from sportsllm.errors import ArtifactError, ConflictError, UsageError
+from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
 from sportsllm.tensor_files import quantization_config
 
 RESULT, SETTINGS, LINE = "fit.json", "search.json", "recipe.toml"
@@ -84,7 +84,9 @@ def run_fit(
     search = start_search(teacher, device, sizes, on_device)
     if dry_run:
         front = search.front(effort.finalists)
-        return {"out": None, "dry_run": True, **summary(search, front[0] if front else None)}
+        if not front:
+            raise GateError(nothing_fits(search))
+        return {"out": None, "dry_run": True, **summary(search, front[0])}
     _claim(out, source, device_name, effort, sizes, on_device)
     trials = Trials(source, device, device_name, out / "trials", effort.search_tokens, on_device)
 

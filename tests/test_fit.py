@@ -167,7 +167,7 @@ def line(checkpoint: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest
     whole = directory_bytes(checkpoint) / 1e6
     budget = tmp_path / "pocket.toml"
     lines = (DEVICES / "host.toml").read_text(encoding="utf-8").splitlines()
-    limits = {"name": '"pocket"', "file_mb": f"{whole / 5:.3f}", "quality_loss_percent": "100", "ttft_ms": "900"}
+    limits = {"name": '"pocket"', "file_mb": f"{whole / 2:.3f}", "quality_loss_percent": "100", "ttft_ms": "900"}
     budget.write_text(
         "\n".join(f"{key} = {limits[key]}" if (key := text.split(" = ")[0]) in limits else text for text in lines),
         encoding="utf-8",
