@@ -76,6 +76,32 @@ class Builder:
         self._nodes.append(node)
         return values
 
+    def either(
+        self,
+        name: str,
+        condition: ir.Value,
+        branches: Mapping[str, Callable[[], Sequence[ir.Value]]],
+        outputs: Mapping[str, ir.DataType],
+    ) -> list[ir.Value]:
+        """Values of one of two pieces of the graph, of which only that one runs.
+
+        Args:
+            name: of the node.
+            condition: one boolean.
+            branches: `then_branch` and `else_branch`, which add nodes of names of their own and return values in the
+                order of `outputs`. They may use any value of the graph, and weights and constants stay the graph's.
+            outputs: names and types of what comes out.
+        """
+        graphs = {}
+        for branch, make in branches.items():
+            around, self._nodes = self._nodes, []
+            values = make()
+            for value, dtype in zip(values, outputs.values(), strict=True):
+                value.type = ir.TensorType(dtype)
+            graphs[branch] = ir.Graph([], values, nodes=self._nodes, name=f"{name}/{branch}")
+            self._nodes = around
+        return self.node_with_outputs(name, "If", [condition], list(outputs), **graphs)
+
     def constant(self, name: str, array: Array) -> ir.Value:
         """A small tensor given at once; the same name gives the same tensor."""
         return self.weight(name, ir.DataType.from_numpy(array.dtype), array.shape, lambda: array)
