@@ -37,6 +37,7 @@ class Builder:
         self._outputs: list[ir.Value] = []
         self._nodes: list[ir.Node] = []
         self._initializers: dict[str, ir.Value] = {}
+        self._views: dict[str, str] = {}  # names of weights and of those whose bytes they are
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[object]) -> ir.Value:
         """A graph input, for example (B, 8) as ["batch_size", 8]; dimensions given by name are free."""
@@ -118,6 +119,17 @@ class Builder:
             self._initializers[name] = value
         return self._initializers[name]
 
+    def view(self, name: str, weight: ir.Value, shape: Sequence[int]) -> ir.Value:
+        """The same bytes, which are stored once, in another shape.
+
+        A Reshape would do for the result; but ONNX Runtime folds it into a copy of its own.
+        """
+        assert weight.name is not None and weight.dtype is not None, "a weight has both"
+        self._views[name] = weight.name
+        if name not in self._initializers:
+            self._initializers[name] = ir.Value(name=name, type=ir.TensorType(weight.dtype), shape=ir.Shape(shape))
+        return self._initializers[name]
+
     def write(
         self, files: GraphFiles, shared: Mapping[str, ir.TensorProtocol] | None = None
     ) -> dict[str, ir.TensorProtocol]:
@@ -137,14 +149,17 @@ class Builder:
         with files.data.open("wb") as stream:
             for name, value in self._initializers.items():
                 known = (shared or {}).get(name)
+                if known is None and name in self._views:
+                    known = _viewed(self._initializers[self._views[name]].const_value, value)
                 value.const_value = _store(value.const_value, stream, files.data.name) if known is None else known
             length = stream.tell()
+        used = [value for value in self._initializers.values() if value.uses() or value in self._inputs]
         domains = {node.domain for node in self._nodes}
         graph = ir.Graph(
             self._inputs,
             self._outputs,
             nodes=self._nodes,
-            initializers=list(self._initializers.values()),
+            initializers=used,
             opset_imports={domain: version for domain, version in OPSETS.items() if domain in domains},
             name=self._name,
         )
@@ -170,3 +185,13 @@ def _store(tensor: ir.LazyTensor, stream: IO[bytes], location: str) -> ir.Tensor
     # Two 4-bit numbers share a byte there, not in the array.
     length = stream.write(array.data if tensor.dtype.bitwidth >= 8 else tensor.tobytes())
     return ir.ExternalTensor(location, offset, length, tensor.dtype, shape=tensor.shape, name=tensor.name)
+
+
+def _viewed(stored: ir.TensorProtocol | None, view: ir.Value) -> ir.TensorProtocol:
+    """A stored tensor under another name, in another shape."""
+    assert isinstance(stored, ir.ExternalTensor | ir.Tensor) and view.shape is not None, "weights come before views"
+    if isinstance(stored, ir.ExternalTensor):
+        return ir.ExternalTensor(
+            stored.location, stored.offset, stored.length, stored.dtype, shape=view.shape, name=str(view.name)
+        )
+    return ir.tensor(stored.numpy().reshape(view.shape.numpy()), stored.dtype, name=view.name)

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from export.buffers import Cache, cache_maker
 from export.layout import PROMPT_FILE, prompt_files
 from export.session import KEEP_LOGITS, open_session, raise_if_out_of_memory
-from sportsllm.artifacts import MANIFEST, read_manifest
 from sportsllm.config import load_config
 from sportsllm.decoder import Logits, log_softmax
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.manifest import MANIFEST, read_manifest
 
 # Prompts are read in pieces of this many tokens, so that memory does not grow with the prompt. Time for 512 tokens
 # and peak memory of a 97M INT4 model, 2 threads: 405 ms and 179 MB at 64, 342 and 186 at 128, 340 and 200 at 256.
