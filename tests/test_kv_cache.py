@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from export_models import pack_model, save, tiny_model
+from export_models import edit_tensor, pack_model, save, tiny_model
 
 from export.export import run_export
 from export.gate import EXACT_INT8_CACHE
 from export.graph import write_graph
 from export.int8_prompts import LONG_PIECE
 from export.kv_cache import RoundedCache, cache_scales, measured_scales
+from export.layer_parity import check_parity_by_layer
+from export.layout import DATA_FILE, GRAPH_FILE
 from export.parity import check_parity
 from export.runtime import OnnxDecoder
 from export.session import open_session
@@ -147,9 +149,36 @@ def test_the_command_measures_on_text(checkpoint: Path, corpus_file: Path, tmp_p
     assert result["kv_cache"] == "int8" and result["parity"]["passed"]
     assert read_manifest(tmp_path / "out")["settings"]["kv_cache"] == "int8"
     plain = OnnxDecoder(tmp_path / "out", 1).logits([5, 6, 7, 8])
+    # Layer by layer the same bytes come out.
+    bounded = run_export(
+        checkpoint, tmp_path / "bounded", threads=1, kv_cache="int8", calibration=[corpus_file], max_ram_mb=20_000
+    )
+    assert bounded["parity"]["passed"]
+    for name in (GRAPH_FILE, DATA_FILE):
+        assert (tmp_path / "bounded" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
     run_export(checkpoint, tmp_path / "full", threads=1)
     full = OnnxDecoder(tmp_path / "full", 1).logits([5, 6, 7, 8])
     assert 0 < np.abs(plain - full).max() < 0.1 * full.std()
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_the_gate_by_layer_agrees_with_the_whole_one(bits: int | None, tmp_path: Path) -> None:
+    model = tiny_model(max_position_embeddings=CONTEXT)
+    scales = measured_scales(model, samples())
+    save(tmp_path, model, pack_model(model, bits) if bits else None)
+    write_graph(tmp_path, tmp_path, scales=scales)
+    by_layer, whole = check_parity_by_layer(tmp_path, tmp_path, 1), check_parity(tmp_path, tmp_path, 1)
+    assert by_layer.failures() == whole.failures() == []
+    for one, other in zip(by_layer.passes, whole.passes, strict=True):
+        largest = max(c.relative_error for c in other.comparisons)
+        # The same arithmetic in other pieces, in which a number may be rounded to the other of two neighbours.
+        assert one.comparisons[0].relative_error < 3 * largest + 1e-3
+
+    def halve(array: np.ndarray) -> None:
+        array[:] /= 2
+
+    edit_tensor(tmp_path, f"model.layers.1.self_attn.qkv_proj.weight{'_scale' if bits else ''}", halve)
+    assert check_parity_by_layer(tmp_path, tmp_path, 1).failures()
 
 
 @pytest.mark.parametrize(
