@@ -177,14 +177,14 @@ def _check_memory(checkpoint: Path, max_ram_mb: int, kv_cache: str, profile: str
             "--max-ram: checking the latency profile reads the model whole; leave --profile latency out, or --max-ram"
         )
     config = load_config(checkpoint)
-    # Of the calibration text: each sample's state, and what a layer keeps of all.
-    text = SAMPLES * SAMPLE_TOKENS * (config.hidden_size + 8 * config.key_value_size) if kv_cache == "int8" else 0
+    # Of calibration text: each sample's state, what a layer keeps of all, and the keys or the values side by side.
+    text = SAMPLES * SAMPLE_TOKENS * (config.hidden_size + 4 * config.key_value_size) if kv_cache == "int8" else 0
     parts = config.parameters_by_component()
     table, layer = (
         config.vocab_size * config.hidden_size,
         (parts["attention"] + parts["feed_forward"]) // config.num_hidden_layers,
     )
-    needed_mb = (peak_rss_bytes() + REOPEN_BYTES + 4 * (max(6 * table, 8 * layer) + text)) / 1e6
+    needed_mb = (peak_rss_bytes() + REOPEN_BYTES + 4 * max(6 * table, 8 * layer, 3 * layer + text)) / 1e6
     if needed_mb > max_ram_mb:
         raise ResourceError(
             f"--max-ram {max_ram_mb}: exporting {checkpoint} takes about {needed_mb:,.0f} MB, the program's own "

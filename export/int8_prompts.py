@@ -19,7 +19,7 @@ import onnx_ir as ir
 from export.builder import MS, Builder
 from sportsllm.config import ModelConfig
 
-FLOAT, INT8, INT32, INT64 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.INT32, ir.DataType.INT64
+FLOAT, INT8, INT32 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.INT32
 # Below this many new tokens the operator's own way is as fast or faster, the more so the more tokens come before, since
 # all of those are read back in float32.
 LONG_PIECE = 32
@@ -74,7 +74,7 @@ def prompt_facts(
 
 
 class PromptAttention:
-    """Adds one layer's attention over an INT8 cache, as the second branch of an `If`.
+    """Adds one layer's attention over an INT8 cache, as one branch of an `If`.
 
     Names of nodes begin with the layer's and `long`, since a branch may not use a name of the graph around it.
     """

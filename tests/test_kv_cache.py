@@ -22,6 +22,7 @@ from export.session import open_session
 from sportsllm.artifacts import read_manifest
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.model import KVCache
+from sportsllm.tokenizer import load_tokenizer
 
 CONTEXT = 320
 
@@ -159,6 +160,24 @@ def test_the_command_measures_on_text(checkpoint: Path, corpus_file: Path, tmp_p
     run_export(checkpoint, tmp_path / "full", threads=1)
     full = OnnxDecoder(tmp_path / "full", 1).logits([5, 6, 7, 8])
     assert 0 < np.abs(plain - full).max() < 0.1 * full.std()
+
+
+def test_onnxruntime_genai_reads_long_prompts(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra [genai]")
+    run_export(checkpoint, tmp_path / "out", threads=1, kv_cache="int8", calibration=[corpus_file])
+    decoder = OnnxDecoder(tmp_path / "out", 1)
+    prompt = load_tokenizer(checkpoint, decoder.config).encode(corpus_file.read_text(encoding="utf-8"))[:60]
+    assert len(prompt) == 60 > LONG_PIECE
+    parameters = genai.GeneratorParams(model := genai.Model(str(tmp_path / "out")))
+    parameters.set_search_options(max_length=75, min_length=75, do_sample=False)
+    generator = genai.Generator(model, parameters)
+    generator.append_tokens(prompt)
+    logits = decoder.prefill([prompt], max_length=75)
+    for _ in range(10):
+        # One cache of the same numbers each: what genai's graph gives is what ours gives.
+        np.testing.assert_allclose(generator.get_logits().reshape(-1), logits[0], atol=1e-4, rtol=0)
+        generator.generate_next_token()
+        logits = decoder.step([int(generator.get_next_tokens()[0])])
 
 
 @pytest.mark.parametrize("bits", [None, 4])
