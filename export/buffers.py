@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -140,7 +141,11 @@ def _fresh(count: int, shape: tuple[int, ...], dtype: type[np.float32] | type[np
     for a 97M model's float32 cache of 2,048 tokens with 40 in it, where a smaller one had been before.
     """
     size = count * math.prod(shape)
-    memory = mmap.mmap(-1, max(1, size * np.dtype(dtype).itemsize))
+    length = max(1, size * np.dtype(dtype).itemsize)
+    if sys.platform == "win32":
+        memory = mmap.mmap(-1, length)
+    else:  # the default is memory that forked processes share
+        memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(memory, dtype, size).reshape(count, *shape)
 
 

@@ -135,8 +135,8 @@ def _layer_by_layer(config: ModelConfig, blocks: Iterable[nn.Module], states: li
             states[place] = block(x_1SD, (cos[:length], sin[:length]), None, cache)
             seen.append(cache)
         for part, scales in found.items():
-            heads = torch.cat([getattr(cache, part)[0] for cache in seen], dim=1).split(1)
-            scales.append(torch.cat([_best_scales(head) for head in heads]))  # few copies at once
+            kept_KSE = torch.cat([getattr(cache, part)[0] for cache in seen], dim=1)
+            scales.append(torch.cat([_best_scales(head_SE[None]) for head_SE in kept_KSE]))  # few copies at once
         give_back()
     return CacheScales(torch.stack(found["keys"]), torch.stack(found["values"]))
 
