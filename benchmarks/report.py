@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.report_inputs import Inputs, Sample, StageSummary, collect, read_metrics
 from benchmarks.report_markdown import csv_text, markdown, stage_row, stage_table, verdict_words
-from benchmarks.report_plots import COLOURS, COLOURS_ON_DARK
+from benchmarks.report_plots import COLOURS, COLOURS_ON_DARK, bench_command
 from benchmarks.report_sections import sections
 from benchmarks.report_text import LIMIT_LABELS, MISSING, bench_rows, number, verdict
 from sportsllm.errors import UsageError
@@ -115,6 +115,7 @@ def html_page(title: str, inputs: Inputs) -> str:
         verdict=judged,
         verdict_words=verdict_words(judged) if judged else None,
         bench=bench,
+        bench_command=bench_command(inputs.stages),
         bench_rows=bench_rows(bench),
         stages=[stage_row(stage) for stage in inputs.stages],
         sections=shown,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report_inputs import Inputs, StageSummary, figures
+from benchmarks.report_inputs import Inputs, StageSummary, figures, too_short
 from benchmarks.report_plots import Plot, absent, bench_command, chart
 from benchmarks.report_text import MISSING, Table, number
 from sportsllm.artifacts import MANIFEST, digest, read_manifest
@@ -94,9 +94,13 @@ def longest_line(inputs: Inputs) -> list[StageSummary]:
 
 @dataclass(frozen=True)
 class Changes:
-    """A line of stages and, by metric, each one's value (None where it has none). `notes` say what stands for what."""
+    """A line of stages, what stands for each where measuring counts, and by metric each one's value (None without one).
+
+    `notes` say what stands for what.
+    """
 
     line: list[StageSummary]
+    measured: list[StageSummary]
     values: dict[str, list[float | None]]
     notes: list[str]
 
@@ -123,7 +127,7 @@ def changes(inputs: Inputs) -> Changes | None:
     if any(scored) and any(logged):
         kept = "what bench scored" if by_bench else "what the trainings logged"
         notes.append(f"Quality is {kept}; the other kind is of other text and left out.")
-    return Changes(line, values, notes)
+    return Changes(line, measured, values, notes)
 
 
 def _measured(stage: StageSummary, stages: Sequence[StageSummary], line: Sequence[StageSummary]) -> StageSummary:
@@ -157,11 +161,14 @@ def _waterfall(found: Changes, name: str, title: str, unit: str) -> Plot:
     identifier = f"change-{name.replace('_', '-')}"
     if len(known) < 2:
         command = bench_command(without, "--text HELD-OUT" if name == "bits_per_byte" else "--device host")
+        if name == "tpot_p50_ms" and too_short(found.measured):
+            return absent(identifier, title, "A measured model's context has no room for 512 tokens and more.", None)
         have = f"Only {known[0][0].name} has this figure" if known else "No stage of the line has this figure"
         return absent(identifier, title, f"{have}; two are needed.", command)
     values = [value for _, value in known]
     steps = [values[0], *(after - before for before, after in itertools.pairwise(values)), values[-1]]
-    words = [number(values[0]), *(_share(step, before) for step, before in zip(steps[1:-1], values, strict=False))]
+    shown = [f"{value:.4f}" if name == "bits_per_byte" else number(value) for value in values]
+    words = [shown[0], *(_share(step, before) for step, before in zip(steps[1:-1], values, strict=False))]
     places = list(range(len(known) + 1))
     x_range, from_zero = _range(values, from_zero=name != "bits_per_byte")
     caption = "Lower is better." + ("" if from_zero else " The axis does not begin at zero.")
@@ -173,7 +180,7 @@ def _waterfall(found: Changes, name: str, title: str, unit: str) -> Plot:
         "y": places,  # names may repeat
         "x": [round(step, 6) for step in steps],
         "measure": ["absolute", *["relative"] * (len(known) - 1), "total"],
-        "text": [*words, number(values[-1])],
+        "text": [*words, shown[-1]],
         "textposition": "none",
         "connector": {"line": {"color": "theme:quiet", "width": 1, "dash": "dot"}},
         "decreasing": {"marker": {"color": "theme:good"}},

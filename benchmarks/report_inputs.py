@@ -85,6 +85,12 @@ def figures(stage: StageSummary) -> dict[str, float | None]:
     return {name: float(value) if is_number(value) else None for name, value in found.items()}
 
 
+def too_short(stages: Sequence[StageSummary]) -> bool:
+    """Whether a measured stage has no time per token at the budgets' depth, its context having no room for it."""
+    depths = [part(stage.bench, "tpot_ms") for stage in stages]
+    return any(isinstance(found, Mapping) and "512" not in found for found in depths)
+
+
 def outcome(stage: StageSummary) -> str | None:
     """ "passed", "missed" or "incomplete" by the stage's own bench result; None without one."""
     judged = verdict(stage.bench)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.report_fit import Candidate, Fit
-from benchmarks.report_inputs import Inputs, StageSummary, figures, outcome
+from benchmarks.report_inputs import Inputs, StageSummary, figures, outcome, too_short
 from benchmarks.report_plots import Plot, absent, bench_command, chart, log_axis
 from benchmarks.report_text import is_number, part
 
@@ -17,20 +17,16 @@ _PLACES = {True: "inside", False: "outside", None: "not all known"}
 _PAINT = {True: "theme:good", False: "theme:bad", None: "theme:quiet"}
 _SYMBOLS = {"bench": "circle", "training": "diamond", "fit": "square", "predicted": "square-open"}
 _MEANINGS = {
-    "bench": "circles were scored by bench",
-    "training": "diamonds by their training, on the first 65,536 tokens or so of its held-out text",
-    "fit": "squares are measured candidates of fit",
-    "predicted": "hollow squares have a predicted x",
+    "bench": "circles: scored by bench",
+    "training": "diamonds: scored by their training, on the first 65,536 tokens or so of its held-out text",
+    "fit": "squares: measured candidates of fit",
+    "predicted": "hollow squares: candidates with a predicted x",
 }
 _AXES = (
     ("file_mb", "quality-size", "Quality and size", "MB"),
     ("tpot_p50_ms", "quality-speed", "Quality and speed", "ms per token"),
 )
 
-_FEW = {
-    "file_mb": "Fewer than two stages have both a size and a quality.",
-    "tpot_p50_ms": "Fewer than two stages have both a time per token after 512 tokens and a quality.",
-}
 _SIDES = {"top center": (0, 0.07), "bottom center": (0, -0.07), "middle right": (0.06, 0), "middle left": (-0.06, 0)}
 _CLOSE = (0.06, 0.06)
 _FAR = 1.25
@@ -115,11 +111,15 @@ def pareto_plots(inputs: Inputs) -> list[Plot]:
     """Quality over size and quality over time per token, each with budget and front."""
     points = pareto_points(inputs)
     device, limits, worst = budget_limits(inputs)
-    return [
-        _plot(points, axis, device, limits, worst)
-        or absent(axis[1], axis[2], _FEW[axis[0]], bench_command(inputs.stages, "--text HELD-OUT --teacher TEACHER"))
-        for axis in _AXES
-    ]
+    return [_plot(points, axis, device, limits, worst) or _too_few(inputs.stages, *axis[:3]) for axis in _AXES]
+
+
+def _too_few(stages: Sequence[StageSummary], name: str, identifier: str, title: str) -> Plot:
+    if name == "tpot_p50_ms" and too_short(stages):
+        return absent(identifier, title, "The measured model's context has no room for 512 tokens and more.", None)
+    what = "a size" if name == "file_mb" else "a time per token after 512 tokens"
+    why = f"Fewer than two stages have both {what} and a quality."
+    return absent(identifier, title, why, bench_command(stages, "--text HELD-OUT --teacher TEACHER"))
 
 
 def _plot(

@@ -67,9 +67,10 @@ def chart(identifier: str, title: str, caption: str, data: list[Plot], x: Plot, 
     }
 
 
-def absent(identifier: str, title: str, why: str, command: str) -> Plot:
-    """What stands in a chart's place: what is missing, and the command (less the program's name) that supplies it."""
-    return {"id": identifier, "title": title, "missing": why, "command": f"sportsllm-compress {command}"}
+def absent(identifier: str, title: str, why: str, command: str | None) -> Plot:
+    """What stands in a chart's place: what is missing, and the command that supplies it, None where no command can."""
+    shown = None if command is None else f"sportsllm-compress {command}"
+    return {"id": identifier, "title": title, "missing": why, "command": shown}
 
 
 def bench_command(stages: Sequence[StageSummary], flags: str = "--device host") -> str:
@@ -120,7 +121,7 @@ def _curve(stages: Sequence[StageSummary], key: str, title: str, unit: str, capt
         return absent(
             key.replace("_", "-"),
             title,
-            "None of the given stages has logged it (metrics.jsonl); exports and measurements have no training.",
+            "No given stage has logged it (metrics.jsonl); exports and measurements have no training.",
             "train --model tiny-1m --corpus CORPUS.jsonl --out runs/teacher",
         )
     return chart(key.replace("_", "-"), title, caption, data, {"title": "tokens"}, {"title": unit}, showlegend=True)
