@@ -14,12 +14,17 @@ from sportsllm.errors import ArtifactError
 
 FIT_FILE = "fit.json"
 _NAMES_SHOWN = 6
+_LEGEND = (
+    "Figures with ~ are predicted, qualities with ~ an estimated loss against the teacher; the others are measured. "
+    "The chosen one is marked \u2605."
+)
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One model that a search looked at. Figures go by the limits' names; `measured` are those not just predicted.
 
+    `loss_percent` is what the search estimated before it measured `bits_per_byte`.
     `within` and `dominated` are None where the search does not say.
     """
 
@@ -30,6 +35,7 @@ class Candidate:
     figures: dict[str, float]
     measured: frozenset[str]
     bits_per_byte: float | None
+    loss_percent: float | None
     within: bool | None
     dominated: bool | None
     chosen: bool
@@ -37,14 +43,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Fit:
-    """A search's result. `limits` are its budget, `cut` what each limit cut away: a count or names, as text."""
+    """A search's result. `limits` are its budget, `cut` what each limit cut away: a count or names, as text.
+
+    `bench` is the measurement of the model it finished.
+    """
 
     directory: str
     device: str
     candidates: list[Candidate]
     limits: dict[str, float]
     cut: list[tuple[str, str, str]]
-    teacher_bits_per_byte: float | None = None
+    bench: dict[str, Any] | None = None
 
 
 def read_fit(directory: Path) -> Fit:
@@ -61,7 +70,7 @@ def read_fit(directory: Path) -> Fit:
     chosen = data.get("chosen")
     chosen_name = str(chosen.get("name")) if isinstance(chosen, Mapping) else str(chosen) if chosen else ""
     device = data.get("device")
-    teacher = data.get("teacher_bits_per_byte")
+    bench = data.get("bench")
     limits = _limits(data.get("limits"))
     return Fit(
         directory=str(directory),
@@ -69,14 +78,14 @@ def read_fit(directory: Path) -> Fit:
         candidates=[_candidate(record, chosen_name) for record in records],
         limits=limits,
         cut=[_cut(name, value, limits) for name, value in (data.get("cut_by_limit") or {}).items()],
-        teacher_bits_per_byte=float(teacher) if is_number(teacher) else None,
+        bench=bench if isinstance(bench, dict) and isinstance(bench.get("tpot_ms"), Mapping) else None,
     )
 
 
 def _candidate(record: Mapping[str, Any], chosen: str) -> Candidate:
     predicted = {name: float(v) for name, v in (record.get("predicted") or {}).items() if is_number(v)}
     measured = {name: float(v) for name, v in (record.get("measured") or {}).items() if is_number(v)}
-    bits, parameters = record.get("bits_per_byte"), record.get("parameters")
+    bits, parameters, loss = (record.get(key) for key in ("bits_per_byte", "parameters", "estimated_loss_percent"))
     name = str(record.get("name", MISSING))
     return Candidate(
         name=name,
@@ -86,6 +95,7 @@ def _candidate(record: Mapping[str, Any], chosen: str) -> Candidate:
         figures=predicted | measured,
         measured=frozenset(measured),
         bits_per_byte=float(bits) if is_number(bits) else None,
+        loss_percent=float(loss) if is_number(loss) else None,
         within=_flag(record.get("within")),
         dominated=_flag(record.get("dominated")),
         chosen=bool(chosen) and name == chosen,
@@ -113,6 +123,9 @@ def _limits(value: Any) -> dict[str, float]:
 def _cut(name: str, value: Any, limits: Mapping[str, float]) -> tuple[str, str, str]:
     """Label, allowed value, and how many candidates the limit cut away (with the first names where they are known)."""
     allowed = with_unit(limits.get(name), LIMIT_UNITS.get(name, ""))
+    if isinstance(value, Mapping) and is_number(value.get("misses")):
+        alone = value.get("alone")
+        value = f"{value['misses']:,}" + (f", {alone:,} of them alone" if is_number(alone) else "")
     if isinstance(value, Mapping):
         value = value.get("names", value.get("count"))
     if isinstance(value, list):
@@ -135,7 +148,7 @@ def fit_tables(fits: Sequence[Fit], first_number: int) -> list[Table]:
                  "per token ms", "bits per byte", "budget", "dominated"),
                 rows,
                 texts=(1, 2, 3, 10, 11),
-                caption="Figures with ~ are predicted, the others measured. The chosen one is marked \u2605.",
+                caption=_LEGEND,
             )
         )  # fmt: skip
         if fit.cut:
@@ -157,7 +170,13 @@ def _candidate_rows(fit: Fit, first_number: int) -> Iterator[tuple[str, ...]]:
             candidate.precision,
             MISSING if candidate.parameters is None else f"{candidate.parameters:,}",
             *shown,
-            MISSING if candidate.bits_per_byte is None else f"{candidate.bits_per_byte:.4f}",
+            _quality(candidate),
             {True: "within", False: "outside", None: MISSING}[candidate.within],
             {True: "yes", False: "no", None: MISSING}[candidate.dominated],
         )
+
+
+def _quality(candidate: Candidate) -> str:
+    if candidate.bits_per_byte is not None:
+        return f"{candidate.bits_per_byte:.4f}"
+    return MISSING if candidate.loss_percent is None else f"~{candidate.loss_percent:+.2g}%"

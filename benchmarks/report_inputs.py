@@ -164,8 +164,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def collect(paths: Sequence[Path]) -> Inputs:
     """Sort the report's inputs: stage directories, searches (with fit.json), bench results (.json), texts (.txt, .md).
 
-    A bench result belongs to the stage whose directory it measured, and is a stage of its own where that directory
-    was not given; the last one gives the verdict.
+    A bench result, also that of a search's finished model, belongs to the stage whose directory it measured, and is a
+    stage of its own where that directory was not given; the last one gives the verdict.
 
     Raises:
         UsageError: a path is none of these.
@@ -178,6 +178,7 @@ def collect(paths: Sequence[Path]) -> Inputs:
     for path in paths:
         if path.is_dir() and (path / FIT_FILE).exists():
             fits.append(read_fit(path))
+            benches += [found] if (found := fits[-1].bench) else []
         elif path.is_dir():
             directories.append(path)
         elif path.suffix == ".json":

@@ -10,7 +10,19 @@ from typing import Any
 from benchmarks.report_changes import change_table, changes
 from benchmarks.report_fit import fit_tables
 from benchmarks.report_inputs import Inputs, StageSummary, figures, outcome
-from benchmarks.report_text import MISSING, Table, bench_tables, is_number, listed, part, verdict, with_unit
+from benchmarks.report_text import (
+    ENERGY,
+    MEMORY_PARTS,
+    MISSING,
+    Places,
+    Table,
+    bench_tables,
+    first_number,
+    listed,
+    part,
+    verdict,
+    with_unit,
+)
 
 STAGE_HEADERS = (
     "#", "stage", "command", "parameters", "size", "bits per byte", "first token", "per token", "peak memory", "budget",
@@ -107,26 +119,23 @@ def escaped(text: str) -> str:
 
 
 # Column and where its number lies in a bench result.
-_BENCH_COLUMNS = (
-    ("ttft_128_ms", ("ttft_ms", "128")),
-    ("ttft_512_ms", ("ttft_ms", "512")),
-    ("tpot_32_p50_ms", ("tpot_ms", "32", "p50")),
-    ("tpot_512_p50_ms", ("tpot_ms", "512", "p50")),
-    ("tpot_512_p95_ms", ("tpot_ms", "512", "p95")),
-    ("tpot_512_p99_ms", ("tpot_ms", "512", "p99")),
-    ("decode_512_tokens_per_s", ("decode_tokens_per_s", "512")),
-    ("prefill_tokens_per_s", ("prefill_tokens_per_s",)),
-    ("memory_floor_tpot_ms", ("memory_floor_tpot_ms",)),
-    ("load_s", ("load_s",)),
-    ("peak_rss_bytes", ("peak_rss_bytes",)),
-    ("pss_bytes", ("memory", "pss_bytes")),
-    ("uss_bytes", ("memory", "uss_bytes")),
-    ("anonymous_bytes", ("memory", "anonymous_bytes")),
-    ("file_backed_bytes", ("memory", "file_backed_bytes")),
-    ("joules_per_token", ("energy", "joules_per_token")),
-    ("teacher_bits_per_byte", ("teacher_bits_per_byte",)),
-    ("quality_loss_percent", ("quality_loss_percent",)),
-    ("threads", ("threads",)),
+_BENCH_COLUMNS: tuple[tuple[str, Places], ...] = (
+    *MEMORY_PARTS.items(),
+    ("joules_per_token", ENERGY),
+    ("ttft_128_ms", (("ttft_ms", "128"),)),
+    ("ttft_512_ms", (("ttft_ms", "512"),)),
+    ("tpot_32_p50_ms", (("tpot_ms", "32", "p50"),)),
+    ("tpot_512_p50_ms", (("tpot_ms", "512", "p50"),)),
+    ("tpot_512_p95_ms", (("tpot_ms", "512", "p95"),)),
+    ("tpot_512_p99_ms", (("tpot_ms", "512", "p99"),)),
+    ("decode_512_tokens_per_s", (("decode_tokens_per_s", "512"),)),
+    ("prefill_tokens_per_s", (("prefill_tokens_per_s",),)),
+    ("memory_floor_tpot_ms", (("memory_floor_tpot_ms",),)),
+    ("load_s", (("load_s",),)),
+    ("peak_rss_bytes", (("peak_rss_bytes",),)),
+    ("teacher_bits_per_byte", (("teacher_bits_per_byte",),)),
+    ("quality_loss_percent", (("quality_loss_percent",),)),
+    ("threads", (("threads",),)),
 )
 
 
@@ -139,12 +148,12 @@ def csv_text(inputs: Inputs) -> str:
     writer.writerow([*plain, *(name for name, _ in _BENCH_COLUMNS), *last])
     for index, stage in enumerate(inputs.stages, start=1):
         scored = None if stage.bits_per_byte is None else "bench" if stage.scored_by_bench else "training"
-        values = [part(stage.bench, *keys) for _, keys in _BENCH_COLUMNS]
+        values = [first_number(stage.bench, places) for _, places in _BENCH_COLUMNS]
         writer.writerow(
             [
                 *(index, stage.name, stage.command, stage.directory, stage.parameters, stage.size_bytes),
                 *(stage.bits_per_byte, scored),
-                *(value if is_number(value) else None for value in values),
+                *values,
                 *(part(stage.bench, "budget", "device"), outcome(stage), part(stage.bench, "runtime")),
                 *(stage.manifest.get("seed"), stage.manifest.get("created")),
             ]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.fit_candidates import pareto
 from benchmarks.report_fit import Candidate, Fit
 from benchmarks.report_inputs import Inputs, StageSummary, figures, outcome, too_short
 from benchmarks.report_plots import Plot, absent, bench_command, chart, log_axis
@@ -20,7 +21,7 @@ _MEANINGS = {
     "bench": "circles: scored by bench",
     "training": "diamonds: scored by their training, on the first 65,536 tokens or so of its held-out text",
     "fit": "squares: measured candidates of fit",
-    "predicted": "hollow squares: candidates with a predicted x",
+    "predicted": "hollow squares: candidates with a predicted x or an estimated quality, which make no front",
 }
 _AXES = (
     ("file_mb", "quality-size", "Quality and size", "MB"),
@@ -35,7 +36,9 @@ _FAR = 1.25
 
 @dataclass(frozen=True)
 class Point:
-    """A model in the plots. `label` is its number in the tables, `values` its figures by the limits' names."""
+    """A model in the plots. `label` is its number in the tables, `values` its figures by the limits' names.
+
+    `estimated` says that its quality was not measured."""
 
     label: str
     name: str
@@ -43,21 +46,13 @@ class Point:
     bits_per_byte: float | None
     inside: bool | None
     evidence: Mapping[str, str]
-
-
-def dominated(values: Sequence[float], others: Sequence[Sequence[float]]) -> bool:
-    """Whether another point is at least as low in everything and lower in something."""
-
-    def beats(other: Sequence[float]) -> bool:
-        pairs = list(zip(other, values, strict=True))
-        return all(theirs <= ours for theirs, ours in pairs) and any(theirs < ours for theirs, ours in pairs)
-
-    return any(beats(other) for other in others)
+    estimated: bool = False
 
 
 def front(points: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
     """The points that no other dominates, sorted; equal ones count once."""
-    return sorted({point for point in points if not dominated(point, points)})
+    rows = [{str(place): value for place, value in enumerate(point)} for point in points]
+    return sorted({point for point, best in zip(points, pareto(rows), strict=True) if best})
 
 
 def budget_limits(inputs: Inputs) -> tuple[str | None, dict[str, float], float | None]:
@@ -70,8 +65,6 @@ def budget_limits(inputs: Inputs) -> tuple[str | None, dict[str, float], float |
     teacher = part(bench, "teacher_bits_per_byte")
     if not limits and fit is not None:
         device, limits = fit.device, fit.limits
-    if not is_number(teacher) and fit is not None:
-        teacher = fit.teacher_bits_per_byte
     loss = limits.get("quality_loss_percent")
     worst = teacher * (1 + loss / 100) if is_number(teacher) and loss is not None else None
     return device, limits, worst
@@ -83,7 +76,7 @@ def pareto_points(inputs: Inputs) -> list[Point]:
     points = [_of_stage(str(n), stage, limits, worst) for n, stage in enumerate(inputs.stages, start=1)]
     candidates = [(fit, candidate) for fit in inputs.fits for candidate in fit.candidates]
     points += [
-        _of_candidate(str(n), fit, candidate)
+        _of_candidate(str(n), fit, candidate, part(inputs.deciding, "teacher_bits_per_byte"))
         for n, (fit, candidate) in enumerate(candidates, start=len(inputs.stages) + 1)
     ]
     return points
@@ -101,10 +94,14 @@ def _of_stage(label: str, stage: StageSummary, limits: Mapping[str, float], wors
     return Point(label, stage.name, values, stage.bits_per_byte, inside, {name: evidence for name, *_ in _AXES})
 
 
-def _of_candidate(label: str, fit: Fit, candidate: Candidate) -> Point:
-    evidence = {name: "fit" if name in candidate.measured else "predicted" for name, *_ in _AXES}
+def _of_candidate(label: str, fit: Fit, candidate: Candidate, teacher: Any) -> Point:
+    """`teacher`, in bits per byte, makes a quality of a loss that was only estimated; None leaves that one unknown."""
+    bits, estimated = candidate.bits_per_byte, False
+    if bits is None and candidate.loss_percent is not None and is_number(teacher):
+        bits, estimated = teacher * (1 + candidate.loss_percent / 100), True
+    evidence = {name: "fit" if name in candidate.measured and not estimated else "predicted" for name, *_ in _AXES}
     name = f"{candidate.name} ({fit.device})"
-    return Point(label, name, candidate.figures, candidate.bits_per_byte, candidate.within, evidence)
+    return Point(label, name, candidate.figures, bits, candidate.within, evidence, estimated)
 
 
 def pareto_plots(inputs: Inputs) -> list[Plot]:
@@ -145,7 +142,7 @@ def _plot(
     far = far if len(shown) - len(far) > 1 else []  # what remains must be worth a plot
     high = max([*(y for y in ys if not far or y <= low * _FAR), *([worst] if worst else [])])
     margin = (high - low) * 0.15 or high * 0.01
-    best = front([(x, y) for _, x, y in shown])
+    best = front([(x, y) for point, x, y in shown if not point.estimated])
     data = [_front_trace(best)] if len(best) > 1 else []
     left, width = math.log10(min(edges)), math.log10(max(edges) / min(edges)) or 1.0
     places = [((math.log10(x) - left) / width, (y - low) / (high - low or 1.0)) for x, y in zip(xs, ys, strict=True)]
@@ -251,10 +248,10 @@ def _caption(
     complete = [
         (point, (point.values["file_mb"], point.values["tpot_p50_ms"], point.bits_per_byte))
         for point, _, _ in shown
-        if {"file_mb", "tpot_p50_ms"} <= point.values.keys() and point.bits_per_byte is not None
+        if {"file_mb", "tpot_p50_ms"} <= point.values.keys() and point.bits_per_byte is not None and not point.estimated
     ]
     if name == "tpot_p50_ms" and len(complete) > 1:
         everything = [values for _, values in complete]
-        best = [point.label for point, values in complete if not dominated(values, everything)]
+        best = [point.label for point, values in complete if values in front(everything)]
         words.append(f"Not dominated in size, time and quality together: {', '.join(best)}.")
     return " ".join(words)

@@ -114,8 +114,10 @@ def bench_rows(bench: Mapping[str, Any] | None) -> list[tuple[str, str]]:
         rows.append((f"per token after {depth}", f"{shown} ms (p50 / p90 / p95 / p99), {rate}"))
     rows.append(("memory floor", with_unit(bench.get("memory_floor_tpot_ms"), "ms per token")))
     rows.append(("peak memory", with_unit(bench.get("peak_rss_bytes"), "MB", 1e6)))
-    rows += [(label, with_unit(part(bench, *keys), unit, scale)) for label, keys, unit, scale in OPTIONAL_FIGURES]
+    for label, places, unit, scale in OPTIONAL_FIGURES:
+        rows.append((label, with_unit(first_number(bench, places), unit, scale)))
     rows = [row for row in rows if row[1] != MISSING]
+    rows += [(f"no {str(name).replace('_', ' ')}", str(why)) for name, why in (part(bench, "absent") or {}).items()]
     if bench.get("noisy"):
         rows.append(("noisy figures", ", ".join(map(str, bench["noisy"]))))
     for key, value in (bench.get("machine") or {}).items():
@@ -124,46 +126,89 @@ def bench_rows(bench: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     return rows
 
 
-OPTIONAL_FIGURES = (
-    ("proportional memory (PSS)", ("memory", "pss_bytes"), "MB", 1e6),
-    ("own memory (USS)", ("memory", "uss_bytes"), "MB", 1e6),
-    ("anonymous memory", ("memory", "anonymous_bytes"), "MB", 1e6),
-    ("file-backed memory", ("memory", "file_backed_bytes"), "MB", 1e6),
-    ("energy", ("energy", "joules_per_token"), "J per token", 1.0),
+Places = tuple[tuple[str, ...], ...]
+MEMORY_PARTS: dict[str, Places] = {
+    "pss_bytes": (("memory_split", "pss_bytes"), ("memory", "pss_bytes")),
+    "uss_bytes": (("memory_split", "uss_bytes"), ("memory", "uss_bytes")),
+    "anonymous_bytes": (("memory_split", "anonymous_bytes"), ("memory", "anonymous_bytes")),
+    "file_backed_bytes": (("memory_split", "file_bytes"), ("memory", "file_backed_bytes")),
+}
+ENERGY: Places = (("joules_per_token",), ("energy", "joules_per_token"))
+OPTIONAL_FIGURES: tuple[tuple[str, Places, str, float], ...] = (
+    ("load, files not in memory", (("cold_load_s",),), "s", 1.0),
+    ("proportional memory (PSS)", MEMORY_PARTS["pss_bytes"], "MB", 1e6),
+    ("own memory (USS)", MEMORY_PARTS["uss_bytes"], "MB", 1e6),
+    ("anonymous memory", MEMORY_PARTS["anonymous_bytes"], "MB", 1e6),
+    ("file-backed memory", MEMORY_PARTS["file_backed_bytes"], "MB", 1e6),
+    ("energy", ENERGY, "J per token", 1.0),
+    ("lost in the sustained run", (("sustained", "throttling_percent"),), "%", 1.0),
 )
-"""Figures that not every bench result has: label, where they lie, unit, and what the stored value is divided by."""
+"""Figures that not every bench result has: label, where they may lie, unit, and what the stored value is divided by."""
+
+
+def first_number(record: Any, places: Places) -> float | None:
+    """The first finite number that lies under one of the key paths."""
+    return next((value for keys in places if is_number(value := part(record, *keys))), None)
 
 
 def bench_tables(bench: Mapping[str, Any] | None) -> list[Table]:
-    """The sustained run by window and the other runtimes measured beside this one, where a result has them."""
+    """Batches, the sustained run by window, and other runtimes measured beside this one, where a result has them."""
     tables = []
+    batches = part(bench, "batches") or {}
+    if batches:
+        columns: tuple[tuple[str, tuple[str, ...], float], ...] = (
+            ("tokens/s of all", ("decode_tokens_per_s",), 1.0),
+            ("step p50 ms", ("step_ms", "p50"), 1.0),
+            ("step p95 ms", ("step_ms", "p95"), 1.0),
+            ("peak MB", ("peak_rss_bytes",), 1e6),
+        )
+        rows = [
+            (str(count), *(_cell(part(one, *keys), scale) for _, keys, scale in columns))
+            for count, one in batches.items()
+        ]
+        tables.append(Table("Several sequences at once", ("sequences", *(name for name, *_ in columns)), rows, ()))
     windows = [window for window in part(bench, "sustained", "windows") or [] if isinstance(window, Mapping)]
     if windows:
-        columns = (("seconds", "s"), ("tokens_per_s", "tokens/s"), ("clock_mhz", "MHz"), ("temperature_c", "\u00b0C"))
+        known = [(name, key) for name, key in _WINDOW_COLUMNS if any(is_number(window.get(key)) for window in windows)]
         rows = [
-            (str(index), *(number(window[key]) if is_number(window.get(key)) else MISSING for key, _ in columns))
-            for index, window in enumerate(windows, start=1)
+            (str(index), *(_cell(window.get(key)) for _, key in known)) for index, window in enumerate(windows, start=1)
         ]
-        tables.append(Table("Sustained run", ("window", *(unit for _, unit in columns)), rows))
+        tables.append(Table("Sustained run", ("window", *(name for name, _ in known)), rows, ()))
     others = part(bench, "against")
     if isinstance(others, Mapping) and others:
         found = [
             (str(name), str(part(result, "status") or MISSING), ", ".join(_leaves(result)) or MISSING)
             for name, result in others.items()
         ]
-        tables.append(Table("Other runtimes", ("runtime", "status", "figures"), found, (0, 1, 2)))
+        ratios = part(bench, "against_ratios") or {}
+        caption = "; ".join(
+            f"ours / best peer, {name}: {_cell(part(one, 'ratio'))} ({part(one, 'peer') or MISSING}; "
+            f"{part(one, 'better') or 'higher'} is better)"
+            for name, one in ratios.items()
+        )
+        tables.append(Table("Other runtimes", ("runtime", "status", "figures"), found, (0, 1, 2), caption))
     return tables
+
+
+_WINDOW_COLUMNS = (
+    ("from s", "start_s"), ("s", "seconds"), ("tokens/s", "tokens_per_s"), ("MHz", "clock_mhz"),
+    ("\u00b0C", "temperature_c"), ("J per token", "joules_per_token"),
+)  # fmt: skip
+
+
+def _cell(value: Any, scale: float = 1.0) -> str:
+    return number(value / scale) if is_number(value) else MISSING
 
 
 def _leaves(record: Any, name: str = "") -> Iterator[str]:
     """`name value` of the numbers in a record, and of the reason it gives where there is one; samples are left out."""
     if isinstance(record, Mapping):
         for key, value in record.items():
-            if key not in ("raw", "noise", "status"):
+            if key not in ("raw", "noise", "noisy", "rounds", "status"):
                 yield from _leaves(value, f"{name} {key}".strip().replace("_", " "))
     elif is_number(record):
         yield f"{name} {number(record)}"
-    elif isinstance(record, str) and name in ("reason", "error", "version", "note"):
+    elif isinstance(record, str) and name in ("reason", "error", "version", "note", "install"):
         yield f"{name}: {record}"
 
 

@@ -166,20 +166,33 @@ def test_a_search_is_read_with_tolerance(tmp_path: Path) -> None:
          "predicted": {"file_mb": 1.0, "tpot_p50_ms": 2.0}, "measured": {"file_mb": 1.5}, "within": True},
         {"name": "b", "shape": "wide", "predicted": {"file_mb": 2.0}, "bits_per_byte": 1.3, "within": False,
          "dominated": True},
-        {"name": "c"},
+        {"name": "c", "predicted": {"file_mb": 0.5}, "estimated_loss_percent": 20.0, "measured": None},
     ]  # fmt: skip
     data = {"candidates": candidates, "chosen": "a", "device": "host", "limits": {"file_mb": 3.0}, "unknown": 1}
-    data["cut_by_limit"] = {"file_mb": ["x", "y"], "tpot_p50_ms": 4}
+    data["cut_by_limit"] = {"file_mb": {"misses": 2_000, "alone": 7}, "ttft_ms": ["x", "y"], "tpot_p50_ms": 4}
     (fit / "fit.json").write_text(json.dumps(data), encoding="utf-8")
     inputs = collect([fit])
     trade_off = sections(inputs)[0]
     table, cut = trade_off.tables
     assert table.rows[0][1:6] == ("a \u2605", "hidden 64", "int4", "10", "1.50")
-    assert table.rows[0][8] == "~2.00" and table.rows[2][5] == "\u2013"
-    assert cut.rows == [("File size", "3.00 MB", "2: x, y"), ("Median time per token", "\u2013", "4")]
+    assert table.rows[0][8] == "~2.00" and table.rows[2][5] == "~0.500" and table.rows[2][9] == "~+20%"
+    assert cut.rows == [
+        ("File size", "3.00 MB", "2,000, 7 of them alone"),
+        ("Time to first token", "\u2013", "2: x, y"),
+        ("Median time per token", "\u2013", "4"),
+    ]
     size, speed = trade_off.plots
     assert sorted(text for trace in size["figure"]["data"] for text in trace.get("text", ())) == ["1", "2"]
     assert "figure" not in speed  # one candidate alone has a time
+    data["bench"] = benched(1_000_000, 1.35, 2.0) | {"directory": "fit/a/export", "file_bytes": 1_000_000}
+    (fit / "fit.json").write_text(json.dumps(data), encoding="utf-8")
+    inputs = collect([fit])  # its finished model is a stage, and gives the verdict and the teacher's 1.0
+    assert [(one.name, one.bits_per_byte) for one in inputs.stages] == [("export", 1.35)]
+    assert inputs.bench == data["bench"]
+    guessed = pareto_points(inputs)[-1]
+    assert guessed.estimated and guessed.bits_per_byte == pytest.approx(1.2)
+    joined = pareto_plots(inputs)[0]["figure"]["data"][0]
+    assert joined["name"] == "front" and joined["x"] == [1.0, 2.0]  # the guess at 0.5 MB would begin it
     (fit / "fit.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ArtifactError, match="no list of candidates"):
         collect([fit])
