@@ -175,32 +175,52 @@ def bench(
 def report(
     directories: Annotated[
         list[Path],
-        typer.Argument(help="Stage directories, bench results (.json) and sample texts (.txt).", show_default=False),
+        typer.Argument(
+            help="Stage directories, directories of `fit`, bench results (.json) and sample texts (.txt).",
+            show_default=False,
+        ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="HTML file to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", help="File to write; .html, .md or .csv chooses the format.")] = Path(
+        "report.html"
+    ),
     title: Annotated[str, typer.Option("--title", help="Heading of the page.")] = "sportsllm-compress report",
+    format: Annotated[
+        str | None, typer.Option("--format", help="Several at once, beside one another: html,md,csv.")
+    ] = None,
+    sample: Annotated[
+        list[str] | None,
+        typer.Option("--sample", help="Text that the first and the last stage go on from, as before and after."),
+    ] = None,
+    threads: options.Threads = None,
 ) -> dict[str, Any]:
-    """One HTML page that works offline: verdict, stages, curves, speed, samples, provenance."""
+    """One HTML page that works offline: verdict, trade-offs, stages, speed, memory, samples, provenance."""
+    import dataclasses
+
     from benchmarks.bench_tables import table
-    from benchmarks.report import collect, stage_row, write_report
+    from benchmarks.report import collect, stage_table, targets, write_report
+    from benchmarks.report_samples import before_and_after
     from sportsllm.console import output
 
-    stages, measured, samples = collect(directories)
-    write_report(out, title, stages, measured, samples)
-    columns = {
-        "stage": "name",
-        "parameters": "parameters",
-        "size": "size",
-        "bits per byte": "quality",
-        "TTFT 512": "ttft",
-        "TPOT 512": "tpot",
-        "peak memory": "memory",
-        "budget": "budget",
+    files = targets(out, format)
+    inputs = collect(directories)
+    if sample:
+        texts, skipped = before_and_after(inputs.stages, sample, threads)
+        inputs = dataclasses.replace(inputs, samples=[*inputs.samples, *texts], skipped=skipped)
+    write_report(files, title, inputs)
+    stages = stage_table(inputs.stages)
+    output().print(table(stages.headers, stages.rows, stages.texts))
+    for path in files.values():
+        size = path.stat().st_size
+        shown = f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size / 1e3:.1f} kB"
+        output().print(f"{path}: {len(inputs.stages)} stages, {shown}", markup=False)
+    written = list(files.values())
+    return {
+        "out": str(written[0]),
+        "files": {name: str(path) for name, path in files.items()},
+        "stages": [stage.name for stage in inputs.stages],
+        "candidates": sum(len(fit.candidates) for fit in inputs.fits),
+        "bytes": written[0].stat().st_size,
     }
-    rows = [stage_row(stage) for stage in stages]
-    output().print(table(list(columns), [[row[key] for key in columns.values()] for row in rows], [0]))
-    output().print(f"{out}: {len(stages)} stages, {out.stat().st_size / 1e6:.1f} MB", markup=False)
-    return {"out": str(out), "stages": [stage.name for stage in stages], "bytes": out.stat().st_size}
 
 
 def compare(
