@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.report import LIMIT_LABELS, MISSING, number
+from benchmarks.tables import reliability_line
 
 OUTCOMES = {True: "passed", False: "missed", None: "not measured"}
 
@@ -54,6 +55,8 @@ def print_budget(console: Console, budget: Mapping[str, Any]) -> None:
     headers = ("budget", "value", "allowed", "outcome", "from", "measured here")
     console.print(table(headers, rows, (0, 3, 4)))
     console.print(verdict_line(budget), markup=False, style="bold")
+    if budget["decided_by"] == "prediction":
+        console.print(reliability_line(budget["efficiency"]), markup=False)
 
 
 def verdict_line(budget: Mapping[str, Any]) -> str:
