@@ -32,19 +32,25 @@ LEAST_STEPS = 16
 MOST_SWEEPS = 4
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure what the JSON argument asks for; the exit code is 0 wherever a result or a reason was printed."""
+Mode = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def main(arguments: Sequence[str], modes: Mapping[str, Mode] | None = None) -> int:
+    """Measure what the JSON argument asks for; the exit code is 0 wherever a result or a reason was printed.
+
+    `modes` are what another module measures, by name.
+    """
     result_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not end up in the result
     specification = json.loads(arguments[0])
     try:
-        payload = _MODES[specification["mode"]](specification)
+        payload = (modes or _MODES)[specification["mode"]](specification)
     except SportsLLMError as error:
         payload = {"error": str(error), "exit_code": error.exit_code}
     except ModuleNotFoundError as error:
         advice = "install it with: pip install 'sportsllm-compress[compress]', or measure an export"
         payload = {
-            "error": f"{specification['directory']}: needs the package {error.name!r}; {advice}",
+            "error": f"{specification.get('directory', 'this')}: needs the package {error.name!r}; {advice}",
             "exit_code": ResourceError.exit_code,
         }
     result_stream.write(json.dumps(payload) + "\n")
@@ -227,7 +233,7 @@ def _milliseconds(work: Callable[[], Any]) -> float:
     return (time.perf_counter_ns() - begin) / 1e6
 
 
-_MODES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+_MODES: dict[str, Mode] = {
     "speed": measure_speed,
     "memory": measure_memory,
     "bandwidth": measure_bandwidth,

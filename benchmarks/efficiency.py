@@ -7,7 +7,10 @@ operator reached, the shipped device files what the processor could do.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from datetime import date
+from itertools import pairwise
 from typing import Annotated
 
 from pydantic import Field
@@ -20,6 +23,7 @@ CPU_FORMS = tuple(form for form in FORMS if form != "fp16")
 """On a CPU half precision is widened when it is loaded."""
 CPU_CACHES = ("fp32", "int8")
 
+Curve = Mapping[float, float]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Copies = Annotated[float, Field(ge=0.1, le=10)]
 Microseconds = Annotated[float, Field(ge=0, le=100_000)]
@@ -84,7 +88,8 @@ class Efficiency(Strict):
         cache_share: the same, reading keys and values.
         pass_overhead_us: time of any pass through the model beside all else, in us.
         layer_overhead_us: the same that each layer adds.
-        prefill_share: of the device's peak rate for a form (fp32, or int8 for what is quantized), with many rows.
+        prefill_share: of the device's peak rate for a form (fp32, or int8 for what is quantized), with many rows,
+            a block's scale counted as `benchmarks.stored.SCALE_NUMBERS`.
         decode_share: the same with one row.
         attention_share: of the fp32 peak, in attention over a prompt.
         attention_step_share: the same for one new token.
@@ -113,15 +118,33 @@ class Efficiency(Strict):
     error: PredictionError | None = None
 
 
+def bandwidth_at(curve: Curve, working_set_bytes: float) -> float:
+    """Bytes a second at a working set: between two measured sizes a power law, beyond them the nearest.
+
+    Args:
+        curve: bytes a second by bytes of the working set; not empty.
+        working_set_bytes: what is read again and again.
+    """
+    sizes = sorted(curve)
+    if working_set_bytes <= sizes[0]:
+        return curve[sizes[0]]
+    for small, large in pairwise(sizes):
+        if working_set_bytes < large:
+            place = math.log(working_set_bytes / small) / math.log(large / small)
+            return float(curve[small] ** (1 - place) * curve[large] ** place)
+    return curve[sizes[-1]]
+
+
 # ONNX Runtime 1.31.1, 2 threads, x86-64 with AVX512-VNNI, quiet, 2026-11; peaks 2,060 GOP/s and 510 GFLOP/s,
 # bandwidth 50 to 81 GB/s. `small` decoded 52 MB (int4, block 128) in 1.7 ms, 100 MB (int8) in 3.05 ms and
 # 389 MB (fp32) in 10.6 ms: a line of 37 GB/s (0.57 of 65) and 0.32 ms over 12 layers. Two other devices agree
 # on 0.57: Raspberry Pi 5 with 9.6 of 17.1 GB/s, OnePlus 12 with 41 to 47 of 76.8 GB/s (see their files). From depth
 # 32 to 512 it took 0.92 ms more with a float32 cache and 0.49 ms more with an int8 one: 0.57 and 0.28 of 65 GB/s.
 # Rates are those of one 768 x 4,096 product: MatMulNBits at 512 rows 489 to 735 (int4) and 558 to 723 (int8)
-# GOP/s, at one row 25 and 48 us with block 32; DynamicQuantizeMatMul 1,310 to 1,547 GOP/s and 57 us; MatMul in fp32
-# 478 GFLOP/s, less what lies between products. Attention over 512 tokens in pieces of 128: 6.0 GFLOP in 38 ms, and
-# in 138 ms with an int8 cache. Of what lies between products half the bandwidth is an estimate.
+# GOP/s, at one row 25 and 48 us with block 32 (scales counted as numbers, see `benchmarks.stored`);
+# DynamicQuantizeMatMul 1,310 to 1,547 GOP/s and 57 us; MatMul in fp32 478 GFLOP/s, less what lies between products.
+# Attention over 512 tokens in pieces of 128: 6.0 GFLOP in 38 ms, and in 138 ms with an int8 cache. Of what lies
+# between products half the bandwidth is an estimate.
 # Memory is that of `export.runtime` on 2026-11-21: 70 MB before the weights, and after loading `small` 505 MB (fp32),
 # 568 (fp16), 227 (int8, block 32), 184 and 137 (int4, blocks of 32 and 128), where the files have 390, 195, 110, 68
 # and 52 MB: prepacked copies stand beside the weights. INT8 rows are taken to need as many as blocks.
@@ -137,8 +160,8 @@ CPU = Efficiency(
     cache_share=CacheShares(fp32=0.57, int8=0.28),
     attention_share=CacheShares(fp32=0.31, int8=0.086),
     attention_step_share=CacheShares(fp32=0.5, int8=0.5),
-    prefill_share=FormShares(fp32=0.75, int8=0.32, int4=0.28, int8_rows=0.65),
-    decode_share=FormShares(fp32=0.75, int8=0.065, int4=0.12, int8_rows=0.055),
+    prefill_share=FormShares(fp32=0.75, int8=0.38, int4=0.34, int8_rows=0.65),
+    decode_share=FormShares(fp32=0.75, int8=0.095, int4=0.18, int8_rows=0.055),
     weight_copies=FormCopies(fp32=1.15, int8=1.45, int4=1.5, int8_rows=1.45),
 )
 # An 8B model at Q4 (4.9 GB, 32 layers) decodes 42, 74 and 87 tokens/s on RTX 3060, 3080 and 3090, a 3B one

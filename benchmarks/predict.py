@@ -15,15 +15,13 @@ Williams, Waterman and Patterson (CACM 52(4), 2009). `benchmarks.prediction_chec
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from benchmarks.device import Device
-from benchmarks.efficiency import EFFICIENCIES, CacheShares, Efficiency, FormCopies, FormShares
-from benchmarks.stored import Part, Stored, block_numbers, cache_bytes, file_bytes, sizes
+from benchmarks.efficiency import EFFICIENCIES, CacheShares, Efficiency, FormCopies, FormShares, bandwidth_at
+from benchmarks.stored import Part, Stored, cache_bytes, file_bytes, sizes
 from sportsllm.config import ModelConfig
 from sportsllm.errors import UsageError
 
@@ -160,24 +158,23 @@ def ttft_ms(config: ModelConfig, device: Device, stored: Stored, prompt: int) ->
     """Time to read `prompt` tokens and make the first new one, in ms, with logits for the last one only."""
     parts = sizes(config, stored)
     if parts.prompt is not None and prompt > 1:
-        # All but the last token go through the second graph, the last one through the first.
-        return _reading_ms(config, device, stored, parts.prompt, prompt - 1) + tpot_ms(
-            config, device, stored, prompt - 1
-        )
+        # All but the last token go through the second graph, of whose last layer only keys and values are made.
+        layers = config.num_hidden_layers - 1
+        last = tpot_ms(config, device, stored, prompt - 1)
+        return _reading_ms(config, device, stored, parts.prompt, layers, prompt - 1) + last
     efficiency = efficiency_of(device)
     working_set = sum(_resident(device, part) for part in parts.decoding)
     head = _step_s(device, efficiency, parts.head, working_set)
-    return _reading_ms(config, device, stored, parts.body, prompt) + 1000 * head
+    return _reading_ms(config, device, stored, parts.body, config.num_hidden_layers, prompt) + 1000 * head
 
 
-def _reading_ms(config: ModelConfig, device: Device, stored: Stored, body: Part, tokens: int) -> float:
-    """Time of reading a prompt with the matrices of `body`, piece by piece, without a head."""
+def _reading_ms(config: ModelConfig, device: Device, stored: Stored, body: Part, layers: int, tokens: int) -> float:
+    """Time of reading a prompt through so many layers with the matrices of `body`, piece by piece, without a head."""
     efficiency, seconds = efficiency_of(device), 0.0
     rate = _peak(device, body.form) * _of(efficiency.prefill_share, device, body.form)
     weights = _resident(device, body)
     once = weights / (_bandwidth(device, weights) * efficiency.bandwidth_share)
     attention = _peak(device, "fp32") * _of(efficiency.attention_share, device, _cache(device, efficiency, stored))
-    layers = config.num_hidden_layers * body.numbers / block_numbers(config)
     between = 4 * layers * _numbers_between(config)
     for new, end in _pieces(tokens):
         seconds += max(2 * body.numbers * new / rate, once)
@@ -251,16 +248,10 @@ def _of(table: FormShares | FormCopies | CacheShares, device: Device, name: str)
 
 
 def _bandwidth(device: Device, working_set: float) -> float:
-    """Bytes a second at which so many bytes are read again and again: between two known sizes a power law."""
+    """Bytes a second at which so many bytes are read again and again."""
     hardware = device.hardware
-    known = [(1e6 * figure.working_set_mb, 1e9 * figure.value) for figure in hardware.bandwidth_by_working_set]
-    if not known:
-        return 1e9 * hardware.memory_bandwidth.value
-    for (small, fast), (large, slow) in pairwise(known):
-        if working_set < large:
-            place = max(0.0, math.log(max(working_set, 1.0) / small) / math.log(large / small))
-            return float(fast ** (1 - place) * slow**place)
-    return known[-1][1]
+    curve = {1e6 * figure.working_set_mb: 1e9 * figure.value for figure in hardware.bandwidth_by_working_set}
+    return bandwidth_at(curve, working_set) if curve else 1e9 * hardware.memory_bandwidth.value
 
 
 def _overhead_ms(config: ModelConfig, efficiency: Efficiency) -> float:

@@ -135,6 +135,23 @@ def print_devices(console: Console, devices: Sequence[Device], here: Sequence[st
     console.print("`devices show NAME` explains one, with the source of every figure.", markup=False)
 
 
+def print_calibration(console: Console, result: Mapping[str, Any]) -> None:
+    """What `calibrate` measured, where it stands, and what it could not read."""
+    curve = [(size, f"{speed:,.1f}") for size, speed in result["bandwidth_gb_per_s"].items()]
+    console.print(_table("memory bandwidth", ("working set MB", "GB/s"), curve))
+    rates = [(form.replace("_", " "), *(f"{rate:,.4g}" for rate in by_rows.values()))
+             for form, by_rows in result["gop_per_s"].items()]  # fmt: skip
+    rows = next(iter(result["gop_per_s"].values()))
+    console.print(_table("products, GOP/s", ("form", *(f"{count} rows" for count in rows)), rates))
+    if not result["clean"]:
+        used = f"{result['other_cpu_cores']:.1f} cores"
+        console.print(f"noisy: other programs used up to {used}; repeat it on a quiet machine", style="yellow")
+    absent = f"; cannot be read here: {', '.join(result['absent'])}" if result["absent"] else ""
+    made = f"{result['out']}: device {result['device']}, {result['threads']} threads"
+    took = f"limits of {result['limits_from']}, {result['seconds']:.0f} s"
+    console.print(f"\n{made}, {took}{absent}", markup=False)
+
+
 def print_device(console: Console, device: Device) -> None:
     """Everything a device file says."""
     console.print(Text(device.title, style="bold"))
