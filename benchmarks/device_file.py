@@ -41,7 +41,7 @@ def write_device(device: Device, path: Path, note: str = "") -> None:
 def _table(values: Mapping[str, Any], name: str) -> Iterator[str]:
     """Lines of a table: its own keys first, then the tables in it."""
     inner = {key: value for key, value in values.items() if isinstance(value, Mapping) or _tables(value)}
-    own = {key: value for key, value in values.items() if key not in inner and value not in ((), [])}
+    own = {key: value for key, value in values.items() if key not in inner and value not in ((), "")}
     if name and own:
         yield f"\n[{name}]"
     for key, value in own.items():
@@ -53,7 +53,7 @@ def _table(values: Mapping[str, Any], name: str) -> Iterator[str]:
         else:
             for each in value:
                 yield f"\n[[{path}]]"
-                yield from (f"{part} = {_value(content)}" for part, content in each.items())
+                yield from (f"{part} = {_value(content)}" for part, content in each.items() if content != "")
     if not name:
         yield ""
 

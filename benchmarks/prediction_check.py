@@ -3,10 +3,10 @@
     python -m benchmarks.prediction_check --out DIR [--device my-machine.toml] [--threads N] [--rounds N]
 
 Takes the device file that `calibrate` wrote here, or calibrates first. Measures untrained models of several shapes,
-forms and depths in fresh processes, as `bench` does but shorter; fits the efficiencies on some shapes, starting from what
-the probes gave, and compares the predictions with the measurements of the others. Writes into DIR `prediction.json`
-(everything), `prediction.csv` (a line a figure) and `device.toml`: the device with the fitted efficiencies and the
-errors found, for `plan --device`. Exits 4 where a largest error is above its bound.
+forms and depths in fresh processes, as `bench` does but shorter; fits the efficiencies on some shapes, from what the
+probes gave; and compares predictions with measurements of the others. Writes into DIR `prediction.json` (everything),
+`prediction.csv` (a line a figure) and `device.toml`: the device with the fitted efficiencies and the errors found, for
+`plan --device`. Exits 4 where a largest error is above its bound.
 """
 
 from __future__ import annotations
