@@ -35,6 +35,7 @@ from benchmarks.efficiency import EFFICIENCIES, PredictionError
 from benchmarks.efficiency_fit import Measured, fit_efficiency, with_efficiency
 from benchmarks.prediction_models import ALL_FORMS, FITTED, FORMS, OTHERS, SCORED, Form, make_checkpoint, make_export
 from benchmarks.process import QUIET_CORES, child_command, run_child, wait_for_quiet
+from benchmarks.stats import percentile
 from sportsllm import console
 from sportsllm.config import ModelConfig
 from sportsllm.errors import ConflictError, GateError, SportsLLMError, UsageError
@@ -62,12 +63,13 @@ def combinations() -> Iterator[tuple[str, ModelConfig, dict[str, Form]]]:
         yield name, config, {**FORMS, **(OTHERS if name in ALL_FORMS else {})}
 
 
-def measure(threads: int, rounds: int) -> tuple[list[Measured], float]:
+def measure(threads: int, rounds: int, percent: float = 50) -> tuple[list[Measured], float]:
     """Every figure of every model, and the most cores that other programs used beside one.
 
     Args:
         threads: CPU threads.
-        rounds: fresh processes that measure speed; the figure is the median of all samples.
+        rounds: fresh processes that measure speed.
+        percent: which percentile of their samples is the figure.
 
     Raises:
         ChildFailure: a measuring process failed.
@@ -85,7 +87,7 @@ def measure(threads: int, rounds: int) -> tuple[list[Measured], float]:
                 progress.advance(0, f"{shape} {name}")
                 directory = Path(folder) / f"{shape}-{name}"
                 stored = make_export(checkpoint, form, directory)
-                figures, other = _measure_one(directory, threads, rounds, f"{shape} {name}")
+                figures, other = _measure_one(directory, threads, rounds, percent, f"{shape} {name}")
                 found += [Measured(shape, name, config, stored, kind, tokens, value) for kind, tokens, value in figures]
                 busiest = max(busiest, other)
                 shutil.rmtree(directory)
@@ -94,7 +96,9 @@ def measure(threads: int, rounds: int) -> tuple[list[Measured], float]:
     return found, busiest
 
 
-def _measure_one(directory: Path, threads: int, rounds: int, what: str) -> tuple[list[tuple[str, int, float]], float]:
+def _measure_one(
+    directory: Path, threads: int, rounds: int, percent: float, what: str
+) -> tuple[list[tuple[str, int, float]], float]:
     """(kind, tokens, value) of each figure, and the cores that other programs used."""
     specification = {**QUICK, "directory": str(directory), "threads": threads}
     variables = {"OMP_NUM_THREADS": str(threads)}
@@ -106,12 +110,12 @@ def _measure_one(directory: Path, threads: int, rounds: int, what: str) -> tuple
     figures = [("memory", MEMORY_TOKENS, float(memory["peak_rss_bytes"]))]
     for prompt in PROMPTS:
         samples = [sample for one in speed for sample in one["ttft_ms"][str(prompt)]]
-        figures.append(("ttft", prompt, statistics.median(samples)))
+        figures.append(("ttft", prompt, percentile(samples, percent)))
     for depth in DEPTHS:
         samples = [sample for one in speed for sweep in one["step_ms"][str(depth)] for sample in sweep]
         # A step is timed behind the warm-up ones: in the middle it sees that many more tokens.
         middle = depth + QUICK["warm_up_steps"] + QUICK["steps"] // 2  # type: ignore[operator]
-        figures.append(("decode", middle, statistics.median(samples)))
+        figures.append(("decode", middle, percentile(samples, percent)))
     return figures, max(result.other_cpu_cores for result in results)
 
 
@@ -189,7 +193,9 @@ def _row(each: Measured, fitted: Device, probes: Device, default: Device) -> dic
     }
 
 
-def run_check(out: Path, device_file: Path | None, threads: int | None, rounds: int) -> dict[str, Any]:
+def run_check(
+    out: Path, device_file: Path | None = None, threads: int | None = None, rounds: int = 1, percent: float = 50
+) -> dict[str, Any]:
     """Measure, fit, score and write; see the module. Returns what `prediction.json` holds.
 
     Raises:
@@ -207,14 +213,16 @@ def run_check(out: Path, device_file: Path | None, threads: int | None, rounds: 
         device = load_device(str(device_file))
     if device.processor != "cpu":
         raise UsageError(f"--device {device_file}: is a {device.processor.upper()}'s; models are measured on the CPU")
-    measured, busiest = measure(threads, rounds)
+    measured, busiest = measure(threads, rounds, percent)
     here = machine()
     quiet = "" if busiest <= QUIET_CORES else f", other programs used up to {busiest:.1f} cores"
-    source = f"`benchmarks.prediction_check`, {len(FITTED)} shapes fitted, {threads} threads{quiet}"
+    figure = "" if percent == 50 else f", percentile {percent:g} of the samples"
+    source = f"`benchmarks.prediction_check`, {len(FITTED)} shapes fitted, {threads} threads{figure}{quiet}"
     result = check(device, measured, source, f"{here['processor']}, {threads} threads")
     out.mkdir(parents=True, exist_ok=True)
     write_device(result["device"], out / "device.toml", "Written by benchmarks.prediction_check.")
     result |= {"device": str(out / "device.toml"), "machine": here, "threads": threads, "rounds": rounds}
+    result |= {"percentile": percent}
     result |= {"bounds_percent": BOUNDS_PERCENT, "clean": busiest <= QUIET_CORES, "other_cpu_cores": round(busiest, 2)}
     result["shapes"] = {name: asdict(config) for name, config in {**FITTED, **SCORED}.items()}
     result["seconds"] = round(time.perf_counter() - started, 1)
@@ -260,11 +268,14 @@ def main() -> int:
     parser.add_argument("--device", type=Path, help="This machine's device file; calibrated anew if not given.")
     parser.add_argument("--threads", type=int, help="CPU threads; all physical cores if not given.")
     parser.add_argument("--rounds", type=int, default=1, help="Fresh processes that measure each model's speed.")
+    parser.add_argument(
+        "--percentile", type=float, default=50, help="Of the samples; a low one leans less on other programs. [50]"
+    )
     parser.add_argument("--json", action="store_true", help="One JSON object on standard output.")
     arguments = parser.parse_args()
     console.use_stderr(arguments.json)
     try:
-        result = run_check(arguments.out, arguments.device, arguments.threads, arguments.rounds)
+        result = run_check(arguments.out, arguments.device, arguments.threads, arguments.rounds, arguments.percentile)
     except SportsLLMError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
