@@ -109,7 +109,7 @@ def gated(new: int, inner: int, count: int) -> ProbeGraph:
 def time_graph(specification: Mapping[str, Any]) -> dict[str, Any]:
     """Seconds of one run of the graph at `graph`; a graph with a cache writes it in place, `end` tokens full.
 
-    The 10th percentile: other programs only ever add time, and these runs are too short to have a slow kind of their own.
+    The 10th percentile: other programs only ever add time to runs as short as these.
     """
     session = _session(specification)
     binding, feeds = session.io_binding(), {}
