@@ -13,6 +13,7 @@ from benchmarks.process import QUIET_CORES
 from benchmarks.report import LIMIT_LABELS, MISSING, number
 from benchmarks.stats import CONFIDENCE, coverage, rank
 from benchmarks.summary import decides
+from benchmarks.tables import reliability_line
 
 OUTCOMES = {True: "passed", False: "missed", None: "not measured"}
 
@@ -150,6 +151,8 @@ def print_budget(console: Console, budget: Mapping[str, Any]) -> None:
     headers = ("budget", "value", "allowed", "outcome", "from", "measured here")
     console.print(table(headers, rows, (0, 3, 4)))
     console.print(verdict_line(budget), markup=False, style="bold")
+    if budget["decided_by"] == "prediction":
+        console.print(reliability_line(budget["efficiency"]), markup=False)
 
 
 def verdict_line(budget: Mapping[str, Any]) -> str:

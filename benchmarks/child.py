@@ -31,21 +31,27 @@ ENERGY_S = 2.0
 ENERGY_READ_STEPS = 8
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure what the JSON argument asks for; the exit code is 0 wherever a result or a reason was printed."""
+Mode = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def main(arguments: Sequence[str], modes: Mapping[str, Mode] | None = None) -> int:
+    """Measure what the JSON argument asks for; the exit code is 0 wherever a result or a reason was printed.
+
+    `modes` are what another module measures, by name.
+    """
     result_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not end up in the result
     specification = json.loads(arguments[0])
     cpus = pin(specification.get("cpus"))
     try:
-        payload = _MODES[specification["mode"]](specification)
+        payload = (modes or _MODES)[specification["mode"]](specification)
         payload |= {"cpus": cpus, **surroundings(cpus)}  # the clock while it is still busy
     except SportsLLMError as error:
         payload = {"error": str(error), "exit_code": error.exit_code}
     except ModuleNotFoundError as error:
         advice = "install it with: pip install 'sportsllm-compress[compress]', or measure an export"
         payload = {
-            "error": f"{specification['directory']}: needs the package {error.name!r}; {advice}",
+            "error": f"{specification.get('directory', 'this')}: needs the package {error.name!r}; {advice}",
             "exit_code": ResourceError.exit_code,
         }
     result_stream.write(json.dumps(payload) + "\n")
@@ -172,7 +178,7 @@ def _sustained(specification: Mapping[str, Any]) -> dict[str, Any]:
     return {**loaded, **measure_sustained(decoder, draw_tokens(decoder, specification["seed"]), specification)}
 
 
-_MODES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+_MODES: dict[str, Mode] = {
     "speed": measure_speed,
     "batch": measure_batch,
     "memory": measure_memory,

@@ -1,4 +1,4 @@
-"""The commands `plan`, `devices`, `bench`, `report` and `compare`. Heavy imports live inside the functions."""
+"""The commands `plan`, `devices`, `calibrate`, `bench`, `report` and `compare`. Heavy imports are inside."""
 
 from __future__ import annotations
 
@@ -86,6 +86,24 @@ def devices(
             for each in found
         ]
     }
+
+
+def calibrate(
+    out: Annotated[Path, typer.Option("--out", help="New device file, .toml.")],
+    name: Annotated[str | None, typer.Option("--name", help="The device's name; the file's if not given.")] = None,
+    threads: options.Threads = None,
+    limits_from: Annotated[
+        str, typer.Option("--limits-from", help="Device whose limits it gets: a name from `devices`, or a file.")
+    ] = "host",
+) -> dict[str, Any]:
+    """Measure this machine, in about a minute, and write it as a device file."""
+    from benchmarks.calibrate import run_calibrate
+    from benchmarks.tables import print_calibration
+    from sportsllm.console import output
+
+    result = run_calibrate(out, name, threads, limits_from)
+    print_calibration(output(), result)
+    return result
 
 
 def bench(

@@ -8,14 +8,34 @@ was read. 1 MB = 10^6 bytes everywhere.
 from __future__ import annotations
 
 from datetime import date
+from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-FORMAT = 1
-Kind = Literal["spec", "measured", "estimated"]
-Text = Annotated[str, Field(min_length=1)]
+from benchmarks.efficiency import Efficiency
+from benchmarks.figures import (
+    Bandwidth,
+    BandwidthAt,
+    Clock,
+    Cores,
+    Fact,
+    Figure,
+    FloatRate,
+    IntegerRate,
+    Memory,
+    Overhead,
+    Power,
+    Published,
+    Share,
+    Strict,
+    Text,
+)
 
+__all__ = ["FORMAT", "LIMIT_UNITS", "Device", "Figure", "Hardware", "Limits", "Published", "Recognise"]
+
+FORMAT = 2
+"""2 added `efficiency` and `hardware.bandwidth_by_working_set`, and made `hardware.power` optional."""
 
 LIMIT_UNITS = {
     "file_mb": "MB",
@@ -27,107 +47,14 @@ LIMIT_UNITS = {
 }
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class Figure(_Strict):
-    """A number somebody can check: `kind` says whether it is a maker's spec, a measurement or an estimate."""
-
-    value: float
-    unit: Text
-    source: Text
-    date: date
-    kind: Kind
-    note: str = ""
-
-
-class Fact(_Strict):
-    """Something known that is no number, with the same evidence as a figure."""
-
-    value: Text
-    source: Text
-    date: date
-    kind: Kind
-    note: str = ""
-
-
-class Published(Figure):
-    """Somebody's measured result on this device, kept to check predictions against."""
-
-    what: Text
-
-
-# A figure with its unit and the values that can be meant; outside them a unit was mistaken.
-class Memory(Figure):
-    """In MB."""
-
-    unit: Literal["MB"]
-    value: float = Field(ge=16, le=4e6)
-
-
-class Cores(Figure):
-    """Processor cores; on a GPU the maker's own count."""
-
-    unit: Literal["cores"]
-    value: float = Field(ge=1, le=100_000, multiple_of=1)
-
-
-class Clock(Figure):
-    """In GHz."""
-
-    unit: Literal["GHz"]
-    value: float = Field(ge=0.1, le=10)
-
-
-class Bandwidth(Figure):
-    """In GB/s, 10^9 bytes a second."""
-
-    unit: Literal["GB/s"]
-    value: float = Field(ge=0.1, le=20_000)
-
-
-class IntegerRate(Figure):
-    """In GOP/s, 10^9 multiplications or additions of 8-bit numbers a second."""
-
-    unit: Literal["GOP/s"]
-    value: float = Field(ge=1, le=1e7)
-
-
-class FloatRate(Figure):
-    """In GFLOP/s, 10^9 multiplications or additions of 32-bit numbers a second."""
-
-    unit: Literal["GFLOP/s"]
-    value: float = Field(ge=1, le=1e7)
-
-
-class Power(Figure):
-    """In W."""
-
-    unit: Literal["W"]
-    value: float = Field(ge=0.1, le=2_000)
-
-
-class Share(Figure):
-    """A part of a whole, above 0 and at most 1."""
-
-    unit: Literal["share"]
-    value: float = Field(gt=0, le=1)
-
-
-class Overhead(Figure):
-    """In us."""
-
-    unit: Literal["us"]
-    value: float = Field(ge=0, le=100_000)
-
-
-class Hardware(_Strict):
+class Hardware(Strict):
     """The figures that predictions are made from.
 
-    `memory_usable` is what a model may take beside the system. The matmul rates are the processor's peaks.
-    `bandwidth_share` (of `memory_bandwidth`, reached in decoding) and `layer_overhead` (time a layer adds to
-    each token) replace the defaults of `benchmarks.predict` where they are known for the device.
+    `memory_usable` is what a model may take beside the system. `memory_bandwidth` is that beyond every cache, and
+    `bandwidth_by_working_set`, where known, what smaller working sets reach. The matmul rates are the processor's
+    peaks; in a file that `calibrate` wrote the highest that an operator of the runtime reached.
+    `bandwidth_share` (of the bandwidth, reached in decoding) and `layer_overhead` (time a layer adds to each token)
+    replace the defaults of `benchmarks.efficiency` where they are known for the device.
     """
 
     memory_total: Memory
@@ -138,9 +65,10 @@ class Hardware(_Strict):
     memory_bandwidth: Bandwidth
     int8_matmul_rate: IntegerRate
     fp32_matmul_rate: FloatRate
-    power: Power
+    power: Power | None = None
     bandwidth_share: Share | None = None
     layer_overhead: Overhead | None = None
+    bandwidth_by_working_set: tuple[BandwidthAt, ...] = Field(default=(), strict=False)
 
     @field_validator("memory_usable")
     @classmethod
@@ -150,8 +78,17 @@ class Hardware(_Strict):
             raise ValueError(f"{figure.value:g} MB is more than memory_total, {total.value:g} MB")
         return figure
 
+    @field_validator("bandwidth_by_working_set")
+    @classmethod
+    def _sizes_rise(cls, figures: tuple[BandwidthAt, ...]) -> tuple[BandwidthAt, ...]:
+        sizes = [figure.working_set_mb for figure in figures]
+        for smaller, larger in pairwise(sizes):
+            if larger <= smaller:
+                raise ValueError(f"working_set_mb {larger:g} follows {smaller:g}: working sets must rise")
+        return figures
 
-class Limits(_Strict):
+
+class Limits(Strict):
     """What a model may cost. Written down before anything is measured; never taken from a measurement.
 
     `file_mb` is the weight files and the graph; `peak_memory_mb` the process's peak with a cache of
@@ -200,7 +137,7 @@ def _at_least(value: float, info: ValidationInfo, other: str, why: str) -> float
     return value
 
 
-class Recognise(_Strict):
+class Recognise(Strict):
     """How a program running on the device can tell. Everything given must hold; `always` needs nothing."""
 
     always: bool = False
@@ -210,7 +147,7 @@ class Recognise(_Strict):
     max_memory_mb: float = Field(default=1e9, gt=0)
 
 
-class Device(_Strict):
+class Device(Strict):
     """One device file."""
 
     format: int = Field(ge=1)
@@ -221,6 +158,7 @@ class Device(_Strict):
     processor: Literal["cpu", "gpu"]
     recognise: Recognise | None = None
     hardware: Hardware
+    efficiency: Efficiency | None = None
     published: tuple[Published, ...] = Field(default=(), strict=False)
     limits: Limits
 
@@ -230,6 +168,16 @@ class Device(_Strict):
         if value > FORMAT:
             raise ValueError(f"{value} is newer than this program's {FORMAT}; upgrade sportsllm-compress")
         return value
+
+    @field_validator("efficiency")
+    @classmethod
+    def _said_once(cls, efficiency: Efficiency | None, info: ValidationInfo) -> Efficiency | None:
+        hardware = info.data.get("hardware")
+        if efficiency is not None and hardware is not None:
+            for name in ("bandwidth_share", "layer_overhead"):
+                if getattr(hardware, name) is not None:
+                    raise ValueError(f"hardware.{name} says the same thing again; leave it out beside efficiency")
+        return efficiency
 
     @field_validator("limits")
     @classmethod

@@ -77,10 +77,10 @@ class Search:
         return [candidate for candidate in self.found if not misses(self.figures(candidate), self.device)]
 
     def front(self, count: int) -> list[Candidate]:
-        """The best of each kind: depth, hidden size and form of the weights, caches aside."""
+        """The best of each kind: depth, hidden size and form of the weights, cache and profile aside."""
         kinds: dict[tuple[Any, ...], Candidate] = {}
         for candidate in self.inside():
-            shape, form = candidate.shape, replace(candidate.form, cache="fp32", loss_percent=0.0)
+            shape, form = candidate.shape, replace(candidate.form, cache="fp32", profile="memory", loss_percent=0.0)
             kinds.setdefault((shape.layers, shape.hidden, candidate.vocab_size, form), candidate)
             if len(kinds) == count:
                 break

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.device import LIMIT_UNITS, Device
-from benchmarks.predict import Stored, predict_figures
+from benchmarks.predict import efficiency_of, predict_figures
+from benchmarks.stored import Stored
 from compress.shapes import Shape
 from sportsllm.config import ModelConfig
 from sportsllm.console import progress_bar
-from sportsllm.quantized import BLOCK_SIZES
 
 _MOST_VALUES = 6  # of a dimension: a grid of more has shapes whose difference nobody measures
 _WIDTH_STEP = 32
@@ -57,9 +57,13 @@ class Form:
 
     def stored(self) -> Stored:
         """For `benchmarks.predict`."""
-        # A scale a row is next to nothing, as one in 256 numbers is.
-        block_size = max(BLOCK_SIZES) if self.per_row else self.block_size
-        return Stored(self.precision, block_size, cache=self.cache)
+        return Stored(
+            self.precision,
+            self.block_size,
+            cache=self.cache,
+            per_row=self.per_row,
+            latency=self.profile == "latency",
+        )
 
 
 _WEIGHTS = (
@@ -70,14 +74,17 @@ _WEIGHTS = (
     Form("int4", 128, 0.8),
 )
 _CACHE_LOSS_PERCENT = {"fp32": 0.0, "int8": 0.01}
+_PROFILE_LOSS_PERCENT = {"memory": 0.0, "latency": 0.02}
 
 
 def all_forms() -> list[Form]:
     """Every form that is considered."""
     return [
-        Form(form.precision, form.block_size, form.loss_percent + loss, form.per_row, cache)
+        replace(form, loss_percent=form.loss_percent + cache_loss + loss, cache=cache, profile=profile)
         for form in _WEIGHTS
-        for cache, loss in _CACHE_LOSS_PERCENT.items()
+        for cache, cache_loss in _CACHE_LOSS_PERCENT.items()
+        for profile, loss in _PROFILE_LOSS_PERCENT.items()
+        if profile == "memory" or (form.precision.startswith("int") and not form.per_row)
     ]
 
 
@@ -138,18 +145,31 @@ def candidates(teacher: ModelConfig, device: Device, vocabularies: Sequence[int]
     """
     shapes = list(_shapes(teacher))
     forms, found = all_forms(), []
+    with_efficiency = device.model_copy(update={"efficiency": efficiency_of(device)})  # worked out once, not each time
     with progress_bar("candidates", len(shapes) * len(vocabularies)) as bar:
         for vocab_size in vocabularies:
             for shape in shapes:
-                found += [_candidate(teacher, device, shape, vocab_size, form) for form in forms]
+                found += _candidates(teacher, with_efficiency, shape, vocab_size, forms)
                 bar.advance()
     return ranked(found)
 
 
-def _candidate(teacher: ModelConfig, device: Device, shape: Shape, vocab_size: int, form: Form) -> Candidate:
+def _candidates(
+    teacher: ModelConfig, device: Device, shape: Shape, vocab_size: int, forms: Sequence[Form]
+) -> list[Candidate]:
     config = shape.applied_to(teacher).with_changes(vocab_size=vocab_size)
-    loss = shape_loss_percent(Shape.of(teacher), shape) + _vocabulary_loss(teacher, vocab_size) + form.loss_percent
-    return Candidate(shape, vocab_size, form, config.parameters, loss, predict_figures(config, device, form.stored()))
+    loss = shape_loss_percent(Shape.of(teacher), shape) + _vocabulary_loss(teacher, vocab_size)
+    return [
+        Candidate(
+            shape=shape,
+            vocab_size=vocab_size,
+            form=form,
+            parameters=config.parameters,
+            loss_percent=loss + form.loss_percent,
+            predicted=predict_figures(config, device, form.stored()),
+        )
+        for form in forms
+    ]
 
 
 def ranked(found: Sequence[Candidate]) -> list[Candidate]:
@@ -193,7 +213,7 @@ def widened(candidate: Candidate, teacher: ModelConfig, device: Device) -> Candi
     full = Shape.of(teacher)
     for intermediate in [*range(candidate.shape.intermediate + _WIDTH_STEP, full.intermediate, _WIDTH_STEP)]:
         shape = replace(candidate.shape, intermediate=intermediate)
-        wider = _candidate(teacher, device, shape, candidate.vocab_size, candidate.form)
+        (wider,) = _candidates(teacher, device, shape, candidate.vocab_size, [candidate.form])
         if misses(wider.predicted, device):
             break
         best = wider

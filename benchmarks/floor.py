@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from export.layout import PROMPT_FILE
+from benchmarks.stored import prompt_graph_bytes, sizes, stored_form
 from sportsllm.artifacts import MANIFEST, directory_bytes, read_manifest
 from sportsllm.config import ModelConfig
 from sportsllm.plan import CACHE_BYTES
@@ -28,16 +28,13 @@ def floor_bytes(directory: Path, config: ModelConfig) -> dict[str, int]:
     if not config.tie_word_embeddings:
         embedding = config.parameters_by_component()["embedding"]
         weights = int(weights * (1 - embedding / config.parameters))
+    elif (by_rows := sizes(config, stored_form(directory)).looked_up) is not None:
+        weights -= int(by_rows.bytes)  # standard operators: the tied matrix a second time
     cache = "fp32"
     if (directory / MANIFEST).exists():
         cache = str(read_manifest(directory).get("settings", {}).get("kv_cache", cache))
     numbers = 2 * config.num_hidden_layers * config.key_value_size
     return {"weight_bytes": weights, "kv_bytes_per_token": numbers * CACHE_BYTES.get(cache, CACHE_BYTES["fp32"])}
-
-
-def prompt_graph_bytes(directory: Path) -> int:
-    """Size of the latency profile's second graph and its data, of which decoding reads nothing."""
-    return sum(path.stat().st_size for path in directory.glob(f"{PROMPT_FILE}*"))
 
 
 def floor_depth(depths: Sequence[int]) -> int:

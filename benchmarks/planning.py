@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.budget import judge, load_device
-from benchmarks.predict import Stored, predict, predict_figures
+from benchmarks.predict import Stored, predict, predict_figures, reliability
 from sportsllm.artifacts import directory_bytes
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.errors import UsageError
@@ -120,4 +120,9 @@ def _predictions(
         predicted += [asdict(row) for row in predict(config, device, stored)]
         figures = predict_figures(config, device, stored)
         budgets[precision] = judge(device.limits, {}, figures).as_dict(device.name)
-    return {"device": device.name, "predicted": predicted, "predicted_budget": budgets}
+    return {
+        "device": device.name,
+        "predicted": predicted,
+        "predicted_budget": budgets,
+        "efficiency": reliability(device),
+    }

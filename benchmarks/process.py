@@ -50,10 +50,10 @@ class ChildResult:
     other_cpu_cores: float
 
 
-def child_command(specification: Mapping[str, Any]) -> list[str]:
-    """The command line that measures `specification` in `benchmarks.child`."""
+def child_command(specification: Mapping[str, Any], module: str = "benchmarks.child") -> list[str]:
+    """The command line that measures `specification` in `benchmarks.child`, or in another such module."""
     # -P: a folder called `benchmarks` where the user happens to stand is not ours.
-    return [sys.executable, "-P", "-m", "benchmarks.child", json.dumps(dict(specification))]
+    return [sys.executable, "-P", "-m", module, json.dumps(dict(specification))]
 
 
 def run_child(

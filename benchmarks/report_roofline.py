@@ -8,11 +8,11 @@ from typing import Any
 
 from benchmarks.budget import load_device
 from benchmarks.device import Device
-from benchmarks.floor import prompt_graph_bytes
 from benchmarks.flops import forward_flops_per_token, matmul_parameters
 from benchmarks.report_inputs import StageSummary
 from benchmarks.report_plots import Plot, absent, bench_command, chart, colour, line, log_axis
 from benchmarks.report_text import is_number, part
+from benchmarks.stored import prompt_graph_bytes
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.errors import SportsLLMError
 

@@ -10,7 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.budget import LIMIT_UNITS
-from benchmarks.device import Device, Figure
+from benchmarks.device import Device
+from benchmarks.efficiency import Efficiency
+from benchmarks.figures import Fact, Figure
+from benchmarks.predict import reliability
 
 # Column titles of the limits, in the order of LIMIT_UNITS.
 _LIMIT_TITLES = ("file MB", "memory MB", "TTFT ms", "TPOT p50 ms", "TPOT p95 ms", "loss %")
@@ -90,6 +93,25 @@ def _print_predictions(console: Console, result: Mapping[str, Any]) -> None:
         budgets.append((precision, "fits" if budget["passed"] else "misses", *cells))
     titles = ("precision", "budget", *_LIMIT_TITLES)
     console.print(_table("against the budget (limit in brackets, ! where missed)", titles, budgets, names=2))
+    console.print(f"\n{reliability_line(result['efficiency'])}", markup=False)
+
+
+def reliability_line(efficiency: Mapping[str, Any]) -> str:
+    """How far predictions are off, as `benchmarks.predict.reliability` gives it, in one sentence."""
+    error = efficiency["error"]
+    made_with = f"{efficiency['source']}, {efficiency['date']}, {efficiency['kind']}"
+    if error is None:
+        return f"Error of these predictions: not measured (efficiencies: {made_with})."
+    parts = []
+    for name, words in (("decode", "time per token"), ("ttft", "first token"), ("memory", "memory")):
+        median, largest = error[f"{name}_median_percent"], error[f"{name}_largest_percent"]
+        known = median is not None and largest is not None
+        parts.append(f"{words} {median:.0f}% (at most {largest:.0f}%)" if known else f"{words} not measured")
+    where = "" if efficiency["own"] else ", another machine: no error is known for this one"
+    return (
+        f"Error of such predictions, median (largest): {', '.join(parts)}; {error['combinations']} combinations that "
+        f"were not fitted, on {error['machine']}, {error['date']}{where}. Efficiencies: {made_with}."
+    )
 
 
 def _judged(verdict: Mapping[str, Any]) -> str:
@@ -113,12 +135,33 @@ def print_devices(console: Console, devices: Sequence[Device], here: Sequence[st
     console.print("`devices show NAME` explains one, with the source of every figure.", markup=False)
 
 
+def print_calibration(console: Console, result: Mapping[str, Any]) -> None:
+    """What `calibrate` measured, where it stands, and what it could not read."""
+    curve = [(size, f"{speed:,.1f}") for size, speed in result["bandwidth_gb_per_s"].items()]
+    console.print(_table("memory bandwidth", ("working set MB", "GB/s"), curve))
+    rates = [(form.replace("_", " "), *(f"{rate:,.4g}" for rate in by_rows.values()))
+             for form, by_rows in result["gop_per_s"].items()]  # fmt: skip
+    rows = next(iter(result["gop_per_s"].values()))
+    console.print(_table("products, GOP/s", ("form", *(f"{count} rows" for count in rows)), rates))
+    if not result["clean"]:
+        used = f"{result['other_cpu_cores']:.1f} cores"
+        console.print(f"noisy: other programs used up to {used}; repeat it on a quiet machine", style="yellow")
+    absent = f"; cannot be read here: {', '.join(result['absent'])}" if result["absent"] else ""
+    made = f"{result['out']}: device {result['device']}, {result['threads']} threads"
+    took = f"limits of {result['limits_from']}, {result['seconds']:.0f} s"
+    console.print(f"\n{made}, {took}{absent}", markup=False)
+
+
 def print_device(console: Console, device: Device) -> None:
     """Everything a device file says."""
     console.print(Text(device.title, style="bold"))
     console.print(device.description.strip(), markup=False)
     figures = [(name, getattr(device.hardware, name)) for name in type(device.hardware).model_fields]
-    rows = [_evidence(name.replace("_", " "), figure) for name, figure in figures if figure is not None]
+    rows = [_evidence(name.replace("_", " "), figure) for name, figure in figures if isinstance(figure, Figure | Fact)]
+    rows += [
+        _evidence(f"bandwidth, {figure.working_set_mb:,g} MB read again and again", figure)
+        for figure in device.hardware.bandwidth_by_working_set
+    ]
     rows += [_evidence(published.what, published) for published in device.published]
     table = Table(box=None, pad_edge=False, title="\nfigures", title_justify="left", title_style="bold")
     for header, ratio in (("figure", 3), ("value", 2), ("kind", 1), ("date", 1), ("source", 5)):
@@ -126,6 +169,9 @@ def print_device(console: Console, device: Device) -> None:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
+    if device.efficiency is not None:
+        console.print(_table("efficiency", ("share or cost", "value"), _efficiency(device.efficiency), names=2))
+    console.print(f"\n{reliability_line(reliability(device))}", markup=False)
     limits = device.limits
     contexts = {
         "peak_memory_mb": f"with a context of {limits.memory_context_tokens:,} tokens",
@@ -139,6 +185,17 @@ def print_device(console: Console, device: Device) -> None:
     ]
     console.print(_table("limits (1 MB = 10^6 bytes)", ("limit", "at most", "measured"), allowed, names=3))
     console.print(f"\n{limits.reason}\n{limits.source}, {limits.date}.", markup=False)
+
+
+def _efficiency(efficiency: Efficiency) -> list[tuple[str, str]]:
+    rows = []
+    for name, value in efficiency.model_dump(exclude={"source", "date", "kind", "error"}, exclude_none=True).items():
+        words = name.replace("_", " ")
+        if isinstance(value, dict):
+            rows += [(f"{words}, {form.replace('_', ' ')}", f"{share:,.3g}") for form, share in value.items()]
+        else:
+            rows.append((words, value if isinstance(value, str) else f"{value:,.3g}"))
+    return rows
 
 
 def _evidence(name: str, figure: Any) -> tuple[str, str, str, str, str]:

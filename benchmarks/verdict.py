@@ -8,12 +8,10 @@ from typing import Any
 
 from benchmarks.budget import is_this_machine, judge
 from benchmarks.device import Device
-from benchmarks.floor import prompt_graph_bytes
-from benchmarks.predict import Stored, predict_figures
-from sportsllm.artifacts import MANIFEST, directory_bytes, read_manifest
-from sportsllm.config import ModelConfig, packed_by_bitsandbytes, read_json
+from benchmarks.predict import predict_figures, reliability
+from benchmarks.stored import packed_as, stored_form
+from sportsllm.config import ModelConfig
 from sportsllm.errors import UsageError
-from sportsllm.quantized import BLOCK_SIZES
 
 # Facts about the files, the same wherever they are measured.
 MACHINE_INDEPENDENT = ("file_mb", "quality_loss_percent")
@@ -46,7 +44,8 @@ def judge_budget(
 
     Returns:
         `device`, `limits` (one record each; `value` and `passed` are None where nothing is known), `passed`
-        (no known figure misses), `complete` (every limit had a figure) and `decided_by`.
+        (no known figure misses), `complete` (every limit had a figure) and `decided_by`; where that is the
+        prediction, `efficiency` says what it was made with and how far such predictions were off.
     """
     measured = measured_figures(device, result)
     here = on_device or is_this_machine(device)
@@ -56,6 +55,7 @@ def judge_budget(
         facts = {name: measured[name] for name in MACHINE_INDEPENDENT}
         outcome = judge(device.limits, facts, predicted_figures(device, config, directory))
     return {
+        **({} if here else {"efficiency": reliability(device)}),
         **outcome.as_dict(device.name),
         "complete": outcome.complete,
         "decided_by": "measurement" if here else "prediction",
@@ -83,7 +83,7 @@ def predicted_figures(device: Device, config: ModelConfig, directory: Path) -> d
     Of NF4 no more than the file's size: its operator unpacks every matrix anew, which the roofline does not describe.
     """
     figures: dict[str, float | None] = dict(predict_figures(config, device, stored_form(directory)))
-    if _quantization(directory).get("method") == "nf4":
+    if packed_as(directory).get("method") == "nf4":
         return dict.fromkeys(figures) | {"file_mb": figures["file_mb"]}
     context, limits = config.max_position_embeddings, device.limits
     if context < limits.ttft_prompt_tokens:
@@ -91,32 +91,3 @@ def predicted_figures(device: Device, config: ModelConfig, directory: Path) -> d
     if context <= limits.tpot_depth_tokens:
         figures["tpot_p50_ms"] = figures["tpot_p95_ms"] = None
     return figures
-
-
-def stored_form(directory: Path) -> Stored:
-    """How a directory stores its weights, from config.json's quantization_config and the manifest.
-
-    Raises:
-        ArtifactError: config.json or the manifest is damaged.
-    """
-    size = directory_bytes(directory)
-    packed = _quantization(directory)
-    if packed_by_bitsandbytes(packed) is not None:
-        return Stored("fp32")  # read as dense: the file's size says nothing of what is moved
-    if packed:
-        return Stored(
-            precision=f"int{packed['bits']}",
-            # A scale a row is next to nothing, as one in 256 numbers is.
-            block_size=max(BLOCK_SIZES) if packed.get("per_row") else int(packed.get("block_size", 32)),
-            head_bits=int(packed.get("head_bits", packed["bits"])),
-            zero_points=not packed.get("symmetric", True),
-            file_bytes=size,
-            prompt_bytes=prompt_graph_bytes(directory),
-        )
-    settings = read_manifest(directory).get("settings", {}) if (directory / MANIFEST).exists() else {}
-    return Stored("fp16" if settings.get("dtype") == "fp16" else "fp32", file_bytes=size)
-
-
-def _quantization(directory: Path) -> dict[str, Any]:
-    found: dict[str, Any] | None = read_json(directory / "config.json").get("quantization_config")
-    return found or {}

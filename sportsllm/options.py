@@ -29,6 +29,7 @@ COMMANDS = {
     "report": "benchmarks",
     "compare": "benchmarks",
     "devices": "benchmarks",
+    "calibrate": "benchmarks",
 }
 
 Command = Callable[..., dict[str, Any]]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.budget import Device, judge, list_devices, load_device
 from benchmarks.commands import plan
+from benchmarks.efficiency import CPU_FORMS
 from benchmarks.predict import (
     EFFICIENCIES,
     PREFILL_CHUNK_TOKENS,
@@ -22,6 +25,8 @@ from benchmarks.predict import (
     tpot_ms,
     ttft_ms,
 )
+from benchmarks.prediction_models import FORMS, OTHERS, make_checkpoint, make_export
+from benchmarks.stored import sizes
 from export.runtime import PREFILL_CHUNK
 from sportsllm.config import ModelConfig
 from sportsllm.errors import UsageError
@@ -180,6 +185,96 @@ def test_depths_fit_the_context() -> None:
         predict(SMALL, HOST, Stored("int4"), depths=[2_049])
 
 
+def _sizes_on_disk(directory: Path) -> tuple[int, int]:
+    """Bytes of a graph's large tensors, and those of them that no product reads, from the graph itself."""
+    import onnx
+
+    graph = onnx.load(str(directory / "model.onnx"), load_external_data=False).graph
+    stored = {
+        tensor.name: next(int(entry.value) for entry in tensor.external_data if entry.key == "length")
+        for tensor in graph.initializer
+        if tensor.external_data and not tensor.name.endswith("_cache")
+    }
+    reads = {name for node in graph.node if node.op_type in PRODUCTS for name in node.input}
+    return sum(stored.values()), sum(
+        size for name, size in stored.items() if "embed_tokens" in name and not reads & {name}
+    )
+
+
+PRODUCTS = {"MatMulNBits", "DynamicQuantizeMatMul", "FusedMatMul", "MatMul", "DequantizeLinear"}
+# Large enough for the tensors to lie in the data file.
+SHAPE = _llama(256, 384, 2, 4, 2, 500, 64).with_changes(max_position_embeddings=256)
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(SHAPE, tmp_path_factory.mktemp("untrained") / "checkpoint")
+
+
+@pytest.mark.parametrize("name", [*FORMS, *OTHERS])
+def test_the_parts_of_a_form_are_those_of_its_graph(name: str, untrained: Path, tmp_path: Path) -> None:
+    stored = make_export(untrained, {**FORMS, **OTHERS}[name], tmp_path / name)
+    parts = sizes(SHAPE, dataclasses.replace(stored, file_bytes=None))
+    everything, by_rows = _sizes_on_disk(tmp_path / name)
+    looked_up = 0 if parts.looked_up is None else parts.looked_up.bytes
+    weights = parts.body.bytes + parts.head.bytes + looked_up
+    assert weights == pytest.approx(everything, rel=0.01)  # tensors below 1 KiB stay in the graph
+    if stored.standard:  # the tied matrix by rows, for the embedding alone: a token reads one row of it
+        assert looked_up == pytest.approx(by_rows, rel=0.01) and by_rows > 0.05 * everything
+    else:
+        assert looked_up == 0
+    assert (parts.prompt is not None) == ("latency" in name)
+    if parts.prompt is not None:
+        data = (tmp_path / name / "prompt.onnx.data").stat().st_size
+        computed = sizes(SHAPE, dataclasses.replace(stored, file_bytes=None, prompt_bytes=0, latency=True)).prompt
+        # Tensors begin on whole pages in the file.
+        assert computed is not None and computed.bytes <= data <= computed.bytes + 20 * 4_096
+
+
+def test_a_standard_graph_does_not_read_its_embedding() -> None:
+    """The fault that was: the file has the tied matrix twice, and both were counted as read for each token."""
+    plain, standard = Stored("int4", 128, 8), Stored("int4", 128, 8, standard=True)
+    table = 16_000 * 768 + 4 * 16_000 * 768 // 128
+    assert file_bytes(SMALL, standard) - file_bytes(SMALL, plain) == table
+    as_file = dataclasses.replace(standard, file_bytes=file_bytes(SMALL, standard))
+    for stored in (standard, as_file):
+        assert tpot_ms(SMALL, HOST, stored, 0) == pytest.approx(tpot_ms(SMALL, HOST, plain, 0))
+        assert tpot_ms(SMALL, HOST, stored, 512) > tpot_ms(SMALL, HOST, plain, 512)  # its cache is copied
+        more = peak_memory_bytes(SMALL, HOST, stored, 1) - peak_memory_bytes(SMALL, HOST, plain, 1)
+        assert more == pytest.approx(table + 2 * 73_728, rel=1e-3)
+
+
+def test_forms_are_predicted_as_what_they_are() -> None:
+    blocks, rows = Stored("int8", 128), Stored("int8", 128, per_row=True)
+    assert ttft_ms(SMALL, HOST, rows, 512) < 0.75 * ttft_ms(SMALL, HOST, blocks, 512)  # 1,310 for 686 GOP/s
+    assert file_bytes(SMALL, rows) < file_bytes(SMALL, blocks)
+    int4, latency = Stored("int4", 128), Stored("int4", 128, latency=True)
+    assert tpot_ms(SMALL, HOST, latency, 512) == tpot_ms(SMALL, HOST, int4, 512)
+    # The second graph has rows of all layers but what the last one makes besides keys and values.
+    last = 2 * 768**2 + 3 * 768 * 2_048
+    numbers = 12 * (4 * 768**2 + 3 * 768 * 2_048) - last
+    assert file_bytes(SMALL, latency) - file_bytes(SMALL, int4) == pytest.approx(numbers, rel=0.01)
+    read_in_rows = ttft_ms(SMALL, HOST, rows, 512) * numbers / (numbers + last)
+    assert ttft_ms(SMALL, HOST, latency, 512) == pytest.approx(read_in_rows + tpot_ms(SMALL, HOST, int4, 511), rel=0.03)
+    grown = peak_memory_bytes(SMALL, HOST, latency, 512) - peak_memory_bytes(SMALL, HOST, int4, 512)
+    assert grown == pytest.approx(numbers * EFFICIENCIES["cpu"].weight_copies.int8_rows, rel=0.01)
+    small_cache = Stored("int4", 128, cache="int8")
+    less = peak_memory_bytes(SMALL, HOST, int4, 512) - peak_memory_bytes(SMALL, HOST, small_cache, 512)
+    assert less == pytest.approx(512 * 73_728 * 3 / 4)
+    assert tpot_ms(SMALL, HOST, small_cache, 1_900) < tpot_ms(SMALL, HOST, int4, 1_900)
+    assert ttft_ms(SMALL, HOST, small_cache, 512) > ttft_ms(SMALL, HOST, int4, 512)  # 138 for 38 ms of attention
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"precision": "int4", "per_row": True}, {"precision": "fp32", "latency": True},
+     {"precision": "int8", "per_row": True, "latency": True}, {"precision": "int4", "standard": True, "latency": True}],
+)  # fmt: skip
+def test_forms_that_do_not_exist(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        Stored(**arguments)
+
+
 @pytest.mark.parametrize("arguments", [("int3",), ("int4", 32, 8, False, "int2")])
 def test_unknown_forms_are_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(UsageError):
@@ -188,9 +283,10 @@ def test_unknown_forms_are_refused(arguments: tuple[str, ...]) -> None:
 
 def test_constants_cover_every_precision() -> None:
     assert PREFILL_CHUNK_TOKENS == PREFILL_CHUNK
-    for efficiency in EFFICIENCIES.values():
+    for processor, efficiency in EFFICIENCIES.items():
+        needed = set(CPU_FORMS) | (set() if processor == "cpu" else {"fp16"})
         for shares in (efficiency.prefill_share, efficiency.decode_share, efficiency.weight_copies):
-            assert set(shares) == set(PRECISIONS)
+            assert {name for name, value in shares if value is not None} == needed
 
 
 def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,270 @@
+"""Measure this machine: what its memory and ONNX Runtime's operators reach on it, as a device file.
+
+Every figure comes from a process of its own. What a model costs here is put together from them by
+`benchmarks.predict`; how far off that is, only models can tell: see `benchmarks.prediction_check`.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import ValidationError
+
+from benchmarks import calibrate_figures as figures
+from benchmarks.bench import default_threads, machine
+from benchmarks.budget import list_devices, load_device
+from benchmarks.device import FORMAT, Device
+from benchmarks.device_file import write_device
+from benchmarks.efficiency import CPU_CACHES, CPU_FORMS
+from benchmarks.instructions import instruction_set
+from benchmarks.probe_graph import ProbeGraph
+from benchmarks.probes import attention, chain, gated, product
+from benchmarks.process import QUIET_CORES, child_command, run_child, wait_for_quiet
+from sportsllm import console
+from sportsllm.errors import ConflictError, ResourceError, UsageError
+
+SECONDS_PER_FIGURE = 0.25
+TIMEOUT_S = 300.0
+WORKING_SETS_MIB = (0.5, 2.0, 8.0, 32.0, 128.0, 512.0)
+MOST_OF_MEMORY = 0.25  # of what is free, for a working set
+FOOTPRINT_BYTES = 50_000_000
+_BYTES = {"fp32": 4.0, "int8": 1.03, "int4": 0.53, "int8_rows": 1.0}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A graph to make, and what the process that runs it is told besides."""
+
+    make: Callable[[], ProbeGraph]
+    mode: str = "time"
+    end: int = 0
+
+
+@dataclass
+class Readings:
+    """What the probes gave.
+
+    Attributes:
+        seconds: of one run, by probe.
+        footprints: peak memory and weight bytes, by form and `none`.
+        curve: bytes a second by bytes of the working set.
+        other_cpu_cores: the most that other programs used beside a probe.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    footprints: dict[str, tuple[int, int]] = field(default_factory=dict)
+    curve: dict[float, float] = field(default_factory=dict)
+    other_cpu_cores: float = 0.0
+
+
+def probes() -> dict[str, Probe]:
+    """What is run, by the names that `benchmarks.calibrate_figures` reads."""
+    found = {"footprint.none": Probe(partial(chain, "int4", figures.BLOCK, 1), "footprint")}
+    for count in figures.EMPTY_COUNTS:
+        found[f"empty.{count}"] = Probe(partial(chain, "int4", figures.BLOCK, count))
+    width = figures.STREAM_WIDTH
+    for form in CPU_FORMS:
+        for rows in figures.PROMPT_ROWS:
+            found[f"product.{form}.{rows}"] = Probe(partial(product, form, rows, *figures.PRODUCT))
+        for count in figures.STEP_COUNTS:
+            found[f"step.{form}.{count}"] = Probe(partial(chain, form, figures.STEP_WIDTH, count))
+        count = max(2, round(FOOTPRINT_BYTES / (_BYTES[form] * width**2)))
+        found[f"footprint.{form}"] = Probe(partial(chain, form, width, count), "footprint")
+    found["stream"] = Probe(partial(chain, "fp32", width, figures.STREAM_COUNT))
+    found["between"] = Probe(partial(gated, *figures.GATED))
+    heads, size = figures.HEADS, figures.HEAD_DIM
+    new, end, deep = figures.PROMPT_NEW, figures.PROMPT_END, figures.DEEP
+    for cache in CPU_CACHES:
+        found[f"prompt.{cache}"] = Probe(partial(attention, cache, new, end, heads, heads, size), end=end)
+        for shared in figures.KV_HEADS:
+            found[f"attention.{cache}.{shared}"] = Probe(
+                partial(attention, cache, 1, deep, heads, shared, size), end=deep
+            )
+    return found
+
+
+def read_machine(threads: int, seconds_per_figure: float = SECONDS_PER_FIGURE) -> Readings:
+    """Run every probe, each in a process of its own.
+
+    Args:
+        threads: CPU threads.
+        seconds_per_figure: of timing each graph.
+
+    Raises:
+        ChildFailure: a process crashed, hung or was killed.
+        OSError: no room for 150 MB in the temporary folder.
+    """
+    readings, wanted = Readings(), probes()
+    free = psutil.virtual_memory().available * MOST_OF_MEMORY
+    sets = [size for size in WORKING_SETS_MIB if size * 2**20 <= free] or [WORKING_SETS_MIB[0]]
+    wait_for_quiet()
+    with (
+        console.progress_bar("calibrate", len(wanted) + len(sets)) as progress,
+        tempfile.TemporaryDirectory(prefix="calibrate-") as folder,
+    ):
+        for mebibytes in sets:
+            progress.advance(0, f"bandwidth, {mebibytes:g} MiB")
+            specification = {"mode": "bandwidth", "threads": threads, "working_set_bytes": int(mebibytes * 2**20)}
+            payload = _run(readings, specification, "benchmarks.child", f"bandwidth of {mebibytes:g} MiB")
+            readings.curve[float(payload["working_set_bytes"])] = float(payload["bandwidth_bytes_per_s"])
+            progress.advance()
+        for name, probe in wanted.items():
+            progress.advance(0, name)
+            graph = Path(folder) / "probe.onnx"
+            weights = probe.make().write(graph)
+            specification = {"mode": probe.mode, "graph": str(graph), "threads": threads, "end": probe.end}
+            specification["seconds_per_figure"] = seconds_per_figure
+            payload = _run(readings, specification, "benchmarks.probes", name)
+            if probe.mode == "footprint":
+                readings.footprints[name.partition(".")[2]] = (int(payload["peak_rss_bytes"]), weights)
+            else:
+                readings.seconds[name] = float(payload["seconds"])
+            progress.advance()
+    return readings
+
+
+def _run(readings: Readings, specification: dict[str, Any], module: str, what: str) -> dict[str, Any]:
+    variables = {"OMP_NUM_THREADS": str(specification["threads"]), "OPENBLAS_NUM_THREADS": "1"}
+    child = run_child(child_command(specification, module), f"calibrate ({what})", TIMEOUT_S, variables)
+    readings.other_cpu_cores = max(readings.other_cpu_cores, child.other_cpu_cores)
+    return child.payload
+
+
+def run_calibrate(
+    out: Path, name: str | None = None, threads: int | None = None, limits_from: str = "host"
+) -> dict[str, Any]:
+    """Measure this machine and write it as a device file.
+
+    Args:
+        out: the file to write, .toml.
+        name: the device's; the file's where not given.
+        threads: CPU threads; all physical cores where not given.
+        limits_from: the device whose limits the file gets: they are decisions, never taken from what was measured.
+
+    Returns:
+        `out`, `device`, `limits_from`, `threads`, `bandwidth_gb_per_s` by MB of the working set, `gop_per_s` by form
+        and rows, `efficiency`, `absent` (figures that cannot be read here), `clean`, `other_cpu_cores`, `seconds`.
+
+    Raises:
+        UsageError: a name or ending that cannot be, no such device, or limits that cannot hold here.
+        ConflictError: `out` exists.
+        ChildFailure: a measuring process failed; nothing is written then.
+        ResourceError: figures that cannot be.
+    """
+    if out.suffix != ".toml":
+        raise UsageError(f"--out {out}: a device file ends in .toml; call it {out.with_suffix('.toml').name}")
+    if out.exists():
+        raise ConflictError(f"{out}: exists already; choose another --out or move it away")
+    name = _checked_name(name or re.sub(r"[^a-z0-9.-]+", "-", out.stem.lower()).strip("-."))
+    decided, started = load_device(limits_from), time.perf_counter()
+    out.parent.mkdir(parents=True, exist_ok=True)  # a place that cannot be written is no news after a minute
+    threads = threads or default_threads()
+    readings = read_machine(threads)
+    device, absent = describe(readings, name, threads, decided)
+    write_device(device, out, f"Written by `calibrate`. The limits are those of {decided.name}, not measured.")
+    assert device.efficiency is not None
+    by_form = figures.rates(readings.seconds)
+    return {
+        "out": str(out),
+        "device": name,
+        "limits_from": decided.name,
+        "threads": threads,
+        "bandwidth_gb_per_s": {f"{size / 1e6:.4g}": speed / 1e9 for size, speed in readings.curve.items()},
+        "gop_per_s": {
+            form: {str(rows): rate / 1e9 for rows, rate in by_rows.items()} for form, by_rows in by_form.items()
+        },
+        "efficiency": device.efficiency.model_dump(mode="json"),
+        "absent": absent,
+        "clean": readings.other_cpu_cores <= QUIET_CORES,
+        "other_cpu_cores": round(readings.other_cpu_cores, 2),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def _checked_name(name: str) -> str:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
+        raise UsageError(f"--name {name!r}: use small letters, digits, dots and hyphens, for example my-machine")
+    if name in list_devices():
+        raise UsageError(f"--name {name}: is a shipped device's; choose another --name")
+    return name
+
+
+def describe(readings: Readings, name: str, threads: int, decided: Device) -> tuple[Device, list[str]]:
+    """The device file's content, and the names of figures that this machine does not tell.
+
+    Args:
+        readings: what the probes gave.
+        name: the device's.
+        threads: that they ran on.
+        decided: the device whose limits are taken over.
+
+    Raises:
+        UsageError: the limits cannot hold here.
+        ResourceError: figures that cannot be.
+    """
+    import onnxruntime
+
+    here, today = machine(), datetime.now(UTC).date()
+    disturbed = "" if readings.other_cpu_cores <= QUIET_CORES else ", other programs running"
+    source = f"`calibrate`, ONNX Runtime {onnxruntime.__version__}, {threads} threads{disturbed}"
+
+    def figure(value: float, unit: str, how: str = source, **more: Any) -> dict[str, Any]:
+        evidence = {"unit": unit, "source": how, "date": today, "kind": "measured"}
+        return {"value": float(f"{value:.4g}"), **evidence, **more}
+
+    by_form = figures.rates(readings.seconds)
+    integer, real = figures.peaks(by_form)
+    notes = {form: "/".join(f"{rate / 1e9:.4g}" for rate in rates.values()) for form, rates in by_form.items()}
+    quantized = ", ".join(f"{form} {notes[form]}" for form in CPU_FORMS if form != "fp32")
+    best = "the highest rate that an operator reached; at 1, 128 and 512 rows"
+    memory, instructions = psutil.virtual_memory(), instruction_set()
+    hardware: dict[str, Any] = {
+        "memory_total": figure(memory.total / 1e6, "MB", "the operating system, by psutil"),
+        "memory_usable": figure(memory.available / 1e6, "MB", "what was free when `calibrate` ran, by psutil"),
+        "cores": figure(default_threads(), "cores", "physical cores that this process may use, by psutil"),
+        "instruction_set": {"value": instructions, "source": "/proc/cpuinfo, or Python's platform module",
+                            "date": today, "kind": "measured"},
+        "memory_bandwidth": figure(readings.curve[max(readings.curve)] / 1e9, "GB/s"),
+        "int8_matmul_rate": figure(integer / 1e9, "GOP/s", note=f"{best}: {quantized}"),
+        "fp32_matmul_rate": figure(real / 1e9, "GFLOP/s", note=f"{best}: {notes['fp32']}"),
+        "bandwidth_by_working_set": [
+            figure(speed / 1e9, "GB/s", working_set_mb=float(f"{size / 1e6:.4g}"))
+            for size, speed in sorted(readings.curve.items())
+        ],
+    }  # fmt: skip
+    if here["clock_mhz"]:
+        hardware["clock"] = figure(here["clock_mhz"] / 1e3, "GHz", "the clock when `calibrate` ran, by psutil")
+    try:
+        efficiency = figures.derive(readings.seconds, readings.footprints, readings.curve, source, today)
+        device = Device.model_validate(
+            {
+                "format": FORMAT,
+                "name": name,
+                "title": f"{here['processor']}, {threads} threads",
+                "kind": "calibrated machine",
+                "description": f"Measured by `calibrate` on {here['system']}.",
+                "processor": "cpu",
+                "hardware": hardware,
+                "efficiency": efficiency,
+                "limits": decided.limits,
+            }
+        )
+    except ValidationError as error:
+        raise _refusal(error, decided.name) from None
+    return device, [each for each in ("clock", "power") if each not in hardware]
+
+
+def _refusal(error: ValidationError, limits_from: str) -> UsageError | ResourceError:
+    problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
+    if all(item["loc"][:1] == ("limits",) for item in error.errors()):
+        return UsageError(f"--limits-from {limits_from}: {'; '.join(problems)}; choose another device's limits")
+    return ResourceError(f"calibrate: figures that cannot be ({'; '.join(problems)}); close other programs and repeat")

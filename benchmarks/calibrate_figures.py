@@ -1,0 +1,143 @@
+"""From the times of `calibrate`'s probes to rates and an efficiency set. Plain arithmetic, nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import date
+
+from benchmarks.efficiency import (
+    CPU_CACHES,
+    CPU_FORMS,
+    CacheShares,
+    Curve,
+    Efficiency,
+    FormCopies,
+    FormShares,
+    bandwidth_at,
+)
+from benchmarks.stored import SCALE_NUMBERS
+
+BLOCK = 128  # numbers that share a scale
+PROMPT_ROWS = (128, 512)
+PRODUCT = (4_096, 768)  # rows and columns of the matrix that prompts are multiplied by
+STEP_WIDTH, STEP_COUNTS = 768, (2, 8)
+EMPTY_COUNTS = (2, 32)
+STREAM_WIDTH, STREAM_COUNT = 1_536, 14  # 132 MB of float32
+HEADS, KV_HEADS, HEAD_DIM = 12, (12, 2), 64
+PROMPT_NEW, PROMPT_END, DEEP = 128, 512, 1_900
+GATED = (128, 2_048, 8)  # rows, width, times
+OPERATORS_A_LAYER = 10
+"""Two norms, four products, attention, and silu, product and taking apart of gate and up."""
+
+Seconds = Mapping[str, float]
+
+
+def operator_seconds(seconds: Seconds) -> tuple[float, float]:
+    """What an operator with next to no work takes, and what a run takes besides: slope and start of a line."""
+    few, many = EMPTY_COUNTS
+    slope = (seconds[f"empty.{many}"] - seconds[f"empty.{few}"]) / (many - few)
+    slope = max(slope, 0.0)
+    return slope, max(seconds[f"empty.{few}"] - few * slope, 0.0)
+
+
+def rates(seconds: Seconds) -> dict[str, dict[int, float]]:
+    """Operations a second of products by form and by rows: 1, 128 and 512.
+
+    That of one row is the slope between a short and a longer chain, without what any operator takes.
+    """
+    empty, _ = operator_seconds(seconds)
+    few, many = STEP_COUNTS
+    found: dict[str, dict[int, float]] = {}
+    for form in CPU_FORMS:
+        whole = (seconds[f"step.{form}.{many}"] - seconds[f"step.{form}.{few}"]) / (many - few)
+        # A product takes at least a tenth of the time that was seen: what is left after noise is no rate.
+        step = max(whole - empty, 0.1 * seconds[f"step.{form}.{many}"] / many)
+        found[form] = {1: 2 * STEP_WIDTH**2 / step}
+        for rows in PROMPT_ROWS:
+            found[form][rows] = 2 * rows * PRODUCT[0] * PRODUCT[1] / seconds[f"product.{form}.{rows}"]
+    return found
+
+
+def peaks(by_form: Mapping[str, Mapping[int, float]]) -> tuple[float, float]:
+    """The highest rate of products of 8-bit numbers, and of float32, in operations a second."""
+    quantized = max(max(rates.values()) for form, rates in by_form.items() if form != "fp32")
+    return quantized, max(by_form["fp32"].values())
+
+
+def derive(
+    seconds: Seconds,
+    footprints: Mapping[str, tuple[int, int]],
+    curve: Curve,
+    source: str,
+    day: date,
+) -> Efficiency:
+    """An efficiency set from probes alone.
+
+    Args:
+        seconds: of one run of each timed graph, by the names of `benchmarks.calibrate.probes`.
+        footprints: peak memory and weight bytes by form, and `none`.
+        curve: bytes a second by bytes of the working set.
+        source: how the set came about.
+        day: when.
+
+    Raises:
+        pydantic.ValidationError: a figure that cannot be, such as weights that take no memory.
+    """
+    by_form = rates(seconds)
+    integer, real = peaks(by_form)
+    operator, run = operator_seconds(seconds)
+    peak = {form: real if form == "fp32" else integer for form in CPU_FORMS}
+    stream = 4 * STREAM_WIDTH**2 * STREAM_COUNT
+    rows, width, times = GATED
+    reading = {cache: _attention_step(seconds, cache, curve, real, operator) for cache in CPU_CACHES}
+    prompt = 4 * PROMPT_NEW * PROMPT_END * HEADS * HEAD_DIM
+    nothing = footprints["none"][0]
+    return Efficiency(
+        source=source,
+        date=day,
+        kind="measured",
+        bandwidth_share=_share(stream, seconds["stream"] - STREAM_COUNT * operator, bandwidth_at(curve, stream)),
+        pass_overhead_us=_digits(1e6 * run),
+        layer_overhead_us=_digits(1e6 * OPERATORS_A_LAYER * operator),
+        between_share=_share(
+            5 * 4 * rows * width * times, seconds["between"], bandwidth_at(curve, 3 * 4 * rows * width)
+        ),
+        runtime_mb=_digits(nothing / 1e6),
+        cache_share=CacheShares(**{cache: shares[0] for cache, shares in reading.items()}),
+        attention_step_share=CacheShares(**{cache: shares[1] for cache, shares in reading.items()}),
+        attention_share=CacheShares(
+            **{cache: _share(prompt, seconds[f"prompt.{cache}"] - operator, real) for cache in CPU_CACHES}
+        ),
+        # Prompts are read in pieces of 128 tokens.
+        prefill_share=FormShares(**{form: _rate_share(form, by_form[form][128], peak) for form in CPU_FORMS}),
+        decode_share=FormShares(**{form: _rate_share(form, by_form[form][1], peak) for form in CPU_FORMS}),
+        weight_copies=FormCopies(
+            **{form: _digits((footprints[form][0] - nothing) / footprints[form][1]) for form in CPU_FORMS}
+        ),
+    )
+
+
+def _attention_step(seconds: Seconds, cache: str, curve: Curve, real: float, operator: float) -> tuple[float, float]:
+    """Shares of bandwidth and of the fp32 peak, from two graphs with equal scores and unequal keys and values."""
+    size = {"fp32": 4, "int8": 1}[cache]
+    most, least = (2 * DEEP * heads * HEAD_DIM * size for heads in KV_HEADS)
+    both = [seconds[f"attention.{cache}.{heads}"] for heads in KV_HEADS]
+    read = _share(most - least, both[0] - both[1], bandwidth_at(curve, most))
+    rest = both[1] - operator - least / (read * bandwidth_at(curve, least))
+    return read, _share(4 * DEEP * HEADS * HEAD_DIM, rest, real)
+
+
+def _rate_share(form: str, rate: float, peak: Mapping[str, float]) -> float:
+    """Of a peak, scales counted as further numbers."""
+    scales = 1 + SCALE_NUMBERS / BLOCK if form in ("int8", "int4") else 1.0
+    return min(1.0, _digits(rate * scales / peak[form]))
+
+
+def _share(amount: float, seconds: float, peak: float) -> float:
+    """amount / seconds as a share of a peak; all of it where the time is too short to be seen."""
+    return 1.0 if seconds <= amount / peak else _digits(amount / seconds / peak)
+
+
+def _digits(value: float) -> float:
+    """Four digits: measurements have no more."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,189 @@
+"""What a runtime gets out of a processor: shares of a device's peak figures, and what models cost beside them.
+
+A device file that `calibrate` or `benchmarks.prediction_check` wrote has its own; for the others the sets below
+stand in. Shares belong to the peaks they were found with: `calibrate` takes for a peak what the runtime's best
+operator reached, the shipped device files what the processor could do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import date
+from itertools import pairwise
+from typing import Annotated
+
+from pydantic import Field
+
+from benchmarks.figures import Kind, Strict, Text
+
+FORMS = ("fp32", "fp16", "int8", "int4", "int8_rows")
+"""How a matrix is stored: `int8` and `int4` in blocks (MatMulNBits), `int8_rows` for DynamicQuantizeMatMul."""
+CPU_FORMS = tuple(form for form in FORMS if form != "fp16")
+"""On a CPU half precision is widened when it is loaded."""
+CPU_CACHES = ("fp32", "int8")
+
+Curve = Mapping[float, float]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Copies = Annotated[float, Field(ge=0.1, le=10)]
+Microseconds = Annotated[float, Field(ge=0, le=100_000)]
+Percent = Annotated[float, Field(ge=0, le=100_000)]
+
+
+class FormShares(Strict):
+    """A share for each form of a matrix; fp16 only where a processor multiplies it."""
+
+    fp32: PositiveShare
+    int8: PositiveShare
+    int4: PositiveShare
+    int8_rows: PositiveShare
+    fp16: PositiveShare | None = None
+
+
+class FormCopies(Strict):
+    """Memory for weights at the peak, as a multiple of their size, for each form of a matrix."""
+
+    fp32: Copies
+    int8: Copies
+    int4: Copies
+    int8_rows: Copies
+    fp16: Copies | None = None
+
+
+class CacheShares(Strict):
+    """A share for each precision of the key/value cache."""
+
+    fp32: PositiveShare
+    int8: PositiveShare
+    fp16: PositiveShare | None = None
+
+
+class PredictionError(Strict):
+    """How far predictions were from measurements, in percent of the measurement, either way.
+
+    Attributes:
+        combinations: shapes x precisions x depths that were compared; none of them had been fitted.
+        decode_median_percent, decode_largest_percent: of the time per token; likewise `ttft` and `memory`, None
+            where nothing was compared.
+        machine: what it was measured on.
+    """
+
+    combinations: int = Field(ge=1)
+    decode_median_percent: Percent | None = None
+    decode_largest_percent: Percent | None = None
+    ttft_median_percent: Percent | None = None
+    ttft_largest_percent: Percent | None = None
+    memory_median_percent: Percent | None = None
+    memory_largest_percent: Percent | None = None
+    machine: Text
+    source: Text
+    date: date
+
+
+class Efficiency(Strict):
+    """What a runtime gets out of a processor.
+
+    Attributes:
+        bandwidth_share: of the bandwidth at the working set's size, reading weights while decoding.
+        cache_share: the same, reading keys and values.
+        pass_overhead_us: time of any pass through the model beside all else, in us.
+        layer_overhead_us: the same that each layer adds.
+        prefill_share: of the device's peak rate for a form (fp32, or int8 for what is quantized), with many rows,
+            a block's scale counted as `benchmarks.stored.SCALE_NUMBERS`.
+        decode_share: the same with one row.
+        attention_share: of the fp32 peak, in attention over a prompt.
+        attention_step_share: the same for one new token.
+        between_share: of the bandwidth at their size, in what lies between products while reading a prompt.
+        weight_copies: memory for weights at the peak, as a multiple of their size in memory.
+        runtime_mb: the process without weights, libraries loaded, in MB.
+        cache: precision of the key/value cache where nobody says.
+        error: of predictions with this set; None where it was never checked.
+    """
+
+    source: Text
+    date: date
+    kind: Kind
+    bandwidth_share: PositiveShare
+    pass_overhead_us: Microseconds
+    layer_overhead_us: Microseconds
+    between_share: PositiveShare
+    runtime_mb: float = Field(ge=1, le=100_000)
+    cache: Annotated[str, Field(pattern="^(fp32|fp16|int8)$")] = "fp32"
+    cache_share: CacheShares
+    attention_share: CacheShares
+    attention_step_share: CacheShares
+    prefill_share: FormShares
+    decode_share: FormShares
+    weight_copies: FormCopies
+    error: PredictionError | None = None
+
+
+def bandwidth_at(curve: Curve, working_set_bytes: float) -> float:
+    """Bytes a second at a working set: between two measured sizes a power law, beyond them the nearest.
+
+    Args:
+        curve: bytes a second by bytes of the working set; not empty.
+        working_set_bytes: what is read again and again.
+    """
+    sizes = sorted(curve)
+    if working_set_bytes <= sizes[0]:
+        return curve[sizes[0]]
+    for small, large in pairwise(sizes):
+        if working_set_bytes < large:
+            place = math.log(working_set_bytes / small) / math.log(large / small)
+            return float(curve[small] ** (1 - place) * curve[large] ** place)
+    return curve[sizes[-1]]
+
+
+# ONNX Runtime 1.31.1, 2 threads, x86-64 with AVX512-VNNI, quiet, 2026-11; peaks 2,060 GOP/s and 510 GFLOP/s,
+# bandwidth 50 to 81 GB/s. `small` decoded 52 MB (int4, block 128) in 1.7 ms, 100 MB (int8) in 3.05 ms and
+# 389 MB (fp32) in 10.6 ms: a line of 37 GB/s (0.57 of 65) and 0.32 ms over 12 layers. Two other devices agree
+# on 0.57: Raspberry Pi 5 with 9.6 of 17.1 GB/s, OnePlus 12 with 41 to 47 of 76.8 GB/s (see their files). From depth
+# 32 to 512 it took 0.92 ms more with a float32 cache and 0.49 ms more with an int8 one: 0.57 and 0.28 of 65 GB/s.
+# Rates are those of one 768 x 4,096 product: MatMulNBits at 512 rows 489 to 735 (int4) and 558 to 723 (int8)
+# GOP/s, at one row 25 and 48 us with block 32 (scales counted as numbers, see `benchmarks.stored`);
+# DynamicQuantizeMatMul 1,310 to 1,547 GOP/s and 57 us; MatMul in fp32 478 GFLOP/s, less what lies between products.
+# Attention over 512 tokens in pieces of 128: 6.0 GFLOP in 38 ms, and in 138 ms with an int8 cache. Of what lies
+# between products half the bandwidth is an estimate.
+# Memory is that of `export.runtime` on 2026-11-21: 70 MB before the weights, and after loading `small` 505 MB (fp32),
+# 568 (fp16), 227 (int8, block 32), 184 and 137 (int4, blocks of 32 and 128), where the files have 390, 195, 110, 68
+# and 52 MB: prepacked copies stand beside the weights. INT8 rows are taken to need as many as blocks.
+CPU = Efficiency(
+    source="Products, attention and `small` of ONNX Runtime 1.31.1 on a Zen 5 server, gathered by hand",
+    date=date(2026, 11, 21),
+    kind="estimated",
+    bandwidth_share=0.57,
+    pass_overhead_us=0.0,
+    layer_overhead_us=27.0,
+    between_share=0.5,
+    runtime_mb=69.0,
+    cache_share=CacheShares(fp32=0.57, int8=0.28),
+    attention_share=CacheShares(fp32=0.31, int8=0.086),
+    attention_step_share=CacheShares(fp32=0.5, int8=0.5),
+    prefill_share=FormShares(fp32=0.75, int8=0.38, int4=0.34, int8_rows=0.65),
+    decode_share=FormShares(fp32=0.75, int8=0.095, int4=0.18, int8_rows=0.055),
+    weight_copies=FormCopies(fp32=1.15, int8=1.45, int4=1.5, int8_rows=1.45),
+)
+# An 8B model at Q4 (4.9 GB, 32 layers) decodes 42, 74 and 87 tokens/s on RTX 3060, 3080 and 3090, a 3B one
+# (2.0 GB, 28 layers) 123 on RTX 3060: 0.7 of the bandwidth and 50 us a layer meet all four within 22%.
+# Weights of 4 and 8 bits are widened and multiplied in fp16, at half the int8 peak. Shares of the matmul rates
+# and the memory of a CUDA context are estimates.
+_HALF_OF_INT8 = FormShares(fp32=0.5, fp16=0.2, int8=0.2, int4=0.2, int8_rows=0.2)
+GPU = Efficiency(
+    source="Published decoding rates of RTX 3060, 3080 and 3090; matmul shares and memory are guesses",
+    date=date(2026, 11, 21),
+    kind="estimated",
+    bandwidth_share=0.70,
+    pass_overhead_us=0.0,
+    layer_overhead_us=50.0,
+    between_share=0.5,
+    runtime_mb=400.0,
+    cache="fp16",
+    cache_share=CacheShares(fp32=0.70, fp16=0.70, int8=0.70),
+    attention_share=CacheShares(fp32=0.31, fp16=0.31, int8=0.31),
+    attention_step_share=CacheShares(fp32=0.5, fp16=0.5, int8=0.5),
+    prefill_share=_HALF_OF_INT8,
+    decode_share=_HALF_OF_INT8,
+    weight_copies=FormCopies(fp32=1.0, fp16=1.0, int8=1.0, int4=1.0, int8_rows=1.0),
+)
+EFFICIENCIES = {"cpu": CPU, "gpu": GPU}

@@ -1,0 +1,289 @@
+"""How far predictions are off on this machine: measured on models whose shapes were not fitted.
+
+    python -m benchmarks.prediction_check --out DIR [--device my-machine.toml] [--threads N] [--rounds N]
+
+Takes the device file that `calibrate` wrote here, or calibrates first. Measures untrained models of several shapes,
+forms and depths in fresh processes, as `bench` does but shorter; fits the efficiencies on some shapes, from what the
+probes gave; and compares predictions with measurements of the others. Writes into DIR `prediction.json` (everything),
+`prediction.csv` (a line a figure) and `device.toml`: the device with the fitted efficiencies and the errors found, for
+`plan --device`. Exits 4 where a largest error is above its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench import default_threads, machine
+from benchmarks.bench_tables import table
+from benchmarks.budget import load_device
+from benchmarks.calibrate import run_calibrate
+from benchmarks.device import FORMAT, Device
+from benchmarks.device_file import write_device
+from benchmarks.efficiency import EFFICIENCIES, PredictionError
+from benchmarks.efficiency_fit import Measured, fit_efficiency, with_efficiency
+from benchmarks.prediction_models import ALL_FORMS, FITTED, FORMS, OTHERS, SCORED, Form, make_checkpoint, make_export
+from benchmarks.process import QUIET_CORES, child_command, run_child, wait_for_quiet
+from benchmarks.stats import percentile
+from sportsllm import console
+from sportsllm.config import ModelConfig
+from sportsllm.errors import ConflictError, GateError, SportsLLMError, UsageError
+
+BOUNDS_PERCENT = {"decode": 20.0, "ttft": 25.0, "memory": 20.0}
+PROMPTS, DEPTHS, MEMORY_TOKENS = (128, 512), (32, 512, 1_024), 1_024
+QUICK = {
+    "seed": 0,
+    "prompts": PROMPTS,
+    "depths": DEPTHS,
+    "steps": 24,
+    "warm_up_steps": 6,
+    "repeats": 3,
+    "seconds_per_figure": 0.1,
+    "context_tokens": MEMORY_TOKENS,
+    "memory_steps": 8,
+}
+"""Fewer steps and repeats than `bench` takes: two dozen models have to be through in minutes."""
+TIMEOUT_S = 300.0
+
+
+def combinations() -> Iterator[tuple[str, ModelConfig, dict[str, Form]]]:
+    """Each shape with the forms it is measured in."""
+    for name, config in {**FITTED, **SCORED}.items():
+        yield name, config, {**FORMS, **(OTHERS if name in ALL_FORMS else {})}
+
+
+def measure(threads: int, rounds: int, percent: float = 50) -> tuple[list[Measured], float]:
+    """Every figure of every model, and the most cores that other programs used beside one.
+
+    Args:
+        threads: CPU threads.
+        rounds: fresh processes that measure speed.
+        percent: which percentile of their samples is the figure.
+
+    Raises:
+        ChildFailure: a measuring process failed.
+    """
+    found: list[Measured] = []
+    busiest, wanted = 0.0, list(combinations())
+    wait_for_quiet()
+    with (
+        console.progress_bar("prediction check", sum(len(forms) for *_, forms in wanted)) as progress,
+        tempfile.TemporaryDirectory(prefix="prediction-") as folder,
+    ):
+        for shape, config, forms in wanted:
+            checkpoint = make_checkpoint(config, Path(folder) / shape)
+            for name, form in forms.items():
+                progress.advance(0, f"{shape} {name}")
+                directory = Path(folder) / f"{shape}-{name}"
+                stored = make_export(checkpoint, form, directory)
+                figures, other = _measure_one(directory, threads, rounds, percent, f"{shape} {name}")
+                found += [Measured(shape, name, config, stored, kind, tokens, value) for kind, tokens, value in figures]
+                busiest = max(busiest, other)
+                shutil.rmtree(directory)
+                progress.advance()
+            shutil.rmtree(checkpoint)
+    return found, busiest
+
+
+def _measure_one(
+    directory: Path, threads: int, rounds: int, percent: float, what: str
+) -> tuple[list[tuple[str, int, float]], float]:
+    """(kind, tokens, value) of each figure, and the cores that other programs used."""
+    specification = {**QUICK, "directory": str(directory), "threads": threads}
+    variables = {"OMP_NUM_THREADS": str(threads)}
+    results = [
+        run_child(child_command({**specification, "mode": mode}), f"{what} ({mode})", TIMEOUT_S, variables)
+        for mode in ["speed"] * rounds + ["memory"]
+    ]
+    *speed, memory = [result.payload for result in results]
+    figures = [("memory", MEMORY_TOKENS, float(memory["peak_rss_bytes"]))]
+    for prompt in PROMPTS:
+        samples = [sample for one in speed for sample in one["ttft_ms"][str(prompt)]]
+        figures.append(("ttft", prompt, percentile(samples, percent)))
+    for depth in DEPTHS:
+        samples = [sample for one in speed for sweep in one["step_ms"][str(depth)] for sample in sweep]
+        # A step is timed behind the warm-up ones: in the middle it sees that many more tokens.
+        middle = depth + QUICK["warm_up_steps"] + QUICK["steps"] // 2  # type: ignore[operator]
+        figures.append(("decode", middle, percentile(samples, percent)))
+    return figures, max(result.other_cpu_cores for result in results)
+
+
+def errors(measured: Sequence[Measured], device: Device) -> dict[str, dict[str, float]]:
+    """Median and largest error by kind, in percent either way, and how many stay within the bound."""
+    found = {}
+    for kind, bound in BOUNDS_PERCENT.items():
+        off = [abs(each.error_percent(device)) for each in measured if each.kind == kind]
+        if off:
+            within = sum(error <= bound for error in off)
+            found[kind] = {
+                "figures": len(off),
+                "within": within,
+                "median_percent": round(statistics.median(off), 1),
+                "largest_percent": round(max(off), 1),
+            }
+    return found
+
+
+def check(device: Device, measured: Sequence[Measured], source: str, where: str) -> dict[str, Any]:
+    """Fit on the fitted shapes, score on the others.
+
+    Args:
+        device: with the efficiencies that the fit starts from.
+        measured: of all shapes.
+        source: how the fitted set came about.
+        where: the machine that it was measured on.
+
+    Returns:
+        `device` (a `Device` with the fitted set and its errors), `errors` by set (`fitted`, on scored shapes; `probes`,
+        before the fit; `default`, the shipped set; `fitted_shapes`), `passed`, and `rows`, a dict a figure.
+    """
+    fitting = [each for each in measured if each.shape in FITTED]
+    scoring = [each for each in measured if each.shape not in FITTED]
+    today = datetime.now(UTC).date()
+    efficiency = fit_efficiency(device, fitting).model_copy(
+        update={"source": source, "date": today, "kind": "measured", "error": None}
+    )
+    fitted = with_efficiency(device, efficiency)
+    default = with_efficiency(device, EFFICIENCIES["cpu"])
+    found = {
+        "fitted": errors(scoring, fitted),
+        "probes": errors(scoring, device),
+        "default": errors(scoring, default),
+        "fitted_shapes": errors(fitting, fitted),
+    }
+    figures = {
+        f"{kind}_{which}_percent": values[f"{which}_percent"]
+        for kind, values in found["fitted"].items()
+        for which in ("median", "largest")
+    }
+    depths = len({(each.shape, each.form, each.tokens) for each in scoring if each.kind == "decode"})
+    error = PredictionError(combinations=depths, machine=where, source=source, date=today, **figures)
+    carrying = efficiency.model_copy(update={"error": error})
+    return {
+        "device": with_efficiency(device, carrying).model_copy(update={"format": FORMAT}),
+        "errors": found,
+        "passed": all(found["fitted"][kind]["largest_percent"] <= bound for kind, bound in BOUNDS_PERCENT.items()),
+        "rows": [_row(each, fitted, device, default) for each in measured],
+    }
+
+
+def _row(each: Measured, fitted: Device, probes: Device, default: Device) -> dict[str, Any]:
+    return {
+        "shape": each.shape,
+        "form": each.form,
+        "figure": each.kind,
+        "tokens": each.tokens,
+        "used_for": "fitting" if each.shape in FITTED else "scoring",
+        "measured": float(f"{each.value:.5g}"),
+        "predicted": float(f"{each.predicted(fitted):.5g}"),
+        "error_percent": round(each.error_percent(fitted), 1),
+        "error_probes_percent": round(each.error_percent(probes), 1),
+        "error_default_percent": round(each.error_percent(default), 1),
+    }
+
+
+def run_check(
+    out: Path, device_file: Path | None = None, threads: int | None = None, rounds: int = 1, percent: float = 50
+) -> dict[str, Any]:
+    """Measure, fit, score and write; see the module. Returns what `prediction.json` holds.
+
+    Raises:
+        ConflictError: `out` exists and is not empty.
+        UsageError: a device file of no CPU.
+        ChildFailure: a measuring process failed; nothing is written then.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConflictError(f"{out}: exists already; choose another --out or move it away")
+    threads, started = threads or default_threads(), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        if device_file is None:
+            device_file = Path(folder) / "this-machine.toml"
+            run_calibrate(device_file, threads=threads)
+        device = load_device(str(device_file))
+    if device.processor != "cpu":
+        raise UsageError(f"--device {device_file}: is a {device.processor.upper()}'s; models are measured on the CPU")
+    measured, busiest = measure(threads, rounds, percent)
+    here = machine()
+    quiet = "" if busiest <= QUIET_CORES else f", other programs used up to {busiest:.1f} cores"
+    figure = "" if percent == 50 else f", percentile {percent:g} of the samples"
+    source = f"`benchmarks.prediction_check`, {len(FITTED)} shapes fitted, {threads} threads{figure}{quiet}"
+    result = check(device, measured, source, f"{here['processor']}, {threads} threads")
+    out.mkdir(parents=True, exist_ok=True)
+    write_device(result["device"], out / "device.toml", "Written by benchmarks.prediction_check.")
+    result |= {"device": str(out / "device.toml"), "machine": here, "threads": threads, "rounds": rounds}
+    result |= {"percentile": percent}
+    result |= {"bounds_percent": BOUNDS_PERCENT, "clean": busiest <= QUIET_CORES, "other_cpu_cores": round(busiest, 2)}
+    result["shapes"] = {name: asdict(config) for name, config in {**FITTED, **SCORED}.items()}
+    result["seconds"] = round(time.perf_counter() - started, 1)
+    (out / "prediction.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    with (out / "prediction.csv").open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, list(result["rows"][0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(result["rows"])
+    return result
+
+
+def print_check(result: Mapping[str, Any]) -> None:
+    """The scored figures and the errors by set."""
+    shown = ("shape", "form", "figure", "tokens", "measured", "predicted", "error_percent")
+    rows = [[f"{row[name]:,.4g}" if isinstance(row[name], float) else str(row[name]) for name in shown]
+            for row in result["rows"] if row["used_for"] == "scoring"]  # fmt: skip
+    console.output().print(table([name.replace("_", " ") for name in shown], rows, (0, 1, 2)))
+    sets = {
+        "fitted": "scored shapes, fitted set",
+        "probes": "scored shapes, device file's set",
+        "default": "scored shapes, shipped set",
+        "fitted_shapes": "fitted shapes, fitted set",
+    }
+    rows = []
+    for name, words in sets.items():
+        for kind, each in result["errors"][name].items():
+            within = f"{each['within']:.0f} of {each['figures']:.0f}"
+            bound = f"{result['bounds_percent'][kind]:g}%"
+            rows.append([words, kind, f"{each['median_percent']}%", f"{each['largest_percent']}%", bound, within])
+    headers = ("errors", "figure", "median", "largest", "bound", "within")
+    console.output().print(table(headers, rows, (0, 1)))
+    if not result["clean"]:
+        used = f"{result['other_cpu_cores']:.1f} cores"
+        console.output().print(f"noisy: other programs used up to {used}; repeat it on a quiet machine", style="yellow")
+    verdict = "every error is within its bound" if result["passed"] else "errors above their bound"
+    console.output().print(f"{verdict}; {result['device']}, {result['seconds']:.0f} s", markup=False)
+
+
+def main() -> int:
+    """Run the check; the exit code is the program's own kind."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="New folder for the results.")
+    parser.add_argument("--device", type=Path, help="This machine's device file; calibrated anew if not given.")
+    parser.add_argument("--threads", type=int, help="CPU threads; all physical cores if not given.")
+    parser.add_argument("--rounds", type=int, default=1, help="Fresh processes that measure each model's speed.")
+    parser.add_argument(
+        "--percentile", type=float, default=50, help="Of the samples; a low one leans less on other programs. [50]"
+    )
+    parser.add_argument("--json", action="store_true", help="One JSON object on standard output.")
+    arguments = parser.parse_args()
+    console.use_stderr(arguments.json)
+    try:
+        result = run_check(arguments.out, arguments.device, arguments.threads, arguments.rounds, arguments.percentile)
+    except SportsLLMError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    print_check(result)
+    if arguments.json:
+        print(json.dumps(result))
+    return 0 if result["passed"] else GateError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

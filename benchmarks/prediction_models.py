@@ -1,0 +1,128 @@
+"""Models that predictions are checked on: untrained, of several shapes and forms, exported without the parity gate.
+
+Time and memory of a model do not depend on what its weights are, so they are drawn at random and rounded to nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.stored import Stored, prompt_graph_bytes
+from sportsllm.artifacts import directory_bytes
+from sportsllm.config import ModelConfig
+from sportsllm.presets import PRESETS
+
+BLOCK = 128
+CONTEXT = 2_048
+
+
+def _shape(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=CONTEXT,
+    )
+
+
+FITTED: Mapping[str, ModelConfig] = {
+    "5m": PRESETS["tiny-5m"].with_changes(max_position_embeddings=CONTEXT),
+    "30m": _shape(8_000, 512, 1_408, 8, 8, 8),
+    "small": PRESETS["small"],
+}
+# Two between the fitted ones in width, one as wide as the largest with fewer layers; other heads, depths and widths.
+SCORED: Mapping[str, ModelConfig] = {
+    "15m": _shape(8_000, 384, 1_024, 8, 6, 2),
+    "60m": _shape(16_000, 640, 1_792, 10, 10, 5),
+    "48m-wide": _shape(8_000, 768, 2_048, 6, 12, 4),
+}
+# The shapes that have the forms in OTHERS too.
+ALL_FORMS = ("30m", "60m")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model is stored: `bits` of its layers, 7 for INT8 rows and 32 for none packed."""
+
+    bits: int
+    block_size: int = BLOCK
+    cache: str = "fp32"
+    latency: bool = False
+    standard: bool = False
+
+    def stored(self) -> Stored:
+        """For `benchmarks.predict`."""
+        precision = {32: "fp32", 8: "int8", 7: "int8", 4: "int4"}[self.bits]
+        return Stored(
+            precision,
+            self.block_size,
+            cache=self.cache,
+            per_row=self.bits == 7,
+            standard=self.standard,
+            latency=self.latency,
+        )
+
+
+FORMS: Mapping[str, Form] = {"fp32": Form(32), "int8": Form(8), "int4": Form(4), "int8-rows": Form(7)}
+OTHERS: Mapping[str, Form] = {
+    "int4-b32": Form(4, 32),
+    "int4-kv8": Form(4, cache="int8"),
+    "int4-latency": Form(4, latency=True),
+    "int4-standard": Form(4, standard=True),
+}
+
+
+def make_checkpoint(config: ModelConfig, directory: Path) -> Path:
+    """An untrained checkpoint, without a tokenizer."""
+    from sportsllm.checkpoint import save_checkpoint
+    from sportsllm.model import SportsLLM
+
+    model = SportsLLM(config)
+    model.initialize(0)
+    directory.mkdir(parents=True)
+    save_checkpoint(directory, model)
+    return directory
+
+
+def make_export(checkpoint: Path, form: Form, directory: Path) -> Stored:
+    """Export a checkpoint in a form; returns how it is stored, with the size of its files."""
+    import dataclasses
+    import shutil
+
+    import torch
+
+    from compress.packing import PackedTensors, Precision
+    from compress.quantize import quantize_text_free
+    from export.graph import write_graph
+    from export.kv_cache import CacheScales
+    from export.prompts import write_prompt_graph
+    from sportsllm.checkpoint import write_checkpoint
+    from sportsllm.config import load_config
+
+    config, source = load_config(checkpoint), checkpoint
+    directory.mkdir(parents=True)
+    if form.bits != 32:
+        source = directory / "packed"
+        source.mkdir()
+        packed = PackedTensors(Precision(form.bits, form.block_size))
+        quantize_text_free(checkpoint, config, packed, search=False)
+        write_checkpoint(source, config, packed.tensors, quantization=packed.record())
+    scales = None
+    if form.cache == "int8":
+        full = torch.full((config.num_hidden_layers, config.num_key_value_heads, config.head_dim), 0.05)
+        scales = CacheScales(full, full)
+    stored = write_graph(source, directory, scales=scales, standard=form.standard)
+    if form.latency:
+        write_prompt_graph(source, directory, stored, scales)
+    shutil.copyfile(source / "config.json", directory / "config.json")
+    if source != checkpoint:
+        shutil.rmtree(source)
+    return dataclasses.replace(
+        form.stored(), file_bytes=directory_bytes(directory), prompt_bytes=prompt_graph_bytes(directory)
+    )
