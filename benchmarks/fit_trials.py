@@ -26,7 +26,7 @@ from sportsllm.options import load_command
 
 _PROBE_ROUNDS = 1
 _SCORING_SAMPLES = 8
-_CUT_SAMPLES = 96
+_CUT_SAMPLES = 32
 _SEQUENCE = 512
 
 
