@@ -21,7 +21,7 @@ _MEANINGS = {
     "bench": "circles: scored by bench",
     "training": "diamonds: scored by their training, on the first 65,536 tokens or so of its held-out text",
     "fit": "squares: measured candidates of fit",
-    "predicted": "hollow squares: candidates with a predicted x or an estimated quality, which make no front",
+    "predicted": "hollow squares: candidates with a predicted x, or with an estimated quality (left out of the front)",
 }
 _AXES = (
     ("file_mb", "quality-size", "Quality and size", "MB"),

@@ -83,7 +83,12 @@ def bench_command(stages: Sequence[StageSummary], flags: str = "--device host") 
 def training_plots(stages: Sequence[StageSummary]) -> list[Plot]:
     """Loss and held-out quality over the tokens trained on, a line a stage."""
     curves = (
-        ("loss", "Training loss", "nats per token", "Mean loss of the logged steps."),
+        (
+            "loss",
+            "Training loss",
+            "nats per token",
+            "Mean loss of the logged steps. Losses on text and against a teacher are not of one kind.",
+        ),
         (
             "valid_bits_per_byte",
             "Held-out quality while training",

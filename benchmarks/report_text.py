@@ -171,7 +171,8 @@ def bench_tables(bench: Mapping[str, Any] | None) -> list[Table]:
     if windows:
         known = [(name, key) for name, key in _WINDOW_COLUMNS if any(is_number(window.get(key)) for window in windows)]
         rows = [
-            (str(index), *(_cell(window.get(key)) for _, key in known)) for index, window in enumerate(windows, start=1)
+            (str(index), *(_window_cell(key, window.get(key)) for _, key in known))
+            for index, window in enumerate(windows, start=1)
         ]
         tables.append(Table("Sustained run", ("window", *(name for name, _ in known)), rows, ()))
     others = part(bench, "against")
@@ -196,6 +197,10 @@ _WINDOW_COLUMNS = (
 )  # fmt: skip
 
 
+def _window_cell(key: str, value: Any) -> str:
+    return _cell(round(value, 1) if key == "start_s" and is_number(value) else value)
+
+
 def _cell(value: Any, scale: float = 1.0) -> str:
     return number(value / scale) if is_number(value) else MISSING
 
@@ -207,7 +212,7 @@ def _leaves(record: Any, name: str = "") -> Iterator[str]:
             if key not in ("raw", "noise", "noisy", "rounds", "status"):
                 yield from _leaves(value, f"{name} {key}".strip().replace("_", " "))
     elif is_number(record):
-        yield f"{name} {number(record)}"
+        yield f"{name}: {number(record)}"
     elif isinstance(record, str) and name in ("reason", "error", "version", "note", "install"):
         yield f"{name}: {record}"
 

@@ -218,7 +218,7 @@ def test_further_figures_of_bench_are_shown_where_they_are(tmp_path: Path) -> No
         "against": {"llama.cpp": {"status": "measured", "ttft_ms": {"512": 236.0}}, "other": {"status": "absent"}},
     }
     _, page = written(tmp_path, "T", Inputs([], bench))
-    for words in ("41.0 MB", "0.250 J per token", "480", "ttft ms 512 236", "absent"):
+    for words in ("41.0 MB", "0.250 J per token", "480", "ttft ms 512: 236", "absent"):
         assert words in page.text
     assert "anonymous memory" not in page.text
 
