@@ -163,7 +163,7 @@ def test_the_whole_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(prediction_check, "QUICK", quick)
     own = with_efficiency(HOST, CPU).model_copy(update={"format": 2})
     write_device(own, tmp_path / "own.toml")
-    result = run_check(tmp_path / "out", tmp_path / "own.toml", threads=1)
+    result = run_check(tmp_path / "out", tmp_path / "own.toml", threads=1, rounds=2)
     assert result == json.loads((tmp_path / "out" / "prediction.json").read_text(encoding="utf-8"))
     with (tmp_path / "out" / "prediction.csv").open(encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
