@@ -68,7 +68,8 @@ def check(device: Device, measured: Sequence[Measured], source: str, where: str)
 
     Returns:
         `device` (a `Device` with the fitted set and its errors), `errors` by set (`fitted`, on scored shapes; `probes`,
-        before the fit; `default`, the shipped set; `fitted_shapes`), `passed`, and `rows`, a dict a figure.
+        before the fit; `default`, the shipped set; `fitted_shapes`), `default_error` for the shipped set to carry,
+        `passed`, and `rows`, a dict a figure.
     """
     fitting = [each for each in measured if each.shape in FITTED]
     scoring = [each for each in measured if each.shape not in FITTED]
@@ -84,17 +85,21 @@ def check(device: Device, measured: Sequence[Measured], source: str, where: str)
         "default": errors(scoring, default),
         "fitted_shapes": errors(fitting, fitted),
     }
-    figures = {
-        f"{kind}_{which}_percent": values[f"{which}_percent"]
-        for kind, values in found["fitted"].items()
-        for which in ("median", "largest")
-    }
     depths = len({(each.shape, each.form, each.tokens) for each in scoring if each.kind == "decode"})
-    error = PredictionError(combinations=depths, machine=where, source=source, date=today, **figures)
-    carrying = efficiency.model_copy(update={"error": error})
+
+    def error(name: str) -> PredictionError:
+        figures = {
+            f"{kind}_{which}_percent": values[f"{which}_percent"]
+            for kind, values in found[name].items()
+            for which in ("median", "largest")
+        }
+        return PredictionError(combinations=depths, machine=where, source=source, date=today, **figures)
+
+    carrying = efficiency.model_copy(update={"error": error("fitted")})
     return {
         "device": with_efficiency(device, carrying).model_copy(update={"format": FORMAT}),
         "errors": found,
+        "default_error": error("default").model_dump(mode="json"),
         "passed": all(found["fitted"][kind]["largest_percent"] <= bound for kind, bound in BOUNDS_PERCENT.items()),
         "rows": [_row(each, fitted, device, default) for each in measured],
     }
