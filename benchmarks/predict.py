@@ -1,16 +1,17 @@
 """Speed and memory of a model on a device that is not at hand: a roofline from the device file's figures.
 
     time per token    = weights + cache + overhead
-      weights         = sum over forms of max(bytes / (bandwidth * share), 2 numbers / (peak * share))
+      weights         = sum over forms of bytes / (bandwidth * share) or 2 numbers / (peak * share)
       cache           = bytes / (bandwidth * share) + 4 layers width depth / (fp32 peak * share)
       overhead        = a pass's own + layers * a layer's own
-    time to a token   = sum over pieces of the prompt of max(products, weights once) + attention
+    time to a token   = sum over pieces of the prompt of products, or weights once + attention
                         + what lies between products + overhead; and the head for the last token
     peak memory       = runtime + copies * weights + cache + activations of one piece of the prompt
 
-The peaks and bandwidths are the device file's, the shares `benchmarks.efficiency`'s or the file's own; the bandwidth
-is that of a working set as large as what one token reads, where the file knows it. The form is the roofline of
-Williams, Waterman and Patterson (CACM 52(4), 2009). `benchmarks.prediction_check` fits shares and measures errors.
+`a or b` is the longer one where they differ much, and 1.19 times either where they are equal: the two overlap, but
+not quite. The peaks and bandwidths are the device file's, the shares `benchmarks.efficiency`'s or the file's own. The
+bandwidth is that of a working set as large as what one token reads, where the file knows it. The form is the roofline
+of Williams, Waterman and Patterson (CACM 52(4), 2009). `benchmarks.prediction_check` fits shares and measures errors.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ DEEPEST_LEAVES = 148  # the deepest measurement leaves room for its own new toke
 PREFILL_CHUNK_TOKENS = 128  # pieces in which `export.runtime` reads a prompt
 P95_OVER_P50 = 1.25
 """Slow steps beside usual ones: an estimate. The shipped limits allow 1.3 to 1.7."""
+SHARPNESS = 4
+"""Exponent p of `a or b` = (a^p + b^p)^(1/p): without bound it is the larger one, which has a corner that no measured
+time has, and beyond which a fit learns nothing of the smaller one."""
 GROWING_READS = 6
 """Times that a growing cache's bytes move in a step: copied into the graph's input (2), joined with what is new (2),
 half of it transposed (1), read (1). See `export.buffers.GrowingCache` and `export.standard`."""
@@ -177,7 +181,7 @@ def _reading_ms(config: ModelConfig, device: Device, stored: Stored, body: Part,
     attention = _peak(device, "fp32") * _of(efficiency.attention_share, device, _cache(device, efficiency, stored))
     between = 4 * layers * _numbers_between(config)
     for new, end in _pieces(tokens):
-        seconds += max(2 * body.numbers * new / rate, once)
+        seconds += _longer(2 * body.numbers * new / rate, once)
         # Scores of each new token with all so far, masked ones too, and their product with the values: 2 T S each.
         seconds += 4 * layers * config.query_size * new * end / attention
         a_layers = 4 * new * _numbers_between(config)
@@ -224,10 +228,14 @@ def _numbers_between(config: ModelConfig) -> int:
 
 
 def _step_s(device: Device, efficiency: Efficiency, part: Part, working_set: float) -> float:
-    """Seconds of multiplying one row by a part's matrices: their bytes, or their numbers, whichever takes longer."""
+    """Seconds of multiplying one row by a part's matrices: their bytes, or their numbers."""
     memory = _resident(device, part) / (_bandwidth(device, working_set) * efficiency.bandwidth_share)
     rate = _peak(device, part.form) * _of(efficiency.decode_share, device, part.form)
-    return max(memory, 2 * part.numbers / rate)
+    return _longer(memory, 2 * part.numbers / rate)
+
+
+def _longer(first: float, second: float) -> float:
+    return float((first**SHARPNESS + second**SHARPNESS) ** (1 / SHARPNESS))
 
 
 def _resident(device: Device, part: Part) -> float:

@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,90 +32,13 @@ from benchmarks.device import FORMAT, Device
 from benchmarks.device_file import write_device
 from benchmarks.efficiency import EFFICIENCIES, PredictionError
 from benchmarks.efficiency_fit import Measured, fit_efficiency, with_efficiency
-from benchmarks.prediction_models import ALL_FORMS, FITTED, FORMS, OTHERS, SCORED, Form, make_checkpoint, make_export
-from benchmarks.process import QUIET_CORES, child_command, run_child, wait_for_quiet
-from benchmarks.stats import percentile
+from benchmarks.prediction_measure import measure
+from benchmarks.prediction_models import FITTED, SCORED
+from benchmarks.process import QUIET_CORES
 from sportsllm import console
-from sportsllm.config import ModelConfig
 from sportsllm.errors import ConflictError, GateError, SportsLLMError, UsageError
 
 BOUNDS_PERCENT = {"decode": 20.0, "ttft": 25.0, "memory": 20.0}
-PROMPTS, DEPTHS, MEMORY_TOKENS = (128, 512), (32, 512, 1_024), 1_024
-QUICK = {
-    "seed": 0,
-    "prompts": PROMPTS,
-    "depths": DEPTHS,
-    "steps": 24,
-    "warm_up_steps": 6,
-    "repeats": 3,
-    "seconds_per_figure": 0.1,
-    "context_tokens": MEMORY_TOKENS,
-    "memory_steps": 8,
-}
-"""Fewer steps and repeats than `bench` takes: two dozen models have to be through in minutes."""
-TIMEOUT_S = 300.0
-
-
-def combinations() -> Iterator[tuple[str, ModelConfig, dict[str, Form]]]:
-    """Each shape with the forms it is measured in."""
-    for name, config in {**FITTED, **SCORED}.items():
-        yield name, config, {**FORMS, **(OTHERS if name in ALL_FORMS else {})}
-
-
-def measure(threads: int, rounds: int, percent: float = 50) -> tuple[list[Measured], float]:
-    """Every figure of every model, and the most cores that other programs used beside one.
-
-    Args:
-        threads: CPU threads.
-        rounds: fresh processes that measure speed.
-        percent: which percentile of their samples is the figure.
-
-    Raises:
-        ChildFailure: a measuring process failed.
-    """
-    found: list[Measured] = []
-    busiest, wanted = 0.0, list(combinations())
-    wait_for_quiet()
-    with (
-        console.progress_bar("prediction check", sum(len(forms) for *_, forms in wanted)) as progress,
-        tempfile.TemporaryDirectory(prefix="prediction-") as folder,
-    ):
-        for shape, config, forms in wanted:
-            checkpoint = make_checkpoint(config, Path(folder) / shape)
-            for name, form in forms.items():
-                progress.advance(0, f"{shape} {name}")
-                directory = Path(folder) / f"{shape}-{name}"
-                stored = make_export(checkpoint, form, directory)
-                figures, other = _measure_one(directory, threads, rounds, percent, f"{shape} {name}")
-                found += [Measured(shape, name, config, stored, kind, tokens, value) for kind, tokens, value in figures]
-                busiest = max(busiest, other)
-                shutil.rmtree(directory)
-                progress.advance()
-            shutil.rmtree(checkpoint)
-    return found, busiest
-
-
-def _measure_one(
-    directory: Path, threads: int, rounds: int, percent: float, what: str
-) -> tuple[list[tuple[str, int, float]], float]:
-    """(kind, tokens, value) of each figure, and the cores that other programs used."""
-    specification = {**QUICK, "directory": str(directory), "threads": threads}
-    variables = {"OMP_NUM_THREADS": str(threads)}
-    results = [
-        run_child(child_command({**specification, "mode": mode}), f"{what} ({mode})", TIMEOUT_S, variables)
-        for mode in ["speed"] * rounds + ["memory"]
-    ]
-    *speed, memory = [result.payload for result in results]
-    figures = [("memory", MEMORY_TOKENS, float(memory["peak_rss_bytes"]))]
-    for prompt in PROMPTS:
-        samples = [sample for one in speed for sample in one["ttft_ms"][str(prompt)]]
-        figures.append(("ttft", prompt, percentile(samples, percent)))
-    for depth in DEPTHS:
-        samples = [sample for one in speed for sweep in one["step_ms"][str(depth)] for sample in sweep]
-        # A step is timed behind the warm-up ones: in the middle it sees that many more tokens.
-        middle = depth + QUICK["warm_up_steps"] + QUICK["steps"] // 2  # type: ignore[operator]
-        figures.append(("decode", middle, percentile(samples, percent)))
-    return figures, max(result.other_cpu_cores for result in results)
 
 
 def errors(measured: Sequence[Measured], device: Device) -> dict[str, dict[str, float]]:
@@ -146,7 +68,8 @@ def check(device: Device, measured: Sequence[Measured], source: str, where: str)
 
     Returns:
         `device` (a `Device` with the fitted set and its errors), `errors` by set (`fitted`, on scored shapes; `probes`,
-        before the fit; `default`, the shipped set; `fitted_shapes`), `passed`, and `rows`, a dict a figure.
+        before the fit; `default`, the shipped set; `fitted_shapes`), `default_error` for the shipped set to carry,
+        `passed`, and `rows`, a dict a figure.
     """
     fitting = [each for each in measured if each.shape in FITTED]
     scoring = [each for each in measured if each.shape not in FITTED]
@@ -162,17 +85,21 @@ def check(device: Device, measured: Sequence[Measured], source: str, where: str)
         "default": errors(scoring, default),
         "fitted_shapes": errors(fitting, fitted),
     }
-    figures = {
-        f"{kind}_{which}_percent": values[f"{which}_percent"]
-        for kind, values in found["fitted"].items()
-        for which in ("median", "largest")
-    }
     depths = len({(each.shape, each.form, each.tokens) for each in scoring if each.kind == "decode"})
-    error = PredictionError(combinations=depths, machine=where, source=source, date=today, **figures)
-    carrying = efficiency.model_copy(update={"error": error})
+
+    def error(name: str) -> PredictionError:
+        figures = {
+            f"{kind}_{which}_percent": values[f"{which}_percent"]
+            for kind, values in found[name].items()
+            for which in ("median", "largest")
+        }
+        return PredictionError(combinations=depths, machine=where, source=source, date=today, **figures)
+
+    carrying = efficiency.model_copy(update={"error": error("fitted")})
     return {
         "device": with_efficiency(device, carrying).model_copy(update={"format": FORMAT}),
         "errors": found,
+        "default_error": error("default").model_dump(mode="json"),
         "passed": all(found["fitted"][kind]["largest_percent"] <= bound for kind, bound in BOUNDS_PERCENT.items()),
         "rows": [_row(each, fitted, device, default) for each in measured],
     }
@@ -222,7 +149,7 @@ def run_check(
     out.mkdir(parents=True, exist_ok=True)
     write_device(result["device"], out / "device.toml", "Written by benchmarks.prediction_check.")
     result |= {"device": str(out / "device.toml"), "machine": here, "threads": threads, "rounds": rounds}
-    result |= {"percentile": percent}
+    result |= {"percentile": percent, "start": device.efficiency and device.efficiency.model_dump(mode="json")}
     result |= {"bounds_percent": BOUNDS_PERCENT, "clean": busiest <= QUIET_CORES, "other_cpu_cores": round(busiest, 2)}
     result["shapes"] = {name: asdict(config) for name, config in {**FITTED, **SCORED}.items()}
     result["seconds"] = round(time.perf_counter() - started, 1)

@@ -5,7 +5,7 @@ Time and memory of a model do not depend on what its weights are, so they are dr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,8 +42,6 @@ SCORED: Mapping[str, ModelConfig] = {
     "60m": _shape(16_000, 640, 1_792, 10, 10, 5),
     "48m-wide": _shape(8_000, 768, 2_048, 6, 12, 4),
 }
-# The shapes that have the forms in OTHERS too.
-ALL_FORMS = ("30m", "60m")
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,8 @@ OTHERS: Mapping[str, Form] = {
     "int4-latency": Form(4, latency=True),
     "int4-standard": Form(4, standard=True),
 }
+# Reading keys and computing scores can be told apart only by shapes that share keys between heads differently.
+OTHERS_OF: Mapping[str, Sequence[str]] = {"5m": ["int4-kv8"], "30m": list(OTHERS), "60m": list(OTHERS)}
 
 
 def make_checkpoint(config: ModelConfig, directory: Path) -> Path:

@@ -66,6 +66,7 @@ def test_the_device_modules_need_no_torch() -> None:
     code = (
         "import sys\nimport export.runtime, sportsllm.generate, sportsllm.evaluate, sportsllm.tokenizer\n"
         "import sportsllm.artifacts, sportsllm.corpus, benchmarks.bench, benchmarks.child\n"
+        "import benchmarks.calibrate, benchmarks.probes, benchmarks.tables\n"
         "print(sorted({'torch', 'onnx', 'onnx_ir', 'safetensors'} & set(sys.modules)))"
     )
     assert run(code).strip() == "[]"

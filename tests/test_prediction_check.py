@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import prediction_check
+from benchmarks import prediction_check, prediction_measure
 from benchmarks.budget import load_device
 from benchmarks.commands import devices, plan
 from benchmarks.device_file import write_device
 from benchmarks.efficiency import CPU, CacheShares, Efficiency, FormCopies, FormShares
 from benchmarks.efficiency_fit import Measured, Vector, fit_efficiency, least_squares, with_efficiency
 from benchmarks.predict import efficiency_of, peak_memory_bytes, tpot_ms, ttft_ms
-from benchmarks.prediction_check import check, combinations, errors, run_check
+from benchmarks.prediction_check import check, errors, run_check
+from benchmarks.prediction_measure import combinations
 from benchmarks.prediction_models import FITTED, FORMS, SCORED, Form
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
 
@@ -156,14 +157,14 @@ def test_the_whole_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("5m", one, {"int4": Form(4, 32)}),
         ("other", one.with_changes(num_hidden_layers=2), {"fp32": FORMS["fp32"]}),
     ]
-    monkeypatch.setattr(prediction_check, "combinations", lambda: iter(models))
-    monkeypatch.setattr(prediction_check, "PROMPTS", (64,))
-    monkeypatch.setattr(prediction_check, "DEPTHS", (32,))
-    quick = {**prediction_check.QUICK, "prompts": (64,), "depths": (32,), "context_tokens": 128}
-    monkeypatch.setattr(prediction_check, "QUICK", quick)
+    monkeypatch.setattr(prediction_measure, "combinations", lambda: iter(models))
+    monkeypatch.setattr(prediction_measure, "PROMPTS", (64,))
+    monkeypatch.setattr(prediction_measure, "DEPTHS", (32,))
+    quick = {**prediction_measure.QUICK, "prompts": (64,), "depths": (32,), "context_tokens": 128}
+    monkeypatch.setattr(prediction_measure, "QUICK", quick)
     own = with_efficiency(HOST, CPU).model_copy(update={"format": 2})
     write_device(own, tmp_path / "own.toml")
-    result = run_check(tmp_path / "out", tmp_path / "own.toml", threads=1)
+    result = run_check(tmp_path / "out", tmp_path / "own.toml", threads=1, rounds=2)
     assert result == json.loads((tmp_path / "out" / "prediction.json").read_text(encoding="utf-8"))
     with (tmp_path / "out" / "prediction.csv").open(encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))

@@ -1,0 +1,116 @@
+"""Measures the models that predictions are checked on, in fresh processes, as `bench` does but shorter."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.efficiency_fit import Measured
+from benchmarks.prediction_models import FITTED, FORMS, OTHERS, OTHERS_OF, SCORED, Form, make_checkpoint, make_export
+from benchmarks.process import child_command, run_child, wait_for_quiet
+from benchmarks.stats import percentile
+from benchmarks.stored import Stored
+from sportsllm import console
+from sportsllm.config import ModelConfig
+
+PROMPTS, DEPTHS, MEMORY_TOKENS = (128, 512), (32, 512, 1_024), 1_024
+STEPS, WARM_UP_STEPS = 24, 6
+QUICK = {
+    "seed": 0,
+    "prompts": PROMPTS,
+    "depths": DEPTHS,
+    "steps": STEPS,
+    "warm_up_steps": WARM_UP_STEPS,
+    "repeats": 3,
+    "seconds_per_figure": 0.1,
+    "context_tokens": MEMORY_TOKENS,
+    "memory_steps": 8,
+}
+"""Fewer steps and repeats than `bench` takes: two dozen models have to be through in minutes."""
+TIMEOUT_S = 300.0
+
+
+def combinations() -> Iterator[tuple[str, ModelConfig, dict[str, Form]]]:
+    """Each shape with the forms it is measured in."""
+    for name, config in {**FITTED, **SCORED}.items():
+        yield name, config, {**FORMS, **{other: OTHERS[other] for other in OTHERS_OF.get(name, ())}}
+
+
+@dataclass
+class Model:
+    """An export that is measured, and the samples so far: milliseconds by kind and tokens."""
+
+    shape: str
+    form: str
+    config: ModelConfig
+    stored: Stored
+    directory: Path
+    samples: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    peak_rss_bytes: float = 0.0
+
+
+def measure(threads: int, rounds: int, percent: float = 50) -> tuple[list[Measured], float]:
+    """Every figure of every model, and the most cores that other programs used beside one.
+
+    All models are there before the first is measured, and each round goes through all of them, so that a machine that
+    is slower for a while is so for all.
+
+    Args:
+        threads: CPU threads.
+        rounds: fresh processes that measure each model's speed.
+        percent: which percentile of their samples is the figure.
+
+    Raises:
+        ChildFailure: a measuring process failed.
+        OSError: no room for 2.5 GB in the temporary folder.
+    """
+    wanted = list(combinations())
+    count = sum(len(forms) for *_, forms in wanted)
+    busiest = 0.0
+    with (
+        console.progress_bar("prediction check", count * (rounds + 2)) as progress,
+        tempfile.TemporaryDirectory(prefix="prediction-") as folder,
+    ):
+        models = []
+        for shape, config, forms in wanted:
+            checkpoint = make_checkpoint(config, Path(folder) / shape)
+            for name, form in forms.items():
+                progress.advance(1, f"making {shape} {name}")
+                directory = Path(folder) / f"{shape}-{name}"
+                models.append(Model(shape, name, config, make_export(checkpoint, form, directory), directory))
+            shutil.rmtree(checkpoint)
+        wait_for_quiet()
+        for mode in ["speed"] * rounds + ["memory"]:
+            for model in models:
+                progress.advance(0, f"{mode} of {model.shape} {model.form}")
+                busiest = max(busiest, _measure_one(model, mode, threads))
+                progress.advance()
+    return [figure for model in models for figure in _figures(model, percent)], busiest
+
+
+def _measure_one(model: Model, mode: str, threads: int) -> float:
+    """Add a process's samples to a model's; returns the cores that other programs used."""
+    specification = {**QUICK, "mode": mode, "directory": str(model.directory), "threads": threads}
+    what = f"{model.shape} {model.form} ({mode})"
+    child = run_child(child_command(specification), what, TIMEOUT_S, {"OMP_NUM_THREADS": str(threads)})
+    if mode == "memory":
+        model.peak_rss_bytes = float(child.payload["peak_rss_bytes"])
+        return child.other_cpu_cores
+    for prompt in PROMPTS:
+        model.samples.setdefault(("ttft", prompt), []).extend(child.payload["ttft_ms"][str(prompt)])
+    for depth in DEPTHS:
+        # A step is timed behind the warm-up ones: the middle one sees that many more tokens.
+        middle = depth + WARM_UP_STEPS + STEPS // 2
+        steps = [sample for sweep in child.payload["step_ms"][str(depth)] for sample in sweep]
+        model.samples.setdefault(("decode", middle), []).extend(steps)
+    return child.other_cpu_cores
+
+
+def _figures(model: Model, percent: float) -> Iterator[Measured]:
+    found = {("memory", MEMORY_TOKENS): model.peak_rss_bytes}
+    found |= {name: percentile(samples, percent) for name, samples in model.samples.items()}
+    for (kind, tokens), value in found.items():
+        yield Measured(model.shape, model.form, model.config, model.stored, kind, tokens, value)
