@@ -190,11 +190,13 @@ def _sizes_on_disk(directory: Path) -> tuple[int, int]:
     import onnx
 
     graph = onnx.load(str(directory / "model.onnx"), load_external_data=False).graph
-    stored = {
-        tensor.name: next(int(entry.value) for entry in tensor.external_data if entry.key == "length")
-        for tensor in graph.initializer
-        if tensor.external_data and not tensor.name.endswith("_cache")
-    }
+    stored: dict[str, int] = {}
+    seen = set()
+    for tensor in graph.initializer:
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        if entries and not tensor.name.endswith("_cache") and entries["offset"] not in seen:
+            seen.add(entries["offset"])  # the same bytes may have two names and shapes
+            stored[tensor.name] = int(entries["length"])
     reads = {name for node in graph.node if node.op_type in PRODUCTS for name in node.input}
     return sum(stored.values()), sum(
         size for name, size in stored.items() if "embed_tokens" in name and not reads & {name}
