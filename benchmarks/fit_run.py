@@ -19,6 +19,7 @@ from benchmarks.verdict import check_on_device
 from sportsllm.artifacts import digest
 from sportsllm.config import load_config, read_json
 from sportsllm.console import say
+from sportsllm.data import kept_tokens
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
 from sportsllm.tensor_files import quantization_config
 
@@ -97,9 +98,10 @@ def run_fit(
         return 60 * effort.minutes / 2 - (time.monotonic() - started)
 
     say(f"{device.name}: {len(search.inside()):,} of {len(search.found):,} candidates inside the budget by prediction")
-    finalists = choose_finalists(search, trials, effort.finalists)
-    say(f"finalists: {', '.join(candidate.name for candidate in finalists)}")
-    ranking = compare_finalists(search, trials, finalists, time_left)
+    with kept_tokens(out / "trials" / "tokens"):
+        finalists = choose_finalists(search, trials, effort.finalists)
+        say(f"finalists: {', '.join(candidate.name for candidate in finalists)}")
+        ranking = compare_finalists(search, trials, finalists, time_left)
     result: dict[str, Any] = {}
     for place, candidate in enumerate(ranking, start=1):
         result = _finish(search, candidate, source, device_name, out, effort, list(valid), on_device)

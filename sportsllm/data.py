@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 from torch import Tensor
 
-from sportsllm.console import progress_bar
+from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError
 from sportsllm.tokenizer import TextTokenizer
 
@@ -55,13 +61,65 @@ class TokenizedDocuments:
 
 
 def tokenize(documents: Sequence[str], tokenizer: TextTokenizer) -> TokenizedDocuments:
-    """Turn texts into ids, on all cores.
+    """Turn texts into ids, on all cores; inside `kept_tokens` those of an earlier run are read.
 
     Raises:
         ArtifactError: there are no documents.
     """
     if not documents:
         raise ArtifactError("the corpus is empty; give files with text in them")
+    size = sum(len(text.encode()) for text in documents)
+    if _kept is None:
+        return _tokenize(documents, tokenizer, size)
+    path = _kept / f"{_fingerprint(documents, tokenizer)}.safetensors"
+    if path.exists():
+        try:
+            return _read(path, size)
+        except (SafetensorError, KeyError, OSError) as error:
+            say(f"{path}: damaged ({error}); the corpus is tokenized again")
+    found = _tokenize(documents, tokenizer, size)
+    _write(path, found)
+    return found
+
+
+_kept: Path | None = None
+
+
+@contextmanager
+def kept_tokens(directory: Path) -> Iterator[None]:
+    """Keep what `tokenize` finds in `directory`: runs that read one corpus need tokenize it only once."""
+    global _kept
+    before, _kept = _kept, directory
+    try:
+        yield
+    finally:
+        _kept = before
+
+
+def _fingerprint(documents: Sequence[str], tokenizer: TextTokenizer) -> str:
+    digest = hashlib.sha256(tokenizer.fingerprint().encode())
+    for text in documents:
+        digest.update(f"{len(text)}:".encode())
+        digest.update(text.encode())
+    return digest.hexdigest()
+
+
+def _read(path: Path, size: int) -> TokenizedDocuments:
+    with safe_open(str(path), framework="numpy") as tensors:
+        return TokenizedDocuments(tensors.get_tensor("ids"), tensors.get_tensor("ends"), size)
+
+
+def _write(path: Path, documents: TokenizedDocuments) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two runs may write the same at once
+    try:
+        save_file({"ids": documents.ids, "ends": documents.ends}, str(fresh))
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _tokenize(documents: Sequence[str], tokenizer: TextTokenizer, size: int) -> TokenizedDocuments:
     pieces: list[npt.NDArray[np.uint32]] = []
     end = [] if tokenizer.end_id is None else [tokenizer.end_id]
     with progress_bar("tokenize", len(documents)) as bar:
@@ -71,7 +129,7 @@ def tokenize(documents: Sequence[str], tokenizer: TextTokenizer) -> TokenizedDoc
                 pieces.append(np.array([tokenizer.begin_id, *ids, *end], dtype=np.uint32))
             bar.advance(len(part))
     lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
-    return TokenizedDocuments(np.concatenate(pieces), np.cumsum(lengths), sum(len(text.encode()) for text in documents))
+    return TokenizedDocuments(np.concatenate(pieces), np.cumsum(lengths), size)
 
 
 class PackedSequences:

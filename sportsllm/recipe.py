@@ -18,6 +18,7 @@ All errors of a recipe are told at once, before anything runs.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import inspect
 import json
 import os
@@ -25,6 +26,7 @@ import re
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -185,7 +187,7 @@ def run_recipe(recipe: Recipe, threads: int | None = None, only: str | None = No
         say(f"[{number}/{len(chosen)}] {stage.name}: {stage.command}")
         started, worked = time.perf_counter(), _processor_seconds()
         try:
-            with silenced(stage.command == "bench"):  # the report's table has its figures
+            with silenced(stage.command == "bench"), _one_tokenizing(recipe):  # the report's table has its figures
                 result = _run_stage(recipe, stage, threads)
         except SportsLLMError as error:
             error.args = (f"stage {stage.name!r}: {error}",)
@@ -231,6 +233,18 @@ def summarize(recipe: Recipe, results: Sequence[tuple[RecipeStage, dict[str, Any
         names = ", ".join(name for name, _ in missed)
         summary |= {"exit_code": int(missed[0][1]), "complaint": f"not passed: {names}"}
     return summary
+
+
+@contextmanager
+def _one_tokenizing(recipe: Recipe) -> Iterator[None]:
+    """Stages that train on one corpus tokenize it once, where training is installed at all."""
+    if importlib.util.find_spec("torch") is None:
+        yield
+        return
+    from sportsllm.data import kept_tokens
+
+    with kept_tokens(recipe.out / "tokens"):
+        yield
 
 
 def _processor_seconds() -> float:

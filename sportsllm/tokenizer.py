@@ -38,6 +38,10 @@ class TextTokenizer:
         """Entries, special tokens included; every id is below it."""
         return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values())) + 1
 
+    def fingerprint(self) -> str:
+        """Equal for two tokenizers that give the same ids."""
+        return f"{self._tokenizer.to_str()} {self.begin_id} {self.end_id}"
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, no special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

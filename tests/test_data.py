@@ -1,8 +1,12 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from sportsllm.data import IGNORE, PackedSequences, TokenizedDocuments
+from sportsllm.data import IGNORE, PackedSequences, TokenizedDocuments, kept_tokens, tokenize
 from sportsllm.errors import ArtifactError
+from sportsllm.tokenizer import load_tokenizer
+from tests.conftest import tiny_config
 
 
 def documents(lengths: list[int]) -> TokenizedDocuments:
@@ -55,3 +59,26 @@ def test_a_book_does_not_fill_batch_after_batch() -> None:
     packed = PackedSequences(documents([900, 900]), length=8, batch_size=4, seed=0)
     books = [set((packed.batch(index).tokens.flatten() // 1000).tolist()) for index in range(8)]
     assert sum(len(both) == 2 for both in books) >= 6  # by chance a batch of four is of one book in one case of eight
+
+
+def test_kept_tokens_are_those_of_this_text_and_tokenizer_only(
+    texts: list[str], tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = load_tokenizer(tokenizer_directory, tiny_config())
+    plain = tokenize(texts, words)
+    with kept_tokens(tmp_path / "tokens"):
+        tokenize(texts, words)
+        kept = list((tmp_path / "tokens").iterdir())
+        encode = words.encode_batch
+        monkeypatch.setattr(words, "encode_batch", lambda _: pytest.fail("tokenized again"))
+        again = tokenize(texts, words)
+        assert (again.ids == plain.ids).all() and (again.ends == plain.ends).all()
+        assert again.text_bytes == plain.text_bytes and len(kept) == 1
+        monkeypatch.setattr(words, "encode_batch", encode)
+        # The same letters in other documents, and a damaged file, are tokenized again.
+        assert len(tokenize(["".join(texts)], words).ends) == 1
+        kept[0].write_bytes(kept[0].read_bytes()[:100])
+        assert (tokenize(texts, words).ids == plain.ids).all()
+    assert len(list((tmp_path / "tokens").iterdir())) == 2
+    tokenize(texts[:1], words)
+    assert len(list((tmp_path / "tokens").iterdir())) == 2
