@@ -123,5 +123,6 @@ def make_export(checkpoint: Path, form: Form, directory: Path) -> Stored:
     shutil.copyfile(source / "config.json", directory / "config.json")
     if source != checkpoint:
         shutil.rmtree(source)
-    sizes = {"file_bytes": directory_bytes(directory), "prompt_bytes": prompt_graph_bytes(directory)}
-    return dataclasses.replace(form.stored(), **sizes)
+    return dataclasses.replace(
+        form.stored(), file_bytes=directory_bytes(directory), prompt_bytes=prompt_graph_bytes(directory)
+    )

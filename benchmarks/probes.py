@@ -155,13 +155,12 @@ def _session(specification: Mapping[str, Any]) -> Any:
 
 def _feed(argument: Any, end: int) -> Array:
     random = np.random.default_rng(0)
-    if argument.name == "seqlens_k":
-        return np.array([end - 1], np.int32)
-    if argument.name == "total":
-        return np.array(end, np.int32)
+    lengths = {"seqlens_k": np.array([end - 1], np.int32), "total": np.array(end, np.int32)}
+    if argument.name in lengths:
+        return lengths[argument.name]
     if argument.type == "tensor(int8)":
-        return random.integers(-100, 101, argument.shape, dtype=np.int8)
-    return random.random(argument.shape, dtype=np.float32) - np.float32(0.5)
+        return np.asarray(random.integers(-100, 101, argument.shape, dtype=np.int8))
+    return np.asarray(random.random(argument.shape, dtype=np.float32) - np.float32(0.5))
 
 
 def _bind(bind: Any, name: str, array: Array) -> None:
