@@ -9,32 +9,128 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.process import QUIET_CORES
 from benchmarks.report import LIMIT_LABELS, MISSING, number
+from benchmarks.stats import CONFIDENCE, coverage, rank
+from benchmarks.summary import decides
 from benchmarks.tables import reliability_line
 
 OUTCOMES = {True: "passed", False: "missed", None: "not measured"}
 
 
 def print_bench(console: Console, result: Mapping[str, Any]) -> None:
-    """Figures with their noise, the decode table and the budget."""
+    """Figures with their noise, the decode table, what was asked for besides, what is absent, and the budget."""
     console.print(
         f"{result['directory']}: {result['parameters']:,} parameters, {number(result['file_bytes'] / 1e6)} MB, "
-        f"{result['runtime']}, {result['threads']} threads, {result['rounds']} fresh processes",
+        f"{result['runtime']}, {threads_line(result)}, {result['rounds']} fresh processes",
         markup=False,
     )
-    console.print(table(("figure", "median", "unit", "lowest to highest round"), _figures(result), (0, 2)))
+    columns = ("figure", "median", "unit", interval_label(result["rounds"]))
+    console.print(table(columns, _figures(result), (0, 2)))
     if result["tpot_ms"]:
         headers = ("after tokens", "p50 ms", "p90 ms", "p95 ms", "p99 ms", "tokens/s", "memory floor ms")
         console.print(table(headers, _depths(result), ()))
     else:
         console.print(f"No decoding depth fits the context of {result['context_length']} tokens.")
+    _print_batches(console, result["batches"])
+    _print_sustained(console, result.get("sustained"))
+    _print_against(console, result)
+    for name, reason in result["absent"].items():
+        console.print(f"not measured: {name} ({reason})", markup=False, style="dim")
     if not result["clean"]:
-        console.print(
-            "noisy: the rounds differ by more than 5% or other programs were running "
-            f"(they used {result['other_cpu_cores']:.1f} cores); repeat it on a quiet machine",
-            style="yellow",
-        )
+        console.print(unclean_line(result), markup=False, style="bold yellow")
     print_budget(console, result["budget"])
+
+
+def threads_line(result: Mapping[str, Any]) -> str:
+    """How many threads, and which processors they are kept on."""
+    cpus = result["cpus"]
+    where = "not pinned" if cpus is None else f"pinned to {', '.join(map(str, cpus))}"
+    return f"{result['threads']} threads ({where})"
+
+
+def interval_label(rounds: int) -> str:
+    """Heading of the interval's column: what it holds and how surely (see `benchmarks.stats.spread`)."""
+    sure = 100 * coverage(rounds, rank(rounds)) if rounds > 1 else 0
+    return f"interval of {rounds} rounds, {sure:.0f}% sure" if sure > 0 else "one round, no interval"
+
+
+def unclean_line(result: Mapping[str, Any]) -> str:
+    """Why a run does not count, in one loud line."""
+    reasons = []
+    unsteady = [name for name in result["noisy"] if decides(name)]
+    if unsteady:
+        reasons.append(f"the rounds differ by more than 5% in {', '.join(unsteady)}")
+    peers = [name for name, one in result.get("against", {}).items() if one.get("steady") is False]
+    if peers:
+        reasons.append(f"the turns of {', '.join(peers)} do not agree or are too few")
+    if result["other_cpu_cores"] > QUIET_CORES:
+        reasons.append(f"other programs used up to {result['other_cpu_cores']:.1f} cores")
+    if coverage(result["rounds"], rank(result["rounds"])) < CONFIDENCE:
+        reasons.append(f"{result['rounds']} rounds are too few to tell")
+    return f"NOISY, not a clean result: {'; '.join(reasons) or 'nothing was steady'}; repeat it on a quiet machine"
+
+
+def _print_batches(console: Console, batches: Mapping[str, Mapping[str, Any]]) -> None:
+    rows = [
+        (
+            size,
+            ", ".join(map(str, one["prompt_tokens"])),
+            number(one["decode_tokens_per_s"]),
+            number(one["step_ms"]["p50"]),
+            number(one["step_ms"]["p95"]),
+            number(one["peak_rss_bytes"] / 1e6),
+        )
+        for size, one in batches.items()
+    ]
+    if rows:
+        headers = ("rows together", "prompt tokens", "tokens/s of all rows", "step p50 ms", "step p95 ms", "peak MB")
+        console.print(table(headers, rows, ()))
+
+
+def _print_sustained(console: Console, sustained: Mapping[str, Any] | None) -> None:
+    """The first, the middle and the last window, and what was lost between them."""
+    if sustained is None:
+        return
+    windows = sustained["windows"]
+    rows = []
+    for window in [windows[index] for index in sorted({0, len(windows) // 2, len(windows) - 1})]:
+        sensors = (window["clock_mhz"], window["temperature_c"], window["joules_per_token"])
+        cells = [MISSING if value is None else number(value) for value in sensors]
+        rows.append((f"{window['start_s']:.0f}", number(window["tokens_per_s"]), *cells))
+    headers = (f"{sustained['minutes']:g} minutes: from s", "tokens/s", "clock MHz", "degrees C", "J/token")
+    console.print(table(headers, rows, ()))
+    if sustained["throttling_percent"] is not None:
+        word = "THROTTLED" if sustained["throttled"] else "sustained"
+        lost = f"{sustained['throttling_percent']:.1f}%"
+        console.print(f"{word}: the last of {len(windows)} windows is {lost} below the first")
+
+
+def _print_against(console: Console, result: Mapping[str, Any]) -> None:
+    """Each runtime's figures or why there are none, and ours against the best."""
+    against = result.get("against", {})
+    measured = {name: one for name, one in against.items() if one["status"] == "measured"}
+    depths = list(next(iter(measured.values()))["ttft_ms"]) if measured else []
+    rows = []
+    for name, one in measured.items():
+        rates = [number(one["decode_tokens_per_s"][depth]) for depth in depths]
+        firsts = number(one["ttft_ms"][depths[-1]])
+        label = name if one["steady"] else f"{name} (noisy)"
+        rows.append((label, one["version"] or MISSING, *rates, firsts, number(one["peak_rss_bytes"] / 1e6)))
+    if rows:
+        speeds = [f"tokens/s after {depth}" for depth in depths]
+        names = ("runtime", "version", *speeds, f"first token of {depths[-1]}, ms", "peak MB")
+        console.print(table(names, rows, (0, 1)))
+    for name, ratio in result.get("against_ratios", {}).items():
+        console.print(
+            f"ours / best peer, {name}: {number(ratio['ratio'])} ({number(ratio['low'])} to {number(ratio['high'])}; "
+            f"{ratio['peer']}; {ratio['better']} is better)",
+            markup=False,
+        )
+    for name, one in against.items():
+        if one["status"] != "measured":
+            advice = f": {one['install']}" if "install" in one else ""
+            console.print(f"{name}: {one['status']}{advice}", markup=False, style="yellow")
 
 
 def print_budget(console: Console, budget: Mapping[str, Any]) -> None:
@@ -80,6 +176,8 @@ def _figures(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     shown = [("load", "load_s", "s", 1.0)]
     shown += [(f"first token, prompt of {prompt}", f"ttft_ms.{prompt}", "ms", 1.0) for prompt in result["ttft_ms"]]
     shown.append((f"peak memory, {result['peak_rss_context_tokens']:,} tokens", "peak_rss_bytes", "MB", 1e6))
+    if result["joules_per_token"] is not None:
+        shown.append((f"energy of a token after {result['energy']['depth']}", "joules_per_token", "J", 1.0))
     rows = []
     for label, name, unit, scale in shown:
         key, _, part = name.partition(".")
@@ -87,6 +185,19 @@ def _figures(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         interval = result["noise"][name]
         between = f"{number(interval['low'] / scale)} to {number(interval['high'] / scale)}"
         rows.append((label, number(value / scale), unit, between + (" (noisy)" if interval["noisy"] else "")))
+    split = result["memory_split"]
+    if split is not None:
+        names = {"anonymous": "anonymous_bytes", "files": "file_bytes", "PSS": "pss_bytes", "USS": "uss_bytes"}
+        rows.append(
+            (
+                "at the most seen: " + " / ".join(names),
+                " / ".join(number(split[key] / 1e6) for key in names.values()),
+                "MB",
+                f"{split['samples']} samples",
+            )
+        )
+    if result["cold_load_s"] is not None:
+        rows.append(("load from a cold cache", number(result["cold_load_s"]), "s", ""))
     if result["prefill_tokens_per_s"] is not None:
         rows.append(("prefill", number(result["prefill_tokens_per_s"]), "tokens/s", ""))
     return rows

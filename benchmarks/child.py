@@ -13,23 +13,22 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from benchmarks.bandwidth import measure_bandwidth
+from benchmarks.cpus import pin
+from benchmarks.memory import memory_split, peak_rss_bytes, watched_memory
+from benchmarks.pages import drop_files
+from benchmarks.sensors import EnergyMeter, surroundings
+from benchmarks.sustained import measure_sustained
+from benchmarks.timing import draw_tokens, milliseconds, time_prompt, time_steps
 from sportsllm.decoder import Decoder, is_onnx_directory, open_decoder
 from sportsllm.errors import ResourceError, SportsLLMError
 
-STABLE_WITHIN = 0.10
-"""Warm-up ends when the last three times agree this well."""
-WARM_UP_CALLS = 8
-WARM_UP_S = 1.5
-LONGEST_S = 4.0
-"""A slow model gets fewer repeats rather than more time than this for one figure."""
-LEAST_STEPS = 16
-MOST_SWEEPS = 4
+ENERGY_S = 2.0
+"""Counters move in steps of milliseconds, so a figure needs a while."""
+ENERGY_READ_STEPS = 8
 
 
 Mode = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -43,8 +42,10 @@ def main(arguments: Sequence[str], modes: Mapping[str, Mode] | None = None) -> i
     result_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not end up in the result
     specification = json.loads(arguments[0])
+    cpus = pin(specification.get("cpus"))
     try:
         payload = (modes or _MODES)[specification["mode"]](specification)
+        payload |= {"cpus": cpus, **surroundings(cpus)}  # the clock while it is still busy
     except SportsLLMError as error:
         payload = {"error": str(error), "exit_code": error.exit_code}
     except ModuleNotFoundError as error:
@@ -59,157 +60,108 @@ def main(arguments: Sequence[str], modes: Mapping[str, Mode] | None = None) -> i
 
 
 def measure_speed(specification: Mapping[str, Any]) -> dict[str, Any]:
-    """Load time, time to first token by prompt length, and time per further token by depth.
+    """Load time, time to first token by prompt length, time per further token by depth, and the energy of one.
 
     A step is timed alone, at depths from `depth` + `warm_up_steps` to `depth` + `warm_up_steps` + `steps`.
     """
     decoder, loaded = _open(specification)
-    tokens = _tokens(decoder, specification["seed"])
-    repeats, seconds = int(specification["repeats"]), float(specification["seconds_per_figure"])
-    first = _milliseconds(lambda: decoder.prefill([tokens[:32]], max_length=min(64, len(tokens))))
-    ttft = {}
-    for prompt in specification["prompts"]:
-        room = min(prompt + int(specification["steps"]), len(tokens))
+    tokens = draw_tokens(decoder, specification["seed"])
+    first = milliseconds(lambda: decoder.prefill([tokens[:32]], max_length=min(64, len(tokens))))
+    ttft = {str(prompt): time_prompt(decoder, tokens, prompt, specification) for prompt in specification["prompts"]}
+    steps = {str(depth): time_steps(decoder, tokens, [depth], specification) for depth in specification["depths"]}
+    energy = _energy(decoder, tokens, specification)
+    return {**loaded, "first_prefill_ms": first, "ttft_ms": ttft, "step_ms": steps, "energy": energy}
 
-        def read_prompt(prompt: int = prompt, room: int = room) -> None:
-            decoder.prefill([tokens[:prompt]], max_length=room)
 
-        ttft[str(prompt)] = _repeat(read_prompt, repeats, seconds)
-    step_samples = {
-        str(depth): _decode(decoder, tokens, depth, specification, seconds) for depth in specification["depths"]
+def _energy(decoder: Decoder, tokens: list[int], specification: Mapping[str, Any]) -> dict[str, Any]:
+    """Joules of one token at `energy_depth`, the machine's idle share included; or under `absent` why not."""
+    meter, depth = EnergyMeter(), specification.get("energy_depth")
+    if meter.source is None or not depth:
+        return {"absent": meter.reason if meter.source is None else "no decoding depth fits the context"}
+    room = depth + int(specification["steps"])
+    joules, seconds, count = 0.0, 0.0, 0
+    try:
+        while seconds < ENERGY_S:
+            decoder.prefill([tokens[:depth]], max_length=room)
+            before, started = meter.joules(), time.perf_counter()
+            for index, token in enumerate(tokens[depth:room]):
+                decoder.step([token])
+                if index % ENERGY_READ_STEPS == 0:
+                    meter.joules()  # where power is added up, it needs many readings
+            joules += meter.joules() - before
+            seconds += time.perf_counter() - started
+            count += room - depth
+    except OSError as error:
+        return {"absent": str(error)}
+    return {
+        "joules_per_token": joules / count,
+        "watts": joules / seconds,
+        "depth": depth,
+        "tokens": count,
+        "source": meter.source,
     }
-    return {**loaded, "first_prefill_ms": first, "ttft_ms": ttft, "step_ms": step_samples}
 
 
-def _repeat(work: Callable[[], None], repeats: int, seconds: float) -> list[float]:
-    """Times of `work` after a warm-up: `repeats` of them, and more while `seconds` are not used up."""
-    warm: list[float] = []
-    started = time.perf_counter()
-    while len(warm) < WARM_UP_CALLS and not (warm and time.perf_counter() - started > WARM_UP_S):
-        warm.append(_milliseconds(work))
-        if len(warm) >= 3 and max(warm[-3:]) <= (1 + STABLE_WITHIN) * min(warm[-3:]):
-            break
-    samples: list[float] = []
-    started = time.perf_counter()
-    while len(samples) < repeats or time.perf_counter() - started < seconds:
-        samples.append(_milliseconds(work))
-        if len(samples) > 1 and time.perf_counter() - started > LONGEST_S:
-            break
-    return samples
-
-
-def _decode(
-    decoder: Decoder, tokens: list[int], depth: int, specification: Mapping[str, Any], seconds: float
-) -> list[list[float]]:
-    """Times of single steps after a prompt of `depth` tokens, one list a sweep; the first steps only warm up."""
-    warm_up, steps = int(specification["warm_up_steps"]), int(specification["steps"])
-    sweeps: list[list[float]] = []
-    started = time.perf_counter()
-    while not sweeps or (len(sweeps) < MOST_SWEEPS and time.perf_counter() - started < seconds):
-        decoder.prefill([tokens[:depth]], max_length=depth + warm_up + steps)
-        for index in range(warm_up):
-            decoder.step([tokens[depth + index]])
-        samples: list[float] = []
-        sweep_started = time.perf_counter()
-        for token in tokens[depth + warm_up : depth + warm_up + steps]:
-            begin = time.perf_counter_ns()
-            decoder.step([token])
-            samples.append((time.perf_counter_ns() - begin) / 1e6)
-            if len(samples) >= LEAST_STEPS and time.perf_counter() - sweep_started > LONGEST_S:
-                break
-        sweeps.append(samples)
-    return sweeps
+def measure_batch(specification: Mapping[str, Any]) -> dict[str, Any]:
+    """Time to read several prompts, and time of steps that give every row one token; `lengths` are the prompts'."""
+    decoder, loaded = _open(specification)
+    tokens = draw_tokens(decoder, specification["seed"])
+    lengths = [int(length) for length in specification["lengths"]]
+    steps = time_steps(decoder, tokens, lengths, specification)
+    room = max(lengths) + int(specification["warm_up_steps"]) + int(specification["steps"])
+    rows = [tokens[:length] for length in lengths]
+    prefill = milliseconds(lambda: decoder.prefill(rows, max_length=room))
+    peak = peak_rss_bytes()
+    return {**loaded, "lengths": lengths, "step_ms": steps, "prefill_ms": prefill, "peak_rss_bytes": peak}
 
 
 def measure_memory(specification: Mapping[str, Any]) -> dict[str, Any]:
     """Peak resident memory of a process that loads the model, reads a prompt and writes a few tokens.
 
-    Prompt and new tokens together fill `context_tokens`. Nothing else is held.
+    Prompt and new tokens together fill `context_tokens`. Nothing else is held. `split` is what the memory consisted
+    of when there was most of it, None where the system does not say.
     """
     before = peak_rss_bytes()
-    decoder, loaded = _open(specification)
-    after_load = peak_rss_bytes()
-    tokens = _tokens(decoder, specification["seed"])[: int(specification["context_tokens"])]
-    steps = min(int(specification["memory_steps"]), len(tokens) // 2)
-    decoder.prefill([tokens[:-steps]], max_length=len(tokens))
-    for token in tokens[-steps:]:
-        decoder.step([token])
+    with watched_memory() as split:
+        decoder, loaded = _open(specification)
+        after_load = peak_rss_bytes()
+        tokens = draw_tokens(decoder, specification["seed"])[: int(specification["context_tokens"])]
+        steps = min(int(specification["memory_steps"]), len(tokens) // 2)
+        decoder.prefill([tokens[:-steps]], max_length=len(tokens))
+        for token in tokens[-steps:]:
+            decoder.step([token])
     return {
         **loaded,
         "context_tokens": len(tokens),
         "before_load_bytes": before,
         "after_load_bytes": after_load,
         "peak_rss_bytes": peak_rss_bytes(),
-        "end_split_bytes": _status_bytes(("RssAnon", "RssFile")),
+        "split": split or None,
+        "end_split": memory_split(),
     }
 
 
-def peak_rss_bytes() -> int:
-    """The most physical memory this process has held since it started, file-backed pages included.
+def measure_cold_load(specification: Mapping[str, Any]) -> dict[str, Any]:
+    """Load time after the directory's files were dropped from the page cache; or under `absent` why that failed.
 
-    Linux counts it for each address space as VmHWM (`man 5 proc`), so what the parent process held before
-    it started this one does not enter, as it can with getrusage; elsewhere getrusage has to do.
+    The library itself is imported before, as for the warm figure.
     """
-    peak = _status_bytes(("VmHWM",)).get("VmHWM")
-    if peak is not None:
-        return peak
-    import resource
-
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return rss if sys.platform == "darwin" else rss * 1024
-
-
-def _status_bytes(names: Sequence[str]) -> dict[str, int]:
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return {}
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    return {name: int(fields[name].split()[0]) * 1024 for name in names if name in fields}
+    directory = Path(specification["directory"])
+    importlib.import_module(_library(directory))
+    reason = drop_files([path for path in directory.rglob("*") if path.is_file()])
+    if reason is not None:
+        return {"absent": reason}
+    return _open(specification)[1]
 
 
-def measure_bandwidth(specification: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes per second at which this machine's cores read a working set of `working_set_bytes` again and again.
-
-    Every thread owns a slice and reads it with numpy's `max` and with `dot` of the slice with itself, which
-    load each number once; the faster of the two counts. A working set of the model's size stays in the same
-    caches, or misses them, as the model's weights do from token to token.
-    """
-    threads = int(specification["threads"])
-    count = max(1, int(specification["working_set_bytes"]) // 4 // threads)
-    slices = [np.ones(count, dtype=np.float32) for _ in range(threads)]
-    kernels: dict[str, Callable[[np.ndarray[Any, Any]], Any]] = {
-        "max": lambda slice_: slice_.max(),
-        "dot": lambda slice_: slice_ @ slice_,
-    }
-    rates: dict[str, list[float]] = {}
-    with ThreadPoolExecutor(threads) as pool:
-
-        def seconds(kernel: Callable[[np.ndarray[Any, Any]], Any], repeats: int) -> float:
-            def read(slice_: np.ndarray[Any, Any]) -> None:
-                for _ in range(repeats):
-                    kernel(slice_)
-
-            started = time.perf_counter()
-            list(pool.map(read, slices))
-            return time.perf_counter() - started
-
-        for name, kernel in kernels.items():
-            repeats = 1
-            while seconds(kernel, repeats) < 0.02:
-                repeats *= 2
-            rates[name] = [4 * count * threads * repeats / seconds(kernel, repeats) for _ in range(5)]
-    return {
-        "working_set_bytes": 4 * count * threads,
-        "rates_bytes_per_s": rates,
-        "bandwidth_bytes_per_s": max(max(samples) for samples in rates.values()),
-    }
+def _library(directory: Path) -> str:
+    return "onnxruntime" if is_onnx_directory(directory) else "torch"
 
 
 def _open(specification: Mapping[str, Any]) -> tuple[Decoder, dict[str, Any]]:
     """The decoder, with the seconds that its library and its model took to load."""
     directory = Path(specification["directory"])
-    library = "onnxruntime" if is_onnx_directory(directory) else "torch"
+    library = _library(directory)
     started = time.perf_counter()
     module = importlib.import_module(library)
     imported = time.perf_counter()
@@ -221,22 +173,18 @@ def _open(specification: Mapping[str, Any]) -> tuple[Decoder, dict[str, Any]]:
     }
 
 
-def _tokens(decoder: Decoder, seed: int) -> list[int]:
-    config = decoder.config
-    drawn = np.random.default_rng(seed).integers(0, config.vocab_size, config.max_position_embeddings)
-    return [int(token) for token in drawn]
-
-
-def _milliseconds(work: Callable[[], Any]) -> float:
-    begin = time.perf_counter_ns()
-    work()
-    return (time.perf_counter_ns() - begin) / 1e6
+def _sustained(specification: Mapping[str, Any]) -> dict[str, Any]:
+    decoder, loaded = _open(specification)
+    return {**loaded, **measure_sustained(decoder, draw_tokens(decoder, specification["seed"]), specification)}
 
 
 _MODES: dict[str, Mode] = {
     "speed": measure_speed,
+    "batch": measure_batch,
     "memory": measure_memory,
+    "cold": measure_cold_load,
     "bandwidth": measure_bandwidth,
+    "sustained": _sustained,
 }
 
 

@@ -7,8 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.fit_command import fit
 from sportsllm import options
 from sportsllm.errors import UsageError
+
+__all__ = ["bench", "compare", "devices", "fit", "plan", "report"]
 
 
 def plan(
@@ -120,11 +123,35 @@ def bench(
     timeout: Annotated[
         float, typer.Option("--timeout", min=1, help="Seconds after which a measuring process counts as hung.")
     ] = 900.0,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Fresh processes of every figure, at least.")] = 5,
+    most_rounds: Annotated[
+        int, typer.Option("--most-rounds", min=1, help="And at most, while they do not agree within 5%.")
+    ] = 11,
+    prompt_lengths: Annotated[
+        str | None, typer.Option("--prompt-lengths", help="Further prompts for the first token, for example 64,1024.")
+    ] = None,
+    batch_size: Annotated[
+        str | None, typer.Option("--batch-size", help="Rows decoded together, for example 1,4.")
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option("--minutes", min=0, help="Decode for so long and compare the last seconds with the first.")
+    ] = 0.0,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", help="Runtimes: genai, openvino, llama.cpp, optimum; other: a second export."),
+    ] = None,
+    peer_directory: Annotated[
+        list[str] | None, typer.Option("--peer-directory", help="NAME=DIR: what a runtime's own tool made of it.")
+    ] = None,
+    peer_python: Annotated[
+        list[str] | None, typer.Option("--peer-python", help="NAME=PYTHON: the interpreter that has a runtime.")
+    ] = None,
 ) -> dict[str, Any]:
     """Latency, memory and size, measured in fresh processes and held to a device's budget."""
     import json
 
-    from benchmarks.bench import run_bench
+    from benchmarks.against import parse_peers
+    from benchmarks.bench import run_bench, whole_numbers, write_result
     from benchmarks.bench_tables import print_bench, verdict_line
     from benchmarks.budget import load_device
     from benchmarks.quality import bits_per_byte
@@ -137,12 +164,19 @@ def bench(
     if out is not None and out.exists():
         raise ConflictError(f"{out}: exists already; choose another --out or move it away")
     check_on_device(load_device(device), on_device)  # before minutes of scoring
+    peers = parse_peers(against, peer_directory, peer_python, directory)
+    asked = {
+        "prompt_lengths": whole_numbers("--prompt-lengths", prompt_lengths),
+        "batch_sizes": whole_numbers("--batch-size", batch_size),
+    }
     own = bits_per_byte(directory, text, threads) if text else None
     reference = bits_per_byte(teacher, text, threads) if text and teacher else None
-    result = run_bench(directory, device, on_device, threads, reference, own, timeout_s=timeout)
+    result = run_bench(
+        directory, device, on_device, threads, reference, own, rounds, timeout, most_rounds,
+        minutes=minutes, peers=peers, **asked,
+    )  # fmt: skip
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_result(out, json.dumps(result, indent=1) + "\n")
     print_bench(output(), result)
     if not result["budget"]["passed"]:
         missed = {limit["name"] for limit in result["budget"]["limits"] if limit["passed"] is False}
@@ -159,32 +193,52 @@ def bench(
 def report(
     directories: Annotated[
         list[Path],
-        typer.Argument(help="Stage directories, bench results (.json) and sample texts (.txt).", show_default=False),
+        typer.Argument(
+            help="Stage directories, directories of `fit`, bench results (.json) and sample texts (.txt).",
+            show_default=False,
+        ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="HTML file to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", help="File to write; .html, .md or .csv chooses the format.")] = Path(
+        "report.html"
+    ),
     title: Annotated[str, typer.Option("--title", help="Heading of the page.")] = "sportsllm-compress report",
+    format: Annotated[
+        str | None, typer.Option("--format", help="Several at once, beside one another: html,md,csv.")
+    ] = None,
+    sample: Annotated[
+        list[str] | None,
+        typer.Option("--sample", help="Text that the first and the last stage go on from, as before and after."),
+    ] = None,
+    threads: options.Threads = None,
 ) -> dict[str, Any]:
-    """One HTML page that works offline: verdict, stages, curves, speed, samples, provenance."""
+    """One HTML page that works offline: verdict, trade-offs, stages, speed, memory, samples, provenance."""
+    import dataclasses
+
     from benchmarks.bench_tables import table
-    from benchmarks.report import collect, stage_row, write_report
+    from benchmarks.report import collect, stage_table, targets, write_report
+    from benchmarks.report_samples import before_and_after
     from sportsllm.console import output
 
-    stages, measured, samples = collect(directories)
-    write_report(out, title, stages, measured, samples)
-    columns = {
-        "stage": "name",
-        "parameters": "parameters",
-        "size": "size",
-        "bits per byte": "quality",
-        "TTFT 512": "ttft",
-        "TPOT 512": "tpot",
-        "peak memory": "memory",
-        "budget": "budget",
+    files = targets(out, format)
+    inputs = collect(directories)
+    if sample:
+        texts, skipped = before_and_after(inputs.stages, sample, threads)
+        inputs = dataclasses.replace(inputs, samples=[*inputs.samples, *texts], skipped=skipped)
+    write_report(files, title, inputs)
+    stages = stage_table(inputs.stages)
+    output().print(table(stages.headers, stages.rows, stages.texts))
+    for path in files.values():
+        size = path.stat().st_size
+        shown = f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size / 1e3:.1f} kB"
+        output().print(f"{path}: {len(inputs.stages)} stages, {shown}", markup=False)
+    written = list(files.values())
+    return {
+        "out": str(written[0]),
+        "files": {name: str(path) for name, path in files.items()},
+        "stages": [stage.name for stage in inputs.stages],
+        "candidates": sum(len(fit.candidates) for fit in inputs.fits),
+        "bytes": written[0].stat().st_size,
     }
-    rows = [stage_row(stage) for stage in stages]
-    output().print(table(list(columns), [[row[key] for key in columns.values()] for row in rows], [0]))
-    output().print(f"{out}: {len(stages)} stages, {out.stat().st_size / 1e6:.1f} MB", markup=False)
-    return {"out": str(out), "stages": [stage.name for stage in stages], "bytes": out.stat().st_size}
 
 
 def compare(

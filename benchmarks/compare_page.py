@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.compare_plots import figure
 from benchmarks.compare_runs import Run
 from benchmarks.report import MISSING, render_page
+from benchmarks.report_markdown import escaped
 
 COLUMNS = (
     "run",
@@ -85,22 +86,16 @@ def _factor(factor: dict[str, Any] | None) -> str:
 def markdown(result: dict[str, Any]) -> str:
     """A heading, the table and its notes, for a README or a pull request."""
     numbers = [" ---: " if index > 1 else " --- " for index in range(len(COLUMNS))]
-    lines = [f"## {_escaped(result['title'])}", "", _line(COLUMNS), "|" + "|".join(numbers) + "|"]
+    lines = [f"## {escaped(result['title'])}", "", _line(COLUMNS), "|" + "|".join(numbers) + "|"]
     for number, cells in enumerate(table_rows(result)):
-        escaped = [_escaped(cell) for cell in cells]
-        lines.append(_line([f"**{cell}**" for cell in escaped] if number == 0 else escaped))
-    lines += ["", LEGEND, "", *(f"- {_escaped(note)}" for note in result["notes"])]
+        shown = [escaped(cell) for cell in cells]
+        lines.append(_line([f"**{cell}**" for cell in shown] if number == 0 else shown))
+    lines += ["", LEGEND, "", *(f"- {escaped(note)}" for note in result["notes"])]
     return "\n".join(lines) + "\n"
 
 
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
-
-
-def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is; names come from directories and may hold anything."""
-    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return "".join("\\" + letter if letter in "\\`*_|[]#" else letter for letter in text)
 
 
 def page(result: dict[str, Any], runs: Sequence[Run], teacher: Run) -> str:

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.calibrate_figures import BLOCK
-from benchmarks.child import main, peak_rss_bytes
+from benchmarks.child import main
+from benchmarks.memory import peak_rss_bytes
 from benchmarks.probe_graph import MS, Array, ProbeGraph
 from benchmarks.stats import percentile
 from sportsllm.quantized import pack
@@ -155,12 +156,15 @@ def _session(specification: Mapping[str, Any]) -> Any:
 
 def _feed(argument: Any, end: int) -> Array:
     random = np.random.default_rng(0)
-    lengths = {"seqlens_k": np.array([end - 1], np.int32), "total": np.array(end, np.int32)}
-    if argument.name in lengths:
-        return lengths[argument.name]
+    if argument.name == "seqlens_k":
+        return np.array([end - 1], np.int32)
+    if argument.name == "total":
+        return np.array(end, np.int32)
     if argument.type == "tensor(int8)":
-        return np.asarray(random.integers(-100, 101, argument.shape, dtype=np.int8))
-    return np.asarray(random.random(argument.shape, dtype=np.float32) - np.float32(0.5))
+        whole: Array = random.integers(-100, 101, argument.shape, dtype=np.int8)
+        return whole
+    numbers: Array = random.random(argument.shape, dtype=np.float32) - np.float32(0.5)
+    return numbers
 
 
 def _bind(bind: Any, name: str, array: Array) -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -60,7 +60,8 @@ def run_child(
     command: Sequence[str],
     what: str,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str | None] | None = None,
+    waiting: Callable[[float], None] | None = None,
 ) -> ChildResult:
     """Run `command` and read the JSON object on its last line of standard output.
 
@@ -68,19 +69,21 @@ def run_child(
         command: the program and its arguments; see `child_command`.
         what: names the measurement in messages.
         timeout_s: seconds after which the child counts as hung and is killed.
-        environment: variables set on top of this process's own.
+        environment: variables set on top of this process's own; None takes one away.
+        waiting: called about once a second with the seconds so far, for a progress bar.
 
     Raises:
         ChildFailure: no result; `kind` says why. A child's own one-line error keeps its text and exit code.
     """
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    variables = {**os.environ, "PYTHONPATH": path, **(environment or {})}
+    changed: dict[str, str | None] = {**os.environ, "PYTHONPATH": path, **(environment or {})}
+    variables = {name: value for name, value in changed.items() if value is not None}
     busy_before, own_before, started = _busy_seconds(), _own_seconds(), time.perf_counter()
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
     ) as process:
         try:
-            stdout, stderr = process.communicate(timeout=timeout_s)
+            stdout, stderr = _communicate(process, timeout_s, waiting)
         except subprocess.TimeoutExpired:
             process.kill()
             raise ChildFailure(
@@ -96,6 +99,22 @@ def run_child(
     others = (_busy_seconds() - busy_before) - (_own_seconds() - own_before)
     payload = _payload(what, process.returncode, stdout, stderr)
     return ChildResult(payload, seconds, max(0.0, others / seconds))
+
+
+def _communicate(
+    process: subprocess.Popen[str], timeout_s: float, waiting: Callable[[float], None] | None
+) -> tuple[str, str]:
+    """What the process printed; `TimeoutExpired` after `timeout_s`."""
+    started = time.monotonic()
+    while waiting is not None:
+        try:
+            return process.communicate(timeout=min(1.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            passed = time.monotonic() - started
+            if passed >= timeout_s:
+                raise
+            waiting(passed)
+    return process.communicate(timeout=timeout_s)
 
 
 def wait_for_quiet(longest_s: float = 3.0, most_cores: float = QUIET_CORES) -> bool:

@@ -6,6 +6,8 @@ Shape suffixes as in `export.runtime`, and: P columns of the past that a run is 
 from __future__ import annotations
 
 import math
+import mmap
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -43,8 +45,7 @@ class Cache:
     ) -> None:
         shape = (batch, config.num_key_value_heads, length, config.head_dim)
         names = [f"{layer}.{part}" for layer in range(config.num_hidden_layers) for part in ("key", "value")]
-        # The system maps zeroed memory when it is first written, 4 kB or 2 MB at once, so unused room costs little.
-        self.buffers = {name: np.zeros(shape, dtype=dtype) for name in names}
+        self.buffers = dict(zip(names, _fresh(len(names), shape, dtype), strict=True))
         self.length = length
         self.lengths = np.zeros(batch, dtype=np.int64)
         self._bindings: dict[tuple[int, int, int], ort.IOBinding] = {}
@@ -131,6 +132,21 @@ def cache_maker(session: ort.InferenceSession, config: ModelConfig, directory: P
     """
     kind = GrowingCache if cache_kind(session, directory) == GROWING_CACHE else Cache
     return partial(kind, config, cache_type(session, directory))
+
+
+def _fresh(count: int, shape: tuple[int, ...], dtype: type[np.float32] | type[np.int8]) -> Array:
+    """(count, *shape) zeros, mapped anew: the system gives pages when they are first written; unused room costs little.
+
+    `numpy.zeros` may get memory that was used and freed before, which it must clear, and so take, at once: 100 MB more
+    for a 97M model's float32 cache of 2,048 tokens with 40 in it, where a smaller one had been before.
+    """
+    size = count * math.prod(shape)
+    length = max(1, size * np.dtype(dtype).itemsize)
+    if sys.platform == "win32":
+        memory = mmap.mmap(-1, length)
+    else:  # the default is memory that forked processes share
+        memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, dtype, size).reshape(count, *shape)
 
 
 def _first(array: Array, shape: tuple[int, ...]) -> Array:

@@ -37,6 +37,7 @@ class Builder:
         self._outputs: list[ir.Value] = []
         self._nodes: list[ir.Node] = []
         self._initializers: dict[str, ir.Value] = {}
+        self._views: dict[str, str] = {}  # names of weights and of those whose bytes they are
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[object]) -> ir.Value:
         """A graph input, for example (B, 8) as ["batch_size", 8]; dimensions given by name are free."""
@@ -76,6 +77,32 @@ class Builder:
         self._nodes.append(node)
         return values
 
+    def either(
+        self,
+        name: str,
+        condition: ir.Value,
+        branches: Mapping[str, Callable[[], Sequence[ir.Value]]],
+        outputs: Mapping[str, ir.DataType],
+    ) -> list[ir.Value]:
+        """Values of one of two pieces of the graph, of which only that one runs.
+
+        Args:
+            name: of the node.
+            condition: one boolean.
+            branches: `then_branch` and `else_branch`, which add nodes of names of their own and return values in the
+                order of `outputs`. They may use any value of the graph, and weights and constants stay the graph's.
+            outputs: names and types of what comes out.
+        """
+        graphs = {}
+        for branch, make in branches.items():
+            around, self._nodes = self._nodes, []
+            values = make()
+            for value, dtype in zip(values, outputs.values(), strict=True):
+                value.type = ir.TensorType(dtype)
+            graphs[branch] = ir.Graph([], values, nodes=self._nodes, name=f"{name}/{branch}")
+            self._nodes = around
+        return self.node_with_outputs(name, "If", [condition], list(outputs), **graphs)
+
     def constant(self, name: str, array: Array) -> ir.Value:
         """A small tensor given at once; the same name gives the same tensor."""
         return self.weight(name, ir.DataType.from_numpy(array.dtype), array.shape, lambda: array)
@@ -90,6 +117,17 @@ class Builder:
             tensor = ir.LazyTensor(lambda: ir.tensor(read(), dtype, name=name), dtype, ir.Shape(shape), name=name)
             value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape), const_value=tensor)
             self._initializers[name] = value
+        return self._initializers[name]
+
+    def view(self, name: str, weight: ir.Value, shape: Sequence[int]) -> ir.Value:
+        """The same bytes, which are stored once, in another shape.
+
+        A Reshape would do for the result; but ONNX Runtime folds it into a copy of its own.
+        """
+        assert weight.name is not None and weight.dtype is not None, "a weight has both"
+        self._views[name] = weight.name
+        if name not in self._initializers:
+            self._initializers[name] = ir.Value(name=name, type=ir.TensorType(weight.dtype), shape=ir.Shape(shape))
         return self._initializers[name]
 
     def write(
@@ -111,14 +149,17 @@ class Builder:
         with files.data.open("wb") as stream:
             for name, value in self._initializers.items():
                 known = (shared or {}).get(name)
+                if known is None and name in self._views:
+                    known = _viewed(self._initializers[self._views[name]].const_value, value)
                 value.const_value = _store(value.const_value, stream, files.data.name) if known is None else known
             length = stream.tell()
+        used = [value for value in self._initializers.values() if value.uses() or value in self._inputs]
         domains = {node.domain for node in self._nodes}
         graph = ir.Graph(
             self._inputs,
             self._outputs,
             nodes=self._nodes,
-            initializers=list(self._initializers.values()),
+            initializers=used,
             opset_imports={domain: version for domain, version in OPSETS.items() if domain in domains},
             name=self._name,
         )
@@ -144,3 +185,13 @@ def _store(tensor: ir.LazyTensor, stream: IO[bytes], location: str) -> ir.Tensor
     # Two 4-bit numbers share a byte there, not in the array.
     length = stream.write(array.data if tensor.dtype.bitwidth >= 8 else tensor.tobytes())
     return ir.ExternalTensor(location, offset, length, tensor.dtype, shape=tensor.shape, name=tensor.name)
+
+
+def _viewed(stored: ir.TensorProtocol | None, view: ir.Value) -> ir.TensorProtocol:
+    """A stored tensor under another name, in another shape."""
+    assert isinstance(stored, ir.ExternalTensor | ir.Tensor) and view.shape is not None, "weights come before views"
+    if isinstance(stored, ir.ExternalTensor):
+        return ir.ExternalTensor(
+            stored.location, stored.offset, stored.length, stored.dtype, shape=view.shape, name=str(view.name)
+        )
+    return ir.tensor(stored.numpy().reshape(view.shape.numpy()), stored.dtype, name=view.name)

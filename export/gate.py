@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from export.comparison import Limits, Pass
 from export.kv_cache import CacheScales
 from export.layout import find_files
-from export.matrices import ROWS_PRODUCT
+from export.matrices import FLAT, ROWS_PRODUCT
 from sportsllm.config import ModelConfig, load_config
 from sportsllm.errors import ArtifactError
 from sportsllm.rope import rope_tables
@@ -222,14 +222,15 @@ def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, T
     """
     rotary = dict(zip(("cos_cache", "sin_cache"), rope_tables(config, config.max_position_embeddings), strict=True))
     for name in (*rotary, *(name for name in tensors if name.startswith("model.embed_tokens."))):
-        value = graph.graph.initializers.get(name)
+        found = graph.graph.initializers
+        value = found.get(name, found.get(f"{name}{FLAT}"))
         stored = None if value is None else cast(Any, value.const_value).numpy()
         if name in rotary:
             table = rotary[name]
         else:
             tensor = tensors[name]
             table = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
-        if stored is None or not np.array_equal(stored, table.astype(stored.dtype, copy=False)):
+        if stored is None or not np.array_equal(stored.ravel(), table.astype(stored.dtype, copy=False).ravel()):
             yield name
 
 

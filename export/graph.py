@@ -88,7 +88,9 @@ def build_graph(
         blocks = StandardBlocks(graph, config, StandardMatrices(graph, weights, half), tokens_BT, mask_BS)
     else:
         multiply = PlainRows if web else Matrices
-        blocks = ContribBlocks(graph, config, multiply(graph, weights, half), tokens_BT, mask_BS, scales)
+        # A browser's cache grows with every run, which leaves no room to write in.
+        matrices = multiply(graph, weights, half)
+        blocks = ContribBlocks(graph, config, matrices, tokens_BT, mask_BS, scales, prompts_apart=not web)
     x_BTD, residual_BTD, presents = add_layers(graph, config, blocks, tokens_BT, pasts, keep)
     x_BTD, _ = blocks.norm("model.norm", x_BTD, residual_BTD)
     head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"

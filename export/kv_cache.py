@@ -8,19 +8,22 @@ Shape suffixes: L layers, B sequences, K key/value heads, S tokens, E head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sportsllm.calibration import calibration_samples
-from sportsllm.checkpoint import load_checkpoint
-from sportsllm.config import ModelConfig
+from sportsllm.checkpoint import check_names, load_block, load_table
+from sportsllm.config import ModelConfig, load_config
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.memory import give_back
 from sportsllm.model import KVCache, SportsLLM
+from sportsllm.rope import rope_tables
 from sportsllm.stages import manifest_setting
+from sportsllm.tensor_files import TensorFiles
 from sportsllm.tokenizer import load_tokenizer
 
 PRECISIONS = ("fp32", "int8")
@@ -50,12 +53,31 @@ class RoundedCache(KVCache):
         return super().append(layer, _rounded(k_BKTE, keys), _rounded(v_BKTE, values))
 
 
+class LayerCache(KVCache):
+    """What one layer keeps of one text that is read at once: for layers that are in memory one by one.
+
+    Attributes:
+        keys, values: (1, K, S, E), as they came.
+    """
+
+    def __init__(self, scales: CacheScales | None = None) -> None:
+        """Give back what came, or what an INT8 cache of these scales would have kept."""
+        self.length, self._scales = 0, scales
+
+    def append(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = k_BKTE, v_BKTE
+        if self._scales is None:
+            return k_BKTE, v_BKTE
+        keys, values = self._scales.keys[layer][None, :, None], self._scales.values[layer][None, :, None]
+        return _rounded(k_BKTE, keys), _rounded(v_BKTE, values)
+
+
 def _rounded(x: Tensor, scale: Tensor) -> Tensor:
     return torch.clamp(torch.round(x / scale), -_TOP - 1, _TOP) * scale
 
 
 def cache_scales(checkpoint: Path, calibration: Sequence[Path]) -> CacheScales:
-    """Scales for a checkpoint.
+    """Scales for a checkpoint, of which one layer at a time is in memory.
 
     Args:
         checkpoint: packed or not; its own keys and values are what is stored.
@@ -71,12 +93,15 @@ def cache_scales(checkpoint: Path, calibration: Sequence[Path]) -> CacheScales:
             f"--kv-cache int8 needs calibration text, and {checkpoint} does not say what it was made from; "
             "give --calibration FILE"
         )
-    model = load_checkpoint(checkpoint)
-    samples = calibration_samples(files, load_tokenizer(checkpoint, model.config), model.config, None, SAMPLE_TOKENS)
-    return measured_scales(model, samples[:SAMPLES])
+    config, tensors = load_config(checkpoint), TensorFiles(checkpoint)
+    check_names(tensors, config)
+    samples = calibration_samples(files, load_tokenizer(checkpoint, config), config, None, SAMPLE_TOKENS)[:SAMPLES]
+    table = load_table(tensors, config, "model.embed_tokens")
+    states = [table[tokens] for tokens in samples]
+    del table
+    return _layer_by_layer(config, (load_block(tensors, config, i) for i in range(config.num_hidden_layers)), states)
 
 
-@torch.inference_mode()
 def measured_scales(model: SportsLLM, samples: Sequence[Tensor]) -> CacheScales:
     """The scales of least squared error over sample texts, a channel at a time.
 
@@ -89,17 +114,31 @@ def measured_scales(model: SportsLLM, samples: Sequence[Tensor]) -> CacheScales:
     """
     if not samples:
         raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
-    seen: list[tuple[Tensor, Tensor]] = []
-    for tokens in samples:
-        cache = KVCache(model.config, 1, tokens.shape[1])
-        model.hidden(tokens, cache=cache)
-        seen.append((cache.keys[:, 0], cache.values[:, 0]))
-    layers = range(model.config.num_hidden_layers)
-    keys, values = (
-        torch.stack([_best_scales(torch.cat([pair[part][layer] for pair in seen], dim=1)) for layer in layers])
-        for part in (0, 1)
-    )
-    return CacheScales(keys, values)
+    return _layer_by_layer(model.config, model.model.layers, [model.model.embed_tokens(tokens) for tokens in samples])
+
+
+@torch.inference_mode()
+def _layer_by_layer(config: ModelConfig, blocks: Iterable[nn.Module], states: list[Tensor]) -> CacheScales:
+    """Scales from what each layer keeps of the samples, layers being asked for one after the other.
+
+    Args:
+        config: the model's shape.
+        blocks: its layers.
+        states: the embedded samples, (1, S, D) each; overwritten.
+    """
+    cos, sin = map(torch.from_numpy, rope_tables(config, config.max_position_embeddings))
+    found: dict[str, list[Tensor]] = {"keys": [], "values": []}
+    for block in blocks:
+        seen = []
+        for place, x_1SD in enumerate(states):
+            cache, length = LayerCache(), x_1SD.shape[1]
+            states[place] = block(x_1SD, (cos[:length], sin[:length]), None, cache)
+            seen.append(cache)
+        for part, scales in found.items():
+            kept_KSE = torch.cat([getattr(cache, part)[0] for cache in seen], dim=1)
+            scales.append(torch.cat([_best_scales(head_SE[None]) for head_SE in kept_KSE]))  # few copies at once
+        give_back()
+    return CacheScales(torch.stack(found["keys"]), torch.stack(found["values"]))
 
 
 def _best_scales(x_KSE: Tensor) -> Tensor:

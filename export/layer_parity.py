@@ -23,6 +23,7 @@ from torch import Tensor
 
 from export.comparison import Pass, compare, merge
 from export.gate import STEPS, GateInputs, ParityReport, exact_graph, round_matrices, threads_of_torch, unequal_tables
+from export.kv_cache import LayerCache
 from export.layout import find_files
 from export.session import exact_options, session_options
 from sportsllm.checkpoint import check_names, load_block, load_table
@@ -35,16 +36,16 @@ from sportsllm.tensor_files import TensorFiles
 
 Array = npt.NDArray[Any]
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
+_ROOM = ("past_key_values.0.key",)  # where every layer over an INT8 cache sees how much room there is
 
 
 def check_parity_by_layer(checkpoint: Path, export: Path, threads: int | None = None) -> ParityReport:
-    """As `export.parity.check_parity`, with one layer of each side in memory; no ragged batch, no INT8 cache.
+    """As `export.parity.check_parity`, with one layer of each side in memory; no ragged batch.
 
     Raises:
         ArtifactError: one of the two is damaged, or they do not belong together.
     """
     inputs = GateInputs.read(checkpoint, export)
-    assert inputs.scales is None, "refused before"
     tensors = TensorFiles(checkpoint)
     check_names(tensors, inputs.config)
     passes: list[Pass] = []
@@ -86,7 +87,7 @@ def _expected(tensors: TensorFiles, inputs: GateInputs, half: bool) -> list[Logi
             round_matrices(block)
         for place, x_1TD in enumerate(states):
             length = x_1TD.shape[1]
-            states[place] = block(x_1TD, (cos[:length], sin[:length]), None, None)
+            states[place] = block(x_1TD, (cos[:length], sin[:length]), None, LayerCache(inputs.scales))
         del block
         give_back()
     norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -111,17 +112,20 @@ def _graph_logits(inputs: GateInputs, export: Path, threads: int | None, exact: 
 
     def run(wanted: Sequence[str], given: dict[str, Array], caches: Sequence[str] = ()) -> list[Array]:
         """Values of the whole sequence from others, piece by piece; `caches` grow from piece to piece."""
-        session = _session(inputs.graph, [*given, *caches], [*wanted, *map(_present, caches)], export, threads, exact)
+        into, out_of = [*given, *caches, *_ROOM], [*wanted, *map(_present, caches)]
+        session = _session(inputs.graph, into, out_of, export, threads, exact)
         names = {item.name for item in session.get_inputs()}
-        shape = (1, inputs.config.num_key_value_heads, 0, inputs.config.head_dim)
-        past = {name: np.zeros(shape, np.float32) for name in caches}
+        # An INT8 cache has its room from the start, as the runtime gives it, or prompts would be read in another way.
+        room, dtype = (0, np.float32) if inputs.scales is None else (len(tokens), np.int8)
+        shape = (1, inputs.config.num_key_value_heads, room, inputs.config.head_dim)
+        past: dict[str, Array] = {name: np.zeros(shape, dtype) for name in (*caches, *_ROOM)}
         found = []
         for start, stop in itertools.pairwise(cuts):
             feeds = {name: array[:, start:stop] for name, array in given.items() if name != "attention_mask"}
             feeds |= {"attention_mask": np.ones((1, stop), np.int64), **past}
-            outputs = session.run([*wanted, *map(_present, caches)], {n: a for n, a in feeds.items() if n in names})
+            outputs = session.run(out_of, {n: a for n, a in feeds.items() if n in names})
             found.append(outputs[: len(wanted)])
-            past = dict(zip(caches, outputs[len(wanted) :], strict=True))
+            past |= dict(zip(caches, outputs[len(wanted) :], strict=True))
         return [np.concatenate(parts, axis=1) for parts in zip(*found, strict=True)]
 
     layers = inputs.config.num_hidden_layers

@@ -18,6 +18,7 @@ FLOAT, HALF, INT8, UINT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.I
 FAST_ACCURACY = 4
 # Rounds its whole input to 8 bits and multiplies whole numbers.
 ROWS_PRODUCT = "DynamicQuantizeMatMul"
+FLAT = "_flat"  # ending of the name that packed rows have in one piece each, without blocks
 NF4_TYPE = 1  # of MatMulBnb4, which computes in float32
 
 
@@ -47,11 +48,12 @@ class Matrices:
     def _packed_rows(self, module: str, tokens: ir.Value, rows: int, width: int, packing: Packing) -> ir.Value:
         graph = self._graph
         packed, scales, zero_points = self._packed(module, [module], rows, width, packing)
-        flat = graph.constant("embed/flat_shape", np.array([rows, -1], np.int64))
+        count = -(-width // packing.block_size) * packing.block_size * packing.bits // 8
+        flat = graph.view(f"{module}.weight_packed{FLAT}", packed, (rows, count))
         found = graph.node(
             "embed/rows",
             "GatherBlockQuantized",
-            [graph.node("embed/flat", "Reshape", [packed, flat]), tokens, scales, *zero_points],
+            [flat, tokens, scales, *zero_points],
             MS,
             bits=packing.bits,
             block_size=packing.block_size,

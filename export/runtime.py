@@ -6,8 +6,10 @@ L room in the cache, E head_dim.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +17,10 @@ import numpy.typing as npt
 from export.buffers import Cache, cache_maker
 from export.layout import PROMPT_FILE, prompt_files
 from export.session import KEEP_LOGITS, open_session, raise_if_out_of_memory
-from sportsllm.artifacts import MANIFEST, read_manifest
 from sportsllm.config import load_config
 from sportsllm.decoder import Logits, log_softmax
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.manifest import MANIFEST, read_manifest
 
 # Prompts are read in pieces of this many tokens, so that memory does not grow with the prompt. Time for 512 tokens
 # and peak memory of a 97M INT4 model, 2 threads: 405 ms and 179 MB at 64, 342 and 186 at 128, 340 and 200 at 256.
@@ -110,6 +112,20 @@ class OnnxDecoder:
                 self._run(cache, one, prompt[None, start : start + self.prefill_chunk], logits_BV[one, None], keep=1)
         self._cache, self._read = cache, [prompt.tolist() for prompt in prompts]  # whole only now
         return logits_BV
+
+    def fork(self) -> Self:
+        """Another decoder over the same loaded model: it goes on from what this one has read, in a cache of its own.
+
+        Sessions and weights are shared, so that a fork costs its cache. Forks may be used in turn, or each from a
+        thread of its own (a single one not from several at once); they share the model's threads, so that two at once
+        take about as long as one after the other.
+        """
+        other = copy.copy(self)
+        if self._cache is not None:
+            other._cache = self._make_cache(len(self._cache.lengths), self._cache.length)
+            other._cache.holding(self._cache, int(self._cache.lengths.max())).lengths[:] = self._cache.lengths
+        other._read = [list(row) for row in self._read]
+        return other
 
     def _fill(self, cache: Cache, row: slice, ids: npt.NDArray[np.int64]) -> None:
         """Read tokens of one sequence into the cache with the graph that reads prompts."""

@@ -10,9 +10,9 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from export.layout import PROMPT_FILE, GraphFiles, find_files
-from sportsllm.artifacts import MANIFEST, read_manifest
 from sportsllm.config import ModelConfig
 from sportsllm.errors import ArtifactError, ResourceError
+from sportsllm.manifest import MANIFEST, read_manifest
 
 DATA_BYTES_KEY = "data_bytes"  # in the graph's metadata: how long the data file must be
 CACHE_KEY = "cache"  # in the graph's metadata: one of the next two; exports that say nothing share

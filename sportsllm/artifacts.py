@@ -23,12 +23,12 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from sportsllm import __version__
-from sportsllm.config import read_json
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
+from sportsllm.manifest import MANIFEST as MANIFEST
+from sportsllm.manifest import MANIFEST_FORMAT
+from sportsllm.manifest import read_manifest as read_manifest
 
-MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 1
 STATE_DIRECTORY = "state"  # resumable state inside a `.partial`; removed before the rename
 _PACKAGES = ("numpy", "torch", "onnx", "onnx-ir", "onnxruntime", "tokenizers", "safetensors", "bitsandbytes")
 
@@ -87,24 +87,6 @@ def digest(path: Path) -> str:
             if item.is_file() and not item.name.startswith(".")
         }
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """Parse and check the outline of a manifest.
-
-    Raises:
-        ArtifactError: missing, damaged, or written by a newer version.
-    """
-    path = directory / MANIFEST
-    data = read_json(path)
-    if data.get("format", 0) > MANIFEST_FORMAT:
-        raise ArtifactError(f"{path}: written by a newer version (format {data['format']}); upgrade this program")
-    files = data.get("files")
-    if not isinstance(files, dict) or not all(
-        isinstance(entry, dict) and {"sha256", "bytes"} <= set(entry) for entry in files.values()
-    ):
-        raise ArtifactError(f"{path}: has no list of files; make the directory again")
-    return data
 
 
 def finished_manifest(out: Path, stage: Stage) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ COMMANDS = {
     "quantize": "compress",
     "export": "export",
     "bench": "benchmarks",
+    "fit": "benchmarks",
     "eval": "sportsllm",
     "generate": "sportsllm",
     "plan": "benchmarks",

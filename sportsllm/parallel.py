@@ -95,7 +95,7 @@ def _outcome(item: _Running) -> tuple[dict[str, Any], SportsLLMError | None]:
     if lines:
         summary = json.loads(lines[-1])
         row = summary["stages"][0]
-        result = {**(summary["bench"] or {}), "out": row["out"], "cached": row["cached"]}
+        result = {**(summary["bench"] or {}), **{key: row[key] for key in ("out", "cached", "cpu_seconds")}}
         return result | ({"exit_code": summary["exit_code"]} if "exit_code" in summary else {}), None
     errors = [
         line.removeprefix("error: ")

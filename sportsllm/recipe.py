@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 import re
 import time
 import tomllib
@@ -182,7 +183,7 @@ def run_recipe(recipe: Recipe, threads: int | None = None, only: str | None = No
     results = []
     for number, stage in enumerate(chosen, start=1):
         say(f"[{number}/{len(chosen)}] {stage.name}: {stage.command}")
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), _processor_seconds()
         try:
             with silenced(stage.command == "bench"):  # the report's table has its figures
                 result = _run_stage(recipe, stage, threads)
@@ -191,6 +192,7 @@ def run_recipe(recipe: Recipe, threads: int | None = None, only: str | None = No
             raise
         if result.get("complaint"):
             say(str(result["complaint"]))
+        result["cpu_seconds"] = _processor_seconds() - worked
         results.append((stage, result, time.perf_counter() - started))
     return summarize(recipe, results)
 
@@ -198,8 +200,11 @@ def run_recipe(recipe: Recipe, threads: int | None = None, only: str | None = No
 def summarize(recipe: Recipe, results: Sequence[tuple[RecipeStage, dict[str, Any], float]]) -> dict[str, Any]:
     """What a recipe did, from each stage's result and its seconds.
 
+    `cpu_seconds` are the processor's, over all cores: what a stage costs on a machine that is shared.
+
     Returns:
-        `stages` (name, command, out, cached, seconds), the last `bench`, and `exit_code` where a gate was missed.
+        `stages` (name, command, out, cached, seconds, cpu_seconds), the last `bench`, and `exit_code` where a gate was
+        missed.
     """
     rows = [
         {
@@ -208,6 +213,7 @@ def summarize(recipe: Recipe, results: Sequence[tuple[RecipeStage, dict[str, Any
             "out": result.get("out"),
             "cached": bool(result.get("cached", False)),
             "seconds": round(seconds, 2),
+            "cpu_seconds": round(result.pop("cpu_seconds"), 2),
         }
         for stage, result, seconds in results
     ]
@@ -225,6 +231,12 @@ def summarize(recipe: Recipe, results: Sequence[tuple[RecipeStage, dict[str, Any
         names = ", ".join(name for name, _ in missed)
         summary |= {"exit_code": int(missed[0][1]), "complaint": f"not passed: {names}"}
     return summary
+
+
+def _processor_seconds() -> float:
+    """Of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def _missed(stage: RecipeStage, result: dict[str, Any]) -> bool:

@@ -14,8 +14,9 @@ from benchmarks import bench
 from benchmarks.bench import depths_that_fit, prompts_that_fit, run_bench
 from benchmarks.bench_tables import verdict_line
 from benchmarks.budget import DEVICES, load_device
-from benchmarks.child import peak_rss_bytes
+from benchmarks.cpus import choose_cpus
 from benchmarks.floor import floor_bytes
+from benchmarks.memory import memory_split, peak_rss_bytes
 from benchmarks.process import ChildFailure, child_command, run_child
 from benchmarks.stats import percentile, percentiles, spread
 from benchmarks.verdict import judge_budget, predicted_figures, stored_form
@@ -59,7 +60,15 @@ def export(checkpoint: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def result(export: Path) -> dict[str, Any]:
-    return run_bench(export, "host", threads=1, rounds=2, bits_per_byte=2.06, teacher_bits_per_byte=2.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "SECONDS_PER_FIGURE", 0.05)
+        patch.setattr(bench, "MEMORY_ROUNDS", 1)
+        patch.setattr(bench, "COLD_ROUNDS", 1)
+        patch.setattr("benchmarks.rounds.wait_for_quiet", lambda longest_s: True)
+        return run_bench(
+            export, "host", threads=1, rounds=2, most_rounds=2, bits_per_byte=2.06, teacher_bits_per_byte=2.0,
+            prompt_lengths=[64], batch_sizes=[1, 3], minutes=0.02,
+        )  # fmt: skip
 
 
 def python(code: str) -> list[str]:
@@ -81,7 +90,8 @@ def test_percentile_refuses_nothing_and_nonsense() -> None:
 
 
 def test_spread_is_noisy_beyond_five_percent_of_the_median() -> None:
-    assert spread([100.0, 102.0, 104.9]).noisy is False
+    assert spread([100.0, 102.0, 104.9, 101.0, 103.0]).noisy is False
+    assert spread([100.0, 102.0, 104.9]).noisy is None  # too few to say
     wide = spread([100.0, 98.0, 103.1])
     assert (wide.low, wide.high, wide.noisy) == (98.0, 103.1, True)
     assert wide.width == pytest.approx(0.051)
@@ -96,6 +106,9 @@ def test_depths_and_prompts_fit_the_context() -> None:
     assert depths_that_fit(128) == []
     assert prompts_that_fit(511) == [128]
     assert prompts_that_fit(512) == [128, 512]
+    assert prompts_that_fit(600, [600, 64]) == [64, 128, 512, 600]
+    with pytest.raises(UsageError, match="--prompt-lengths 513"):
+        prompts_that_fit(512, [513])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +131,8 @@ def test_a_child_that_gives_no_result_is_reported_in_one_line(code: str, kind: s
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_damaged_model_keeps_its_own_error(tmp_path: Path, export: Path) -> None:
+def test_a_damaged_model_keeps_its_own_error(tmp_path: Path, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.rounds.wait_for_quiet", lambda longest_s: True)
     for path in export.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     data = tmp_path / "model.onnx.data"
@@ -130,7 +144,7 @@ def test_a_damaged_model_keeps_its_own_error(tmp_path: Path, export: Path) -> No
 
 def test_peak_memory_is_the_childs_own() -> None:
     held = b"x" * 300_000_000
-    code = "import json; from benchmarks.child import peak_rss_bytes as p; {}; print(json.dumps({{'peak': p()}}))"
+    code = "import json; from benchmarks.memory import peak_rss_bytes as p; {}; print(json.dumps({{'peak': p()}}))"
     small = run_child(python(code.format("pass")), "peak").payload["peak"]
     freed = run_child(python(code.format("x = b'x' * 200_000_000; del x")), "peak").payload["peak"]
     assert peak_rss_bytes() > len(held)
@@ -148,7 +162,7 @@ def test_measuring_imports_neither_torch_nor_onnx() -> None:
 
 
 def test_every_promised_key_is_there(result: dict[str, Any], export: Path) -> None:
-    assert set(result["ttft_ms"]) == {"128"}
+    assert set(result["ttft_ms"]) == {"64", "128"}
     assert set(result["tpot_ms"]) == set(result["decode_tokens_per_s"]) == {"32", "152"}
     for times in result["tpot_ms"].values():
         assert 0 < times["p50"] <= times["p90"] <= times["p95"] <= times["p99"]
@@ -158,6 +172,25 @@ def test_every_promised_key_is_there(result: dict[str, Any], export: Path) -> No
     assert result["prefill_tokens_per_s"] == pytest.approx(128_000 / result["ttft_ms"]["128"])
     assert result["quality_loss_percent"] == pytest.approx(3.0)
     assert json.loads(json.dumps(result)) == result
+    assert result["clean"] is False  # two rounds never are
+    assert result["cpus"] == choose_cpus(1)
+    assert (result["cold_load_s"] is None) == ("cold_load_s" in result["absent"])
+    assert (result["joules_per_token"] is None) == ("joules_per_token" in result["absent"])
+    assert (result["memory_split"] is None) == (memory_split() is None)
+
+
+def test_rows_are_decoded_together_and_for_a_while(result: dict[str, Any]) -> None:
+    batches = result["batches"]
+    assert {rows: one["prompt_tokens"] for rows, one in batches.items()} == {"1": [128], "3": [128, 96, 64]}
+    for rows, one in batches.items():
+        steps = [ms for round_ in result["raw"][f"batch-{rows}"] for sweep in round_["step_ms"] for ms in sweep]
+        assert min(steps) <= one["step_ms"]["p50"] <= max(steps)
+        # one step gives every row a token
+        rate = int(rows) * 1000
+        assert rate / max(steps) <= one["decode_tokens_per_s"] <= rate / min(steps)
+    sustained = result["sustained"]
+    assert sustained["depth"] == 152 and sustained["minutes"] == 0.02
+    assert sustained["first_tokens_per_s"] == sustained["windows"][0]["tokens_per_s"] > 0
 
 
 def test_figures_are_medians_of_the_rounds_that_are_kept(result: dict[str, Any]) -> None:
@@ -250,11 +283,14 @@ def test_the_command_exits_4_when_a_limit_is_missed(
 ) -> None:
     monkeypatch.setattr(bench, "SECONDS_PER_FIGURE", 0)
     monkeypatch.setattr(bench, "MEMORY_ROUNDS", 1)
+    monkeypatch.setattr(bench, "COLD_ROUNDS", 1)
+    monkeypatch.setattr("benchmarks.rounds.wait_for_quiet", lambda longest_s: True)
     device = tmp_path / "strict.toml"
     text = (DEVICES / "host.toml").read_text(encoding="utf-8")
     device.write_text(text.replace("file_mb = 100\n", "file_mb = 0.01\n"), encoding="utf-8")
     out = tmp_path / "bench.json"
     arguments = ["bench", str(export), "--device", str(device), "--threads", "1", "--json", "--out", str(out)]
+    arguments += ["--rounds", "1", "--most-rounds", "1"]
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 4
@@ -264,6 +300,17 @@ def test_the_command_exits_4_when_a_limit_is_missed(
     assert json.loads(out.read_text(encoding="utf-8")) == printed
     error = captured.err.strip().splitlines()[-1]
     assert error.startswith("error: ") and "file size" in error
+    assert printed["clean"] is False and "NOISY, not a clean result" in captured.err
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 6  # the result of the first run is not overwritten
+
+
+@pytest.mark.parametrize(
+    "flags", [["--against", "vllm"], ["--batch-size", "0"], ["--prompt-lengths", "9999"], ["--peer-python", "genai=x"]]
+)
+def test_flags_that_cannot_be_meant_exit_2(export: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", str(export), *flags])
+    assert stop.value.code == 2
+    assert flags[0] in capsys.readouterr().err

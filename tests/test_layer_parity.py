@@ -88,10 +88,12 @@ def test_one_wrong_number_fails(tensor: str, tmp_path: Path) -> None:
 
 def test_the_bound(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint", tiny_model(max_position_embeddings=CONTEXT))
+    packed = tiny_model(max_position_embeddings=CONTEXT)
+    save(tmp_path / "packed", packed, pack_model(packed, 4) | {"bits": 4})
     with pytest.raises(ResourceError, match=r"--max-ram 10: exporting .* takes about"):
         run_export(tmp_path / "checkpoint", tmp_path / "out", threads=1, max_ram_mb=10)
     with pytest.raises(UsageError, match="--max-ram"):
-        run_export(tmp_path / "checkpoint", tmp_path / "out", threads=1, kv_cache="int8", max_ram_mb=9_000)
+        run_export(tmp_path / "packed", tmp_path / "out", threads=1, profile="latency", max_ram_mb=9_000)
     assert not (tmp_path / "out").exists()
     result = run_export(tmp_path / "checkpoint", tmp_path / "out", threads=1, max_ram_mb=9_000)
     assert 0 < result["peak_rss_bytes"] < 9e9

@@ -14,7 +14,7 @@ from export_models import pack_model, save, tiny_model
 from export.export import run_export
 from export.graph import write_graph
 from export.kv_cache import CacheScales, measured_scales
-from export.layout import DATA_FILE, PROMPT_FILE, prompt_files
+from export.layout import DATA_FILE, GRAPH_FILE, PROMPT_FILE, prompt_files
 from export.parity import check_parity
 from export.prompts import RowWeights, write_prompt_graph
 from export.runtime import OnnxDecoder
@@ -77,9 +77,21 @@ def test_what_both_graphs_read_is_stored_once(tmp_path: Path) -> None:
     make(tmp_path)
     tensors = onnx.load(str(tmp_path / PROMPT_FILE), load_external_data=False).graph.initializer
     where = {t.name: {entry.value for entry in t.external_data if entry.key == "location"} for t in tensors}
-    assert where["model.embed_tokens.weight_packed"] == where["cos_cache"] == {DATA_FILE}
+    assert where["model.embed_tokens.weight_packed_flat"] == where["cos_cache"] == {DATA_FILE}
     assert where["model.layers.0.mlp.gate_up_proj.weight_rows"] == {f"{PROMPT_FILE}.data"}
     assert not any(name.startswith(("lm_head", "model.layers.1.mlp")) for name in where)  # nothing would read them
+
+
+def test_a_tied_matrix_is_stored_once_in_two_shapes(tmp_path: Path) -> None:
+    """ONNX Runtime would fold a Reshape of it into a copy in memory."""
+    make(tmp_path)
+    graph = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False).graph
+    both = [t for t in graph.initializer if t.name.startswith("model.embed_tokens.weight_packed")]
+    assert [list(t.dims) for t in both] == [[96, 2, 16], [96, 32]]
+    places = [{entry.key: entry.value for entry in t.external_data} for t in both]
+    assert places[0] == places[1]
+    read = {name for node in graph.node for name in node.input}
+    assert {t.name for t in graph.initializer} <= read | {"num_logits_to_keep"}
 
 
 def test_one_wrong_number_in_a_row_fails(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def test_stages_run_once_and_are_kept(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     first = run_recipe(load_recipe(path, tmp_path / "out"))
     assert [row["cached"] for row in first["stages"]] == [False, False, False]
+    assert all(row["cpu_seconds"] > 0 for row in first["stages"])
     second = run_recipe(load_recipe(path, tmp_path / "out"))
     assert [row["cached"] for row in second["stages"]] == [True, True, True]
     kept = json.loads((tmp_path / "out" / "score.json").read_text(encoding="utf-8"))

@@ -1,0 +1,48 @@
+"""How fast this machine reads memory, for the floor below every time per token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+
+def measure_bandwidth(specification: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes per second at which this machine's cores read a working set of `working_set_bytes` again and again.
+
+    Every thread owns a slice and reads it with numpy's `max` and with `dot` of the slice with itself, which
+    load each number once; the faster of the two counts. A working set of the model's size stays in the same
+    caches, or misses them, as the model's weights do from token to token.
+    """
+    threads = int(specification["threads"])
+    count = max(1, int(specification["working_set_bytes"]) // 4 // threads)
+    slices = [np.ones(count, dtype=np.float32) for _ in range(threads)]
+    kernels: dict[str, Callable[[np.ndarray[Any, Any]], Any]] = {
+        "max": lambda slice_: slice_.max(),
+        "dot": lambda slice_: slice_ @ slice_,
+    }
+    rates: dict[str, list[float]] = {}
+    with ThreadPoolExecutor(threads) as pool:
+
+        def seconds(kernel: Callable[[np.ndarray[Any, Any]], Any], repeats: int) -> float:
+            def read(slice_: np.ndarray[Any, Any]) -> None:
+                for _ in range(repeats):
+                    kernel(slice_)
+
+            started = time.perf_counter()
+            list(pool.map(read, slices))
+            return time.perf_counter() - started
+
+        for name, kernel in kernels.items():
+            repeats = 1
+            while seconds(kernel, repeats) < 0.02:
+                repeats *= 2
+            rates[name] = [4 * count * threads * repeats / seconds(kernel, repeats) for _ in range(5)]
+    return {
+        "working_set_bytes": 4 * count * threads,
+        "rates_bytes_per_s": rates,
+        "bandwidth_bytes_per_s": max(max(samples) for samples in rates.values()),
+    }

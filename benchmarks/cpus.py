@@ -1,0 +1,61 @@
+"""Which processors a measurement runs on, and keeping it there. Standard library only, also loaded by path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+CPU_FOLDER = Path("/sys/devices/system/cpu")
+
+
+def choose_cpus(threads: int, allowed: Collection[int] | None = None, folder: Path = CPU_FOLDER) -> list[int] | None:
+    """`threads` logical processors, one a core while cores last, the strongest first.
+
+    Two threads on one core share its arithmetic, and a phone or a board has strong and weak cores: left to
+    itself the scheduler moves threads between them, and the figure with them.
+
+    Args:
+        threads: how many are wanted; all that are allowed where there are fewer.
+        allowed: those this process may use; asked of the system where not given.
+        folder: where Linux describes processors.
+
+    Returns:
+        Ascending numbers; None where the system cannot pin a process.
+    """
+    if allowed is None:
+        if not hasattr(os, "sched_getaffinity"):
+            return None
+        allowed = os.sched_getaffinity(0)
+    siblings: dict[tuple[int, int], int] = {}  # logical processors seen so far of each core
+    ranked = []
+    for cpu in sorted(allowed):
+        topology = folder / f"cpu{cpu}" / "topology"
+        core = (_number(topology / "physical_package_id", 0), _number(topology / "core_id", cpu))
+        place = siblings[core] = siblings.get(core, -1) + 1
+        strength = _number(folder / f"cpu{cpu}" / "cpu_capacity", 0)
+        strength = strength or _number(folder / f"cpu{cpu}" / "cpufreq" / "cpuinfo_max_freq", 0)
+        ranked.append((place, -strength, cpu))
+    return sorted(cpu for _, _, cpu in sorted(ranked)[:threads])
+
+
+def pin(cpus: Sequence[int] | None) -> list[int] | None:
+    """Keep this process, and the threads it starts from now on, on `cpus`.
+
+    Returns:
+        Where it now may run, as the system says; None where it could not be pinned.
+    """
+    if cpus is None or not hasattr(os, "sched_setaffinity"):
+        return None
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError:  # a container's rules, or a processor that was taken away meanwhile
+        return None
+    return sorted(os.sched_getaffinity(0))
+
+
+def _number(path: Path, otherwise: int) -> int:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return otherwise

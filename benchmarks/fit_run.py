@@ -1,0 +1,210 @@
+"""`fit` from start to end: search, finish the winner, fall back to the next finalist, write what happened."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.budget import load_device
+from benchmarks.fit import Search, choose_finalists, compare_finalists, nothing_fits, start_search, summary
+from benchmarks.fit_candidates import Candidate
+from benchmarks.fit_line import run_line, write_line
+from benchmarks.fit_trials import Source, Trials
+from benchmarks.verdict import check_on_device
+from sportsllm.artifacts import digest
+from sportsllm.config import load_config, read_json
+from sportsllm.console import say
+from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
+from sportsllm.tensor_files import quantization_config
+
+RESULT, SETTINGS, LINE = "fit.json", "search.json", "recipe.toml"
+_QUALITY = "quality_loss_percent"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much work a search may be.
+
+    Attributes:
+        tokens: of the winner's recovery.
+        search_tokens: of a finalist's brief recovery.
+        finalists: candidates that are recovered.
+        minutes: for the whole of it; None is no limit.
+    """
+
+    tokens: int
+    search_tokens: int
+    finalists: int = 4
+    minutes: float | None = None
+
+
+def run_fit(
+    source: Source,
+    device_name: str,
+    out: Path,
+    effort: Effort,
+    *,
+    valid: Sequence[Path] = (),
+    vocabularies: Sequence[int] = (),
+    on_device: bool = False,
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Find and make the best model of `source.teacher` that fits a device.
+
+    Args:
+        source: teacher and text.
+        device_name: a shipped device's name, or a device file.
+        out: directory of everything; a search that is run again goes on in it.
+        effort: tokens and time.
+        valid: held-out text that the finished model's quality is measured on.
+        vocabularies: smaller vocabularies to consider beside the teacher's own.
+        on_device: this machine is the device, whether it is recognised or not.
+        dry_run: predict and rank only; nothing is made.
+
+    Returns:
+        `benchmarks.fit.summary`'s keys, `out`, `bench` of the finished model and `line`, its recipe.
+
+    Raises:
+        GateError: nothing fits; the nearest miss is named.
+        ConflictError: `out` holds another search.
+        UsageError, ArtifactError: settings or inputs that cannot work.
+    """
+    started = time.monotonic()
+    device = load_device(device_name)
+    check_on_device(device, on_device)
+    teacher = load_config(source.teacher)
+    if quantization_config(source.teacher) is not None:
+        raise ArtifactError(f"{source.teacher}: is quantized; give the unquantized teacher")
+    sizes = _vocabularies(teacher.vocab_size, vocabularies)
+    search = start_search(teacher, device, sizes, on_device)
+    if dry_run:
+        front = search.front(effort.finalists)
+        if not front:
+            raise GateError(nothing_fits(search))
+        return {"out": None, "dry_run": True, **summary(search, front[0])}
+    _claim(out, source, device_name, effort, sizes, on_device)
+    trials = Trials(source, device, device_name, out / "trials", effort.search_tokens, on_device)
+
+    def time_left() -> float:
+        if effort.minutes is None:
+            return float("inf")
+        # Half is kept for the winner: its recovery is longer than all brief ones together.
+        return 60 * effort.minutes / 2 - (time.monotonic() - started)
+
+    say(f"{device.name}: {len(search.inside()):,} of {len(search.found):,} candidates inside the budget by prediction")
+    finalists = choose_finalists(search, trials, effort.finalists)
+    say(f"finalists: {', '.join(candidate.name for candidate in finalists)}")
+    ranking = compare_finalists(search, trials, finalists, time_left)
+    result: dict[str, Any] = {}
+    for place, candidate in enumerate(ranking, start=1):
+        result = _finish(search, candidate, source, device_name, out, effort, list(valid), on_device)
+        missed = [limit["name"] for limit in result["bench"]["budget"]["limits"] if limit["passed"] is False]
+        if not missed or place == len(ranking) or missed == [_QUALITY]:
+            break
+        say(f"{candidate.name} misses {', '.join(missed)} as finished; the next finalist is made")
+    result["seconds"] = round(time.monotonic() - started, 1)
+    _write_json(out / RESULT, result)
+    return result
+
+
+def _finish(
+    search: Search,
+    candidate: Candidate,
+    source: Source,
+    device_name: str,
+    out: Path,
+    effort: Effort,
+    valid: list[Path],
+    on_device: bool,
+) -> dict[str, Any]:
+    line = out / candidate.name / LINE
+    write_line(
+        line,
+        source,
+        candidate,
+        search.teacher,
+        tokens=effort.tokens,
+        search_tokens=effort.search_tokens,
+        device=device_name,
+        on_device=on_device,
+        valid=valid,
+    )
+    say(f"{candidate.name}: finishing it as {line}")
+    made = run_line(line)
+    return {
+        "out": str(line.parent / "export"),
+        "line": str(line),
+        **summary(search, candidate),
+        "bench": made["bench"],
+        "stages": made["stages"],
+    }
+
+
+def _vocabularies(full: int, wanted: Sequence[int]) -> list[int]:
+    for size in wanted:
+        if not 0 < size < full:
+            raise UsageError(f"--vocab-size {size}: must be below the teacher's {full:,} and above 0")
+    return [full, *sorted(set(wanted), reverse=True)]
+
+
+def _claim(
+    out: Path, source: Source, device_name: str, effort: Effort, vocabularies: Sequence[int], on_device: bool
+) -> None:
+    """Write what this search is into `out`, or check that it is the one there."""
+    paths = [source.teacher, *source.corpus, *source.calibration]
+    device = Path(device_name)
+    settings = {
+        "teacher": str(source.teacher),
+        "corpus": [str(path) for path in source.corpus],
+        "calibration": [str(path) for path in source.calibration],
+        "device": device_name,
+        "on_device": on_device,
+        "tokens": effort.tokens,
+        "search_tokens": effort.search_tokens,
+        "vocabularies": list(vocabularies),
+        "seed": source.seed,
+        "training": dict(source.settings),
+    }
+    inputs = [digest(path) for path in [*paths, *([device] if device.is_file() else [])]]
+    record = {**settings, "inputs": hashlib.sha256("".join(inputs).encode()).hexdigest()}
+    kept = out / SETTINGS
+    if kept.exists():
+        old = read_json(kept)
+        changed = sorted(key for key in record if old.get(key) != record[key])
+        if changed:
+            raise ConflictError(
+                f"{out}: holds a search with other {', '.join(changed)}; choose another --out, or remove it"
+            )
+        say(f"{out}: going on with the search that is there")
+        return
+    if out.exists() and any(out.iterdir()):
+        raise ConflictError(f"{out}: exists and holds no search; choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    _write_json(kept, record)
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    fresh = path.with_name(path.name + ".partial")
+    fresh.write_text(json.dumps(data, indent=1, default=str) + "\n", encoding="utf-8")
+    fresh.replace(path)
+
+
+def passed(result: dict[str, Any]) -> bool:
+    """Whether the finished model keeps to the budget."""
+    return bool(result["bench"]["budget"]["passed"])
+
+
+def complaint(result: dict[str, Any]) -> str:
+    """One line about a finished model that misses its budget: by how much, and what to do."""
+    missed = [limit for limit in result["bench"]["budget"]["limits"] if limit["passed"] is False]
+    words = ", ".join(f"{one['name']} {one['value']:.4g} of {one['limit']:g} {one['unit']}" for one in missed)
+    if [one["name"] for one in missed] == [_QUALITY]:
+        advice = "raise --tokens, relax that limit, or relax the limits that cut the larger models away"
+    else:
+        advice = f"relax {', '.join(one['name'] for one in missed)}, or repeat it on a quiet machine"
+    return f"{result['chosen']}: the best found misses {words}; {advice}"
