@@ -91,7 +91,8 @@ class Efficiency(Strict):
         prefill_share: of the device's peak rate for a form (fp32, or int8 for what is quantized), with many rows,
             a block's scale counted as `benchmarks.stored.SCALE_NUMBERS`.
         decode_share: the same with one row.
-        attention_share: of the fp32 peak, in attention over a prompt.
+        attention_share: of the fp32 peak, in attention over a prompt; an INT8 cache is read back for pieces of 32
+            tokens and more, so that its own counts for shorter ones only.
         attention_step_share: the same for one new token.
         between_share: of the bandwidth at their size, in what lies between products while reading a prompt.
         weight_copies: memory for weights at the peak, as a multiple of their size in memory.

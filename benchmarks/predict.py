@@ -28,6 +28,7 @@ from sportsllm.errors import UsageError
 
 __all__ = [
     "EFFICIENCIES",
+    "LONG_PIECE_TOKENS",
     "PREFILL_CHUNK_TOKENS",
     "Prediction",
     "Stored",
@@ -54,6 +55,9 @@ time has, and beyond which a fit learns nothing of the smaller one."""
 GROWING_READS = 6
 """Times that a growing cache's bytes move in a step: copied into the graph's input (2), joined with what is new (2),
 half of it transposed (1), read (1). See `export.buffers.GrowingCache` and `export.standard`."""
+LONG_PIECE_TOKENS = 32  # `export.int8_prompts.LONG_PIECE`: from here on an INT8 cache is read back for attention
+READ_BACK_BYTES = 9
+"""Moved for each of a layer's keys and values then: a byte read, four written, four read by attention."""
 GROWING_COPIES = 3
 """Buffers of a growing cache: the kept one, past and present."""
 
@@ -178,12 +182,17 @@ def _reading_ms(config: ModelConfig, device: Device, stored: Stored, body: Part,
     rate = _peak(device, body.form) * _of(efficiency.prefill_share, device, body.form)
     weights = _resident(device, body)
     once = weights / (_bandwidth(device, weights) * efficiency.bandwidth_share)
-    attention = _peak(device, "fp32") * _of(efficiency.attention_share, device, _cache(device, efficiency, stored))
     between = 4 * layers * _numbers_between(config)
+    peak, cache = _peak(device, "fp32"), _cache(device, efficiency, stored)
     for new, end in _pieces(tokens):
         seconds += _longer(2 * body.numbers * new / rate, once)
         # Scores of each new token with all so far, masked ones too, and their product with the values: 2 T S each.
-        seconds += 4 * layers * config.query_size * new * end / attention
+        read_back = cache == "int8" and device.processor == "cpu" and new >= LONG_PIECE_TOKENS
+        share = _of(efficiency.attention_share, device, "fp32" if read_back else cache)
+        seconds += 4 * layers * config.query_size * new * end / (peak * share)
+        if read_back:
+            widened = READ_BACK_BYTES * 2 * config.key_value_size * end
+            seconds += layers * widened / (_bandwidth(device, widened) * efficiency.between_share)
         a_layers = 4 * new * _numbers_between(config)
         seconds += between * new / (_bandwidth(device, a_layers) * efficiency.between_share)
         seconds += _overhead_ms(config, efficiency) / 1000
@@ -207,6 +216,8 @@ def peak_memory_bytes(config: ModelConfig, device: Device, stored: Stored, depth
     activations = 2 * 4 * width * new + 4 * config.vocab_size
     if stored.standard:
         cache, scores = GROWING_COPIES * cache, 3 * scores  # before, with and after the mask
+    elif _cache(device, efficiency, stored) == "int8" and device.processor == "cpu" and new >= LONG_PIECE_TOKENS:
+        activations += 4 * 2 * config.key_value_size * depth  # a layer's, read back
     return round(1e6 * efficiency.runtime_mb + weights + cache + scores + activations)
 
 

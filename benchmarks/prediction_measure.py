@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from benchmarks.efficiency_fit import Measured
@@ -34,8 +35,9 @@ TIMEOUT_S = 300.0
 
 
 def combinations() -> Iterator[tuple[str, ModelConfig, dict[str, Form]]]:
-    """Each shape with the forms it is measured in."""
-    for name, config in {**FITTED, **SCORED}.items():
+    """Each shape with its forms; fitted and scored ones in turns, so that they see the same machine."""
+    turns = chain.from_iterable(zip(FITTED.items(), SCORED.items(), strict=True))
+    for name, config in turns:
         yield name, config, {**FORMS, **{other: OTHERS[other] for other in OTHERS_OF.get(name, ())}}
 
 

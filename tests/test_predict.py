@@ -15,6 +15,7 @@ from benchmarks.commands import plan
 from benchmarks.efficiency import CPU_FORMS
 from benchmarks.predict import (
     EFFICIENCIES,
+    LONG_PIECE_TOKENS,
     PREFILL_CHUNK_TOKENS,
     Stored,
     depths_that_fit,
@@ -27,6 +28,7 @@ from benchmarks.predict import (
 )
 from benchmarks.prediction_models import FORMS, OTHERS, make_checkpoint, make_export
 from benchmarks.stored import sizes
+from export.int8_prompts import LONG_PIECE
 from export.runtime import PREFILL_CHUNK
 from sportsllm.config import ModelConfig
 from sportsllm.errors import UsageError
@@ -262,9 +264,10 @@ def test_forms_are_predicted_as_what_they_are() -> None:
     assert grown == pytest.approx(numbers * EFFICIENCIES["cpu"].weight_copies.int8_rows, rel=0.01)
     small_cache = Stored("int4", 128, cache="int8")
     less = peak_memory_bytes(SMALL, HOST, int4, 512) - peak_memory_bytes(SMALL, HOST, small_cache, 512)
-    assert less == pytest.approx(512 * 73_728 * 3 / 4)
+    assert less == pytest.approx(512 * 73_728 * (3 / 4 - 1 / 12))  # one of 12 layers is read back in float32
     assert tpot_ms(SMALL, HOST, small_cache, 1_900) < tpot_ms(SMALL, HOST, int4, 1_900)
-    assert ttft_ms(SMALL, HOST, small_cache, 512) > ttft_ms(SMALL, HOST, int4, 512)  # 138 for 38 ms of attention
+    # Prompts are read with float32 attention over what the cache holds; only pieces under 32 tokens go the slow way.
+    assert 1 < ttft_ms(SMALL, HOST, small_cache, 512) / ttft_ms(SMALL, HOST, int4, 512) < 1.1
 
 
 @pytest.mark.parametrize(
@@ -284,7 +287,7 @@ def test_unknown_forms_are_refused(arguments: tuple[str, ...]) -> None:
 
 
 def test_constants_cover_every_precision() -> None:
-    assert PREFILL_CHUNK_TOKENS == PREFILL_CHUNK
+    assert (PREFILL_CHUNK_TOKENS, LONG_PIECE_TOKENS) == (PREFILL_CHUNK, LONG_PIECE)
     for processor, efficiency in EFFICIENCIES.items():
         needed = set(CPU_FORMS) | (set() if processor == "cpu" else {"fp16"})
         for shares in (efficiency.prefill_share, efficiency.decode_share, efficiency.weight_copies):
