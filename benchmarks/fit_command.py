@@ -31,7 +31,7 @@ def fit(
     search_tokens: Annotated[
         int | None, typer.Option(min=1, help="Recover a finalist on so many; a tenth of --tokens if not given.")
     ] = None,
-    finalists: Annotated[int, typer.Option(min=1, help="Candidates that are recovered briefly.")] = 4,
+    finalists: Annotated[int, typer.Option(min=1, help="Candidates that are recovered briefly.")] = 3,
     minutes: Annotated[
         float | None, typer.Option(min=0.1, help="Time for all of it: fewer finalists are compared if it runs short.")
     ] = None,

@@ -40,7 +40,7 @@ class Effort:
 
     tokens: int
     search_tokens: int
-    finalists: int = 4
+    finalists: int = 3
     minutes: float | None = None
 
 
@@ -89,7 +89,7 @@ def run_fit(
             raise GateError(nothing_fits(search))
         return {"out": None, "dry_run": True, **summary(search, front[0])}
     _claim(out, source, device_name, effort, sizes, on_device)
-    trials = Trials(source, device, device_name, out / "trials", effort.search_tokens, on_device)
+    trials = Trials(source, device, out / "trials", effort.search_tokens)
 
     def time_left() -> float:
         if effort.minutes is None:

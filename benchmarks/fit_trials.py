@@ -14,19 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench import run_bench
 from benchmarks.device import Device
 from benchmarks.fit_candidates import Candidate, Form, shape_name
-from benchmarks.verdict import measured_figures
+from benchmarks.quick import quick_figures
 from compress.shapes import Shape
 from sportsllm.artifacts import Stage, digest, run_stage
 from sportsllm.config import load_config, read_json
 from sportsllm.console import silenced
 from sportsllm.options import load_command
 
-_PROBE_ROUNDS = 1
 _SCORING_SAMPLES = 8
 _CUT_SAMPLES = 32
+_BRIEF_SAMPLES = 96
 _SEQUENCE = 512
 
 
@@ -69,15 +68,12 @@ class Trials:
         device: whose budget counts.
         directory: of everything made on the way.
         search_tokens: of a brief recovery.
-        on_device: this machine is the device.
     """
 
     source: Source
     device: Device
-    device_name: str
     directory: Path
     search_tokens: int
-    on_device: bool = False
     _losses: dict[str, float] = field(default_factory=dict)
 
     def teacher_with(self, vocab_size: int) -> Path:
@@ -97,22 +93,16 @@ class Trials:
         """Figures by the limits' names, measured here on an export of the candidate's shape with random weights."""
         directory = self.directory / "probes" / candidate.name
         export = self._export(self._random(candidate), candidate.form, directory, method="rtn")
-        kept = directory / "bench.json"
-        key = hashlib.sha256(json.dumps([digest(export), self.device_name, self.source.threads]).encode()).hexdigest()
-        result = read_json(kept) if kept.exists() else {}
-        if result.get("fingerprint") != key:
-            result = run_bench(
-                export,
-                self.device_name,
-                self.on_device,
-                self.source.threads,
-                rounds=_PROBE_ROUNDS,
-                most_rounds=_PROBE_ROUNDS,
-            )
-            fresh = kept.with_suffix(".partial")
-            fresh.write_text(json.dumps({"fingerprint": key, **result}, default=str), encoding="utf-8")
-            fresh.replace(kept)
-        return measured_figures(self.device, result)
+        kept = directory / "figures.json"
+        key = hashlib.sha256(json.dumps([digest(export), self.source.threads]).encode()).hexdigest()
+        old = read_json(kept) if kept.exists() else {}
+        if old.get("fingerprint") == key:
+            return dict(old["figures"])
+        figures = quick_figures(export, self.device, self.source.threads)
+        fresh = kept.with_suffix(".partial")
+        fresh.write_text(json.dumps({"fingerprint": key, "figures": figures}), encoding="utf-8")
+        fresh.replace(kept)
+        return figures
 
     def loss_after_cut(self, shape: Shape, vocab_size: int) -> float:
         """Nats a token on calibration text, right after cut and repair: which shapes are worth recovering."""
@@ -134,17 +124,21 @@ class Trials:
     @functools.lru_cache(maxsize=2)  # noqa: B019 - one search, and it ends with the process
     def _measured_teacher(self, vocab_size: int) -> tuple[Any, Any, Any]:
         from compress.prune_stage import Cut, make_scores
-        from sportsllm.calibration import calibration_samples
         from sportsllm.checkpoint import load_checkpoint
+
+        model = load_checkpoint(self.teacher_with(vocab_size))
+        samples = self._pieces(vocab_size)[:_CUT_SAMPLES]
+        return model, make_scores(model, Cut(), samples, None), samples
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - as above
+    def _pieces(self, vocab_size: int) -> list[Any]:
+        from sportsllm.calibration import calibration_samples
         from sportsllm.tokenizer import load_tokenizer
 
         teacher = self.teacher_with(vocab_size)
-        model = load_checkpoint(teacher)
-        words = load_tokenizer(teacher, model.config)
-        samples = calibration_samples(self.source.calibration, words, model.config, None, self.source.sequence)[
-            :_CUT_SAMPLES
-        ]
-        return model, make_scores(model, Cut(), samples, None), samples
+        config = load_config(teacher)
+        words = load_tokenizer(teacher, config)
+        return calibration_samples(self.source.calibration, words, config, None, self.source.sequence)
 
     def quality(self, candidate: Candidate) -> float:
         """Bits per byte of the candidate, recovered briefly and packed, on text held out of the corpus."""
@@ -159,8 +153,10 @@ class Trials:
         if candidate.shape == Shape.of(load_config(teacher)):
             return teacher
         out = parent / shape_name(candidate.shape, candidate.vocab_size)
+        # A brief recovery hides what more samples of the cut would gain.
+        samples = _BRIEF_SAMPLES if len(self._pieces(candidate.vocab_size)) >= _BRIEF_SAMPLES else None
         with silenced():
-            load_command("prune")(**prune_settings(self.source, candidate, teacher, out, tokens))
+            load_command("prune")(**prune_settings(self.source, candidate, teacher, out, tokens, samples))
         return out
 
     def score(self, directory: Path) -> float:
@@ -214,7 +210,9 @@ def vocabulary_stages(
     ]
 
 
-def prune_settings(source: Source, candidate: Candidate, teacher: Path, out: Path, tokens: int) -> dict[str, Any]:
+def prune_settings(
+    source: Source, candidate: Candidate, teacher: Path, out: Path, tokens: int, samples: int | None = None
+) -> dict[str, Any]:
     """Flags of `prune` that make a candidate's shape."""
     shape = candidate.shape
     return {
@@ -226,6 +224,7 @@ def prune_settings(source: Source, candidate: Candidate, teacher: Path, out: Pat
         "heads": shape.heads,
         "kv_heads": shape.kv_heads,
         "layers": shape.layers,
+        "samples": samples,
         "recover": tokens,
         **source.training(),
     }

@@ -191,7 +191,12 @@ def line(checkpoint: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest
         }
         return result | {"budget": judge_budget(read, result, load_config(directory), directory, on_device)}
 
-    monkeypatch.setattr("benchmarks.fit_trials.run_bench", clock)
+    def quick(directory: Path, device: Device, threads: int | None = None) -> dict[str, float | None]:
+        calls.append(directory)
+        figures = {"file_mb": directory_bytes(directory) / 1e6, "peak_memory_mb": 80.0, "ttft_ms": 100.0}
+        return {**figures, "tpot_p50_ms": 1.0, "tpot_p95_ms": 2.0, "quality_loss_percent": None}
+
+    monkeypatch.setattr("benchmarks.fit_trials.quick_figures", quick)
     monkeypatch.setattr("benchmarks.bench.run_bench", clock)
     monkeypatch.setattr("benchmarks.bench_tables.print_bench", lambda *_: None)
     return {"teacher": checkpoint, "corpus": corpus, "budget": budget, "out": tmp_path / "fit", "calls": calls}
