@@ -102,13 +102,13 @@ def run_fit(
         finalists = choose_finalists(search, trials, effort.finalists)
         say(f"finalists: {', '.join(candidate.name for candidate in finalists)}")
         ranking = compare_finalists(search, trials, finalists, time_left)
-    result: dict[str, Any] = {}
-    for place, candidate in enumerate(ranking, start=1):
-        result = _finish(search, candidate, source, device_name, out, effort, list(valid), on_device)
-        missed = [limit["name"] for limit in result["bench"]["budget"]["limits"] if limit["passed"] is False]
-        if not missed or place == len(ranking) or missed == [_QUALITY]:
-            break
-        say(f"{candidate.name} misses {', '.join(missed)} as finished; the next finalist is made")
+        result: dict[str, Any] = {}
+        for place, candidate in enumerate(ranking, start=1):
+            result = _finish(search, candidate, source, device_name, out, effort, list(valid), on_device)
+            missed = [limit["name"] for limit in result["bench"]["budget"]["limits"] if limit["passed"] is False]
+            if not missed or place == len(ranking) or missed == [_QUALITY]:
+                break
+            say(f"{candidate.name} misses {', '.join(missed)} as finished; the next finalist is made")
     result["seconds"] = round(time.monotonic() - started, 1)
     _write_json(out / RESULT, result)
     return result

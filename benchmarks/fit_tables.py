@@ -58,8 +58,8 @@ def _row(one: Mapping[str, Any], chosen: bool) -> list[str]:
     cells.append(quality)
     for name in _FIGURES:
         predicted, measured = one["predicted"].get(name), (one["measured"] or {}).get(name)
-        shown = MISSING if predicted is None else f"{number(predicted)} p"
-        cells.append(shown if measured is None else f"{shown} / {number(measured)} m")
+        known = predicted if measured is None else measured
+        cells.append(MISSING if known is None else f"{number(known)} {'p' if measured is None else 'm'}")
     return [*cells, "yes" if one["within"] else "no"]
 
 

@@ -87,9 +87,13 @@ _kept: Path | None = None
 
 @contextmanager
 def kept_tokens(directory: Path) -> Iterator[None]:
-    """Keep what `tokenize` finds in `directory`: runs that read one corpus need tokenize it only once."""
+    """Keep what `tokenize` finds in `directory`: runs that read one corpus need tokenize it only once.
+
+    Inside another `kept_tokens` the outer one's directory is used.
+    """
     global _kept
-    before, _kept = _kept, directory
+    before = _kept
+    _kept = before or directory
     try:
         yield
     finally:
