@@ -241,21 +241,6 @@ def _measure_sustained(
     return summarise_sustained(payload, minutes) | {"other_cpu_cores": payload["other_cpu_cores"]}
 
 
-def write_result(out: Path, text: str) -> None:
-    """Write the file whole or not at all: beside it first, then one rename."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f"{out.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(out)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
 def machine() -> dict[str, Any]:
     """What the measurement ran on: processor, cores, memory in bytes, system, clock in MHz where readable, time."""
     frequency = psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None

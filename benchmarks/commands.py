@@ -151,11 +151,12 @@ def bench(
     import json
 
     from benchmarks.against import parse_peers
-    from benchmarks.bench import run_bench, whole_numbers, write_result
+    from benchmarks.bench import run_bench, whole_numbers
     from benchmarks.bench_tables import print_bench, verdict_line
     from benchmarks.budget import load_device
     from benchmarks.quality import bits_per_byte
     from benchmarks.verdict import check_on_device
+    from benchmarks.whole_file import write_whole
     from sportsllm.console import output
     from sportsllm.errors import ConflictError, GateError
 
@@ -176,7 +177,7 @@ def bench(
         minutes=minutes, peers=peers, **asked,
     )  # fmt: skip
     if out is not None:
-        write_result(out, json.dumps(result, indent=1) + "\n")
+        write_whole(out, json.dumps(result, indent=1) + "\n")
     print_bench(output(), result)
     if not result["budget"]["passed"]:
         missed = {limit["name"] for limit in result["budget"]["limits"] if limit["passed"] is False}

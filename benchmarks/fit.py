@@ -26,7 +26,7 @@ from sportsllm.console import progress_bar, say
 from sportsllm.errors import GateError
 
 _FRONT_PER_FINALIST = 3
-_PROBES_PER_FINALIST = 3
+_ROUNDS_OF_TIMING = 3
 
 
 @dataclass
@@ -96,9 +96,9 @@ def start_search(teacher: ModelConfig, device: Device, vocabularies: Sequence[in
     decides = on_device or is_this_machine(device)
     found = candidates(teacher, device, vocabularies)
     search = Search(teacher, device, decides, found)
-    known = {candidate.name for candidate in found}
+    names = {candidate.name for candidate in found}
     best = [widened(candidate, teacher, device) for candidate in search.front(64)]
-    search.found = ranked([*found, *(candidate for candidate in best if candidate.name not in known)])
+    search.found = ranked([*found, *(candidate for candidate in best if candidate.name not in names)])
     if not decides and not search.inside():
         raise GateError(nothing_fits(search))
     return search
@@ -111,7 +111,7 @@ def choose_finalists(search: Search, trials: Trials, count: int) -> list[Candida
         GateError: nothing fits.
     """
     finalists: list[Candidate] = []
-    for _ in range(_PROBES_PER_FINALIST):
+    for _ in range(_ROUNDS_OF_TIMING):
         front = search.front(_FRONT_PER_FINALIST * count)
         if not front:
             # The prediction may be too strict: what comes nearest is timed before giving up.

@@ -113,10 +113,6 @@ class Candidate:
         """Of its own, for tables and directories."""
         return f"{shape_name(self.shape, self.vocab_size)}-{self.form.name}"
 
-    def config(self, teacher: ModelConfig) -> ModelConfig:
-        """The shape as a model's config."""
-        return self.shape.applied_to(teacher).with_changes(vocab_size=self.vocab_size)
-
     def record(self) -> dict[str, Any]:
         """For the result's `candidates`."""
         return {
@@ -211,7 +207,7 @@ def widened(candidate: Candidate, teacher: ModelConfig, device: Device) -> Candi
     """The candidate with the widest FFN that its limits have room for; the grid is coarser than that."""
     best = candidate
     full = Shape.of(teacher)
-    for intermediate in [*range(candidate.shape.intermediate + _WIDTH_STEP, full.intermediate, _WIDTH_STEP)]:
+    for intermediate in range(candidate.shape.intermediate + _WIDTH_STEP, full.intermediate, _WIDTH_STEP):
         shape = replace(candidate.shape, intermediate=intermediate)
         (wider,) = _candidates(teacher, device, shape, candidate.vocab_size, [candidate.form])
         if misses(wider.predicted, device):

@@ -15,9 +15,9 @@ from benchmarks.fit_trials import (
     quantize_settings,
     vocabulary_stages,
 )
+from benchmarks.whole_file import write_whole
 from compress.shapes import Shape
 from sportsllm.config import ModelConfig
-from sportsllm.recipe import load_recipe, run_recipe
 
 _QAD_SHARE = 0.2  # of the recovery's tokens, for training as rounded at 4 bits
 
@@ -76,15 +76,7 @@ def write_line(
     if valid:
         measured |= {"text": valid, "teacher": source.teacher}
     stages.append(("bench", "bench", measured))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".partial")
-    fresh.write_text(_toml(f"fit-{candidate.name}", out, stages), encoding="utf-8")
-    fresh.replace(path)
-
-
-def run_line(path: Path) -> dict[str, Any]:
-    """Run the recipe; see `sportsllm.recipe.run_recipe`."""
-    return run_recipe(load_recipe(path))
+    write_whole(path, _toml(f"fit-{candidate.name}", out, stages))
 
 
 def _toml(name: str, out: Path, stages: list[tuple[str, str, dict[str, Any]]]) -> str:

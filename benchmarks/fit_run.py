@@ -13,14 +13,16 @@ from typing import Any
 from benchmarks.budget import load_device
 from benchmarks.fit import Search, choose_finalists, compare_finalists, nothing_fits, start_search, summary
 from benchmarks.fit_candidates import Candidate
-from benchmarks.fit_line import run_line, write_line
+from benchmarks.fit_line import write_line
 from benchmarks.fit_trials import Source, Trials
 from benchmarks.verdict import check_on_device
+from benchmarks.whole_file import write_whole
 from sportsllm.artifacts import digest
 from sportsllm.config import load_config, read_json
 from sportsllm.console import say
 from sportsllm.data import kept_tokens
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
+from sportsllm.recipe import load_recipe, run_recipe
 from sportsllm.tensor_files import quantization_config
 
 RESULT, SETTINGS, LINE = "fit.json", "search.json", "recipe.toml"
@@ -110,7 +112,7 @@ def run_fit(
                 break
             say(f"{candidate.name} misses {', '.join(missed)} as finished; the next finalist is made")
     result["seconds"] = round(time.monotonic() - started, 1)
-    _write_json(out / RESULT, result)
+    write_whole(out / RESULT, json.dumps(result, indent=1, default=str) + "\n")
     return result
 
 
@@ -137,7 +139,7 @@ def _finish(
         valid=valid,
     )
     say(f"{candidate.name}: finishing it as {line}")
-    made = run_line(line)
+    made = run_recipe(load_recipe(line))
     return {
         "out": str(line.parent / "export"),
         "line": str(line),
@@ -186,14 +188,7 @@ def _claim(
         return
     if out.exists() and any(out.iterdir()):
         raise ConflictError(f"{out}: exists and holds no search; choose another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    _write_json(kept, record)
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    fresh = path.with_name(path.name + ".partial")
-    fresh.write_text(json.dumps(data, indent=1, default=str) + "\n", encoding="utf-8")
-    fresh.replace(path)
+    write_whole(kept, json.dumps(record, indent=1) + "\n")
 
 
 def passed(result: dict[str, Any]) -> bool:

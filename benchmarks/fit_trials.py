@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.device import Device
 from benchmarks.fit_candidates import Candidate, Form, shape_name
 from benchmarks.quick import quick_figures
+from benchmarks.whole_file import write_whole
 from compress.shapes import Shape
 from sportsllm.artifacts import Stage, digest, run_stage
 from sportsllm.config import load_config, read_json
@@ -99,9 +100,7 @@ class Trials:
         if old.get("fingerprint") == key:
             return dict(old["figures"])
         figures = quick_figures(export, self.device, self.source.threads)
-        fresh = kept.with_suffix(".partial")
-        fresh.write_text(json.dumps({"fingerprint": key, "figures": figures}), encoding="utf-8")
-        fresh.replace(kept)
+        write_whole(kept, json.dumps({"fingerprint": key, "figures": figures}))
         return figures
 
     def loss_after_cut(self, shape: Shape, vocab_size: int) -> float:

@@ -5,7 +5,6 @@ The page loads nothing: plotly's script is inside it, and its content security p
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +15,7 @@ from benchmarks.report_markdown import csv_text, markdown, stage_row, stage_tabl
 from benchmarks.report_plots import COLOURS, COLOURS_ON_DARK, bench_command
 from benchmarks.report_sections import sections
 from benchmarks.report_text import LIMIT_LABELS, MISSING, bench_rows, number, verdict
+from benchmarks.whole_file import write_whole
 from sportsllm.errors import UsageError
 
 __all__ = [
@@ -82,20 +82,7 @@ def write_report(files: Mapping[str, Path], title: str, inputs: Inputs) -> None:
     }
     texts = {path: render[name]() for name, path in files.items()}
     for path, text in texts.items():
-        _write_whole(path, text)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        write_whole(path, text)
 
 
 def html_page(title: str, inputs: Inputs) -> str:

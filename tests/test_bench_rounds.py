@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bench import ragged_lengths, whole_numbers, write_result
+from benchmarks.bench import ragged_lengths, whole_numbers
 from benchmarks.bench_tables import unclean_line
 from benchmarks.process import ChildFailure, run_child
 from benchmarks.rounds import Payloads, Turn, looks, take_turns
 from benchmarks.stats import coverage, rank, spread
 from benchmarks.summary import summarise
 from benchmarks.sustained import measure_sustained, summarise_sustained, window_seconds
+from benchmarks.whole_file import write_whole
 from sportsllm.config import ModelConfig
 from sportsllm.errors import UsageError
 
@@ -190,7 +191,7 @@ def test_lists_of_numbers_are_checked() -> None:
 
 def test_a_result_is_written_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "new" / "bench.json"
-    write_result(out, "whole")
+    write_whole(out, "whole")
     assert out.read_text() == "whole"
 
     def full(handle: int) -> None:
@@ -198,7 +199,7 @@ def test_a_result_is_written_whole_or_not(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no space"):
-        write_result(tmp_path / "new" / "second.json", "cut")
+        write_whole(tmp_path / "new" / "second.json", "cut")
     assert list((tmp_path / "new").iterdir()) == [out]
 
 
