@@ -52,6 +52,7 @@ def run_parallel(recipe: Recipe, path: Path, jobs: int, threads: int) -> dict[st
     logs.mkdir(parents=True, exist_ok=True)
     waiting, running = list(recipe.stages), list[_Running]()
     finished: dict[str, tuple[RecipeStage, dict[str, Any], float]] = {}
+    began = time.perf_counter()
     failure: SportsLLMError | None = None
     while running or (waiting and failure is None):
         try:
@@ -75,7 +76,7 @@ def run_parallel(recipe: Recipe, path: Path, jobs: int, threads: int) -> dict[st
             say(f"[{len(finished)}/{len(recipe.stages)}] {item.stage.name}: {seconds:.0f} s")
     if failure is not None:
         raise failure
-    return summarize(recipe, [finished[stage.name] for stage in recipe.stages])
+    return summarize(recipe, [finished[stage.name] for stage in recipe.stages], time.perf_counter() - began)
 
 
 def _start(recipe: Recipe, path: Path, stage: RecipeStage, threads: int, logs: Path) -> _Running:

@@ -182,7 +182,7 @@ def run_recipe(recipe: Recipe, threads: int | None = None, only: str | None = No
     chosen = [stage for stage in recipe.stages if only is None or stage.name == only]
     if not chosen:
         raise UsageError(f"--only {only}: no such stage; it has {', '.join(stage.name for stage in recipe.stages)}")
-    results = []
+    results, began = [], time.perf_counter()
     for number, stage in enumerate(chosen, start=1):
         say(f"[{number}/{len(chosen)}] {stage.name}: {stage.command}")
         started, worked = time.perf_counter(), _processor_seconds()
@@ -196,17 +196,19 @@ def run_recipe(recipe: Recipe, threads: int | None = None, only: str | None = No
             say(str(result["complaint"]))
         result["cpu_seconds"] = _processor_seconds() - worked
         results.append((stage, result, time.perf_counter() - started))
-    return summarize(recipe, results)
+    return summarize(recipe, results, time.perf_counter() - began)
 
 
-def summarize(recipe: Recipe, results: Sequence[tuple[RecipeStage, dict[str, Any], float]]) -> dict[str, Any]:
-    """What a recipe did, from each stage's result and its seconds.
+def summarize(
+    recipe: Recipe, results: Sequence[tuple[RecipeStage, dict[str, Any], float]], seconds: float
+) -> dict[str, Any]:
+    """What a recipe did, from each stage's result and its seconds, and the seconds of all, some side by side.
 
     `cpu_seconds` are the processor's, over all cores: what a stage costs on a machine that is shared.
 
     Returns:
-        `stages` (name, command, out, cached, seconds, cpu_seconds), the last `bench`, and `exit_code` where a gate was
-        missed.
+        `stages` (name, command, out, cached, seconds, cpu_seconds), the last `bench`, `seconds`, and `exit_code`
+        where a gate was missed.
     """
     rows = [
         {
@@ -214,20 +216,19 @@ def summarize(recipe: Recipe, results: Sequence[tuple[RecipeStage, dict[str, Any
             "command": stage.command,
             "out": result.get("out"),
             "cached": bool(result.get("cached", False)),
-            "seconds": round(seconds, 2),
+            "seconds": round(own, 2),
             "cpu_seconds": round(result.pop("cpu_seconds"), 2),
         }
-        for stage, result, seconds in results
+        for stage, result, own in results
     ]
     missed = [(stage.name, result["exit_code"]) for stage, result, _ in results if _missed(stage, result)]
     benches = [result for stage, result, _ in results if stage.command == "bench"]
-    total = sum(seconds for _, _, seconds in results)
-    output().print(f"{recipe.name}: {len(rows)} stages in {total:.0f} s")
+    output().print(f"{recipe.name}: {len(rows)} stages in {seconds:.0f} s")
     summary: dict[str, Any] = {
         "recipe": recipe.name,
         "stages": rows,
         "bench": benches[-1] if benches else None,
-        "seconds": round(total, 2),
+        "seconds": round(seconds, 2),
     }
     if missed:
         names = ", ".join(name for name, _ in missed)
