@@ -20,6 +20,7 @@ from benchmarks.against import Peer, measure_against, turn_depths
 from benchmarks.budget import load_device
 from benchmarks.cpus import choose_cpus
 from benchmarks.floor import floor_bytes, floor_depth, memory_floor
+from benchmarks.instructions import processor_name
 from benchmarks.process import DEFAULT_TIMEOUT_S, child_command
 from benchmarks.rounds import Payloads, Turn, looks, take_turn, take_turns
 from benchmarks.summary import BATCH, is_steady, summarise
@@ -245,7 +246,7 @@ def machine() -> dict[str, Any]:
     """What the measurement ran on: processor, cores, memory in bytes, system, clock in MHz where readable, time."""
     frequency = psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
     return {
-        "processor": _processor_name(),
+        "processor": processor_name(),
         "architecture": platform.machine(),
         "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
         "logical_cores": os.cpu_count(),
@@ -255,15 +256,3 @@ def machine() -> dict[str, Any]:
         "clock_mhz": round(frequency.current) if frequency else None,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() in ("model name", "Model"):
-            return value.strip()
-    return platform.processor() or platform.machine()

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from benchmarks.device import LIMIT_UNITS, Device, Figure, Limits
+from benchmarks.instructions import instruction_set, processor_name
 from sportsllm.errors import ArtifactError, UsageError
 
 __all__ = [
@@ -207,7 +208,11 @@ def is_this_machine(device: Device, processor: str = "cpu") -> bool:
         (rule.android_product, _android_product()),
     )
     wanted = [(pattern, found) for pattern, found in names if pattern is not None]
-    if not wanted or any(pattern.lower() not in found.lower() for pattern, found in wanted):
+    if any(pattern.lower() not in found.lower() for pattern, found in wanted):
+        return False
+    exact = ((rule.processor, processor_name()), (rule.instruction_set, instruction_set()))
+    same = [(name, found) for name, found in exact if name is not None]
+    if not (wanted or same) or any(name != found for name, found in same):
         return False
     return rule.min_memory_mb <= total_memory_mb() <= rule.max_memory_mb
 

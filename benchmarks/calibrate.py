@@ -253,6 +253,7 @@ def describe(readings: Readings, name: str, threads: int, decided: Device) -> tu
                 "kind": "calibrated machine",
                 "description": f"Measured by `calibrate` on {here['system']}.",
                 "processor": "cpu",
+                "recognise": _recognise(here["processor"], here["architecture"], instructions, memory.total / 1e6),
                 "hardware": hardware,
                 "efficiency": efficiency,
                 "limits": decided.limits,
@@ -261,6 +262,14 @@ def describe(readings: Readings, name: str, threads: int, decided: Device) -> tu
     except ValidationError as error:
         raise _refusal(error, decided.name) from None
     return device, [each for each in ("clock", "power") if each not in hardware]
+
+
+def _recognise(processor: str, architecture: str, instructions: str, memory_mb: float) -> dict[str, Any] | None:
+    """How this machine is told from others; not at all where the system gives no more than the architecture."""
+    if processor == architecture:
+        return None
+    near = {"min_memory_mb": round(0.98 * memory_mb), "max_memory_mb": round(1.02 * memory_mb)}
+    return {"processor": processor, "instruction_set": instructions, **near}
 
 
 def _refusal(error: ValidationError, limits_from: str) -> UsageError | ResourceError:

@@ -35,7 +35,8 @@ from benchmarks.figures import (
 __all__ = ["FORMAT", "LIMIT_UNITS", "Device", "Figure", "Hardware", "Limits", "Published", "Recognise"]
 
 FORMAT = 2
-"""2 added `efficiency` and `hardware.bandwidth_by_working_set`, and made `hardware.power` optional."""
+"""2 added `efficiency`, `hardware.bandwidth_by_working_set`, `recognise.processor` and `recognise.instruction_set`, and
+made `hardware.power` optional."""
 
 LIMIT_UNITS = {
     "file_mb": "MB",
@@ -138,11 +139,17 @@ def _at_least(value: float, info: ValidationInfo, other: str, why: str) -> float
 
 
 class Recognise(Strict):
-    """How a program running on the device can tell. Everything given must hold; `always` needs nothing."""
+    """How a program running on the device can tell. Everything given must hold; `always` needs nothing.
+
+    `device_tree_model` and `android_product` are parts of the names that boards and phones have. `processor` and
+    `instruction_set` are a whole processor's, as `calibrate` found them.
+    """
 
     always: bool = False
     device_tree_model: Text | None = None
     android_product: Text | None = None
+    processor: Text | None = None
+    instruction_set: Text | None = None
     min_memory_mb: float = Field(default=0, ge=0)
     max_memory_mb: float = Field(default=1e9, gt=0)
 

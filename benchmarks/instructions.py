@@ -1,4 +1,4 @@
-"""Which of a processor's instructions matter to the runtime's products, as far as the system says."""
+"""What a processor is called, and which of its instructions matter to the runtime's products."""
 
 from __future__ import annotations
 
@@ -37,3 +37,16 @@ def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
             found = [name for flag, name in _KNOWN.items() if flag in present]
             return f"{platform.machine()} with {', '.join(found)}" if found else platform.machine()
     return f"{platform.machine()}; extensions not readable here"
+
+
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's model, on ARM boards often the board's; the architecture where nothing is said."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model"):
+            return value.strip()
+    return platform.processor() or platform.machine()

@@ -21,6 +21,7 @@ from benchmarks.budget import (
     recognise_host,
 )
 from benchmarks.commands import devices
+from benchmarks.device import Recognise
 from sportsllm.errors import ArtifactError, UsageError
 
 # file MB, memory MB, TTFT ms, TPOT p50 and p95 ms, loss %
@@ -247,6 +248,24 @@ def test_recognition(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recognise_host() == "android-flagship"
     assert is_this_machine(load_device("host"))
     assert not is_this_machine(load_device("laptop-x86"))
+
+
+def test_a_calibrated_machine_is_recognised_by_processor_instructions_and_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rule = Recognise(
+        processor="Some CPU 9", instruction_set="x86_64 with AVX2", min_memory_mb=7_900, max_memory_mb=8_100
+    )
+    device = load_device("host").model_copy(update={"recognise": rule})
+    here = {"processor_name": "Some CPU 9", "instruction_set": "x86_64 with AVX2", "total_memory_mb": 8_000}
+    for name, value in here.items():
+        monkeypatch.setattr(budget, name, lambda value=value: value)
+    assert is_this_machine(device)
+    for name, other in (("processor_name", "Some CPU 90"), ("instruction_set", "x86_64"), ("total_memory_mb", 8_200)):
+        with monkeypatch.context() as changed:
+            changed.setattr(budget, name, lambda other=other: other)
+            assert not is_this_machine(device), name
+    assert not is_this_machine(device.model_copy(update={"recognise": Recognise(min_memory_mb=1)}))  # says nothing
 
 
 def test_devices_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import onnxruntime as ort
 import pytest
 
 from benchmarks import calibrate, calibrate_figures
-from benchmarks.budget import load_device
+from benchmarks.budget import is_this_machine, load_device
 from benchmarks.calibrate import Readings, describe, probes, run_calibrate
 from benchmarks.device_file import write_device
-from benchmarks.efficiency import CPU_FORMS, bandwidth_at
-from benchmarks.instructions import instruction_set
+from benchmarks.efficiency import CPU_FORMS, bandwidth_at, longer
+from benchmarks.instructions import instruction_set, processor_name
 from benchmarks.predict import Stored, efficiency_of, tpot_ms
 from benchmarks.probe_graph import ProbeGraph
 from benchmarks.probes import add_product, attention, gated, measure_footprint, time_graph
@@ -132,7 +133,7 @@ def _readings() -> Readings:
         seconds[f"prompt.{cache}"] = EMPTY_S + scores * f.PROMPT_NEW * f.PROMPT_END / (0.3 * GFLOP)
         for heads in f.KV_HEADS:
             read = 2 * f.DEEP * heads * f.HEAD_DIM * size / (0.6 * BANDWIDTH)
-            seconds[f"attention.{cache}.{heads}"] = EMPTY_S + read + scores * f.DEEP / (0.1 * GFLOP)
+            seconds[f"attention.{cache}.{heads}"] = EMPTY_S + longer(read, scores * f.DEEP / (0.1 * GFLOP))
     footprints = dict.fromkeys(CPU_FORMS, (70000000 + 60000000, 50000000)) | {"none": (70_000_000, 9_000)}
     return Readings(seconds, footprints, {1e6: BANDWIDTH, 500e6: BANDWIDTH}, 0.0)
 
@@ -190,6 +191,11 @@ def test_the_file_says_what_was_measured_and_what_was_decided(written: Path) -> 
     )
     assert efficiency_of(device) is device.efficiency
     assert not list(written.parent.glob("*.partial*"))
+    rule = device.recognise
+    named = processor_name() != platform.machine()
+    assert is_this_machine(device) == named and (rule.processor if rule else None) == (
+        processor_name() if named else None
+    )
     # `small` in blocks of 128 by hand: one pass over its matrices at the machine's rate for one row.
     numbers = 12 * (4 * 768**2 + 3 * 768 * 2_048) * (1 + 16 / 128)
     table = 16_000 * 768 * (1 + 16 / 128)
