@@ -12,13 +12,23 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.budget import is_this_machine
 from benchmarks.device import LIMIT_UNITS, Device
-from benchmarks.fit_candidates import Candidate, Form, candidates, cut_by_limit, misses, nearest_miss, ranked, widened
+from benchmarks.fit_candidates import (
+    EQUAL_PERCENT,
+    Candidate,
+    Form,
+    candidates,
+    cut_by_limit,
+    misses,
+    nearest_miss,
+    ranked,
+    widened,
+)
 from benchmarks.fit_trials import Trials
 from compress.shapes import Shape
 from sportsllm.config import ModelConfig
@@ -149,7 +159,7 @@ def _best_after_cut(front: Sequence[Candidate], trials: Trials, count: int) -> l
 def compare_finalists(
     search: Search, trials: Trials, finalists: Sequence[Candidate], time_left: Callable[[], float]
 ) -> list[Candidate]:
-    """Recover each briefly and rank them by bits per byte, best first.
+    """Recover each briefly and rank them by bits per byte; of those as good as the best the fastest goes first.
 
     Args:
         search: gets the qualities.
@@ -168,7 +178,19 @@ def compare_finalists(
         longest = max(longest, time.perf_counter() - started)
         say(f"{candidate.name}: {search.quality[candidate.name]:.4f} bits per byte after a brief recovery")
     compared = [one for one in finalists if one.name in search.quality]
-    return sorted(compared, key=lambda one: search.quality[one.name])
+    equal = equal_quality(search.quality[one.name] for one in compared)
+
+    def place(one: Candidate) -> tuple[float, float, float]:
+        figures = {**one.predicted, **known(search.figures(one))}
+        quality = search.quality[one.name]
+        return (0.0 if quality <= equal else quality, figures["tpot_p50_ms"], figures["file_mb"])
+
+    return sorted(compared, key=place)
+
+
+def equal_quality(bits_per_byte: Iterable[float]) -> float:
+    """The most bits per byte that count as good as the best of these."""
+    return min(bits_per_byte) * (1 + EQUAL_PERCENT / 100)
 
 
 def nothing_fits(search: Search) -> str:

@@ -20,7 +20,7 @@ from sportsllm.console import progress_bar
 _MOST_VALUES = 6  # of a dimension: a grid of more has shapes whose difference nobody measures
 _WIDTH_STEP = 32
 EQUAL_PERCENT = 0.1
-"""Estimated losses this close count as equal, and the faster model goes first."""
+"""Losses this close, estimated or measured after a brief recovery, count as equal, and the faster model goes first."""
 
 # Bits per byte lost, in percent, for each dimension: weight * ln(kept share) ** 2. Fitted to a teacher of 1M parameters
 # cut and recovered on 5% of its tokens (docs/log.md): FFN 352 -> 192 +2.59%, 6 -> 4 layers +2.07%, both a little

@@ -70,7 +70,8 @@ def run_fit(
         dry_run: predict and rank only; nothing is made.
 
     Returns:
-        `benchmarks.fit.summary`'s keys, `out`, `bench` of the finished model and `line`, its recipe.
+        `benchmarks.fit.summary`'s keys, `out`, `bench` of the finished model, `line`, its recipe, and `gave_up`:
+        finalists that missed limits as finished, with those.
 
     Raises:
         GateError: nothing fits; the nearest miss is named.
@@ -105,12 +106,15 @@ def run_fit(
         say(f"finalists: {', '.join(candidate.name for candidate in finalists)}")
         ranking = compare_finalists(search, trials, finalists, time_left)
         result: dict[str, Any] = {}
+        gave_up: dict[str, list[str]] = {}
         for place, candidate in enumerate(ranking, start=1):
             result = _finish(search, candidate, source, device_name, out, effort, list(valid), on_device)
             missed = [limit["name"] for limit in result["bench"]["budget"]["limits"] if limit["passed"] is False]
             if not missed or place == len(ranking) or missed == [_QUALITY]:
                 break
+            gave_up[candidate.name] = missed
             say(f"{candidate.name} misses {', '.join(missed)} as finished; the next finalist is made")
+    result["gave_up"] = gave_up
     result["seconds"] = round(time.monotonic() - started, 1)
     write_whole(out / RESULT, json.dumps(result, indent=1, default=str) + "\n")
     return result

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.bench_tables import table, verdict_line
+from benchmarks.fit_candidates import EQUAL_PERCENT
 from benchmarks.report import LIMIT_LABELS, MISSING, number
 
 _SHOWN = 12
@@ -75,8 +76,13 @@ def _reason(result: Mapping[str, Any]) -> str:
     if len(compared) < 2:
         return f"{result['chosen']} was the only finalist inside the budget.{whole} {legend}"
     best = min(compared, key=lambda one: one["bits_per_byte"])
-    if best["name"] == result["chosen"]:
+    if result.get("gave_up"):
+        why = f"is the best finalist that keeps to the budget once finished ({', '.join(result['gave_up'])} did not)"
+    elif best["name"] == result["chosen"]:
         why = f"had the best quality of {len(compared)} finalists after a brief recovery"
     else:
-        why = f"is the best finalist that keeps to the budget once finished ({best['name']} did not)"
+        why = (
+            f"is as good as the best of {len(compared)} finalists after a brief recovery ({best['name']}, "
+            f"within {EQUAL_PERCENT:g}%), and faster"
+        )
     return f"{result['chosen']} {why}.{whole} {legend}"
