@@ -8,6 +8,7 @@ from datetime import date
 from benchmarks.efficiency import (
     CPU_CACHES,
     CPU_FORMS,
+    SHARPNESS,
     CacheShares,
     Curve,
     Efficiency,
@@ -118,13 +119,18 @@ def derive(
 
 
 def _attention_step(seconds: Seconds, cache: str, curve: Curve, real: float, operator: float) -> tuple[float, float]:
-    """Shares of bandwidth and of the fp32 peak, from two graphs with equal scores and unequal keys and values."""
+    """Shares of bandwidth and of the fp32 peak, from two graphs with equal scores and unequal keys and values.
+
+    Each takes `longer(read, scores)`; what one reads takes a known part of the other's reading.
+    """
     size = {"fp32": 4, "int8": 1}[cache]
     most, least = (2 * DEEP * heads * HEAD_DIM * size for heads in KV_HEADS)
-    both = [seconds[f"attention.{cache}.{heads}"] for heads in KV_HEADS]
-    read = _share(most - least, both[0] - both[1], bandwidth_at(curve, most))
-    rest = both[1] - operator - least / (read * bandwidth_at(curve, least))
-    return read, _share(4 * DEEP * HEADS * HEAD_DIM, rest, real)
+    more, fewer = (max(seconds[f"attention.{cache}.{heads}"] - operator, 0.0) ** SHARPNESS for heads in KV_HEADS)
+    part = least * bandwidth_at(curve, most) / (most * bandwidth_at(curve, least))
+    read = max(more - fewer, 0.0) / (1 - part**SHARPNESS)
+    read_share = _share(most, read ** (1 / SHARPNESS), bandwidth_at(curve, most))
+    scores = max(more - read, 0.0) ** (1 / SHARPNESS)
+    return read_share, _share(4 * DEEP * HEADS * HEAD_DIM, scores, real)
 
 
 def _rate_share(form: str, rate: float, peak: Mapping[str, float]) -> float:

@@ -23,6 +23,10 @@ CPU_FORMS = tuple(form for form in FORMS if form != "fp16")
 """On a CPU half precision is widened when it is loaded."""
 CPU_CACHES = ("fp32", "int8")
 
+SHARPNESS = 4
+"""Exponent p of `longer`, (a^p + b^p)^(1/p): without bound it is the larger one, which has a corner that no measured
+time has, and beyond which a fit learns nothing of the smaller one."""
+
 Curve = Mapping[float, float]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Copies = Annotated[float, Field(ge=0.1, le=10)]
@@ -117,6 +121,11 @@ class Efficiency(Strict):
     decode_share: FormShares
     weight_copies: FormCopies
     error: PredictionError | None = None
+
+
+def longer(first: float, second: float) -> float:
+    """The longer of two times that pass side by side, or a little more where they are alike."""
+    return float((first**SHARPNESS + second**SHARPNESS) ** (1 / SHARPNESS))
 
 
 def bandwidth_at(curve: Curve, working_set_bytes: float) -> float:

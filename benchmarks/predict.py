@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.device import Device
-from benchmarks.efficiency import EFFICIENCIES, CacheShares, Efficiency, FormCopies, FormShares, bandwidth_at
+from benchmarks.efficiency import EFFICIENCIES, CacheShares, Efficiency, FormCopies, FormShares, bandwidth_at, longer
 from benchmarks.stored import Part, Stored, cache_bytes, file_bytes, sizes
 from sportsllm.config import ModelConfig
 from sportsllm.errors import UsageError
@@ -49,12 +49,11 @@ DEEPEST_LEAVES = 148  # the deepest measurement leaves room for its own new toke
 PREFILL_CHUNK_TOKENS = 128  # pieces in which `export.runtime` reads a prompt
 P95_OVER_P50 = 1.25
 """Slow steps beside usual ones: an estimate. The shipped limits allow 1.3 to 1.7."""
-SHARPNESS = 4
-"""Exponent p of `a or b` = (a^p + b^p)^(1/p): without bound it is the larger one, which has a corner that no measured
-time has, and beyond which a fit learns nothing of the smaller one."""
-GROWING_READS = 6
-"""Times that a growing cache's bytes move in a step: copied into the graph's input (2), joined with what is new (2),
-half of it transposed (1), read (1). See `export.buffers.GrowingCache` and `export.standard`."""
+GROWING_MOVES = 5
+"""Times that a growing cache's bytes move in a step before attention reads them: copied into the graph's input (2),
+joined with what is new (2), half of it transposed (1). See `export.buffers.GrowingCache` and `export.standard`."""
+STANDARD_OPERATORS = 6
+"""Operators of a layer of `export.standard`, 59 at work, beside the 10 of `export.contrib`."""
 LONG_PIECE_TOKENS = 32  # `export.int8_prompts.LONG_PIECE`: from here on an INT8 cache is read back for attention
 READ_BACK_BYTES = 9
 """Moved for each of a layer's keys and values then: a byte read, four written, four read by attention."""
@@ -155,11 +154,12 @@ def tpot_ms(config: ModelConfig, device: Device, stored: Stored, depth: int) -> 
     cached = depth * cache_bytes(config, cache)
     working_set = sum(_resident(device, part) for part in parts.decoding) + cached
     weights = sum(_step_s(device, efficiency, part, working_set) for part in parts.decoding)
-    moved = cached * (GROWING_READS if stored.standard else 1)
-    read = moved / (_bandwidth(device, working_set) * _of(efficiency.cache_share, device, cache))
+    rate = _bandwidth(device, working_set) * _of(efficiency.cache_share, device, cache)
+    copied = GROWING_MOVES * cached / rate if stored.standard else 0.0
     operations = 4 * config.num_hidden_layers * config.query_size * depth
     scores = operations / (_peak(device, "fp32") * _of(efficiency.attention_step_share, device, cache))
-    return 1000 * (weights + read + scores) + _overhead_ms(config, efficiency)
+    attention = longer(cached / rate, scores)
+    return 1000 * (weights + copied + attention) + _overhead_ms(config, efficiency, stored)
 
 
 def ttft_ms(config: ModelConfig, device: Device, stored: Stored, prompt: int) -> float:
@@ -185,7 +185,7 @@ def _reading_ms(config: ModelConfig, device: Device, stored: Stored, body: Part,
     between = 4 * layers * _numbers_between(config)
     peak, cache = _peak(device, "fp32"), _cache(device, efficiency, stored)
     for new, end in _pieces(tokens):
-        seconds += _longer(2 * body.numbers * new / rate, once)
+        seconds += longer(2 * body.numbers * new / rate, once)
         # Scores of each new token with all so far, masked ones too, and their product with the values: 2 T S each.
         read_back = cache == "int8" and device.processor == "cpu" and new >= LONG_PIECE_TOKENS
         share = _of(efficiency.attention_share, device, "fp32" if read_back else cache)
@@ -195,7 +195,7 @@ def _reading_ms(config: ModelConfig, device: Device, stored: Stored, body: Part,
             seconds += layers * widened / (_bandwidth(device, widened) * efficiency.between_share)
         a_layers = 4 * new * _numbers_between(config)
         seconds += between * new / (_bandwidth(device, a_layers) * efficiency.between_share)
-        seconds += _overhead_ms(config, efficiency) / 1000
+        seconds += _overhead_ms(config, efficiency, stored) / 1000
     return 1000 * seconds
 
 
@@ -242,11 +242,7 @@ def _step_s(device: Device, efficiency: Efficiency, part: Part, working_set: flo
     """Seconds of multiplying one row by a part's matrices: their bytes, or their numbers."""
     memory = _resident(device, part) / (_bandwidth(device, working_set) * efficiency.bandwidth_share)
     rate = _peak(device, part.form) * _of(efficiency.decode_share, device, part.form)
-    return _longer(memory, 2 * part.numbers / rate)
-
-
-def _longer(first: float, second: float) -> float:
-    return float((first**SHARPNESS + second**SHARPNESS) ** (1 / SHARPNESS))
+    return longer(memory, 2 * part.numbers / rate)
 
 
 def _resident(device: Device, part: Part) -> float:
@@ -273,8 +269,9 @@ def _bandwidth(device: Device, working_set: float) -> float:
     return bandwidth_at(curve, working_set) if curve else 1e9 * hardware.memory_bandwidth.value
 
 
-def _overhead_ms(config: ModelConfig, efficiency: Efficiency) -> float:
-    return (efficiency.pass_overhead_us + config.num_hidden_layers * efficiency.layer_overhead_us) / 1000
+def _overhead_ms(config: ModelConfig, efficiency: Efficiency, stored: Stored) -> float:
+    layers = config.num_hidden_layers * (STANDARD_OPERATORS if stored.standard else 1)
+    return (efficiency.pass_overhead_us + layers * efficiency.layer_overhead_us) / 1000
 
 
 def _peak(device: Device, form: str) -> float:

@@ -242,7 +242,8 @@ def test_a_standard_graph_does_not_read_its_embedding() -> None:
     assert file_bytes(SMALL, standard) - file_bytes(SMALL, plain) == table
     as_file = dataclasses.replace(standard, file_bytes=file_bytes(SMALL, standard))
     for stored in (standard, as_file):
-        assert tpot_ms(SMALL, HOST, stored, 0) == pytest.approx(tpot_ms(SMALL, HOST, plain, 0))
+        more_operators = 5 * 12 * 0.027  # six times the 27 us of a layer
+        assert tpot_ms(SMALL, HOST, stored, 0) == pytest.approx(tpot_ms(SMALL, HOST, plain, 0) + more_operators)
         assert tpot_ms(SMALL, HOST, stored, 512) > tpot_ms(SMALL, HOST, plain, 512)  # its cache is copied
         more = peak_memory_bytes(SMALL, HOST, stored, 1) - peak_memory_bytes(SMALL, HOST, plain, 1)
         assert more == pytest.approx(table + 2 * 73_728, rel=1e-3)
