@@ -55,13 +55,13 @@ def _columns() -> list[str]:
 
 def _row(one: Mapping[str, Any], chosen: bool) -> list[str]:
     quality = MISSING if one["bits_per_byte"] is None else f"{one['bits_per_byte']:.4f}"
-    cells = [("* " if chosen else "") + one["name"], f"{one['parameters']:,}", number(one["estimated_loss_percent"])]
+    cells = [one["name"], f"{one['parameters']:,}", number(one["estimated_loss_percent"])]
     cells.append(quality)
     for name in _FIGURES:
         predicted, measured = one["predicted"].get(name), (one["measured"] or {}).get(name)
         known = predicted if measured is None else measured
         cells.append(MISSING if known is None else f"{number(known)} {'p' if measured is None else 'm'}")
-    return [*cells, "yes" if one["within"] else "no"]
+    return [*cells, "chosen" if chosen else "yes" if one["within"] else "no"]
 
 
 def _reason(result: Mapping[str, Any]) -> str:
