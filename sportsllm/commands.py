@@ -104,7 +104,7 @@ def train(
         start = TrainConfig(seed=seed, learning_rate=rate, muon_learning_rate=base.FINE_TUNING_MUON_LEARNING_RATE)
         if learning_rate is None and not any(text.startswith("learning_rate=") for text in set or []):
             say(f"no --learning-rate given: {rate:g} for {'all weights' if lora_rank is None else 'adapters'}")
-    config = train_config(start, tokens, overrides, set or [])
+    config = train_config(start, tokens, overrides, set or [], parallel=True)
     adapters = adapter_settings(lora_rank, lora_targets, lora_alpha, config.optimizer)
     shared: dict[str, Any] = {
         "corpus": corpus or _default_corpus(),

@@ -77,7 +77,11 @@ def validator(corpus: Corpus, tokenizer: TextTokenizer) -> Validate:
 
 
 def train_config(
-    base: TrainConfig, tokens: int | None, overrides: Mapping[str, Any], settings: Sequence[str]
+    base: TrainConfig,
+    tokens: int | None,
+    overrides: Mapping[str, Any],
+    settings: Sequence[str],
+    parallel: bool = False,
 ) -> TrainConfig:
     """A TrainConfig from flags that were given and `--set key=value` pairs.
 
@@ -86,9 +90,10 @@ def train_config(
         tokens: a number of tokens instead of steps, rounded up to whole steps.
         overrides: flag values; None means not given.
         settings: `key=value` texts.
+        parallel: whether the command's loss can be computed for several batches side by side.
 
     Raises:
-        UsageError: an unknown key or a value of the wrong kind.
+        UsageError: an unknown key, a value of the wrong kind, or batches side by side where they cannot be.
     """
     fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
     changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
@@ -102,6 +107,11 @@ def train_config(
         if "steps" in changes:
             raise UsageError("give --steps or --tokens, not both")
         config = dataclasses.replace(config, steps=-(-tokens // config.tokens_per_step))
+    if config.parallel_batches > 1 and not parallel:
+        raise UsageError(
+            f"--set parallel_batches={config.parallel_batches}: is for train; students see their batches one after "
+            "another, and `run --jobs` trains several students at a time"
+        )
     return config
 
 

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sportsllm.artifacts import STATE_DIRECTORY, replace_state
+from sportsllm.batch_threads import batch_threads, check_parallel
 from sportsllm.checkpoint import save_tensors
 from sportsllm.config import read_json
 from sportsllm.console import progress_bar, say
@@ -42,6 +44,8 @@ _SAVE_EVERY_S = 600.0
 class TrainConfig:
     """How to train. `batch_size` sequences are in memory at once; `accumulation` of those make a step.
 
+    `parallel_batches` of a step's batches are computed side by side, each by its share of the CPU's threads: faster
+    for models too small to keep all cores at work on one batch, for as many times the activations and gradients.
     `precision` is fp32, bf16, fp16 (with loss scaling) or auto: bf16 where the processor computes in it,
     else fp32. Learning rates are peaks; `muon_learning_rate` is for Muon's matrices only.
     """
@@ -49,6 +53,7 @@ class TrainConfig:
     steps: int = 5_000
     batch_size: int = 4
     accumulation: int = 4
+    parallel_batches: int = 1
     sequence: int = 512
     learning_rate: float = 3e-4
     muon_learning_rate: float = 0.02
@@ -64,9 +69,14 @@ class TrainConfig:
     log_every: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "accumulation", "sequence", "log_every"):
+        for name in ("batch_size", "accumulation", "parallel_batches", "sequence", "log_every"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.parallel_batches > self.accumulation:
+            raise UsageError(
+                f"parallel_batches is {self.parallel_batches}, the batches of a step are {self.accumulation}; "
+                "use --accumulation for as many"
+            )
         if self.steps < 0 or self.warmup < 0 or self.validate_every < 0:
             raise UsageError("steps, warmup and validate_every must not be negative")
         if self.precision not in ("auto", "fp32", "bf16", "fp16"):
@@ -160,7 +170,9 @@ def train_model(
         (directory / METRICS).open("a", encoding="utf-8") as metrics,
         progress_bar(description, remaining) as bar,
         _interrupt_flag() as interrupted,
+        batch_threads(config.parallel_batches) as threads,
     ):
+        run.threads = threads
 
         def write(record: dict[str, Any]) -> None:
             metrics.write(json.dumps(record) + "\n")
@@ -218,6 +230,9 @@ class _Run:
         self.device = model.head_weight.device
         self.dtype = resolve_precision(config.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        self.threads: ThreadPoolExecutor | None = None
+        if config.parallel_batches > 1:
+            check_parallel(model, self.device)
         torch.manual_seed(config.seed)
 
     def mean_loss(self) -> float:
@@ -235,22 +250,7 @@ class _Run:
         first = self.step * config.accumulation
         chosen = [batches.batch(first + i).to(self.device) for i in range(config.accumulation)]
         scored = sum(int((batch.targets != IGNORE).sum()) for batch in chosen)
-        total = 0.0
-        for position, batch in enumerate(chosen):
-            with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
-                summed = loss(self.model, batch)
-                auxiliary = self.model.auxiliary_loss()
-            objective = summed / scored
-            if auxiliary is not None:
-                objective = objective + auxiliary / config.accumulation
-            value = float(objective.detach())
-            if not math.isfinite(value):
-                raise DivergedError(
-                    f"step {self.step + 1}: the loss of batch {first + position} is {value}; the step was not taken, "
-                    "use a lower --learning-rate or look at that batch's text"
-                )
-            total += value
-            self.scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
+        total = self._add_gradients(chosen, scored, loss)
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm))
@@ -263,6 +263,47 @@ class _Run:
         self.step += 1
         self.losses = [*self.losses, total][-config.log_every :]
         return total, config.learning_rate * factor, norm
+
+    def _add_gradients(self, chosen: list[Batch], scored: int, loss: Loss) -> float:
+        """Add the gradient of each batch's share of the mean loss, in their order; returns the mean loss."""
+        total = 0.0
+        if self.threads is None:
+            for batch in chosen:
+                objective = self._objective(batch, scored, loss)
+                total += float(objective.detach())
+                self.scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
+            return total
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+        def differentiate(batch: Batch) -> tuple[float, tuple[Tensor | None, ...]]:
+            objective = self._objective(batch, scored, loss)
+            scaled = self.scaler.scale(objective)
+            return float(objective.detach()), torch.autograd.grad(scaled, parameters, allow_unused=True)
+
+        for value, gradients in self.threads.map(differentiate, chosen):
+            total += value
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                elif gradient is not None:
+                    parameter.grad.add_(gradient)
+        return total
+
+    def _objective(self, batch: Batch, scored: int, loss: Loss) -> Tensor:
+        """A batch's share of the step's mean loss, in nats a token."""
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
+            summed = loss(self.model, batch)
+            auxiliary = self.model.auxiliary_loss()
+        objective = summed / scored
+        if auxiliary is not None:
+            objective = objective + auxiliary / self.config.accumulation
+        value = float(objective.detach())
+        if not math.isfinite(value):
+            raise DivergedError(
+                f"step {self.step + 1}: the loss of batch {batch.index} is {value}; the step was not taken, "
+                "use a lower --learning-rate or look at that batch's text"
+            )
+        return objective
 
     def save(self) -> None:
         """Write `state/`, replacing an older one only when the new one is whole."""
