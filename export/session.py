@@ -33,7 +33,7 @@ _LOAD_ERRORS = (
 
 
 def session_options(threads: int | None) -> ort.SessionOptions:
-    """How sessions run; the figures are tokens/s of a 97M INT4 model on 2 threads (Zen 4, ONNX Runtime 1.31.1).
+    """How sessions run; the figures are tokens/s of a 97M INT4 model on 2 threads, ONNX Runtime 1.31.1 (docs/log.md).
 
     The memory arena stays on: without it the peak was 10 to 40 MB higher, since freed pieces went unused.
     """
@@ -41,10 +41,11 @@ def session_options(threads: int | None) -> ort.SessionOptions:
     options.intra_op_num_threads = threads or 0
     options.inter_op_num_threads = 1
     options.log_severity_level = 4  # errors are raised; as log lines too they would come twice
-    # Threads wait 20 us for more work before they sleep. On a quiet machine that is as fast as the default, which
-    # waits far longer (358 and 307 to 374; asleep at once 272), and when other programs run it loses less (200, 115).
-    # Versions that do not know the setting keep their default.
-    options.add_session_config_entry("session.intra_op.spin_duration_us", "20")
+    # Threads wait 1 ms for more work before they sleep: longer than any pause in a step, so that nearly all of the
+    # default's speed is there, and no core is kept busy for long after the last one. Where waking is slow that decides:
+    # on 2 AVX2 cores waits of 20 us give 141, 1 ms 197, the default 204; beside a busy program 100, 71 and 92, with
+    # much noise. Versions that do not know the setting keep their default.
+    options.add_session_config_entry("session.intra_op.spin_duration_us", "1000")
     return options
 
 
