@@ -296,12 +296,14 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[
 
 
 def _fingerprint(command: str, settings: dict[str, Any]) -> str:
-    """Of a stage's settings and of the content of every path among them."""
+    """Of a stage's settings and of the content of every path among them, also those written NAME=PATH."""
     if command != "bench":  # what others find does not depend on the threads
         settings = {key: value for key, value in settings.items() if key != "threads"}
     parts: list[Any] = [command, __version__, settings]
     for value in settings.values():
         for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, (str, Path)) and str(item) and Path(item).exists():
-                parts.append(digest(Path(item)))
+            if isinstance(item, (str, Path)):
+                # os.path, not pathlib: a prompt may be longer than a file's name
+                places = (str(item), str(item).partition("=")[2])
+                parts += [digest(Path(place)) for place in places if os.path.exists(place)]  # noqa: PTH110
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

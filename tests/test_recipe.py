@@ -5,7 +5,7 @@ import pytest
 
 from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
 from sportsllm.parallel import run_parallel
-from sportsllm.recipe import load_recipe, run_recipe
+from sportsllm.recipe import _fingerprint, load_recipe, run_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = """
@@ -60,6 +60,16 @@ def test_a_changed_stage_is_told_apart(tmp_path: Path) -> None:
     changed = load_recipe(write(tmp_path, GOOD.replace("steps = 1", "steps = 2")), tmp_path / "out")
     with pytest.raises(Exception, match=r"stage .model.: .*other settings"):
         run_recipe(changed)
+
+
+def test_a_changed_file_behind_a_name_is_told_apart_and_long_text_is_no_path(tmp_path: Path) -> None:
+    peer = tmp_path / "peer"
+    peer.write_text("one", encoding="utf-8")
+    settings = {"peer_directory": [f"genai={peer}"], "prompt": "The match " * 100}
+    before = _fingerprint("bench", settings)
+    assert _fingerprint("bench", settings) == before
+    peer.write_text("two", encoding="utf-8")
+    assert _fingerprint("bench", settings) != before
 
 
 def test_all_errors_at_once(tmp_path: Path) -> None:
