@@ -219,15 +219,19 @@ def _rounded_up(value: float) -> str:
 
 
 def summary(search: Search, chosen: Candidate | None, shown: int = 40) -> dict[str, Any]:
-    """The result's part about the search: candidates tried and the best of the others, and what each limit cut."""
+    """The result's part about the search: candidates tried and the best of the others, and what each limit cut.
+
+    Where what is measured here decides, predictions are those that measurements have corrected.
+    """
     tried = {*search.measured, *search.quality}
     kept = [one for one in search.found if one.name in tried or one is chosen]
     kept += [one for one in search.front(shown) if one.name not in tried and one is not chosen]
     records = []
     for candidate in kept:
         measured = search.measured.get(candidate.name)
+        expected = candidate.predicted if measured else known(search.figures(candidate))  # as it was held to the limits
         records.append(
-            candidate.record()
+            replace(candidate, predicted=expected).record()
             | {
                 "measured": measured,
                 "bits_per_byte": search.quality.get(candidate.name),

@@ -76,8 +76,11 @@ def _reason(result: Mapping[str, Any]) -> str:
     if len(compared) < 2:
         return f"{result['chosen']} was the only finalist inside the budget.{whole} {legend}"
     best = min(compared, key=lambda one: one["bits_per_byte"])
-    if result.get("gave_up"):
-        why = f"is the best finalist that keeps to the budget once finished ({', '.join(result['gave_up'])} did not)"
+    if others := ", ".join(result.get("gave_up") or ()):
+        if result["bench"]["budget"]["passed"]:
+            why = f"is the best finalist that keeps to the budget once finished ({others} did not)"
+        else:
+            why = f"misses the budget once finished, as {others} did"
     elif best["name"] == result["chosen"]:
         why = f"had the best quality of {len(compared)} finalists after a brief recovery"
     else:

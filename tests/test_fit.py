@@ -188,6 +188,7 @@ def line(checkpoint: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest
         encoding="utf-8",
     )
     calls: list[Path] = []
+    finished: list[float] = []  # what finished models take for a first token, ms, one after another
 
     def clock(
         directory: Path, device: str, on_device: bool = False, threads: int | None = None, *args: Any, **settings: Any
@@ -199,7 +200,7 @@ def line(checkpoint: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest
             "directory": str(directory),
             "file_bytes": directory_bytes(directory),
             "peak_rss_bytes": 80_000_000,
-            "ttft_ms": {"512": 100.0},
+            "ttft_ms": {"512": finished.pop(0) if finished else 100.0},
             "tpot_ms": {"512": times},
             "quality_loss_percent": 1.0,
             "clean": True,
@@ -214,7 +215,14 @@ def line(checkpoint: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("benchmarks.fit_trials.quick_figures", quick)
     monkeypatch.setattr("benchmarks.bench.run_bench", clock)
     monkeypatch.setattr("benchmarks.bench_tables.print_bench", lambda *_: None)
-    return {"teacher": checkpoint, "corpus": corpus, "budget": budget, "out": tmp_path / "fit", "calls": calls}
+    return {
+        "teacher": checkpoint,
+        "corpus": corpus,
+        "budget": budget,
+        "out": tmp_path / "fit",
+        "calls": calls,
+        "finished": finished,
+    }
 
 
 def fit(line: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -245,6 +253,22 @@ def test_a_search_from_start_to_end(line: dict[str, Any], capsys: pytest.Capture
     assert again["chosen"] == result["chosen"] and len(line["calls"]) == calls
     with pytest.raises(ConflictError, match="other tokens"):
         fit(line, effort=Effort(tokens=2048, search_tokens=512, finalists=2))
+
+
+@pytest.mark.parametrize(("times", "kept"), [((2000.0, 1000.0), 1), ((1000.0, 2000.0), 0), ((2000.0, 100.0), 1)])
+def test_of_finalists_that_miss_as_finished_the_nearest_is_kept(
+    line: dict[str, Any], capsys: pytest.CaptureFixture[str], times: tuple[float, ...], kept: int
+) -> None:
+    line["finished"].extend(times)
+    result = fit(line)
+    assert not line["finished"] and result["bench"]["ttft_ms"]["512"] == times[kept]
+    (other,) = result["gave_up"]
+    assert other != result["chosen"] and result["gave_up"][other] == ["ttft_ms"]
+    print_fit(console.output(), result)
+    shown = " ".join(capsys.readouterr().out.split())
+    inside = times[kept] < 900
+    assert result["bench"]["budget"]["passed"] is inside
+    assert ("that keeps to the budget once finished" if inside else "misses the budget once finished, as") in shown
 
 
 def test_a_dry_run_makes_nothing(line: dict[str, Any]) -> None:
