@@ -1,8 +1,9 @@
 """Threads that compute the batches of one training step side by side.
 
-The products of a small model are too short for several cores: 1.0M parameters train at 4,300 tokens/s with one thread
-and at 4,900 to 6,600 with two, but at 7,700 to 8,300 with a batch on each of them (docs/log.md). PyTorch's operators
-give the interpreter's lock back while they compute, and a backward pass runs in the thread that asks for it.
+The products of a small model are too short for several cores, whose threads wait for each other after each of them:
+with the waits that the command line sets, 1.0M parameters train 1.1 to 1.8 times as fast with a batch on each of two
+cores (docs/log.md). PyTorch's operators give the interpreter's lock back while they compute, and a backward pass runs
+in the thread that asks for it.
 """
 
 from __future__ import annotations
