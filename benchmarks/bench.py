@@ -19,7 +19,7 @@ import psutil
 from benchmarks.against import Peer, measure_against, turn_depths
 from benchmarks.budget import load_device
 from benchmarks.cpus import choose_cpus
-from benchmarks.floor import floor_bytes, floor_depth, memory_floor
+from benchmarks.floor import budget_depth, floor_bytes, memory_floor
 from benchmarks.instructions import processor_name
 from benchmarks.process import DEFAULT_TIMEOUT_S, child_command
 from benchmarks.rounds import Payloads, Turn, looks, take_turn, take_turns
@@ -153,7 +153,7 @@ def run_bench(
     floor = floor_bytes(directory, config)
     specification = _specification(directory, config, threads or default_threads(), rounds)
     specification["prompts"] = prompts_that_fit(context, prompt_lengths)
-    per_token = floor["weight_bytes"] + floor["kv_bytes_per_token"] * floor_depth(depths)
+    per_token = floor["weight_bytes"] + floor["kv_bytes_per_token"] * budget_depth(depths)
     specification["working_set_bytes"] = min(per_token, LARGEST_WORKING_SET_BYTES)
     raw = _measure_rounds(specification, batches, looks(rounds, most_rounds), timeout_s)
     result: dict[str, Any] = {
@@ -168,7 +168,7 @@ def run_bench(
     }
     result |= memory_floor(floor, raw["bandwidth"], depths)
     if minutes:
-        result["sustained"] = _measure_sustained(specification, floor_depth(depths), minutes, timeout_s)
+        result["sustained"] = _measure_sustained(specification, budget_depth(depths), minutes, timeout_s)
     if peers:
         result |= measure_against(directory, config, peers, specification, looks(rounds, most_rounds), timeout_s)
         result["clean"] = result["clean"] and _peers_steady(result["against"])
@@ -194,7 +194,7 @@ def _specification(directory: Path, config: ModelConfig, threads: int, rounds: i
         "cpus": choose_cpus(threads),
         "seed": 0,
         "depths": depths,
-        "energy_depth": floor_depth(depths),
+        "energy_depth": budget_depth(depths),
         "steps": STEPS,
         "warm_up_steps": WARM_UP_STEPS,
         "repeats": max(REPEATS, -(-12 // rounds)),

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from benchmarks.process import QUIET_CORES
 from benchmarks.report import LIMIT_LABELS, MISSING, number
+from benchmarks.report_text import short_depth
 from benchmarks.stats import CONFIDENCE, coverage, rank
 from benchmarks.summary import decides
 from benchmarks.tables import reliability_line
@@ -162,6 +163,8 @@ def verdict_line(budget: Mapping[str, Any]) -> str:
     text = f"{budget['device']}: " + (f"misses the budget: {', '.join(missed)}" if missed else "no limit missed")
     if unknown:
         text += f"; not measured: {', '.join(unknown)}"
+    if depth := short_depth(budget):
+        text += f"; time per token after {depth} tokens, all that the context has room for"
     if budget["decided_by"] == "prediction":
         text += " (speed and memory are predicted: this machine is not the device)"
     return text

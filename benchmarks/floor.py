@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,10 @@ def floor_bytes(directory: Path, config: ModelConfig) -> dict[str, int]:
     return {"weight_bytes": weights, "kv_bytes_per_token": numbers * CACHE_BYTES.get(cache, CACHE_BYTES["fp32"])}
 
 
-def floor_depth(depths: Sequence[int]) -> int:
-    """The depth that the one figure `memory_floor_tpot_ms` is for: 512, or the deepest that fits."""
+def budget_depth(depths: Iterable[int]) -> int:
+    """The depth of those measured that a budget's time per token is for, and the one figure `memory_floor_tpot_ms`:
+    512 tokens, or the deepest where the context has no room for so many; 0 where there is none."""
+    depths = list(depths)
     return BUDGET_DEPTH if BUDGET_DEPTH in depths else max(depths, default=0)
 
 
@@ -57,7 +59,7 @@ def memory_floor(read: Mapping[str, int], probes: Sequence[Mapping[str, Any]], d
         return 1000 * (read["weight_bytes"] + read["kv_bytes_per_token"] * depth) / bandwidth
 
     return {
-        "memory_floor_tpot_ms": milliseconds(floor_depth(depths)),
+        "memory_floor_tpot_ms": milliseconds(budget_depth(depths)),
         "memory_floor": {
             **read,
             "by_depth_ms": {str(depth): milliseconds(depth) for depth in depths},

@@ -106,9 +106,13 @@ def predict(
 
 
 def predict_figures(config: ModelConfig, device: Device, stored: Stored) -> dict[str, float]:
-    """The limits of a budget that can be predicted, by the limit's name (quality cannot)."""
+    """The limits of a budget that can be predicted, by the limit's name (quality cannot).
+
+    Where the context is too short for a limit's tokens, what it has room for counts, as in a measurement.
+    """
     context = config.max_position_embeddings
-    step = tpot_ms(config, device, stored, min(device.limits.tpot_depth_tokens, context))
+    deepest = max(1, context - DEEPEST_LEAVES)
+    step = tpot_ms(config, device, stored, min(device.limits.tpot_depth_tokens, deepest))
     peak = peak_memory_bytes(config, device, stored, min(device.limits.memory_context_tokens, context))
     return {
         "file_mb": file_bytes(config, stored) / 1e6,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.bench import default_threads
 from benchmarks.device import Device
+from benchmarks.predict import DEEPEST_LEAVES
 from benchmarks.process import child_command, run_child
 from benchmarks.stats import percentile
 from sportsllm.artifacts import directory_bytes
@@ -15,7 +16,8 @@ STEPS, WARM_UP_STEPS = 48, 8
 
 
 def quick_figures(directory: Path, device: Device, threads: int | None = None) -> dict[str, float | None]:
-    """Figures by the limits' names; None where the context is too short for what a limit asks.
+    """Figures by the limits' names; None where the context is too short for what a limit asks; of the
+    time per token only where it is too short for any.
 
     Args:
         directory: an export.
@@ -26,14 +28,15 @@ def quick_figures(directory: Path, device: Device, threads: int | None = None) -
         ChildFailure: a measuring process crashed, hung or was killed.
     """
     context, limits = load_config(directory).max_position_embeddings, device.limits
-    prompt, depth = limits.ttft_prompt_tokens, limits.tpot_depth_tokens
+    prompt = limits.ttft_prompt_tokens
+    depth = min(limits.tpot_depth_tokens, context - DEEPEST_LEAVES)  # as deep as `bench` goes
     threads = threads or default_threads()
     common = {
         "directory": str(directory.resolve()),
         "threads": threads,
         "seed": 0,
         "prompts": [prompt] if prompt <= context else [],
-        "depths": [depth] if depth + STEPS + WARM_UP_STEPS <= context else [],
+        "depths": [depth] if depth >= 1 else [],
         "steps": STEPS,
         "warm_up_steps": WARM_UP_STEPS,
         "repeats": 5,

@@ -162,7 +162,7 @@ def _waterfall(found: Changes, name: str, title: str, unit: str) -> Plot:
     if len(known) < 2:
         command = bench_command(without, "--text HELD-OUT" if name == "bits_per_byte" else "--device host")
         if name == "tpot_p50_ms" and too_short(found.measured):
-            return absent(identifier, title, "A measured model's context has no room for 512 tokens and more.", None)
+            return absent(identifier, title, "A measured model's context is too short for a time per token.", None)
         have = f"Only {known[0][0].name} has this figure" if known else "No stage of the line has this figure"
         return absent(identifier, title, f"{have}; two are needed.", command)
     values = [value for _, value in known]

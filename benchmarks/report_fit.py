@@ -14,9 +14,10 @@ from sportsllm.errors import ArtifactError
 
 FIT_FILE = "fit.json"
 _NAMES_SHOWN = 6
+_CANDIDATES_SHOWN = 20
 _LEGEND = (
     "Figures with ~ are predicted, qualities with ~ an estimated loss against the teacher; the others are measured. "
-    "The chosen one is marked \u2605."
+    "The chosen one is marked \u2605. Names give layers, hidden size, FFN, heads, key/value heads and vocabulary."
 )
 
 
@@ -29,7 +30,6 @@ class Candidate:
     """
 
     name: str
-    shape: str
     precision: str
     parameters: int | None
     figures: dict[str, float]
@@ -54,6 +54,13 @@ class Fit:
     limits: dict[str, float]
     cut: list[tuple[str, str, str]]
     bench: dict[str, Any] | None = None
+
+    @property
+    def shown(self) -> list[Candidate]:
+        """Those of tables and plots: all that something was measured of, and of the others the first ones."""
+        seen = [one for one in self.candidates if one.chosen or one.measured or one.bits_per_byte is not None]
+        others = [one for one in self.candidates if one not in seen]
+        return [*seen, *others[: max(0, _CANDIDATES_SHOWN - len(seen))]]
 
 
 def read_fit(directory: Path) -> Fit:
@@ -89,7 +96,6 @@ def _candidate(record: Mapping[str, Any], chosen: str) -> Candidate:
     name = str(record.get("name", MISSING))
     return Candidate(
         name=name,
-        shape=_shape(record.get("shape")),
         precision=str(record.get("precision") or MISSING),
         parameters=int(parameters) if is_number(parameters) else None,
         figures=predicted | measured,
@@ -104,12 +110,6 @@ def _candidate(record: Mapping[str, Any], chosen: str) -> Candidate:
 
 def _flag(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
-
-
-def _shape(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
-    return MISSING if value is None else str(value)
 
 
 def _limits(value: Any) -> dict[str, float]:
@@ -144,11 +144,11 @@ def fit_tables(fits: Sequence[Fit], first_number: int) -> list[Table]:
         tables.append(
             Table(
                 f"Candidates for {fit.device}",
-                ("#", "candidate", "shape", "precision", "parameters", "file MB", "memory MB", "first token ms",
+                ("#", "candidate", "precision", "parameters", "file MB", "memory MB", "first token ms",
                  "per token ms", "bits per byte", "budget", "dominated"),
                 rows,
-                texts=(1, 2, 3, 10, 11),
-                caption=_LEGEND,
+                texts=(1, 2, 9, 10),
+                caption=_legend(fit),
             )
         )  # fmt: skip
         if fit.cut:
@@ -156,8 +156,13 @@ def fit_tables(fits: Sequence[Fit], first_number: int) -> list[Table]:
     return tables
 
 
+def _legend(fit: Fit) -> str:
+    more = len(fit.candidates) - len(fit.shown)
+    return _LEGEND + (f" {more} more, all predicted, are in {FIT_FILE}." if more else "")
+
+
 def _candidate_rows(fit: Fit, first_number: int) -> Iterator[tuple[str, ...]]:
-    for index, candidate in enumerate(fit.candidates, start=first_number):
+    for index, candidate in enumerate(fit.shown, start=first_number):
         shown = [
             MISSING if name not in candidate.figures
             else ("" if name in candidate.measured else "~") + number(candidate.figures[name])
@@ -166,7 +171,6 @@ def _candidate_rows(fit: Fit, first_number: int) -> Iterator[tuple[str, ...]]:
         yield (
             str(index),
             candidate.name + (" \u2605" if candidate.chosen else ""),
-            candidate.shape,
             candidate.precision,
             MISSING if candidate.parameters is None else f"{candidate.parameters:,}",
             *shown,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.floor import budget_depth
 from benchmarks.report_fit import FIT_FILE, Fit, read_fit
 from benchmarks.report_text import is_number, part, verdict
 from sportsllm.artifacts import MANIFEST, digest, directory_bytes, read_manifest
@@ -72,13 +73,18 @@ FIGURES = ("file_mb", "bits_per_byte", "ttft_ms", "tpot_p50_ms", "tpot_p95_ms", 
 
 
 def figures(stage: StageSummary) -> dict[str, float | None]:
-    """`FIGURES` of a stage as measured (MB, ms, at the depths of the budgets); None where there is none."""
+    """`FIGURES` of a stage as measured (MB, ms, at the depths of the budgets); None where there is none.
+
+    A context with no room for a budget's depth gives the time per token at the deepest that was measured.
+    """
+    measured = part(stage.bench, "tpot_ms")
+    depth = str(budget_depth(int(key) for key in measured)) if isinstance(measured, Mapping) else ""
     found = {
         "file_mb": None if stage.size_bytes is None else stage.size_bytes / 1e6,
         "bits_per_byte": stage.bits_per_byte,
         "ttft_ms": part(stage.bench, "ttft_ms", "512"),
-        "tpot_p50_ms": part(stage.bench, "tpot_ms", "512", "p50"),
-        "tpot_p95_ms": part(stage.bench, "tpot_ms", "512", "p95"),
+        "tpot_p50_ms": part(measured, depth, "p50"),
+        "tpot_p95_ms": part(measured, depth, "p95"),
     }
     peak = part(stage.bench, "peak_rss_bytes")
     found["peak_memory_mb"] = peak / 1e6 if is_number(peak) else None
@@ -86,9 +92,9 @@ def figures(stage: StageSummary) -> dict[str, float | None]:
 
 
 def too_short(stages: Sequence[StageSummary]) -> bool:
-    """Whether a measured stage has no time per token at the budgets' depth, its context having no room for it."""
+    """Whether a measured stage has no time per token, its context having no room for the steps."""
     depths = [part(stage.bench, "tpot_ms") for stage in stages]
-    return any(isinstance(found, Mapping) and "512" not in found for found in depths)
+    return any(isinstance(found, Mapping) and not found for found in depths)
 
 
 def outcome(stage: StageSummary) -> str | None:

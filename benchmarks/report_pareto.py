@@ -30,6 +30,7 @@ _AXES = (
 
 _SIDES = {"top center": (0, 0.07), "bottom center": (0, -0.07), "middle right": (0.06, 0), "middle left": (-0.06, 0)}
 _CLOSE = (0.06, 0.06)
+_NAMED = 3
 _FAR = 1.25
 """A model this much worse than the best one is left to the caption, so that the others stay apart."""
 
@@ -74,7 +75,7 @@ def pareto_points(inputs: Inputs) -> list[Point]:
     """Stages, then candidates of searches, numbered from 1 as in the tables."""
     _, limits, worst = budget_limits(inputs)
     points = [_of_stage(str(n), stage, limits, worst) for n, stage in enumerate(inputs.stages, start=1)]
-    candidates = [(fit, candidate) for fit in inputs.fits for candidate in fit.candidates]
+    candidates = [(fit, candidate) for fit in inputs.fits for candidate in fit.shown]
     points += [
         _of_candidate(str(n), fit, candidate, part(inputs.deciding, "teacher_bits_per_byte"))
         for n, (fit, candidate) in enumerate(candidates, start=len(inputs.stages) + 1)
@@ -113,8 +114,8 @@ def pareto_plots(inputs: Inputs) -> list[Plot]:
 
 def _too_few(stages: Sequence[StageSummary], name: str, identifier: str, title: str) -> Plot:
     if name == "tpot_p50_ms" and too_short(stages):
-        return absent(identifier, title, "The measured model's context has no room for 512 tokens and more.", None)
-    what = "a size" if name == "file_mb" else "a time per token after 512 tokens"
+        return absent(identifier, title, "The measured model's context is too short for a time per token.", None)
+    what = "a size" if name == "file_mb" else "a time per token"
     why = f"Fewer than two stages have both {what} and a quality."
     return absent(identifier, title, why, bench_command(stages, "--text HELD-OUT --teacher TEACHER"))
 
@@ -153,14 +154,20 @@ def _plot(
     return chart(
         identifier,
         title,
-        _caption(shown, name, device, limit, worst, limits)
-        + "".join(f" {point.label} lies above the plot, at {y:.4f}." for point, _, y in far),
+        _caption(shown, name, device, limit, worst, limits) + _above(far),
         [trace for trace in data if trace["x"]],
         log_axis(unit, min(edges), max(edges)),
         {"title": "bits per byte", "range": [low - margin, high + 1.4 * margin]},
         shapes=_box(limit, worst),
         showlegend=True,
     )
+
+
+def _above(far: Sequence[tuple[Point, float, float]]) -> str:
+    """What the caption says of models too far behind for the plot."""
+    if len(far) > _NAMED:
+        return f" {len(far)} lie above the plot, at {min(y for *_, y in far):.4f} or more."
+    return "".join(f" {point.label} lies above the plot, at {y:.4f}." for point, _, y in far)
 
 
 def _front_trace(best: Sequence[tuple[float, ...]]) -> Plot:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from benchmarks.floor import BUDGET_DEPTH
+
 LIMIT_LABELS = {
     "file_mb": "File size",
     "peak_memory_mb": "Peak memory",
@@ -75,7 +77,7 @@ def verdict(bench: Mapping[str, Any] | None) -> dict[str, Any] | None:
         rows.append(
             {
                 "label": LIMIT_LABELS.get(limit["name"], limit["name"]),
-                "note": LIMIT_NOTES.get(limit["name"], ""),
+                "note": _note(limit["name"], short_depth(budget)),
                 "value": with_unit(value, limit["unit"]),
                 "limit": with_unit(limit["limit"], limit["unit"]),
                 "used": None if value is None else min(100, max(0, round(100 * value / limit["limit"]))),
@@ -94,6 +96,19 @@ def verdict(bench: Mapping[str, Any] | None) -> dict[str, Any] | None:
         "noisy": bench.get("clean") is False,
         "rows": rows,
     }
+
+
+def short_depth(budget: Mapping[str, Any]) -> int | None:
+    """Tokens that the time per token stands behind, where the model's context has no room for the limit's 512."""
+    depth = budget.get("tpot_depth_tokens")
+    return int(depth) if is_number(depth) and 0 < depth < BUDGET_DEPTH else None
+
+
+def _note(name: str, depth: int | None) -> str:
+    note = LIMIT_NOTES.get(name, "")
+    if depth and name.startswith("tpot_"):
+        return f"after {depth} tokens: the context has no room for {BUDGET_DEPTH} and more"
+    return note
 
 
 def bench_rows(bench: Mapping[str, Any] | None) -> list[tuple[str, str]]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from benchmarks.budget import is_this_machine, judge
 from benchmarks.device import Device
-from benchmarks.predict import predict_figures, reliability
+from benchmarks.floor import budget_depth
+from benchmarks.predict import DEEPEST_LEAVES, predict_figures, reliability
 from benchmarks.stored import packed_as, stored_form
 from sportsllm.config import ModelConfig
 from sportsllm.errors import UsageError
@@ -44,8 +45,9 @@ def judge_budget(
 
     Returns:
         `device`, `limits` (one record each; `value` and `passed` are None where nothing is known), `passed`
-        (no known figure misses), `complete` (every limit had a figure) and `decided_by`; where that is the
-        prediction, `efficiency` says what it was made with and how far such predictions were off.
+        (no known figure misses), `complete` (every limit had a figure), `tpot_depth_tokens`, which a short context
+        makes less than the limits', and `decided_by`; where that is the prediction, `efficiency` says what it was made
+        with and how far such predictions were off.
     """
     measured = measured_figures(device, result)
     here = on_device or is_this_machine(device)
@@ -58,15 +60,19 @@ def judge_budget(
         **({} if here else {"efficiency": reliability(device)}),
         **outcome.as_dict(device.name),
         "complete": outcome.complete,
+        "tpot_depth_tokens": _depth(result),
         "decided_by": "measurement" if here else "prediction",
         "measured_here": measured,
     }
 
 
 def measured_figures(device: Device, result: Mapping[str, Any]) -> dict[str, float | None]:
-    """A bench result's figures by the budget's names; None where the model cannot give one."""
+    """A bench result's figures by the budget's names; None where the model cannot give one.
+
+    A context with no room for the depth of the limits gives the time per token at the deepest that was measured.
+    """
     limits = device.limits
-    per_token = result["tpot_ms"].get(str(limits.tpot_depth_tokens), {})
+    per_token = result["tpot_ms"].get(str(_depth(result)), {})
     return {
         "file_mb": result["file_bytes"] / 1e6,
         "peak_memory_mb": result["peak_rss_bytes"] / 1e6,
@@ -75,6 +81,11 @@ def measured_figures(device: Device, result: Mapping[str, Any]) -> dict[str, flo
         "tpot_p95_ms": per_token.get("p95"),
         "quality_loss_percent": result["quality_loss_percent"],
     }
+
+
+def _depth(result: Mapping[str, Any]) -> int:
+    """Tokens that a result's time per token for the budget stands behind; 0 where it has none."""
+    return budget_depth(int(depth) for depth in result["tpot_ms"])
 
 
 def predicted_figures(device: Device, config: ModelConfig, directory: Path) -> dict[str, float | None]:
@@ -88,6 +99,6 @@ def predicted_figures(device: Device, config: ModelConfig, directory: Path) -> d
     context, limits = config.max_position_embeddings, device.limits
     if context < limits.ttft_prompt_tokens:
         figures["ttft_ms"] = None
-    if context <= limits.tpot_depth_tokens:
+    if context <= DEEPEST_LEAVES:
         figures["tpot_p50_ms"] = figures["tpot_p95_ms"] = None
     return figures

@@ -17,7 +17,9 @@ from benchmarks.budget import DEVICES, load_device
 from benchmarks.cpus import choose_cpus
 from benchmarks.floor import floor_bytes
 from benchmarks.memory import memory_split, peak_rss_bytes
+from benchmarks.predict import tpot_ms
 from benchmarks.process import ChildFailure, child_command, run_child
+from benchmarks.report_text import verdict
 from benchmarks.stats import percentile, percentiles, spread
 from benchmarks.verdict import judge_budget, predicted_figures, stored_form
 from sportsllm import cli
@@ -225,11 +227,23 @@ def test_an_untied_embedding_is_not_read_whole(export: Path) -> None:
 
 def test_a_figure_that_does_not_exist_is_not_passed(result: dict[str, Any]) -> None:
     limits = {limit["name"]: limit for limit in result["budget"]["limits"]}
-    for name in ("ttft_ms", "tpot_p50_ms", "tpot_p95_ms"):  # the context is shorter than 512
-        assert limits[name]["value"] is None and limits[name]["passed"] is None
+    assert limits["ttft_ms"]["value"] is None and limits["ttft_ms"]["passed"] is None  # the context is shorter than 512
     assert limits["file_mb"]["passed"] is True and limits["file_mb"]["source"] == "measured"
     assert result["budget"]["complete"] is False
     assert "not measured: time to first token" in verdict_line(result["budget"])
+
+
+def test_a_short_context_is_held_to_the_time_per_token_where_it_ends(result: dict[str, Any], export: Path) -> None:
+    limits = {limit["name"]: limit["value"] for limit in result["budget"]["limits"]}
+    assert limits["tpot_p50_ms"] == result["tpot_ms"]["152"]["p50"]
+    assert result["budget"]["tpot_depth_tokens"] == 152
+    assert "time per token after 152 tokens, all that the context has room for" in verdict_line(result["budget"])
+    notes = {row["label"]: row["note"] for row in verdict(result)["rows"]}
+    assert notes["Median time per token"].startswith("after 152 tokens")
+    pi = load_device("raspberry-pi-5-8gb")
+    predicted = predicted_figures(pi, CONFIG, export)["tpot_p50_ms"]
+    assert predicted == tpot_ms(CONFIG, pi, stored_form(export), 152)
+    assert predicted_figures(pi, CONFIG.with_changes(max_position_embeddings=148), export)["tpot_p50_ms"] is None
 
 
 def test_elsewhere_the_prediction_decides_and_says_so(result: dict[str, Any], export: Path) -> None:

@@ -174,8 +174,8 @@ def test_a_search_is_read_with_tolerance(tmp_path: Path) -> None:
     inputs = collect([fit])
     trade_off = sections(inputs)[0]
     table, cut = trade_off.tables
-    assert table.rows[0][1:6] == ("a \u2605", "hidden 64", "int4", "10", "1.50")
-    assert table.rows[0][8] == "~2.00" and table.rows[2][5] == "~0.500" and table.rows[2][9] == "~+20%"
+    assert table.rows[0][1:5] == ("a \u2605", "int4", "10", "1.50")
+    assert table.rows[0][7] == "~2.00" and table.rows[2][4] == "~0.500" and table.rows[2][8] == "~+20%"
     assert cut.rows == [
         ("File size", "3.00 MB", "2,000, 7 of them alone"),
         ("Time to first token", "\u2013", "2: x, y"),
@@ -193,6 +193,14 @@ def test_a_search_is_read_with_tolerance(tmp_path: Path) -> None:
     assert guessed.estimated and guessed.bits_per_byte == pytest.approx(1.2)
     joined = pareto_plots(inputs)[0]["figure"]["data"][0]
     assert joined["name"] == "front" and joined["x"] == [1.0, 2.0]  # the guess at 0.5 MB would begin it
+    others = [{"name": f"o{n}", "predicted": {"file_mb": 1.0}, "estimated_loss_percent": 100.0 + n} for n in range(40)]
+    data["candidates"] = [*others, *candidates]
+    (fit / "fit.json").write_text(json.dumps(data), encoding="utf-8")
+    inputs = collect([fit])
+    table = sections(inputs)[0].tables[-2]
+    assert len(table.rows) == 20 and [row[1] for row in table.rows[:3]] == ["a \u2605", "b", "o0"]
+    assert "23 more, all predicted, are in fit.json" in str(table.caption)
+    assert "19 lie above the plot, at 1.4000 or more" in sections(inputs)[0].plots[0]["caption"]
     (fit / "fit.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ArtifactError, match="no list of candidates"):
         collect([fit])
