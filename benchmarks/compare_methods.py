@@ -13,7 +13,7 @@ _WORDS = {"train": "fine-tuned", "distill": "distilled", "prune": "pruned"}
 LOOP_SETTINGS = {
     "steps", "batch_size", "accumulation", "sequence", "learning_rate", "muon_learning_rate", "warmup", "schedule",
     "optimizer", "weight_decay", "clip_norm", "precision", "seed", "checkpoint_activations", "validate_every",
-    "log_every",
+    "log_every", "parallel_batches",
 }  # fmt: skip
 _PLACE_OR_SIZE = {
     "model", "corpus", "valid", "tokenizer", "teacher", "teachers", "student", "init", "checkpoint", "calibration",
