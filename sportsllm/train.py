@@ -296,6 +296,8 @@ class _Run:
             auxiliary = self.model.auxiliary_loss()
         objective = summed / scored
         if auxiliary is not None:
+            if self.threads is not None:  # a block holds its loss of one batch
+                raise UsageError("parallel_batches: the model's blocks add losses of their own; leave it out")
             objective = objective + auxiliary / self.config.accumulation
         value = float(objective.detach())
         if not math.isfinite(value):

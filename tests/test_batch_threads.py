@@ -93,6 +93,13 @@ def test_refused_where_it_would_not_be_the_same_training() -> None:
         check_parallel(fresh(), torch.device("cuda"))
 
 
+def test_blocks_with_a_loss_of_their_own_are_refused(batches: PackedSequences, tmp_path: Path) -> None:
+    model = fresh()
+    model.model.layers[0].auxiliary_loss = torch.ones(())
+    with pytest.raises(UsageError, match="blocks add losses of their own"):
+        train_model(model, batches, language_model_loss, dataclasses.replace(CONFIG, parallel_batches=2), tmp_path)
+
+
 def test_only_train_takes_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     flags = ["--corpus", "x", "--out", str(tmp_path / "out"), "--steps", "1", "--set", "parallel_batches=2"]
     with pytest.raises(SystemExit) as stop:
