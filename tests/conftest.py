@@ -11,9 +11,10 @@ import torch
 from sportsllm import console
 from sportsllm.checkpoint import save_checkpoint
 from sportsllm.config import ModelConfig
+from sportsllm.data import PackedSequences, tokenize
 from sportsllm.model import SportsLLM
 from sportsllm.simulator import simulate
-from sportsllm.tokenizer import train_tokenizer
+from sportsllm.tokenizer import load_tokenizer, train_tokenizer
 
 torch.set_num_threads(2)
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -93,3 +94,21 @@ def stories() -> Path:
     if not STORIES.exists():
         pytest.skip(f"needs the shared data folder ({STORIES.parent.name}/{STORIES.name})")
     return STORIES
+
+
+@pytest.fixture
+def batches(texts: list[str], tokenizer_directory: Path) -> PackedSequences:
+    """Two packed rows of 32 tokens at a time."""
+    return PackedSequences(tokenize(texts, load_tokenizer(tokenizer_directory)), 32, 2, seed=0)
+
+
+def fresh(**changes: object) -> SportsLLM:
+    """A tiny model with the weights of seed 0."""
+    model = SportsLLM(tiny_config(**changes))
+    model.initialize(0)
+    return model
+
+
+def weights(model: SportsLLM) -> torch.Tensor:
+    """All parameters in one row."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -9,12 +9,11 @@ import torch
 
 from sportsllm.batch_threads import batch_threads, check_parallel
 from sportsllm.cli import main
-from sportsllm.data import Batch, PackedSequences, tokenize
+from sportsllm.data import Batch, PackedSequences
 from sportsllm.errors import DivergedError, UsageError
 from sportsllm.model import SportsLLM
-from sportsllm.tokenizer import load_tokenizer
 from sportsllm.train import TrainConfig, language_model_loss, train_model
-from tests.conftest import tiny_config
+from tests.conftest import fresh, weights
 
 CONFIG = TrainConfig(
     steps=4, batch_size=2, accumulation=3, sequence=32, learning_rate=1e-3, warmup=2, optimizer="muon", precision="fp32"
@@ -26,21 +25,6 @@ def kept_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def batches(texts: list[str], tokenizer_directory: Path) -> PackedSequences:
-    return PackedSequences(tokenize(texts, load_tokenizer(tokenizer_directory)), 32, 2, seed=0)
-
-
-def fresh(**changes: object) -> SportsLLM:
-    model = SportsLLM(tiny_config(**changes))
-    model.initialize(0)
-    return model
-
-
-def weights(model: SportsLLM) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("parallel", [2, 3])

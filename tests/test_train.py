@@ -9,33 +9,17 @@ import pytest
 import torch
 
 from benchmarks.report import read_metrics
-from sportsllm.data import PackedSequences, tokenize
+from sportsllm.data import PackedSequences
 from sportsllm.errors import DivergedError, InterruptedRun, UsageError
 from sportsllm.model import SportsLLM
 from sportsllm.muon import Muon, newton_schulz
 from sportsllm.optim import Schedule, build_optimizers
-from sportsllm.tokenizer import load_tokenizer
 from sportsllm.train import METRICS, TrainConfig, language_model_loss, train_model
-from tests.conftest import tiny_config
+from tests.conftest import fresh, tiny_config, weights
 
 CONFIG = TrainConfig(
     steps=6, batch_size=2, accumulation=2, sequence=32, learning_rate=1e-3, warmup=2, log_every=2, precision="fp32"
 )
-
-
-@pytest.fixture
-def batches(texts: list[str], tokenizer_directory: Path) -> PackedSequences:
-    return PackedSequences(tokenize(texts, load_tokenizer(tokenizer_directory)), 32, 2, seed=0)
-
-
-def fresh(**changes: object) -> SportsLLM:
-    model = SportsLLM(tiny_config(**changes))
-    model.initialize(0)
-    return model
-
-
-def weights(model: SportsLLM) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
