@@ -20,6 +20,9 @@ from sportsllm.tensor_files import TensorFiles, quantization_config
 from sportsllm.train import resolve_precision
 
 PRECISIONS = ("auto", "fp32", "bf16", "int8", "nf4")
+NF4_BLOCKS = (64, 32)
+"""Numbers that share a scale, the first that divides a matrix's rows: bitsandbytes 0.50's AVX512 kernel gives wrong
+numbers for blocks that run from one row into the next."""
 
 
 def load_teacher(directory: Path, precision: str) -> SportsLLM:
@@ -28,7 +31,8 @@ def load_teacher(directory: Path, precision: str) -> SportsLLM:
     Args:
         directory: the teacher's checkpoint.
         precision: `fp32`; `bf16`; `int8` and `nf4` quantize the blocks' matrices with bitsandbytes; the rest, and all
-            products, are then in `auto`'s type: bf16 where the processor computes in it, else fp32.
+            products, are then in `auto`'s type: bf16 where the processor computes in it, else fp32. `nf4` leaves
+            matrices whose rows are no multiple of 32 in that type, and says so.
 
     Raises:
         UsageError: an unknown precision.
@@ -65,6 +69,11 @@ def _load_quantized(directory: Path, precision: str, dtype: torch.dtype) -> Spor
             vector.data = _own(vector.data, dtype)
         _quantize_matrices(block, precision, dtype)
         model.model.layers[number] = block
+    if precision == "nf4":
+        left = [name for name, layer in model.model.layers.named_modules() if type(layer) is nn.Linear]
+        if left:
+            kind = str(dtype).removeprefix("torch.")
+            say(f"{directory}: {len(left)} matrices stay in {kind}: rows no multiple of {NF4_BLOCKS[-1]}")
     return model.requires_grad_(False).eval()
 
 
@@ -82,11 +91,15 @@ def _quantize_matrices(block: Block, precision: str, dtype: torch.dtype) -> None
         if not isinstance(module, nn.Linear):
             continue
         bias = module.bias is not None
+        block_size = next((size for size in NF4_BLOCKS if module.in_features % size == 0), None)
         if precision == "int8":
             layer: Any = bitsandbytes.nn.Linear8bitLt(
                 module.in_features, module.out_features, bias=bias, has_fp16_weights=False
             )
             layer.weight = bitsandbytes.nn.Int8Params(module.weight.data, requires_grad=False, has_fp16_weights=False)
+        elif block_size is None:
+            module.weight.data = _own(module.weight.data, dtype)  # a bias is converted already
+            continue
         else:
             layer = bitsandbytes.nn.Linear4bit(
                 module.in_features,
@@ -95,7 +108,9 @@ def _quantize_matrices(block: Block, precision: str, dtype: torch.dtype) -> None
                 compute_dtype=dtype,
                 quant_type="nf4",
             )
-            layer.weight = bitsandbytes.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
+            layer.weight = bitsandbytes.nn.Params4bit(
+                module.weight.data, requires_grad=False, quant_type="nf4", blocksize=block_size
+            )
             # The AVX512-BF16 kernel wants input sizes that are multiples of 64.
             if module.in_features % 64 or module.out_features % 16:
                 layer.support_avx512bf16_for_cpu = False

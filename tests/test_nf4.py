@@ -23,7 +23,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.linear import QuantizedLinear
 from sportsllm.quantized import Nf4Weight
 from sportsllm.tensor_files import WEIGHTS
-from tests.bnb_models import dense_model, pack_linears, save
+from tests.bnb_models import dense_model, dequantize, pack_linears, save
 from tests.conftest import tiny_model
 
 SHAPES = [(48, 128), (24, 112), (10, 86), (5, 37)]  # whole blocks a row; whole in all; a short last block; odd
@@ -43,7 +43,7 @@ def test_codes_and_scales_are_those_of_the_library(shape: tuple[int, int], block
     assert np.array_equal(packed.packed, codes.flatten().numpy())
     # Where the last block is short, the library keeps 1e-38 for a block of zeros; no number depends on it.
     assert np.allclose(packed.scales, state.absmax.numpy(), rtol=0, atol=1e-37)
-    assert np.array_equal(packed.dequantize(), peer.dequantize_4bit(codes, state).numpy())
+    assert np.array_equal(packed.dequantize(), dequantize(codes, state).numpy())
 
 
 def run_operator(packed: Nf4Weight, x: np.ndarray) -> np.ndarray:
