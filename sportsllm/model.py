@@ -191,7 +191,9 @@ class Backbone(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
+        # From a table that is there: drawing one at random on the meta device imports torch's compiler, a second long.
+        sizes = config.vocab_size, config.hidden_size
+        self.embed_tokens: nn.Module = nn.Embedding(*sizes, _weight=torch.empty(sizes))
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
