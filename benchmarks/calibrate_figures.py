@@ -8,6 +8,7 @@ from datetime import date
 from benchmarks.efficiency import (
     CPU_CACHES,
     CPU_FORMS,
+    MOST_OF_A_RATE,
     SHARPNESS,
     CacheShares,
     Curve,
@@ -16,7 +17,7 @@ from benchmarks.efficiency import (
     FormShares,
     bandwidth_at,
 )
-from benchmarks.stored import SCALE_NUMBERS
+from benchmarks.stored import OUTPUT_NUMBERS, SCALE_NUMBERS, SCORE_NUMBERS
 
 BLOCK = 128  # numbers that share a scale
 PROMPT_ROWS = (128, 512)
@@ -91,7 +92,7 @@ def derive(
     stream = 4 * STREAM_WIDTH**2 * STREAM_COUNT
     rows, width, times = GATED
     reading = {cache: _attention_step(seconds, cache, curve, real, operator) for cache in CPU_CACHES}
-    prompt = 4 * PROMPT_NEW * PROMPT_END * HEADS * HEAD_DIM
+    prompt = 4 * PROMPT_NEW * PROMPT_END * HEADS * (HEAD_DIM + SCORE_NUMBERS)
     nothing = footprints["none"][0]
     return Efficiency(
         source=source,
@@ -110,7 +111,12 @@ def derive(
             **{cache: _share(prompt, seconds[f"prompt.{cache}"] - operator, real) for cache in CPU_CACHES}
         ),
         # Prompts are read in pieces of 128 tokens.
-        prefill_share=FormShares(**{form: _rate_share(form, by_form[form][128], peak) for form in CPU_FORMS}),
+        prefill_share=FormShares(
+            **{
+                form: _rate_share(form, by_form[form][128], peak, OUTPUT_NUMBERS[form] / PRODUCT[1])
+                for form in CPU_FORMS
+            }
+        ),
         decode_share=FormShares(**{form: _rate_share(form, by_form[form][1], peak) for form in CPU_FORMS}),
         weight_copies=FormCopies(
             **{form: _digits((footprints[form][0] - nothing) / footprints[form][1]) for form in CPU_FORMS}
@@ -133,10 +139,10 @@ def _attention_step(seconds: Seconds, cache: str, curve: Curve, real: float, ope
     return read_share, _share(4 * DEEP * HEADS * HEAD_DIM, scores, real)
 
 
-def _rate_share(form: str, rate: float, peak: Mapping[str, float]) -> float:
-    """Of a peak, scales counted as further numbers."""
-    scales = 1 + SCALE_NUMBERS / BLOCK if form in ("int8", "int4") else 1.0
-    return min(1.0, _digits(rate * scales / peak[form]))
+def _rate_share(form: str, rate: float, peak: Mapping[str, float], outputs: float = 0.0) -> float:
+    """Of a peak, scales counted as further numbers, and so many more for each of them."""
+    scales = SCALE_NUMBERS / BLOCK if form in ("int8", "int4") else 0.0
+    return min(float(MOST_OF_A_RATE), _digits(rate * (1 + scales + outputs) / peak[form]))
 
 
 def _share(amount: float, seconds: float, peak: float) -> float:

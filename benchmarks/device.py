@@ -34,9 +34,11 @@ from benchmarks.figures import (
 
 __all__ = ["FORMAT", "LIMIT_UNITS", "Device", "Figure", "Hardware", "Limits", "Published", "Recognise"]
 
-FORMAT = 2
+FORMAT = 3
 """2 added `efficiency`, `hardware.bandwidth_by_working_set`, `recognise.processor` and `recognise.instruction_set`, and
-made `hardware.power` optional."""
+made `hardware.power` optional; 3 counts outputs and scores in the rates of `efficiency`."""
+EFFICIENCY_FORMAT = 3
+"""The first whose `efficiency` means what it does now."""
 
 LIMIT_UNITS = {
     "file_mb": "MB",
@@ -180,6 +182,8 @@ class Device(Strict):
     @classmethod
     def _said_once(cls, efficiency: Efficiency | None, info: ValidationInfo) -> Efficiency | None:
         hardware = info.data.get("hardware")
+        if efficiency is not None and info.data.get("format", FORMAT) < EFFICIENCY_FORMAT:
+            raise ValueError("belongs to an older way of predicting; leave it out, or make the file anew: calibrate")
         if efficiency is not None and hardware is not None:
             for name in ("bandwidth_share", "layer_overhead"):
                 if getattr(hardware, name) is not None:

@@ -29,6 +29,9 @@ time has, and beyond which a fit learns nothing of the smaller one."""
 
 Curve = Mapping[float, float]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
+MOST_OF_A_RATE = 4
+RateShare = Annotated[float, Field(gt=0, le=MOST_OF_A_RATE)]
+"""Of a peak rate that counts multiplications alone: scales and outputs, which count as further numbers, lift it."""
 Copies = Annotated[float, Field(ge=0.1, le=10)]
 Microseconds = Annotated[float, Field(ge=0, le=100_000)]
 Percent = Annotated[float, Field(ge=0, le=100_000)]
@@ -37,11 +40,11 @@ Percent = Annotated[float, Field(ge=0, le=100_000)]
 class FormShares(Strict):
     """A share for each form of a matrix; fp16 only where a processor multiplies it."""
 
-    fp32: PositiveShare
-    int8: PositiveShare
-    int4: PositiveShare
-    int8_rows: PositiveShare
-    fp16: PositiveShare | None = None
+    fp32: RateShare
+    int8: RateShare
+    int4: RateShare
+    int8_rows: RateShare
+    fp16: RateShare | None = None
 
 
 class FormCopies(Strict):
@@ -93,10 +96,10 @@ class Efficiency(Strict):
         pass_overhead_us: time of any pass through the model beside all else, in us.
         layer_overhead_us: the same that each layer adds.
         prefill_share: of the device's peak rate for a form (fp32, or int8 for what is quantized), with many rows,
-            a block's scale counted as `benchmarks.stored.SCALE_NUMBERS`.
+            a block's scale counted as `benchmarks.stored.SCALE_NUMBERS`, an output as `OUTPUT_NUMBERS`.
         decode_share: the same with one row.
-        attention_share: of the fp32 peak, in attention over a prompt; an INT8 cache is read back for pieces of 32
-            tokens and more, so that its own counts for shorter ones only.
+        attention_share: of the fp32 peak, in attention over a prompt, a score counted as `SCORE_NUMBERS`; an INT8
+            cache is read back for pieces of 32 tokens and more, so that its own counts for shorter ones only.
         attention_step_share: the same for one new token.
         between_share: of the bandwidth at their size, in what lies between products while reading a prompt.
         weight_copies: memory for weights at the peak, as a multiple of their size in memory.
@@ -152,7 +155,8 @@ def bandwidth_at(curve: Curve, working_set_bytes: float) -> float:
 # 32 to 512 it took 0.92 ms more with a float32 cache and 0.49 ms more with an int8 one: 0.57 and 0.28 of 65 GB/s.
 # Rates are those of one 768 x 4,096 product: MatMulNBits at 512 rows 489 to 735 (int4) and 558 to 723 (int8)
 # GOP/s, at one row 25 and 48 us with block 32 (scales counted as numbers, see `benchmarks.stored`);
-# DynamicQuantizeMatMul 1,310 to 1,547 GOP/s and 57 us; MatMul in fp32 478 GFLOP/s, less what lies between products.
+# DynamicQuantizeMatMul 1,310 to 1,547 GOP/s and 57 us; MatMul in fp32 478 GFLOP/s, less what lies between products;
+# for prompts outputs and scores are counted too.
 # Attention over 512 tokens in pieces of 128: 6.0 GFLOP in 38 ms, and in 138 ms with an int8 cache. Of what lies
 # between products half the bandwidth is an estimate.
 # Memory is that of `export.runtime` on 2026-11-21: 70 MB before the weights, and after loading `small` 505 MB (fp32),
@@ -168,21 +172,21 @@ CPU = Efficiency(
     between_share=0.5,
     runtime_mb=69.0,
     cache_share=CacheShares(fp32=0.57, int8=0.28),
-    attention_share=CacheShares(fp32=0.31, int8=0.086),
+    attention_share=CacheShares(fp32=0.46, int8=0.13),
     attention_step_share=CacheShares(fp32=0.5, int8=0.5),
-    prefill_share=FormShares(fp32=0.75, int8=0.38, int4=0.34, int8_rows=0.65),
+    prefill_share=FormShares(fp32=0.75, int8=0.45, int4=0.40, int8_rows=0.71),
     decode_share=FormShares(fp32=0.75, int8=0.095, int4=0.18, int8_rows=0.055),
     weight_copies=FormCopies(fp32=1.15, int8=1.45, int4=1.5, int8_rows=1.45),
     error=PredictionError(
-        combinations=48,
-        decode_median_percent=23.2,
-        decode_largest_percent=66.3,
-        ttft_median_percent=12.6,
-        ttft_largest_percent=43.6,
-        memory_median_percent=4.6,
-        memory_largest_percent=12.9,
-        machine="AMD EPYC with AVX2, 2 threads, its peaks and bandwidths calibrated",
-        source="`benchmarks.prediction_check`, other programs used up to 0.4 cores",
+        combinations=60,
+        decode_median_percent=16.2,
+        decode_largest_percent=53.4,
+        ttft_median_percent=34.8,
+        ttft_largest_percent=89.6,
+        memory_median_percent=3.1,
+        memory_largest_percent=12.4,
+        machine="AMD EPYC (Zen 4) with AVX512-VNNI, 2 threads, its peaks and bandwidths calibrated",
+        source="`benchmarks.prediction_check`; the same figures measured 25 minutes apart differed by up to 77%",
         date=date(2026, 11, 22),
     ),
 )

@@ -4,7 +4,7 @@
 
 so that an error of 10% counts the same wherever it is, and what the measurements do not tell stays where probes put
 it. Levenberg and Marquardt's method (SIAM J. Appl. Math. 11(2), 1963) with differences for derivatives; shares are kept
-at or below 1.
+at or below what the device file allows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.device import Device
-from benchmarks.efficiency import Efficiency
+from benchmarks.efficiency import MOST_OF_A_RATE, Efficiency
 from benchmarks.predict import Stored, efficiency_of, peak_memory_bytes, tpot_ms, ttft_ms
 from sportsllm.config import ModelConfig
 
@@ -135,8 +135,15 @@ def _parameters(start: Efficiency) -> tuple[list[tuple[str, str]], Vector, Vecto
     logs = [
         math.log(max(v, LEAST_OVERHEAD_US) if n.endswith("_us") else v) for (n, _), v in zip(names, values, strict=True)
     ]
-    highest = [0.0 if name.endswith("_share") else math.inf for name, _ in names]
+    highest = [_highest(name) for name, _ in names]
     return names, np.array(logs), np.array(highest)
+
+
+def _highest(name: str) -> float:
+    """Of a parameter's logarithm."""
+    if name in ("prefill_share", "decode_share"):
+        return math.log(MOST_OF_A_RATE)
+    return 0.0 if name.endswith("_share") else math.inf
 
 
 def _value(efficiency: Efficiency, name: str, entry: str) -> float:

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.device import Device
 from benchmarks.efficiency import EFFICIENCIES, CacheShares, Efficiency, FormCopies, FormShares, bandwidth_at, longer
-from benchmarks.stored import Part, Stored, cache_bytes, file_bytes, sizes
+from benchmarks.stored import OUTPUT_NUMBERS, SCORE_NUMBERS, Part, Stored, cache_bytes, file_bytes, sizes
 from sportsllm.config import ModelConfig
 from sportsllm.errors import UsageError
 
@@ -188,12 +188,14 @@ def _reading_ms(config: ModelConfig, device: Device, stored: Stored, body: Part,
     once = weights / (_bandwidth(device, weights) * efficiency.bandwidth_share)
     between = 4 * layers * _numbers_between(config)
     peak, cache = _peak(device, "fp32"), _cache(device, efficiency, stored)
+    numbers = body.numbers + OUTPUT_NUMBERS[body.form] * body.outputs
+    widths = config.query_size + SCORE_NUMBERS * config.num_attention_heads
     for new, end in _pieces(tokens):
-        seconds += longer(2 * body.numbers * new / rate, once)
+        seconds += longer(2 * numbers * new / rate, once)
         # Scores of each new token with all so far, masked ones too, and their product with the values: 2 T S each.
         read_back = cache == "int8" and device.processor == "cpu" and new >= LONG_PIECE_TOKENS
         share = _of(efficiency.attention_share, device, "fp32" if read_back else cache)
-        seconds += 4 * layers * config.query_size * new * end / (peak * share)
+        seconds += 4 * layers * widths * new * end / (peak * share)
         if read_back:
             widened = READ_BACK_BYTES * 2 * config.key_value_size * end
             seconds += layers * widened / (_bandwidth(device, widened) * efficiency.between_share)

@@ -32,12 +32,14 @@ def _shape(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_head
 
 
 FITTED: Mapping[str, ModelConfig] = {
+    "1m": PRESETS["tiny-1m"].with_changes(max_position_embeddings=CONTEXT),
     "5m": PRESETS["tiny-5m"].with_changes(max_position_embeddings=CONTEXT),
     "60m": _shape(16_000, 640, 1_792, 10, 10, 5),
     "small": PRESETS["small"],
 }
-# Two between the fitted ones in width, one as wide as the largest with fewer layers; other heads, depths and widths.
+# One as small as the smallest fitted one, two between them, one as wide as the largest; other heads, depths, widths.
 SCORED: Mapping[str, ModelConfig] = {
+    "1m-deep": PRESETS["tiny-1m-deep"].with_changes(max_position_embeddings=CONTEXT),
     "15m": _shape(8_000, 384, 1_024, 8, 6, 2),
     "30m": _shape(8_000, 512, 1_408, 8, 8, 8),
     "48m-wide": _shape(8_000, 768, 2_048, 6, 12, 4),

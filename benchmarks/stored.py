@@ -18,6 +18,13 @@ GRAPH_BYTES = 100_000
 SCALE_NUMBERS = 16
 """What a block's scale costs beside its numbers, in numbers. MatMulNBits at 4 bits and blocks of 32, 64, 128 and 256
 took 25, 22, 19 and 18 us with one row and 2.04, 1.90, 1.53 and 1.36 ns for 1,000 operations with 512: 15 and 20."""
+OUTPUT_NUMBERS = {"fp32": 0, "fp16": 0, "int8": 150, "int4": 150, "int8_rows": 75}
+"""What an output of a product with many rows costs beside the numbers that make it, in numbers. By a line through the
+times of 128 rows by 768 outputs of 64 to 2,048 numbers, scales counted (2 threads, AVX512-VNNI): MatMul -9; MatMulNBits
+110 and 210 at 4 bits in blocks of 32 and 128, 90 and 190 at 8 bits; DynamicQuantizeMatMul 78."""
+SCORE_NUMBERS = 32
+"""What a score of attention over a prompt costs beside its products, in numbers of a head. 128 tokens after 0 to 384
+took 1.40, 1.67, 2.34 and 4.29 ns a score with heads of 16, 32, 64 and 128, on the same machine."""
 _HEAD_FORMS = {4: "int4", 8: "int8", 32: "fp32"}
 
 
@@ -84,12 +91,14 @@ class Stored:
 class Part:
     """Matrices of one form: the bytes they take in the file, and the numbers multiplied by for each token.
 
-    In blocks each scale counts as `SCALE_NUMBERS` further ones.
+    In blocks the last one of a row counts whole, and each scale as `SCALE_NUMBERS` further ones. `outputs` are their
+    rows, what products give for each token; 0 where they are not multiplied by.
     """
 
     form: str
     bytes: float
     numbers: float
+    outputs: int
 
 
 @dataclass(frozen=True)
@@ -139,14 +148,20 @@ def sizes(config: ModelConfig, stored: Stored) -> Sizes:
     if stored.file_bytes is not None:
         scale = (stored.file_bytes - stored.prompt_bytes) / (body + table + looked_up + rest)
     return Sizes(
-        body=Part(stored.form, scale * body, block_numbers(config) * _with_scales(stored.form, stored)),
+        body=Part(
+            stored.form,
+            scale * body,
+            _multiplied(config, stored),
+            sum(matrix.layers * matrix.rows for matrix in block_matrices(config)),
+        ),
         head=Part(
             stored.head_form,
             scale * table,
             config.vocab_size * config.hidden_size * _with_scales(stored.head_form, stored),
+            config.vocab_size,
         ),
-        looked_up=Part(stored.head_form, scale * looked_up, 0) if looked_up else None,
-        prompt=Part("int8_rows", prompt, _prompt_numbers(config)) if prompt else None,
+        looked_up=Part(stored.head_form, scale * looked_up, 0, 0) if looked_up else None,
+        prompt=Part("int8_rows", prompt, _prompt_numbers(config), _prompt_outputs(config)) if prompt else None,
         rest=scale * rest,
     )
 
@@ -206,6 +221,15 @@ def cache_bytes(config: ModelConfig, precision: str) -> int:
     return kv_cache_bytes_per_token(config)[precision]
 
 
+def _multiplied(config: ModelConfig, stored: Stored) -> float:
+    """Numbers of the layers' matrices as `Part` counts them."""
+    if stored.form not in ("int8", "int4"):
+        return block_numbers(config)
+    size = stored.block_size
+    padded = sum(matrix.layers * matrix.rows * -(-matrix.columns // size) * size for matrix in block_matrices(config))
+    return padded * _with_scales(stored.form, stored)
+
+
 def _with_scales(form: str, stored: Stored) -> float:
     return 1 + SCALE_NUMBERS / stored.block_size if form in ("int8", "int4") else 1.0
 
@@ -233,7 +257,10 @@ def _prompt_numbers(config: ModelConfig) -> int:
     return block_numbers(config) - last + 2 * config.key_value_size * config.hidden_size
 
 
+def _prompt_outputs(config: ModelConfig) -> int:
+    a_layers = sum(matrix.rows for matrix in block_matrices(config))
+    return (config.num_hidden_layers - 1) * a_layers + 2 * config.key_value_size
+
+
 def _prompt_bytes(config: ModelConfig) -> int:
-    rows = sum(matrix.rows for matrix in block_matrices(config))
-    layers = config.num_hidden_layers - 1
-    return _prompt_numbers(config) + 4 * (layers * rows + 2 * config.key_value_size)
+    return _prompt_numbers(config) + 4 * _prompt_outputs(config)

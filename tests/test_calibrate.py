@@ -21,7 +21,7 @@ from benchmarks.instructions import instruction_set, processor_name
 from benchmarks.predict import Stored, efficiency_of, tpot_ms
 from benchmarks.probe_graph import ProbeGraph
 from benchmarks.probes import add_product, attention, gated, measure_footprint, time_graph
-from benchmarks.stored import SCALE_NUMBERS
+from benchmarks.stored import OUTPUT_NUMBERS, SCALE_NUMBERS, SCORE_NUMBERS
 from sportsllm import cli
 from sportsllm.errors import ArtifactError, ConflictError, ResourceError, UsageError
 from sportsllm.presets import PRESETS
@@ -108,7 +108,9 @@ def test_a_graph_is_timed_and_weighed(tmp_path: Path) -> None:
 GFLOP, GOP, BANDWIDTH = 100e9, 400e9, 200e9
 EMPTY_S = 2e-6
 STEP_SHARE = {"fp32": 0.5, "int8": 0.2, "int4": 0.4, "int8_rows": 0.3}
-PREFILL_SHARE = {"fp32": 1.0, "int8": 0.5, "int4": 0.6, "int8_rows": 1.0}
+# The peak counts multiplications alone, so that what is counted besides comes on top of it.
+ROWS_SHARE = 1 + OUTPUT_NUMBERS["int8_rows"] / calibrate_figures.PRODUCT[1]
+PREFILL_SHARE = {"fp32": 1.0, "int8": 0.5, "int4": 0.6, "int8_rows": ROWS_SHARE}
 
 
 def _readings() -> Readings:
@@ -119,7 +121,7 @@ def _readings() -> Readings:
         seconds[f"empty.{count}"] = 5e-6 + count * EMPTY_S
     for form in CPU_FORMS:
         for rows in f.PROMPT_ROWS:
-            work = 2 * rows * f.PRODUCT[0] * f.PRODUCT[1] * scales[form]
+            work = 2 * rows * f.PRODUCT[0] * (f.PRODUCT[1] * scales[form] + OUTPUT_NUMBERS[form])
             seconds[f"product.{form}.{rows}"] = work / (peak[form] * PREFILL_SHARE[form])
         for count in f.STEP_COUNTS:
             work = 2 * f.STEP_WIDTH**2 * scales[form]
@@ -130,7 +132,8 @@ def _readings() -> Readings:
     seconds["between"] = 20 * rows * width * times / (0.25 * BANDWIDTH)
     for cache, size in (("fp32", 4), ("int8", 1)):
         scores = 4 * f.HEADS * f.HEAD_DIM
-        seconds[f"prompt.{cache}"] = EMPTY_S + scores * f.PROMPT_NEW * f.PROMPT_END / (0.3 * GFLOP)
+        prompt = 4 * f.HEADS * (f.HEAD_DIM + SCORE_NUMBERS) * f.PROMPT_NEW * f.PROMPT_END
+        seconds[f"prompt.{cache}"] = EMPTY_S + prompt / (0.3 * GFLOP)
         for heads in f.KV_HEADS:
             read = 2 * f.DEEP * heads * f.HEAD_DIM * size / (0.6 * BANDWIDTH)
             seconds[f"attention.{cache}.{heads}"] = EMPTY_S + longer(read, scores * f.DEEP / (0.1 * GFLOP))
@@ -163,7 +166,11 @@ def test_noise_gives_the_largest_share_and_never_a_negative_one() -> None:
     readings.seconds |= {"attention.fp32.12": 1e-9, "step.int4.8": 5e-6, "empty.32": 1e-9}
     own = describe(readings, "noisy", 2, load_device("host"))[0].efficiency
     assert own is not None
-    assert own.cache_share.fp32 == 1.0 and 0 < own.decode_share.int4 <= 1 and own.layer_overhead_us == 0
+    assert (
+        own.cache_share.fp32 == 1.0
+        and 0 < own.decode_share.int4 <= 1 + SCALE_NUMBERS / calibrate_figures.BLOCK
+        and own.layer_overhead_us == 0
+    )
     readings.footprints["int4"] = (1, 50_000_000)  # weights that take no memory
     with pytest.raises(ResourceError, match=r"int4.*repeat"):
         describe(readings, "noisy", 2, load_device("host"))
@@ -206,7 +213,8 @@ def test_the_file_says_what_was_measured_and_what_was_decided(written: Path) -> 
 @pytest.mark.parametrize(
     ("old", "new", "field", "words"),
     [
-        ("format = 2", "format = 3", "format", "upgrade"),
+        ("format = 3", "format = 4", "format", "upgrade"),
+        ("format = 3", "format = 2", "efficiency", "calibrate"),
         ("between_share = 0.25", "between_share = 2.5", "efficiency.between_share", "less than or equal to 1"),
         ("between_share = 0.25", "between_share = -1.0", "efficiency.between_share", "greater than 0"),
         ("between_share = 0.25", 'between_share = "a lot"', "efficiency.between_share", "not 'a lot'"),

@@ -19,6 +19,7 @@ from benchmarks.predict import (
     PREFILL_CHUNK_TOKENS,
     Stored,
     depths_that_fit,
+    efficiency_of,
     file_bytes,
     peak_memory_bytes,
     predict,
@@ -27,7 +28,7 @@ from benchmarks.predict import (
     ttft_ms,
 )
 from benchmarks.prediction_models import FORMS, OTHERS, make_checkpoint, make_export
-from benchmarks.stored import sizes
+from benchmarks.stored import OUTPUT_NUMBERS, sizes
 from export.int8_prompts import LONG_PIECE
 from export.runtime import PREFILL_CHUNK
 from sportsllm.config import ModelConfig
@@ -90,6 +91,29 @@ def test_decoding_small_on_the_host(stored: Stored, config: ModelConfig, depth: 
 )
 def test_first_token_of_small_on_the_host(stored: Stored, milliseconds: float) -> None:
     _within(ttft_ms(SMALL, HOST, stored, 512), milliseconds)
+
+
+def test_prompts_pay_for_scores_and_outputs_too() -> None:
+    """Measured: twice the heads at half their size, 128 tokens after 0 to 384, 1.67 * 2 against 2.34 ns."""
+    narrow = SMALL.with_changes(num_attention_heads=24, num_key_value_heads=24, head_dim=32)
+    share = HOST.hardware.fp32_matmul_rate.value * 1e9 * efficiency_of(HOST).attention_share.fp32
+    # 4 T S of numbers and scores, each piece of 128 with all before it.
+    taken = 4 * 12 * 12 * (64 + 32) * 128 * 1_280 / share * 1e3
+    more = ttft_ms(narrow, HOST, Stored("fp32"), 512) - ttft_ms(SMALL, HOST, Stored("fp32"), 512)
+    assert more / taken == pytest.approx(2 * 1.67 / 2.34 - 1, rel=0.25)
+
+
+def test_products_pay_for_outputs_and_for_whole_blocks() -> None:
+    """Measured, 128 rows by 768 outputs, INT4 in blocks of 128: 245 and 257 us for 96 and 128 numbers, 935 for 768."""
+    body = sizes(
+        SMALL.with_changes(hidden_size=96, num_attention_heads=3, num_key_value_heads=3, head_dim=32),
+        Stored("int4", 128),
+    ).body
+    padded = 12 * (4 * 96 * 128 + 2 * 2048 * 128 + 96 * 2048)
+    assert body.outputs == 12 * (5 * 96 + 2 * 2048)
+    assert body.numbers == padded * (1 + 16 / 128)
+    cost = {width: width * (1 + 16 / 128) + OUTPUT_NUMBERS["int4"] for width in (128, 768)}
+    assert cost[128] / cost[768] == pytest.approx(257 / 935, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from benchmarks import prediction_check, prediction_measure
 from benchmarks.budget import load_device
 from benchmarks.commands import devices, plan
+from benchmarks.device import FORMAT
 from benchmarks.device_file import write_device
 from benchmarks.efficiency import CPU, CacheShares, Efficiency, FormCopies, FormShares
 from benchmarks.efficiency_fit import Measured, Vector, fit_efficiency, least_squares, with_efficiency
@@ -141,7 +142,7 @@ def test_a_wrong_error_is_refused(checked: dict[str, Any], tmp_path: Path) -> No
     path = tmp_path / "mine.toml"
     write_device(checked["device"], path)
     text = path.read_text(encoding="utf-8").replace("ttft_median_percent = ", "ttft_median_percent = -1")
-    path.write_text(text.replace("combinations = 48", "combinations = 0"), encoding="utf-8")
+    path.write_text(text.replace("combinations = 60", "combinations = 0"), encoding="utf-8")
     with pytest.raises(ArtifactError) as caught:
         load_device(str(path))
     assert "efficiency.error.ttft_median_percent: " in str(caught.value)
@@ -162,7 +163,7 @@ def test_the_whole_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(prediction_measure, "DEPTHS", (32,))
     quick = {**prediction_measure.QUICK, "prompts": (64,), "depths": (32,), "context_tokens": 128}
     monkeypatch.setattr(prediction_measure, "QUICK", quick)
-    own = with_efficiency(HOST, CPU).model_copy(update={"format": 2})
+    own = with_efficiency(HOST, CPU).model_copy(update={"format": FORMAT})
     write_device(own, tmp_path / "own.toml")
     result = run_check(tmp_path / "out", tmp_path / "own.toml", threads=1, rounds=2)
     assert result == json.loads((tmp_path / "out" / "prediction.json").read_text(encoding="utf-8"))
