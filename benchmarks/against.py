@@ -39,7 +39,7 @@ INSTALL = {
 }
 CONVERT = {
     "openvino": "optimum-cli export openvino --model CHECKPOINT --weight-format int4 DIR",
-    "llama.cpp": "llama.cpp's convert_hf_to_gguf.py CHECKPOINT --outfile FILE.gguf, then llama-quantize",
+    "llama.cpp": "export/llama_cpp.py CONVERT_HF_TO_GGUF.PY CHECKPOINT --outfile FILE.gguf, then llama-quantize",
 }
 """Runtimes that cannot read our export, and what makes the directory they read; the others can."""
 FIGURES = {"decode_tokens_per_s": max, "ttft_ms": min, "peak_rss_bytes": min}
