@@ -1,7 +1,8 @@
 """The best model for a device: enumerate, predict, measure, recover briefly, finish the winner, explain.
 
 1. every shape x stored form is predicted on the device and held to its limits
-2. the front-runners by estimated quality are cut and repaired; their loss picks the finalists
+2. the front-runners by estimated quality are cut and repaired; their loss picks the finalists. One more finalist is
+   always the largest even cut, the plain way to the size, so that the choice is no worse than that
 3. finalists are exported with random weights and timed here. Where here is the device, what was measured replaces
    the prediction, corrects those of the others, and the front is drawn again
 4. finalists inside the limits are recovered briefly, packed and scored on text held out of the corpus
@@ -24,6 +25,7 @@ from benchmarks.fit_candidates import (
     Form,
     candidates,
     cut_by_limit,
+    even_cuts,
     misses,
     nearest_miss,
     ranked,
@@ -50,6 +52,7 @@ class Search:
         found: every candidate, best estimate first.
         measured: figures by the limits' names, of the candidates that were timed.
         quality: bits per byte of those that were recovered, held out of the corpus.
+        even: names of the candidates with all widths cut alike, see `even_cuts`.
     """
 
     teacher: ModelConfig
@@ -58,6 +61,7 @@ class Search:
     found: list[Candidate]
     measured: dict[str, dict[str, float | None]] = field(default_factory=dict)
     quality: dict[str, float] = field(default_factory=dict)
+    even: frozenset[str] = frozenset()
     _ratios: dict[Form | None, list[dict[str, float]]] = field(default_factory=dict)
     _corrections: dict[Form | None, dict[str, float]] = field(default_factory=dict)
 
@@ -96,6 +100,11 @@ class Search:
                 break
         return list(kinds.values())
 
+    def even_cut(self) -> Candidate | None:
+        """The largest of those inside with all widths cut alike, of equal ones the best estimate."""
+        even = [candidate for candidate in self.inside() if candidate.name in self.even]
+        return max(even, key=lambda candidate: candidate.parameters, default=None)
+
 
 def start_search(teacher: ModelConfig, device: Device, vocabularies: Sequence[int], on_device: bool) -> Search:
     """Enumerate and predict; widen the best so that they use up the budget.
@@ -104,18 +113,18 @@ def start_search(teacher: ModelConfig, device: Device, vocabularies: Sequence[in
         GateError: by prediction nothing fits, and nothing measured here can say otherwise.
     """
     decides = on_device or is_this_machine(device)
-    found = candidates(teacher, device, vocabularies)
-    search = Search(teacher, device, decides, found)
-    names = {candidate.name for candidate in found}
-    best = [widened(candidate, teacher, device) for candidate in search.front(64)]
-    search.found = ranked([*found, *(candidate for candidate in best if candidate.name not in names)])
+    found = {candidate.name: candidate for candidate in candidates(teacher, device, vocabularies)}
+    even = {candidate.name: candidate for candidate in even_cuts(teacher, device, vocabularies)}
+    search = Search(teacher, device, decides, ranked([*(even | found).values()]), even=frozenset(even))
+    best = {candidate.name: candidate for candidate in (widened(one, teacher, device) for one in search.front(64))}
+    search.found = ranked([*(best | even | found).values()])
     if not decides and not search.inside():
         raise GateError(nothing_fits(search))
     return search
 
 
 def choose_finalists(search: Search, trials: Trials, count: int) -> list[Candidate]:
-    """The finalists: best after the cut among the front-runners, and inside the limits as timed.
+    """The finalists: best after the cut among the front-runners, the largest even cut, and inside the limits as timed.
 
     Raises:
         GateError: nothing fits.
@@ -130,6 +139,9 @@ def choose_finalists(search: Search, trials: Trials, count: int) -> list[Candida
                 raise GateError(nothing_fits(search))
             front = [nearest]
         finalists = _best_after_cut(front, trials, count)
+        even = search.even_cut()
+        if even is not None and even not in finalists:
+            finalists.append(even)
         fresh = [candidate for candidate in finalists if candidate.name not in search.measured]
         with progress_bar("timed here", len(fresh)) as bar:
             for candidate in fresh:
@@ -236,6 +248,7 @@ def summary(search: Search, chosen: Candidate | None, shown: int = 40) -> dict[s
                 "measured": measured,
                 "bits_per_byte": search.quality.get(candidate.name),
                 "within": not misses(search.figures(candidate), search.device),
+                "even": candidate.name in search.even,
             }
         )
     return {

@@ -13,10 +13,11 @@ from typing import Any
 from benchmarks.device import LIMIT_UNITS, Device
 from benchmarks.predict import efficiency_of, predict_figures
 from benchmarks.stored import Stored
-from compress.shapes import Shape
+from compress.shapes import Shape, even_shapes
 from sportsllm.config import ModelConfig
 from sportsllm.console import progress_bar
 
+_EVEN_SHARES = [number / 40 for number in range(39, 0, -1)]
 _MOST_VALUES = 6  # of a dimension: a grid of more has shapes whose difference nobody measures
 _WIDTH_STEP = 32
 EQUAL_PERCENT = 0.1
@@ -148,6 +149,20 @@ def candidates(teacher: ModelConfig, device: Device, vocabularies: Sequence[int]
                 found += _candidates(teacher, with_efficiency, shape, vocab_size, forms)
                 bar.advance()
     return ranked(found)
+
+
+def even_cuts(teacher: ModelConfig, device: Device, vocabularies: Sequence[int]) -> list[Candidate]:
+    """The plain way to any size, which a search has to beat: all widths cut alike, as `prune --params` does it.
+
+    Every fortieth of the parameters in every form.
+    """
+    shapes = dict.fromkeys(shape for shape in even_shapes(teacher, _EVEN_SHARES) if shape is not None)
+    return [
+        candidate
+        for vocab_size in vocabularies
+        for shape in shapes
+        for candidate in _candidates(teacher, device, shape, vocab_size, all_forms())
+    ]
 
 
 def _candidates(

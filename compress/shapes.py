@@ -5,7 +5,7 @@ Widths are multiples of 32, the smallest block of the integer kernels; key/value
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from sportsllm.config import ModelConfig
@@ -95,23 +95,38 @@ def shape_for_share(config: ModelConfig, share: float) -> Shape:
     Raises:
         UsageError: share is not in (0, 1], or no shape is that small.
     """
-    full = Shape.of(config)
-
-    def unevenness(shape: Shape) -> float:
-        size = shape.applied_to(config).block_parameters / config.block_parameters
-        cuts = (shape.hidden / full.hidden, shape.intermediate / full.intermediate, shape.kv_heads / full.kv_heads)
-        # Near the target first, then an even cut.
-        return max(0.0, 1 - size / share - _SLACK) + 0.2 * (max(cuts) - min(cuts))
-
-    per_group = full.heads // full.kv_heads
-    even = [
-        shape
-        for shape in _smaller_shapes(config, share)
-        if shape.layers == full.layers and shape.heads == shape.kv_heads * per_group
-    ]
-    if not even:
+    (found,) = even_shapes(config, [share])
+    if found is None:
         raise UsageError(f"--params {share:g}: no width that small is left; cut --layers too")
-    return min(even, key=lambda shape: (unevenness(shape), -shape.applied_to(config).block_parameters))
+    return found
+
+
+def even_shapes(config: ModelConfig, shares: Sequence[float]) -> list[Shape | None]:
+    """`shape_for_share` of several shares, None where no shape is that small.
+
+    Raises:
+        UsageError: a share is not in (0, 1].
+    """
+    full = Shape.of(config)
+    per_group = full.heads // full.kv_heads
+    sizes: dict[Shape, int] = {}
+    for shape in _smaller_shapes(config, max(shares), [full.layers]):
+        if shape.heads == shape.kv_heads * per_group:
+            sizes[shape] = shape.applied_to(config).block_parameters
+    spreads = {}
+    for shape in sizes:
+        kept = (shape.hidden / full.hidden, shape.intermediate / full.intermediate, shape.kv_heads / full.kv_heads)
+        spreads[shape] = max(kept) - min(kept)
+    found: list[Shape | None] = []
+    for share in shares:
+        target = share * config.block_parameters
+
+        def unevenness(shape: Shape, target: float = target) -> tuple[float, int]:
+            # Near the target first, then an even cut.
+            return max(0.0, 1 - sizes[shape] / target - _SLACK) + 0.2 * spreads[shape], -sizes[shape]
+
+        found.append(min((shape for shape, size in sizes.items() if size <= target), key=unevenness, default=None))
+    return found
 
 
 def candidate_shapes(config: ModelConfig, share: float) -> list[Shape]:
@@ -124,7 +139,7 @@ def candidate_shapes(config: ModelConfig, share: float) -> list[Shape]:
         UsageError: share is not in (0, 1], or no shape is that small.
     """
     largest: dict[tuple[int, int, int, int], Shape] = {}
-    for shape in _smaller_shapes(config, share):
+    for shape in _smaller_shapes(config, share, range(1, config.num_hidden_layers + 1)):
         key = (shape.hidden, shape.heads, shape.kv_heads, shape.layers)
         if key not in largest or largest[key].intermediate < shape.intermediate:
             largest[key] = shape
@@ -137,12 +152,12 @@ def candidate_shapes(config: ModelConfig, share: float) -> list[Shape]:
     return sorted(used, key=lambda shape: -sizes[shape])
 
 
-def _smaller_shapes(config: ModelConfig, share: float) -> Iterator[Shape]:
+def _smaller_shapes(config: ModelConfig, share: float, depths: Iterable[int]) -> Iterator[Shape]:
     if not 0 < share <= 1:
         raise UsageError(f"--params is {share:g}; it must be above 0 and at most 1")
     full = Shape.of(config)
     target = share * config.block_parameters
-    for layers in range(1, full.layers + 1):
+    for layers in depths:
         for hidden in _widths(full.hidden):
             for heads, kv_heads in _head_counts(full):
                 for intermediate in _widths(full.intermediate):
