@@ -39,6 +39,7 @@ from sportsllm.errors import GateError
 
 _FRONT_PER_FINALIST = 3
 _ROUNDS_OF_TIMING = 3
+_EVEN_CUTS_TIMED = 6
 
 
 @dataclass
@@ -139,22 +140,33 @@ def choose_finalists(search: Search, trials: Trials, count: int) -> list[Candida
                 raise GateError(nothing_fits(search))
             front = [nearest]
         finalists = _best_after_cut(front, trials, count)
-        even = search.even_cut()
-        if even is not None and even not in finalists:
-            finalists.append(even)
         fresh = [candidate for candidate in finalists if candidate.name not in search.measured]
         with progress_bar("timed here", len(fresh)) as bar:
             for candidate in fresh:
                 search.record(candidate, trials.probe(candidate))
                 bar.advance(1, candidate.name)
         if not search.decides:
-            return finalists
+            break
         finalists = [one for one in finalists if not misses(search.measured[one.name], search.device)]
         if finalists and not fresh:
             break
+    even = _timed_even_cut(search, trials)
+    if even is not None and even not in finalists:
+        finalists.append(even)
     if not finalists:
         raise GateError(nothing_fits(search))
     return finalists
+
+
+def _timed_even_cut(search: Search, trials: Trials) -> Candidate | None:
+    """The largest even cut that keeps to the limits as timed, or none after some that did not."""
+    for _ in range(_EVEN_CUTS_TIMED):
+        even = search.even_cut()
+        if even is None or even.name in search.measured:
+            return even
+        search.record(even, trials.probe(even))
+    even = search.even_cut()
+    return even if even is not None and even.name in search.measured else None
 
 
 def _best_after_cut(front: Sequence[Candidate], trials: Trials, count: int) -> list[Candidate]:
