@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from export.session import GROWING_CACHE, cache_kind, cache_type
+from export.session import GROWING_CACHE, KEEP_LOGITS, cache_kind, cache_type
 from sportsllm.config import ModelConfig
 
 Array = npt.NDArray[Any]
@@ -33,7 +33,7 @@ class Cache:
     Attributes:
         buffers: (B, K, L, E) by `<layer>.key` and `<layer>.value`.
         length: L, room for tokens.
-        lengths: (B,), tokens so far of each sequence.
+        lengths: tokens so far of each of the B sequences. A list: between steps numpy's code is cold.
     """
 
     def __init__(
@@ -47,8 +47,15 @@ class Cache:
         names = [f"{layer}.{part}" for layer in range(config.num_hidden_layers) for part in ("key", "value")]
         self.buffers = dict(zip(names, _fresh(len(names), shape, dtype), strict=True))
         self.length = length
-        self.lengths = np.zeros(batch, dtype=np.int64)
+        self.lengths = [0] * batch
         self._bindings: dict[tuple[int, int, int], ort.IOBinding] = {}
+        self._steps: dict[int, Steps] = {}
+
+    def steps(self, session: ort.InferenceSession, vocab_size: int) -> Steps | None:
+        """The run of a session that adds a token to every sequence; None where what is bound differs by step."""
+        if id(session) not in self._steps:
+            self._steps[id(session)] = Steps(self, session, vocab_size)
+        return self._steps[id(session)]
 
     def bind(self, session: ort.InferenceSession, rows: slice, new: int) -> ort.IOBinding:
         """A session's binding of some sequences' keys and values, for a run that adds `new` tokens to each."""
@@ -63,7 +70,7 @@ class Cache:
 
     def mask(self, rows: slice, new: int) -> npt.NDArray[np.int64]:
         """attention_mask of that run: padding on the right, the operator reads each sequence's length from its sum."""
-        lengths = self.lengths[rows] + new
+        lengths = np.array(self.lengths[rows]) + new
         return (np.arange(int(lengths.max())) < lengths[:, None]).astype(np.int64)
 
     def holding(self, other: Cache, tokens: int) -> Self:
@@ -74,7 +81,50 @@ class Cache:
 
     def advance(self, rows: slice, new: int) -> None:
         """Count what the run has added."""
-        self.lengths[rows] += new
+        self.lengths[rows] = [length + new for length in self.lengths[rows]]
+
+
+class Steps:
+    """One token for every sequence of a `Cache`, in buffers that are bound once.
+
+    The mask is as wide as the cache, with zeros behind what there is: the operator reads each length from its sum. So
+    no shape differs from step to step, and ONNX Runtime plans its memory once.
+    """
+
+    def __init__(self, cache: Cache, session: ort.InferenceSession, vocab_size: int) -> None:
+        batch = len(cache.lengths)
+        self._session = session
+        self._masked = [0] * batch  # how much of each row of the mask is set
+        self._ids = np.zeros((batch, 1), dtype=np.int64)
+        self._mask = np.zeros((batch, cache.length), dtype=np.int64)
+        self._keep = np.ones(1, dtype=np.int64)
+        self._logits = np.empty((batch, 1, vocab_size), dtype=np.float32)
+        self._binding = session.io_binding()
+        for name, buffer in cache.buffers.items():
+            _bind(self._binding.bind_input, f"past_key_values.{name}", buffer)
+            _bind(self._binding.bind_output, f"present.{name}", buffer)
+        inputs = {"input_ids": self._ids, "attention_mask": self._mask, KEEP_LOGITS: self._keep}
+        for name, array in inputs.items():
+            _bind(self._binding.bind_input, name, array)
+        _bind(self._binding.bind_output, "logits", self._logits)
+
+    def run(self, tokens: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.float32]:
+        """(B, V) logits after one token each, which the next run overwrites.
+
+        Args:
+            tokens: B ids.
+            lengths: B numbers of tokens before these.
+        """
+        for row, (token, length) in enumerate(zip(tokens, lengths, strict=True)):
+            self._ids[row, 0] = token
+            if self._masked[row] == length:
+                self._mask[row, length] = 1
+            else:
+                self._mask[row] = np.arange(self._mask.shape[1]) <= length
+            self._masked[row] = length + 1
+        self._session.run_with_iobinding(self._binding)
+        logits: npt.NDArray[np.float32] = self._logits[:, 0]
+        return logits
 
 
 class GrowingCache(Cache):
@@ -89,9 +139,12 @@ class GrowingCache(Cache):
         self._room = {name: (np.empty_like(buffer), np.empty_like(buffer)) for name, buffer in self.buffers.items()}
         self._presents: dict[str, Array] = {}  # of the run that is bound
 
+    def steps(self, session: ort.InferenceSession, vocab_size: int) -> None:
+        """See `Cache.steps`."""
+
     def bind(self, session: ort.InferenceSession, rows: slice, new: int) -> ort.IOBinding:
         """See `Cache.bind`."""
-        past = int(self.lengths[rows].max())
+        past = max(self.lengths[rows])
         binding = session.io_binding()
         for name, buffer in self.buffers.items():
             old = buffer[rows, :, :past]
@@ -107,7 +160,7 @@ class GrowingCache(Cache):
 
     def mask(self, rows: slice, new: int) -> npt.NDArray[np.int64]:
         """See `Cache.mask`: the past on the left, the gap where it is short, then the new tokens."""
-        lengths = self.lengths[rows]
+        lengths = np.array(self.lengths[rows])
         past = np.arange(int(lengths.max())) < lengths[:, None]
         return np.concatenate([past, np.ones((len(lengths), new), dtype=bool)], axis=1).astype(np.int64)
 

@@ -107,8 +107,8 @@ class OnnxDecoder:
         for row, prompt in enumerate(prompts):
             one = slice(row, row + 1)
             if self.use_prompt_graph:
-                self._fill(cache, one, prompt[int(cache.lengths[row]) : -1])
-            for start in range(int(cache.lengths[row]), len(prompt), self.prefill_chunk):
+                self._fill(cache, one, prompt[cache.lengths[row] : -1])
+            for start in range(cache.lengths[row], len(prompt), self.prefill_chunk):
                 self._run(cache, one, prompt[None, start : start + self.prefill_chunk], logits_BV[one, None], keep=1)
         self._cache, self._read = cache, [prompt.tolist() for prompt in prompts]  # whole only now
         return logits_BV
@@ -123,7 +123,7 @@ class OnnxDecoder:
         other = copy.copy(self)
         if self._cache is not None:
             other._cache = self._make_cache(len(self._cache.lengths), self._cache.length)
-            other._cache.holding(self._cache, int(self._cache.lengths.max())).lengths[:] = self._cache.lengths
+            other._cache.holding(self._cache, max(self._cache.lengths)).lengths[:] = self._cache.lengths
         other._read = [list(row) for row in self._read]
         return other
 
@@ -143,7 +143,7 @@ class OnnxDecoder:
                 cache.lengths[:] = common
                 return cache
             if cache.length == room:
-                cache.lengths[:] = 0
+                cache.lengths[:] = [0] * len(prompts)
                 return cache
         cache = None  # freed before the new one is made
         return self._make_cache(len(prompts), room)
@@ -160,15 +160,28 @@ class OnnxDecoder:
         lengths = self._cache.lengths
         if len(tokens) != len(lengths):
             raise UsageError(f"{len(tokens)} tokens for {len(lengths)} sequences; give one for each")
-        if int(lengths.max()) >= self._cache.length:
+        if max(lengths) >= self._cache.length:
             raise UsageError(
                 f"the cache is full at {self._cache.length} tokens; prefill with a larger max_length or stop here"
             )
-        ids = self._checked(tokens, len(tokens))[:, None]
-        logits_BV = np.empty((len(tokens), self.config.vocab_size), dtype=np.float32)
-        self._run(self._cache, slice(0, len(tokens)), ids, logits_BV[:, None], keep=1)
+        logits_BV = self._step(self._cache, self._inside(tokens))
         for read, token in zip(self._read, tokens, strict=True):
             read.append(int(token))
+        return logits_BV
+
+    def _step(self, cache: Cache, tokens: Sequence[int]) -> Logits:
+        """(B, V) logits after one token more for every sequence."""
+        steps = cache.steps(self._session, self.config.vocab_size)
+        if steps is None:
+            logits_BV = np.empty((len(tokens), self.config.vocab_size), dtype=np.float32)
+            self._run(cache, slice(0, len(tokens)), np.array(tokens, dtype=np.int64)[:, None], logits_BV[:, None])
+            return logits_BV
+        try:
+            logits_BV = steps.run(tokens, cache.lengths).copy()  # a fresh array: the next step overwrites its own
+        except RuntimeError as error:
+            raise_if_out_of_memory(error, self._directory)
+            raise
+        cache.advance(slice(None), 1)
         return logits_BV
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
@@ -248,12 +261,18 @@ class OnnxDecoder:
         if not 0 < len(ids) <= limit:
             raise UsageError(f"a sequence of {len(ids)} tokens; it must have 1 to {limit}")
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            wrong = int(ids[(ids < 0) | (ids >= self.config.vocab_size)][0])
-            raise ArtifactError(
-                f"{self._directory}: token id {wrong} lies outside the model's vocabulary of "
-                f"{self.config.vocab_size}; use the tokenizer that belongs to this model"
-            )
+            self._inside(ids.tolist())
         return ids
+
+    def _inside(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The tokens, each of them in the vocabulary. Plain comparisons: between steps numpy's code is cold."""
+        for token in tokens:
+            if not 0 <= token < self.config.vocab_size:
+                raise ArtifactError(
+                    f"{self._directory}: token id {token} lies outside the model's vocabulary of "
+                    f"{self.config.vocab_size}; use the tokenizer that belongs to this model"
+                )
+        return tokens
 
 
 def _has_prompts(directory: Path) -> bool:
