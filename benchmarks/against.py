@@ -10,8 +10,8 @@ import json
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from sportsllm.config import ModelConfig
 from sportsllm.errors import UsageError
 
 OURS = "ours"
+LABEL = "+"
+"""Parts a runtime's name from what tells two peers of that runtime apart."""
 OTHER = "other"
 """A second export of this project, so that two forms of a model are compared in turns."""
 DEPTHS = (32, 512)
@@ -48,47 +50,89 @@ FIGURES = {"decode_tokens_per_s": max, "ttft_ms": min, "peak_rss_bytes": min}
 
 @dataclass(frozen=True)
 class Peer:
-    """A runtime to measure: its name, its interpreter, and what it reads (None where nothing was named)."""
+    """A runtime to measure: its name, its interpreter, what it reads (None where nothing was named) and its options.
+
+    A name is that of a runtime, or one with a label, `openvino+128`, so that a runtime can take part several times.
+    """
 
     name: str
     python: str
     directory: Path | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The runtime's name without a label."""
+        return _kind(self.name)
+
+
+def _kind(name: str) -> str:
+    return name.partition(LABEL)[0]
 
 
 def parse_peers(
-    names: str | None, directories: Sequence[str] | None, pythons: Sequence[str] | None, export: Path
+    names: str | None,
+    directories: Sequence[str] | None,
+    pythons: Sequence[str] | None,
+    export: Path,
+    options: Sequence[str] | None = None,
 ) -> list[Peer]:
-    """The peers that `--against`, `--peer-directory` and `--peer-python` ask for.
+    """The peers that `--against`, `--peer-directory`, `--peer-python` and `--peer-option` ask for.
+
+    What a runtime's plain name was given holds for its labelled ones that were given nothing; options do not.
 
     Raises:
-        UsageError: no such runtime, a flag without its runtime, or a path that is not there.
+        UsageError: no such runtime, a flag without its runtime, a runtime without options, or a path that is not there.
     """
     wanted = list(dict.fromkeys(name.strip() for name in (names or "").split(",") if name.strip()))
     for name in wanted:
-        if name not in INSTALL:
+        if _kind(name) not in INSTALL:
             raise UsageError(f"--against {name}: no such runtime; it knows {', '.join(INSTALL)}")
-    places = dict(_pairs("--peer-directory", directories, wanted))
-    interpreters = dict(_pairs("--peer-python", pythons, wanted))
+    known = {*wanted, *map(_kind, wanted)}
+    places = dict(_pairs("--peer-directory", directories, known))
+    interpreters = dict(_pairs("--peer-python", pythons, known))
+    settings = _options(options, wanted)
     found = []
     for name in wanted:
-        if name == OTHER and name not in places:
+        place = places.get(name, places.get(_kind(name)))
+        if _kind(name) == OTHER and place is None:
             raise UsageError(f"--against {name}: name the second export with --peer-directory {name}=DIR")
-        directory = Path(places[name]) if name in places else None if name in CONVERT else export
+        directory = Path(place) if place else None if _kind(name) in CONVERT else export
         if directory is not None and not directory.exists():
             raise UsageError(f"--peer-directory {name}={directory}: not found; check the path")
-        python = shutil.which(interpreters.get(name, sys.executable))
+        asked = interpreters.get(name, interpreters.get(_kind(name), sys.executable))
+        python = shutil.which(asked)
         if python is None:
-            raise UsageError(f"--peer-python {name}={interpreters[name]}: no such program; check the path")
-        found.append(Peer(name, python, directory))
+            raise UsageError(f"--peer-python {name}={asked}: no such program; check the path")
+        found.append(Peer(name, python, directory, settings.get(name, {})))
     return found
 
 
-def _pairs(flag: str, texts: Sequence[str] | None, wanted: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _pairs(
+    flag: str, texts: Sequence[str] | None, known: Collection[str], form: str = "NAME=PATH"
+) -> Iterator[tuple[str, str]]:
     for text in texts or ():
         name, equals, value = text.partition("=")
-        if not equals or not value or name not in wanted:
-            raise UsageError(f"{flag} {text}: give NAME=PATH with a NAME of --against")
+        if not equals or not value or name not in known:
+            raise UsageError(f"{flag} {text}: give {form} with a NAME of --against")
         yield name, value
+
+
+def _options(texts: Sequence[str] | None, wanted: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Options by peer; a value is JSON where it reads as such (`true`, `128`), else text."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, text in _pairs("--peer-option", texts, wanted, "NAME=KEY=VALUE"):
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise UsageError(f"--peer-option {name}={text}: give NAME=KEY=VALUE")
+        if _kind(name) not in turn_file.WITH_OPTIONS:
+            takers = " and ".join(turn_file.WITH_OPTIONS)
+            raise UsageError(f"--peer-option {name}={text}: only {takers} take options")
+        try:
+            found.setdefault(name, {})[key] = json.loads(value)
+        except ValueError:
+            found.setdefault(name, {})[key] = value
+    return found
 
 
 def turn_depths(context: int) -> list[int]:
@@ -125,8 +169,9 @@ def measure_against(
     Returns:
         `against`: by runtime, `ours` too, `status` ("measured", "not installed" or "failed: reason"). A measured one
         has `decode_tokens_per_s` and `ttft_ms` by depth, `peak_rss_bytes`, `version`, `directory`, `python`, `rounds`,
-        `noise`, `noisy` and `steady` (enough rounds agree); one that is not installed `install`.
-        `against_ratios`: see `best_ratios`; empty where ours or every peer failed.
+        `noise`, `noisy`, `options` and `steady` (enough rounds agree); one that is not installed `install`.
+        `against_ratios`: see `best_ratios`, to peers at their defaults; empty where ours or every peer failed.
+        `against_tuned_ratios`: the same with those that were given options too; empty where none was.
         `against_raw`: every round of those that were measured.
 
     Raises:
@@ -147,8 +192,21 @@ def measure_against(
         if not against[name]:
             against[name] = _summary(peer, raw[name], config)
     measured = [name for name in entries if against[name]["status"] == "measured"]
-    ratios = best_ratios({name: raw[name] for name in measured}) if OURS in measured else {}
-    return {"against": against, "against_ratios": ratios, "against_raw": {name: raw[name] for name in measured}}
+    kept = {name: raw[name] for name in measured}
+    peers_measured = [entries[name] for name in measured if name != OURS] if OURS in measured else []
+    return {
+        "against": against,
+        "against_ratios": best_ratios(kept, _compared([peer for peer in peers_measured if not peer.options])),
+        "against_tuned_ratios": best_ratios(kept, _compared(peers_measured))
+        if any(peer.options for peer in peers_measured)
+        else {},
+        "against_raw": kept,
+    }
+
+
+def _compared(peers: Sequence[Peer]) -> list[str]:
+    """Who ours is compared with: a second export of ours counts only where there is no other runtime."""
+    return [peer.name for peer in peers if peer.kind != OTHER] or [peer.name for peer in peers]
 
 
 def _missing(peer: Peer) -> dict[str, Any]:
@@ -160,10 +218,10 @@ def _missing(peer: Peer) -> dict[str, Any]:
     except ChildFailure as failure:
         return _failure(failure)
     if not found:
-        advice = f"{INSTALL[peer.name]}, {OWN_ENVIRONMENT.format(name=peer.name)}"
+        advice = f"{INSTALL[peer.kind]}, {OWN_ENVIRONMENT.format(name=peer.name)}"
         return {"status": "not installed", "install": advice}
     if peer.directory is None:
-        reason = f"cannot read an export; make its own with {CONVERT[peer.name]}"
+        reason = f"cannot read an export; make its own with {CONVERT[peer.kind]}"
         return {"status": f"failed: {reason}, then --peer-directory {peer.name}=DIR"}
     return {}
 
@@ -175,7 +233,7 @@ def _failure(failure: ChildFailure) -> dict[str, Any]:
 
 def _command(peer: Peer, specification: Mapping[str, Any]) -> tuple[list[str], str]:
     """The command of a turn, and what messages call it."""
-    asked = {"kind": peer.name, **specification}
+    asked = {"kind": peer.kind, "options": dict(peer.options), **specification}
     if peer.directory is not None:
         asked["directory"] = str(peer.directory.resolve())
     return [peer.python, str(Path(turn_file.__file__).resolve()), json.dumps(asked)], f"bench against {peer.name}"
@@ -226,6 +284,7 @@ def _summary(peer: Peer, rounds: Sequence[Mapping[str, Any]], config: ModelConfi
         "version": rounds[0]["version"],
         "directory": str(peer.directory),
         "python": peer.python,
+        "options": dict(peer.options),
         "cpus": rounds[0]["cpus"],
         "rounds": len(rounds),
         "peak_rss_bytes": int(max(one["peak_rss_bytes"] for one in rounds)),
@@ -236,20 +295,19 @@ def _summary(peer: Peer, rounds: Sequence[Mapping[str, Any]], config: ModelConfi
     return result | {"noise": noise, "noisy": noisy, "steady": _steady(noise)}
 
 
-def best_ratios(raw: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+def best_ratios(raw: Mapping[str, Sequence[Mapping[str, Any]]], others: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Ours over the best peer, by figure.
 
     Args:
-        raw: the rounds of `ours` and of every measured peer, equally many. A second export of ours counts as a peer
-            only where there is no other.
+        raw: the rounds of `ours` and of every measured peer, equally many.
+        others: the peers that count.
 
     Returns:
         Per dotted name `peer` (the best by its median), `ours`, `best`, `ratio` = the median over the rounds of ours /
         that peer's of the same round, `low`, `high` and `confidence` of its interval (see `benchmarks.stats.spread`),
-        and `better` ("higher" or "lower"). Empty where no peer was measured.
+        and `better` ("higher" or "lower"). Empty where no peer counts.
     """
     figures = {name: [_figures(one) for one in rounds] for name, rounds in raw.items()}
-    others = [name for name in figures if name not in (OURS, OTHER)] or [name for name in figures if name == OTHER]
     ratios = {}
     for name in figures[OURS][0] if others else ():
         middle = {who: statistics.median(one[name] for one in rounds) for who, rounds in figures.items()}

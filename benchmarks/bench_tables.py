@@ -11,7 +11,7 @@ from rich.text import Text
 
 from benchmarks.process import QUIET_CORES
 from benchmarks.report import LIMIT_LABELS, MISSING, number
-from benchmarks.report_text import short_depth
+from benchmarks.report_text import RATIOS, short_depth
 from benchmarks.stats import CONFIDENCE, coverage, rank
 from benchmarks.summary import decides
 from benchmarks.tables import reliability_line
@@ -122,12 +122,13 @@ def _print_against(console: Console, result: Mapping[str, Any]) -> None:
         speeds = [f"tokens/s after {depth}" for depth in depths]
         names = ("runtime", "version", *speeds, f"first token of {depths[-1]}, ms", "peak MB")
         console.print(table(names, rows, (0, 1)))
-    for name, ratio in result.get("against_ratios", {}).items():
-        console.print(
-            f"ours / best peer, {name}: {number(ratio['ratio'])} ({number(ratio['low'])} to {number(ratio['high'])}; "
-            f"{ratio['peer']}; {ratio['better']} is better)",
-            markup=False,
-        )
+    for key, whose in RATIOS.items():
+        for name, ratio in result.get(key, {}).items():
+            console.print(
+                f"ours / {whose}, {name}: {number(ratio['ratio'])} ({number(ratio['low'])} to {number(ratio['high'])}; "
+                f"{ratio['peer']}; {ratio['better']} is better)",
+                markup=False,
+            )
     for name, one in against.items():
         if one["status"] != "measured":
             advice = f": {one['install']}" if "install" in one else ""

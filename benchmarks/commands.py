@@ -146,6 +146,10 @@ def bench(
     peer_python: Annotated[
         list[str] | None, typer.Option("--peer-python", help="NAME=PYTHON: the interpreter that has a runtime.")
     ] = None,
+    peer_option: Annotated[
+        list[str] | None,
+        typer.Option("--peer-option", help="NAME=KEY=VALUE: a setting of openvino or llama.cpp, in its terms."),
+    ] = None,
 ) -> dict[str, Any]:
     """Latency, memory and size, measured in fresh processes and held to a device's budget."""
     import json
@@ -165,7 +169,7 @@ def bench(
     if out is not None and out.exists():
         raise ConflictError(f"{out}: exists already; choose another --out or move it away")
     check_on_device(load_device(device), on_device)  # before minutes of scoring
-    peers = parse_peers(against, peer_directory, peer_python, directory)
+    peers = parse_peers(against, peer_directory, peer_python, directory, peer_option)
     asked = {
         "prompt_lengths": whole_numbers("--prompt-lengths", prompt_lengths),
         "batch_sizes": whole_numbers("--batch-size", batch_size),

@@ -120,8 +120,8 @@ def optimum(directory: Path, threads: int, room: int) -> Opened:
     return stepwise(start), _shape(directory)
 
 
-def openvino(directory: Path, threads: int, room: int) -> Opened:
-    """OpenVINO GenAI's LLMPipeline on the CPU, on a directory that its exporter wrote."""
+def openvino(directory: Path, threads: int, room: int, **options: Any) -> Opened:
+    """OpenVINO GenAI's LLMPipeline on the CPU, on a directory that its exporter wrote; options are its properties."""
     import numpy as np
     import openvino_genai as og
     from openvino import Tensor
@@ -145,7 +145,7 @@ def openvino(directory: Path, threads: int, room: int) -> Opened:
         def end(self) -> None:
             pass
 
-    pipeline = og.LLMPipeline(str(directory), "CPU", INFERENCE_NUM_THREADS=threads)
+    pipeline = og.LLMPipeline(str(directory), "CPU", INFERENCE_NUM_THREADS=threads, **options)
 
     def generate(prompt: list[int], count: int) -> list[float]:
         config = og.GenerationConfig()
@@ -157,14 +157,14 @@ def openvino(directory: Path, threads: int, room: int) -> Opened:
     return generate, _shape(directory)
 
 
-def llama_cpp(path: Path, threads: int, room: int) -> Opened:
-    """llama.cpp through llama-cpp-python, on a .gguf file or a directory with one."""
+def llama_cpp(path: Path, threads: int, room: int, **options: Any) -> Opened:
+    """llama.cpp through llama-cpp-python, on a .gguf file or a directory with one; options are those of `Llama`."""
     from llama_cpp import Llama
 
     found = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     if len(found) != 1:
         raise ValueError(f"{path}: holds {len(found)} .gguf files; name one")
-    model = Llama(str(found[0]), n_ctx=room, n_threads=threads, n_threads_batch=threads, verbose=False)
+    model = Llama(str(found[0]), n_ctx=room, n_threads=threads, n_threads_batch=threads, verbose=False, **options)
 
     def start(prompt: list[int], length: int) -> Callable[[], object]:
         model.reset()
@@ -187,7 +187,7 @@ def llama_cpp(path: Path, threads: int, room: int) -> Opened:
 
 
 # By the name that --against knows: the module that has to be there, the package whose version is told, what opens it.
-RUNTIMES: dict[str, tuple[str, str, Callable[[Path, int, int], Opened]]] = {
+RUNTIMES: dict[str, tuple[str, str, Callable[..., Opened]]] = {
     "ours": ("onnxruntime", "sportsllm-compress", ours),
     "other": ("onnxruntime", "sportsllm-compress", ours),  # a second export
     "genai": ("onnxruntime_genai", "onnxruntime-genai", genai),
@@ -195,6 +195,10 @@ RUNTIMES: dict[str, tuple[str, str, Callable[[Path, int, int], Opened]]] = {
     "llama.cpp": ("llama_cpp", "llama-cpp-python", llama_cpp),
     "optimum": ("optimum.onnxruntime", "optimum-onnx", optimum),
 }
+
+
+WITH_OPTIONS = ("openvino", "llama.cpp")
+"""Those whose settings are given by the one who opens them; the others keep theirs beside their model."""
 
 
 def _shape(directory: Path) -> dict[str, Any]:
@@ -240,14 +244,15 @@ def time_turn(generate: Generate, depths: list[int], vocab_size: int) -> dict[st
 
 def run_turn(specification: dict[str, Any]) -> dict[str, Any]:
     """What `specification` asks for: `kind`, and where it is no `probe`: `directory`, `threads`, `cpus`, `depths`,
-    `vocab_size`. A probe only says whether the runtime is installed."""
+    `vocab_size`, and `options` of the runtime's own. A probe only says whether the runtime is installed."""
     module, package, opener = RUNTIMES[specification["kind"]]
     if specification.get("probe"):
         return {"found": _is_there(module)}
     cpus = runpy.run_path(str(HERE / "cpus.py"))["pin"](specification["cpus"])
     depths = specification["depths"]
     room = max(depths) + 1 + WARM_UP + STEPS
-    generate, shape = opener(Path(specification["directory"]), int(specification["threads"]), room)
+    options = specification.get("options") or {}
+    generate, shape = opener(Path(specification["directory"]), int(specification["threads"]), room, **options)
     figures = time_turn(generate, depths, int(specification["vocab_size"]))
     peak = runpy.run_path(str(HERE / "memory.py"))["peak_rss_bytes"]()
     try:

@@ -260,22 +260,46 @@ def test_ratios_are_to_the_best_peer_round_by_round() -> None:
         "one": [turn(100, 4, 300), turn(120, 4, 300), turn(100, 4, 300)],
         "two": [turn(50, 2, 200), turn(60, 16, 200), turn(50, 16, 200)],
     }
-    ratios = best_ratios(raw)
+    ratios = best_ratios(raw, ["one", "two"])
     rate = ratios["decode_tokens_per_s.32"]
     assert (rate["peer"], rate["ratio"], rate["low"], rate["high"]) == ("one", 2.0, 2.0, pytest.approx(2.2))
     assert (rate["ours"], rate["best"], rate["better"]) == (220, 100, "higher")
     assert (ratios["ttft_ms.32"]["peer"], ratios["ttft_ms.32"]["ratio"]) == ("one", 2.0)
     assert (ratios["peak_rss_bytes"]["peer"], ratios["peak_rss_bytes"]["better"]) == ("two", "lower")
-    assert best_ratios({"ours": raw["ours"]}) == {}
-    second = {"other": [turn(400, 1, 1)] * 3}  # ours as well: compared with only where nothing else is there
-    assert best_ratios(raw | second) == ratios
-    assert best_ratios({"ours": raw["ours"]} | second)["ttft_ms.32"]["peer"] == "other"
+    assert best_ratios({"ours": raw["ours"]}, []) == {}
+    assert best_ratios(raw | {"three": [turn(400, 1, 1)] * 3}, ["one", "two"]) == ratios
+
+
+def test_a_runtime_takes_part_twice_and_its_options_have_a_ratio_of_their_own(
+    export: Path, interpreters: Interpreters
+) -> None:
+    python = interpreters.write()
+    names = "openvino,openvino+grouped,other+same"
+    places = [f"openvino={export}", f"other={export}"]
+    options = ["openvino+grouped=DYNAMIC_QUANTIZATION_GROUP_SIZE=128"]
+    peers = parse_peers(names, places, [f"openvino={python}"], export, options)
+    assert [(peer.kind, peer.options) for peer in peers][1] == ("openvino", {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128})
+    result = measure(export, peers)
+    assert {name: one["status"] for name, one in result["against"].items()} == dict.fromkeys(
+        ["ours", *names.split(",")], "measured"
+    )
+    assert interpreters.logged("DYNAMIC_QUANTIZATION_GROUP_SIZE") == [128]
+    assert result["against"]["openvino"]["options"] == {} != result["against"]["openvino+grouped"]["options"]
+    # A second export of ours counts only where there is no other runtime, a runtime's options only apart.
+    assert {one["peer"] for one in result["against_ratios"].values()} == {"openvino"}
+    assert {one["peer"] for one in result["against_tuned_ratios"].values()} <= {"openvino", "openvino+grouped"}
+    alone = measure(export, peers[2:])
+    assert {one["peer"] for one in alone["against_ratios"].values()} == {"other+same"}
+    assert alone["against_tuned_ratios"] == {}
 
 
 def test_flags_are_checked_before_anything_is_measured(export: Path) -> None:
     found = parse_peers("genai, llama.cpp,genai", None, [f"genai={sys.executable}"], export)
     assert [(peer.name, peer.directory) for peer in found] == [("genai", export), ("llama.cpp", None)]
     assert parse_peers(None, None, None, export) == []
+    for option in ("genai=x=1", "openvino+a", "openvino+a=x", "openvino+a==1", "openvino=x=1"):
+        with pytest.raises(UsageError, match="--peer-option"):
+            parse_peers("genai,openvino+a", [f"openvino={export}"], None, export, [option])
     wrong: list[tuple[str | None, list[str], list[str]]] = [
         ("vllm", [], []),
         ("other", [], []),
