@@ -38,7 +38,10 @@ _TABLES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """One figure of one model: `kind` is decode (ms at depth `tokens`), ttft (ms for so many) or memory (bytes)."""
+    """One figure of one model: `kind` is decode (ms at depth `tokens`), ttft (ms for so many) or memory (bytes).
+
+    `value` is the lowest of several rounds, the median of which lies `rounds_above_percent` above it.
+    """
 
     shape: str
     form: str
@@ -47,6 +50,7 @@ class Measured:
     kind: str
     tokens: int
     value: float
+    rounds_above_percent: float = 0.0
 
     def predicted(self, device: Device) -> float:
         """The same by `benchmarks.predict`."""

@@ -113,6 +113,7 @@ def _row(each: Measured, fitted: Device, probes: Device, default: Device) -> dic
         "tokens": each.tokens,
         "used_for": "fitting" if each.shape in FITTED else "scoring",
         "measured": float(f"{each.value:.5g}"),
+        "rounds_above_percent": round(each.rounds_above_percent, 1),
         "predicted": float(f"{each.predicted(fitted):.5g}"),
         "error_percent": round(each.error_percent(fitted), 1),
         "error_probes_percent": round(each.error_percent(probes), 1),
@@ -121,7 +122,7 @@ def _row(each: Measured, fitted: Device, probes: Device, default: Device) -> dic
 
 
 def run_check(
-    out: Path, device_file: Path | None = None, threads: int | None = None, rounds: int = 1, percent: float = 50
+    out: Path, device_file: Path | None = None, threads: int | None = None, rounds: int = 1
 ) -> dict[str, Any]:
     """Measure, fit, score and write; see the module. Returns what `prediction.json` holds.
 
@@ -140,16 +141,15 @@ def run_check(
         device = load_device(str(device_file))
     if device.processor != "cpu":
         raise UsageError(f"--device {device_file}: is a {device.processor.upper()}'s; models are measured on the CPU")
-    measured, busiest = measure(threads, rounds, percent)
+    measured, busiest = measure(threads, rounds)
     here = machine()
     quiet = "" if busiest <= QUIET_CORES else f", other programs used up to {busiest:.1f} cores"
-    figure = "" if percent == 50 else f", percentile {percent:g} of the samples"
-    source = f"`benchmarks.prediction_check`, {len(FITTED)} shapes fitted, {threads} threads{figure}{quiet}"
+    source = f"`benchmarks.prediction_check`, {len(FITTED)} shapes fitted, {threads} threads{quiet}"
     result = check(device, measured, source, f"{here['processor']}, {threads} threads")
     out.mkdir(parents=True, exist_ok=True)
     write_device(result["device"], out / "device.toml", "Written by benchmarks.prediction_check.")
     result |= {"device": str(out / "device.toml"), "machine": here, "threads": threads, "rounds": rounds}
-    result |= {"percentile": percent, "start": device.efficiency and device.efficiency.model_dump(mode="json")}
+    result["start"] = device.efficiency and device.efficiency.model_dump(mode="json")
     result |= {"bounds_percent": BOUNDS_PERCENT, "clean": busiest <= QUIET_CORES, "other_cpu_cores": round(busiest, 2)}
     result["shapes"] = {name: asdict(config) for name, config in {**FITTED, **SCORED}.items()}
     result["seconds"] = round(time.perf_counter() - started, 1)
@@ -194,15 +194,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="New folder for the results.")
     parser.add_argument("--device", type=Path, help="This machine's device file; calibrated anew if not given.")
     parser.add_argument("--threads", type=int, help="CPU threads; all physical cores if not given.")
-    parser.add_argument("--rounds", type=int, default=1, help="Fresh processes that measure each model's speed.")
-    parser.add_argument(
-        "--percentile", type=float, default=50, help="Of the samples; a low one leans less on other programs. [50]"
-    )
+    parser.add_argument("--rounds", type=int, default=1, help="Fresh processes a model, the fastest counts.")
     parser.add_argument("--json", action="store_true", help="One JSON object on standard output.")
     arguments = parser.parse_args()
     console.use_stderr(arguments.json)
     try:
-        result = run_check(arguments.out, arguments.device, arguments.threads, arguments.rounds, arguments.percentile)
+        result = run_check(arguments.out, arguments.device, arguments.threads, arguments.rounds)
     except SportsLLMError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from pathlib import Path
 from benchmarks.efficiency_fit import Measured
 from benchmarks.prediction_models import FITTED, FORMS, OTHERS, OTHERS_OF, SCORED, Form, make_checkpoint, make_export
 from benchmarks.process import child_command, run_child, wait_for_quiet
-from benchmarks.stats import percentile
 from benchmarks.stored import Stored
 from sportsllm import console
 from sportsllm.config import ModelConfig
@@ -43,19 +43,22 @@ def combinations() -> Iterator[tuple[str, ModelConfig, dict[str, Form]]]:
 
 @dataclass
 class Model:
-    """An export that is measured, and the samples so far: milliseconds by kind and tokens."""
+    """An export that is measured, and each process's medians so far: milliseconds by kind and tokens."""
 
     shape: str
     form: str
     config: ModelConfig
     stored: Stored
     directory: Path
-    samples: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    medians: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     peak_rss_bytes: float = 0.0
 
 
-def measure(threads: int, rounds: int, percent: float = 50) -> tuple[list[Measured], float]:
+def measure(threads: int, rounds: int) -> tuple[list[Measured], float]:
     """Every figure of every model, and the most cores that other programs used beside one.
+
+    A time is the lowest of the rounds' medians: what disturbs a process only ever makes it slower, and a prediction is
+    of a machine that does nothing else.
 
     All models are there before the first is measured, and each round goes through all of them, so that a machine that
     is slower for a while is so for all.
@@ -63,7 +66,6 @@ def measure(threads: int, rounds: int, percent: float = 50) -> tuple[list[Measur
     Args:
         threads: CPU threads.
         rounds: fresh processes that measure each model's speed.
-        percent: which percentile of their samples is the figure.
 
     Raises:
         ChildFailure: a measuring process failed.
@@ -90,7 +92,7 @@ def measure(threads: int, rounds: int, percent: float = 50) -> tuple[list[Measur
                 progress.advance(0, f"{mode} of {model.shape} {model.form}")
                 busiest = max(busiest, _measure_one(model, mode, threads))
                 progress.advance()
-    return [figure for model in models for figure in _figures(model, percent)], busiest
+    return [figure for model in models for figure in _figures(model)], busiest
 
 
 def _measure_one(model: Model, mode: str, threads: int) -> float:
@@ -102,17 +104,17 @@ def _measure_one(model: Model, mode: str, threads: int) -> float:
         model.peak_rss_bytes = float(child.payload["peak_rss_bytes"])
         return child.other_cpu_cores
     for prompt in PROMPTS:
-        model.samples.setdefault(("ttft", prompt), []).extend(child.payload["ttft_ms"][str(prompt)])
+        model.medians.setdefault(("ttft", prompt), []).append(statistics.median(child.payload["ttft_ms"][str(prompt)]))
     for depth in DEPTHS:
         # A step is timed behind the warm-up ones: the middle one sees that many more tokens.
         middle = depth + WARM_UP_STEPS + STEPS // 2
         steps = [sample for sweep in child.payload["step_ms"][str(depth)] for sample in sweep]
-        model.samples.setdefault(("decode", middle), []).extend(steps)
+        model.medians.setdefault(("decode", middle), []).append(statistics.median(steps))
     return child.other_cpu_cores
 
 
-def _figures(model: Model, percent: float) -> Iterator[Measured]:
-    found = {("memory", MEMORY_TOKENS): model.peak_rss_bytes}
-    found |= {name: percentile(samples, percent) for name, samples in model.samples.items()}
-    for (kind, tokens), value in found.items():
-        yield Measured(model.shape, model.form, model.config, model.stored, kind, tokens, value)
+def _figures(model: Model) -> Iterator[Measured]:
+    found = {("memory", MEMORY_TOKENS): [model.peak_rss_bytes], **model.medians}
+    for (kind, tokens), values in found.items():
+        apart = 100 * (statistics.median(values) / min(values) - 1)
+        yield Measured(model.shape, model.form, model.config, model.stored, kind, tokens, min(values), apart)

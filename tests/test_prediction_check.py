@@ -19,7 +19,7 @@ from benchmarks.efficiency import CPU, CacheShares, Efficiency, FormCopies, Form
 from benchmarks.efficiency_fit import Measured, Vector, fit_efficiency, least_squares, with_efficiency
 from benchmarks.predict import efficiency_of, peak_memory_bytes, tpot_ms, ttft_ms
 from benchmarks.prediction_check import check, errors, run_check
-from benchmarks.prediction_measure import combinations
+from benchmarks.prediction_measure import Model, _figures, combinations
 from benchmarks.prediction_models import FITTED, FORMS, SCORED, Form
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
 
@@ -180,3 +180,11 @@ def test_the_whole_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         run_check(tmp_path / "out", tmp_path / "own.toml")
     with pytest.raises(UsageError, match="GPU"):
         run_check(tmp_path / "other", Path("rtx-3060"))
+
+
+def test_the_least_disturbed_round_counts(tmp_path: Path) -> None:
+    model = Model("1m", "int4", FITTED["1m"], FORMS["int4"].stored(), tmp_path, {("decode", 50): [3.0, 2.0, 2.5]}, 7e7)
+    memory, decode = _figures(model)
+    assert (memory.kind, memory.value, memory.rounds_above_percent) == ("memory", 7e7, 0)
+    assert (decode.kind, decode.tokens, decode.value) == ("decode", 50, 2.0)
+    assert decode.rounds_above_percent == pytest.approx(25)
