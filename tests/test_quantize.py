@@ -15,6 +15,7 @@ from compress.packing import Precision, round_weight
 from compress.quantize import quantize
 from sportsllm.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.options import load_command
 from sportsllm.quantized import ROW_BITS, QuantizedWeight, pack, unpack
 from sportsllm.simulator import simulate
 from sportsllm.tokenizer import load_tokenizer
@@ -179,6 +180,19 @@ def test_the_default_method_follows_from_the_text(checkpoint: Path, corpus_file:
     with pytest.raises(ArtifactError, match="no calibration text"):
         quantize(checkpoint=checkpoint, out=tmp_path / "out", precision=Precision(), calibration=[empty])
     assert not (tmp_path / "out").exists()
+
+
+def test_blocks_that_pad_much_are_told(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = load_command("quantize")
+    for block in (16, 256):
+        result = command(checkpoint=checkpoint, out=tmp_path / str(block), block_size=block, method="rtn")
+        stored = load_file(tmp_path / str(block) / "model.safetensors")
+        packed = sum(tensor.numel() for name, tensor in stored.items() if name.endswith("proj.weight_packed"))
+        own = sum(
+            tensor.numel() for name, tensor in load_file(checkpoint / "model.safetensors").items() if "proj" in name
+        )
+        assert result["padding_percent"] == pytest.approx(100 * (2 * packed / own - 1))
+        assert ("more numbers are stored" in capsys.readouterr().out) == (block == 256)
 
 
 ROWS = Precision(ROW_BITS, 32, 8)
