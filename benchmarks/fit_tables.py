@@ -84,8 +84,9 @@ def _reason(result: Mapping[str, Any]) -> str:
     elif best["name"] == result["chosen"]:
         why = f"had the best quality of {len(compared)} finalists after a brief recovery"
     else:
+        where = "as measured" if result["decided_by"] == "measurement" else "as predicted for the device"
         why = (
             f"is as good as the best of {len(compared)} finalists after a brief recovery ({best['name']}, "
-            f"within {EQUAL_PERCENT:g}%), and faster"
+            f"within {EQUAL_PERCENT:g}%), and the fastest of those {where}"
         )
     return f"{result['chosen']} {why}.{whole} {legend}"
