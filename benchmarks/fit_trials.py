@@ -212,8 +212,15 @@ def vocabulary_stages(
 def prune_settings(
     source: Source, candidate: Candidate, teacher: Path, out: Path, tokens: int, samples: int | None = None
 ) -> dict[str, Any]:
-    """Flags of `prune` that make a candidate's shape."""
-    shape = candidate.shape
+    """Flags of `prune` that make a candidate's shape.
+
+    A teacher whose vocabulary was cut was fine-tuned since, at a low rate: recovery goes by the original's.
+    """
+    from compress.prune_command import recovery_rate
+
+    shape, training = candidate.shape, source.training()
+    if teacher != source.teacher and training.get("learning_rate") is None:
+        training["learning_rate"] = recovery_rate(source.teacher)[0]
     return {
         "checkpoint": teacher,
         "out": out,
@@ -225,7 +232,7 @@ def prune_settings(
         "layers": shape.layers,
         "samples": samples,
         "recover": tokens,
-        **source.training(),
+        **training,
     }
 
 

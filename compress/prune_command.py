@@ -19,6 +19,14 @@ _SHARE_OF_PEAK = 0.25
 _UNKNOWN_PEAK_RATE = 3e-4
 
 
+def recovery_rate(source: Path) -> tuple[float, bool]:
+    """The recovery's learning rate where none is given, and whether the peak rate of the teacher `source` is known."""
+    from sportsllm.stages import manifest_setting
+
+    peak = manifest_setting(source, "learning_rate")
+    return (_SHARE_OF_PEAK * peak, True) if isinstance(peak, float) else (_UNKNOWN_PEAK_RATE, False)
+
+
 def _recovery_defaults(seed: int, source: Path, lora_rank: int | None) -> TrainConfig:
     """AdamW at a quarter of the peak rate that the teacher was trained with, ten times that for adapters.
 
@@ -26,12 +34,10 @@ def _recovery_defaults(seed: int, source: Path, lora_rank: int | None) -> TrainC
     """
     from sportsllm.console import say
     from sportsllm.lora import adapted_rate
-    from sportsllm.stages import manifest_setting
     from sportsllm.train import TrainConfig
 
-    peak = manifest_setting(source, "learning_rate")
-    rate = _SHARE_OF_PEAK * peak if isinstance(peak, float) else _UNKNOWN_PEAK_RATE
-    origin = "a quarter of its teacher's peak" if isinstance(peak, float) else "its teacher's peak is not known"
+    rate, known = recovery_rate(source)
+    origin = "a quarter of its teacher's peak" if known else "its teacher's peak is not known"
     if lora_rank is not None:
         rate, origin = adapted_rate(rate, lora_rank), f"{origin}, and more for adapters"
     say(f"recovery's learning rate, if not given: {rate:g} ({origin})")

@@ -16,7 +16,7 @@ from benchmarks.fit import Search, compare_finalists, equal_quality, nothing_fit
 from benchmarks.fit_candidates import Candidate, all_forms, candidates, cut_by_limit, misses, pareto, shape_loss_percent
 from benchmarks.fit_run import Effort, run_fit
 from benchmarks.fit_tables import print_fit
-from benchmarks.fit_trials import Source, Trials
+from benchmarks.fit_trials import Source, Trials, prune_settings
 from benchmarks.verdict import judge_budget
 from compress.shapes import Shape
 from sportsllm import console
@@ -294,3 +294,18 @@ def test_a_directory_that_holds_something_else_is_left_alone(line: dict[str, Any
     with pytest.raises(ConflictError, match="holds no search"):
         fit(line)
     assert [path.name for path in line["out"].iterdir()] == ["mine.txt"]
+
+
+def test_a_cut_vocabulary_recovers_at_the_original_teachers_rate(tmp_path: Path) -> None:
+    """The fine-tuning after the cut has a low rate of its own; a quarter of that would leave its candidates behind."""
+    for name, peak in (("teacher", 4e-3), ("tuned", 1e-4)):
+        (tmp_path / name).mkdir()
+        manifest = {"format": 1, "command": "train", "settings": {"learning_rate": peak}, "files": {}}
+        (tmp_path / name / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    candidate = best(with_limits())
+    source = Source(tmp_path / "teacher", (), ())
+    made = prune_settings(source, candidate, tmp_path / "tuned", tmp_path / "out", 1_000)
+    assert made["learning_rate"] == pytest.approx(1e-3)
+    assert "learning_rate" not in prune_settings(source, candidate, tmp_path / "teacher", tmp_path / "out", 1_000)
+    own = replace(source, settings={"learning_rate": 2e-3})
+    assert prune_settings(own, candidate, tmp_path / "tuned", tmp_path / "out", 1_000)["learning_rate"] == 2e-3
