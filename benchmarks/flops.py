@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sportsllm.config import ModelConfig
-from sportsllm.plan import block_matrices
+from sportsllm.plan import block_matrices, block_numbers
 
 # The backward pass is two products for each one of the forward pass (Kaplan et al., section 2.1).
 FORWARDS_PER_STEP = 3
@@ -22,7 +22,7 @@ def matmul_parameters(config: ModelConfig) -> int:
 
     The embedding is a look-up and free; a tied head is multiplied by all the same and counts.
     """
-    in_blocks = sum(matrix.layers * matrix.rows * matrix.columns for matrix in block_matrices(config))
+    in_blocks = block_numbers(config)
     return in_blocks + config.vocab_size * config.hidden_size
 
 

@@ -11,7 +11,14 @@ from export.layout import PROMPT_FILE
 from sportsllm.artifacts import MANIFEST, directory_bytes, read_manifest
 from sportsllm.config import ModelConfig, packed_by_bitsandbytes, read_json
 from sportsllm.errors import UsageError
-from sportsllm.plan import CACHE_BYTES, PRECISIONS, block_matrices, kv_cache_bytes_per_token, weight_bytes
+from sportsllm.plan import (
+    CACHE_BYTES,
+    PRECISIONS,
+    block_matrices,
+    block_numbers,
+    kv_cache_bytes_per_token,
+    weight_bytes,
+)
 
 GRAPH_BYTES = 4_000
 LAYER_GRAPH_BYTES = 5_000
@@ -218,11 +225,6 @@ def prompt_graph_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.glob(f"{PROMPT_FILE}*"))
 
 
-def block_numbers(config: ModelConfig) -> int:
-    """Numbers in the layers' matrices."""
-    return sum(matrix.layers * matrix.rows * matrix.columns for matrix in block_matrices(config))
-
-
 def cache_bytes(config: ModelConfig, precision: str) -> int:
     """Bytes of keys and values for one token."""
     return kv_cache_bytes_per_token(config)[precision]
@@ -240,9 +242,7 @@ def _multiplied(config: ModelConfig, stored: Stored) -> float:
     """Numbers of the layers' matrices as `Part` counts them."""
     if stored.form not in ("int8", "int4"):
         return block_numbers(config)
-    size = stored.block_size
-    padded = sum(matrix.layers * matrix.rows * -(-matrix.columns // size) * size for matrix in block_matrices(config))
-    return padded * _with_scales(stored.form, stored)
+    return block_numbers(config, stored.block_size) * _with_scales(stored.form, stored)
 
 
 def _with_scales(form: str, stored: Stored) -> float:

@@ -13,7 +13,6 @@ from sportsllm.errors import UsageError
 
 if TYPE_CHECKING:
     from compress.recovery import Recovery
-    from sportsllm.config import ModelConfig
 
 _QAD_RATE = 1e-4
 PADDING_TOLD = 10.0
@@ -83,6 +82,7 @@ def quantize(
     from compress.quantize import quantize as run_quantize
     from sportsllm.config import load_config
     from sportsllm.console import output
+    from sportsllm.plan import block_numbers
     from sportsllm.quantized import BITS, ROW_BITS
     from sportsllm.stages import set_threads
 
@@ -113,7 +113,8 @@ def quantize(
         f"{result['bits_per_weight']:.2f} bits a weight with scales, embedding and head {head_bits} bits"
     )
     if not per_row and method != NF4:
-        result["padding_percent"] = _padding_percent(load_config(out), block_size)
+        config = load_config(out)
+        result["padding_percent"] = 100 * (block_numbers(config, block_size) / block_numbers(config) - 1)
         if result["padding_percent"] >= PADDING_TOLD:
             output().print(
                 f"blocks of {block_size} do not divide the rows: {result['padding_percent']:.0f}% more numbers are "
@@ -134,16 +135,6 @@ def quantize(
             f"{result['valid_bits_per_byte']:.4f} after training as rounded on {result['tokens']:,} tokens"
         )
     return result
-
-
-def _padding_percent(config: ModelConfig, block_size: int) -> float:
-    """How many numbers the layers' matrices are stored with beside their own: a row's last block is whole."""
-    from sportsllm.plan import block_matrices
-
-    matrices = block_matrices(config)
-    own = sum(matrix.layers * matrix.rows * matrix.columns for matrix in matrices)
-    stored = sum(matrix.layers * matrix.rows * -(-matrix.columns // block_size) * block_size for matrix in matrices)
-    return 100 * (stored / own - 1)
 
 
 _TRAINING = ("sequence", "batch_size", "accumulation", "learning_rate", "schedule")

@@ -44,6 +44,13 @@ def block_matrices(config: ModelConfig) -> list[Matrix]:
     ]
 
 
+def block_numbers(config: ModelConfig, block_size: int = 1) -> int:
+    """Numbers in the matrices inside the blocks, each row filled up to whole blocks of so many."""
+    return sum(
+        matrix.layers * matrix.rows * -(-matrix.columns // block_size) * block_size for matrix in block_matrices(config)
+    )
+
+
 def block_parameters(config: ModelConfig) -> dict[str, int]:
     """Numbers in each part of one block, by the module's name; they add up to the whole block."""
     parts = {matrix.name: matrix.rows * matrix.columns for matrix in block_matrices(config)}
@@ -117,11 +124,12 @@ def _body_bytes(config: ModelConfig, precision: str, block_size: int, zero_point
     if block_size not in BLOCK_SIZES:
         sizes = ", ".join(str(size) for size in BLOCK_SIZES)
         raise UsageError(f"block size {block_size} is not supported; use one of {sizes}")
-    bits, total, in_matrices = _MATRIX_BITS[precision], 0, 0
-    for matrix in block_matrices(config):
-        total += matrix.layers * quantized_bytes(matrix.rows, matrix.columns, bits, block_size, zero_points)
-        in_matrices += matrix.layers * matrix.rows * matrix.columns
-    return total + 4 * (config.block_parameters - in_matrices)
+    bits = _MATRIX_BITS[precision]
+    total = sum(
+        matrix.layers * quantized_bytes(matrix.rows, matrix.columns, bits, block_size, zero_points)
+        for matrix in block_matrices(config)
+    )
+    return total + 4 * (config.block_parameters - block_numbers(config))
 
 
 def _table_bytes(config: ModelConfig, precision: str, block_size: int, head_bits: int, zero_points: bool) -> int:
@@ -206,7 +214,7 @@ def training_memory(
         raise UsageError(f"optimizer {optimizer!r} is not known; use adamw or muon")
     mixed = precision != "fp32"
     parameters, tokens, hidden = config.parameters, batch * length, config.hidden_size
-    in_blocks = sum(matrix.layers * matrix.rows * matrix.columns for matrix in block_matrices(config))
+    in_blocks = block_numbers(config)
     table = config.vocab_size * hidden
     layer = _layer_activation_bytes(config, mixed)
     ends = 8 + (2 * 4 * hidden + 4) + 4 * hidden  # token ids, final norm, its output
