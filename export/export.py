@@ -171,7 +171,8 @@ def _check_memory(checkpoint: Path, max_ram_mb: int, kv_cache: str, profile: str
     """Refuse a bound that is too low: the program itself, what stays mapped of files, copies of a table or a layer.
 
     Measured by the command, beyond the program's own 377 MB: 270 MB for 97M parameters in float32 and 217 in INT8, 406
-    with a vocabulary of 32k, 221 and 217 for 419M parameters and 355 for 931M: at most 5.5 tables, and 3.3 layers.
+    with a vocabulary of 32k, 221 and 217 for 419M parameters (265 with standard operators, 337 with an INT8 cache) and
+    355 for 931M: at most 5.5 tables, and 4 layers.
     """
     if profile != "memory":
         raise UsageError(
