@@ -28,6 +28,8 @@ STREAM_WIDTH, STREAM_COUNT = 1_536, 14  # 132 MB of float32
 HEADS, KV_HEADS, HEAD_DIM = 12, (12, 2), 64
 PROMPT_NEW, PROMPT_END, DEEP = 128, 512, 1_900
 GATED = (128, 2_048, 8)  # rows, width, times
+BYTES: Mapping[str, float] = {"fp32": 4.0, "int8": 1.03, "int4": 0.53, "int8_rows": 1.0}  # a number, with its scale
+LEAST_OF_A_STEP = 0.1  # for multiplying, whatever noise leaves of it
 OPERATORS_A_LAYER = 10
 """Two norms, four products, attention, and silu, product and taking apart of gate and up."""
 
@@ -53,7 +55,7 @@ def rates(seconds: Seconds) -> dict[str, dict[int, float]]:
     for form in CPU_FORMS:
         whole = (seconds[f"step.{form}.{many}"] - seconds[f"step.{form}.{few}"]) / (many - few)
         # A product takes at least a tenth of the time that was seen: what is left after noise is no rate.
-        step = max(whole - empty, 0.1 * seconds[f"step.{form}.{many}"] / many)
+        step = max(whole - empty, LEAST_OF_A_STEP * seconds[f"step.{form}.{many}"] / many)
         found[form] = {1: 2 * STEP_WIDTH**2 / step}
         for rows in PROMPT_ROWS:
             found[form][rows] = 2 * rows * PRODUCT[0] * PRODUCT[1] / seconds[f"product.{form}.{rows}"]
@@ -89,7 +91,7 @@ def derive(
     integer, real = peaks(by_form)
     operator, run = operator_seconds(seconds)
     peak = {form: real if form == "fp32" else integer for form in CPU_FORMS}
-    stream = 4 * STREAM_WIDTH**2 * STREAM_COUNT
+    bandwidth_share = _bandwidth_share(seconds, by_form["fp32"][1], curve, operator)
     rows, width, times = GATED
     reading = {cache: _attention_step(seconds, cache, curve, real, operator) for cache in CPU_CACHES}
     prompt = 4 * PROMPT_NEW * PROMPT_END * HEADS * (HEAD_DIM + SCORE_NUMBERS)
@@ -98,7 +100,7 @@ def derive(
         source=source,
         date=day,
         kind="measured",
-        bandwidth_share=_share(stream, seconds["stream"] - STREAM_COUNT * operator, bandwidth_at(curve, stream)),
+        bandwidth_share=bandwidth_share,
         pass_overhead_us=_digits(1e6 * run),
         layer_overhead_us=_digits(1e6 * OPERATORS_A_LAYER * operator),
         between_share=_share(
@@ -117,11 +119,38 @@ def derive(
                 for form in CPU_FORMS
             }
         ),
-        decode_share=FormShares(**{form: _rate_share(form, by_form[form][1], peak) for form in CPU_FORMS}),
+        decode_share=FormShares(
+            **{
+                form: _rate_share(form, _multiplying(form, by_form[form][1], curve, bandwidth_share), peak)
+                for form in CPU_FORMS
+            }
+        ),
         weight_copies=FormCopies(
             **{form: _digits((footprints[form][0] - nothing) / footprints[form][1]) for form in CPU_FORMS}
         ),
     )
+
+
+def _bandwidth_share(seconds: Seconds, rate: float, curve: Curve, operator: float) -> float:
+    """Of the bandwidth, from float32 matrices that a cache holds and such that none holds.
+
+    A byte takes x / bandwidth to read and y to multiply, in both the same x and y. Where the two bandwidths are alike
+    that has no answer; reading then takes no longer than the bandwidth says.
+    """
+    held, streamed = 4 * STEP_WIDTH**2, 4 * STREAM_WIDTH**2 * STREAM_COUNT
+    fast, slow = bandwidth_at(curve, STEP_COUNTS[1] * held), bandwidth_at(curve, streamed)
+    more = (seconds["stream"] - STREAM_COUNT * operator) / streamed - 2 * STEP_WIDTH**2 / rate / held
+    if more <= 0 or fast <= slow:
+        return 1.0
+    return _share(1 / slow - 1 / fast, more, 1.0)
+
+
+def _multiplying(form: str, rate: float, curve: Curve, bandwidth_share: float) -> float:
+    """Operations a second of one row beside reading the matrix, from a rate that holds both."""
+    size, numbers = BYTES[form] * STEP_WIDTH**2, 2 * STEP_WIDTH**2
+    whole = numbers / rate
+    reading = size / (bandwidth_at(curve, STEP_COUNTS[1] * size) * bandwidth_share)
+    return numbers / max(whole - reading, LEAST_OF_A_STEP * whole)
 
 
 def _attention_step(seconds: Seconds, cache: str, curve: Curve, real: float, operator: float) -> tuple[float, float]:

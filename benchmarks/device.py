@@ -34,10 +34,11 @@ from benchmarks.figures import (
 
 __all__ = ["FORMAT", "LIMIT_UNITS", "Device", "Figure", "Hardware", "Limits", "Published", "Recognise"]
 
-FORMAT = 3
+FORMAT = 4
 """2 added `efficiency`, `hardware.bandwidth_by_working_set`, `recognise.processor` and `recognise.instruction_set`, and
-made `hardware.power` optional; 3 counts outputs and scores in the rates of `efficiency`."""
-EFFICIENCY_FORMAT = 3
+made `hardware.power` optional; 3 counts outputs and scores in the rates of `efficiency`, 4 adds
+reading and multiplying up for one row."""
+EFFICIENCY_FORMAT = 4
 """The first whose `efficiency` means what it does now."""
 
 LIMIT_UNITS = {
@@ -56,7 +57,7 @@ class Hardware(Strict):
     `memory_usable` is what a model may take beside the system. `memory_bandwidth` is that beyond every cache, and
     `bandwidth_by_working_set`, where known, what smaller working sets reach. The matmul rates are the processor's
     peaks; in a file that `calibrate` wrote the highest that an operator of the runtime reached.
-    `bandwidth_share` (of the bandwidth, reached in decoding) and `layer_overhead` (time a layer adds to each token)
+    `bandwidth_share` (of the bandwidth, beside multiplying) and `layer_overhead` (time a layer adds to each token)
     replace the defaults of `benchmarks.efficiency` where they are known for the device.
     """
 

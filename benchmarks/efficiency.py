@@ -91,13 +91,13 @@ class Efficiency(Strict):
     """What a runtime gets out of a processor.
 
     Attributes:
-        bandwidth_share: of the bandwidth at the working set's size, reading weights while decoding.
+        bandwidth_share: of the bandwidth at the working set's size, reading weights while decoding, beside multiplying.
         cache_share: the same, reading keys and values.
         pass_overhead_us: time of any pass through the model beside all else, in us.
         layer_overhead_us: the same that each layer adds.
         prefill_share: of the device's peak rate for a form (fp32, or int8 for what is quantized), with many rows,
             a block's scale counted as `benchmarks.stored.SCALE_NUMBERS`, an output as `OUTPUT_NUMBERS`.
-        decode_share: the same with one row.
+        decode_share: the same with one row, beside reading.
         attention_share: of the fp32 peak, in attention over a prompt, a score counted as `SCORE_NUMBERS`; an INT8
             cache is read back for pieces of 32 tokens and more, so that its own counts for shorter ones only.
         attention_step_share: the same for one new token.
@@ -150,9 +150,10 @@ def bandwidth_at(curve: Curve, working_set_bytes: float) -> float:
 
 # ONNX Runtime 1.31.1, 2 threads, x86-64 with AVX512-VNNI, quiet, 2026-11; peaks 2,060 GOP/s and 510 GFLOP/s,
 # bandwidth 50 to 81 GB/s. `small` decoded 52 MB (int4, block 128) in 1.7 ms, 100 MB (int8) in 3.05 ms and
-# 389 MB (fp32) in 10.6 ms: a line of 37 GB/s (0.57 of 65) and 0.32 ms over 12 layers. Two other devices agree
-# on 0.57: Raspberry Pi 5 with 9.6 of 17.1 GB/s, OnePlus 12 with 41 to 47 of 76.8 GB/s (see their files). From depth
-# 32 to 512 it took 0.92 ms more with a float32 cache and 0.49 ms more with an int8 one: 0.57 and 0.28 of 65 GB/s.
+# 389 MB (fp32) in 10.6 ms: a line of 37 GB/s and 0.32 ms over 12 layers. Reading at 65 GB/s leaves 0.58, 1.19 and
+# 4.3 ms for multiplying: 377, 184 and 45 GOP/s, where products of one row by themselves reached 371 and 196 (int4 and
+# int8; none was measured in fp32). From depth 32 to 512 it took 0.92 ms more with a float32 cache and 0.49 ms more
+# with an int8 one: 0.57 and 0.28 of 65 GB/s.
 # Rates are those of one 768 x 4,096 product: MatMulNBits at 512 rows 489 to 735 (int4) and 558 to 723 (int8)
 # GOP/s, at one row 25 and 48 us with block 32 (scales counted as numbers, see `benchmarks.stored`);
 # DynamicQuantizeMatMul 1,310 to 1,547 GOP/s and 57 us; MatMul in fp32 478 GFLOP/s, less what lies between products;
@@ -166,7 +167,7 @@ CPU = Efficiency(
     source="Products, attention and `small` of ONNX Runtime 1.31.1 on a Zen 5 server, gathered by hand",
     date=date(2026, 11, 21),
     kind="estimated",
-    bandwidth_share=0.57,
+    bandwidth_share=1.0,
     pass_overhead_us=0.0,
     layer_overhead_us=27.0,
     between_share=0.5,
@@ -175,7 +176,7 @@ CPU = Efficiency(
     attention_share=CacheShares(fp32=0.46, int8=0.13),
     attention_step_share=CacheShares(fp32=0.5, int8=0.5),
     prefill_share=FormShares(fp32=0.75, int8=0.45, int4=0.40, int8_rows=0.71),
-    decode_share=FormShares(fp32=0.75, int8=0.095, int4=0.18, int8_rows=0.055),
+    decode_share=FormShares(fp32=0.09, int8=0.09, int4=0.18, int8_rows=0.055),
     weight_copies=FormCopies(fp32=1.15, int8=1.45, int4=1.5, int8_rows=1.45),
     error=PredictionError(
         combinations=60,

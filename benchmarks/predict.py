@@ -1,15 +1,17 @@
 """Speed and memory of a model on a device that is not at hand: a roofline from the device file's figures.
 
     time per token    = weights + cache + overhead
-      weights         = sum over forms of bytes / (bandwidth * share) or 2 numbers / (peak * share)
-      cache           = bytes / (bandwidth * share) + 4 layers width depth / (fp32 peak * share)
+      weights         = sum over forms of bytes / (bandwidth * share) + 2 numbers / (peak * share)
+      cache           = bytes / (bandwidth * share) or 4 layers width depth / (fp32 peak * share)
       overhead        = a pass's own + layers * a layer's own
     time to a token   = sum over pieces of the prompt of products, or weights once + attention
                         + what lies between products + overhead; and the head for the last token
     peak memory       = runtime + copies * weights + cache + activations of one piece of the prompt
 
 `a or b` is the longer one where they differ much, and 1.19 times either where they are equal: the two overlap, but
-not quite. The peaks and bandwidths are the device file's, the shares `benchmarks.efficiency`'s or the file's own. The
+not quite. Weights for one row do not: each number is used once, so that reading, unpacking and multiplying follow each
+other in the same registers. A CPU's cores share attention by whole heads, so `width` counts the busiest one's for all.
+The peaks and bandwidths are the device file's, the shares `benchmarks.efficiency`'s or the file's own. The
 bandwidth is that of a working set as large as what one token reads, where the file knows it. The form is the roofline
 of Williams, Waterman and Patterson (CACM 52(4), 2009). `benchmarks.prediction_check` fits shares and measures errors.
 """
@@ -159,11 +161,17 @@ def tpot_ms(config: ModelConfig, device: Device, stored: Stored, depth: int) -> 
     working_set = sum(_resident(device, part) for part in parts.decoding) + cached
     weights = sum(_step_s(device, efficiency, part, working_set) for part in parts.decoding)
     rate = _bandwidth(device, working_set) * _of(efficiency.cache_share, device, cache)
-    copied = GROWING_MOVES * cached / rate if stored.standard else 0.0
-    operations = 4 * config.num_hidden_layers * config.query_size * depth
+    copied = _copying_s(device, efficiency, cached, working_set) if stored.standard else 0.0
+    operations = 4 * config.num_hidden_layers * _heads(config, device) * config.head_dim * depth
     scores = operations / (_peak(device, "fp32") * _of(efficiency.attention_step_share, device, cache))
     attention = longer(cached / rate, scores)
     return 1000 * (weights + copied + attention) + _overhead_ms(config, efficiency, stored)
+
+
+def _copying_s(device: Device, efficiency: Efficiency, cached: float, working_set: float) -> float:
+    """Seconds that a step with a growing cache copies it: no buffer stays where the last step had it."""
+    touched = working_set + (GROWING_COPIES - 1) * cached
+    return GROWING_MOVES * cached / (_bandwidth(device, touched) * efficiency.between_share)
 
 
 def ttft_ms(config: ModelConfig, device: Device, stored: Stored, prompt: int) -> float:
@@ -189,7 +197,7 @@ def _reading_ms(config: ModelConfig, device: Device, stored: Stored, body: Part,
     between = 4 * layers * _numbers_between(config)
     peak, cache = _peak(device, "fp32"), _cache(device, efficiency, stored)
     numbers = body.numbers + OUTPUT_NUMBERS[body.form] * body.outputs
-    widths = config.query_size + SCORE_NUMBERS * config.num_attention_heads
+    widths = _heads(config, device) * (config.head_dim + SCORE_NUMBERS)
     for new, end in _pieces(tokens):
         seconds += longer(2 * numbers * new / rate, once)
         # Scores of each new token with all so far, masked ones too, and their product with the values: 2 T S each.
@@ -245,10 +253,16 @@ def _numbers_between(config: ModelConfig) -> int:
 
 
 def _step_s(device: Device, efficiency: Efficiency, part: Part, working_set: float) -> float:
-    """Seconds of multiplying one row by a part's matrices: their bytes, or their numbers."""
+    """Seconds of multiplying one row by a part's matrices: their bytes and their numbers."""
     memory = _resident(device, part) / (_bandwidth(device, working_set) * efficiency.bandwidth_share)
     rate = _peak(device, part.form) * _of(efficiency.decode_share, device, part.form)
-    return longer(memory, 2 * part.numbers / rate)
+    return memory + 2 * part.numbers / rate
+
+
+def _heads(config: ModelConfig, device: Device) -> int:
+    """Query heads, and those in whose place a core waits: of three heads on two cores one core computes two."""
+    cores = round(device.hardware.cores.value) if device.processor == "cpu" else 1
+    return -(-config.num_attention_heads // cores) * cores
 
 
 def _resident(device: Device, part: Part) -> float:

@@ -77,7 +77,12 @@ OTHERS: Mapping[str, Form] = {
     "int4-standard": Form(4, standard=True),
 }
 # Reading keys and computing scores can be told apart only by shapes that share keys between heads differently.
-OTHERS_OF: Mapping[str, Sequence[str]] = {"5m": ["int4-kv8"], "30m": list(OTHERS), "60m": list(OTHERS)}
+OTHERS_OF: Mapping[str, Sequence[str]] = {
+    "5m": ["int4-kv8"],
+    "30m": list(OTHERS),
+    "60m": list(OTHERS),
+    "small": ["int4-kv8"],
+}
 
 
 def make_checkpoint(config: ModelConfig, directory: Path) -> Path:

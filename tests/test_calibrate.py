@@ -16,7 +16,7 @@ from benchmarks import calibrate, calibrate_figures
 from benchmarks.budget import is_this_machine, load_device
 from benchmarks.calibrate import Readings, describe, probes, run_calibrate
 from benchmarks.device_file import write_device
-from benchmarks.efficiency import CPU_FORMS, bandwidth_at, longer
+from benchmarks.efficiency import CPU_FORMS, MOST_OF_A_RATE, bandwidth_at, longer
 from benchmarks.instructions import instruction_set, processor_name
 from benchmarks.predict import Stored, efficiency_of, tpot_ms
 from benchmarks.probe_graph import ProbeGraph
@@ -106,6 +106,7 @@ def test_a_graph_is_timed_and_weighed(tmp_path: Path) -> None:
 
 # A machine whose every figure is known: the probes' times follow from them.
 GFLOP, GOP, BANDWIDTH = 100e9, 400e9, 200e9
+CURVE = {20e6: 2 * BANDWIDTH, 100e6: BANDWIDTH}
 EMPTY_S = 2e-6
 STEP_SHARE = {"fp32": 0.5, "int8": 0.2, "int4": 0.4, "int8_rows": 0.3}
 # The peak counts multiplications alone, so that what is counted besides comes on top of it.
@@ -117,6 +118,11 @@ def _readings() -> Readings:
     f, seconds = calibrate_figures, {}
     peak = {form: GFLOP if form == "fp32" else GOP for form in CPU_FORMS}
     scales = {form: 1 + SCALE_NUMBERS / f.BLOCK if form in ("int8", "int4") else 1.0 for form in CPU_FORMS}
+
+    def step_s(form: str, numbers: int, bandwidth: float) -> float:
+        multiplying = 2 * numbers * scales[form] / (peak[form] * STEP_SHARE[form])
+        return multiplying + numbers * f.BYTES[form] / (0.8 * bandwidth)
+
     for count in f.EMPTY_COUNTS:
         seconds[f"empty.{count}"] = 5e-6 + count * EMPTY_S
     for form in CPU_FORMS:
@@ -124,21 +130,19 @@ def _readings() -> Readings:
             work = 2 * rows * f.PRODUCT[0] * (f.PRODUCT[1] * scales[form] + OUTPUT_NUMBERS[form])
             seconds[f"product.{form}.{rows}"] = work / (peak[form] * PREFILL_SHARE[form])
         for count in f.STEP_COUNTS:
-            work = 2 * f.STEP_WIDTH**2 * scales[form]
-            seconds[f"step.{form}.{count}"] = 5e-6 + count * (EMPTY_S + work / (peak[form] * STEP_SHARE[form]))
-    stream = 4 * f.STREAM_WIDTH**2 * f.STREAM_COUNT
-    seconds["stream"] = f.STREAM_COUNT * EMPTY_S + stream / (0.8 * BANDWIDTH)
+            seconds[f"step.{form}.{count}"] = 5e-6 + count * (EMPTY_S + step_s(form, f.STEP_WIDTH**2, CURVE[20e6]))
+    seconds["stream"] = f.STREAM_COUNT * (EMPTY_S + step_s("fp32", f.STREAM_WIDTH**2, CURVE[100e6]))
     rows, width, times = f.GATED
-    seconds["between"] = 20 * rows * width * times / (0.25 * BANDWIDTH)
+    seconds["between"] = 20 * rows * width * times / (0.25 * CURVE[20e6])
     for cache, size in (("fp32", 4), ("int8", 1)):
         scores = 4 * f.HEADS * f.HEAD_DIM
         prompt = 4 * f.HEADS * (f.HEAD_DIM + SCORE_NUMBERS) * f.PROMPT_NEW * f.PROMPT_END
         seconds[f"prompt.{cache}"] = EMPTY_S + prompt / (0.3 * GFLOP)
         for heads in f.KV_HEADS:
-            read = 2 * f.DEEP * heads * f.HEAD_DIM * size / (0.6 * BANDWIDTH)
+            read = 2 * f.DEEP * heads * f.HEAD_DIM * size / (0.6 * CURVE[20e6])
             seconds[f"attention.{cache}.{heads}"] = EMPTY_S + longer(read, scores * f.DEEP / (0.1 * GFLOP))
     footprints = dict.fromkeys(CPU_FORMS, (70000000 + 60000000, 50000000)) | {"none": (70_000_000, 9_000)}
-    return Readings(seconds, footprints, {1e6: BANDWIDTH, 500e6: BANDWIDTH}, 0.0)
+    return Readings(seconds, footprints, CURVE, 0.0)
 
 
 def test_figures_of_a_machine_that_is_known() -> None:
@@ -166,11 +170,7 @@ def test_noise_gives_the_largest_share_and_never_a_negative_one() -> None:
     readings.seconds |= {"attention.fp32.12": 1e-9, "step.int4.8": 5e-6, "empty.32": 1e-9}
     own = describe(readings, "noisy", 2, load_device("host"))[0].efficiency
     assert own is not None
-    assert (
-        own.cache_share.fp32 == 1.0
-        and 0 < own.decode_share.int4 <= 1 + SCALE_NUMBERS / calibrate_figures.BLOCK
-        and own.layer_overhead_us == 0
-    )
+    assert own.cache_share.fp32 == 1.0 and own.decode_share.int4 == MOST_OF_A_RATE and own.layer_overhead_us == 0
     readings.footprints["int4"] = (1, 50_000_000)  # weights that take no memory
     with pytest.raises(ResourceError, match=r"int4.*repeat"):
         describe(readings, "noisy", 2, load_device("host"))
@@ -203,25 +203,26 @@ def test_the_file_says_what_was_measured_and_what_was_decided(written: Path) -> 
     assert is_this_machine(device) == named and (rule.processor if rule else None) == (
         processor_name() if named else None
     )
-    # `small` in blocks of 128 by hand: one pass over its matrices at the machine's rate for one row.
-    numbers = 12 * (4 * 768**2 + 3 * 768 * 2_048) * (1 + 16 / 128)
-    table = 16_000 * 768 * (1 + 16 / 128)
-    seconds = 2 * numbers / (0.4 * GOP) + 2 * table / (0.2 * GOP) + 5e-6 + 12 * 10 * EMPTY_S
+    # `small` in blocks of 128 by hand: its matrices read once, and multiplied at the machine's rate for one row.
+    numbers, table = 12 * (4 * 768**2 + 3 * 768 * 2_048), 16_000 * 768
+    size = numbers * (1 / 2 + 4 / 128) + table * (1 + 4 / 128)
+    multiplying = (2 * numbers / (0.4 * GOP) + 2 * table / (0.2 * GOP)) * (1 + 16 / 128)
+    seconds = size / (0.8 * bandwidth_at(CURVE, size)) + multiplying + 5e-6 + 12 * 10 * EMPTY_S
     assert tpot_ms(PRESETS["small"], device, Stored("int4", 128), 0) == pytest.approx(1_000 * seconds, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "field", "words"),
     [
-        ("format = 3", "format = 4", "format", "upgrade"),
-        ("format = 3", "format = 2", "efficiency", "calibrate"),
+        ("format = 4", "format = 5", "format", "upgrade"),
+        ("format = 4", "format = 3", "efficiency", "calibrate"),
         ("between_share = 0.25", "between_share = 2.5", "efficiency.between_share", "less than or equal to 1"),
         ("between_share = 0.25", "between_share = -1.0", "efficiency.between_share", "greater than 0"),
         ("between_share = 0.25", 'between_share = "a lot"', "efficiency.between_share", "not 'a lot'"),
         ("pass_overhead_us = 5.0", "pass_overhead_ms = 5.0", "efficiency.pass_overhead_ms", "is no field"),
         ("runtime_mb = 70.0", "runtime_mb = 7e7", "efficiency.runtime_mb", "100000"),
-        ("working_set_mb = 500.0", "working_set_mb = 1.0", "hardware.bandwidth_by_working_set", "must rise"),
-        ("working_set_mb = 500.0", "working_set_kb = 5.0", "by_working_set.1.working_set_mb", "missing"),
+        ("working_set_mb = 100.0", "working_set_mb = 1.0", "hardware.bandwidth_by_working_set", "must rise"),
+        ("working_set_mb = 100.0", "working_set_kb = 5.0", "by_working_set.1.working_set_mb", "missing"),
         ('processor = "cpu"', 'processor = "tpu"', "processor", "not 'tpu'"),
         ("[limits]", "[bounds]", "limits", "is missing"),
     ],
@@ -241,7 +242,7 @@ def test_all_mistakes_come_at_once_with_their_lines(written: Path) -> None:
     for old, new in {
         "between_share = 0.25": "between_share = 25.0",
         'unit = "GFLOP/s"': 'unit = "TFLOP/s"',
-        "working_set_mb = 500.0": "working_set_mb = -1.0",
+        "working_set_mb = 100.0": "working_set_mb = -1.0",
         "ttft_ms = 2000.0": "ttft_ms = 1.0",
     }.items():
         assert text.count(old) == 1, old
@@ -284,6 +285,24 @@ def test_refusals_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("", encoding="utf-8")
     with pytest.raises(ConflictError, match="exists already"):
         run_calibrate(tmp_path / "mine.toml")
+
+
+def test_the_fastest_of_the_sweeps_over_working_sets_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates, read = {0.5: [9e9, 4e9, 8e9], 1.0: [5e9, 6e9, 7e9]}, []
+
+    def run(_: Readings, specification: dict[str, Any], *names: str) -> dict[str, Any]:
+        size = specification["working_set_bytes"] / 2**20
+        read.append(size)
+        return {
+            "working_set_bytes": specification["working_set_bytes"],
+            "bandwidth_bytes_per_s": rates[size][read.count(size) - 1],
+        }
+
+    monkeypatch.setattr(calibrate, "probes", dict)
+    monkeypatch.setattr(calibrate, "WORKING_SETS_MIB", (0.5, 1.0))
+    monkeypatch.setattr(calibrate, "_run", run)
+    assert calibrate.read_machine(1).curve == {2**19: 9e9, 2**20: 7e9}
+    assert read == 3 * [0.5, 1.0]
 
 
 def test_limits_that_cannot_hold_here(monkeypatch: pytest.MonkeyPatch) -> None:

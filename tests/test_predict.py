@@ -279,6 +279,25 @@ def test_a_standard_graph_does_not_read_its_embedding() -> None:
         assert more == pytest.approx(table + graph + 2 * 73_728, rel=1e-3)
 
 
+def test_a_growing_cache_is_copied_at_the_rate_of_all_its_buffers() -> None:
+    """What is held three times falls out of a processor's caches before what is held once does."""
+    evidence = {"unit": "GB/s", "source": "made up", "date": "2026-11-22", "kind": "estimated"}
+    curve = [
+        {"value": 100.0, "working_set_mb": 100.0, **evidence},
+        {"value": 20.0, "working_set_mb": 101.0, **evidence},
+    ]
+    raw = HOST.model_dump(mode="json")
+    raw["hardware"]["bandwidth_by_working_set"] = curve
+    device = Device.model_validate_json(json.dumps(raw))
+    plain, standard = Stored("int4", 128, 8), Stored("int4", 128, 8, standard=True)
+    cached = 512 * 73_728
+    assert 52e6 + cached < 100e6 < 52e6 + 3 * cached
+    copied = 5 * cached / (20e9 * efficiency_of(device).between_share)
+    more_operators = 5 * 12 * 0.027
+    found = tpot_ms(SMALL, device, standard, 512) - tpot_ms(SMALL, device, plain, 512)
+    assert found == pytest.approx(1000 * copied + more_operators)
+
+
 def test_forms_are_predicted_as_what_they_are() -> None:
     blocks, rows = Stored("int8", 128), Stored("int8", 128, per_row=True)
     assert ttft_ms(SMALL, HOST, rows, 512) < 0.75 * ttft_ms(SMALL, HOST, blocks, 512)  # 1,310 for 686 GOP/s
