@@ -37,7 +37,7 @@ TIMEOUT_S = 300.0
 # A cache's edge lies anywhere between, and steep: 156, 91, 80, 61, 41 and 37 GB/s at 16, 24, 32, 48, 64 and 128 MiB
 # beside 32 MiB of third-level cache. Steps of 4 placed a model of 17 MB at 83 GB/s that reads at 140.
 WORKING_SETS_MIB = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 256.0, 512.0)
-SWEEPS = 3  # over all sizes; the fastest counts, since where pages come to lie halves some rates
+ROUNDS = 3  # over all that is timed; the fastest counts, since other programs, and where pages lie, halve some rates
 MOST_OF_MEMORY = 0.25  # of what is free, for a working set
 FOOTPRINT_BYTES = 50_000_000
 
@@ -94,11 +94,12 @@ def probes() -> dict[str, Probe]:
     return found
 
 
-def read_machine(threads: int, seconds_per_figure: float = SECONDS_PER_FIGURE) -> Readings:
-    """Run every probe, each in a process of its own.
+def read_machine(threads: int, rounds: int = ROUNDS, seconds_per_figure: float = SECONDS_PER_FIGURE) -> Readings:
+    """Run every probe, each in a process of its own, and what is timed several times over.
 
     Args:
         threads: CPU threads.
+        rounds: through everything that is timed.
         seconds_per_figure: of timing each graph.
 
     Raises:
@@ -109,29 +110,32 @@ def read_machine(threads: int, seconds_per_figure: float = SECONDS_PER_FIGURE) -
     free = psutil.virtual_memory().available * MOST_OF_MEMORY
     sets = [size for size in WORKING_SETS_MIB if size * 2**20 <= free] or [WORKING_SETS_MIB[0]]
     wait_for_quiet()
+    timed = {name: probe for name, probe in wanted.items() if probe.mode == "time"}
     with (
-        console.progress_bar("calibrate", len(wanted) + SWEEPS * len(sets)) as progress,
+        console.progress_bar("calibrate", len(wanted) - len(timed) + rounds * (len(sets) + len(timed))) as progress,
         tempfile.TemporaryDirectory(prefix="calibrate-") as folder,
     ):
-        for mebibytes in SWEEPS * sets:
-            progress.advance(0, f"bandwidth, {mebibytes:g} MiB")
-            specification = {"mode": "bandwidth", "threads": threads, "working_set_bytes": int(mebibytes * 2**20)}
-            payload = _run(readings, specification, "benchmarks.child", f"bandwidth of {mebibytes:g} MiB")
-            size, speed = float(payload["working_set_bytes"]), float(payload["bandwidth_bytes_per_s"])
-            readings.curve[size] = max(speed, readings.curve.get(size, 0.0))
-            progress.advance()
-        for name, probe in wanted.items():
-            progress.advance(0, name)
-            graph = Path(folder) / "probe.onnx"
-            weights = probe.make().write(graph)
-            specification = {"mode": probe.mode, "graph": str(graph), "threads": threads, "end": probe.end}
-            specification["seconds_per_figure"] = seconds_per_figure
-            payload = _run(readings, specification, "benchmarks.probes", name)
-            if probe.mode == "footprint":
-                readings.footprints[name.partition(".")[2]] = (int(payload["peak_rss_bytes"]), weights)
-            else:
-                readings.seconds[name] = float(payload["seconds"])
-            progress.advance()
+        for done in range(rounds):
+            for mebibytes in sets:
+                progress.advance(0, f"bandwidth, {mebibytes:g} MiB")
+                specification = {"mode": "bandwidth", "threads": threads, "working_set_bytes": int(mebibytes * 2**20)}
+                payload = _run(readings, specification, "benchmarks.child", f"bandwidth of {mebibytes:g} MiB")
+                size, speed = float(payload["working_set_bytes"]), float(payload["bandwidth_bytes_per_s"])
+                readings.curve[size] = max(speed, readings.curve.get(size, 0.0))
+                progress.advance()
+            for name, probe in (timed if done else wanted).items():
+                progress.advance(0, name)
+                graph = Path(folder) / "probe.onnx"
+                weights = probe.make().write(graph)
+                specification = {"mode": probe.mode, "graph": str(graph), "threads": threads, "end": probe.end}
+                specification["seconds_per_figure"] = seconds_per_figure
+                payload = _run(readings, specification, "benchmarks.probes", name)
+                if probe.mode == "footprint":
+                    readings.footprints[name.partition(".")[2]] = (int(payload["peak_rss_bytes"]), weights)
+                else:
+                    seconds = float(payload["seconds"])
+                    readings.seconds[name] = min(seconds, readings.seconds.get(name, seconds))
+                progress.advance()
     return readings
 
 
@@ -143,7 +147,11 @@ def _run(readings: Readings, specification: dict[str, Any], module: str, what: s
 
 
 def run_calibrate(
-    out: Path, name: str | None = None, threads: int | None = None, limits_from: str = "host"
+    out: Path,
+    name: str | None = None,
+    threads: int | None = None,
+    limits_from: str = "host",
+    rounds: int = ROUNDS,
 ) -> dict[str, Any]:
     """Measure this machine and write it as a device file.
 
@@ -152,6 +160,7 @@ def run_calibrate(
         name: the device's; the file's where not given.
         threads: CPU threads; all physical cores where not given.
         limits_from: the device whose limits the file gets: they are decisions, never taken from what was measured.
+        rounds: through everything that is timed; the fastest counts.
 
     Returns:
         `out`, `device`, `limits_from`, `threads`, `bandwidth_gb_per_s` by MB of the working set, `gop_per_s` by form
@@ -171,7 +180,7 @@ def run_calibrate(
     decided, started = load_device(limits_from), time.perf_counter()
     out.parent.mkdir(parents=True, exist_ok=True)  # a place that cannot be written is no news after a minute
     threads = threads or default_threads()
-    readings = read_machine(threads)
+    readings = read_machine(threads, rounds)
     device, absent = describe(readings, name, threads, decided)
     write_device(device, out, f"Written by `calibrate`. The limits are those of {decided.name}, not measured.")
     assert device.efficiency is not None
@@ -181,6 +190,7 @@ def run_calibrate(
         "device": name,
         "limits_from": decided.name,
         "threads": threads,
+        "rounds": rounds,
         "bandwidth_gb_per_s": {f"{size / 1e6:.4g}": speed / 1e9 for size, speed in readings.curve.items()},
         "gop_per_s": {
             form: {str(rows): rate / 1e9 for rows, rate in by_rows.items()} for form, by_rows in by_form.items()

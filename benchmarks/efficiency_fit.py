@@ -145,7 +145,7 @@ def _parameters(start: Efficiency) -> tuple[list[tuple[str, str]], Vector, Vecto
 
 def _highest(name: str) -> float:
     """Of a parameter's logarithm."""
-    if name in ("prefill_share", "decode_share"):
+    if name in ("bandwidth_share", "prefill_share", "decode_share"):
         return math.log(MOST_OF_A_RATE)
     return 0.0 if name.endswith("_share") else math.inf
 

@@ -287,7 +287,7 @@ def test_refusals_before_anything_is_measured(tmp_path: Path) -> None:
         run_calibrate(tmp_path / "mine.toml")
 
 
-def test_the_fastest_of_the_sweeps_over_working_sets_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_round_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     rates, read = {0.5: [9e9, 4e9, 8e9], 1.0: [5e9, 6e9, 7e9]}, []
 
     def run(_: Readings, specification: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -301,7 +301,7 @@ def test_the_fastest_of_the_sweeps_over_working_sets_counts(monkeypatch: pytest.
     monkeypatch.setattr(calibrate, "probes", dict)
     monkeypatch.setattr(calibrate, "WORKING_SETS_MIB", (0.5, 1.0))
     monkeypatch.setattr(calibrate, "_run", run)
-    assert calibrate.read_machine(1).curve == {2**19: 9e9, 2**20: 7e9}
+    assert calibrate.read_machine(1, rounds=3).curve == {2**19: 9e9, 2**20: 7e9}
     assert read == 3 * [0.5, 1.0]
 
 
@@ -325,7 +325,20 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     out = tmp_path / "new" / "mine.toml"
     with pytest.raises(SystemExit) as stop:
         cli.main(
-            ["calibrate", "--out", str(out), "--name", "bench-2", "--threads", "1", "--limits-from", "rasp", "--json"]
+            [
+                "calibrate",
+                "--out",
+                str(out),
+                "--name",
+                "bench-2",
+                "--threads",
+                "1",
+                "--limits-from",
+                "rasp",
+                "--rounds",
+                "1",
+                "--json",
+            ]
         )
     captured = capsys.readouterr()
     assert stop.value.code == 0, captured.err

@@ -272,7 +272,7 @@ def test_a_standard_graph_does_not_read_its_embedding() -> None:
     assert file_bytes(SMALL, standard) - file_bytes(SMALL, plain) == table + graph
     as_file = dataclasses.replace(standard, file_bytes=file_bytes(SMALL, standard))
     for stored in (standard, as_file):
-        more_operators = 5 * 12 * 0.027  # six times the 27 us of a layer
+        more_operators = 5 * 12 * efficiency_of(HOST).layer_overhead_us / 1000  # six times a layer's
         assert tpot_ms(SMALL, HOST, stored, 0) == pytest.approx(tpot_ms(SMALL, HOST, plain, 0) + more_operators)
         assert tpot_ms(SMALL, HOST, stored, 512) > tpot_ms(SMALL, HOST, plain, 512)  # its cache is copied
         more = peak_memory_bytes(SMALL, HOST, stored, 1) - peak_memory_bytes(SMALL, HOST, plain, 1)
@@ -293,7 +293,7 @@ def test_a_growing_cache_is_copied_at_the_rate_of_all_its_buffers() -> None:
     cached = 512 * 73_728
     assert 52e6 + cached < 100e6 < 52e6 + 3 * cached
     copied = 5 * cached / (20e9 * efficiency_of(device).between_share)
-    more_operators = 5 * 12 * 0.027
+    more_operators = 5 * 12 * efficiency_of(device).layer_overhead_us / 1000
     found = tpot_ms(SMALL, device, standard, 512) - tpot_ms(SMALL, device, plain, 512)
     assert found == pytest.approx(1000 * copied + more_operators)
 
