@@ -56,9 +56,9 @@ class Readings:
     """What the probes gave.
 
     Attributes:
-        seconds: of one run, by probe.
+        seconds: of one run, by probe; the fastest round's.
         footprints: peak memory and weight bytes, by form and `none`.
-        curve: bytes a second by bytes of the working set.
+        curve: bytes a second by bytes of the working set; the fastest round's.
         other_cpu_cores: the most that other programs used beside a probe.
     """
 
@@ -163,8 +163,9 @@ def run_calibrate(
         rounds: through everything that is timed; the fastest counts.
 
     Returns:
-        `out`, `device`, `limits_from`, `threads`, `bandwidth_gb_per_s` by MB of the working set, `gop_per_s` by form
-        and rows, `efficiency`, `absent` (figures that cannot be read here), `clean`, `other_cpu_cores`, `seconds`.
+        `out`, `device`, `limits_from`, `threads`, `rounds`, `bandwidth_gb_per_s` by MB of the working set, `gop_per_s`
+        by form and rows, `efficiency`, `absent` (figures that cannot be read here), `clean`, `other_cpu_cores` and
+        `seconds`.
 
     Raises:
         UsageError: a name or ending that cannot be, no such device, or limits that cannot hold here.
@@ -243,7 +244,7 @@ def describe(readings: Readings, name: str, threads: int, decided: Device) -> tu
     hardware: dict[str, Any] = {
         "memory_total": figure(memory.total / 1e6, "MB", "the operating system, by psutil"),
         "memory_usable": figure(memory.available / 1e6, "MB", "what was free when `calibrate` ran, by psutil"),
-        "cores": figure(default_threads(), "cores", "physical cores that this process may use, by psutil"),
+        "cores": figure(threads, "cores", f"threads that were used; {default_threads()} physical cores, by psutil"),
         "instruction_set": {"value": instructions, "source": "/proc/cpuinfo, or Python's platform module",
                             "date": today, "kind": "measured"},
         "memory_bandwidth": figure(readings.curve[max(readings.curve)] / 1e9, "GB/s"),
@@ -257,7 +258,7 @@ def describe(readings: Readings, name: str, threads: int, decided: Device) -> tu
     if here["clock_mhz"]:
         hardware["clock"] = figure(here["clock_mhz"] / 1e3, "GHz", "the clock when `calibrate` ran, by psutil")
     try:
-        efficiency = figures.derive(readings.seconds, readings.footprints, readings.curve, source, today)
+        efficiency = figures.derive(readings.seconds, readings.footprints, readings.curve, source, today, threads)
         device = Device.model_validate(
             {
                 "format": FORMAT,

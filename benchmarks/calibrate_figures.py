@@ -16,6 +16,7 @@ from benchmarks.efficiency import (
     FormCopies,
     FormShares,
     bandwidth_at,
+    whole_heads,
 )
 from benchmarks.stored import OUTPUT_NUMBERS, SCALE_NUMBERS, SCORE_NUMBERS
 
@@ -29,6 +30,7 @@ HEADS, KV_HEADS, HEAD_DIM = 12, (12, 2), 64
 PROMPT_NEW, PROMPT_END, DEEP = 128, 512, 1_900
 GATED = (128, 2_048, 8)  # rows, width, times
 BYTES: Mapping[str, float] = {"fp32": 4.0, "int8": 1.03, "int4": 0.53, "int8_rows": 1.0}  # a number, with its scale
+CONTRAST = 1.3  # of two bandwidths, for what depends on the bandwidth to show
 LEAST_OF_A_STEP = 0.1  # for multiplying, whatever noise leaves of it
 OPERATORS_A_LAYER = 10
 """Two norms, four products, attention, and silu, product and taking apart of gate and up."""
@@ -74,6 +76,7 @@ def derive(
     curve: Curve,
     source: str,
     day: date,
+    cores: int,
 ) -> Efficiency:
     """An efficiency set from probes alone.
 
@@ -83,6 +86,7 @@ def derive(
         curve: bytes a second by bytes of the working set.
         source: how the set came about.
         day: when.
+        cores: that the probes ran on.
 
     Raises:
         pydantic.ValidationError: a figure that cannot be, such as weights that take no memory.
@@ -93,8 +97,8 @@ def derive(
     peak = {form: real if form == "fp32" else integer for form in CPU_FORMS}
     bandwidth_share = _bandwidth_share(seconds, by_form["fp32"][1], curve, operator)
     rows, width, times = GATED
-    reading = {cache: _attention_step(seconds, cache, curve, real, operator) for cache in CPU_CACHES}
-    prompt = 4 * PROMPT_NEW * PROMPT_END * HEADS * (HEAD_DIM + SCORE_NUMBERS)
+    reading = {cache: _attention_step(seconds, cache, curve, real, operator, cores) for cache in CPU_CACHES}
+    prompt = 4 * PROMPT_NEW * PROMPT_END * whole_heads(HEADS, cores) * (HEAD_DIM + SCORE_NUMBERS)
     nothing = footprints["none"][0]
     return Efficiency(
         source=source,
@@ -135,14 +139,16 @@ def _bandwidth_share(seconds: Seconds, rate: float, curve: Curve, operator: floa
     """Of the bandwidth, from float32 matrices that a cache holds and such that none holds.
 
     A byte takes x / bandwidth to read and y to multiply, in both the same x and y. Where the two bandwidths are alike
-    that has no answer; reading then takes no longer than the bandwidth says.
+    that has no answer, and reading is taken to need what the bandwidth says. It never needs more than all of a probe's
+    time; and never less than the bandwidth says, since noise in a difference would look like a faster reader.
     """
     held, streamed = 4 * STEP_WIDTH**2, 4 * STREAM_WIDTH**2 * STREAM_COUNT
     fast, slow = bandwidth_at(curve, STEP_COUNTS[1] * held), bandwidth_at(curve, streamed)
-    more = (seconds["stream"] - STREAM_COUNT * operator) / streamed - 2 * STEP_WIDTH**2 / rate / held
-    if more <= 0 or fast <= slow:
+    streaming, holding = (seconds["stream"] - STREAM_COUNT * operator) / streamed, 2 * STEP_WIDTH**2 / rate / held
+    if fast < CONTRAST * slow or streaming <= holding:
         return 1.0
-    return _share(1 / slow - 1 / fast, more, 1.0)
+    least = max(1 / (slow * streaming), 1 / (fast * holding))
+    return _digits(min(1.0, max((1 / slow - 1 / fast) / (streaming - holding), least)))
 
 
 def _multiplying(form: str, rate: float, curve: Curve, bandwidth_share: float) -> float:
@@ -153,7 +159,9 @@ def _multiplying(form: str, rate: float, curve: Curve, bandwidth_share: float) -
     return numbers / max(whole - reading, LEAST_OF_A_STEP * whole)
 
 
-def _attention_step(seconds: Seconds, cache: str, curve: Curve, real: float, operator: float) -> tuple[float, float]:
+def _attention_step(
+    seconds: Seconds, cache: str, curve: Curve, real: float, operator: float, cores: int
+) -> tuple[float, float]:
     """Shares of bandwidth and of the fp32 peak, from two graphs with equal scores and unequal keys and values.
 
     Each takes `longer(read, scores)`; what one reads takes a known part of the other's reading.
@@ -165,7 +173,7 @@ def _attention_step(seconds: Seconds, cache: str, curve: Curve, real: float, ope
     read = max(more - fewer, 0.0) / (1 - part**SHARPNESS)
     read_share = _share(most, read ** (1 / SHARPNESS), bandwidth_at(curve, most))
     scores = max(more - read, 0.0) ** (1 / SHARPNESS)
-    return read_share, _share(4 * DEEP * HEADS * HEAD_DIM, scores, real)
+    return read_share, _share(4 * DEEP * whole_heads(HEADS, cores) * HEAD_DIM, scores, real)
 
 
 def _rate_share(form: str, rate: float, peak: Mapping[str, float], outputs: float = 0.0) -> float:

@@ -100,7 +100,7 @@ def calibrate(
         typer.Option("--rounds", min=1, help="Through all that is timed; the fastest counts. More where it is noisy."),
     ] = 3,
 ) -> dict[str, Any]:
-    """Measure this machine, in about two minutes, and write it as a device file."""
+    """Measure this machine, in one to two minutes, and write it as a device file."""
     from benchmarks.calibrate import run_calibrate
     from benchmarks.tables import print_calibration
     from sportsllm.console import output

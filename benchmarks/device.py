@@ -179,6 +179,16 @@ class Device(Strict):
             raise ValueError(f"{value} is newer than this program's {FORMAT}; upgrade sportsllm-compress")
         return value
 
+    @field_validator("hardware")
+    @classmethod
+    def _share_of_reading(cls, hardware: Hardware, info: ValidationInfo) -> Hardware:
+        if hardware.bandwidth_share is not None and info.data.get("format", FORMAT) < EFFICIENCY_FORMAT:
+            raise ValueError(
+                f"bandwidth_share is that of reading beside multiplying since format {EFFICIENCY_FORMAT}; leave it "
+                f"out, or give what it means now and format = {EFFICIENCY_FORMAT}"
+            )
+        return hardware
+
     @field_validator("efficiency")
     @classmethod
     def _said_once(cls, efficiency: Efficiency | None, info: ValidationInfo) -> Efficiency | None:

@@ -102,7 +102,8 @@ class Efficiency(Strict):
         attention_share: of the fp32 peak, in attention over a prompt, a score counted as `SCORE_NUMBERS`; an INT8
             cache is read back for pieces of 32 tokens and more, so that its own counts for shorter ones only.
         attention_step_share: the same for one new token.
-        between_share: of the bandwidth at their size, in what lies between products while reading a prompt.
+        between_share: of the bandwidth at their size, in what lies between products while reading a prompt, and in
+            copying a growing cache.
         weight_copies: memory for weights at the peak, as a multiple of their size in memory.
         runtime_mb: the process without weights, libraries loaded, in MB.
         cache: precision of the key/value cache where nobody says.
@@ -130,6 +131,11 @@ class Efficiency(Strict):
 def longer(first: float, second: float) -> float:
     """The longer of two times that pass side by side, or a little more where they are alike."""
     return float((first**SHARPNESS + second**SHARPNESS) ** (1 / SHARPNESS))
+
+
+def whole_heads(heads: int, cores: int) -> int:
+    """Heads, and those in whose place a core waits: of three heads on two cores one core computes two."""
+    return -(-heads // cores) * cores
 
 
 def bandwidth_at(curve: Curve, working_set_bytes: float) -> float:
@@ -164,7 +170,8 @@ def bandwidth_at(curve: Curve, working_set_bytes: float) -> float:
 # A Zen 4 with AVX512-VNNI, noisy: `benchmarks.prediction_check` fitted, of peaks of 947 GOP/s and 237 GFLOP/s (128 and
 # 32 a cycle and core at 3.7 GHz), 0.88, 0.49, 0.45 and 0.75 for products of many rows (fp32, int8, int4, int8 rows),
 # 1.06, 0.29, 0.21 and 0.10 of one row, 0.77 for scores of prompts, 0.12 and 0.10 for those of one row; 19 us a pass
-# and 13 a layer. What both tell is their geometric mean, or near it; the bandwidth is taken whole.
+# and 13 a layer; other runs there differ by up to a fifth. The set lies between both machines, chosen by hand; one row
+# by the geometric means of 371 and 200, 190 and 273, 110 and 90 GOP/s as shares; the bandwidth is taken whole.
 # Memory is that of `export.runtime` on 2026-11-21: 70 MB before the weights, and after loading `small` 505 MB (fp32),
 # 568 (fp16), 227 (int8, block 32), 184 and 137 (int4, blocks of 32 and 128), where the files have 390, 195, 110, 68
 # and 52 MB: prepacked copies stand beside the weights. INT8 rows are taken to need as many as blocks.
@@ -192,7 +199,7 @@ CPU = Efficiency(
         memory_median_percent=3.0,
         memory_largest_percent=12.2,
         machine="AMD EPYC (Zen 4) with AVX512-VNNI, 2 threads, its peaks by its clock, bandwidths calibrated",
-        source="what `benchmarks.prediction_check` measured in 12 rounds, of shapes that were not fitted",
+        source="`benchmarks.prediction_check`, 12 rounds; half of the set comes from this very machine",
         date=date(2026, 11, 22),
     ),
 )

@@ -45,7 +45,7 @@ def budget_depth(depths: Iterable[int]) -> int:
 
 
 def memory_floor(read: Mapping[str, int], probes: Sequence[Mapping[str, Any]], depths: Sequence[int]) -> dict[str, Any]:
-    """Bytes read per token / bandwidth, in ms: no step that reads its weights from memory is faster.
+    """Bytes read per token / bandwidth, in ms: about the least that a step takes which reads its weights from memory.
 
     Args:
         read: what `floor_bytes` returned.

@@ -1,6 +1,6 @@
 """Speed and memory of a model on a device that is not at hand: a roofline from the device file's figures.
 
-    time per token    = weights + cache + overhead
+    time per token    = weights + cache + overhead; with a growing cache its copies too
       weights         = sum over forms of bytes / (bandwidth * share) + 2 numbers / (peak * share)
       cache           = bytes / (bandwidth * share) or 4 layers width depth / (fp32 peak * share)
       overhead        = a pass's own + layers * a layer's own
@@ -23,7 +23,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.device import Device
-from benchmarks.efficiency import EFFICIENCIES, CacheShares, Efficiency, FormCopies, FormShares, bandwidth_at, longer
+from benchmarks.efficiency import (
+    EFFICIENCIES,
+    CacheShares,
+    Efficiency,
+    FormCopies,
+    FormShares,
+    bandwidth_at,
+    longer,
+    whole_heads,
+)
 from benchmarks.stored import OUTPUT_NUMBERS, SCORE_NUMBERS, Part, Stored, cache_bytes, file_bytes, sizes
 from sportsllm.config import ModelConfig
 from sportsllm.errors import UsageError
@@ -260,9 +269,9 @@ def _step_s(device: Device, efficiency: Efficiency, part: Part, working_set: flo
 
 
 def _heads(config: ModelConfig, device: Device) -> int:
-    """Query heads, and those in whose place a core waits: of three heads on two cores one core computes two."""
+    """Query heads, on a CPU those that its cores wait for counted too."""
     cores = round(device.hardware.cores.value) if device.processor == "cpu" else 1
-    return -(-config.num_attention_heads // cores) * cores
+    return whole_heads(config.num_attention_heads, cores)
 
 
 def _resident(device: Device, part: Part) -> float:

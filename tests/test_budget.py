@@ -181,6 +181,13 @@ def test_one_mistake(tmp_path: Path, old: str, new: str, field: str) -> None:
         load_device(_write(tmp_path, _good().replace(old, new)))
 
 
+def test_a_share_of_the_bandwidth_in_its_older_meaning(tmp_path: Path) -> None:
+    text = (DEVICES / "raspberry-pi-5-8gb.toml").read_text(encoding="utf-8")
+    assert "format = 4\n" in text and load_device(_write(tmp_path, text)).hardware.bandwidth_share is not None
+    with pytest.raises(ArtifactError, match=r"hardware: bandwidth_share is that of reading beside multiplying"):
+        load_device(_write(tmp_path, text.replace("format = 4\n", "format = 1\n")))
+
+
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="not found"):
         load_device(str(tmp_path / "missing.toml"))

@@ -288,21 +288,61 @@ def test_refusals_before_anything_is_measured(tmp_path: Path) -> None:
 
 
 def test_the_fastest_round_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates, read = {0.5: [9e9, 4e9, 8e9], 1.0: [5e9, 6e9, 7e9]}, []
+    rates, runs = {0.5: [9e9, 4e9, 8e9], 1.0: [5e9, 6e9, 7e9]}, {"empty.2": [3.0, 1.0, 2.0], "footprint.none": [0.0]}
+    read: list[float] = []
 
-    def run(_: Readings, specification: dict[str, Any], *names: str) -> dict[str, Any]:
-        size = specification["working_set_bytes"] / 2**20
-        read.append(size)
-        return {
-            "working_set_bytes": specification["working_set_bytes"],
-            "bandwidth_bytes_per_s": rates[size][read.count(size) - 1],
-        }
+    def run(_: Readings, specification: dict[str, Any], module: str, what: str) -> dict[str, Any]:
+        if specification["mode"] == "bandwidth":
+            size = specification["working_set_bytes"] / 2**20
+            read.append(size)
+            speed = rates[size][read.count(size) - 1]
+            return {"working_set_bytes": specification["working_set_bytes"], "bandwidth_bytes_per_s": speed}
+        return {"seconds": runs[what].pop(0), "peak_rss_bytes": 5}
 
-    monkeypatch.setattr(calibrate, "probes", dict)
+    real = probes()
+    monkeypatch.setattr(calibrate, "probes", lambda: {name: real[name] for name in runs})
     monkeypatch.setattr(calibrate, "WORKING_SETS_MIB", (0.5, 1.0))
     monkeypatch.setattr(calibrate, "_run", run)
-    assert calibrate.read_machine(1, rounds=3).curve == {2**19: 9e9, 2**20: 7e9}
-    assert read == 3 * [0.5, 1.0]
+    monkeypatch.setattr(calibrate, "wait_for_quiet", lambda: None)
+    found = calibrate.read_machine(1, rounds=3)
+    assert found.curve == {2**19: 9e9, 2**20: 7e9} and read == 3 * [0.5, 1.0]
+    assert found.seconds == {"empty.2": 1.0} and found.footprints["none"][0] == 5
+    assert runs == {"empty.2": [], "footprint.none": []}  # memory is looked at once
+
+
+def test_alike_bandwidths_do_not_tell_reading_from_multiplying() -> None:
+    """A difference of two nearly equal times would be noise divided by nothing."""
+    for curve in ({20e6: BANDWIDTH, 100e6: BANDWIDTH}, {20e6: 1.01 * BANDWIDTH, 100e6: BANDWIDTH}, {1e6: BANDWIDTH}):
+        readings = _readings()
+        readings.curve = curve
+        readings.seconds["stream"] *= 1.05
+        own = describe(readings, "flat", 2, load_device("host"))[0].efficiency
+        assert own is not None and own.bandwidth_share == 1.0
+    readings = _readings()
+    readings.seconds["stream"] *= 3  # reading cannot take longer than all of it, so neither can the share say so
+    own = describe(readings, "slow", 2, load_device("host"))[0].efficiency
+    streamed = 4 * calibrate_figures.STREAM_WIDTH**2 * calibrate_figures.STREAM_COUNT
+    assert own is not None and own.bandwidth_share >= 0.99 * streamed / (BANDWIDTH * readings.seconds["stream"])
+
+
+@pytest.mark.parametrize("threads", [2, 8])
+def test_heads_that_wait_are_counted_where_rates_come_from_and_where_they_are_used(threads: int) -> None:
+    """What the attention probe took is what a model of its 12 heads is predicted to take, on any number of cores."""
+    f, readings = calibrate_figures, _readings()
+    device = describe(readings, "wide", threads, load_device("host"))[0]
+    assert device.hardware.cores.value == threads
+    config = PRESETS["small"].with_changes(
+        num_attention_heads=f.HEADS,
+        num_key_value_heads=f.KV_HEADS[0],
+        head_dim=f.HEAD_DIM,
+        max_position_embeddings=2_048,
+    )
+    stored = Stored("int4", 128)
+    flat = device.hardware.model_copy(update={"bandwidth_by_working_set": device.hardware.bandwidth_by_working_set[:1]})
+    device = device.model_copy(update={"hardware": flat})
+    taken = tpot_ms(config, device, stored, f.DEEP) - tpot_ms(config, device, stored, 0)
+    once = readings.seconds[f"attention.fp32.{f.KV_HEADS[0]}"] - EMPTY_S
+    assert taken == pytest.approx(1_000 * config.num_hidden_layers * once, rel=2e-3)
 
 
 def test_limits_that_cannot_hold_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,6 +298,28 @@ def test_a_growing_cache_is_copied_at_the_rate_of_all_its_buffers() -> None:
     assert found == pytest.approx(1000 * copied + more_operators)
 
 
+def test_cores_share_attention_by_whole_heads() -> None:
+    """Three heads on two cores take as long as four; a GPU has no such cores."""
+
+    def scores_ms(heads: int, device: Device) -> float:
+        config = SMALL.with_changes(num_attention_heads=heads, num_key_value_heads=1, head_dim=64)
+        return tpot_ms(config, device, Stored("int4", 128, cache="int8"), 1_024) - tpot_ms(
+            config, device, Stored("int4", 128, cache="int8"), 0
+        )
+
+    assert scores_ms(3, HOST) == pytest.approx(scores_ms(4, HOST), rel=1e-3)
+    assert scores_ms(4, HOST) > 1.3 * scores_ms(2, HOST)
+    prompts = [
+        ttft_ms(
+            SMALL.with_changes(num_attention_heads=heads, num_key_value_heads=1, head_dim=64), HOST, Stored("fp32"), 512
+        )
+        for heads in (1, 2, 3)
+    ]
+    assert prompts[2] - prompts[1] > 2 * (prompts[1] - prompts[0])  # the second head waits for nothing
+    card = load_device("rtx-3060")
+    assert scores_ms(3, card) < scores_ms(4, card)
+
+
 def test_forms_are_predicted_as_what_they_are() -> None:
     blocks, rows = Stored("int8", 128), Stored("int8", 128, per_row=True)
     assert ttft_ms(SMALL, HOST, rows, 512) < 0.75 * ttft_ms(SMALL, HOST, blocks, 512)  # 1,310 for 686 GOP/s
