@@ -125,7 +125,7 @@ def derive(
         ),
         decode_share=FormShares(
             **{
-                form: _rate_share(form, _multiplying(form, by_form[form][1], curve, bandwidth_share), peak)
+                form: _rate_share(form, _multiplying(form, by_form[form][1], curve, bandwidth_share, peak[form]), peak)
                 for form in CPU_FORMS
             }
         ),
@@ -151,12 +151,12 @@ def _bandwidth_share(seconds: Seconds, rate: float, curve: Curve, operator: floa
     return _digits(min(1.0, max((1 / slow - 1 / fast) / (streaming - holding), least)))
 
 
-def _multiplying(form: str, rate: float, curve: Curve, bandwidth_share: float) -> float:
-    """Operations a second of one row beside reading the matrix, from a rate that holds both."""
+def _multiplying(form: str, rate: float, curve: Curve, bandwidth_share: float, peak: float) -> float:
+    """Operations a second of one row beside reading the matrix, from a rate that holds both; at most the peak."""
     size, numbers = BYTES[form] * STEP_WIDTH**2, 2 * STEP_WIDTH**2
     whole = numbers / rate
     reading = size / (bandwidth_at(curve, STEP_COUNTS[1] * size) * bandwidth_share)
-    return numbers / max(whole - reading, LEAST_OF_A_STEP * whole)
+    return min(peak, numbers / max(whole - reading, LEAST_OF_A_STEP * whole))
 
 
 def _attention_step(

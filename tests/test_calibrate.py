@@ -16,7 +16,7 @@ from benchmarks import calibrate, calibrate_figures
 from benchmarks.budget import is_this_machine, load_device
 from benchmarks.calibrate import Readings, describe, probes, run_calibrate
 from benchmarks.device_file import write_device
-from benchmarks.efficiency import CPU_FORMS, MOST_OF_A_RATE, bandwidth_at, longer
+from benchmarks.efficiency import CPU_FORMS, bandwidth_at, longer
 from benchmarks.instructions import instruction_set, processor_name
 from benchmarks.predict import Stored, efficiency_of, tpot_ms
 from benchmarks.probe_graph import ProbeGraph
@@ -170,7 +170,11 @@ def test_noise_gives_the_largest_share_and_never_a_negative_one() -> None:
     readings.seconds |= {"attention.fp32.12": 1e-9, "step.int4.8": 5e-6, "empty.32": 1e-9}
     own = describe(readings, "noisy", 2, load_device("host"))[0].efficiency
     assert own is not None
-    assert own.cache_share.fp32 == 1.0 and own.decode_share.int4 == MOST_OF_A_RATE and own.layer_overhead_us == 0
+    assert (
+        own.cache_share.fp32 == 1.0
+        and 0 < own.decode_share.int4 <= 1 + SCALE_NUMBERS / calibrate_figures.BLOCK
+        and own.layer_overhead_us == 0
+    )
     readings.footprints["int4"] = (1, 50_000_000)  # weights that take no memory
     with pytest.raises(ResourceError, match=r"int4.*repeat"):
         describe(readings, "noisy", 2, load_device("host"))
