@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -34,12 +34,10 @@ from sportsllm.errors import ConflictError, ResourceError, UsageError
 
 SECONDS_PER_FIGURE = 0.25
 TIMEOUT_S = 300.0
-# A cache's edge lies anywhere between, and steep: 156, 91, 80, 61, 41 and 37 GB/s at 16, 24, 32, 48, 64 and 128 MiB
-# beside 32 MiB of third-level cache. Steps of 4 placed a model of 17 MB at 83 GB/s that reads at 140.
-WORKING_SETS_MIB = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 256.0, 512.0)
+SUMS_MIB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # read by numpy: what reading alone takes
 ROUNDS = 3  # over all that is timed; the fastest counts, since other programs, and where pages lie, halve some rates
-MOST_OF_MEMORY = 0.25  # of what is free, for a working set
-FOOTPRINT_BYTES = 50_000_000
+MOST_OF_MEMORY = 0.1  # of what is free, for a chain's weights: they are drawn, packed, mapped and prepacked
+FOOTPRINT_BYTES, FOOTPRINT_WIDTH = 50_000_000, 1_536
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,13 @@ class Readings:
     Attributes:
         seconds: of one run, by probe; the fastest round's.
         footprints: peak memory and weight bytes, by form and `none`.
-        curve: bytes a second by bytes of the working set; the fastest round's.
+        sums: bytes a second that numpy read at by bytes of the working set; the fastest round's.
         other_cpu_cores: the most that other programs used beside a probe.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
     footprints: dict[str, tuple[int, int]] = field(default_factory=dict)
-    curve: dict[float, float] = field(default_factory=dict)
+    sums: dict[float, float] = field(default_factory=dict)
     other_cpu_cores: float = 0.0
 
 
@@ -73,15 +71,18 @@ def probes() -> dict[str, Probe]:
     found = {"footprint.none": Probe(partial(chain, "int4", figures.BLOCK, 1), "footprint")}
     for count in figures.EMPTY_COUNTS:
         found[f"empty.{count}"] = Probe(partial(chain, "int4", figures.BLOCK, count))
-    width = figures.STREAM_WIDTH
+    width = figures.STEP_WIDTH
     for form in CPU_FORMS:
         for rows in figures.PROMPT_ROWS:
             found[f"product.{form}.{rows}"] = Probe(partial(product, form, rows, *figures.PRODUCT))
         for count in figures.STEP_COUNTS:
-            found[f"step.{form}.{count}"] = Probe(partial(chain, form, figures.STEP_WIDTH, count))
-        count = max(2, round(FOOTPRINT_BYTES / (figures.BYTES[form] * width**2)))
-        found[f"footprint.{form}"] = Probe(partial(chain, form, width, count), "footprint")
-    found["stream"] = Probe(partial(chain, "fp32", width, figures.STREAM_COUNT))
+            found[f"step.{form}.{count}"] = Probe(partial(chain, form, width, count))
+        count = max(2, round(FOOTPRINT_BYTES / (figures.BYTES[form] * FOOTPRINT_WIDTH**2)))
+        found[f"footprint.{form}"] = Probe(partial(chain, form, FOOTPRINT_WIDTH, count), "footprint")
+    free = psutil.virtual_memory().available * MOST_OF_MEMORY
+    for count in figures.READ_COUNTS:
+        if count == figures.READ_COUNTS[0] or count * figures.BYTES["int8"] * width**2 <= free:
+            found[f"read.{count}"] = Probe(partial(chain, "int8", width, count))
     found["between"] = Probe(partial(gated, *figures.GATED))
     heads, size = figures.HEADS, figures.HEAD_DIM
     new, end, deep = figures.PROMPT_NEW, figures.PROMPT_END, figures.DEEP
@@ -104,39 +105,50 @@ def read_machine(threads: int, rounds: int = ROUNDS, seconds_per_figure: float =
 
     Raises:
         ChildFailure: a process crashed, hung or was killed.
-        OSError: no room for 150 MB in the temporary folder.
+        OSError: no room for 300 MB in the temporary folder.
     """
     readings, wanted = Readings(), probes()
-    free = psutil.virtual_memory().available * MOST_OF_MEMORY
-    sets = [size for size in WORKING_SETS_MIB if size * 2**20 <= free] or [WORKING_SETS_MIB[0]]
+    timed = sum(probe.mode == "time" for probe in wanted.values())
+    total = len(wanted) - timed + rounds * (len(SUMS_MIB) + timed)
     wait_for_quiet()
-    timed = {name: probe for name, probe in wanted.items() if probe.mode == "time"}
-    with (
-        console.progress_bar("calibrate", len(wanted) - len(timed) + rounds * (len(sets) + len(timed))) as progress,
-        tempfile.TemporaryDirectory(prefix="calibrate-") as folder,
-    ):
-        for done in range(rounds):
-            for mebibytes in sets:
-                progress.advance(0, f"bandwidth, {mebibytes:g} MiB")
-                specification = {"mode": "bandwidth", "threads": threads, "working_set_bytes": int(mebibytes * 2**20)}
-                payload = _run(readings, specification, "benchmarks.child", f"bandwidth of {mebibytes:g} MiB")
-                size, speed = float(payload["working_set_bytes"]), float(payload["bandwidth_bytes_per_s"])
-                readings.curve[size] = max(speed, readings.curve.get(size, 0.0))
-                progress.advance()
-            for name, probe in (timed if done else wanted).items():
-                progress.advance(0, name)
-                graph = Path(folder) / "probe.onnx"
-                weights = probe.make().write(graph)
-                specification = {"mode": probe.mode, "graph": str(graph), "threads": threads, "end": probe.end}
-                specification["seconds_per_figure"] = seconds_per_figure
-                payload = _run(readings, specification, "benchmarks.probes", name)
-                if probe.mode == "footprint":
-                    readings.footprints[name.partition(".")[2]] = (int(payload["peak_rss_bytes"]), weights)
-                else:
-                    seconds = float(payload["seconds"])
-                    readings.seconds[name] = min(seconds, readings.seconds.get(name, seconds))
-                progress.advance()
+    with console.progress_bar("calibrate", total) as progress:
+        for _ in range(rounds):
+            for name in read_round(readings, threads, seconds_per_figure):
+                progress.advance(1, name)
     return readings
+
+
+def read_round(readings: Readings, threads: int, seconds_per_figure: float = SECONDS_PER_FIGURE) -> Iterator[str]:
+    """Run every probe once and keep in `readings` what is faster than before; memory is read the first time only.
+
+    Yields:
+        What was read, after each.
+
+    Raises:
+        ChildFailure, OSError: see `read_machine`.
+    """
+    for mebibytes in SUMS_MIB:
+        specification = {"mode": "bandwidth", "threads": threads, "working_set_bytes": int(mebibytes * 2**20)}
+        payload = _run(readings, specification, "benchmarks.child", f"bandwidth of {mebibytes:g} MiB")
+        size, speed = float(payload["working_set_bytes"]), float(payload["bandwidth_bytes_per_s"])
+        readings.sums[size] = max(speed, readings.sums.get(size, 0.0))
+        yield f"bandwidth, {mebibytes:g} MiB"
+    with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
+        graph = Path(folder) / "probe.onnx"
+        for name, probe in probes().items():
+            form = name.partition(".")[2]
+            if probe.mode == "footprint" and form in readings.footprints:
+                continue
+            weights = probe.make().write(graph)
+            specification = {"mode": probe.mode, "graph": str(graph), "threads": threads, "end": probe.end}
+            specification["seconds_per_figure"] = seconds_per_figure
+            payload = _run(readings, specification, "benchmarks.probes", name)
+            if probe.mode == "footprint":
+                readings.footprints[form] = (int(payload["peak_rss_bytes"]), weights)
+            else:
+                seconds = float(payload["seconds"])
+                readings.seconds[name] = min(seconds, readings.seconds.get(name, seconds))
+            yield name
 
 
 def _run(readings: Readings, specification: dict[str, Any], module: str, what: str) -> dict[str, Any]:
@@ -185,14 +197,14 @@ def run_calibrate(
     device, absent = describe(readings, name, threads, decided)
     write_device(device, out, f"Written by `calibrate`. The limits are those of {decided.name}, not measured.")
     assert device.efficiency is not None
-    by_form = figures.rates(readings.seconds)
+    by_form, curve = figures.rates(readings.seconds), figures.read_curve(readings.seconds, readings.sums)
     return {
         "out": str(out),
         "device": name,
         "limits_from": decided.name,
         "threads": threads,
         "rounds": rounds,
-        "bandwidth_gb_per_s": {f"{size / 1e6:.4g}": speed / 1e9 for size, speed in readings.curve.items()},
+        "bandwidth_gb_per_s": {f"{size / 1e6:.4g}": speed / 1e9 for size, speed in curve.items()},
         "gop_per_s": {
             form: {str(rows): rate / 1e9 for rows, rate in by_rows.items()} for form, by_rows in by_form.items()
         },
@@ -235,7 +247,7 @@ def describe(readings: Readings, name: str, threads: int, decided: Device) -> tu
         evidence = {"unit": unit, "source": how, "date": today, "kind": "measured"}
         return {"value": float(f"{value:.4g}"), **evidence, **more}
 
-    by_form = figures.rates(readings.seconds)
+    by_form, curve = figures.rates(readings.seconds), figures.read_curve(readings.seconds, readings.sums)
     integer, real = figures.peaks(by_form)
     notes = {form: "/".join(f"{rate / 1e9:.4g}" for rate in rates.values()) for form, rates in by_form.items()}
     quantized = ", ".join(f"{form} {notes[form]}" for form in CPU_FORMS if form != "fp32")
@@ -247,18 +259,18 @@ def describe(readings: Readings, name: str, threads: int, decided: Device) -> tu
         "cores": figure(threads, "cores", f"threads that were used; {default_threads()} physical cores, by psutil"),
         "instruction_set": {"value": instructions, "source": "/proc/cpuinfo, or Python's platform module",
                             "date": today, "kind": "measured"},
-        "memory_bandwidth": figure(readings.curve[max(readings.curve)] / 1e9, "GB/s"),
+        "memory_bandwidth": figure(curve[max(curve)] / 1e9, "GB/s"),
         "int8_matmul_rate": figure(integer / 1e9, "GOP/s", note=f"{best}: {quantized}"),
         "fp32_matmul_rate": figure(real / 1e9, "GFLOP/s", note=f"{best}: {notes['fp32']}"),
         "bandwidth_by_working_set": [
             figure(speed / 1e9, "GB/s", working_set_mb=float(f"{size / 1e6:.4g}"))
-            for size, speed in sorted(readings.curve.items())
+            for size, speed in sorted(curve.items())
         ],
     }  # fmt: skip
     if here["clock_mhz"]:
         hardware["clock"] = figure(here["clock_mhz"] / 1e3, "GHz", "the clock when `calibrate` ran, by psutil")
     try:
-        efficiency = figures.derive(readings.seconds, readings.footprints, readings.curve, source, today, threads)
+        efficiency = figures.derive(readings.seconds, readings.footprints, curve, source, today, threads)
         device = Device.model_validate(
             {
                 "format": FORMAT,

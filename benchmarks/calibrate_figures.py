@@ -25,12 +25,13 @@ PROMPT_ROWS = (128, 512)
 PRODUCT = (4_096, 768)  # rows and columns of the matrix that prompts are multiplied by
 STEP_WIDTH, STEP_COUNTS = 768, (2, 8)
 EMPTY_COUNTS = (2, 32)
-STREAM_WIDTH, STREAM_COUNT = 1_536, 14  # 132 MB of float32
+READ_COUNTS = (2, 4, 8, 14, 20, 27, 34, 40, 47, 54, 67, 80, 108, 160, 220, 440)
+"""Matrices of `STEP_WIDTH` in INT8 blocks that are read one after the other: 1.2 to 267 MB, close together where
+third-level caches end."""
 HEADS, KV_HEADS, HEAD_DIM = 12, (12, 2), 64
 PROMPT_NEW, PROMPT_END, DEEP = 128, 512, 1_900
 GATED = (128, 2_048, 8)  # rows, width, times
 BYTES: Mapping[str, float] = {"fp32": 4.0, "int8": 1.03, "int4": 0.53, "int8_rows": 1.0}  # a number, with its scale
-CONTRAST = 1.3  # of two bandwidths, for what depends on the bandwidth to show
 LEAST_OF_A_STEP = 0.1  # for multiplying, whatever noise leaves of it
 OPERATORS_A_LAYER = 10
 """Two norms, four products, attention, and silu, product and taking apart of gate and up."""
@@ -64,6 +65,31 @@ def rates(seconds: Seconds) -> dict[str, dict[int, float]]:
     return found
 
 
+def read_curve(seconds: Seconds, sums: Curve) -> dict[float, float]:
+    """Bytes a second at which products of one row read their matrices, by bytes of the working set.
+
+    From chains of INT8 products. Each byte takes as long to multiply in all of them, and to read as long as a working
+    set of that size does: what a product of few matrices takes beyond numpy's reading of as much is multiplying, and
+    the rest, for any size, is reading. So the caches end where they end for products, whose pages are small and which
+    go through many matrices: numpy's sums of one array fade later and more slowly.
+
+    Args:
+        seconds: of one run of each timed graph; of `read.*` those that memory had room for.
+        sums: bytes a second that numpy reads at by bytes of the working set, small ones.
+    """
+    operator, run = operator_seconds(seconds)
+    size = BYTES["int8"] * STEP_WIDTH**2
+    taken = {
+        count: (seconds[f"read.{count}"] - count * operator - run) / (count * size)
+        for count in READ_COUNTS
+        if f"read.{count}" in seconds
+    }
+    least, largest = 1 / max(sums.values()), max(*sums, READ_COUNTS[0] * size)
+    beyond = [each - 1 / bandwidth_at(sums, count * size) for count, each in taken.items() if count * size <= largest]
+    multiplying = max(0.0, min(beyond))
+    return {count * size: 1 / max(each - multiplying, least) for count, each in taken.items()}
+
+
 def peaks(by_form: Mapping[str, Mapping[int, float]]) -> tuple[float, float]:
     """The highest rate of products of 8-bit numbers, and of float32, in operations a second."""
     quantized = max(max(rates.values()) for form, rates in by_form.items() if form != "fp32")
@@ -83,7 +109,7 @@ def derive(
     Args:
         seconds: of one run of each timed graph, by the names of `benchmarks.calibrate.probes`.
         footprints: peak memory and weight bytes by form, and `none`.
-        curve: bytes a second by bytes of the working set.
+        curve: bytes a second by bytes of the working set, see `read_curve`.
         source: how the set came about.
         day: when.
         cores: that the probes ran on.
@@ -95,7 +121,6 @@ def derive(
     integer, real = peaks(by_form)
     operator, run = operator_seconds(seconds)
     peak = {form: real if form == "fp32" else integer for form in CPU_FORMS}
-    bandwidth_share = _bandwidth_share(seconds, by_form["fp32"][1], curve, operator)
     rows, width, times = GATED
     reading = {cache: _attention_step(seconds, cache, curve, real, operator, cores) for cache in CPU_CACHES}
     prompt = 4 * PROMPT_NEW * PROMPT_END * whole_heads(HEADS, cores) * (HEAD_DIM + SCORE_NUMBERS)
@@ -104,7 +129,7 @@ def derive(
         source=source,
         date=day,
         kind="measured",
-        bandwidth_share=bandwidth_share,
+        bandwidth_share=1.0,  # the curve is what products read at
         pass_overhead_us=_digits(1e6 * run),
         layer_overhead_us=_digits(1e6 * OPERATORS_A_LAYER * operator),
         between_share=_share(
@@ -125,7 +150,7 @@ def derive(
         ),
         decode_share=FormShares(
             **{
-                form: _rate_share(form, _multiplying(form, by_form[form][1], curve, bandwidth_share, peak[form]), peak)
+                form: _rate_share(form, _multiplying(form, by_form[form][1], curve, peak[form]), peak)
                 for form in CPU_FORMS
             }
         ),
@@ -135,27 +160,11 @@ def derive(
     )
 
 
-def _bandwidth_share(seconds: Seconds, rate: float, curve: Curve, operator: float) -> float:
-    """Of the bandwidth, from float32 matrices that a cache holds and such that none holds.
-
-    A byte takes x / bandwidth to read and y to multiply, in both the same x and y. Where the two bandwidths are alike
-    that has no answer, and reading is taken to need what the bandwidth says. It never needs more than all of a probe's
-    time; and never less than the bandwidth says, since noise in a difference would look like a faster reader.
-    """
-    held, streamed = 4 * STEP_WIDTH**2, 4 * STREAM_WIDTH**2 * STREAM_COUNT
-    fast, slow = bandwidth_at(curve, STEP_COUNTS[1] * held), bandwidth_at(curve, streamed)
-    streaming, holding = (seconds["stream"] - STREAM_COUNT * operator) / streamed, 2 * STEP_WIDTH**2 / rate / held
-    if fast < CONTRAST * slow or streaming <= holding:
-        return 1.0
-    least = max(1 / (slow * streaming), 1 / (fast * holding))
-    return _digits(min(1.0, max((1 / slow - 1 / fast) / (streaming - holding), least)))
-
-
-def _multiplying(form: str, rate: float, curve: Curve, bandwidth_share: float, peak: float) -> float:
+def _multiplying(form: str, rate: float, curve: Curve, peak: float) -> float:
     """Operations a second of one row beside reading the matrix, from a rate that holds both; at most the peak."""
     size, numbers = BYTES[form] * STEP_WIDTH**2, 2 * STEP_WIDTH**2
     whole = numbers / rate
-    reading = size / (bandwidth_at(curve, STEP_COUNTS[1] * size) * bandwidth_share)
+    reading = size / bandwidth_at(curve, STEP_COUNTS[1] * size)
     return min(peak, numbers / max(whole - reading, LEAST_OF_A_STEP * whole))
 
 

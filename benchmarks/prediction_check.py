@@ -2,11 +2,11 @@
 
     python -m benchmarks.prediction_check --out DIR [--device my-machine.toml] [--threads N] [--rounds N]
 
-Takes the device file that `calibrate` wrote here, or calibrates first. Measures untrained models of several shapes,
-forms and depths in fresh processes, as `bench` does but shorter; fits the efficiencies on some shapes, from what the
-probes gave; and compares predictions with measurements of the others. Writes into DIR `prediction.json` (everything),
-`prediction.csv` (a line a figure) and `device.toml`: the device with the fitted efficiencies and the errors found, for
-`plan --device`. Exits 4 where a largest error is above its bound.
+Takes the device file that `calibrate` wrote here, or calibrates in the same rounds. Measures untrained models of
+several shapes, forms and depths in fresh processes, as `bench` does but shorter; fits the efficiencies on some shapes,
+from what the probes gave; and compares predictions with measurements of the others. Writes into DIR `prediction.json`
+(everything), `prediction.csv` (a line a figure) and `device.toml`: the device with the fitted efficiencies and the
+errors found, for `plan --device`. Exits 4 where a largest error is above its bound.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import csv
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from typing import Any
 from benchmarks.bench import default_threads, machine
 from benchmarks.bench_tables import table
 from benchmarks.budget import load_device
-from benchmarks.calibrate import run_calibrate
+from benchmarks.calibrate import Readings, describe
 from benchmarks.device import FORMAT, Device
 from benchmarks.device_file import write_device
 from benchmarks.efficiency import EFFICIENCIES, PredictionError
@@ -134,14 +133,13 @@ def run_check(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConflictError(f"{out}: exists already; choose another --out or move it away")
     threads, started = threads or default_threads(), time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        if device_file is None:
-            device_file = Path(folder) / "this-machine.toml"
-            run_calibrate(device_file, threads=threads)
-        device = load_device(str(device_file))
+    device = load_device(str(device_file or "host"))
     if device.processor != "cpu":
         raise UsageError(f"--device {device_file}: is a {device.processor.upper()}'s; models are measured on the CPU")
-    measured, busiest = measure(threads, rounds)
+    readings = None if device_file else Readings()
+    measured, busiest = measure(threads, rounds, readings)
+    if readings is not None:
+        device, _ = describe(readings, "this-machine", threads, device)
     here = machine()
     quiet = "" if busiest <= QUIET_CORES else f", other programs used up to {busiest:.1f} cores"
     source = f"`benchmarks.prediction_check`, {len(FITTED)} shapes fitted, {threads} threads{quiet}"
@@ -192,7 +190,9 @@ def main() -> int:
     """Run the check; the exit code is the program's own kind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="New folder for the results.")
-    parser.add_argument("--device", type=Path, help="This machine's device file; calibrated anew if not given.")
+    parser.add_argument(
+        "--device", type=Path, help="This machine's device file; calibrated in the same rounds if not given."
+    )
     parser.add_argument("--threads", type=int, help="CPU threads; all physical cores if not given.")
     parser.add_argument("--rounds", type=int, default=1, help="Fresh processes a model, the fastest counts.")
     parser.add_argument("--json", action="store_true", help="One JSON object on standard output.")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
+from benchmarks.calibrate import Readings, read_round
 from benchmarks.efficiency_fit import Measured
 from benchmarks.prediction_models import FITTED, FORMS, OTHERS, OTHERS_OF, SCORED, Form, make_checkpoint, make_export
 from benchmarks.process import child_command, run_child, wait_for_quiet
@@ -54,7 +55,7 @@ class Model:
     peak_rss_bytes: float = 0.0
 
 
-def measure(threads: int, rounds: int) -> tuple[list[Measured], float]:
+def measure(threads: int, rounds: int, readings: Readings | None = None) -> tuple[list[Measured], float]:
     """Every figure of every model, and the most cores that other programs used beside one.
 
     A time is the lowest of the rounds' medians: what disturbs a process only ever makes it slower, and a prediction is
@@ -66,6 +67,8 @@ def measure(threads: int, rounds: int) -> tuple[list[Measured], float]:
     Args:
         threads: CPU threads.
         rounds: fresh processes that measure each model's speed.
+        readings: gets what `calibrate` reads, once more before each round, so that both see the same machine: how much
+            of a cache that others share is this process's own changes within minutes.
 
     Raises:
         ChildFailure: a measuring process failed.
@@ -88,6 +91,10 @@ def measure(threads: int, rounds: int) -> tuple[list[Measured], float]:
             shutil.rmtree(checkpoint)
         wait_for_quiet()
         for mode in ["speed"] * rounds + ["memory"]:
+            if readings is not None and mode == "speed":
+                for name in read_round(readings, threads):
+                    progress.advance(0, name)
+                busiest = max(busiest, readings.other_cpu_cores)
             for model in models:
                 progress.advance(0, f"{mode} of {model.shape} {model.form}")
                 busiest = max(busiest, _measure_one(model, mode, threads))

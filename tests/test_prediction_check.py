@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 
 from benchmarks import prediction_check, prediction_measure
 from benchmarks.budget import load_device
+from benchmarks.calibrate import Readings
 from benchmarks.commands import devices, plan
-from benchmarks.device import FORMAT
+from benchmarks.device import FORMAT, Device
 from benchmarks.device_file import write_device
 from benchmarks.efficiency import CPU, CacheShares, Efficiency, FormCopies, FormShares
 from benchmarks.efficiency_fit import Measured, Vector, fit_efficiency, least_squares, with_efficiency
@@ -149,8 +151,9 @@ def test_a_wrong_error_is_refused(checked: dict[str, Any], tmp_path: Path) -> No
     assert "efficiency.error.combinations: " in str(caught.value)
 
 
-def test_the_whole_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real models, processes and files; whether the figures are good depends on the machine and is not asked."""
+@pytest.fixture
+def two_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of the check's own: one that is fitted and one that is scored."""
     tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 256}
     shapes = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
     one = FITTED["5m"].with_changes(**tiny, **shapes)
@@ -163,6 +166,11 @@ def test_the_whole_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(prediction_measure, "DEPTHS", (32,))
     quick = {**prediction_measure.QUICK, "prompts": (64,), "depths": (32,), "context_tokens": 128}
     monkeypatch.setattr(prediction_measure, "QUICK", quick)
+
+
+@pytest.mark.usefixtures("two_tiny_models")
+def test_the_whole_check(tmp_path: Path) -> None:
+    """Real models, processes and files; whether the figures are good depends on the machine and is not asked."""
     own = with_efficiency(HOST, CPU).model_copy(update={"format": FORMAT})
     write_device(own, tmp_path / "own.toml")
     result = run_check(tmp_path / "out", tmp_path / "own.toml", threads=1, rounds=2)
@@ -180,6 +188,34 @@ def test_the_whole_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         run_check(tmp_path / "out", tmp_path / "own.toml")
     with pytest.raises(UsageError, match="GPU"):
         run_check(tmp_path / "other", Path("rtx-3060"))
+
+
+@pytest.mark.usefixtures("two_tiny_models")
+def test_without_a_device_file_each_round_calibrates_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def read_round(readings: Readings, threads: int) -> Iterator[str]:
+        order.append(f"probes on {threads}")
+        readings.sums[1e6] = 1e9 * len(order)
+        readings.other_cpu_cores = 0.7
+        yield "bandwidth"
+
+    def measure_one(model: Model, mode: str, threads: int) -> float:
+        order.append(mode)
+        model.medians.setdefault(("decode", 50), []).append(1.0)
+        model.peak_rss_bytes = 8e7
+        return 0.0
+
+    def describe(readings: Readings, name: str, threads: int, decided: Device) -> tuple[Device, list[str]]:
+        assert readings.sums == {1e6: 4e9} and decided.name == "host"
+        return with_efficiency(HOST, CPU), []
+
+    monkeypatch.setattr(prediction_measure, "read_round", read_round)
+    monkeypatch.setattr(prediction_measure, "_measure_one", measure_one)
+    monkeypatch.setattr(prediction_check, "describe", describe)
+    result = run_check(tmp_path / "out", threads=3, rounds=2)
+    assert order == 2 * ["probes on 3", "speed", "speed"] + 2 * ["memory"]
+    assert result["other_cpu_cores"] == 0.7 and not result["clean"]
 
 
 def test_the_least_disturbed_round_counts(tmp_path: Path) -> None:
