@@ -29,13 +29,14 @@ from benchmarks.instructions import instruction_set
 from benchmarks.probe_graph import ProbeGraph
 from benchmarks.probes import attention, chain, gated, product
 from benchmarks.process import QUIET_CORES, child_command, run_child, wait_for_quiet
+from benchmarks.stats import quiet_quarter
 from sportsllm import console
 from sportsllm.errors import ConflictError, ResourceError, UsageError
 
 SECONDS_PER_FIGURE = 0.25
 TIMEOUT_S = 300.0
 SUMS_MIB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # read by numpy: what reading alone takes
-ROUNDS = 3  # over all that is timed; the fastest counts, since other programs, and where pages lie, halve some rates
+ROUNDS = 3  # over all that is timed: other programs, and where pages lie, halve some rates
 MOST_OF_MEMORY = 0.1  # of what is free, for a chain's weights: they are drawn, packed, mapped and prepacked
 FOOTPRINT_BYTES, FOOTPRINT_WIDTH = 50_000_000, 1_536
 
@@ -54,9 +55,10 @@ class Readings:
     """What the probes gave.
 
     Attributes:
-        seconds: of one run, by probe; the fastest round's.
+        seconds: of one run, by probe; `quiet_quarter` of the rounds.
         footprints: peak memory and weight bytes, by form and `none`.
-        sums: bytes a second that numpy read at by bytes of the working set; the fastest round's.
+        sums: bytes a second that numpy read at by bytes of the working set; of the same rounds.
+        rounds: what each of both took, in seconds, by the same keys.
         other_cpu_cores: the most that other programs used beside a probe.
     """
 
@@ -64,6 +66,12 @@ class Readings:
     footprints: dict[str, tuple[int, int]] = field(default_factory=dict)
     sums: dict[float, float] = field(default_factory=dict)
     other_cpu_cores: float = 0.0
+    rounds: dict[str | float, list[float]] = field(default_factory=dict)
+
+    def add(self, key: str | float, seconds: float) -> float:
+        """Another round's time of one thing; returns that of all so far."""
+        self.rounds.setdefault(key, []).append(seconds)
+        return quiet_quarter(self.rounds[key])
 
 
 def probes() -> dict[str, Probe]:
@@ -119,7 +127,7 @@ def read_machine(threads: int, rounds: int = ROUNDS, seconds_per_figure: float =
 
 
 def read_round(readings: Readings, threads: int, seconds_per_figure: float = SECONDS_PER_FIGURE) -> Iterator[str]:
-    """Run every probe once and keep in `readings` what is faster than before; memory is read the first time only.
+    """Run every probe once more and add that to `readings`; memory is read the first time only.
 
     Yields:
         What was read, after each.
@@ -131,7 +139,7 @@ def read_round(readings: Readings, threads: int, seconds_per_figure: float = SEC
         specification = {"mode": "bandwidth", "threads": threads, "working_set_bytes": int(mebibytes * 2**20)}
         payload = _run(readings, specification, "benchmarks.child", f"bandwidth of {mebibytes:g} MiB")
         size, speed = float(payload["working_set_bytes"]), float(payload["bandwidth_bytes_per_s"])
-        readings.sums[size] = max(speed, readings.sums.get(size, 0.0))
+        readings.sums[size] = size / readings.add(size, size / speed)
         yield f"bandwidth, {mebibytes:g} MiB"
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         graph = Path(folder) / "probe.onnx"
@@ -146,8 +154,7 @@ def read_round(readings: Readings, threads: int, seconds_per_figure: float = SEC
             if probe.mode == "footprint":
                 readings.footprints[form] = (int(payload["peak_rss_bytes"]), weights)
             else:
-                seconds = float(payload["seconds"])
-                readings.seconds[name] = min(seconds, readings.seconds.get(name, seconds))
+                readings.seconds[name] = readings.add(name, float(payload["seconds"]))
             yield name
 
 
@@ -172,7 +179,7 @@ def run_calibrate(
         name: the device's; the file's where not given.
         threads: CPU threads; all physical cores where not given.
         limits_from: the device whose limits the file gets: they are decisions, never taken from what was measured.
-        rounds: through everything that is timed; the fastest counts.
+        rounds: through everything that is timed; `quiet_quarter` counts.
 
     Returns:
         `out`, `device`, `limits_from`, `threads`, `rounds`, `bandwidth_gb_per_s` by MB of the working set, `gop_per_s`

@@ -97,7 +97,7 @@ def calibrate(
     ] = "host",
     rounds: Annotated[
         int,
-        typer.Option("--rounds", min=1, help="Through all that is timed; the fastest counts. More where it is noisy."),
+        typer.Option("--rounds", min=1, help="Through all that is timed; the lower quartile counts."),
     ] = 3,
 ) -> dict[str, Any]:
     """Measure this machine, in one to two minutes, and write it as a device file."""

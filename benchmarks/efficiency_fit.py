@@ -40,7 +40,7 @@ _TABLES = (
 class Measured:
     """One figure of one model: `kind` is decode (ms at depth `tokens`), ttft (ms for so many) or memory (bytes).
 
-    `value` is the lowest of several rounds, the median of which lies `rounds_above_percent` above it.
+    `value` is the `quiet_quarter` of several rounds, the median of which lies `rounds_above_percent` above it.
     """
 
     shape: str

@@ -194,7 +194,7 @@ def main() -> int:
         "--device", type=Path, help="This machine's device file; calibrated in the same rounds if not given."
     )
     parser.add_argument("--threads", type=int, help="CPU threads; all physical cores if not given.")
-    parser.add_argument("--rounds", type=int, default=1, help="Fresh processes a model, the fastest counts.")
+    parser.add_argument("--rounds", type=int, default=1, help="Fresh processes a model; the lower quartile counts.")
     parser.add_argument("--json", action="store_true", help="One JSON object on standard output.")
     arguments = parser.parse_args()
     console.use_stderr(arguments.json)

@@ -7,13 +7,14 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 
 from benchmarks.calibrate import Readings, read_round
 from benchmarks.efficiency_fit import Measured
 from benchmarks.prediction_models import FITTED, FORMS, OTHERS, OTHERS_OF, SCORED, Form, make_checkpoint, make_export
 from benchmarks.process import child_command, run_child, wait_for_quiet
+from benchmarks.stats import quiet_quarter
 from benchmarks.stored import Stored
 from sportsllm import console
 from sportsllm.config import ModelConfig
@@ -37,8 +38,8 @@ TIMEOUT_S = 300.0
 
 def combinations() -> Iterator[tuple[str, ModelConfig, dict[str, Form]]]:
     """Each shape with its forms; fitted and scored ones in turns, so that they see the same machine."""
-    turns = chain.from_iterable(zip(FITTED.items(), SCORED.items(), strict=True))
-    for name, config in turns:
+    turns = chain.from_iterable(zip_longest(FITTED.items(), SCORED.items()))
+    for name, config in filter(None, turns):
         yield name, config, {**FORMS, **{other: OTHERS[other] for other in OTHERS_OF.get(name, ())}}
 
 
@@ -58,8 +59,7 @@ class Model:
 def measure(threads: int, rounds: int, readings: Readings | None = None) -> tuple[list[Measured], float]:
     """Every figure of every model, and the most cores that other programs used beside one.
 
-    A time is the lowest of the rounds' medians: what disturbs a process only ever makes it slower, and a prediction is
-    of a machine that does nothing else.
+    A time is the `quiet_quarter` of the rounds' medians, since a prediction is of a machine that does nothing else.
 
     All models are there before the first is measured, and each round goes through all of them, so that a machine that
     is slower for a while is so for all.
@@ -123,5 +123,6 @@ def _measure_one(model: Model, mode: str, threads: int) -> float:
 def _figures(model: Model) -> Iterator[Measured]:
     found = {("memory", MEMORY_TOKENS): [model.peak_rss_bytes], **model.medians}
     for (kind, tokens), values in found.items():
-        apart = 100 * (statistics.median(values) / min(values) - 1)
-        yield Measured(model.shape, model.form, model.config, model.stored, kind, tokens, min(values), apart)
+        value = quiet_quarter(values)
+        apart = 100 * (statistics.median(values) / value - 1)
+        yield Measured(model.shape, model.form, model.config, model.stored, kind, tokens, value, apart)

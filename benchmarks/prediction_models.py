@@ -34,6 +34,7 @@ def _shape(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_head
 FITTED: Mapping[str, ModelConfig] = {
     "1m": PRESETS["tiny-1m"].with_changes(max_position_embeddings=CONTEXT),
     "5m": PRESETS["tiny-5m"].with_changes(max_position_embeddings=CONTEXT),
+    "23m": _shape(8_000, 640, 1_792, 4, 10, 2),
     "60m": _shape(16_000, 640, 1_792, 10, 10, 5),
     "small": PRESETS["small"],
 }
