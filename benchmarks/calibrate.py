@@ -77,10 +77,10 @@ class Readings:
 def probes() -> dict[str, Probe]:
     """What is run, by the names that `benchmarks.calibrate_figures` reads."""
     found = {"footprint.none": Probe(partial(chain, "int4", figures.BLOCK, 1), "footprint")}
-    for count in figures.EMPTY_COUNTS:
-        found[f"empty.{count}"] = Probe(partial(chain, "int4", figures.BLOCK, count))
     width = figures.STEP_WIDTH
     for form in CPU_FORMS:
+        for count in figures.EMPTY_COUNTS:
+            found[f"empty.{form}.{count}"] = Probe(partial(chain, form, figures.EMPTY_WIDTH[form], count))
         for rows in figures.PROMPT_ROWS:
             found[f"product.{form}.{rows}"] = Probe(partial(product, form, rows, *figures.PRODUCT))
         for count in figures.STEP_COUNTS:

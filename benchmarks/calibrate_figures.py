@@ -14,6 +14,7 @@ from benchmarks.efficiency import (
     Curve,
     Efficiency,
     FormCopies,
+    FormOverheads,
     FormShares,
     bandwidth_at,
     whole_heads,
@@ -25,6 +26,7 @@ PROMPT_ROWS = (128, 512)
 PRODUCT = (4_096, 768)  # rows and columns of the matrix that prompts are multiplied by
 STEP_WIDTH, STEP_COUNTS = 768, (2, 8)
 EMPTY_COUNTS = (2, 32)
+EMPTY_WIDTH: Mapping[str, int] = {"fp32": 32, "int8": BLOCK, "int4": BLOCK, "int8_rows": BLOCK}  # next to no work
 READ_COUNTS = (2, 4, 8, 14, 20, 27, 34, 40, 47, 54, 67, 80, 108, 160, 220, 440)
 """Matrices of `STEP_WIDTH` in INT8 blocks that are read one after the other: 1.2 to 267 MB, close together where
 third-level caches end."""
@@ -39,12 +41,15 @@ OPERATORS_A_LAYER = 10
 Seconds = Mapping[str, float]
 
 
-def operator_seconds(seconds: Seconds) -> tuple[float, float]:
-    """What an operator with next to no work takes, and what a run takes besides: slope and start of a line."""
+def operator_seconds(seconds: Seconds, form: str = "fp32") -> tuple[float, float]:
+    """What a product with next to no work takes, and what a run takes besides: slope and start of a line.
+
+    That of float32 stands for any operator; those of packed matrices round what they multiply first.
+    """
     few, many = EMPTY_COUNTS
-    slope = (seconds[f"empty.{many}"] - seconds[f"empty.{few}"]) / (many - few)
+    slope = (seconds[f"empty.{form}.{many}"] - seconds[f"empty.{form}.{few}"]) / (many - few)
     slope = max(slope, 0.0)
-    return slope, max(seconds[f"empty.{few}"] - few * slope, 0.0)
+    return slope, max(seconds[f"empty.{form}.{few}"] - few * slope, 0.0)
 
 
 def rates(seconds: Seconds) -> dict[str, dict[int, float]]:
@@ -52,10 +57,10 @@ def rates(seconds: Seconds) -> dict[str, dict[int, float]]:
 
     That of one row is the slope between a short and a longer chain, without what any operator takes.
     """
-    empty, _ = operator_seconds(seconds)
     few, many = STEP_COUNTS
     found: dict[str, dict[int, float]] = {}
     for form in CPU_FORMS:
+        empty, _ = operator_seconds(seconds, form)
         whole = (seconds[f"step.{form}.{many}"] - seconds[f"step.{form}.{few}"]) / (many - few)
         # A product takes at least a tenth of the time that was seen: what is left after noise is no rate.
         step = max(whole - empty, LEAST_OF_A_STEP * seconds[f"step.{form}.{many}"] / many)
@@ -77,7 +82,7 @@ def read_curve(seconds: Seconds, sums: Curve) -> dict[float, float]:
         seconds: of one run of each timed graph; of `read.*` those that memory had room for.
         sums: bytes a second that numpy reads at by bytes of the working set, small ones.
     """
-    operator, run = operator_seconds(seconds)
+    operator, run = operator_seconds(seconds, "int8")
     size = BYTES["int8"] * STEP_WIDTH**2
     taken = {
         count: (seconds[f"read.{count}"] - count * operator - run) / (count * size)
@@ -132,6 +137,9 @@ def derive(
         bandwidth_share=1.0,  # the curve is what products read at
         pass_overhead_us=_digits(1e6 * run),
         layer_overhead_us=_digits(1e6 * OPERATORS_A_LAYER * operator),
+        product_overhead_us=FormOverheads(
+            **{form: _digits(1e6 * max(0.0, operator_seconds(seconds, form)[0] - operator)) for form in CPU_FORMS}
+        ),
         between_share=_share(
             5 * 4 * rows * width * times, seconds["between"], bandwidth_at(curve, 3 * 4 * rows * width)
         ),

@@ -58,6 +58,16 @@ class FormCopies(Strict):
     fp16: Copies | None = None
 
 
+class FormOverheads(Strict):
+    """Microseconds for each form of a matrix."""
+
+    fp32: Microseconds = 0.0
+    int8: Microseconds = 0.0
+    int4: Microseconds = 0.0
+    int8_rows: Microseconds = 0.0
+    fp16: Microseconds = 0.0
+
+
 class CacheShares(Strict):
     """A share for each precision of the key/value cache."""
 
@@ -96,6 +106,8 @@ class Efficiency(Strict):
         cache_share: the same, reading keys and values.
         pass_overhead_us: time of any pass through the model beside all else, in us.
         layer_overhead_us: the same that each layer adds.
+        product_overhead_us: what a product of a form takes beside its work more than a plain operator, which rounds no
+            activations; none in files that were written before it was told apart.
         prefill_share: of the device's peak rate for a form (fp32, or int8 for what is quantized), with many rows,
             a block's scale counted as `benchmarks.stored.SCALE_NUMBERS`, an output as `OUTPUT_NUMBERS`.
         decode_share: the same with one row, beside reading.
@@ -116,6 +128,7 @@ class Efficiency(Strict):
     bandwidth_share: RateShare
     pass_overhead_us: Microseconds
     layer_overhead_us: Microseconds
+    product_overhead_us: FormOverheads = FormOverheads()
     between_share: PositiveShare
     runtime_mb: float = Field(ge=1, le=100_000)
     cache: Annotated[str, Field(pattern="^(fp32|fp16|int8)$")] = "fp32"

@@ -29,10 +29,11 @@ SLOWER_SCORES = 0.1  # the second start's rate of scores, beside the first one's
 LEAST_OVERHEAD_US = 10.0  # to start from: the logarithm of nothing leads nowhere
 Vector = npt.NDArray[np.float64]
 
-# What is fitted; of the tables those entries that the start has and a measurement could tell.
+# What is fitted; of the tables those entries that the start has, above 0, and a measurement could tell.
 _NUMBERS = ("bandwidth_share", "between_share", "pass_overhead_us", "layer_overhead_us", "runtime_mb")
 _TABLES = (
     "cache_share", "attention_share", "attention_step_share", "prefill_share", "decode_share", "weight_copies",
+    "product_overhead_us",
 )  # fmt: skip
 
 
@@ -134,10 +135,11 @@ def least_squares(residuals: Callable[[Vector], Vector], start: Vector, highest:
 def _parameters(start: Efficiency) -> tuple[list[tuple[str, str]], Vector, Vector]:
     """Names (field and, in a table, entry), logarithms to start from, and their bounds."""
     names = [(name, "") for name in _NUMBERS]
-    names += [(table, entry) for table in _TABLES for entry, value in getattr(start, table) if value is not None]
+    names += [(table, entry) for table in _TABLES for entry, value in getattr(start, table) if value]
     values = [_value(start, *name) for name in names]
     logs = [
-        math.log(max(v, LEAST_OVERHEAD_US) if n.endswith("_us") else v) for (n, _), v in zip(names, values, strict=True)
+        math.log(max(value, LEAST_OVERHEAD_US) if name in _NUMBERS and name.endswith("_us") else value)
+        for (name, _), value in zip(names, values, strict=True)
     ]
     highest = [_highest(name) for name, _ in names]
     return names, np.array(logs), np.array(highest)

@@ -28,6 +28,7 @@ from benchmarks.efficiency import (
     CacheShares,
     Efficiency,
     FormCopies,
+    FormOverheads,
     FormShares,
     bandwidth_at,
     longer,
@@ -63,6 +64,7 @@ P95_OVER_P50 = 1.25
 GROWING_MOVES = 5
 """Times that a growing cache's bytes move in a step before attention reads them: copied into the graph's input (2),
 joined with what is new (2), half of it transposed (1). See `export.buffers.GrowingCache` and `export.standard`."""
+PRODUCTS_A_LAYER = 4  # queries, keys and values in one, outputs, gate and up in one, down
 STANDARD_OPERATORS = 6
 """Operators of a layer of `export.standard`, 59 at work, beside the 10 of `export.contrib`."""
 LONG_PIECE_TOKENS = 32  # `export.int8_prompts.LONG_PIECE`: from here on an INT8 cache is read back for attention
@@ -174,7 +176,8 @@ def tpot_ms(config: ModelConfig, device: Device, stored: Stored, depth: int) -> 
     operations = 4 * config.num_hidden_layers * _heads(config, device) * config.head_dim * depth
     scores = operations / (_peak(device, "fp32") * _of(efficiency.attention_step_share, device, cache))
     attention = longer(cached / rate, scores)
-    return 1000 * (weights + copied + attention) + _overhead_ms(config, efficiency, stored)
+    overhead = _overhead_ms(config, device, stored, [part.form for part in parts.decoding])
+    return 1000 * (weights + copied + attention) + overhead
 
 
 def _copying_s(device: Device, efficiency: Efficiency, cached: float, working_set: float) -> float:
@@ -218,7 +221,7 @@ def _reading_ms(config: ModelConfig, device: Device, stored: Stored, body: Part,
             seconds += layers * widened / (_bandwidth(device, widened) * efficiency.between_share)
         a_layers = 4 * new * _numbers_between(config)
         seconds += between * new / (_bandwidth(device, a_layers) * efficiency.between_share)
-        seconds += _overhead_ms(config, efficiency, stored) / 1000
+        seconds += _overhead_ms(config, device, stored, [body.form]) / 1000
     return 1000 * seconds
 
 
@@ -283,7 +286,7 @@ def _cache(device: Device, efficiency: Efficiency, stored: Stored) -> str:
     return stored.cache or efficiency.cache
 
 
-def _of(table: FormShares | FormCopies | CacheShares, device: Device, name: str) -> float:
+def _of(table: FormShares | FormCopies | FormOverheads | CacheShares, device: Device, name: str) -> float:
     """A form's share; on a CPU half precision is float32 by the time it is used."""
     found = getattr(table, "fp32" if name == "fp16" and device.processor == "cpu" else name)
     if found is None:
@@ -298,9 +301,15 @@ def _bandwidth(device: Device, working_set: float) -> float:
     return bandwidth_at(curve, working_set) if curve else 1e9 * hardware.memory_bandwidth.value
 
 
-def _overhead_ms(config: ModelConfig, efficiency: Efficiency, stored: Stored) -> float:
+def _overhead_ms(config: ModelConfig, device: Device, stored: Stored, forms: Sequence[str]) -> float:
+    """Of a pass with layers of the first form and, where there is a second, a head of that."""
+    efficiency = efficiency_of(device)
     layers = config.num_hidden_layers * (STANDARD_OPERATORS if stored.standard else 1)
-    return (efficiency.pass_overhead_us + layers * efficiency.layer_overhead_us) / 1000
+    counts = (PRODUCTS_A_LAYER * config.num_hidden_layers, 1)
+    products = sum(
+        count * _of(efficiency.product_overhead_us, device, form) for count, form in zip(counts, forms, strict=False)
+    )
+    return (efficiency.pass_overhead_us + layers * efficiency.layer_overhead_us + products) / 1000
 
 
 def _peak(device: Device, form: str) -> float:

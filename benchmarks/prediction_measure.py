@@ -20,7 +20,7 @@ from sportsllm import console
 from sportsllm.config import ModelConfig
 
 PROMPTS, DEPTHS, MEMORY_TOKENS = (128, 512), (32, 512, 1_024), 1_024
-STEPS, WARM_UP_STEPS = 24, 6
+STEPS, WARM_UP_STEPS = 128, 6
 QUICK = {
     "seed": 0,
     "prompts": PROMPTS,
@@ -32,7 +32,8 @@ QUICK = {
     "context_tokens": MEMORY_TOKENS,
     "memory_steps": 8,
 }
-"""Fewer steps and repeats than `bench` takes: two dozen models have to be through in minutes."""
+"""`bench`'s steps, but fewer repeats: some thirty models have to be through in minutes. With 24 steps a figure would be
+that of one depth, and at some, for a model, ONNX Runtime's attention takes half as long again (docs/log.md)."""
 TIMEOUT_S = 300.0
 
 

@@ -110,6 +110,7 @@ READ_BYTES = [count * calibrate_figures.BYTES["int8"] * 768**2 for count in cali
 CURVE = {size: bandwidth_at({READ_BYTES[7]: 2 * BANDWIDTH, 100e6: BANDWIDTH}, size) for size in READ_BYTES}
 SUMS = {0.5e6: 2 * BANDWIDTH, 16e6: 2 * BANDWIDTH}
 EMPTY_S = 2e-6
+ROUNDING_S = {"fp32": 0.0, "int8": 0.25e-6, "int4": 0.5e-6, "int8_rows": 1e-6}
 STEP_SHARE = {"fp32": 0.5, "int8": 0.2, "int4": 0.4, "int8_rows": 0.3}
 # The peak counts multiplications alone, so that what is counted besides comes on top of it.
 ROWS_SHARE = 1 + OUTPUT_NUMBERS["int8_rows"] / calibrate_figures.PRODUCT[1]
@@ -125,16 +126,20 @@ def _readings() -> Readings:
         multiplying = 2 * numbers * scales[form] / (peak[form] * STEP_SHARE[form])
         return multiplying + numbers * f.BYTES[form] / bandwidth
 
-    for count in f.EMPTY_COUNTS:
-        seconds[f"empty.{count}"] = 5e-6 + count * EMPTY_S
     for form in CPU_FORMS:
+        for count in f.EMPTY_COUNTS:
+            seconds[f"empty.{form}.{count}"] = 5e-6 + count * (EMPTY_S + ROUNDING_S[form])
         for rows in f.PROMPT_ROWS:
             work = 2 * rows * f.PRODUCT[0] * (f.PRODUCT[1] * scales[form] + OUTPUT_NUMBERS[form])
             seconds[f"product.{form}.{rows}"] = work / (peak[form] * PREFILL_SHARE[form])
         for count in f.STEP_COUNTS:
-            seconds[f"step.{form}.{count}"] = 5e-6 + count * (EMPTY_S + step_s(form, f.STEP_WIDTH**2, 2 * BANDWIDTH))
+            seconds[f"step.{form}.{count}"] = 5e-6 + count * (
+                EMPTY_S + ROUNDING_S[form] + step_s(form, f.STEP_WIDTH**2, 2 * BANDWIDTH)
+            )
     for count, bandwidth in zip(f.READ_COUNTS, CURVE.values(), strict=True):
-        seconds[f"read.{count}"] = 5e-6 + count * (EMPTY_S + step_s("int8", f.STEP_WIDTH**2, bandwidth))
+        seconds[f"read.{count}"] = 5e-6 + count * (
+            EMPTY_S + ROUNDING_S["int8"] + step_s("int8", f.STEP_WIDTH**2, bandwidth)
+        )
     rows, width, times = f.GATED
     seconds["between"] = 20 * rows * width * times / (0.25 * (2 * BANDWIDTH))
     for cache, size in (("fp32", 4), ("int8", 1)):
@@ -158,6 +163,7 @@ def test_figures_of_a_machine_that_is_known() -> None:
         assert getattr(own.decode_share, form) == pytest.approx(STEP_SHARE[form], rel=1e-3)
         assert getattr(own.prefill_share, form) == pytest.approx(PREFILL_SHARE[form], rel=1e-3)
         assert getattr(own.weight_copies, form) == pytest.approx(60 / 50, rel=1e-3)
+        assert getattr(own.product_overhead_us, form) == pytest.approx(1e6 * ROUNDING_S[form], abs=1e-3)
     for cache in ("fp32", "int8"):
         assert getattr(own.cache_share, cache) == pytest.approx(0.6, rel=2e-3)
         assert getattr(own.attention_step_share, cache) == pytest.approx(0.1, rel=2e-3)
@@ -170,7 +176,7 @@ def test_figures_of_a_machine_that_is_known() -> None:
 
 def test_noise_gives_the_largest_share_and_never_a_negative_one() -> None:
     readings = _readings()
-    readings.seconds |= {"attention.fp32.12": 1e-9, "step.int4.8": 5e-6, "empty.32": 1e-9}
+    readings.seconds |= {"attention.fp32.12": 1e-9, "step.int4.8": 5e-6, "empty.fp32.32": 1e-9}
     own = describe(readings, "noisy", 2, load_device("host"))[0].efficiency
     assert own is not None
     assert (
@@ -215,6 +221,7 @@ def test_the_file_says_what_was_measured_and_what_was_decided(written: Path) -> 
     size = numbers * (1 / 2 + 4 / 128) + table * (1 + 4 / 128)
     multiplying = (2 * numbers / (0.4 * GOP) + 2 * table / (0.2 * GOP)) * (1 + 16 / 128)
     seconds = size / bandwidth_at(CURVE, size) + multiplying + 5e-6 + 12 * 10 * EMPTY_S
+    seconds += 12 * 4 * ROUNDING_S["int4"] + ROUNDING_S["int8"]
     assert tpot_ms(PRESETS["small"], device, Stored("int4", 128), 0) == pytest.approx(1_000 * seconds, rel=1e-3)
 
 
@@ -295,7 +302,10 @@ def test_refusals_before_anything_is_measured(tmp_path: Path) -> None:
 
 
 def test_the_lower_quartile_of_the_rounds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates, runs = {0.5: [9e9, 4e9, 8e9], 1.0: [5e9, 6e9, 7e9]}, {"empty.2": [3.0, 1.0, 2.0], "footprint.none": [0.0]}
+    rates, runs = (
+        {0.5: [9e9, 4e9, 8e9], 1.0: [5e9, 6e9, 7e9]},
+        {"empty.fp32.2": [3.0, 1.0, 2.0], "footprint.none": [0.0]},
+    )
     read: list[float] = []
 
     def run(_: Readings, specification: dict[str, Any], module: str, what: str) -> dict[str, Any]:
@@ -315,8 +325,8 @@ def test_the_lower_quartile_of_the_rounds_counts(monkeypatch: pytest.MonkeyPatch
     assert found.sums == pytest.approx(
         {2**19: 2 / (1 / 9e9 + 1 / 8e9), 2**20: 2 / (1 / 7e9 + 1 / 6e9)}
     ) and read == 3 * [0.5, 1.0]
-    assert found.seconds == {"empty.2": 1.5} and found.footprints["none"][0] == 5
-    assert runs == {"empty.2": [], "footprint.none": []}  # memory is looked at once
+    assert found.seconds == {"empty.fp32.2": 1.5} and found.footprints["none"][0] == 5
+    assert runs == {"empty.fp32.2": [], "footprint.none": []}  # memory is looked at once
 
 
 def test_a_curve_of_bandwidth_is_found_again() -> None:
@@ -329,8 +339,9 @@ def test_a_curve_of_bandwidth_is_found_again() -> None:
 def test_a_cache_that_no_chain_fits_is_not_taken_for_multiplying() -> None:
     """Chains start at 1.2 MB; numpy's smallest set may be read from a cache that none of them sees."""
     seconds, f = dict(_readings().seconds), calibrate_figures
+    a_matrix = EMPTY_S + ROUNDING_S["int8"] + f.BYTES["int8"] * f.STEP_WIDTH**2 / BANDWIDTH + 1e-7
     for count in f.READ_COUNTS:
-        seconds[f"read.{count}"] = 5e-6 + count * (EMPTY_S + f.BYTES["int8"] * f.STEP_WIDTH**2 / BANDWIDTH + 1e-7)
+        seconds[f"read.{count}"] = 5e-6 + count * a_matrix
     found = f.read_curve(seconds, {0.5e6: 50 * BANDWIDTH, 2e6: BANDWIDTH, 16e6: BANDWIDTH})
     assert list(found.values()) == pytest.approx([BANDWIDTH] * len(READ_BYTES))
 
@@ -384,7 +395,7 @@ def test_limits_that_cannot_hold_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two real probes in real processes; the others' times are those of the machine above."""
     real = probes()
-    few = {name: real[name] for name in ("empty.2", "footprint.none")}
+    few = {name: real[name] for name in ("empty.fp32.2", "footprint.none")}
     monkeypatch.setattr(calibrate, "probes", lambda: few)
     monkeypatch.setattr(calibrate, "SUMS_MIB", (0.5, 1.0))
     rest = _readings()
