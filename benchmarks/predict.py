@@ -3,7 +3,7 @@
     time per token    = weights + cache + overhead; with a growing cache its copies too
       weights         = sum over forms of bytes / (bandwidth * share) + 2 numbers / (peak * share)
       cache           = bytes / (bandwidth * share) or 4 layers width depth / (fp32 peak * share)
-      overhead        = a pass's own + layers * a layer's own
+      overhead        = a pass's own + layers * a layer's own + products * what rounding activations takes for each
     time to a token   = sum over pieces of the prompt of products, or weights once + attention
                         + what lies between products + overhead; and the head for the last token
     peak memory       = runtime + copies * weights + cache + activations of one piece of the prompt

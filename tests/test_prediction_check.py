@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from benchmarks.calibrate import Readings
 from benchmarks.commands import devices, plan
 from benchmarks.device import FORMAT, Device
 from benchmarks.device_file import write_device
-from benchmarks.efficiency import CPU, CacheShares, Efficiency, FormCopies, FormShares
+from benchmarks.efficiency import CPU, CacheShares, Efficiency, FormCopies, FormOverheads, FormShares
 from benchmarks.efficiency_fit import Measured, Vector, fit_efficiency, least_squares, with_efficiency
 from benchmarks.predict import efficiency_of, peak_memory_bytes, tpot_ms, ttft_ms
-from benchmarks.prediction_check import check, errors, run_check
+from benchmarks.prediction_check import check, disturbances, errors, run_check
 from benchmarks.prediction_measure import Model, _figures, combinations
 from benchmarks.prediction_models import FITTED, FORMS, SCORED, Form
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
@@ -33,6 +34,7 @@ TRUE = Efficiency(
     bandwidth_share=0.8,
     pass_overhead_us=60.0,
     layer_overhead_us=15.0,
+    product_overhead_us=FormOverheads(int8=0.5, int4=0.7, int8_rows=2.0),
     between_share=0.2,
     runtime_mb=80.0,
     cache_share=CacheShares(fp32=0.7, int8=0.5),
@@ -42,6 +44,9 @@ TRUE = Efficiency(
     decode_share=FormShares(fp32=0.05, int8=0.05, int4=0.1, int8_rows=0.08),
     weight_copies=FormCopies(fp32=1.3, int8=2.0, int4=1.8, int8_rows=1.2),
 )
+
+
+START = CPU.model_copy(update={"product_overhead_us": FormOverheads(int8=1, int4=1, int8_rows=1)})
 
 
 def _measured(noise: float = 0.0) -> list[Measured]:
@@ -74,7 +79,7 @@ def test_least_squares_finds_a_known_minimum_and_stays_within_bounds() -> None:
 
 @pytest.fixture(scope="module")
 def checked() -> dict[str, Any]:
-    return check(with_efficiency(HOST, CPU), _measured(), "a test", "a made-up machine")
+    return check(with_efficiency(HOST, START), _measured(), "a test", "a made-up machine")
 
 
 def test_the_fit_finds_the_machine_and_predicts_shapes_it_has_not_seen(checked: dict[str, Any]) -> None:
@@ -88,6 +93,8 @@ def test_the_fit_finds_the_machine_and_predicts_shapes_it_has_not_seen(checked: 
     assert fitted.weight_copies.fp32 == pytest.approx(1.3, rel=0.05)
     assert fitted.runtime_mb == pytest.approx(80, rel=0.05)
     assert fitted.prefill_share.int4 == pytest.approx(0.25, rel=0.15)
+    assert fitted.product_overhead_us.int8_rows == pytest.approx(2.0, rel=0.15)
+    assert fitted.product_overhead_us.fp32 == 0  # that of any operator, which the layer's overhead has
     assert fitted.error.combinations == found["fitted"]["decode"]["figures"]
     assert fitted.error.ttft_largest_percent == found["fitted"]["ttft"]["largest_percent"]
 
@@ -216,6 +223,19 @@ def test_without_a_device_file_each_round_calibrates_too(tmp_path: Path, monkeyp
     result = run_check(tmp_path / "out", threads=3, rounds=2)
     assert order == 2 * ["probes on 3", "speed", "speed"] + 2 * ["memory"]
     assert result["other_cpu_cores"] == 0.7 and not result["clean"]
+    assert result["disturbances"] == [
+        "other programs used up to 0.7 cores",
+        "2 of the 5 rounds that tell how far they differ",
+    ]
+
+
+def test_rounds_that_differ_are_not_called_clean() -> None:
+    (one, *_) = (each for each in _measured() if each.kind == "decode")
+    near, far = replace(one, rounds_above_percent=2.0), replace(one, rounds_above_percent=11.0)
+    memory = replace(one, kind="memory")
+    assert disturbances([near, near, far, memory, memory, memory], 5, 0.0) == []
+    (why,) = disturbances([near, far, far, memory, memory, memory], 5, 0.0)
+    assert "11% or more above their quartile" in why
 
 
 def test_the_quiet_quarter_of_the_rounds_counts(tmp_path: Path) -> None:
