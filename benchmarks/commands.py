@@ -97,7 +97,9 @@ def calibrate(
     ] = "host",
     rounds: Annotated[
         int,
-        typer.Option("--rounds", min=1, help="Through all that is timed; the lower quartile counts."),
+        typer.Option(
+            "--rounds", min=1, help="Through all that is timed; the lower quartile counts. More where it is noisy."
+        ),
     ] = 3,
 ) -> dict[str, Any]:
     """Measure this machine, in one to two minutes, and write it as a device file."""
