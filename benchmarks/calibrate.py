@@ -35,7 +35,6 @@ from sportsllm.errors import ConflictError, ResourceError, UsageError
 
 SECONDS_PER_FIGURE = 0.25
 TIMEOUT_S = 300.0
-SUMS_MIB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # read by numpy: what reading alone takes
 ROUNDS = 3  # over all that is timed: other programs, and where pages lie, halve some rates
 MOST_OF_MEMORY = 0.1  # of what is free, for a chain's weights: they are drawn, packed, mapped and prepacked
 FOOTPRINT_BYTES, FOOTPRINT_WIDTH = 50_000_000, 1_536
@@ -57,21 +56,19 @@ class Readings:
     Attributes:
         seconds: of one run, by probe; `quiet_quarter` of the rounds.
         footprints: peak memory and weight bytes, by form and `none`.
-        sums: bytes a second that numpy read at by bytes of the working set; of the same rounds.
-        rounds: what each of both took, in seconds, by the same keys.
+        rounds: what each round took, in seconds, by the same keys.
         other_cpu_cores: the most that other programs used beside a probe.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
     footprints: dict[str, tuple[int, int]] = field(default_factory=dict)
-    sums: dict[float, float] = field(default_factory=dict)
     other_cpu_cores: float = 0.0
-    rounds: dict[str | float, list[float]] = field(default_factory=dict)
+    rounds: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, key: str | float, seconds: float) -> float:
-        """Another round's time of one thing; returns that of all so far."""
-        self.rounds.setdefault(key, []).append(seconds)
-        return quiet_quarter(self.rounds[key])
+    def add(self, name: str, seconds: float) -> None:
+        """Another round's time of a probe."""
+        self.rounds.setdefault(name, []).append(seconds)
+        self.seconds[name] = quiet_quarter(self.rounds[name])
 
 
 def probes() -> dict[str, Probe]:
@@ -88,9 +85,12 @@ def probes() -> dict[str, Probe]:
         count = max(2, round(FOOTPRINT_BYTES / (figures.BYTES[form] * FOOTPRINT_WIDTH**2)))
         found[f"footprint.{form}"] = Probe(partial(chain, form, FOOTPRINT_WIDTH, count), "footprint")
     free = psutil.virtual_memory().available * MOST_OF_MEMORY
-    for count in figures.READ_COUNTS:
-        if count == figures.READ_COUNTS[0] or count * figures.BYTES["int8"] * width**2 <= free:
-            found[f"read.{count}"] = Probe(partial(chain, "int8", width, count))
+    for narrow, count in figures.READS:
+        if (narrow, count) == figures.READS[0] or figures.read_bytes("fp32", narrow, count) <= free:
+            found[f"read.{narrow}.{count}"] = Probe(partial(chain, "fp32", narrow, count))
+    if free >= figures.FAR_BYTES:
+        for form in figures.FAR_FORMS:
+            found[f"far.{form}"] = Probe(partial(chain, form, width, figures.far_count(form)))
     found["between"] = Probe(partial(gated, *figures.GATED))
     heads, size = figures.HEADS, figures.HEAD_DIM
     new, end, deep = figures.PROMPT_NEW, figures.PROMPT_END, figures.DEEP
@@ -117,7 +117,7 @@ def read_machine(threads: int, rounds: int = ROUNDS, seconds_per_figure: float =
     """
     readings, wanted = Readings(), probes()
     timed = sum(probe.mode == "time" for probe in wanted.values())
-    total = len(wanted) - timed + rounds * (len(SUMS_MIB) + timed)
+    total = len(wanted) - timed + rounds * timed
     wait_for_quiet()
     with console.progress_bar("calibrate", total) as progress:
         for _ in range(rounds):
@@ -135,12 +135,6 @@ def read_round(readings: Readings, threads: int, seconds_per_figure: float = SEC
     Raises:
         ChildFailure, OSError: see `read_machine`.
     """
-    for mebibytes in SUMS_MIB:
-        specification = {"mode": "bandwidth", "threads": threads, "working_set_bytes": int(mebibytes * 2**20)}
-        payload = _run(readings, specification, "benchmarks.child", f"bandwidth of {mebibytes:g} MiB")
-        size, speed = float(payload["working_set_bytes"]), float(payload["bandwidth_bytes_per_s"])
-        readings.sums[size] = size / readings.add(size, size / speed)
-        yield f"bandwidth, {mebibytes:g} MiB"
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         graph = Path(folder) / "probe.onnx"
         for name, probe in probes().items():
@@ -150,17 +144,17 @@ def read_round(readings: Readings, threads: int, seconds_per_figure: float = SEC
             weights = probe.make().write(graph)
             specification = {"mode": probe.mode, "graph": str(graph), "threads": threads, "end": probe.end}
             specification["seconds_per_figure"] = seconds_per_figure
-            payload = _run(readings, specification, "benchmarks.probes", name)
+            payload = _run(readings, specification, name)
             if probe.mode == "footprint":
                 readings.footprints[form] = (int(payload["peak_rss_bytes"]), weights)
             else:
-                readings.seconds[name] = readings.add(name, float(payload["seconds"]))
+                readings.add(name, float(payload["seconds"]))
             yield name
 
 
-def _run(readings: Readings, specification: dict[str, Any], module: str, what: str) -> dict[str, Any]:
+def _run(readings: Readings, specification: dict[str, Any], what: str) -> dict[str, Any]:
     variables = {"OMP_NUM_THREADS": str(specification["threads"]), "OPENBLAS_NUM_THREADS": "1"}
-    child = run_child(child_command(specification, module), f"calibrate ({what})", TIMEOUT_S, variables)
+    child = run_child(child_command(specification, "benchmarks.probes"), f"calibrate ({what})", TIMEOUT_S, variables)
     readings.other_cpu_cores = max(readings.other_cpu_cores, child.other_cpu_cores)
     return child.payload
 
@@ -204,7 +198,7 @@ def run_calibrate(
     device, absent = describe(readings, name, threads, decided)
     write_device(device, out, f"Written by `calibrate`. The limits are those of {decided.name}, not measured.")
     assert device.efficiency is not None
-    by_form, curve = figures.rates(readings.seconds), figures.read_curve(readings.seconds, readings.sums)
+    by_form, curve = figures.rates(readings.seconds), figures.read_curve(readings.seconds)
     return {
         "out": str(out),
         "device": name,
@@ -254,7 +248,7 @@ def describe(readings: Readings, name: str, threads: int, decided: Device) -> tu
         evidence = {"unit": unit, "source": how, "date": today, "kind": "measured"}
         return {"value": float(f"{value:.4g}"), **evidence, **more}
 
-    by_form, curve = figures.rates(readings.seconds), figures.read_curve(readings.seconds, readings.sums)
+    by_form, curve = figures.rates(readings.seconds), figures.read_curve(readings.seconds)
     integer, real = figures.peaks(by_form)
     notes = {form: "/".join(f"{rate / 1e9:.4g}" for rate in rates.values()) for form, rates in by_form.items()}
     quantized = ", ".join(f"{form} {notes[form]}" for form in CPU_FORMS if form != "fp32")

@@ -19,6 +19,7 @@ from benchmarks.efficiency import (
     bandwidth_at,
     whole_heads,
 )
+from benchmarks.predict import STANDARD_OPERATORS
 from benchmarks.stored import OUTPUT_NUMBERS, SCALE_NUMBERS, SCORE_NUMBERS
 
 BLOCK = 128  # numbers that share a scale
@@ -27,9 +28,15 @@ PRODUCT = (4_096, 768)  # rows and columns of the matrix that prompts are multip
 STEP_WIDTH, STEP_COUNTS = 768, (2, 8)
 EMPTY_COUNTS = (2, 32)
 EMPTY_WIDTH: Mapping[str, int] = {"fp32": 32, "int8": BLOCK, "int4": BLOCK, "int8_rows": BLOCK}  # next to no work
-READ_COUNTS = (2, 4, 8, 14, 20, 27, 34, 40, 47, 54, 67, 80, 108, 160, 220, 440)
-"""Matrices of `STEP_WIDTH` in INT8 blocks that are read one after the other: 1.2 to 267 MB, close together where
+READS = (
+    (384, 2), (384, 4), (768, 2), (768, 3), (768, 4), (768, 5), (768, 6), (768, 7), (768, 8), (768, 9), (768, 10),
+    (768, 12), (768, 14), (768, 17), (768, 21), (768, 28), (768, 41), (768, 57), (768, 113),
+)  # fmt: skip
+"""Widths and numbers of float32 matrices that are read one after the other: 1.2 to 267 MB, close together where
 third-level caches end."""
+FAR_BYTES = 100e6  # of matrices of each packed form: beyond most caches
+FAR_FORMS = tuple(form for form in CPU_FORMS if form != "fp32")
+LEAST_SLOWER = 1.2  # reading so much, for the two to tell what reading costs and what multiplying
 HEADS, KV_HEADS, HEAD_DIM = 12, (12, 2), 64
 PROMPT_NEW, PROMPT_END, DEEP = 128, 512, 1_900
 GATED = (128, 2_048, 8)  # rows, width, times
@@ -70,29 +77,37 @@ def rates(seconds: Seconds) -> dict[str, dict[int, float]]:
     return found
 
 
-def read_curve(seconds: Seconds, sums: Curve) -> dict[float, float]:
-    """Bytes a second at which products of one row read their matrices, by bytes of the working set.
+def read_bytes(form: str, width: int, count: int) -> float:
+    """Of so many square matrices."""
+    return BYTES[form] * count * width**2
 
-    From chains of INT8 products. Each byte takes as long to multiply in all of them, and to read as long as a working
-    set of that size does: what a product of few matrices takes beyond numpy's reading of as much is multiplying, and
-    the rest, for any size, is reading. So the caches end where they end for products, whose pages are small and which
-    go through many matrices: numpy's sums of one array fade later and more slowly.
+
+def far_count(form: str) -> int:
+    """Matrices of `STEP_WIDTH` that take `FAR_BYTES`."""
+    return round(FAR_BYTES / read_bytes(form, STEP_WIDTH, 1))
+
+
+def read_curve(seconds: Seconds) -> dict[float, float]:
+    """Bytes a second at which float32 products of one row read their matrices, by bytes of the working set.
+
+    Of all forms they do the least with a byte. The caches end where they end for products, whose pages are small and
+    which go through many matrices: numpy's sums of one array fade later and more slowly.
 
     Args:
         seconds: of one run of each timed graph; of `read.*` those that memory had room for.
-        sums: bytes a second that numpy reads at by bytes of the working set, small ones.
     """
-    operator, run = operator_seconds(seconds, "int8")
-    size = BYTES["int8"] * STEP_WIDTH**2
-    taken = {
-        count: (seconds[f"read.{count}"] - count * operator - run) / (count * size)
-        for count in READ_COUNTS
-        if f"read.{count}" in seconds
-    }
-    least, largest = 1 / max(sums.values()), max(*sums, READ_COUNTS[0] * size)
-    beyond = [each - 1 / bandwidth_at(sums, count * size) for count, each in taken.items() if count * size <= largest]
-    multiplying = max(0.0, min(beyond))
-    return {count * size: 1 / max(each - multiplying, least) for count, each in taken.items()}
+    found = {}
+    for width, count in READS:
+        if f"read.{width}.{count}" in seconds:
+            size = read_bytes("fp32", width, count)
+            found[size] = size / _chain_seconds(seconds, "fp32", f"read.{width}.{count}", count)
+    return found
+
+
+def _chain_seconds(seconds: Seconds, form: str, name: str, count: int) -> float:
+    """Of a chain's products, without what operators and a run take; at least a tenth, whatever noise leaves."""
+    operator, run = operator_seconds(seconds, form)
+    return max(seconds[name] - count * operator - run, LEAST_OF_A_STEP * seconds[name])
 
 
 def peaks(by_form: Mapping[str, Mapping[int, float]]) -> tuple[float, float]:
@@ -127,6 +142,9 @@ def derive(
     operator, run = operator_seconds(seconds)
     peak = {form: real if form == "fp32" else integer for form in CPU_FORMS}
     rows, width, times = GATED
+    between = _share(5 * 4 * rows * width * times, seconds["between"], bandwidth_at(curve, 3 * 4 * rows * width))
+    steps = {form: _step(seconds, form, by_form[form][1], curve) for form in CPU_FORMS}
+    layer = _digits(1e6 * OPERATORS_A_LAYER * operator)
     reading = {cache: _attention_step(seconds, cache, curve, real, operator, cores) for cache in CPU_CACHES}
     prompt = 4 * PROMPT_NEW * PROMPT_END * whole_heads(HEADS, cores) * (HEAD_DIM + SCORE_NUMBERS)
     nothing = footprints["none"][0]
@@ -134,15 +152,15 @@ def derive(
         source=source,
         date=day,
         kind="measured",
-        bandwidth_share=1.0,  # the curve is what products read at
+        bandwidth_share=FormShares(**{form: share for form, (share, _) in steps.items()}),
         pass_overhead_us=_digits(1e6 * run),
-        layer_overhead_us=_digits(1e6 * OPERATORS_A_LAYER * operator),
+        layer_overhead_us=layer,
+        standard_overhead_us=_digits((STANDARD_OPERATORS - 1) * layer),
         product_overhead_us=FormOverheads(
             **{form: _digits(1e6 * max(0.0, operator_seconds(seconds, form)[0] - operator)) for form in CPU_FORMS}
         ),
-        between_share=_share(
-            5 * 4 * rows * width * times, seconds["between"], bandwidth_at(curve, 3 * 4 * rows * width)
-        ),
+        between_share=between,
+        growing_share=between,
         runtime_mb=_digits(nothing / 1e6),
         cache_share=CacheShares(**{cache: shares[0] for cache, shares in reading.items()}),
         attention_step_share=CacheShares(**{cache: shares[1] for cache, shares in reading.items()}),
@@ -156,24 +174,34 @@ def derive(
                 for form in CPU_FORMS
             }
         ),
-        decode_share=FormShares(
-            **{
-                form: _rate_share(form, _multiplying(form, by_form[form][1], curve, peak[form]), peak)
-                for form in CPU_FORMS
-            }
-        ),
+        decode_share=FormShares(**{form: _rate_share(form, rate, peak) for form, (_, rate) in steps.items()}),
         weight_copies=FormCopies(
             **{form: _digits((footprints[form][0] - nothing) / footprints[form][1]) for form in CPU_FORMS}
         ),
     )
 
 
-def _multiplying(form: str, rate: float, curve: Curve, peak: float) -> float:
-    """Operations a second of one row beside reading the matrix, from a rate that holds both; at most the peak."""
-    size, numbers = BYTES[form] * STEP_WIDTH**2, 2 * STEP_WIDTH**2
-    whole = numbers / rate
-    reading = size / bandwidth_at(curve, STEP_COUNTS[1] * size)
-    return min(peak, numbers / max(whole - reading, LEAST_OF_A_STEP * whole))
+def _step(seconds: Seconds, form: str, rate: float, curve: Curve) -> tuple[float, float]:
+    """One row by a form's matrices: the share of the bandwidth that they are read at, and the rate beside it.
+
+    Matrices in a cache and ones beyond it are multiplied alike, so what the latter take longer is reading. Where both
+    are read as fast, or none was read beyond, reading is taken to reach the bandwidth, which is float32's.
+
+    Args:
+        seconds: of one run of each timed graph.
+        form: the matrices'.
+        rate: operations a second that hold reading and multiplying, of the chain in a cache.
+        curve: `read_curve`.
+    """
+    size, operations, share = read_bytes(form, STEP_WIDTH, 1), 2 * STEP_WIDTH**2, 1.0
+    near, count = operations / rate, far_count(form)
+    near_read, far_read = (size / bandwidth_at(curve, each * size) for each in (STEP_COUNTS[1], count))
+    if f"far.{form}" in seconds and far_read > LEAST_SLOWER * near_read:
+        far = _chain_seconds(seconds, form, f"far.{form}", count) / count
+        most = near / near_read  # all of the time in the cache is reading
+        share = 1 / min(most, max((far - near) / (far_read - near_read), 1 / MOST_OF_A_RATE))
+    share = min(_digits(share), float(MOST_OF_A_RATE))
+    return share, operations / max(near - near_read / share, LEAST_OF_A_STEP * near)
 
 
 def _attention_step(

@@ -13,7 +13,7 @@ from datetime import date
 from itertools import pairwise
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from benchmarks.figures import Kind, Strict, Text
 
@@ -23,7 +23,7 @@ CPU_FORMS = tuple(form for form in FORMS if form != "fp16")
 """On a CPU half precision is widened when it is loaded."""
 CPU_CACHES = ("fp32", "int8")
 
-SHARPNESS = 4
+SHARPNESS = 2
 """Exponent p of `longer`, (a^p + b^p)^(1/p): without bound it is the larger one, which has a corner that no measured
 time has, and beyond which a fit learns nothing of the smaller one."""
 
@@ -32,7 +32,7 @@ PositiveShare = Annotated[float, Field(gt=0, le=1)]
 MOST_OF_A_RATE = 4
 RateShare = Annotated[float, Field(gt=0, le=MOST_OF_A_RATE)]
 """Of a peak rate that counts multiplications alone: scales and outputs, which count as further numbers, lift it. And of
-a bandwidth: the runtime's products may read faster than what measured it (numpy's, by 1.3 on a Zen 4)."""
+a bandwidth: the runtime's products may read faster than what measured it."""
 Copies = Annotated[float, Field(ge=0.1, le=10)]
 Microseconds = Annotated[float, Field(ge=0, le=100_000)]
 Percent = Annotated[float, Field(ge=0, le=100_000)]
@@ -102,20 +102,27 @@ class Efficiency(Strict):
     """What a runtime gets out of a processor.
 
     Attributes:
-        bandwidth_share: of the bandwidth at the working set's size, reading weights while decoding, beside multiplying.
+        bandwidth_share: of the bandwidth at the working set's size, reading weights while decoding, beside multiplying:
+            the more is unpacked between two reads, the fewer reads are on their way at once. One number in a file
+            stands for all forms.
+            A block's is that of 128 numbers.
         cache_share: the same, reading keys and values.
+        working_set_scale: what a step takes up of the caches, as a multiple of what it reads: at which size on the
+            device's curve a model of so many bytes stands.
         pass_overhead_us: time of any pass through the model beside all else, in us.
         layer_overhead_us: the same that each layer adds.
         product_overhead_us: what a product of a form takes beside its work more than a plain operator, which rounds no
             activations; none in files that were written before it was told apart.
+        standard_overhead_us: what a layer of standard operators takes beside `layer_overhead_us`; by their number where
+            the file does not say.
         prefill_share: of the device's peak rate for a form (fp32, or int8 for what is quantized), with many rows,
             a block's scale counted as `benchmarks.stored.SCALE_NUMBERS`, an output as `OUTPUT_NUMBERS`.
         decode_share: the same with one row, beside reading.
         attention_share: of the fp32 peak, in attention over a prompt, a score counted as `SCORE_NUMBERS`; an INT8
             cache is read back for pieces of 32 tokens and more, so that its own counts for shorter ones only.
         attention_step_share: the same for one new token.
-        between_share: of the bandwidth at their size, in what lies between products while reading a prompt, and in
-            copying a growing cache.
+        between_share: of the bandwidth at their size, in what lies between products while reading a prompt.
+        growing_share: the same in copying a growing cache; `between_share` where the file does not say.
         weight_copies: memory for weights at the peak, as a multiple of their size in memory.
         runtime_mb: the process without weights, libraries loaded, in MB.
         cache: precision of the key/value cache where nobody says.
@@ -125,11 +132,14 @@ class Efficiency(Strict):
     source: Text
     date: date
     kind: Kind
-    bandwidth_share: RateShare
+    bandwidth_share: FormShares
+    working_set_scale: Copies = 1.0
     pass_overhead_us: Microseconds
     layer_overhead_us: Microseconds
     product_overhead_us: FormOverheads = FormOverheads()
+    standard_overhead_us: Microseconds | None = None
     between_share: PositiveShare
+    growing_share: RateShare | None = None
     runtime_mb: float = Field(ge=1, le=100_000)
     cache: Annotated[str, Field(pattern="^(fp32|fp16|int8)$")] = "fp32"
     cache_share: CacheShares
@@ -139,6 +149,17 @@ class Efficiency(Strict):
     decode_share: FormShares
     weight_copies: FormCopies
     error: PredictionError | None = None
+
+    @field_validator("bandwidth_share", mode="before")
+    @classmethod
+    def _one_for_all_forms(cls, share: object) -> object:
+        number = isinstance(share, int | float) and not isinstance(share, bool)
+        return dict.fromkeys(FORMS, share) if number else share
+
+
+def alike(share: float) -> FormShares:
+    """One share for every form."""
+    return FormShares(**dict.fromkeys(FORMS, share))
 
 
 def longer(first: float, second: float) -> float:
@@ -192,7 +213,7 @@ CPU = Efficiency(
     source="ONNX Runtime 1.31.1 on a Zen 5 server, gathered by hand, and on a Zen 4 one, fitted: their middle",
     date=date(2026, 11, 22),
     kind="estimated",
-    bandwidth_share=1.0,
+    bandwidth_share=alike(1.0),
     pass_overhead_us=10.0,
     layer_overhead_us=18.0,
     between_share=0.5,
@@ -225,7 +246,7 @@ GPU = Efficiency(
     source="Published decoding rates of RTX 3060, 3080 and 3090; matmul shares and memory are guesses",
     date=date(2026, 11, 21),
     kind="estimated",
-    bandwidth_share=0.70,
+    bandwidth_share=alike(0.70),
     pass_overhead_us=0.0,
     layer_overhead_us=50.0,
     between_share=0.5,

@@ -29,11 +29,14 @@ SLOWER_SCORES = 0.1  # the second start's rate of scores, beside the first one's
 LEAST_OVERHEAD_US = 10.0  # to start from: the logarithm of nothing leads nowhere
 Vector = npt.NDArray[np.float64]
 
-# What is fitted; of the tables those entries that the start has, above 0, and a measurement could tell.
-_NUMBERS = ("bandwidth_share", "between_share", "pass_overhead_us", "layer_overhead_us", "runtime_mb")
+# What is fitted where the start has it; of the tables entries above 0 that a measurement could tell.
+_NUMBERS = (
+    "working_set_scale", "between_share", "growing_share", "pass_overhead_us", "layer_overhead_us",
+    "standard_overhead_us", "runtime_mb",
+)  # fmt: skip
 _TABLES = (
-    "cache_share", "attention_share", "attention_step_share", "prefill_share", "decode_share", "weight_copies",
-    "product_overhead_us",
+    "bandwidth_share", "cache_share", "attention_share", "attention_step_share", "prefill_share", "decode_share",
+    "weight_copies", "product_overhead_us",
 )  # fmt: skip
 
 
@@ -55,8 +58,9 @@ class Measured:
 
     def predicted(self, device: Device) -> float:
         """The same by `benchmarks.predict`."""
-        figure = {"decode": tpot_ms, "ttft": ttft_ms, "memory": peak_memory_bytes}[self.kind]
-        return float(figure(self.config, device, self.stored, self.tokens))
+        figures: dict[str, Callable[[ModelConfig, Device, Stored, int], float]]
+        figures = {"decode": tpot_ms, "ttft": ttft_ms, "memory": peak_memory_bytes}
+        return figures[self.kind](self.config, device, self.stored, self.tokens)
 
     def error_percent(self, device: Device) -> float:
         """How far the prediction is off, above 0 where it is too high."""
@@ -134,7 +138,7 @@ def least_squares(residuals: Callable[[Vector], Vector], start: Vector, highest:
 
 def _parameters(start: Efficiency) -> tuple[list[tuple[str, str]], Vector, Vector]:
     """Names (field and, in a table, entry), logarithms to start from, and their bounds."""
-    names = [(name, "") for name in _NUMBERS]
+    names = [(name, "") for name in _NUMBERS if getattr(start, name) is not None]
     names += [(table, entry) for table in _TABLES for entry, value in getattr(start, table) if value]
     values = [_value(start, *name) for name in names]
     logs = [
@@ -147,7 +151,7 @@ def _parameters(start: Efficiency) -> tuple[list[tuple[str, str]], Vector, Vecto
 
 def _highest(name: str) -> float:
     """Of a parameter's logarithm."""
-    if name in ("bandwidth_share", "prefill_share", "decode_share"):
+    if name in ("bandwidth_share", "growing_share", "prefill_share", "decode_share"):
         return math.log(MOST_OF_A_RATE)
     return 0.0 if name.endswith("_share") else math.inf
 

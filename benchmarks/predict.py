@@ -8,8 +8,8 @@
                         + what lies between products + overhead; and the head for the last token
     peak memory       = runtime + copies * weights + cache + activations of one piece of the prompt
 
-`a or b` is the longer one where they differ much, and 1.19 times either where they are equal: the two overlap, but
-not quite. Weights for one row do not: each number is used once, so that reading, unpacking and multiplying follow each
+`a or b` is the longer one where they differ much, and 1.41 times either where they are equal: the two overlap in
+part. Weights for one row do not: each number is used once, so that reading, unpacking and multiplying follow each
 other in the same registers. A CPU's cores share attention by whole heads, so `width` counts the busiest one's for all.
 The peaks and bandwidths are the device file's, the shares `benchmarks.efficiency`'s or the file's own. The
 bandwidth is that of a working set as large as what one token reads, where the file knows it. The form is the roofline
@@ -30,11 +30,21 @@ from benchmarks.efficiency import (
     FormCopies,
     FormOverheads,
     FormShares,
+    alike,
     bandwidth_at,
     longer,
     whole_heads,
 )
-from benchmarks.stored import OUTPUT_NUMBERS, SCORE_NUMBERS, Part, Stored, cache_bytes, file_bytes, sizes
+from benchmarks.stored import (
+    OUTPUT_NUMBERS,
+    SCORE_NUMBERS,
+    Part,
+    Stored,
+    cache_bytes,
+    file_bytes,
+    sizes,
+    slower_reading,
+)
 from sportsllm.config import ModelConfig
 from sportsllm.errors import UsageError
 
@@ -143,8 +153,8 @@ def efficiency_of(device: Device) -> Efficiency:
     default, hardware = EFFICIENCIES[device.processor], device.hardware
     changes: dict[str, object] = {}
     if hardware.bandwidth_share is not None:
-        changes["bandwidth_share"] = share = hardware.bandwidth_share.value
-        scale = share / default.bandwidth_share
+        share = hardware.bandwidth_share.value
+        changes["bandwidth_share"], scale = alike(share), share / default.bandwidth_share.fp32
         cache = {name: min(1.0, value * scale) for name, value in default.cache_share if value is not None}
         changes["cache_share"] = CacheShares(**cache)
     if hardware.layer_overhead is not None:
@@ -164,13 +174,13 @@ def reliability(device: Device) -> dict[str, Any]:
     return {**fields, "own": device.efficiency is not None}
 
 
-def tpot_ms(config: ModelConfig, device: Device, stored: Stored, depth: int) -> float:
-    """Time of one further token after `depth` others, in ms."""
+def tpot_ms(config: ModelConfig, device: Device, stored: Stored, depth: int, read_between: float = 0.0) -> float:
+    """Time of one further token after `depth` others, in ms; `read_between` bytes were read since the one before."""
     efficiency, parts = efficiency_of(device), sizes(config, stored)
     cache = _cache(device, efficiency, stored)
     cached = depth * cache_bytes(config, cache)
-    working_set = sum(_resident(device, part) for part in parts.decoding) + cached
-    weights = sum(_step_s(device, efficiency, part, working_set) for part in parts.decoding)
+    working_set = sum(_resident(device, part) for part in parts.decoding) + cached + read_between
+    weights = sum(_step_s(device, efficiency, stored, part, working_set) for part in parts.decoding)
     rate = _bandwidth(device, working_set) * _of(efficiency.cache_share, device, cache)
     copied = _copying_s(device, efficiency, cached, working_set) if stored.standard else 0.0
     operations = 4 * config.num_hidden_layers * _heads(config, device) * config.head_dim * depth
@@ -183,20 +193,21 @@ def tpot_ms(config: ModelConfig, device: Device, stored: Stored, depth: int) -> 
 def _copying_s(device: Device, efficiency: Efficiency, cached: float, working_set: float) -> float:
     """Seconds that a step with a growing cache copies it: no buffer stays where the last step had it."""
     touched = working_set + (GROWING_COPIES - 1) * cached
-    return GROWING_MOVES * cached / (_bandwidth(device, touched) * efficiency.between_share)
+    share = efficiency.between_share if efficiency.growing_share is None else efficiency.growing_share
+    return GROWING_MOVES * cached / (_bandwidth(device, touched) * share)
 
 
 def ttft_ms(config: ModelConfig, device: Device, stored: Stored, prompt: int) -> float:
     """Time to read `prompt` tokens and make the first new one, in ms, with logits for the last one only."""
     parts = sizes(config, stored)
     if parts.prompt is not None and prompt > 1:
-        # All but the last token go through the second graph, of whose last layer only keys and values are made.
+        # All but the last token go through the second graph, of whose last layer only keys and values are made. Its
+        # weights are in the caches then, in the place of those that read the last one.
         layers = config.num_hidden_layers - 1
-        last = tpot_ms(config, device, stored, prompt - 1)
+        last = tpot_ms(config, device, stored, prompt - 1, read_between=_resident(device, parts.prompt))
         return _reading_ms(config, device, stored, parts.prompt, layers, prompt - 1) + last
-    efficiency = efficiency_of(device)
     working_set = sum(_resident(device, part) for part in parts.decoding)
-    head = _step_s(device, efficiency, parts.head, working_set)
+    head = _step_s(device, efficiency_of(device), stored, parts.head, working_set)
     return _reading_ms(config, device, stored, parts.body, config.num_hidden_layers, prompt) + 1000 * head
 
 
@@ -205,7 +216,7 @@ def _reading_ms(config: ModelConfig, device: Device, stored: Stored, body: Part,
     efficiency, seconds = efficiency_of(device), 0.0
     rate = _peak(device, body.form) * _of(efficiency.prefill_share, device, body.form)
     weights = _resident(device, body)
-    once = weights / (_bandwidth(device, weights) * efficiency.bandwidth_share)
+    once = weights / (_bandwidth(device, weights) * _of(efficiency.bandwidth_share, device, body.form))
     between = 4 * layers * _numbers_between(config)
     peak, cache = _peak(device, "fp32"), _cache(device, efficiency, stored)
     numbers = body.numbers + OUTPUT_NUMBERS[body.form] * body.outputs
@@ -264,11 +275,14 @@ def _numbers_between(config: ModelConfig) -> int:
     return 8 * config.hidden_size + 2 * attention + 9 * config.intermediate_size
 
 
-def _step_s(device: Device, efficiency: Efficiency, part: Part, working_set: float) -> float:
+def _step_s(device: Device, efficiency: Efficiency, stored: Stored, part: Part, working_set: float) -> float:
     """Seconds of multiplying one row by a part's matrices: their bytes and their numbers."""
-    memory = _resident(device, part) / (_bandwidth(device, working_set) * efficiency.bandwidth_share)
+    slower = 1.0
+    if device.processor == "cpu" and part.form in ("int8", "int4"):
+        slower = slower_reading(part.form, stored.block_size)
+    reading = _bandwidth(device, working_set) * _of(efficiency.bandwidth_share, device, part.form)
     rate = _peak(device, part.form) * _of(efficiency.decode_share, device, part.form)
-    return memory + 2 * part.numbers / rate
+    return slower * _resident(device, part) / reading + 2 * part.numbers / rate
 
 
 def _heads(config: ModelConfig, device: Device) -> int:
@@ -298,18 +312,23 @@ def _bandwidth(device: Device, working_set: float) -> float:
     """Bytes a second at which so many bytes are read again and again."""
     hardware = device.hardware
     curve = {1e6 * figure.working_set_mb: 1e9 * figure.value for figure in hardware.bandwidth_by_working_set}
-    return bandwidth_at(curve, working_set) if curve else 1e9 * hardware.memory_bandwidth.value
+    if not curve:
+        return 1e9 * hardware.memory_bandwidth.value
+    return bandwidth_at(curve, working_set * efficiency_of(device).working_set_scale)
 
 
 def _overhead_ms(config: ModelConfig, device: Device, stored: Stored, forms: Sequence[str]) -> float:
     """Of a pass with layers of the first form and, where there is a second, a head of that."""
     efficiency = efficiency_of(device)
-    layers = config.num_hidden_layers * (STANDARD_OPERATORS if stored.standard else 1)
+    a_layer = efficiency.layer_overhead_us
+    if stored.standard:
+        more = efficiency.standard_overhead_us
+        a_layer += (STANDARD_OPERATORS - 1) * a_layer if more is None else more
     counts = (PRODUCTS_A_LAYER * config.num_hidden_layers, 1)
     products = sum(
         count * _of(efficiency.product_overhead_us, device, form) for count, form in zip(counts, forms, strict=False)
     )
-    return (efficiency.pass_overhead_us + layers * efficiency.layer_overhead_us + products) / 1000
+    return (efficiency.pass_overhead_us + config.num_hidden_layers * a_layer + products) / 1000
 
 
 def _peak(device: Device, form: str) -> float:

@@ -39,6 +39,8 @@ times of 128 rows by 768 outputs of 64 to 2,048 numbers, scales counted (2 threa
 SCORE_NUMBERS = 32
 """What a score of attention over a prompt costs beside its products, in numbers of a head. 128 tokens after 0 to 384
 took 1.40, 1.67, 2.34 and 4.29 ns a score with heads of 16, 32, 64 and 128, on the same machine."""
+USUAL_BLOCK = 128
+"""The block of the matrices that shares of a bandwidth were found with."""
 _HEAD_FORMS = {4: "int4", 8: "int8", 32: "fp32"}
 
 
@@ -247,6 +249,20 @@ def _multiplied(config: ModelConfig, stored: Stored) -> float:
 
 def _with_scales(form: str, stored: Stored) -> float:
     return 1 + SCALE_NUMBERS / stored.block_size if form in ("int8", "int4") else 1.0
+
+
+def slower_reading(form: str, block_size: int) -> float:
+    """How much longer a byte of such blocks takes to read than one of `USUAL_BLOCK` with one row: scales hold it up.
+
+    What reading takes goes with the numbers, scales counted as further ones, and not with the bytes: chains of 1 to
+    100 MB at 4 bits took 1.2 to 2.3, mostly 1.4, times as long a number in blocks of 32 as in ones of 128 (a Zen 5,
+    2 threads), where they have 1.18 times the bytes and 1.33 times these numbers.
+    """
+
+    def numbers_a_byte(block: int) -> float:
+        return (block + SCALE_NUMBERS) / (block * (0.5 if form == "int4" else 1.0) + 4)  # a scale is a float32
+
+    return numbers_a_byte(block_size) / numbers_a_byte(USUAL_BLOCK)
 
 
 def _body_bytes(config: ModelConfig, stored: Stored) -> int:

@@ -16,7 +16,7 @@ from benchmarks import calibrate, calibrate_figures
 from benchmarks.budget import is_this_machine, load_device
 from benchmarks.calibrate import Readings, describe, probes, run_calibrate
 from benchmarks.device_file import write_device
-from benchmarks.efficiency import CPU_FORMS, bandwidth_at, longer
+from benchmarks.efficiency import CPU_FORMS, MOST_OF_A_RATE, bandwidth_at, longer
 from benchmarks.instructions import instruction_set, processor_name
 from benchmarks.predict import Stored, efficiency_of, tpot_ms
 from benchmarks.probe_graph import ProbeGraph
@@ -105,13 +105,13 @@ def test_a_graph_is_timed_and_weighed(tmp_path: Path) -> None:
 
 
 # A machine whose every figure is known: the probes' times follow from them.
-GFLOP, GOP, BANDWIDTH = 100e9, 400e9, 200e9
-READ_BYTES = [count * calibrate_figures.BYTES["int8"] * 768**2 for count in calibrate_figures.READ_COUNTS]
-CURVE = {size: bandwidth_at({READ_BYTES[7]: 2 * BANDWIDTH, 100e6: BANDWIDTH}, size) for size in READ_BYTES}
-SUMS = {0.5e6: 2 * BANDWIDTH, 16e6: 2 * BANDWIDTH}
+GFLOP, GOP, BANDWIDTH = 300e9, 400e9, 200e9
+READ_BYTES = [4 * count * width**2 for width, count in calibrate_figures.READS]
+CURVE = {size: bandwidth_at({READ_BYTES[9]: 2 * BANDWIDTH, 90e6: BANDWIDTH}, size) for size in READ_BYTES}
 EMPTY_S = 2e-6
 ROUNDING_S = {"fp32": 0.0, "int8": 0.25e-6, "int4": 0.5e-6, "int8_rows": 1e-6}
-STEP_SHARE = {"fp32": 0.5, "int8": 0.2, "int4": 0.4, "int8_rows": 0.3}
+READ_SHARE = {"fp32": 1.0, "int8": 0.8, "int4": 0.6, "int8_rows": 0.9}
+STEP_SHARE = {"fp32": float("inf"), "int8": 0.2, "int4": 0.4, "int8_rows": 0.3}  # float32 is what the curve is made of
 # The peak counts multiplications alone, so that what is counted besides comes on top of it.
 ROWS_SHARE = 1 + OUTPUT_NUMBERS["int8_rows"] / calibrate_figures.PRODUCT[1]
 PREFILL_SHARE = {"fp32": 1.0, "int8": 0.5, "int4": 0.6, "int8_rows": ROWS_SHARE}
@@ -124,7 +124,7 @@ def _readings() -> Readings:
 
     def step_s(form: str, numbers: int, bandwidth: float) -> float:
         multiplying = 2 * numbers * scales[form] / (peak[form] * STEP_SHARE[form])
-        return multiplying + numbers * f.BYTES[form] / bandwidth
+        return multiplying + numbers * f.BYTES[form] / (bandwidth * READ_SHARE[form])
 
     for form in CPU_FORMS:
         for count in f.EMPTY_COUNTS:
@@ -136,10 +136,11 @@ def _readings() -> Readings:
             seconds[f"step.{form}.{count}"] = 5e-6 + count * (
                 EMPTY_S + ROUNDING_S[form] + step_s(form, f.STEP_WIDTH**2, 2 * BANDWIDTH)
             )
-    for count, bandwidth in zip(f.READ_COUNTS, CURVE.values(), strict=True):
-        seconds[f"read.{count}"] = 5e-6 + count * (
-            EMPTY_S + ROUNDING_S["int8"] + step_s("int8", f.STEP_WIDTH**2, bandwidth)
-        )
+    for form in f.FAR_FORMS:
+        matrix = EMPTY_S + ROUNDING_S[form] + step_s(form, f.STEP_WIDTH**2, BANDWIDTH)
+        seconds[f"far.{form}"] = 5e-6 + f.far_count(form) * matrix
+    for (wide, count), bandwidth in zip(f.READS, CURVE.values(), strict=True):
+        seconds[f"read.{wide}.{count}"] = 5e-6 + count * (EMPTY_S + step_s("fp32", wide**2, bandwidth))
     rows, width, times = f.GATED
     seconds["between"] = 20 * rows * width * times / (0.25 * (2 * BANDWIDTH))
     for cache, size in (("fp32", 4), ("int8", 1)):
@@ -150,7 +151,7 @@ def _readings() -> Readings:
             read = 2 * f.DEEP * heads * f.HEAD_DIM * size / (0.6 * (2 * BANDWIDTH))
             seconds[f"attention.{cache}.{heads}"] = EMPTY_S + longer(read, scores * f.DEEP / (0.1 * GFLOP))
     footprints = dict.fromkeys(CPU_FORMS, (70000000 + 60000000, 50000000)) | {"none": (70_000_000, 9_000)}
-    return Readings(seconds, footprints, SUMS, 0.0)
+    return Readings(seconds, footprints, 0.0)
 
 
 def test_figures_of_a_machine_that_is_known() -> None:
@@ -160,7 +161,9 @@ def test_figures_of_a_machine_that_is_known() -> None:
     assert hardware.int8_matmul_rate.value == pytest.approx(GOP / 1e9, rel=1e-3)
     assert hardware.fp32_matmul_rate.value == pytest.approx(GFLOP / 1e9, rel=1e-3)
     for form in CPU_FORMS:
-        assert getattr(own.decode_share, form) == pytest.approx(STEP_SHARE[form], rel=1e-3)
+        assert getattr(own.bandwidth_share, form) == pytest.approx(READ_SHARE[form], rel=1e-3)
+        # Four digits of the other leave less of this one.
+        assert getattr(own.decode_share, form) == pytest.approx(min(STEP_SHARE[form], MOST_OF_A_RATE), rel=2e-3)
         assert getattr(own.prefill_share, form) == pytest.approx(PREFILL_SHARE[form], rel=1e-3)
         assert getattr(own.weight_copies, form) == pytest.approx(60 / 50, rel=1e-3)
         assert getattr(own.product_overhead_us, form) == pytest.approx(1e6 * ROUNDING_S[form], abs=1e-3)
@@ -168,8 +171,9 @@ def test_figures_of_a_machine_that_is_known() -> None:
         assert getattr(own.cache_share, cache) == pytest.approx(0.6, rel=2e-3)
         assert getattr(own.attention_step_share, cache) == pytest.approx(0.1, rel=2e-3)
         assert getattr(own.attention_share, cache) == pytest.approx(0.3, rel=1e-3)
-    expected = {"bandwidth_share": 1, "between_share": 0.25, "runtime_mb": 70, "pass_overhead_us": 5}
+    expected = {"working_set_scale": 1, "between_share": 0.25, "runtime_mb": 70, "pass_overhead_us": 5}
     expected["layer_overhead_us"] = 1e6 * calibrate_figures.OPERATORS_A_LAYER * EMPTY_S
+    expected |= {"growing_share": 0.25, "standard_overhead_us": 5 * expected["layer_overhead_us"]}
     for name, value in expected.items():
         assert getattr(own, name) == pytest.approx(value, rel=1e-3), name
 
@@ -179,11 +183,11 @@ def test_noise_gives_the_largest_share_and_never_a_negative_one() -> None:
     readings.seconds |= {"attention.fp32.12": 1e-9, "step.int4.8": 5e-6, "empty.fp32.32": 1e-9}
     own = describe(readings, "noisy", 2, load_device("host"))[0].efficiency
     assert own is not None
-    assert (
-        own.cache_share.fp32 == 1.0
-        and 0 < own.decode_share.int4 <= 1 + SCALE_NUMBERS / calibrate_figures.BLOCK
-        and own.layer_overhead_us == 0
-    )
+    assert own.cache_share.fp32 == 1.0 and 0 < own.decode_share.int4 <= MOST_OF_A_RATE and own.layer_overhead_us == 0
+    for far in (1e-9, 1.0):  # read in no time, and hardly at all
+        readings.seconds["far.int8"] = far
+        own = describe(readings, "noisy", 2, load_device("host"))[0].efficiency
+        assert own is not None and 0 < own.bandwidth_share.int8 <= MOST_OF_A_RATE and own.decode_share.int8 > 0
     readings.footprints["int4"] = (1, 50_000_000)  # weights that take no memory
     with pytest.raises(ResourceError, match=r"int4.*repeat"):
         describe(readings, "noisy", 2, load_device("host"))
@@ -220,7 +224,9 @@ def test_the_file_says_what_was_measured_and_what_was_decided(written: Path) -> 
     numbers, table = 12 * (4 * 768**2 + 3 * 768 * 2_048), 16_000 * 768
     size = numbers * (1 / 2 + 4 / 128) + table * (1 + 4 / 128)
     multiplying = (2 * numbers / (0.4 * GOP) + 2 * table / (0.2 * GOP)) * (1 + 16 / 128)
-    seconds = size / bandwidth_at(CURVE, size) + multiplying + 5e-6 + 12 * 10 * EMPTY_S
+    rate = bandwidth_at(CURVE, size)
+    reading = numbers * (1 / 2 + 4 / 128) / (0.6 * rate) + table * (1 + 4 / 128) / (0.8 * rate)
+    seconds = reading + multiplying + 5e-6 + 12 * 10 * EMPTY_S
     seconds += 12 * 4 * ROUNDING_S["int4"] + ROUNDING_S["int8"]
     assert tpot_ms(PRESETS["small"], device, Stored("int4", 128), 0) == pytest.approx(1_000 * seconds, rel=1e-3)
 
@@ -228,15 +234,15 @@ def test_the_file_says_what_was_measured_and_what_was_decided(written: Path) -> 
 @pytest.mark.parametrize(
     ("old", "new", "field", "words"),
     [
-        ("format = 4", "format = 5", "format", "upgrade"),
-        ("format = 4", "format = 3", "efficiency", "calibrate"),
+        ("format = 5", "format = 6", "format", "upgrade"),
+        ("format = 5", "format = 3", "efficiency", "calibrate"),
         ("between_share = 0.25", "between_share = 2.5", "efficiency.between_share", "less than or equal to 1"),
         ("between_share = 0.25", "between_share = -1.0", "efficiency.between_share", "greater than 0"),
         ("between_share = 0.25", 'between_share = "a lot"', "efficiency.between_share", "not 'a lot'"),
         ("pass_overhead_us = 5.0", "pass_overhead_ms = 5.0", "efficiency.pass_overhead_ms", "is no field"),
         ("runtime_mb = 70.0", "runtime_mb = 7e7", "efficiency.runtime_mb", "100000"),
-        ("working_set_mb = 2.43", "working_set_mb = 1.0", "hardware.bandwidth_by_working_set", "must rise"),
-        ("working_set_mb = 2.43", "working_set_kb = 5.0", "by_working_set.1.working_set_mb", "missing"),
+        ("working_set_mb = 2.359", "working_set_mb = 1.0", "hardware.bandwidth_by_working_set", "must rise"),
+        ("working_set_mb = 2.359", "working_set_kb = 5.0", "by_working_set.1.working_set_mb", "missing"),
         ('processor = "cpu"', 'processor = "tpu"', "processor", "not 'tpu'"),
         ("[limits]", "[bounds]", "limits", "is missing"),
     ],
@@ -254,14 +260,14 @@ def test_mistakes_in_a_calibrated_file(written: Path, old: str, new: str, field:
 def test_all_mistakes_come_at_once_with_their_lines(written: Path) -> None:
     text = written.read_text(encoding="utf-8")
     for old, new in {
-        "between_share = 0.25": "between_share = 25.0",
+        "\nbetween_share = 0.25": "\nbetween_share = 25.0",
         'unit = "GFLOP/s"': 'unit = "TFLOP/s"',
-        "working_set_mb = 2.43": "working_set_mb = -1.0",
+        "working_set_mb = 2.359": "working_set_mb = -1.0",
         "ttft_ms = 2000.0": "ttft_ms = 1.0",
     }.items():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    text = text.replace("[efficiency.decode_share]\nfp32 = 0.5\n", "[efficiency.decode_share]\n")
+    text = text.replace("[efficiency.decode_share]\nfp32 = 4.0\n", "[efficiency.decode_share]\n")
     text += (
         "\n[hardware.bandwidth_share]\nvalue = 0.5\nunit = 'share'\nsource = 'x'\ndate = 2026-11-22\nkind = 'spec'\n"
     )
@@ -302,55 +308,52 @@ def test_refusals_before_anything_is_measured(tmp_path: Path) -> None:
 
 
 def test_the_lower_quartile_of_the_rounds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates, runs = (
-        {0.5: [9e9, 4e9, 8e9], 1.0: [5e9, 6e9, 7e9]},
-        {"empty.fp32.2": [3.0, 1.0, 2.0], "footprint.none": [0.0]},
-    )
-    read: list[float] = []
+    runs = {"empty.fp32.2": [3.0, 1.0, 2.0], "footprint.none": [0.0]}
 
-    def run(_: Readings, specification: dict[str, Any], module: str, what: str) -> dict[str, Any]:
-        if specification["mode"] == "bandwidth":
-            size = specification["working_set_bytes"] / 2**20
-            read.append(size)
-            speed = rates[size][read.count(size) - 1]
-            return {"working_set_bytes": specification["working_set_bytes"], "bandwidth_bytes_per_s": speed}
+    def run(_: Readings, specification: dict[str, Any], what: str) -> dict[str, Any]:
         return {"seconds": runs[what].pop(0), "peak_rss_bytes": 5}
 
     real = probes()
     monkeypatch.setattr(calibrate, "probes", lambda: {name: real[name] for name in runs})
-    monkeypatch.setattr(calibrate, "SUMS_MIB", (0.5, 1.0))
     monkeypatch.setattr(calibrate, "_run", run)
     monkeypatch.setattr(calibrate, "wait_for_quiet", lambda: None)
     found = calibrate.read_machine(1, rounds=3)
-    assert found.sums == pytest.approx(
-        {2**19: 2 / (1 / 9e9 + 1 / 8e9), 2**20: 2 / (1 / 7e9 + 1 / 6e9)}
-    ) and read == 3 * [0.5, 1.0]
     assert found.seconds == {"empty.fp32.2": 1.5} and found.footprints["none"][0] == 5
     assert runs == {"empty.fp32.2": [], "footprint.none": []}  # memory is looked at once
 
 
 def test_a_curve_of_bandwidth_is_found_again() -> None:
-    """Multiplying is taken off, whatever it costs, and what an operator and a run cost beside it."""
-    found = calibrate_figures.read_curve(_readings().seconds, SUMS)
+    """What operators and a run cost is taken off."""
+    found = calibrate_figures.read_curve(_readings().seconds)
     assert list(found) == pytest.approx(READ_BYTES)
     assert list(found.values()) == pytest.approx(list(CURVE.values()), rel=1e-6)
 
 
-def test_a_cache_that_no_chain_fits_is_not_taken_for_multiplying() -> None:
-    """Chains start at 1.2 MB; numpy's smallest set may be read from a cache that none of them sees."""
-    seconds, f = dict(_readings().seconds), calibrate_figures
-    a_matrix = EMPTY_S + ROUNDING_S["int8"] + f.BYTES["int8"] * f.STEP_WIDTH**2 / BANDWIDTH + 1e-7
-    for count in f.READ_COUNTS:
-        seconds[f"read.{count}"] = 5e-6 + count * a_matrix
-    found = f.read_curve(seconds, {0.5e6: 50 * BANDWIDTH, 2e6: BANDWIDTH, 16e6: BANDWIDTH})
-    assert list(found.values()) == pytest.approx([BANDWIDTH] * len(READ_BYTES))
+def test_noise_makes_no_reading_take_no_time() -> None:
+    seconds, f = _readings().seconds, calibrate_figures
+    seconds["read.768.4"] = 5e-6 + 3.99 * EMPTY_S  # less than its operators alone
+    found = f.read_curve(seconds)
+    size = f.read_bytes("fp32", 768, 4)
+    assert found[size] == pytest.approx(size / (0.1 * seconds["read.768.4"]))
 
 
-def test_noise_makes_no_reading_faster_than_any_that_was_seen() -> None:
-    readings = _readings()
-    readings.seconds |= {"read.4": 1e-9, "read.20": 1e-9}
-    found = calibrate_figures.read_curve(readings.seconds, SUMS)
-    assert min(found.values()) > 0 and max(found.values()) == pytest.approx(2 * BANDWIDTH)
+@pytest.mark.parametrize("change", ["none is read", "no cache"])
+def test_reading_is_taken_to_be_float32s_where_nothing_tells(change: str) -> None:
+    """Without matrices beyond the caches, or without caches, what a product takes beside reading is multiplying."""
+    seconds, f = _readings().seconds, calibrate_figures
+    if change == "none is read":
+        del seconds["far.int4"]
+    else:
+        for width, count in f.READS:
+            matrix = EMPTY_S + f.read_bytes("fp32", width, 1) / (2 * BANDWIDTH)
+            seconds[f"read.{width}.{count}"] = 5e-6 + count * matrix
+    own = describe(Readings(seconds, _readings().footprints), "flat", 2, load_device("host"))[0].efficiency
+    assert own is not None and own.bandwidth_share.int4 == 1.0
+    numbers = f.STEP_WIDTH**2
+    scales = 1 + SCALE_NUMBERS / f.BLOCK
+    beside = numbers * f.BYTES["int4"] * (1 / 0.6 - 1) / (2 * BANDWIDTH)
+    multiplying = 2 * numbers * scales / (0.4 * GOP) + beside
+    assert own.decode_share.int4 == pytest.approx(2 * numbers * scales / multiplying / GOP, rel=1e-3)
 
 
 def test_small_machines_read_what_they_have_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,9 +361,9 @@ def test_small_machines_read_what_they_have_room_for(monkeypatch: pytest.MonkeyP
         total, available = 500_000_000, 200_000_000
 
     monkeypatch.setattr(calibrate.psutil, "virtual_memory", Little)
-    counts = [int(name.partition(".")[2]) for name in probes() if name.startswith("read.")]
-    sizes = [count * calibrate_figures.BYTES["int8"] * 768**2 for count in counts]
-    assert counts == list(calibrate_figures.READ_COUNTS[: len(counts)]) and 16e6 < max(sizes) <= 20e6
+    read = [name for name in probes() if name.startswith("read.")]
+    assert read == [f"read.{width}.{count}" for width, count in calibrate_figures.READS[: len(read)]]
+    assert 16e6 < READ_BYTES[len(read) - 1] <= 20e6 and not any(name.startswith("far.") for name in probes())
 
 
 @pytest.mark.parametrize("threads", [2, 8])
@@ -397,7 +400,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     real = probes()
     few = {name: real[name] for name in ("empty.fp32.2", "footprint.none")}
     monkeypatch.setattr(calibrate, "probes", lambda: few)
-    monkeypatch.setattr(calibrate, "SUMS_MIB", (0.5, 1.0))
     rest = _readings()
     monkeypatch.setattr(calibrate, "Readings", lambda: Readings(rest.seconds, rest.footprints))
     out = tmp_path / "new" / "mine.toml"

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from benchmarks.budget import Device, judge, list_devices, load_device
 from benchmarks.commands import plan
-from benchmarks.efficiency import CPU_FORMS
+from benchmarks.device import FORMAT
+from benchmarks.efficiency import CPU, CPU_FORMS, alike
 from benchmarks.predict import (
     EFFICIENCIES,
     LONG_PIECE_TOKENS,
@@ -28,7 +30,14 @@ from benchmarks.predict import (
     ttft_ms,
 )
 from benchmarks.prediction_models import FORMS, OTHERS, make_checkpoint, make_export
-from benchmarks.stored import INT8_CACHE_GRAPH_BYTES, OUTPUT_NUMBERS, STANDARD_GRAPH_BYTES, prompt_graph_bytes, sizes
+from benchmarks.stored import (
+    INT8_CACHE_GRAPH_BYTES,
+    OUTPUT_NUMBERS,
+    STANDARD_GRAPH_BYTES,
+    prompt_graph_bytes,
+    sizes,
+    slower_reading,
+)
 from export.int8_prompts import LONG_PIECE
 from export.runtime import PREFILL_CHUNK
 from sportsllm.config import ModelConfig
@@ -292,10 +301,77 @@ def test_a_growing_cache_is_copied_at_the_rate_of_all_its_buffers() -> None:
     plain, standard = Stored("int4", 128, 8), Stored("int4", 128, 8, standard=True)
     cached = 512 * 73_728
     assert 52e6 + cached < 100e6 < 52e6 + 3 * cached
-    copied = 5 * cached / (20e9 * efficiency_of(device).between_share)
-    more_operators = 5 * 12 * efficiency_of(device).layer_overhead_us / 1000
-    found = tpot_ms(SMALL, device, standard, 512) - tpot_ms(SMALL, device, plain, 512)
-    assert found == pytest.approx(1000 * copied + more_operators)
+    own = efficiency_of(device)
+    told = own.model_copy(update={"growing_share": 2 * own.between_share, "standard_overhead_us": 70.0})
+    for each, share, more_us in ((own, own.between_share, 5 * own.layer_overhead_us), (told, told.growing_share, 70.0)):
+        here = device.model_copy(update={"efficiency": each})
+        copied = 5 * cached / (20e9 * share)
+        found = tpot_ms(SMALL, here, standard, 512) - tpot_ms(SMALL, here, plain, 512)
+        assert found == pytest.approx(1000 * copied + 12 * more_us / 1000)
+
+
+def test_a_model_stands_on_the_curve_where_its_step_fills_the_caches() -> None:
+    """A working set that counts twice is read as fast as one of twice the size, and not twice as often."""
+    evidence = {"unit": "GB/s", "source": "made up", "date": "2026-11-22", "kind": "estimated"}
+    raw = HOST.model_dump(mode="json")
+    raw["hardware"]["bandwidth_by_working_set"] = [
+        {"value": value, "working_set_mb": size, **evidence} for value, size in ((100.0, 80.0), (20.0, 81.0))
+    ]
+    device = Device.model_validate_json(json.dumps(raw))
+    stored, own = Stored("int4", 128, 8), efficiency_of(device)
+    bytes_read = sum(part.bytes for part in sizes(SMALL, stored).decoding)
+    assert bytes_read < 80e6 < 2 * bytes_read
+    once, twice = (
+        tpot_ms(SMALL, device.model_copy(update={"efficiency": each}), stored, 0)
+        for each in (own, own.model_copy(update={"working_set_scale": 2.0}))
+    )
+    assert twice - once == pytest.approx(1000 * bytes_read * (1 / 20e9 - 1 / 100e9))
+    # So is one that finds the caches full of something else, as the last token of a prompt in the latency profile does.
+    assert tpot_ms(SMALL, device, stored, 0, read_between=80e6) == pytest.approx(twice)
+    latency = dataclasses.replace(stored, latency=True)
+    prompt = sizes(SMALL, latency).prompt
+    assert prompt is not None and bytes_read + prompt.bytes > 81e6
+    slower = ttft_ms(SMALL, device, latency, 2) - tpot_ms(SMALL, device, stored, 1)
+    assert slower > tpot_ms(SMALL, device, stored, 1, read_between=prompt.bytes) - tpot_ms(SMALL, device, stored, 1) > 0
+
+
+@pytest.mark.parametrize(("form", "bits"), [("int4", 4), ("int8", 8)])
+def test_a_number_in_small_blocks_is_read_as_long_as_its_scales_take(form: str, bits: int) -> None:
+    """By numbers and scales, not bytes, against blocks of 128; a GPU's shares were found with no such difference."""
+    time_32, time_128 = (
+        slower_reading(form, block) * (bits / 8 + 4 / block) for block in (32, 128)
+    )  # of a number, in units of a byte of the usual block
+    assert time_32 / time_128 == pytest.approx((1 + 16 / 32) / (1 + 16 / 128)) and slower_reading(form, 128) == 1
+    for name, factor in (("host", slower_reading(form, 32)), ("rtx-3060", 1.0)):
+        device = load_device(name)
+        stored, own = Stored(form, 32, bits), efficiency_of(device)
+        twice = own.bandwidth_share.model_copy(update={form: getattr(own.bandwidth_share, form) / 2})
+        slow = device.model_copy(
+            update={
+                "efficiency": own.model_copy(update={"bandwidth_share": twice}),
+                "hardware": device.hardware.model_copy(update={"bandwidth_share": None, "layer_overhead": None}),
+            }
+        )
+        size = sum(part.bytes for part in sizes(SMALL, stored).decoding if part.form == form)
+        rate = 1e9 * device.hardware.memory_bandwidth.value * getattr(own.bandwidth_share, form)
+        more = tpot_ms(SMALL, slow, stored, 0) - tpot_ms(SMALL, device, stored, 0)
+        assert more == pytest.approx(1000 * factor * size / rate)
+
+
+def test_each_form_has_a_share_of_the_bandwidth_and_one_number_stands_for_all() -> None:
+    raw = HOST.model_dump(mode="json") | {"format": FORMAT, "efficiency": CPU.model_dump(mode="json")}
+    raw["efficiency"]["bandwidth_share"] = 0.5
+    device = Device.model_validate_json(json.dumps(raw))
+    assert efficiency_of(device).bandwidth_share == alike(0.5)
+    stored, parts = Stored("int4", 128, 8), sizes(SMALL, Stored("int4", 128, 8)).decoding
+    slow = efficiency_of(device).model_copy(update={"bandwidth_share": alike(0.5).model_copy(update={"int4": 0.25})})
+    more = tpot_ms(SMALL, device.model_copy(update={"efficiency": slow}), stored, 0)
+    reading = sum(part.bytes for part in parts if part.form == "int4") / (1e9 * HOST.hardware.memory_bandwidth.value)
+    assert reading > 0 and more - tpot_ms(SMALL, device, stored, 0) == pytest.approx(1000 * reading * (4 - 2))
+    for wrong in (True, "half", 0, 5):
+        raw["efficiency"]["bandwidth_share"] = wrong
+        with pytest.raises(ValidationError, match="bandwidth_share"):
+            Device.model_validate_json(json.dumps(raw))
 
 
 def test_cores_share_attention_by_whole_heads() -> None:

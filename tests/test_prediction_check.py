@@ -31,11 +31,13 @@ TRUE = Efficiency(
     source="made up",
     date=CPU.date,
     kind="estimated",
-    bandwidth_share=0.8,
+    bandwidth_share=FormShares(fp32=0.9, int8=0.8, int4=0.6, int8_rows=0.8),
     pass_overhead_us=60.0,
     layer_overhead_us=15.0,
     product_overhead_us=FormOverheads(int8=0.5, int4=0.7, int8_rows=2.0),
+    standard_overhead_us=90.0,
     between_share=0.2,
+    growing_share=0.6,
     runtime_mb=80.0,
     cache_share=CacheShares(fp32=0.7, int8=0.5),
     attention_share=CacheShares(fp32=0.2, int8=0.1),
@@ -46,7 +48,13 @@ TRUE = Efficiency(
 )
 
 
-START = CPU.model_copy(update={"product_overhead_us": FormOverheads(int8=1, int4=1, int8_rows=1)})
+START = CPU.model_copy(
+    update={
+        "product_overhead_us": FormOverheads(int8=1, int4=1, int8_rows=1),
+        "standard_overhead_us": 5 * CPU.layer_overhead_us,
+        "growing_share": CPU.between_share,
+    }
+)
 
 
 def _measured(noise: float = 0.0) -> list[Measured]:
@@ -95,6 +103,7 @@ def test_the_fit_finds_the_machine_and_predicts_shapes_it_has_not_seen(checked: 
     assert fitted.prefill_share.int4 == pytest.approx(0.25, rel=0.15)
     assert fitted.product_overhead_us.int8_rows == pytest.approx(2.0, rel=0.15)
     assert fitted.product_overhead_us.fp32 == 0  # that of any operator, which the layer's overhead has
+    assert fitted.growing_share == pytest.approx(0.6, rel=0.15) and fitted.between_share < 0.3
     assert fitted.error.combinations == found["fitted"]["decode"]["figures"]
     assert fitted.error.ttft_largest_percent == found["fitted"]["ttft"]["largest_percent"]
 
@@ -203,9 +212,9 @@ def test_without_a_device_file_each_round_calibrates_too(tmp_path: Path, monkeyp
 
     def read_round(readings: Readings, threads: int) -> Iterator[str]:
         order.append(f"probes on {threads}")
-        readings.sums[1e6] = 1e9 * len(order)
+        readings.add("read.384.2", float(len(order)))
         readings.other_cpu_cores = 0.7
-        yield "bandwidth"
+        yield "read.384.2"
 
     def measure_one(model: Model, mode: str, threads: int) -> float:
         order.append(mode)
@@ -214,7 +223,7 @@ def test_without_a_device_file_each_round_calibrates_too(tmp_path: Path, monkeyp
         return 0.0
 
     def describe(readings: Readings, name: str, threads: int, decided: Device) -> tuple[Device, list[str]]:
-        assert readings.sums == {1e6: 4e9} and decided.name == "host"
+        assert readings.rounds == {"read.384.2": [1.0, 4.0]} and decided.name == "host"
         return with_efficiency(HOST, CPU), []
 
     monkeypatch.setattr(prediction_measure, "read_round", read_round)
