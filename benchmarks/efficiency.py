@@ -103,9 +103,8 @@ class Efficiency(Strict):
 
     Attributes:
         bandwidth_share: of the bandwidth at the working set's size, reading weights while decoding, beside multiplying:
-            the more is unpacked between two reads, the fewer reads are on their way at once. One number in a file
-            stands for all forms.
-            A block's is that of 128 numbers.
+            the more is unpacked between two reads, the fewer reads are on their way at once. That of blocks is
+            for 128 numbers in each. One number in a file stands for all forms.
         cache_share: the same, reading keys and values.
         working_set_scale: what a step takes up of the caches, as a multiple of what it reads: at which size on the
             device's curve a model of so many bytes stands.
