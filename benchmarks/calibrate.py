@@ -27,7 +27,7 @@ from benchmarks.device_file import write_device
 from benchmarks.efficiency import CPU_CACHES, CPU_FORMS
 from benchmarks.instructions import instruction_set
 from benchmarks.probe_graph import ProbeGraph
-from benchmarks.probes import attention, chain, gated, product
+from benchmarks.probes import attention, chain, gated, layers, product
 from benchmarks.process import QUIET_CORES, child_command, run_child, wait_for_quiet
 from benchmarks.stats import quiet_quarter
 from sportsllm import console
@@ -86,8 +86,11 @@ def probes() -> dict[str, Probe]:
         found[f"footprint.{form}"] = Probe(partial(chain, form, FOOTPRINT_WIDTH, count), "footprint")
     free = psutil.virtual_memory().available * MOST_OF_MEMORY
     for narrow, count in figures.READS:
-        if (narrow, count) == figures.READS[0] or figures.read_bytes("fp32", narrow, count) <= free:
+        if (narrow, count) in figures.READS[:2] or figures.read_bytes("fp32", narrow, count) <= free:
             found[f"read.{narrow}.{count}"] = Probe(partial(chain, "fp32", narrow, count))
+    for narrow, count in figures.LAYERS:
+        if f"read.{narrow}.{count}" in found:
+            found[f"layers.{narrow}.{count}"] = Probe(partial(layers, narrow, count), end=figures.LAYER_DEPTH)
     if free >= figures.FAR_BYTES:
         for form in figures.FAR_FORMS:
             found[f"far.{form}"] = Probe(partial(chain, form, width, figures.far_count(form)))

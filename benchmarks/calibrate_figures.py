@@ -19,7 +19,7 @@ from benchmarks.efficiency import (
     bandwidth_at,
     whole_heads,
 )
-from benchmarks.predict import STANDARD_OPERATORS
+from benchmarks.predict import PRODUCTS_A_LAYER, STANDARD_OPERATORS
 from benchmarks.stored import OUTPUT_NUMBERS, SCALE_NUMBERS, SCORE_NUMBERS
 
 BLOCK = 128  # numbers that share a scale
@@ -42,8 +42,9 @@ PROMPT_NEW, PROMPT_END, DEEP = 128, 512, 1_900
 GATED = (128, 2_048, 8)  # rows, width, times
 BYTES: Mapping[str, float] = {"fp32": 4.0, "int8": 1.03, "int4": 0.53, "int8_rows": 1.0}  # a number, with its scale
 LEAST_OF_A_STEP = 0.1  # for multiplying, whatever noise leaves of it
-OPERATORS_A_LAYER = 10
-"""Two norms, four products, attention, and silu, product and taking apart of gate and up."""
+LAYERS = ((384, 4), (768, 41))
+"""Widths and numbers of layers with one float32 product each, those of `READS`: in the caches, and beyond most."""
+LAYER_HEAD_DIM, LAYER_KV_HEADS, LAYER_DEPTH = 64, 2, 8  # next to nothing to read and no scores
 
 Seconds = Mapping[str, float]
 
@@ -144,7 +145,8 @@ def derive(
     rows, width, times = GATED
     between = _share(5 * 4 * rows * width * times, seconds["between"], bandwidth_at(curve, 3 * 4 * rows * width))
     steps = {form: _step(seconds, form, by_form[form][1], curve) for form in CPU_FORMS}
-    layer = _digits(1e6 * OPERATORS_A_LAYER * operator)
+    beside, touched = _layer(seconds, curve)
+    layer = _digits(1e6 * (beside + (PRODUCTS_A_LAYER + 1) * operator))  # gate and up are taken apart too
     reading = {cache: _attention_step(seconds, cache, curve, real, operator, cores) for cache in CPU_CACHES}
     prompt = 4 * PROMPT_NEW * PROMPT_END * whole_heads(HEADS, cores) * (HEAD_DIM + SCORE_NUMBERS)
     nothing = footprints["none"][0]
@@ -155,6 +157,7 @@ def derive(
         bandwidth_share=FormShares(**{form: share for form, (share, _) in steps.items()}),
         pass_overhead_us=_digits(1e6 * run),
         layer_overhead_us=layer,
+        layer_touched_kb=_digits(touched / 1e3),
         standard_overhead_us=_digits((STANDARD_OPERATORS - 1) * layer),
         product_overhead_us=FormOverheads(
             **{form: _digits(1e6 * max(0.0, operator_seconds(seconds, form)[0] - operator)) for form in CPU_FORMS}
@@ -179,6 +182,24 @@ def derive(
             **{form: _digits((footprints[form][0] - nothing) / footprints[form][1]) for form in CPU_FORMS}
         ),
     )
+
+
+def _layer(seconds: Seconds, curve: Curve) -> tuple[float, float]:
+    """What a layer takes beside its products: seconds in the caches, and bytes that it waits for beyond them.
+
+    Of two graphs with equal layers one leaves everything in the caches, and the other's matrices push all of it out.
+    Where memory has room for the first one only, nothing is known of the bytes.
+    """
+    found = []
+    for width, count in LAYERS:
+        name = f"{width}.{count}"
+        if f"layers.{name}" in seconds and f"read.{name}" in seconds:
+            beside = max(seconds[f"layers.{name}"] - seconds[f"read.{name}"], 0.0) / count
+            found.append((beside, 1 / bandwidth_at(curve, read_bytes("fp32", width, count))))
+    (near, near_pace), (far, far_pace) = found[0], found[-1]
+    if far_pace < LEAST_SLOWER * near_pace:
+        return near, 0.0
+    return near, max(far - near, 0.0) / (far_pace - near_pace)
 
 
 def _step(seconds: Seconds, form: str, rate: float, curve: Curve) -> tuple[float, float]:

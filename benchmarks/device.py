@@ -34,7 +34,7 @@ from benchmarks.figures import (
 
 __all__ = ["FORMAT", "LIMIT_UNITS", "Device", "Figure", "Hardware", "Limits", "Published", "Recognise"]
 
-FORMAT = 5
+FORMAT = 6
 """2 added `efficiency`, `hardware.bandwidth_by_working_set`, `recognise.processor` and `recognise.instruction_set`, and
 made `hardware.power` optional; 3 counts outputs and scores in the rates of `efficiency`, 4 adds
 reading and multiplying up for one row, 5 has a share of the bandwidth for each form, and tells apart what caches hold

@@ -35,6 +35,7 @@ RateShare = Annotated[float, Field(gt=0, le=MOST_OF_A_RATE)]
 a bandwidth: the runtime's products may read faster than what measured it."""
 Copies = Annotated[float, Field(ge=0.1, le=10)]
 Microseconds = Annotated[float, Field(ge=0, le=100_000)]
+Kilobytes = Annotated[float, Field(ge=0, le=1_000_000)]
 Percent = Annotated[float, Field(ge=0, le=100_000)]
 
 
@@ -109,7 +110,10 @@ class Efficiency(Strict):
         working_set_scale: what a step takes up of the caches, as a multiple of what it reads: at which size on the
             device's curve a model of so many bytes stands.
         pass_overhead_us: time of any pass through the model beside all else, in us.
-        layer_overhead_us: the same that each layer adds.
+        layer_overhead_us: the same that each layer adds, everything in the caches.
+        layer_touched_kb: what a layer waits for beside weights and cache (records of the runtime, code, activations,
+            pages), as so many kB, read more slowly than at the best bandwidth: a large model has pushed all of it out
+            of the caches by the next token. None in files from before it was told apart.
         product_overhead_us: what a product of a form takes beside its work more than a plain operator, which rounds no
             activations; none in files that were written before it was told apart.
         standard_overhead_us: what a layer of standard operators takes beside `layer_overhead_us`; by their number where
@@ -135,6 +139,7 @@ class Efficiency(Strict):
     working_set_scale: Copies = 1.0
     pass_overhead_us: Microseconds
     layer_overhead_us: Microseconds
+    layer_touched_kb: Kilobytes = 0.0
     product_overhead_us: FormOverheads = FormOverheads()
     standard_overhead_us: Microseconds | None = None
     between_share: PositiveShare

@@ -26,13 +26,13 @@ RIDGE = 0.003  # errors of 5% beside parameters that are known within a factor o
 STEP = 1e-3
 ITERATIONS = 40
 SLOWER_SCORES = 0.1  # the second start's rate of scores, beside the first one's
-LEAST_OVERHEAD_US = 10.0  # to start from: the logarithm of nothing leads nowhere
+LEAST_START = {"_us": 10.0, "_kb": 300.0}  # by unit: the logarithm of nothing leads nowhere
 Vector = npt.NDArray[np.float64]
 
 # What is fitted where the start has it; of the tables entries above 0 that a measurement could tell.
 _NUMBERS = (
     "working_set_scale", "between_share", "growing_share", "pass_overhead_us", "layer_overhead_us",
-    "standard_overhead_us", "runtime_mb",
+    "layer_touched_kb", "standard_overhead_us", "runtime_mb",
 )  # fmt: skip
 _TABLES = (
     "bandwidth_share", "cache_share", "attention_share", "attention_step_share", "prefill_share", "decode_share",
@@ -142,7 +142,7 @@ def _parameters(start: Efficiency) -> tuple[list[tuple[str, str]], Vector, Vecto
     names += [(table, entry) for table in _TABLES for entry, value in getattr(start, table) if value]
     values = [_value(start, *name) for name in names]
     logs = [
-        math.log(max(value, LEAST_OVERHEAD_US) if name in _NUMBERS and name.endswith("_us") else value)
+        math.log(max(value, LEAST_START.get(name[-3:], value) if name in _NUMBERS else value))
         for (name, _), value in zip(names, values, strict=True)
     ]
     highest = [_highest(name) for name, _ in names]

@@ -3,7 +3,8 @@
     time per token    = weights + cache + overhead; with a growing cache its copies too
       weights         = sum over forms of bytes / (bandwidth * share) + 2 numbers / (peak * share)
       cache           = bytes / (bandwidth * share) or 4 layers width depth / (fp32 peak * share)
-      overhead        = a pass's own + layers * a layer's own + products * what rounding activations takes for each
+      overhead        = a pass's own + layers * (a layer's own + what it touches * (1 / bandwidth - 1 / the best))
+                      + products * what rounding activations takes for each
     time to a token   = sum over pieces of the prompt of products, or weights once + attention
                         + what lies between products + overhead; and the head for the last token
     peak memory       = runtime + copies * weights + cache + activations of one piece of the prompt
@@ -186,7 +187,7 @@ def tpot_ms(config: ModelConfig, device: Device, stored: Stored, depth: int, rea
     operations = 4 * config.num_hidden_layers * _heads(config, device) * config.head_dim * depth
     scores = operations / (_peak(device, "fp32") * _of(efficiency.attention_step_share, device, cache))
     attention = longer(cached / rate, scores)
-    overhead = _overhead_ms(config, device, stored, [part.form for part in parts.decoding])
+    overhead = _overhead_ms(config, device, stored, [part.form for part in parts.decoding], working_set)
     return 1000 * (weights + copied + attention) + overhead
 
 
@@ -232,7 +233,7 @@ def _reading_ms(config: ModelConfig, device: Device, stored: Stored, body: Part,
             seconds += layers * widened / (_bandwidth(device, widened) * efficiency.between_share)
         a_layers = 4 * new * _numbers_between(config)
         seconds += between * new / (_bandwidth(device, a_layers) * efficiency.between_share)
-        seconds += _overhead_ms(config, device, stored, [body.form]) / 1000
+        seconds += _overhead_ms(config, device, stored, [body.form], weights) / 1000
     return 1000 * seconds
 
 
@@ -317,10 +318,20 @@ def _bandwidth(device: Device, working_set: float) -> float:
     return bandwidth_at(curve, working_set * efficiency_of(device).working_set_scale)
 
 
-def _overhead_ms(config: ModelConfig, device: Device, stored: Stored, forms: Sequence[str]) -> float:
+def _slower(device: Device, working_set: float) -> float:
+    """Seconds a byte that a working set is read more slowly than one that fits the caches."""
+    figures = device.hardware.bandwidth_by_working_set
+    rate = _bandwidth(device, working_set)
+    return 1 / rate - 1 / max([rate, *(1e9 * figure.value for figure in figures)])
+
+
+def _overhead_ms(
+    config: ModelConfig, device: Device, stored: Stored, forms: Sequence[str], working_set: float
+) -> float:
     """Of a pass with layers of the first form and, where there is a second, a head of that."""
     efficiency = efficiency_of(device)
     a_layer = efficiency.layer_overhead_us
+    touched_us = 1e9 * efficiency.layer_touched_kb * _slower(device, working_set)
     if stored.standard:
         more = efficiency.standard_overhead_us
         a_layer += (STANDARD_OPERATORS - 1) * a_layer if more is None else more
@@ -328,7 +339,7 @@ def _overhead_ms(config: ModelConfig, device: Device, stored: Stored, forms: Seq
     products = sum(
         count * _of(efficiency.product_overhead_us, device, form) for count, form in zip(counts, forms, strict=False)
     )
-    return (efficiency.pass_overhead_us + config.num_hidden_layers * a_layer + products) / 1000
+    return (efficiency.pass_overhead_us + config.num_hidden_layers * (a_layer + touched_us) + products) / 1000
 
 
 def _peak(device: Device, form: str) -> float:

@@ -1,10 +1,11 @@
 """How far predictions are off on this machine: measured on models whose shapes were not fitted.
 
-    python -m benchmarks.prediction_check --out DIR [--device my-machine.toml] [--threads N] [--rounds 12]
+    python -m benchmarks.prediction_check --out DIR [--device my-machine.toml] [--threads N] [--rounds 12] [--draw SEED]
 
 Takes the device file that `calibrate` wrote here, or calibrates in the same rounds. Measures untrained models of
 several shapes, forms and depths in fresh processes, as `bench` does but shorter; fits the efficiencies on some shapes,
-from what the probes gave; and compares predictions with measurements of the others. Writes into DIR `prediction.json`
+from what the probes gave; and compares predictions with measurements of the others, with `--draw` of shapes by chance
+as well, which nothing in the model of prediction can have been chosen on. Writes into DIR `prediction.json`
 (everything), `prediction.csv` (a line a figure) and `device.toml`: the device with the fitted efficiencies and the
 errors found, for `plan --device`. Exits 4 where a largest error is above its bound.
 """
@@ -32,7 +33,7 @@ from benchmarks.device_file import write_device
 from benchmarks.efficiency import EFFICIENCIES, PredictionError
 from benchmarks.efficiency_fit import Measured, fit_efficiency, with_efficiency
 from benchmarks.prediction_measure import measure
-from benchmarks.prediction_models import FITTED, SCORED
+from benchmarks.prediction_models import DRAWN, FITTED, SCORED, drawn
 from benchmarks.process import QUIET_CORES
 from benchmarks.stats import NOISY_WIDTH
 from sportsllm import console
@@ -69,8 +70,9 @@ def check(device: Device, measured: Sequence[Measured], source: str, where: str)
 
     Returns:
         `device` (a `Device` with the fitted set and its errors), `errors` by set (`fitted`, on scored shapes; `probes`,
-        before the fit; `default`, the shipped set; `fitted_shapes`), `default_error` for the shipped set to carry,
-        `passed`, and `rows`, a dict a figure.
+        before the fit; `default`, the shipped set; `fitted_shapes`; `drawn`, the fitted set on drawn shapes alone,
+        empty where there are none), `default_error` for the shipped set to carry, `passed`, and `rows`, a dict a
+        figure.
     """
     fitting = [each for each in measured if each.shape in FITTED]
     scoring = [each for each in measured if each.shape not in FITTED]
@@ -85,6 +87,7 @@ def check(device: Device, measured: Sequence[Measured], source: str, where: str)
         "probes": errors(scoring, device),
         "default": errors(scoring, default),
         "fitted_shapes": errors(fitting, fitted),
+        "drawn": errors([each for each in scoring if each.shape not in SCORED], fitted),
     }
     depths = len({(each.shape, each.form, each.tokens) for each in scoring if each.kind == "decode"})
 
@@ -141,7 +144,11 @@ def disturbances(measured: Sequence[Measured], rounds: int, busiest: float) -> l
 
 
 def run_check(
-    out: Path, device_file: Path | None = None, threads: int | None = None, rounds: int = LEAST_ROUNDS
+    out: Path,
+    device_file: Path | None = None,
+    threads: int | None = None,
+    rounds: int = LEAST_ROUNDS,
+    draw: int | None = None,
 ) -> dict[str, Any]:
     """Measure, fit, score and write; see the module. Returns what `prediction.json` holds.
 
@@ -157,7 +164,8 @@ def run_check(
     if device.processor != "cpu":
         raise UsageError(f"--device {device_file}: is a {device.processor.upper()}'s; models are measured on the CPU")
     readings = None if device_file else Readings()
-    measured, busiest = measure(threads, rounds, readings)
+    more = {} if draw is None else drawn(draw)
+    measured, busiest = measure(threads, rounds, readings, more)
     if readings is not None:
         device, _ = describe(readings, "this-machine", threads, device)
     here = machine()
@@ -170,7 +178,7 @@ def run_check(
     result["start"] = device.efficiency and device.efficiency.model_dump(mode="json")
     result |= {"bounds_percent": BOUNDS_PERCENT, "clean": not disturbed, "disturbances": disturbed}
     result["other_cpu_cores"] = round(busiest, 2)
-    result["shapes"] = {name: asdict(config) for name, config in {**FITTED, **SCORED}.items()}
+    result["shapes"] = {name: asdict(config) for name, config in {**FITTED, **SCORED, **more}.items()}
     result["seconds"] = round(time.perf_counter() - started, 1)
     (out / "prediction.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     with (out / "prediction.csv").open("w", encoding="utf-8", newline="") as stream:
@@ -188,6 +196,7 @@ def print_check(result: Mapping[str, Any]) -> None:
     console.output().print(table([name.replace("_", " ") for name in shown], rows, (0, 1, 2)))
     sets = {
         "fitted": "scored shapes, fitted set",
+        "drawn": "of these, shapes drawn by chance",
         "probes": "scored shapes, device file's set",
         "default": "scored shapes, shipped set",
         "fitted_shapes": "fitted shapes, fitted set",
@@ -218,11 +227,14 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, default=LEAST_ROUNDS, help="Fresh processes a model; the lower quartile counts."
     )
+    parser.add_argument(
+        "--draw", type=int, metavar="SEED", help=f"Score on {DRAWN} shapes drawn by this number as well."
+    )
     parser.add_argument("--json", action="store_true", help="One JSON object on standard output.")
     arguments = parser.parse_args()
     console.use_stderr(arguments.json)
     try:
-        result = run_check(arguments.out, arguments.device, arguments.threads, arguments.rounds)
+        result = run_check(arguments.out, arguments.device, arguments.threads, arguments.rounds, arguments.draw)
     except SportsLLMError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

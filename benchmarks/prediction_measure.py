@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -37,9 +37,13 @@ that of one depth, and at some, for a model, ONNX Runtime's attention takes half
 TIMEOUT_S = 300.0
 
 
-def combinations() -> Iterator[tuple[str, ModelConfig, dict[str, Form]]]:
-    """Each shape with its forms; fitted and scored ones in turns, so that they see the same machine."""
-    turns = chain.from_iterable(zip_longest(FITTED.items(), SCORED.items()))
+def combinations(more: Mapping[str, ModelConfig] | None = None) -> Iterator[tuple[str, ModelConfig, dict[str, Form]]]:
+    """Each shape with its forms; fitted and scored ones in turns, so that they see the same machine.
+
+    Args:
+        more: shapes that are scored besides.
+    """
+    turns = chain.from_iterable(zip_longest(FITTED.items(), {**SCORED, **(more or {})}.items()))
     for name, config in filter(None, turns):
         yield name, config, {**FORMS, **{other: OTHERS[other] for other in OTHERS_OF.get(name, ())}}
 
@@ -57,7 +61,9 @@ class Model:
     peak_rss_bytes: float = 0.0
 
 
-def measure(threads: int, rounds: int, readings: Readings | None = None) -> tuple[list[Measured], float]:
+def measure(
+    threads: int, rounds: int, readings: Readings | None = None, more: Mapping[str, ModelConfig] | None = None
+) -> tuple[list[Measured], float]:
     """Every figure of every model, and the most cores that other programs used beside one.
 
     A time is the `quiet_quarter` of the rounds' medians, since a prediction is of a machine that does nothing else.
@@ -70,12 +76,13 @@ def measure(threads: int, rounds: int, readings: Readings | None = None) -> tupl
         rounds: fresh processes that measure each model's speed.
         readings: gets what `calibrate` reads, once more before each round, so that both see the same machine: how much
             of a cache that others share is this process's own changes within minutes.
+        more: shapes that are scored beside the usual ones.
 
     Raises:
         ChildFailure: a measuring process failed.
         OSError: no room for 2.5 GB in the temporary folder.
     """
-    wanted = list(combinations())
+    wanted = list(combinations(more))
     count = sum(len(forms) for *_, forms in wanted)
     busiest = 0.0
     with (

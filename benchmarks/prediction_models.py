@@ -5,6 +5,7 @@ Time and memory of a model do not depend on what its weights are, so they are dr
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ FITTED: Mapping[str, ModelConfig] = {
     "1m": PRESETS["tiny-1m"].with_changes(max_position_embeddings=CONTEXT),
     "5m": PRESETS["tiny-5m"].with_changes(max_position_embeddings=CONTEXT),
     "23m": _shape(8_000, 640, 1_792, 4, 10, 2),
+    "24m": _shape(8_000, 384, 1_024, 12, 6, 6),
     "60m": _shape(16_000, 640, 1_792, 10, 10, 5),
     "small": PRESETS["small"],
 }
@@ -45,6 +47,31 @@ SCORED: Mapping[str, ModelConfig] = {
     "30m": _shape(8_000, 512, 1_408, 8, 8, 8),
     "48m-wide": _shape(8_000, 768, 2_048, 6, 12, 4),
 }
+
+
+DRAWN = 3
+MOST_DRAWN_PARAMETERS = 60_000_000
+
+
+def drawn(seed: int) -> dict[str, ModelConfig]:
+    """`DRAWN` shapes by chance, at most `MOST_DRAWN_PARAMETERS` each: scored, nothing can have been chosen on them.
+
+    Args:
+        seed: the same one gives the same shapes.
+
+    Returns:
+        Shapes by name, of 128 to 768 wide, 2 to 16 layers, heads of 32 or 64, any sharing of keys and values.
+    """
+    dice, found = random.Random(seed), dict[str, ModelConfig]()
+    while len(found) < DRAWN:
+        hidden, layers = 64 * dice.randint(2, 12), dice.randint(2, 16)
+        heads = hidden // dice.choice((32, 64))
+        shared = dice.choice([count for count in range(1, heads + 1) if heads % count == 0])
+        inner, vocab = 64 * round(hidden * dice.uniform(2, 4) / 64), dice.choice((2_000, 4_000, 8_000, 16_000))
+        config = _shape(vocab, hidden, inner, layers, heads, shared)
+        if config.parameters <= MOST_DRAWN_PARAMETERS and config not in (*FITTED.values(), *SCORED.values()):
+            found[f"drawn-{seed}-{len(found) + 1}"] = config
+    return found
 
 
 @dataclass(frozen=True)

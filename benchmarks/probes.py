@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.calibrate_figures import BLOCK
+from benchmarks.calibrate_figures import BLOCK, LAYER_DEPTH, LAYER_HEAD_DIM, LAYER_KV_HEADS
 from benchmarks.child import main
 from benchmarks.memory import peak_rss_bytes
 from benchmarks.probe_graph import MS, Array, ProbeGraph
@@ -78,22 +78,73 @@ def chain(form: str, width: int, count: int) -> ProbeGraph:
 def attention(cache: str, new: int, end: int, heads: int, kv_heads: int, size: int) -> ProbeGraph:
     """GroupQueryAttention of `new` tokens, the last of `end`, as `export.contrib` writes it, without rotation."""
     graph = ProbeGraph()
+    query = graph.input("query", "float32", (1, new, heads * size))
+    graph.output("attended", "float32", (1, new, heads * size))
+    _add_attention(graph, "", query, _add_lengths(graph), cache, (new, end, heads, kv_heads, size))
+    return graph
+
+
+def layers(width: int, count: int) -> ProbeGraph:
+    """`count` layers for one token: of one of `export.contrib` a single product, in float32, and all that is none.
+
+    Each has norm, product, attention, norm, silu and product of numbers, and keys and values of its own.
+    """
+    graph, heads = ProbeGraph(), width // LAYER_HEAD_DIM
+    x = residual = graph.input("x", "float32", (1, 1, width))
+    graph.output(f"gated{count - 1}", "float32", (1, 1, width))
+    lengths, gamma = _add_lengths(graph), np.ones(width, np.float32)
+
+    def norm(name: str, x: str, residual: str) -> tuple[str, str]:
+        outputs = [name, "", "", f"{name}.sum"]
+        graph.node(
+            "SkipSimplifiedLayerNormalization", [x, residual, graph.weight(f"{name}.weight", gamma)], outputs, MS
+        )
+        return name, outputs[-1]
+
+    for index in range(count):
+        x, residual = norm(f"norm{index}", x, residual)
+        x = add_product(graph, "fp32", x, f"y{index}", width, width)
+        x = _add_attention(
+            graph, f"{index}", x, lengths, "fp32", (1, LAYER_DEPTH, heads, LAYER_KV_HEADS, LAYER_HEAD_DIM)
+        )
+        x, residual = norm(f"second_norm{index}", x, residual)
+        silu = graph.node("QuickGelu", [x], [f"silu{index}"], MS)
+        x = graph.node("Mul", [silu, x], [f"gated{index}"])
+    return graph
+
+
+def _add_lengths(graph: ProbeGraph) -> list[str]:
+    return [graph.input("seqlens_k", "int32", (1,)), graph.input("total", "int32", ())]
+
+
+def _add_attention(
+    graph: ProbeGraph, name: str, query: str, lengths: list[str], cache: str, sizes: tuple[int, int, int, int, int]
+) -> str:
+    """Add attention with keys, values and caches of its own.
+
+    Args:
+        graph: gets it.
+        name: end of all its names.
+        query: (1, new, heads * size).
+        lengths: names of `_add_lengths`.
+        cache: precision of keys and values.
+        sizes: new tokens, all so far, heads, key/value heads, numbers of a head.
+    """
+    new, end, heads, kv_heads, size = sizes
     shape, dtype = (1, kv_heads, end, size), "int8" if cache == "int8" else "float32"
-    inputs = [graph.input("query", "float32", (1, new, heads * size))]
-    inputs += [graph.input(name, "float32", (1, new, kv_heads * size)) for name in ("key", "value")]
-    inputs += [graph.input(f"past_{part}", dtype, shape) for part in ("key", "value")]
-    inputs += [graph.input("seqlens_k", "int32", (1,)), graph.input("total", "int32", ())]
+    inputs = [query, *(graph.input(f"{part}{name}", "float32", (1, new, kv_heads * size)) for part in ("key", "value"))]
+    inputs += [graph.input(f"past_{part}{name}", dtype, shape) for part in ("key", "value")]
+    inputs += lengths
     attributes: dict[str, int | str] = {"num_heads": heads, "kv_num_heads": kv_heads, "do_rotary": 0}
     if cache == "int8":
         scale = np.full((1, kv_heads, 1, size), 0.02, np.float32)
-        inputs += [""] * 5 + [graph.weight(f"{part}_scale", scale) for part in "kv"]
+        inputs += [""] * 5 + [graph.weight(f"{part}_scale{name}", scale) for part in "kv"]
         attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
-    outputs = ["attended", "present_key", "present_value"]
+    outputs = [f"attended{name}", f"present_key{name}", f"present_value{name}"]
     graph.node("GroupQueryAttention", inputs, outputs, MS, attributes)
-    graph.output("attended", "float32", (1, new, heads * size))
-    for name in outputs[1:]:
-        graph.output(name, dtype, shape)
-    return graph
+    for present in outputs[1:]:
+        graph.output(present, dtype, shape)
+    return outputs[0]
 
 
 def gated(new: int, inner: int, count: int) -> ProbeGraph:

@@ -21,7 +21,7 @@ from benchmarks.budget import (
     recognise_host,
 )
 from benchmarks.commands import devices
-from benchmarks.device import Recognise
+from benchmarks.device import FORMAT, Recognise
 from sportsllm.errors import ArtifactError, UsageError
 
 # file MB, memory MB, TTFT ms, TPOT p50 and p95 ms, loss %
@@ -133,7 +133,7 @@ def test_all_mistakes_at_once_with_line_and_field(tmp_path: Path) -> None:
         "quality_loss_percent = 1": "qualty_loss_percent = 1",
         'unit = "GB/s"': 'unit = "GB"',
         "value = 220": "value = -220",
-        "format = 1": "format = 6",
+        "format = 1": f"format = {FORMAT + 1}",
     }
     text = _good()
     for old, new in changes.items():
@@ -146,7 +146,7 @@ def test_all_mistakes_at_once_with_line_and_field(tmp_path: Path) -> None:
     assert "\n" not in message
     lines = text.splitlines()
     for old, field in {
-        "format = 6": "format",
+        f"format = {FORMAT + 1}": "format",
         'unit = "GB"': "hardware.memory_bandwidth.unit",
         "value = -220": "hardware.power.value",
         'file_mb = "2 GB"': "limits.file_mb",

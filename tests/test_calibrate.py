@@ -15,12 +15,13 @@ import pytest
 from benchmarks import calibrate, calibrate_figures
 from benchmarks.budget import is_this_machine, load_device
 from benchmarks.calibrate import Readings, describe, probes, run_calibrate
+from benchmarks.device import FORMAT
 from benchmarks.device_file import write_device
 from benchmarks.efficiency import CPU_FORMS, MOST_OF_A_RATE, bandwidth_at, longer
 from benchmarks.instructions import instruction_set, processor_name
 from benchmarks.predict import Stored, efficiency_of, tpot_ms
 from benchmarks.probe_graph import ProbeGraph
-from benchmarks.probes import add_product, attention, gated, measure_footprint, time_graph
+from benchmarks.probes import add_product, attention, gated, layers, measure_footprint, time_graph
 from benchmarks.stored import OUTPUT_NUMBERS, SCALE_NUMBERS, SCORE_NUMBERS
 from sportsllm import cli
 from sportsllm.errors import ArtifactError, ConflictError, ResourceError, UsageError
@@ -61,7 +62,7 @@ def test_a_product_multiplies_by_the_matrix_it_stores(form: str, tmp_path: Path)
 def test_every_graph_is_valid_onnx_with_fixed_shapes(tmp_path: Path) -> None:
     """`onnx` reads what was written byte by byte; its checker knows standard operators and the structure."""
     for name, probe in probes().items():
-        if name.startswith(("footprint", "read", "product")):
+        if name.startswith(("footprint", "read", "product", "layers.768")):
             continue  # the same graphs, larger
         probe.make().write(tmp_path / "m.onnx")
         model = onnx.load(str(tmp_path / "m.onnx"))
@@ -95,6 +96,42 @@ def test_attention_attends_to_the_cache(cache: str, tmp_path: Path) -> None:
     assert np.abs(found[0, 0] - np.concatenate(expected)).max() < (1e-5 if cache == "fp32" else 0.03)
 
 
+def test_layers_are_norm_product_attention_norm_and_gate(tmp_path: Path) -> None:
+    """Two layers of one token against float64 by hand; six heads share two of keys and values."""
+    width, size, shared, kept = 384, calibrate_figures.LAYER_HEAD_DIM, 2, calibrate_figures.LAYER_DEPTH
+    graph, random = layers(width, 2), np.random.default_rng(0)
+    feeds: dict[str, Any] = {"x": random.standard_normal((1, 1, width)).astype(np.float32)}
+    feeds |= {"seqlens_k": np.array([kept - 1], np.int32), "total": np.array(kept, np.int32)}
+    for layer in range(2):
+        for part in ("key", "value"):
+            feeds[f"{part}{layer}"] = random.standard_normal((1, 1, shared * size)).astype(np.float32)
+            feeds[f"past_{part}{layer}"] = random.standard_normal((1, shared, kept, size)).astype(np.float32)
+    found = _run(graph, tmp_path / "m.onnx", feeds)[0]
+
+    def norm(x: Any) -> Any:
+        return x / np.sqrt((x**2).mean())
+
+    x = residual = feeds["x"][0, 0].astype(np.float64)
+    for layer in range(2):
+        residual = x + residual
+        x = norm(residual) @ graph.data[f"y{layer}.weight"].astype(np.float64).T
+        heads = []
+        for head in range(width // size):
+            group = head // (width // size // shared)
+            keys, values = (
+                np.concatenate([feeds[f"past_{part}{layer}"][0, group, :-1],
+                                feeds[f"{part}{layer}"].reshape(shared, 1, size)[group]]).astype(np.float64)
+                for part in ("key", "value")
+            )  # fmt: skip
+            weights = np.exp(keys @ x[head * size : (head + 1) * size] / size**0.5)
+            heads.append(weights / weights.sum() @ values)
+        x = np.concatenate(heads)
+        residual = x + residual
+        x = norm(residual)
+        x = x**2 / (1 + np.exp(-1.702 * x))
+    assert np.abs(found[0, 0] - x).max() < 1e-4 * np.abs(x).max()
+
+
 def test_a_graph_is_timed_and_weighed(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     gated(2, 128, 2).write(path)
@@ -109,6 +146,7 @@ GFLOP, GOP, BANDWIDTH = 300e9, 400e9, 200e9
 READ_BYTES = [4 * count * width**2 for width, count in calibrate_figures.READS]
 CURVE = {size: bandwidth_at({READ_BYTES[9]: 2 * BANDWIDTH, 90e6: BANDWIDTH}, size) for size in READ_BYTES}
 EMPTY_S = 2e-6
+LAYER_S, TOUCHED_BYTES = 9e-6, 1.5e6
 ROUNDING_S = {"fp32": 0.0, "int8": 0.25e-6, "int4": 0.5e-6, "int8_rows": 1e-6}
 READ_SHARE = {"fp32": 1.0, "int8": 0.8, "int4": 0.6, "int8_rows": 0.9}
 STEP_SHARE = {"fp32": float("inf"), "int8": 0.2, "int4": 0.4, "int8_rows": 0.3}  # float32 is what the curve is made of
@@ -141,6 +179,9 @@ def _readings() -> Readings:
         seconds[f"far.{form}"] = 5e-6 + f.far_count(form) * matrix
     for (wide, count), bandwidth in zip(f.READS, CURVE.values(), strict=True):
         seconds[f"read.{wide}.{count}"] = 5e-6 + count * (EMPTY_S + step_s("fp32", wide**2, bandwidth))
+    for wide, count in f.LAYERS:
+        slower = 1 / bandwidth_at(CURVE, 4 * count * wide**2) - 1 / max(CURVE.values())
+        seconds[f"layers.{wide}.{count}"] = seconds[f"read.{wide}.{count}"] + count * (LAYER_S + TOUCHED_BYTES * slower)
     rows, width, times = f.GATED
     seconds["between"] = 20 * rows * width * times / (0.25 * (2 * BANDWIDTH))
     for cache, size in (("fp32", 4), ("int8", 1)):
@@ -172,7 +213,8 @@ def test_figures_of_a_machine_that_is_known() -> None:
         assert getattr(own.attention_step_share, cache) == pytest.approx(0.1, rel=2e-3)
         assert getattr(own.attention_share, cache) == pytest.approx(0.3, rel=1e-3)
     expected = {"working_set_scale": 1, "between_share": 0.25, "runtime_mb": 70, "pass_overhead_us": 5}
-    expected["layer_overhead_us"] = 1e6 * calibrate_figures.OPERATORS_A_LAYER * EMPTY_S
+    # Four products, where the probe has one, and what takes gate and up apart.
+    expected |= {"layer_overhead_us": 1e6 * (LAYER_S + 5 * EMPTY_S), "layer_touched_kb": TOUCHED_BYTES / 1e3}
     expected |= {"growing_share": 0.25, "standard_overhead_us": 5 * expected["layer_overhead_us"]}
     for name, value in expected.items():
         assert getattr(own, name) == pytest.approx(value, rel=1e-3), name
@@ -181,9 +223,11 @@ def test_figures_of_a_machine_that_is_known() -> None:
 def test_noise_gives_the_largest_share_and_never_a_negative_one() -> None:
     readings = _readings()
     readings.seconds |= {"attention.fp32.12": 1e-9, "step.int4.8": 5e-6, "empty.fp32.32": 1e-9}
+    readings.seconds |= dict.fromkeys(("layers.384.4", "layers.768.41"), 1e-9)
     own = describe(readings, "noisy", 2, load_device("host"))[0].efficiency
     assert own is not None
-    assert own.cache_share.fp32 == 1.0 and 0 < own.decode_share.int4 <= MOST_OF_A_RATE and own.layer_overhead_us == 0
+    assert own.cache_share.fp32 == 1.0 and 0 < own.decode_share.int4 <= MOST_OF_A_RATE
+    assert own.layer_overhead_us == own.layer_touched_kb == 0
     for far in (1e-9, 1.0):  # read in no time, and hardly at all
         readings.seconds["far.int8"] = far
         own = describe(readings, "noisy", 2, load_device("host"))[0].efficiency
@@ -226,7 +270,8 @@ def test_the_file_says_what_was_measured_and_what_was_decided(written: Path) -> 
     multiplying = (2 * numbers / (0.4 * GOP) + 2 * table / (0.2 * GOP)) * (1 + 16 / 128)
     rate = bandwidth_at(CURVE, size)
     reading = numbers * (1 / 2 + 4 / 128) / (0.6 * rate) + table * (1 + 4 / 128) / (0.8 * rate)
-    seconds = reading + multiplying + 5e-6 + 12 * 10 * EMPTY_S
+    touched = TOUCHED_BYTES * (1 / rate - 1 / max(CURVE.values()))
+    seconds = reading + multiplying + 5e-6 + 12 * (LAYER_S + 5 * EMPTY_S + touched)
     seconds += 12 * 4 * ROUNDING_S["int4"] + ROUNDING_S["int8"]
     assert tpot_ms(PRESETS["small"], device, Stored("int4", 128), 0) == pytest.approx(1_000 * seconds, rel=1e-3)
 
@@ -234,8 +279,8 @@ def test_the_file_says_what_was_measured_and_what_was_decided(written: Path) -> 
 @pytest.mark.parametrize(
     ("old", "new", "field", "words"),
     [
-        ("format = 5", "format = 6", "format", "upgrade"),
-        ("format = 5", "format = 3", "efficiency", "calibrate"),
+        (f"format = {FORMAT}", f"format = {FORMAT + 1}", "format", "upgrade"),
+        (f"format = {FORMAT}", "format = 3", "efficiency", "calibrate"),
         ("between_share = 0.25", "between_share = 2.5", "efficiency.between_share", "less than or equal to 1"),
         ("between_share = 0.25", "between_share = -1.0", "efficiency.between_share", "greater than 0"),
         ("between_share = 0.25", 'between_share = "a lot"', "efficiency.between_share", "not 'a lot'"),
@@ -364,6 +409,15 @@ def test_small_machines_read_what_they_have_room_for(monkeypatch: pytest.MonkeyP
     read = [name for name in probes() if name.startswith("read.")]
     assert read == [f"read.{width}.{count}" for width, count in calibrate_figures.READS[: len(read)]]
     assert 16e6 < READ_BYTES[len(read) - 1] <= 20e6 and not any(name.startswith("far.") for name in probes())
+    # What a layer waits for beyond the caches is not known then.
+    assert [name for name in probes() if name.startswith("layers.")] == ["layers.384.4"]
+    readings = _readings()
+    del readings.seconds["layers.768.41"]
+    own = describe(readings, "little", 2, load_device("host"))[0].efficiency
+    assert own is not None and own.layer_touched_kb == 0
+    assert own.layer_overhead_us == pytest.approx(1e6 * (LAYER_S + 5 * EMPTY_S), rel=1e-3)
+    Little.available = 20_000_000
+    assert {"read.384.2", "read.384.4", "layers.384.4"} <= set(probes())
 
 
 @pytest.mark.parametrize("threads", [2, 8])

@@ -310,6 +310,28 @@ def test_a_growing_cache_is_copied_at_the_rate_of_all_its_buffers() -> None:
         assert found == pytest.approx(1000 * copied + 12 * more_us / 1000)
 
 
+def test_a_layer_waits_for_what_it_touches_beyond_the_caches() -> None:
+    """Records, code and activations count at what a byte takes more than in the caches; in them they count nothing."""
+    evidence = {"unit": "GB/s", "source": "made up", "date": "2026-11-23", "kind": "estimated"}
+    raw = HOST.model_dump(mode="json")
+    raw["hardware"]["bandwidth_by_working_set"] = [
+        {"value": value, "working_set_mb": size, **evidence} for value, size in ((100.0, 1.0), (20.0, 2.0))
+    ]
+    device = Device.model_validate_json(json.dumps(raw))
+    touching = device.model_copy(
+        update={"efficiency": efficiency_of(device).model_copy(update={"layer_touched_kb": 500.0})}
+    )
+    tiny, stored = PRESETS["tiny-300k"], Stored("int4", 32, 8)
+    for config, a_byte_s in ((tiny, 0.0), (SMALL, 1 / 20e9 - 1 / 100e9)):
+        layers = config.num_hidden_layers * 500e3 * a_byte_s * 1000
+        assert sum(part.bytes for part in sizes(config, stored).decoding) < 1e6 or config is SMALL
+        more = tpot_ms(config, touching, stored, 0) - tpot_ms(config, device, stored, 0)
+        assert more == pytest.approx(layers)
+        # Once for each piece of a prompt.
+        more = ttft_ms(config, touching, stored, 300) - ttft_ms(config, device, stored, 300)
+        assert more == pytest.approx(3 * layers)
+
+
 def test_a_model_stands_on_the_curve_where_its_step_fills_the_caches() -> None:
     """A working set that counts twice is read as fast as one of twice the size, and not twice as often."""
     evidence = {"unit": "GB/s", "source": "made up", "date": "2026-11-22", "kind": "estimated"}

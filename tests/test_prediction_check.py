@@ -23,7 +23,15 @@ from benchmarks.efficiency_fit import Measured, Vector, fit_efficiency, least_sq
 from benchmarks.predict import efficiency_of, peak_memory_bytes, tpot_ms, ttft_ms
 from benchmarks.prediction_check import check, disturbances, errors, run_check
 from benchmarks.prediction_measure import Model, _figures, combinations
-from benchmarks.prediction_models import FITTED, FORMS, SCORED, Form
+from benchmarks.prediction_models import (
+    DRAWN,
+    FITTED,
+    FORMS,
+    MOST_DRAWN_PARAMETERS,
+    SCORED,
+    Form,
+    drawn,
+)
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
 
 HOST = load_device("host")
@@ -34,6 +42,7 @@ TRUE = Efficiency(
     bandwidth_share=FormShares(fp32=0.9, int8=0.8, int4=0.6, int8_rows=0.8),
     pass_overhead_us=60.0,
     layer_overhead_us=15.0,
+    layer_touched_kb=1_000.0,
     product_overhead_us=FormOverheads(int8=0.5, int4=0.7, int8_rows=2.0),
     standard_overhead_us=90.0,
     between_share=0.2,
@@ -134,6 +143,20 @@ def test_shapes_that_are_scored_were_not_fitted() -> None:
     assert all(config not in FITTED.values() for config in SCORED.values())
 
 
+def test_drawn_shapes_are_those_of_their_number_and_nobodys_choice() -> None:
+    assert drawn(7) == drawn(7) and not set(drawn(7)) & set(drawn(8))
+    usual = [*FITTED.values(), *SCORED.values()]
+    for seed in range(20):
+        shapes = drawn(seed)
+        assert len(shapes) == DRAWN and all(name.startswith(f"drawn-{seed}-") for name in shapes)
+        for config in shapes.values():
+            assert config.parameters <= MOST_DRAWN_PARAMETERS and config not in usual
+            assert config.num_attention_heads % config.num_key_value_heads == 0
+            assert config.head_dim in (32, 64) and config.head_dim * config.num_attention_heads == config.hidden_size
+    names = [name for name, *_ in combinations(drawn(7))]
+    assert sorted(names) == sorted([*FITTED, *SCORED, *drawn(7)])
+
+
 def test_the_error_is_printed_with_each_prediction(
     checked: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,7 +200,11 @@ def two_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
         ("5m", one, {"int4": Form(4, 32)}),
         ("other", one.with_changes(num_hidden_layers=2), {"fp32": FORMS["fp32"]}),
     ]
-    monkeypatch.setattr(prediction_measure, "combinations", lambda: iter(models))
+    monkeypatch.setattr(
+        prediction_measure,
+        "combinations",
+        lambda more: iter([*models, *((name, one, {"fp32": FORMS["fp32"]}) for name in more)]),
+    )
     monkeypatch.setattr(prediction_measure, "PROMPTS", (64,))
     monkeypatch.setattr(prediction_measure, "DEPTHS", (32,))
     quick = {**prediction_measure.QUICK, "prompts": (64,), "depths": (32,), "context_tokens": 128}
@@ -200,6 +227,8 @@ def test_the_whole_check(tmp_path: Path) -> None:
     assert device.limits == HOST.limits and device.efficiency is not None and device.efficiency.error is not None
     assert device.efficiency.error.combinations == 1
     prediction_check.print_check(result)
+    with_drawn = run_check(tmp_path / "drawn", tmp_path / "own.toml", threads=1, rounds=1, draw=3)
+    assert set(drawn(3)) <= set(with_drawn["shapes"]) and with_drawn["errors"]["drawn"]["decode"]["figures"] > DRAWN - 1
     with pytest.raises(ConflictError, match="exists already"):
         run_check(tmp_path / "out", tmp_path / "own.toml")
     with pytest.raises(UsageError, match="GPU"):
