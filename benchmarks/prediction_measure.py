@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import statistics
 import tempfile
@@ -38,7 +39,7 @@ TIMEOUT_S = 300.0
 
 
 def combinations(more: Mapping[str, ModelConfig] | None = None) -> Iterator[tuple[str, ModelConfig, dict[str, Form]]]:
-    """Each shape with its forms; fitted and scored ones in turns, so that they see the same machine.
+    """Each shape with its forms; fitted and scored ones in turns.
 
     Args:
         more: shapes that are scored besides.
@@ -68,8 +69,8 @@ def measure(
 
     A time is the `quiet_quarter` of the rounds' medians, since a prediction is of a machine that does nothing else.
 
-    All models are there before the first is measured, and each round goes through all of them, so that a machine that
-    is slower for a while is so for all.
+    All models are there before the first is measured, and each round goes through all of them in an order of its own,
+    so that a machine that is slower for a while, or at times as far apart as rounds, is so for all.
 
     Args:
         threads: CPU threads.
@@ -98,12 +99,12 @@ def measure(
                 models.append(Model(shape, name, config, make_export(checkpoint, form, directory), directory))
             shutil.rmtree(checkpoint)
         wait_for_quiet()
-        for mode in ["speed"] * rounds + ["memory"]:
+        for turn, mode in enumerate(["speed"] * rounds + ["memory"]):
             if readings is not None and mode == "speed":
                 for name in read_round(readings, threads):
                     progress.advance(0, name)
                 busiest = max(busiest, readings.other_cpu_cores)
-            for model in models:
+            for model in random.Random(turn).sample(models, len(models)):
                 progress.advance(0, f"{mode} of {model.shape} {model.form}")
                 busiest = max(busiest, _measure_one(model, mode, threads))
                 progress.advance()

@@ -32,6 +32,7 @@ from benchmarks.prediction_models import (
     Form,
     drawn,
 )
+from sportsllm.config import ModelConfig
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
 
 HOST = load_device("host")
@@ -265,6 +266,31 @@ def test_without_a_device_file_each_round_calibrates_too(tmp_path: Path, monkeyp
         "other programs used up to 0.7 cores",
         "2 of the 5 rounds that tell how far they differ",
     ]
+
+
+def test_each_round_goes_through_all_models_in_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[str, str, str]] = []
+
+    def measure_one(model: Model, mode: str, threads: int) -> float:
+        assert threads == 2
+        order.append((mode, model.shape, model.form))
+        model.medians[("decode", 50)] = [1.0]
+        model.peak_rss_bytes = 8e7
+        return 0.0
+
+    def make_checkpoint(config: ModelConfig, directory: Path) -> Path:
+        directory.mkdir()
+        return directory
+
+    monkeypatch.setattr(prediction_measure, "make_checkpoint", make_checkpoint)
+    monkeypatch.setattr(prediction_measure, "make_export", lambda _source, form, _directory: form.stored())
+    monkeypatch.setattr(prediction_measure, "_measure_one", measure_one)
+    prediction_measure.measure(2, 3)
+    every = [(shape, form) for shape, _, forms in combinations() for form in forms]
+    rounds = [order[start : start + len(every)] for start in range(0, len(order), len(every))]
+    assert [{mode for mode, *_ in each} for each in rounds] == [{"speed"}, {"speed"}, {"speed"}, {"memory"}]
+    assert all(sorted(names for _, *names in each) == sorted(map(list, every)) for each in rounds)
+    assert len({tuple(each) for each in rounds}) == 4
 
 
 def test_rounds_that_differ_are_not_called_clean() -> None:
