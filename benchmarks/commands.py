@@ -102,7 +102,7 @@ def calibrate(
         ),
     ] = 3,
 ) -> dict[str, Any]:
-    """Measure this machine, in one to two minutes, and write it as a device file."""
+    """Measure this machine, in one to three minutes, and write it as a device file."""
     from benchmarks.calibrate import run_calibrate
     from benchmarks.tables import print_calibration
     from sportsllm.console import output
