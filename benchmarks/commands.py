@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.fit_command import fit
-from sportsllm import options
+from benchmarks.search.command import fit
+from sportsllm.cli import flags as options
 from sportsllm.errors import UsageError
 
 __all__ = ["bench", "compare", "devices", "fit", "plan", "report"]
@@ -34,8 +34,8 @@ def plan(
     precision: options.Precision = None,
 ) -> dict[str, Any]:
     """Parameters, memory by precision, KV cache and predicted speed. Runs nothing."""
-    from benchmarks.planning import plan_model
-    from benchmarks.tables import print_plan
+    from benchmarks.console_tables import print_plan
+    from benchmarks.predict.plan import plan_model
     from sportsllm.console import output
 
     result = plan_model(
@@ -59,8 +59,8 @@ def devices(
     name: Annotated[str | None, typer.Argument(help="Name or file of the device.", show_default=False)] = None,
 ) -> dict[str, Any]:
     """List the device budgets, or explain one with the source of every figure."""
-    from benchmarks.budget import LIMIT_UNITS, is_this_machine, list_devices, load_device
-    from benchmarks.tables import print_device, print_devices
+    from benchmarks.console_tables import print_device, print_devices
+    from benchmarks.devices.load import LIMIT_UNITS, is_this_machine, list_devices, load_device
     from sportsllm.console import output
 
     if action not in (None, "show") or (action == "show") != (name is not None):
@@ -103,8 +103,8 @@ def calibrate(
     ] = 3,
 ) -> dict[str, Any]:
     """Measure this machine, in one to three minutes, and write it as a device file."""
-    from benchmarks.calibrate import run_calibrate
-    from benchmarks.tables import print_calibration
+    from benchmarks.console_tables import print_calibration
+    from benchmarks.predict.calibrate import run_calibrate
     from sportsllm.console import output
 
     result = run_calibrate(out, name, threads, limits_from, rounds)
@@ -160,13 +160,13 @@ def bench(
     """Latency, memory and size, measured in fresh processes and held to a device's budget."""
     import json
 
-    from benchmarks.against import parse_peers
-    from benchmarks.bench import run_bench, whole_numbers
-    from benchmarks.bench_tables import print_bench, verdict_line
-    from benchmarks.budget import load_device
-    from benchmarks.quality import bits_per_byte
-    from benchmarks.verdict import check_on_device
-    from benchmarks.whole_file import write_whole
+    from benchmarks.devices.limits import check_on_device
+    from benchmarks.devices.load import load_device
+    from benchmarks.files import write_whole
+    from benchmarks.measure.bench import run_bench, whole_numbers
+    from benchmarks.measure.quality import bits_per_byte
+    from benchmarks.measure.tables import print_bench, verdict_line
+    from benchmarks.runtimes.compare import parse_peers
     from sportsllm.console import output
     from sportsllm.errors import ConflictError, GateError
 
@@ -225,9 +225,9 @@ def report(
     """One HTML page that works offline: verdict, trade-offs, stages, speed, memory, samples, provenance."""
     import dataclasses
 
-    from benchmarks.bench_tables import table
-    from benchmarks.report import collect, stage_table, targets, write_report
-    from benchmarks.report_samples import before_and_after
+    from benchmarks.measure.tables import table
+    from benchmarks.report.report import collect, stage_table, targets, write_report
+    from benchmarks.report.samples import before_and_after
     from sportsllm.console import output
 
     files = targets(out, format)
@@ -262,9 +262,9 @@ def compare(
     title: Annotated[str, typer.Option("--title", help="Heading of table and page.")] = "Compression at equal cost",
 ) -> dict[str, Any]:
     """Methods at equal cost: one table and one plot of quality against tokens and FLOPs."""
-    from benchmarks.bench_tables import table
-    from benchmarks.compare import compare as run_compare
-    from benchmarks.compare_page import COLUMNS, ON_SCREEN, table_rows
+    from benchmarks.compare.compare import compare as run_compare
+    from benchmarks.compare.page import COLUMNS, ON_SCREEN, table_rows
+    from benchmarks.measure.tables import table
     from sportsllm.console import output
 
     result = run_compare(directories, teacher, out, title)

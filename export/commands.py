@@ -7,19 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from sportsllm import options
+from sportsllm.cli import flags
 
 
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint directory, packed or not.", show_default=False)],
-    out: options.Out,
+    out: flags.Out,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="fp32 or fp16: how an unpacked checkpoint is stored. [default: fp32]")
     ] = None,
     kv_cache: Annotated[
         str, typer.Option("--kv-cache", help="fp32, or int8: a quarter of the memory, scales from calibration text.")
     ] = "fp32",
-    calibration: options.CalibrationText = None,
+    calibration: flags.CalibrationText = None,
     profile: Annotated[
         str,
         typer.Option(help="memory, or latency: a second, INT8 form of the weights reads prompts faster."),
@@ -35,7 +35,7 @@ def export(
         int | None,
         typer.Option("--max-ram", min=1, help="Most MB of memory to take; checks the graph layer by layer then."),
     ] = None,
-    threads: options.Threads = None,
+    threads: flags.Threads = None,
 ) -> dict[str, Any]:
     """Write an ONNX graph with KV-cache inputs, checked against the PyTorch model before it is published."""
     from export.export import run_export

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from export.graph import write_graph
-from export.kv_cache import PRECISIONS as CACHE_PRECISIONS
-from export.kv_cache import SAMPLE_TOKENS, SAMPLES, cache_scales
-from export.layer_parity import check_parity_by_layer
-from export.parity import check_parity
-from export.prompts import write_prompt_graph
-from export.side_files import write_side_files
-from sportsllm.artifacts import Stage, run_stage
-from sportsllm.checkpoint import write_json
-from sportsllm.config import load_config
+from export.cache_scales import PRECISIONS as CACHE_PRECISIONS
+from export.cache_scales import SAMPLE_TOKENS, SAMPLES, cache_scales
+from export.graph.decoder import write_graph
+from export.graph.prefill_graph import write_prompt_graph
+from export.loader_files import write_side_files
+from export.parity.by_layer import check_parity_by_layer
+from export.parity.check import check_parity
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, GateError, ResourceError, UsageError
-from sportsllm.memory import peak_rss_bytes
-from sportsllm.quantized import stored_bits
-from sportsllm.tensor_files import REOPEN_BYTES, bitsandbytes_kind, quantization_config
+from sportsllm.models.config import load_config
+from sportsllm.process_memory import peak_rss_bytes
+from sportsllm.storage.artifact import Stage, run_stage
+from sportsllm.storage.checkpoint import write_json
+from sportsllm.storage.packed_weights import stored_bits
+from sportsllm.storage.safetensors_files import REOPEN_BYTES, bitsandbytes_kind, quantization_config
 
 PRECISIONS = ("fp32", "fp16")
 PROFILES = ("memory", "latency")
@@ -49,7 +49,7 @@ def run_export(
         kv_cache: `fp32`, or `int8`: a quarter of the memory, scales measured on calibration text.
         calibration: text for `int8`; what the checkpoint was made from if not given.
         profile: `memory`, one copy of the weights; or `latency`, a second form of a packed checkpoint's that reads
-            prompts faster, see `export.prompts`.
+            prompts faster, see `export.graph.prefill_graph`.
         standard_ops: use standard ONNX operators alone, for runtimes that do not have ONNX Runtime's own.
         web: lay the files out for transformers.js in a browser.
         max_ram_mb: the most memory (MB, 10^6 bytes) that this process may take; the gate then goes layer by layer.
@@ -207,7 +207,7 @@ def _storage(checkpoint: Path, precision: str | None) -> str:
 
 
 def _precision(checkpoint: Path, precision: str | None) -> str:
-    """As `export.gate.graph_precision` will find it."""
+    """As `export.parity.inputs.graph_precision` will find it."""
     packed = quantization_config(checkpoint)
     if packed is None:
         return precision or "fp32"

@@ -63,8 +63,8 @@ def device(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from compress.packing import Precision
-    from compress.quantize import quantize
+    from compress.quantization.packed_checkpoint import Precision
+    from compress.quantization.run import quantize
     from export.export import run_export
 
     base = tmp_path_factory.mktemp("exported")

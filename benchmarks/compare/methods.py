@@ -1,0 +1,107 @@
+"""What to call the method of a finished training, from its manifest's command and settings alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FROM_SCRATCH = "from scratch"
+_WORDS = {"train": "fine-tuned", "distill": "distilled", "prune": "pruned"}
+# Settings that say how long, on what or how large: no part of the method. The first three lines are the training
+# loop's own; a test holds them and `sportsllm.training.loop.TrainConfig` together.
+LOOP_SETTINGS = {
+    "steps", "batch_size", "accumulation", "sequence", "learning_rate", "muon_learning_rate", "warmup", "schedule",
+    "optimizer", "weight_decay", "clip_norm", "precision", "seed", "checkpoint_activations", "validate_every",
+    "log_every", "parallel_batches",
+}  # fmt: skip
+_PLACE_OR_SIZE = {
+    "model", "corpus", "valid", "tokenizer", "teacher", "teachers", "student", "init", "checkpoint", "calibration",
+    "scores", "start", "signal_tokens", "clone_tokens", "on_policy_tokens",
+    "hidden", "intermediate", "heads", "kv_heads", "layers",
+}  # fmt: skip
+
+
+def loop_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the training loop: a command's own, or those of its recovery."""
+    loop: Mapping[str, Any] = settings.get("recover") or settings
+    return loop
+
+
+def method_name(command: str, settings: Mapping[str, Any], origin: str | None) -> str:
+    """The method in words: `from scratch`, `distilled`, `pruned + recovered`, `pruned + fine-tuned with LoRA`.
+
+    Args:
+        command: that made the directory.
+        settings: of its manifest.
+        origin: method of the run it starts from; None where it starts from the teacher or from random weights.
+    """
+    loop = loop_settings(settings)
+    if command == "train" and not settings.get("init"):
+        return FROM_SCRATCH
+    words = _WORDS.get(command, command)
+    if command == "distill" and settings.get("start") == "clone":
+        words = "cloned + distilled"
+    if command == "distill" and settings.get("init") and origin is None:
+        words = "distilled from weights"
+    if settings.get("recover"):
+        words += " + recovered"
+    if settings.get("lora") or loop.get("lora"):
+        words += " with LoRA"
+    return words if origin is None else f"{origin} + {words}"
+
+
+def variants(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """Names that tell runs of one method apart where their settings differ, for example by `importance random`.
+
+    Args:
+        runs: method and settings of each run.
+
+    Returns:
+        For each run its method, followed by the settings in which runs of that method differ.
+    """
+    names = []
+    flat = [_method_settings(settings) for _, settings in runs]
+    for (method, _), own in zip(runs, flat, strict=True):
+        peers = [other for (name, _), other in zip(runs, flat, strict=True) if name == method]
+        keys = sorted({key for peer in peers for key in peer})
+        differing = [key for key in keys if len({json.dumps(peer.get(key), default=str) for peer in peers}) > 1]
+        parts = [words for key in differing if (words := _words(key, own.get(key)))]
+        names.append(", ".join([method, *parts]))
+    return names
+
+
+def recipe(settings: Mapping[str, Any], origin: str | None) -> str:
+    """Equal for two runs whose settings differ in the seed alone.
+
+    Args:
+        settings: of the manifest.
+        origin: directory that a run starts from whose recipe is compared on its own; None where there is none.
+    """
+    kept = {key: value for key, value in settings.items() if key != "seed" and (origin is None or value != origin)}
+    if isinstance(kept.get("recover"), dict):
+        kept["recover"] = {key: value for key, value in kept["recover"].items() if key != "seed"}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _method_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that describe the method; those inside another setting are named `setting key`."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        inner = value if isinstance(value, dict) else {}
+        prefix = "" if key == "recover" else f"{key} "
+        found |= {prefix + name: part for name, part in inner.items() if name not in LOOP_SETTINGS}
+        if not inner and key not in LOOP_SETTINGS | _PLACE_OR_SIZE | {"recover"}:
+            found[key] = value
+    return found
+
+
+def _words(key: str, value: Any) -> str:
+    name = key.replace("_", " ")
+    if value is None or value == [] or (value == 0 and key.endswith(("weight", "on_policy")) and key != "kl_weight"):
+        return ""
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    if isinstance(value, str) and "/" in value:  # a path: that there is one says enough
+        return name
+    return f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"

@@ -1,0 +1,157 @@
+"""From the rounds' raw samples to figures: the median of the rounds, and the interval they cover."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.measure.process import QUIET_CORES
+from benchmarks.spread import percentiles, spread
+
+Raw = Mapping[str, Sequence[Mapping[str, Any]]]
+BATCH = "batch-"
+"""Modes of batches are called this and their number of rows."""
+
+
+def round_figures(one: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of one round by dotted name, from what the child's speed mode printed."""
+    figures = {name: float(one[name]) for name in ("import_s", "load_s", "first_prefill_ms")}
+    for prompt, samples in one["ttft_ms"].items():
+        figures[f"ttft_ms.{prompt}"] = statistics.median(samples)
+    for depth, sweeps in one["step_ms"].items():
+        steps = [sample for sweep in sweeps for sample in sweep]
+        figures |= {f"tpot_ms.{depth}.{name}": value for name, value in percentiles(steps).items()}
+        figures[f"decode_tokens_per_s.{depth}"] = 1000 / statistics.fmean(steps)
+    if "joules_per_token" in one["energy"]:
+        figures["joules_per_token"] = one["energy"]["joules_per_token"]
+    return figures
+
+
+def batch_figures(rows: int, one: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of one round of a batch: all rows' tokens a second, and the time of a step that gives each one."""
+    steps = [sample for sweep in one["step_ms"] for sample in sweep]
+    figures = {f"batches.{rows}.step_ms.{name}": value for name, value in percentiles(steps).items()}
+    figures[f"batches.{rows}.decode_tokens_per_s"] = rows * 1000 / statistics.fmean(steps)
+    figures[f"batches.{rows}.prefill_ms"] = one["prefill_ms"]
+    return figures
+
+
+def rounds_by_name(raw: Raw) -> dict[str, list[float]]:
+    """Each figure's values, one a round. Where only some rounds have it, it is left out."""
+    kinds = [[round_figures(one) for one in raw["speed"]]]
+    kinds += [
+        [batch_figures(int(mode.removeprefix(BATCH)), one) for one in found]
+        for mode, found in raw.items()
+        if mode.startswith(BATCH)
+    ]
+    return {
+        name: [one[name] for one in rounds]
+        for rounds in kinds
+        for name in rounds[0]
+        if all(name in one for one in rounds)
+    }
+
+
+def decides(name: str) -> bool:
+    """Whether a figure has to be steady for a run to count as clean: first tokens, median steps, batches' rates."""
+    return name.startswith("ttft_ms.") or name.endswith((".p50", ".decode_tokens_per_s"))
+
+
+def is_steady(raw: Raw) -> bool:
+    """Whether the rounds agree: no deciding figure is noisy, and there are enough rounds to say so."""
+    deciding = [values for name, values in rounds_by_name(raw).items() if decides(name)]
+    return bool(deciding) and all(spread(values).noisy is False for values in deciding)
+
+
+def is_quiet(raw: Raw) -> bool:
+    """Whether other programs were quiet in at least half of the rounds; the others are what the median is for."""
+    return statistics.median(float(one["other_cpu_cores"]) for one in raw["speed"]) <= QUIET_CORES
+
+
+def summarise(raw: Raw) -> dict[str, Any]:
+    """Figures of all rounds.
+
+    Args:
+        raw: the children's results by mode: `speed`, `memory`, and where there were any, batches.
+
+    Returns:
+        The figures (ms, s, bytes, tokens per second); under `noise` the interval of each by dotted name; under
+        `noisy` the names whose rounds do not agree within 5%; `clean`, whether enough rounds show first tokens and
+        median steps to agree within 5% and other programs were quiet.
+    """
+    speed, memory = raw["speed"], raw["memory"]
+    by_name = rounds_by_name(raw)
+    middle = {name: statistics.median(values) for name, values in by_name.items()}
+    by_name["peak_rss_bytes"] = [float(one["peak_rss_bytes"]) for one in memory]
+    noise = {name: asdict(spread(values)) for name, values in by_name.items()}
+    prompts, depths = list(speed[0]["ttft_ms"]), list(speed[0]["step_ms"])
+    return {
+        "ttft_ms": {prompt: middle[f"ttft_ms.{prompt}"] for prompt in prompts},
+        "tpot_ms": {
+            depth: {name: middle[f"tpot_ms.{depth}.{name}"] for name in ("p50", "p90", "p95", "p99")}
+            for depth in depths
+        },
+        "decode_tokens_per_s": {depth: middle[f"decode_tokens_per_s.{depth}"] for depth in depths},
+        "prefill_tokens_per_s": 1000 * int(prompts[-1]) / middle[f"ttft_ms.{prompts[-1]}"] if prompts else None,
+        "first_prefill_ms": middle["first_prefill_ms"],
+        "import_s": middle["import_s"],
+        "load_s": middle["load_s"],
+        "peak_rss_bytes": int(max(by_name["peak_rss_bytes"])),
+        "peak_rss_context_tokens": memory[0]["context_tokens"],
+        "batches": _batches(raw, middle),
+        "rounds": len(speed),
+        "noise": noise,
+        "noisy": [name for name, interval in noise.items() if interval["noisy"]],
+        "other_cpu_cores": max(one["other_cpu_cores"] for one in speed),
+        "clean": is_steady(raw) and is_quiet(raw),
+        **_readings(raw, middle),
+    }
+
+
+def _batches(raw: Raw, middle: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    batches = {}
+    for mode in (mode for mode in raw if mode.startswith(BATCH)):
+        rows = mode.removeprefix(BATCH)
+        batches[rows] = {
+            "prompt_tokens": raw[mode][0]["lengths"],
+            "decode_tokens_per_s": middle[f"batches.{rows}.decode_tokens_per_s"],
+            "step_ms": {name: middle[f"batches.{rows}.step_ms.{name}"] for name in ("p50", "p90", "p95", "p99")},
+            "prefill_ms": middle[f"batches.{rows}.prefill_ms"],
+            "peak_rss_bytes": max(one["peak_rss_bytes"] for one in raw[mode]),
+        }
+    return batches
+
+
+def _readings(raw: Raw, middle: Mapping[str, float]) -> dict[str, Any]:
+    """Figures that not every machine gives, None where it does not, and under `absent` why not."""
+    absent: dict[str, str] = {}
+    speed, splits = raw["speed"], [one["split"] for one in raw["memory"] if one["split"]]
+    if "joules_per_token" not in middle:
+        absent["joules_per_token"] = next(one["energy"]["absent"] for one in speed if "absent" in one["energy"])
+    split = max(splits, key=lambda one: one["rss_bytes"], default=None)
+    if split is None:
+        absent["memory_split"] = "the system does not split up a process's memory (smaps_rollup)"
+    cold = [one["load_s"] for one in raw.get("cold", ()) if "load_s" in one]
+    if not cold:
+        reasons = [one["absent"] for one in raw.get("cold", ()) if "absent" in one]
+        absent["cold_load_s"] = reasons[0] if reasons else "not asked for"
+    ranges = {name: _range(speed, name) for name in ("clock_mhz", "temperature_c")}
+    absent |= {name: "no such sensor can be read" for name, found in ranges.items() if found is None}
+    if speed[0]["cpus"] is None:
+        absent["cpus"] = "this system does not pin a process to processors"
+    return {
+        "cold_load_s": statistics.median(cold) if cold else None,
+        "memory_split": split,
+        "joules_per_token": middle.get("joules_per_token"),
+        "energy": {key: speed[0]["energy"].get(key) for key in ("source", "depth")},
+        "surroundings": {**ranges, "clock_source": speed[0]["clock_source"]},
+        "cpus": speed[0]["cpus"],
+        "absent": absent,
+    }
+
+
+def _range(rounds: Sequence[Mapping[str, Any]], name: str) -> dict[str, float] | None:
+    values = [one[name] for one in rounds if one[name] is not None]
+    return {"low": min(values), "high": max(values)} if values else None

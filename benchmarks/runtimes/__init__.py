@@ -1,0 +1,1 @@
+"""runtimes: The same measurements of other runtimes, in turns with ours. Imports measure."""

@@ -1,0 +1,291 @@
+"""One turn of one runtime, run as a file by that runtime's own interpreter: `PYTHON worker.py '{"kind": "genai",
+...}'`.
+
+Standard library and the runtime only: a peer has an environment of its own, maybe of an older Python, and nothing of
+this project's environment may reach it. What a turn times is the same for all: greedy tokens after prompts of random
+ids, no text. Every prompt is a new one, since some runtimes keep what they read and answer a known prompt from it.
+`benchmarks.runtimes.compare` starts the turns.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+MEASURE = HERE.parent / "measure"
+STEPS, WARM_UP = 96, 16
+REPEATS = 3
+
+# Reads a prompt, chooses so many tokens and returns the seconds from the call to each of them.
+Generate = Callable[[list[int], int], list[float]]
+# A runtime's model: how it generates, and what it says of the model's shape.
+Opened = tuple[Generate, dict[str, Any]]
+
+
+def stepwise(start: Callable[[list[int], int], Callable[[], object]]) -> Generate:
+    """`Generate` of a runtime that gives one token a call: `start` reads a prompt and chooses the first one."""
+
+    def generate(prompt: list[int], count: int) -> list[float]:
+        began = time.perf_counter()
+        step = start(prompt, len(prompt) + count)
+        times = [time.perf_counter() - began]
+        while len(times) < count:
+            step()
+            times.append(time.perf_counter() - began)
+        return times
+
+    return generate
+
+
+def ours(directory: Path, threads: int, room: int) -> Opened:
+    """This project's runtime."""
+    sys.path.insert(0, str(HERE.parents[1]))
+    import numpy as np
+
+    from sportsllm.inference.decoder import open_decoder
+
+    decoder = open_decoder(directory, threads)
+
+    def start(prompt: list[int], length: int) -> Callable[[], object]:
+        token = int(np.argmax(decoder.prefill([prompt], max_length=length)[0]))
+
+        def step() -> None:
+            nonlocal token
+            token = int(np.argmax(decoder.step([token])[0]))
+
+        return step
+
+    return stepwise(start), {}
+
+
+def genai(directory: Path, threads: int, room: int) -> Opened:
+    """onnxruntime-genai, on an export of ours or on a directory that its model builder wrote."""
+    import onnxruntime_genai as og
+
+    config = og.Config(str(directory))
+    # The directory stays as it is. Tokens that end a text are held off by min_length.
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
+    model = og.Model(config)
+    shape = json.loads((directory / "genai_config.json").read_text(encoding="utf-8"))["model"]
+
+    def start(prompt: list[int], length: int) -> Callable[[], object]:
+        parameters = og.GeneratorParams(model)
+        parameters.set_search_options(max_length=length, min_length=length, do_sample=False)
+        generator = og.Generator(model, parameters)
+        generator.append_tokens(prompt)
+        generator.generate_next_token()
+        return lambda: generator.generate_next_token()
+
+    decoder = shape["decoder"]
+    return stepwise(start), {
+        "vocab_size": shape["vocab_size"],
+        "hidden_size": decoder["hidden_size"],
+        "num_hidden_layers": decoder["num_hidden_layers"],
+    }
+
+
+def optimum(directory: Path, threads: int, room: int) -> Opened:
+    """optimum's ORTModelForCausalLM, its forward pass with its cache."""
+    import onnxruntime
+    import torch
+    from optimum.onnxruntime import ORTModelForCausalLM
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    torch.set_num_threads(threads)
+    model = ORTModelForCausalLM.from_pretrained(
+        str(directory), session_options=options, provider="CPUExecutionProvider"
+    )
+
+    def start(prompt: list[int], length: int) -> Callable[[], object]:
+        state: dict[str, Any] = {"ids": torch.tensor([prompt]), "past": None, "length": len(prompt)}
+
+        def step() -> None:
+            mask = torch.ones(1, state["length"], dtype=torch.long)
+            out = model(input_ids=state["ids"], attention_mask=mask, past_key_values=state["past"])
+            state["ids"] = out.logits[:, -1:].argmax(-1)
+            state["past"], state["length"] = out.past_key_values, state["length"] + 1
+
+        step()
+        return step
+
+    return stepwise(start), _shape(directory)
+
+
+def openvino(directory: Path, threads: int, room: int, **options: Any) -> Opened:
+    """OpenVINO GenAI's LLMPipeline on the CPU, on a directory that its exporter wrote; options are its properties."""
+    import numpy as np
+    import openvino_genai as og
+    from openvino import Tensor
+
+    class Watch(og.StreamerBase):  # type: ignore[misc, name-defined]
+        """Notes when each token arrives; 2024's releases call `put`, later ones `write`, some with several tokens."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.began, self.times = time.perf_counter(), list[float]()
+
+        def put(self, token: int) -> bool:
+            self.times.append(time.perf_counter() - self.began)
+            return False
+
+        def write(self, token: int | list[int]) -> object:
+            now = time.perf_counter() - self.began
+            self.times += [now] * (1 if isinstance(token, int) else len(token))
+            return og.StreamingStatus.RUNNING
+
+        def end(self) -> None:
+            pass
+
+    pipeline = og.LLMPipeline(str(directory), "CPU", INFERENCE_NUM_THREADS=threads, **options)
+
+    def generate(prompt: list[int], count: int) -> list[float]:
+        config = og.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = count, True, False
+        watch = Watch()
+        pipeline.generate(Tensor(np.array([prompt], dtype=np.int64)), config, watch)
+        return watch.times
+
+    return generate, _shape(directory)
+
+
+def llama_cpp(path: Path, threads: int, room: int, **options: Any) -> Opened:
+    """llama.cpp through llama-cpp-python, on a .gguf file or a directory with one; options are those of `Llama`."""
+    from llama_cpp import Llama
+
+    found = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    if len(found) != 1:
+        raise ValueError(f"{path}: holds {len(found)} .gguf files; name one")
+    model = Llama(str(found[0]), n_ctx=room, n_threads=threads, n_threads_batch=threads, verbose=False, **options)
+
+    def start(prompt: list[int], length: int) -> Callable[[], object]:
+        model.reset()
+        model.eval(prompt)
+        token = int(model.sample(temp=0.0))
+
+        def step() -> None:
+            nonlocal token
+            model.eval([token])
+            token = int(model.sample(temp=0.0))
+
+        return step
+
+    layers = model.metadata.get("llama.block_count")
+    return stepwise(start), {
+        "vocab_size": model.n_vocab(),
+        "hidden_size": model.n_embd(),
+        **({"num_hidden_layers": int(layers)} if layers else {}),
+    }
+
+
+# By the name that --against knows: the module that has to be there, the package whose version is told, what opens it.
+RUNTIMES: dict[str, tuple[str, str, Callable[..., Opened]]] = {
+    "ours": ("onnxruntime", "sportsllm-compress", ours),
+    "other": ("onnxruntime", "sportsllm-compress", ours),  # a second export
+    "genai": ("onnxruntime_genai", "onnxruntime-genai", genai),
+    "openvino": ("openvino_genai", "openvino-genai", openvino),
+    "llama.cpp": ("llama_cpp", "llama-cpp-python", llama_cpp),
+    "optimum": ("optimum.onnxruntime", "optimum-onnx", optimum),
+}
+
+
+WITH_OPTIONS = ("openvino", "llama.cpp")
+"""Those whose settings are given by the one who opens them; the others keep theirs beside their model."""
+
+
+def _shape(directory: Path) -> dict[str, Any]:
+    """The model's shape as a config.json beside it says, where there is one."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {key: config[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers") if key in config}
+
+
+def time_turn(generate: Generate, depths: list[int], vocab_size: int) -> dict[str, dict[str, float]]:
+    """Milliseconds to the first token and tokens a second after it, by the prompt's length in tokens.
+
+    A rate is that of `STEPS` tokens together, the first `WARM_UP` after a prompt left out, so that a runtime that
+    hands over several at once gains nothing by it. Medians of `REPEATS` prompts, after one that warms up.
+
+    Raises:
+        RuntimeError: the runtime stopped before the tokens asked for.
+    """
+    state = 12_345
+
+    def draw(count: int) -> list[int]:
+        nonlocal state
+        prompt = []
+        for _ in range(count):  # the same ids in every environment, without numpy
+            state = (1_103_515_245 * state + 12_345) % 2**31
+            prompt.append((state >> 8) % vocab_size)  # the low bits of such a generator repeat soon
+        return prompt
+
+    ttft, rates = {}, {}
+    for depth in depths:
+        generate(draw(depth), 1 + WARM_UP)
+        firsts, seconds = [], []
+        for _ in range(REPEATS):
+            times = generate(draw(depth), 1 + WARM_UP + STEPS)
+            if len(times) != 1 + WARM_UP + STEPS:
+                raise RuntimeError(f"gave {len(times)} tokens instead of {1 + WARM_UP + STEPS}")
+            firsts.append(times[0])
+            seconds.append(times[-1] - times[WARM_UP])
+        ttft[str(depth)] = 1e3 * statistics.median(firsts)
+        rates[str(depth)] = STEPS / statistics.median(seconds)
+    return {"ttft_ms": ttft, "decode_tokens_per_s": rates}
+
+
+def run_turn(specification: dict[str, Any]) -> dict[str, Any]:
+    """What `specification` asks for: `kind`, and where it is no `probe`: `directory`, `threads`, `cpus`, `depths`,
+    `vocab_size`, and `options` of the runtime's own. A probe only says whether the runtime is installed."""
+    module, package, opener = RUNTIMES[specification["kind"]]
+    if specification.get("probe"):
+        return {"found": _is_there(module)}
+    cpus = runpy.run_path(str(MEASURE / "cpus.py"))["pin"](specification["cpus"])
+    depths = specification["depths"]
+    room = max(depths) + 1 + WARM_UP + STEPS
+    options = specification.get("options") or {}
+    generate, shape = opener(Path(specification["directory"]), int(specification["threads"]), room, **options)
+    figures = time_turn(generate, depths, int(specification["vocab_size"]))
+    peak = runpy.run_path(str(MEASURE / "memory.py"))["peak_rss_bytes"]()
+    try:
+        version: str | None = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        version = None
+    return {**figures, "peak_rss_bytes": peak, "cpus": cpus, "shape": shape, "version": version}
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package around it
+        return False
+
+
+def main() -> None:
+    """One JSON object on standard output; under `error` one line where the runtime refused."""
+    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != HERE]  # our modules have plain names
+    result_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints must not end up in the result
+    try:
+        payload = run_turn(json.loads(sys.argv[1]))
+    except MemoryError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        payload = {"error": f"{type(error).__name__}: {lines[0][:300]}", "exit_code": 1}
+    result_stream.write(json.dumps(payload) + "\n")
+    result_stream.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""What a loss over the vocabulary costs: plain torch, which makes all logits, against the chunked and fused one.
+
+    python -m benchmarks.studies.loss_cost --tokens 4096 --vocab 32000 --hidden 768
+
+Memory: each variant in a fresh process, the largest resident memory during loss and gradients less that before; the
+gradients themselves count. Time: both variants take turns in one process, and medians are printed, so that a machine
+whose speed wanders changes both. Everything is float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.console_tables import megabytes
+from benchmarks.measure.process import run_child
+from compress.distillation.divergences import divergence_chunk, mixed_chunk
+from sportsllm.console import output, use_stderr
+from sportsllm.errors import SportsLLMError
+from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
+from sportsllm.training.chunked_loss import cross_entropy_chunk, head_loss
+
+LOSSES = ("cross-entropy", "forward-kl", "mixed")
+VARIANTS = ("naive", "fused")
+_KL_WEIGHT = 0.9
+_TIMEOUT_S = 3600.0
+_AGREE_WITHIN = 1e-3
+"""Relative distance of the two variants' gradients that is rounding: products of tokens and vocabulary in float32."""
+
+
+class Case:
+    """Random student and teacher states and heads, and one loss on them."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        tokens, vocab, hidden = (int(settings[name]) for name in ("tokens", "vocab", "hidden"))
+
+        def drawn(rows: int, scale: float = 1.0) -> Tensor:
+            return torch.randn(rows, hidden, generator=generator).mul_(scale)
+
+        scale = 2 * hidden**-0.5  # logits of about 2
+        self.loss_name, self.chunk = str(settings["loss"]), settings["chunk"]
+        self.hidden, self.weight = drawn(tokens).requires_grad_(), drawn(vocab, scale).requires_grad_()
+        if self.loss_name != "cross-entropy":
+            self.teacher_hidden, self.teacher_weight = drawn(tokens), drawn(vocab, scale)
+        self.targets = torch.randint(0, vocab, (tokens,), generator=generator)
+
+    def naive(self) -> Tensor:
+        """All logits of both models, and autograd."""
+        log_q = F.log_softmax(self.hidden @ self.weight.T, dim=-1)
+        if self.loss_name == "cross-entropy":
+            return F.nll_loss(log_q, self.targets, reduction="sum")
+        log_p = F.log_softmax(self.teacher_hidden @ self.teacher_weight.T, dim=-1)
+        divergence = F.kl_div(log_q, log_p, log_target=True, reduction="sum")
+        if self.loss_name == "forward-kl":
+            return divergence
+        return _KL_WEIGHT * divergence + (1 - _KL_WEIGHT) * F.nll_loss(log_q, self.targets, reduction="sum")
+
+    def fused(self) -> Tensor:
+        """Chunk by chunk, as training does."""
+        if self.loss_name == "cross-entropy":
+            chunk_loss = cross_entropy_chunk(self.targets)
+        elif self.loss_name == "forward-kl":
+            chunk_loss = divergence_chunk("forward-kl", self.targets, self._teacher)
+        else:
+            chunk_loss = mixed_chunk(self.targets, self._teacher, _KL_WEIGHT)
+        return head_loss(self.hidden, self.weight, chunk_loss, self.chunk)
+
+    def _teacher(self, start: int, count: int) -> Tensor:
+        return self.teacher_hidden[start : start + count] @ self.teacher_weight.T
+
+    def run(self, variant: str) -> float:
+        """Loss and gradients; returns seconds."""
+        self.hidden.grad = self.weight.grad = None
+        loss: Callable[[], Tensor] = getattr(self, variant)
+        started = time.perf_counter()
+        (loss() / self.targets.numel()).backward()  # type: ignore[no-untyped-call]
+        return time.perf_counter() - started
+
+    def gradients(self, variant: str) -> tuple[Tensor, Tensor]:
+        """Copies of both gradients."""
+        self.run(variant)
+        assert self.hidden.grad is not None and self.weight.grad is not None
+        return self.hidden.grad.clone(), self.weight.grad.clone()
+
+
+def measure_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Extra resident bytes of one variant, in this process."""
+    Case({**settings, "tokens": 8, "vocab": 64}).run(settings["variant"])  # libraries and their threads
+    case = Case(settings)
+    reset_peak_rss()
+    before = peak_rss_bytes()
+    case.run(settings["variant"])
+    return {"extra_bytes": peak_rss_bytes() - before}
+
+
+def measure_time(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Seconds of both variants by turns; the first round warms up and is checked for equal gradients."""
+    case = Case(settings)
+    # One variant's gradients are held at a time beside the other's.
+    for naive, fused in zip(case.gradients("naive"), case.gradients("fused"), strict=True):
+        distance = float((naive - fused).norm() / naive.norm())
+        if not distance < _AGREE_WITHIN:
+            raise SportsLLMError(f"{settings['loss']}: the gradients differ by {distance:.1e}; no time is worth that")
+    seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for _ in range(int(settings["rounds"])):
+        for variant in VARIANTS:
+            seconds[variant].append(case.run(variant))
+    return {"seconds": seconds}
+
+
+def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Both figures of one loss, each from processes of their own.
+
+    Raises:
+        ChildFailure: a process ran out of memory, hung, or found unequal gradients.
+    """
+
+    def child(mode: str, **more: Any) -> tuple[dict[str, Any], float]:
+        specification = json.dumps({**settings, "mode": mode, **more})
+        command = [sys.executable, "-P", "-m", "benchmarks.studies.loss_cost", "--child", specification]
+        environment = {"OMP_NUM_THREADS": str(settings["threads"])}
+        result = run_child(command, f"{settings['loss']}, {mode}", _TIMEOUT_S, environment)
+        return result.payload, result.other_cpu_cores
+
+    memory = {variant: child("memory", variant=variant)[0]["extra_bytes"] for variant in VARIANTS}
+    timed, others = child("time")
+    seconds = {variant: statistics.median(samples) for variant, samples in timed["seconds"].items()}
+    return {
+        **settings,
+        "extra_bytes": memory,
+        "times_less_memory": round(memory["naive"] / memory["fused"], 2),
+        "seconds": seconds,
+        "times_faster": round(seconds["naive"] / seconds["fused"], 2),
+        "rounds_s": timed["seconds"],
+        "other_cpu_cores": round(others, 2),
+    }
+
+
+def _table(results: list[dict[str, Any]]) -> Table:
+    first = results[0]
+    title = f"\n{first['tokens']:,} tokens, vocabulary {first['vocab']:,}, hidden {first['hidden']:,}, float32, "
+    title += f"{first['threads']} threads"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.add_column("loss")
+    for header in ("naive MB", "fused MB", "less memory", "naive s", "fused s", "faster", "others' cores"):
+        table.add_column(header, justify="right")
+    for result in results:
+        memory, seconds = result["extra_bytes"], result["seconds"]
+        table.add_row(
+            result["loss"],
+            *(megabytes(memory[variant]) for variant in VARIANTS),
+            f"{result['times_less_memory']:.1f}x",
+            *(f"{seconds[variant]:.3f}" for variant in VARIANTS),
+            f"{result['times_faster']:.2f}x",
+            f"{result['other_cpu_cores']:.2f}",
+        )
+    return table
+
+
+def main() -> None:
+    """Measure the losses named on the command line and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=32_000)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--chunk", type=int, help="Tokens at a time; as in training if not given.")
+    parser.add_argument("--loss", choices=LOSSES, action="append", help="Only this one; may be repeated.")
+    parser.add_argument("--json", action="store_true", help="One JSON object on standard output.")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child is not None:
+        settings = json.loads(arguments.child)
+        torch.set_num_threads(int(settings["threads"]))
+        modes = {"memory": measure_memory, "time": measure_time}
+        try:
+            payload = modes[settings["mode"]](settings)
+        except SportsLLMError as error:
+            payload = {"error": str(error), "exit_code": error.exit_code}
+        print(json.dumps(payload), flush=True)
+        return
+    use_stderr(arguments.json)
+    names = ("tokens", "vocab", "hidden", "rounds", "threads", "chunk")
+    shared = {name: getattr(arguments, name) for name in names}
+    results = [measure({**shared, "loss": loss}) for loss in arguments.loss or LOSSES]
+    output().print(_table(results))
+    if arguments.json:
+        print(json.dumps({"losses": results}))
+
+
+if __name__ == "__main__":
+    main()

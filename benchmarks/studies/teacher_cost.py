@@ -1,0 +1,161 @@
+"""What a frozen teacher costs in each precision: memory, speed, and how far its distributions move.
+
+    python -m benchmarks.studies.teacher_cost --teacher DIR --text FILE --tokens 4096 [--json]
+
+Memory: a fresh process for each precision; the resident memory that loading leaves, and the peak of loading and of
+reading, both over what the process had with its libraries. Speed: the precisions take turns in one process. Distance:
+KL(fp32 || precision) in nats a token over the same text, 0 for fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.table import Table
+
+from benchmarks.console_tables import megabytes
+from benchmarks.measure.process import run_child
+from compress.distillation.divergences import divergence_chunk
+from compress.distillation.teacher import PRECISIONS, load_teacher, teacher_logits
+from sportsllm.console import output, use_stderr
+from sportsllm.errors import SportsLLMError
+from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
+from sportsllm.storage.checkpoint import load_checkpoint
+from sportsllm.text.documents import read_documents
+from sportsllm.text.packing import Batch, PackedSequences, tokenize
+from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.training.chunked_loss import head_loss
+
+_MEASURED = tuple(name for name in PRECISIONS if name != "auto")
+_TIMEOUT_S = 3600.0
+
+
+def _batch(settings: Mapping[str, Any]) -> Batch:
+    words = load_tokenizer(Path(settings["teacher"]))
+    documents = tokenize(list(read_documents([Path(path) for path in settings["text"]])), words)
+    rows = -(-int(settings["tokens"]) // int(settings["sequence"]))
+    return PackedSequences(documents, int(settings["sequence"]), rows, 0).batch(0)
+
+
+def measure_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes of one precision in this process."""
+    batch = _batch(settings)
+    if settings["precision"] in ("int8", "nf4"):
+        import bitsandbytes  # noqa: F401  a library, not the teacher
+    torch.zeros(64, 64) @ torch.zeros(64, 64)
+    reset_peak_rss()
+    before = psutil.Process().memory_info().rss
+    model = load_teacher(Path(settings["teacher"]), settings["precision"])
+    loaded, peak_loading = psutil.Process().memory_info().rss, peak_rss_bytes()
+    reset_peak_rss()
+    teacher_logits(model, batch)(0, 64)
+    return {
+        "loaded_bytes": loaded - before,
+        "peak_loading_bytes": peak_loading - before,
+        "peak_reading_bytes": peak_rss_bytes() - before,
+    }
+
+
+def measure_rest(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Seconds of a pass by turns, and distances, of all precisions."""
+    batch, directory = _batch(settings), Path(settings["teacher"])
+    models = {name: load_teacher(directory, name) for name in _MEASURED}
+    seconds: dict[str, list[float]] = {name: [] for name in _MEASURED}
+    for number in range(int(settings["rounds"]) + 1):
+        for name, model in models.items():
+            started = time.perf_counter()
+            teacher_logits(model, batch)(0, 1)
+            if number:  # the first round warms up
+                seconds[name].append(time.perf_counter() - started)
+    full, targets_N = load_checkpoint(directory), batch.targets.flatten()
+    scored = int((targets_N >= 0).sum())
+    distances = {}
+    with torch.no_grad():
+        hidden_ND = full.hidden(batch.tokens, batch.documents).flatten(0, 1)
+        for name, model in models.items():
+            # The full model is the teacher here, and the cheap one its student.
+            reading = model.hidden(batch.tokens, batch.documents).flatten(0, 1).float()
+            chunk_loss = divergence_chunk(
+                "forward-kl", targets_N, lambda start, count: hidden_ND[start : start + count] @ full.head_weight.T
+            )
+            distances[name] = float(head_loss(reading, model.head_weight.float(), chunk_loss)) / scored
+    return {"seconds": seconds, "kl": distances, "tokens": batch.tokens.numel()}
+
+
+def measure(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All figures, one dict a precision.
+
+    Raises:
+        ChildFailure: a process ran out of memory or hung.
+    """
+
+    def child(mode: str, **more: Any) -> dict[str, Any]:
+        specification = json.dumps({**settings, "mode": mode, **more})
+        command = [sys.executable, "-P", "-m", "benchmarks.studies.teacher_cost", "--child", specification]
+        environment = {"OMP_NUM_THREADS": str(settings["threads"])}
+        return run_child(command, f"teacher, {mode}", _TIMEOUT_S, environment).payload
+
+    rest = child("rest")
+    return [
+        {
+            "precision": name,
+            **child("memory", precision=name),
+            "tokens_per_s": round(rest["tokens"] / statistics.median(rest["seconds"][name]), 1),
+            "kl_nats_per_token": rest["kl"][name],
+        }
+        for name in _MEASURED
+    ]
+
+
+def _table(results: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("precision")
+    for header in ("loaded MB", "peak loading MB", "peak reading MB", "tokens/s", "KL from fp32, nats a token"):
+        table.add_column(header, justify="right")
+    for row in results:
+        sizes = (megabytes(row[f"{key}_bytes"]) for key in ("loaded", "peak_loading", "peak_reading"))
+        table.add_row(row["precision"], *sizes, f"{row['tokens_per_s']:,.0f}", f"{row['kl_nats_per_token']:.2e}")
+    return table
+
+
+def main() -> None:
+    """Measure every precision and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--teacher", required=True)
+    parser.add_argument("--text", nargs="+", required=True, help="Text that the teacher reads.")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="One JSON object on standard output.")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    if "--child" in sys.argv:
+        settings = json.loads(sys.argv[sys.argv.index("--child") + 1])
+        torch.set_num_threads(int(settings["threads"]))
+        use_stderr(True)
+        try:
+            payload = measure_memory(settings) if settings["mode"] == "memory" else measure_rest(settings)
+        except SportsLLMError as error:
+            payload = {"error": str(error), "exit_code": error.exit_code}
+        print(json.dumps(payload), flush=True)
+        return
+    arguments = parser.parse_args()
+    use_stderr(arguments.json)
+    names = ("teacher", "text", "tokens", "sequence", "rounds", "threads")
+    results = measure({name: getattr(arguments, name) for name in names})
+    output().print(_table(results))
+    if arguments.json:
+        print(json.dumps({"teachers": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""How fast a preset trains here, and what share of a plain matrix product's speed that is.
+
+    python -m benchmarks.studies.train_speed tiny-1m tiny-5m small --batch-size 4 --sequence 512
+    OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=3000 python -m benchmarks.studies.train_speed tiny-1m --parallel-batches 1 2
+
+Steps of the model and bursts of the product alternate in one process, and medians are printed, so that a machine whose
+speed wanders changes both. Several `--parallel-batches` take turns too, with steps of as many batches as the largest.
+The variables are those that the command line sets for its threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.presets import preset
+from sportsllm.process_memory import peak_rss_bytes
+from sportsllm.text.packing import PackedSequences, TokenizedDocuments
+from sportsllm.training.loop import TrainConfig, language_model_loss, resolve_precision, train_model
+
+_DOCUMENT_TOKENS = (100, 900)
+
+
+def flops_per_token(config: ModelConfig, document_tokens: float) -> float:
+    """Forward and backward, multiply and add counted apart: 6 a matrix's number, 12 x half the length x head width.
+
+    The embedding is a look-up and counts nothing; a tied head counts.
+    """
+    matrices = config.block_parameters + config.vocab_size * config.hidden_size
+    attention = 12 * config.num_hidden_layers * config.query_size * document_tokens / 2
+    return 6 * matrices + attention
+
+
+def random_documents(vocab_size: int, tokens: int, seed: int = 0) -> TokenizedDocuments:
+    """Documents of 100 to 900 random tokens, at least `tokens` in all."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(*_DOCUMENT_TOKENS, size=tokens // _DOCUMENT_TOKENS[0] + 2)
+    ids = rng.integers(3, vocab_size, size=int(lengths.sum())).astype(np.uint32)
+    return TokenizedDocuments(ids, np.cumsum(lengths), 4 * int(lengths.sum()))
+
+
+def matmul_flops(dtype: torch.dtype, size: int = 1024, rows: int = 4096, seconds: float = 0.3) -> float:
+    """Floating-point operations a second of one plain product, (rows, size) by (size, size)."""
+    a, b = torch.randn(rows, size).to(dtype), torch.randn(size, size).to(dtype)
+    count, started = 0, time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        a @ b
+        count += 1
+    return count * 2 * rows * size * size / (time.perf_counter() - started)
+
+
+def measure(
+    name: str,
+    batch_size: int,
+    sequence: int,
+    rounds: int,
+    precision: str,
+    optimizer: str,
+    parallel_batches: Sequence[int] = (1,),
+) -> list[dict[str, Any]]:
+    """Tokens a second of one preset, and its share of a product's speed: medians over `rounds`, for each number of
+    batches computed side by side."""
+    shape = preset(name)
+    accumulation = max(parallel_batches)
+    data = random_documents(shape.vocab_size, 4 * accumulation * batch_size * sequence)
+    batches = PackedSequences(data, sequence, batch_size, seed=0)
+    model = SportsLLM(shape)
+    model.initialize(0)
+    dtype = resolve_precision(precision, torch.device("cpu")) or torch.float32
+    rates: dict[int, list[float]] = {count: [] for count in parallel_batches}
+    products = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(rounds + 1):  # the first warms up
+            for count in rates:
+                # A run of one step; the optimizer's state is made again, as in the first step of any run.
+                config = TrainConfig(
+                    steps=1,
+                    batch_size=batch_size,
+                    accumulation=accumulation,
+                    parallel_batches=count,
+                    sequence=sequence,
+                    precision=precision,
+                    optimizer=optimizer,
+                )
+                result = train_model(model, batches, language_model_loss, config, Path(folder), description=name)
+                if number:
+                    rates[count].append(result.tokens_per_s)
+            products.append(matmul_flops(dtype))
+    product = statistics.median(products)
+    average = float(np.diff(data.ends, prepend=0).mean())
+    return [
+        {
+            "model": name,
+            "parameters": shape.parameters,
+            "batch_size": batch_size,
+            "accumulation": accumulation,
+            "parallel_batches": count,
+            "sequence": sequence,
+            "precision": str(dtype).removeprefix("torch."),
+            "optimizer": optimizer,
+            "tokens_per_s": round(rate, 1),
+            "tokens_per_s_range": [round(min(found), 1), round(max(found), 1)],
+            "matmul_gflops": round(product / 1e9, 1),
+            "share_of_matmul": round(rate * flops_per_token(shape, min(average, sequence)) / product, 3),
+            "peak_rss_bytes": peak_rss_bytes(),
+        }
+        for count, found in rates.items()
+        for rate in [statistics.median(found)]
+    ]
+
+
+def main() -> None:
+    """Measure the presets named on the command line, one JSON object a line and number of parallel batches."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--parallel-batches", type=int, nargs="+", default=[1])
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    for name in arguments.models:
+        for figures in measure(
+            name,
+            arguments.batch_size,
+            arguments.sequence,
+            arguments.rounds,
+            arguments.precision,
+            arguments.optimizer,
+            arguments.parallel_batches,
+        ):
+            print(json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()

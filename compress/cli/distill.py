@@ -1,0 +1,134 @@
+"""The commands distill, prune, sample and quantize. Heavy imports are inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compress.cli import flags
+from sportsllm.cli import flags as options
+
+__all__ = ["distill", "sample"]
+
+
+def distill(
+    teacher: Annotated[str, typer.Option(help="A checkpoint directory, or a preset's name for runs/<preset>.")],
+    student: Annotated[str, typer.Option(help="A preset's name (fresh weights), or a checkpoint directory.")],
+    corpus: options.Corpus | None = None,
+    out: Annotated[Path | None, typer.Option(help="New directory; runs/<student> if not given.")] = None,
+    init: Annotated[Path | None, typer.Option(help="Checkpoint whose weights the student starts from.")] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            help="clone: from projections of the teacher's weights; fresh: random. Of a checkpoint student the shape "
+            "alone is used then."
+        ),
+    ] = None,
+    clone_init: Annotated[
+        str | None, typer.Option(help="Of --start clone: pca, or select, which starts as the pruned model.")
+    ] = None,
+    clone_weight: Annotated[
+        float | None, typer.Option(help="Of --start clone: weight of the activations' distance; 0 if not given.")
+    ] = None,
+    valid: options.Valid = None,
+    teacher_precision: flags.TeacherPrecision = None,
+    extra_teacher: flags.ExtraTeacher = None,
+    divergence: flags.Divergence = None,
+    mix: flags.Mix = None,
+    temperature: flags.Temperature = None,
+    kl_weight: Annotated[
+        str | None,
+        typer.Option(
+            help="Share of the divergence in the loss, or a range over training such as 0.5:1; "
+            "0.9 for a fresh student, else 0.5."
+        ),
+    ] = None,
+    hidden_weight: flags.HiddenWeight = None,
+    layer_map: flags.LayerMap = None,
+    attention_weight: flags.AttentionWeight = None,
+    relation_heads: flags.RelationHeads = None,
+    signals: flags.Signals = None,
+    signal_kind: flags.SignalKind = None,
+    signal_tokens: flags.SignalTokens = None,
+    on_policy: flags.OnPolicy = None,
+    on_policy_tokens: flags.OnPolicyTokens = None,
+    lora_rank: options.LoraRank = None,
+    lora_targets: options.LoraTargets = None,
+    lora_alpha: options.LoraAlpha = None,
+    steps: options.Steps = None,
+    tokens: options.Tokens = None,
+    batch_size: options.BatchSize = None,
+    accumulation: options.Accumulation = None,
+    sequence: options.Sequence = None,
+    learning_rate: options.LearningRate = None,
+    optimizer: options.Optimizer = None,
+    schedule: options.ScheduleKind = None,
+    precision: options.Precision = None,
+    resume: options.Resume = False,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+    set: options.Set = None,
+) -> dict[str, Any]:
+    """Train a smaller student on a teacher's next-token distribution."""
+    parameters = locals()
+    overrides, lessons = options.picked(parameters, options.TRAINING), options.picked(parameters, flags.OBJECTIVE)
+    from compress.distillation.run import clone_start, resolve_teacher, teacher_corpus
+    from compress.distillation.run import distill as run_distill
+    from sportsllm.cli.commands import print_training
+    from sportsllm.training.loop import TrainConfig
+    from sportsllm.training.lora import adapted_rate, adapter_settings
+    from sportsllm.training.setup import set_threads, train_config
+
+    set_threads(threads)
+    clone = clone_start(start, clone_init, clone_weight)
+    defaults = TrainConfig(seed=seed, learning_rate=adapted_rate(TrainConfig.learning_rate, lora_rank))
+    config = train_config(defaults, tokens, overrides, set or [])
+    teacher_directory = resolve_teacher(teacher)
+    objective = flags.make_objective(
+        kl_weight=kl_weight,
+        fresh=clone is None and init is None and (start == "fresh" or not Path(student).is_dir()),
+        extra_teacher=extra_teacher,
+        **lessons,
+    )
+    result = run_distill(
+        teacher=teacher_directory,
+        student=student,
+        init=init,
+        corpus=corpus or teacher_corpus(teacher_directory, "corpus"),
+        valid=valid or ([] if corpus else teacher_corpus(teacher_directory, "valid")),
+        out=out or Path("runs") / Path(student).name,
+        config=config,
+        objective=objective,
+        adapters=adapter_settings(lora_rank, lora_targets, lora_alpha, config.optimizer),
+        clone=clone,
+        fresh=start == "fresh",
+        resume=resume,
+    )
+    print_training(result)
+    return result
+
+
+def sample(
+    checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
+    out: options.Out,
+    tokens: Annotated[int, typer.Option(min=1, help="Write at least this many tokens.")] = 1_000_000,
+    sequence: options.Sequence = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts written side by side.")] = 64,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+) -> dict[str, Any]:
+    """Write a corpus of a model's own texts, to calibrate and recover it where its training text is not at hand."""
+    from compress.distillation.synthetic_text import CORPUS, write_corpus
+    from sportsllm.console import output
+    from sportsllm.training.setup import set_threads
+
+    set_threads(threads)
+    result = write_corpus(
+        checkpoint=checkpoint, out=out, tokens=tokens, length=sequence, batch_size=batch_size, seed=seed
+    )
+    output().print(
+        f"{out / CORPUS}: {result['documents']:,} texts, {result['tokens']:,} tokens, {result['bytes'] / 1e6:.2f} MB"
+    )
+    return result

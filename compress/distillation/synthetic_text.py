@@ -1,0 +1,86 @@
+"""Text that a model writes itself, for calibration and recovery where its training text is not at hand.
+
+A model's own samples are drawn from the distribution that a recovered student has to learn, so they replace data that
+nobody has any more (data-free distillation with generated text: LLM-QAT, https://arxiv.org/abs/2305.17888).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress.distillation.on_policy import write
+from sportsllm.console import progress_bar, say
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.models.config import load_config
+from sportsllm.storage.artifact import Stage, run_stage
+from sportsllm.storage.checkpoint import load_checkpoint
+from sportsllm.storage.safetensors_files import quantization_config
+from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.training.setup import training_device
+
+CORPUS = "corpus.jsonl"
+
+
+def write_corpus(
+    *, checkpoint: Path, out: Path, tokens: int, length: int | None = None, batch_size: int = 64, seed: int = 0
+) -> dict[str, Any]:
+    """Sample texts from a checkpoint at temperature 1, each from the begin token to a stop token or `length`.
+
+    Args:
+        checkpoint: unquantized.
+        out: directory to make; holds corpus.jsonl, one `{"text": ...}` a line.
+        tokens: write at least so many.
+        length: most tokens of a text; the context if None.
+        batch_size: texts written side by side.
+        seed: of the draws.
+
+    Returns:
+        documents, tokens, bytes, ended (texts that came to an end by themselves), seconds and tokens_per_s.
+
+    Raises:
+        UsageError: a length beyond the context.
+        ArtifactError: quantized, or the model ends every text at once.
+    """
+    if quantization_config(checkpoint) is not None:
+        raise ArtifactError(f"{checkpoint}: is quantized; sample from the unquantized checkpoint")
+    config = load_config(checkpoint)
+    longest = config.max_position_embeddings if length is None else length
+    if longest > config.max_position_embeddings:
+        raise UsageError(f"--sequence is {length}; the model's context is {config.max_position_embeddings}")
+    settings = {"checkpoint": str(checkpoint), "tokens": tokens, "length": longest, "batch_size": batch_size}
+
+    def make(directory: Path) -> dict[str, Any]:
+        started = time.perf_counter()
+        model = load_checkpoint(checkpoint).to(training_device())
+        words = load_tokenizer(checkpoint, config)
+        stops = {*config.stop_token_ids, words.begin_id}
+        generator = torch.Generator().manual_seed(seed)
+        begin = torch.full((batch_size, 1), words.begin_id, device=model.head_weight.device)
+        counts = {"documents": 0, "tokens": 0, "bytes": 0, "ended": 0}
+        with (directory / CORPUS).open("w", encoding="utf-8") as file, progress_bar("sample", tokens) as bar:
+            while counts["tokens"] < tokens:
+                before = counts["tokens"]
+                for row in write(model, begin, longest - 1, generator)[:, 1:].tolist():
+                    end = next((place for place, token in enumerate(row) if token in stops), len(row))
+                    text = words.decode(row[:end])
+                    if not text.strip():
+                        continue
+                    file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+                    counts["documents"] += 1
+                    counts["tokens"] += end
+                    counts["bytes"] += len(text.encode())
+                    counts["ended"] += end < len(row)
+                if counts["tokens"] == before:
+                    raise ArtifactError(f"{checkpoint}: ends every text at once; it has nothing to say")
+                bar.advance(min(counts["tokens"], tokens) - before)
+        if not counts["ended"]:
+            say(f"no text ended by itself within {longest} tokens: all are cut off")
+        seconds = time.perf_counter() - started
+        return {**counts, "seconds": seconds, "tokens_per_s": counts["tokens"] / seconds}
+
+    return run_stage(out, Stage("sample", settings, [checkpoint], seed=seed), make)

@@ -1,0 +1,141 @@
+"""The frozen teacher: full precision, bfloat16, or INT8 / NF4 through bitsandbytes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.distillation.divergences import TeacherLogits
+from sportsllm.console import say
+from sportsllm.errors import UsageError
+from sportsllm.models.config import load_config
+from sportsllm.models.language_model import Block, SportsLLM
+from sportsllm.storage.checkpoint import load_block, load_checkpoint, read_ends
+from sportsllm.storage.safetensors_files import TensorFiles, quantization_config
+from sportsllm.text.packing import Batch
+from sportsllm.training.loop import resolve_precision
+
+PRECISIONS = ("auto", "fp32", "bf16", "int8", "nf4")
+NF4_BLOCKS = (64, 32)
+"""Numbers that share a scale, the first that divides a matrix's rows: bitsandbytes 0.50's AVX512 kernel gives wrong
+numbers for blocks that run from one row into the next."""
+
+
+def load_teacher(directory: Path, precision: str) -> SportsLLM:
+    """Open a checkpoint for forward passes only.
+
+    Args:
+        directory: the teacher's checkpoint.
+        precision: `fp32`; `bf16`; `int8` and `nf4` quantize the blocks' matrices with bitsandbytes; the rest, and all
+            products, are then in `auto`'s type: bf16 where the processor computes in it, else fp32. `nf4` leaves
+            matrices whose rows are no multiple of 32 in that type, and says so.
+
+    Raises:
+        UsageError: an unknown precision.
+    """
+    if precision not in PRECISIONS:
+        raise UsageError(f"--teacher-precision {precision!r} is not known; use one of {', '.join(PRECISIONS)}")
+    native = resolve_precision("auto", torch.device("cpu")) is not None  # emulated bfloat16 is six times slower
+    if precision == "auto":
+        precision = "bf16" if native else "fp32"
+        say(f"teacher precision: {precision}")
+    dtype = torch.bfloat16 if precision == "bf16" or (native and precision != "fp32") else torch.float32
+    if precision in ("int8", "nf4"):
+        return _load_quantized(directory, precision, dtype)
+    model = load_checkpoint(directory).requires_grad_(False)
+    model.model.to(dtype)
+    if model.lm_head is not None:
+        model.lm_head.to(dtype)
+    return model
+
+
+def _load_quantized(directory: Path, precision: str, dtype: torch.dtype) -> SportsLLM:
+    """Layer by layer, so that no more than one of them is ever there in full precision."""
+    if quantization_config(directory) is not None:
+        raise UsageError(f"--teacher-precision {precision}: {directory} is quantized already; leave it out")
+    config = load_config(directory)
+    with torch.device("meta"):
+        model = SportsLLM(config)
+    tensors = TensorFiles(directory)
+    ends = {name: _own(tensor, dtype) for name, tensor in read_ends(tensors, config).items()}
+    model.load_state_dict(ends, strict=False, assign=True)
+    for number in range(config.num_hidden_layers):
+        block = load_block(tensors, config, number)
+        for vector in (parameter for parameter in block.parameters() if parameter.ndim == 1):
+            vector.data = _own(vector.data, dtype)
+        _quantize_matrices(block, precision, dtype)
+        model.model.layers[number] = block
+    if precision == "nf4":
+        left = [name for name, layer in model.model.layers.named_modules() if type(layer) is nn.Linear]
+        if left:
+            kind = str(dtype).removeprefix("torch.")
+            say(f"{directory}: {len(left)} matrices stay in {kind}: rows no multiple of {NF4_BLOCKS[-1]}")
+    return model.requires_grad_(False).eval()
+
+
+def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy: a single tensor that is read in place would keep the whole file in memory."""
+    return tensor.to(dtype, copy=True)
+
+
+def _quantize_matrices(block: Block, precision: str, dtype: torch.dtype) -> None:
+    import bitsandbytes
+
+    # INT8 products take float16 inputs, and the library says so at every call.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    for name, module in list(block.named_modules()):
+        if not isinstance(module, nn.Linear):
+            continue
+        bias = module.bias is not None
+        block_size = next((size for size in NF4_BLOCKS if module.in_features % size == 0), None)
+        if precision == "int8":
+            layer: Any = bitsandbytes.nn.Linear8bitLt(
+                module.in_features, module.out_features, bias=bias, has_fp16_weights=False
+            )
+            layer.weight = bitsandbytes.nn.Int8Params(module.weight.data, requires_grad=False, has_fp16_weights=False)
+        elif block_size is None:
+            module.weight.data = _own(module.weight.data, dtype)  # a bias is converted already
+            continue
+        else:
+            layer = bitsandbytes.nn.Linear4bit(
+                module.in_features,
+                module.out_features,
+                bias=bias,
+                compute_dtype=dtype,
+                quant_type="nf4",
+            )
+            layer.weight = bitsandbytes.nn.Params4bit(
+                module.weight.data, requires_grad=False, quant_type="nf4", blocksize=block_size
+            )
+            # The AVX512-BF16 kernel wants input sizes that are multiples of 64.
+            if module.in_features % 64 or module.out_features % 16:
+                layer.support_avx512bf16_for_cpu = False
+        if bias:
+            layer.bias = module.bias
+        parent, _, leaf = name.rpartition(".")
+        setattr(block.get_submodule(parent), leaf, layer.to("cpu").eval())
+
+
+def teacher_logits(teacher: SportsLLM, batch: Batch, states: list[Tensor] | None = None) -> TeacherLogits:
+    """Run the teacher once on a batch; logits are made for one chunk at a time, when asked.
+
+    Args:
+        teacher: frozen, on the batch's device.
+        batch: what it reads.
+        states: where given, gets the residual stream, see `SportsLLM.hidden`.
+    """
+    weight = teacher.head_weight
+    device = weight.device.type
+    with torch.inference_mode(), torch.autocast(device, enabled=False):
+        hidden_ND = teacher.hidden(batch.tokens, batch.documents, states=states).flatten(0, 1)
+
+    def logits(start: int, count: int) -> Tensor:
+        with torch.inference_mode():
+            part = hidden_ND[start : start + count] @ weight.T
+        return part.float().clone()
+
+    return logits

@@ -1,0 +1,309 @@
+"""Vocabulary pruning as a stage: count a domain's tokens, and cut model and tokenizer together.
+
+Text comes back from the smaller vocabulary unchanged, but some words are cut into more tokens, and into tokens that
+the model has seldom seen there; what that costs is measured in bits per byte, which does not depend on the
+tokenizer. To win it back, train the result on (`train --init`): distilling from the unpruned model is refused, since
+the two no longer agree on what a token is. Prune first, quantize afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from compress.pruning.vocabulary import (
+    Vocabulary,
+    kept_tokens,
+    pruned_tokenizer,
+    read_vocabulary,
+    saved_tokens,
+    with_halves,
+)
+from sportsllm.console import progress_bar, say
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.inference.evaluate import TextScore, score_documents
+from sportsllm.inference.torch_decoder import TorchDecoder
+from sportsllm.models.config import ModelConfig, load_config, read_json
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.storage.artifact import Stage, run_stage
+from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint, write_json
+from sportsllm.storage.safetensors_files import quantization_config
+from sportsllm.text.documents import read_documents
+from sportsllm.text.packing import TokenizedDocuments, tokenize
+from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
+from sportsllm.training.setup import manifest_setting
+
+MAP_FILE = "vocabulary_map.json"
+_STEP = 32  # rows come in multiples of this, the smallest block of the integer kernels
+_SCORED_TOKENS = 65_536
+_NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+_MODEL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Lists of ids in generation_config.json whose meaning a dropped token would change.
+_ID_LISTS = (
+    "bad_words_ids", "begin_suppress_tokens", "force_words_ids", "forced_decoder_ids", "sequence_bias",
+    "suppress_tokens",
+)  # fmt: skip
+
+
+def prune_embedding(model: SportsLLM, kept: Sequence[int]) -> SportsLLM:
+    """A model with only the kept tokens' rows in embedding and head; the logits of those tokens stay what they were.
+
+    Args:
+        model: float32 and unquantized; read, never changed.
+        kept: old ids, rising; those that the config names are among them.
+    """
+    new = {old: place for place, old in enumerate(kept)}
+    named = {key: _renumber(getattr(model.config, key), new) for key in _MODEL_IDS}
+    pruned = SportsLLM(model.config.with_changes(vocab_size=len(kept), **named))
+    state = model.state_dict()
+    for name in {"model.embed_tokens.weight", "lm_head.weight"} & state.keys():
+        state[name] = state[name][list(kept)]
+    pruned.load_state_dict(state)
+    return pruned.eval()
+
+
+def _renumber(value: Any, new: Mapping[int, int]) -> Any:
+    """New ids for a field that holds one id, several, or none."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(new[number] for number in value)
+    return None if value is None else new[value]
+
+
+def named_ids(checkpoint: Path, config: ModelConfig, vocabulary: Vocabulary) -> set[int]:
+    """Ids that the files beside tokenizer.json name, which therefore stay.
+
+    Raises:
+        ArtifactError: one names a token or an id that is not there, or holds ids that cannot be renumbered.
+    """
+    fields = {f"config.json: {key}": getattr(config, key) for key in _MODEL_IDS}
+    generation = _optional_json(checkpoint / "generation_config.json")
+    fields |= {f"generation_config.json: {key}": value for key, value in generation.items() if _holds_ids(key)}
+    found: set[int] = set()
+    for where, value in fields.items():
+        for number in value if isinstance(value, (list, tuple)) else [] if value is None else [value]:
+            if not isinstance(number, int) or not 0 <= number < config.vocab_size:
+                raise ArtifactError(
+                    f"{checkpoint}/{where} is {number!r}; the model has ids 0 to {config.vocab_size - 1}"
+                )
+            found.add(number)
+    lists = [key for key in _ID_LISTS if generation.get(key)]
+    if lists:
+        raise ArtifactError(f"{checkpoint}/generation_config.json: {lists[0]} holds ids that may go; remove the field")
+    for name in _NAMING_FILES:
+        found |= _tokens_named_by(checkpoint / name, vocabulary)
+    return found
+
+
+def _tokens_named_by(path: Path, vocabulary: Vocabulary) -> set[int]:
+    data = _optional_json(path)
+    try:
+        decoder = {entry["content"]: int(number) for number, entry in data.get("added_tokens_decoder", {}).items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ArtifactError(f"{path}: added_tokens_decoder is not a table of ids and tokens; mend it") from None
+    wrong = next((token for token, number in decoder.items() if vocabulary.ids.get(token) != number), None)
+    if wrong is not None:
+        raise ArtifactError(
+            f"{path}: gives {wrong!r} id {decoder[wrong]}, tokenizer.json {vocabulary.ids.get(wrong)}; "
+            "use the files the model came with"
+        )
+    named = list(_named_tokens(data))
+    for key, token in named:
+        if token not in vocabulary.ids:
+            raise ArtifactError(f"{path}: {key} is {token!r}, which tokenizer.json lacks; use the files it came with")
+    return {vocabulary.ids[token] for _, token in named}
+
+
+def _named_tokens(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Fields of a tokenizer's config that name tokens: each a text, a record with its `content`, or several."""
+    for key, value in data.items():
+        if key.endswith(("_token", "_special_tokens")):
+            several = isinstance(value, list) or (isinstance(value, dict) and "content" not in value)
+            for item in (value.values() if isinstance(value, dict) else value) if several else [value]:
+                text = item.get("content") if isinstance(item, dict) else item
+                if isinstance(text, str):
+                    yield key, text
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _holds_ids(key: str) -> bool:
+    return key.endswith("_token_id")
+
+
+def write_tokenizer(checkpoint: Path, directory: Path, vocabulary: Vocabulary, kept: Sequence[int]) -> None:
+    """Write tokenizer.json and every file beside it that holds ids, with the new ids.
+
+    Args:
+        checkpoint: where the old files are; `named_ids` has checked them.
+        directory: where the new ones go.
+        vocabulary: the old tokenizer.json.
+        kept: old ids, rising.
+    """
+    new = {old: place for place, old in enumerate(kept)}
+    text = json.dumps(pruned_tokenizer(vocabulary, kept), ensure_ascii=False, indent=2)
+    (directory / "tokenizer.json").write_text(text + "\n", encoding="utf-8")
+    settings = _optional_json(checkpoint / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        entries = {int(number): entry for number, entry in settings["added_tokens_decoder"].items()}
+        settings["added_tokens_decoder"] = {str(new[old]): entry for old, entry in entries.items() if old in new}
+        write_json(directory / "tokenizer_config.json", settings)
+    generation = _optional_json(checkpoint / "generation_config.json")
+    if generation:
+        ids = {key: _renumber(value, new) for key, value in generation.items() if _holds_ids(key)}
+        write_json(directory / "generation_config.json", generation | ids)
+    (directory / MAP_FILE).write_text(json.dumps({"old_ids": list(kept)}) + "\n", encoding="utf-8")
+
+
+def target_size(vocab_size: int | None, min_count: int | None, saved: npt.NDArray[np.int64], fixed: set[int]) -> int:
+    """How many rows stay, a multiple of 32 where the model has so many; says so where that is another number.
+
+    Args:
+        vocab_size: tokens to keep, or None for `min_count`.
+        min_count: keep what would cost the calibration text at least so many tokens.
+        saved: (V,) from `saved_tokens`.
+        fixed: ids that always stay.
+
+    Raises:
+        UsageError: fewer than the fixed ones, or more than there are.
+    """
+    if vocab_size is None:
+        wanted = len(fixed | set(np.flatnonzero(saved >= (min_count or 1)).tolist()))
+    elif len(fixed) <= vocab_size <= len(saved):
+        wanted = vocab_size
+    else:
+        raise UsageError(
+            f"--vocab-size is {vocab_size}; the model has {len(saved)} tokens, and {len(fixed)} of them always stay "
+            f"(256 bytes and special tokens), choose {len(fixed)} to {len(saved)}"
+        )
+    size = min(len(saved), -(-wanted // _STEP) * _STEP)
+    if size != wanted:
+        say(f"{size:,} tokens stay, not {wanted:,}: kernels want a multiple of {_STEP}")
+    return size
+
+
+def prune_vocabulary(
+    *,
+    checkpoint: Path,
+    out: Path,
+    vocab_size: int | None,
+    min_count: int | None,
+    calibration: Sequence[Path],
+    text: Sequence[Path],
+) -> dict[str, Any]:
+    """Drop the tokens that a domain does not use from a checkpoint directory's model and tokenizer.
+
+    The 256 bytes and all special tokens stay, so every text can still be written; the reserved tokens that `train`
+    fills a vocabulary up with go first. `vocabulary_map.json` holds the old id of each new one.
+
+    Args:
+        checkpoint: unquantized.
+        out: directory to make.
+        vocab_size: tokens to keep, rounded up to a multiple of 32.
+        min_count: instead of it: keep each token without which the calibration text would grow by at least so many
+            tokens, as many as the times it is used, also on the way to longer ones.
+        calibration: the domain's text, where usage is counted.
+        text: held-out text, its first 65,536 tokens, to measure bits per byte on before and after; empty to leave
+            that out.
+
+    Returns:
+        The results, as `prune --json` prints them.
+
+    Raises:
+        UsageError: neither or both of vocab_size and min_count, or an impossible one.
+        ArtifactError: quantized, a tokenizer that cannot be pruned, or files that disagree.
+    """
+    if (vocab_size is None) == (min_count is None):
+        raise UsageError("say how small: --vocab-size N or --min-count M, one of them")
+    if min_count is not None and min_count < 1:
+        raise UsageError(f"--min-count is {min_count}; it must be 1 or more")
+    if quantization_config(checkpoint) is not None:
+        raise ArtifactError(f"{checkpoint}: is quantized; prune the unquantized checkpoint, then quantize")
+    config = load_config(checkpoint)
+    settings = {
+        "checkpoint": str(checkpoint),
+        "vocab_size": vocab_size,
+        "min_count": min_count,
+        "calibration": [str(path) for path in calibration],
+        "text": [str(path) for path in text],
+        "corpus": manifest_setting(checkpoint, "corpus"),
+        "valid": manifest_setting(checkpoint, "valid"),
+    }
+
+    def make(directory: Path) -> dict[str, Any]:
+        started = time.perf_counter()
+        words = load_tokenizer(checkpoint, config)
+        where = checkpoint / "tokenizer.json"
+        vocabulary = read_vocabulary(read_json(where), str(where))
+        fixed = with_halves(vocabulary, vocabulary.fixed | named_ids(checkpoint, config, vocabulary))
+        model = load_checkpoint(checkpoint)
+        documents = list(read_documents(calibration))
+        before = tokenize(documents, words)
+        saved = saved_tokens(vocabulary, np.bincount(before.ids, minlength=config.vocab_size))
+        kept = kept_tokens(vocabulary, saved, target_size(vocab_size, min_count, saved, fixed), fixed)
+        pruned = prune_embedding(model, kept)
+        save_checkpoint(directory, pruned, checkpoint)
+        write_tokenizer(checkpoint, directory, vocabulary, kept)
+        fewer = load_tokenizer(directory, pruned.config)
+        after = tokenize(documents, fewer)
+        _check_round_trip(where, (words, before), (fewer, after))
+        results: dict[str, Any] = {
+            "parameters": pruned.config.parameters,
+            "vocab_size": len(kept),
+            "vocab_size_before": config.vocab_size,
+        }
+        if text:
+            scores = _scores(((model, words), (pruned, fewer)), list(read_documents(text)))
+            results |= {f"bits_per_byte_{key}": score.bits_per_byte for key, score in scores.items()}
+            results |= {f"tokens_per_byte_{key}": score.tokens / score.bytes for key, score in scores.items()}
+        else:
+            around = len(documents) * (1 if words.end_id is None else 2)  # begin and end tokens
+            results |= {
+                f"tokens_per_byte_{key}": (counted.ids.size - around) / counted.text_bytes
+                for key, counted in (("before", before), ("after", after))
+            }
+        results["seconds"] = time.perf_counter() - started
+        return results
+
+    stage = Stage("prune", settings, [checkpoint, *calibration, *text])
+    return run_stage(out, stage, make)
+
+
+def _check_round_trip(where: Path, *sides: tuple[TextTokenizer, TokenizedDocuments]) -> None:
+    """Every counted document must come back from the new tokens as it did from the old ones."""
+    ends = [counted.ends.tolist() for _, counted in sides]
+    starts = [[0, *side[:-1]] for side in ends]
+    with progress_bar("check", len(ends[0])) as bar:
+        for number in range(len(ends[0])):
+            texts = {
+                words.decode(counted.ids[starts[side][number] : ends[side][number]].tolist())
+                for side, (words, counted) in enumerate(sides)
+            }
+            if len(texts) > 1:
+                raise ArtifactError(
+                    f"{where}: document {number + 1} of the calibration text does not survive the pruned tokenizer; "
+                    "its normalizer or decoder is not supported, keep the vocabulary whole"
+                )
+            bar.advance()
+
+
+def _scores(sides: Sequence[tuple[SportsLLM, TextTokenizer]], documents: Sequence[str]) -> dict[str, TextScore]:
+    """Scores before and after, of the same documents: the first that make about 65,536 of the old tokens."""
+    tokens, part = 0, []
+    for text in documents:
+        if tokens < _SCORED_TOKENS:
+            part.append(text)
+            tokens += len(sides[0][1].encode(text))
+    if len(part) < len(documents):
+        say(f"bits per byte: on the first {len(part):,} of {len(documents):,} held-out documents")
+    return {
+        key: score_documents(TorchDecoder(model), words, part, description=f"score {key}")
+        for key, (model, words) in zip(("before", "after"), sides, strict=True)
+    }

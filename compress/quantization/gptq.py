@@ -1,0 +1,179 @@
+"""Rounding that minds what the inputs are: each number's error is made good by the numbers that are not rounded yet.
+
+With H = the sum of x x^T over calibration tokens, the error of a matrix's outputs is tr((W - Q) H (W - Q)^T).
+Three steps lower it, each from the one before:
+
+    gptq        columns one after the other, the rest moved by the Cholesky factor of H^-1
+                (https://arxiv.org/abs/2210.17323)
+    descend     any single number moved to where the error is least, the others held (https://arxiv.org/abs/2309.01885)
+    fit_scales  all scales of a row at once, the whole numbers held: a least-squares problem of one unknown a block
+
+Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row, S numbers of a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from compress.quantization.grid import Grid, fit_grid, nearest, searched_range, split_blocks
+from sportsllm.storage.packed_weights import QuantizedWeight
+
+DAMPING = 0.01  # of H's mean diagonal: the paper's
+ROUNDS = 2  # of `descend` and `fit_scales` in turn
+_PANEL = 128  # columns whose moves are gathered before they reach the columns behind them
+
+
+def output_error(difference_NK: Tensor, gram_KK: Tensor) -> float:
+    """tr(D H D^T): the squared error of all outputs over the calibration tokens."""
+    return float(((difference_NK @ gram_KK) * difference_NK).sum(dtype=torch.float64))
+
+
+def gptq_weight(
+    weight_NK: Tensor, gram_KK: Tensor, bits: int, block_size: int, symmetric: bool, damping: float = DAMPING
+) -> QuantizedWeight:
+    """Quantize a matrix for inputs with second moment `gram_KK`.
+
+    Columns are taken in their own order, each block's grid fitted when it is reached, and in the order of their
+    inputs' strength (act-order) on a grid that is fitted before; the better of both is refined.
+
+    Args:
+        weight_NK: float32.
+        gram_KK: sum of x x^T, any scale.
+        bits, block_size, symmetric: of the runtime's grid.
+        damping: added to H's diagonal, as a share of its mean.
+    """
+    damped = damped_gram(gram_KK, damping)
+    tried = []
+    for act_order in (False, True):
+        grid, quants = gptq(weight_NK, damped, bits, block_size, symmetric, act_order=act_order)
+        tried.append((output_error(weight_NK - grid.values(quants), damped), grid, quants))
+    error, grid, quants = min(tried, key=lambda found: found[0])
+    for _ in range(ROUNDS):
+        quants = descend(weight_NK, damped, grid, quants)
+        fitted = fit_scales(weight_NK, damped, grid, quants)
+        found = output_error(weight_NK - fitted.values(quants), damped)
+        if not found < error:
+            break
+        grid, error = fitted, found
+    return grid.pack(quants)
+
+
+def damped_gram(gram_KK: Tensor, damping: float = DAMPING) -> Tensor:
+    """H plus a share of its mean diagonal, float32, scaled to a mean diagonal of 1; inputs that are always 0 get 1."""
+    diagonal = gram_KK.diagonal()
+    mean = diagonal.double().mean()
+    if not mean > 0:
+        return torch.eye(len(gram_KK))
+    gram = (gram_KK.double() / mean).float()
+    return gram + torch.diag(torch.where(diagonal == 0, 1.0, damping))
+
+
+def gptq(
+    weight_NK: Tensor, gram_KK: Tensor, bits: int, block_size: int, symmetric: bool, *, act_order: bool
+) -> tuple[Grid, Tensor]:
+    """The algorithm of the paper on contiguous blocks.
+
+    Args:
+        weight_NK: float32.
+        gram_KK: H, damped.
+        bits, block_size, symmetric: of the grid.
+        act_order: take the columns with the strongest inputs first, on a grid fitted to the given weights.
+
+    Returns:
+        The grid and (N, K) whole numbers.
+    """
+    columns = weight_NK.shape[1]
+    diagonal = gram_KK.diagonal()
+    grid = fit_grid(weight_NK, bits, block_size, symmetric, search=True, weights_K=diagonal)
+    order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(columns)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram_KK[order][:, order].double()))
+    factor_KK = torch.linalg.cholesky(inverse, upper=True).float()
+    left_NK = weight_NK[:, order].clone()
+    quants_NK = torch.empty_like(left_NK)
+    scales, zeros = grid.scales_NG.clone(), grid.zeros_NG.clone()
+    for start in range(0, columns, _PANEL):
+        stop = min(start + _PANEL, columns)
+        errors = torch.empty(len(left_NK), stop - start)
+        for place in range(start, stop):
+            group = int(order[place]) // block_size
+            if not act_order and place % block_size == 0:
+                # What earlier columns left to this block; all of it lies in this panel or has been brought up to date.
+                ahead = left_NK[:, place : place + block_size].clone()
+                if place + block_size > stop:
+                    ahead[:, stop - place :] -= (
+                        errors[:, : place - start] @ factor_KK[start:place, stop : place + block_size]
+                    )
+                weights = split_blocks(diagonal[None, place : place + block_size], block_size)[0]
+                new = searched_range(split_blocks(ahead, block_size), bits, symmetric, weights)
+                scales[:, group], zeros[:, group] = new[0][:, 0], new[1][:, 0]
+            scale, zero = scales[:, group], zeros[:, group]
+            quants_NK[:, place] = nearest(left_NK[:, place], scale, zero, bits)
+            error = (left_NK[:, place] - (quants_NK[:, place] - zero) * scale) / factor_KK[place, place]
+            left_NK[:, place:stop] -= error[:, None] * factor_KK[place, place:stop]
+            errors[:, place - start] = error
+        left_NK[:, stop:] -= errors @ factor_KK[start:stop, stop:]
+    unsorted = torch.empty_like(quants_NK)
+    unsorted[:, order] = quants_NK
+    return dataclasses.replace(grid, scales_NG=scales, zeros_NG=zeros), unsorted
+
+
+def descend(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor, sweeps: int = 1) -> Tensor:
+    """Move one column after the other to the whole numbers of least error, all the others held; never worse.
+
+    Args:
+        weight_NK: wanted.
+        gram_KK: H, its diagonal above 0.
+        grid: scales and zero points, which stay.
+        quants_NK: where to start.
+        sweeps: over all columns.
+    """
+    quants_NK = quants_NK.clone()
+    columns = weight_NK.shape[1]
+    for _ in range(sweeps):
+        moved = False
+        pull_NK = (weight_NK - grid.values(quants_NK)) @ gram_KK  # minus half the error's gradient
+        for start in range(0, columns, _PANEL):
+            stop = min(start + _PANEL, columns)
+            changes = torch.zeros(len(weight_NK), stop - start)
+            local = pull_NK[:, start:stop].clone()
+            for column in range(start, stop):
+                group = column // grid.block_size
+                scale, zero = grid.scales_NG[:, group], grid.zeros_NG[:, group]
+                old = (quants_NK[:, column] - zero) * scale
+                wanted = old + local[:, column - start] / gram_KK[column, column]
+                quants_NK[:, column] = nearest(wanted, scale, zero, grid.bits)
+                change = (quants_NK[:, column] - zero) * scale - old
+                local -= change[:, None] * gram_KK[column, start:stop]
+                changes[:, column - start] = change
+            pull_NK -= changes @ gram_KK[start:stop]
+            moved = moved or bool(changes.any())
+        if not moved:
+            break
+    return quants_NK
+
+
+def fit_scales(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor) -> Grid:
+    """The scales of least error for given whole numbers, all blocks of a row together.
+
+    With L the whole numbers less their zero points, row by row: sum over h of A[g, h] s[h] = b[g], where
+    A[g, h] = the sum over block g times block h of L H L^T, and b[g] = the sum over block g of L times (W H).
+    """
+    rows, columns = quants_NK.shape
+    groups, block = grid.scales_NG.shape[1], grid.block_size
+    levels = quants_NK - grid.zeros_NG.repeat_interleave(block, dim=1)[:, :columns]
+    right = split_blocks(levels * (weight_NK @ gram_KK), block).sum(dim=-1)
+    left = torch.empty(rows, groups, groups)
+    for group in range(groups):
+        part = slice(group * block, min((group + 1) * block, columns))
+        left[:, group] = split_blocks((levels[:, part] @ gram_KK[part]) * levels, block).sum(dim=-1)
+    left = left.double()
+    # A block of zeros has no equation: its scale stays. The ridge is below what float32 sums can tell apart.
+    diagonal = left.diagonal(dim1=1, dim2=2)
+    ridge = diagonal.mean(dim=1, keepdim=True) * 1e-7
+    left = left + torch.diag_embed(torch.where(diagonal == 0, torch.ones_like(diagonal), ridge.expand_as(diagonal)))
+    found = torch.linalg.solve(left, right.double()[..., None])[..., 0].float()
+    kept = (diagonal == 0) | ~torch.isfinite(found) | (found == 0)
+    return dataclasses.replace(grid, scales_NG=torch.where(kept, grid.scales_NG, found))

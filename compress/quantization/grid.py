@@ -1,0 +1,163 @@
+"""The runtime's grid: each block of a row has a scale and a zero point, and holds whole numbers of 4, 7 or 8 bits.
+
+Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row, S numbers of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sportsllm.errors import UsageError
+from sportsllm.storage.packed_weights import BITS, BLOCK_SIZES, ROW_BITS, QuantizedWeight, pack
+
+# Ranges that are tried, as shares of the range that holds every number. At 4 bits a block without outliers may also
+# gain from a wider one, since the symmetric grid reaches 8 steps to one side and 7 to the other.
+# Whole rows have more outliers to cut off.
+_SHARES = {4: (0.5, 1.15, 27), ROW_BITS: (0.6, 1.02, 15), 8: (0.9, 1.02, 7)}
+
+
+def check_grid(bits: int, block_size: int) -> None:
+    """Refuse what the runtime has no kernel for."""
+    if bits not in (*BITS, ROW_BITS):
+        raise UsageError(f"--bits is {bits}; choose one of {', '.join(map(str, BITS))}")
+    if block_size not in BLOCK_SIZES:
+        raise UsageError(f"--block-size is {block_size}; choose one of {', '.join(map(str, BLOCK_SIZES))}")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Scales and zero points of one matrix.
+
+    Attributes:
+        scales_NG: float32; 0 where a block has no number but 0.
+        zeros_NG: zero points, whole numbers in float32.
+        bits: 4 or 8, or ROW_BITS with one block a row.
+        block_size: S.
+        symmetric: whether every zero point is 2 ** (bits - 1).
+    """
+
+    scales_NG: Tensor
+    zeros_NG: Tensor
+    bits: int
+    block_size: int
+    symmetric: bool
+
+    def round(self, weight_NK: Tensor) -> Tensor:
+        """The nearest numbers of the grid, (N, K) whole numbers in float32."""
+        return nearest(weight_NK, *self._columns(weight_NK.shape[1]), self.bits)
+
+    def values(self, quants_NK: Tensor) -> Tensor:
+        """What whole numbers stand for, (N, K)."""
+        scales, zeros = self._columns(quants_NK.shape[1])
+        return (quants_NK - zeros) * scales
+
+    def pack(self, quants_NK: Tensor) -> QuantizedWeight:
+        """As the runtime reads it; the last block is padded with its zero point, which stands for 0."""
+        rows, columns = quants_NK.shape
+        groups = self.scales_NG.shape[1]
+        filled = self.zeros_NG.repeat_interleave(self.block_size, dim=1)
+        filled[:, :columns] = quants_NK
+        numbers = filled.view(rows, groups, self.block_size).to(torch.uint8).numpy()
+        zeros = None if self.symmetric else pack(self.zeros_NG.to(torch.uint8).numpy(), self.bits)
+        return QuantizedWeight(
+            packed=pack(numbers, self.bits),
+            scales=self.scales_NG.float().numpy(),
+            zero_points=zeros,
+            bits=self.bits,
+            block_size=self.block_size,
+            in_features=columns,
+        )
+
+    def _columns(self, columns: int) -> tuple[Tensor, Tensor]:
+        scales, zeros = (
+            t.repeat_interleave(self.block_size, dim=1)[:, :columns] for t in (self.scales_NG, self.zeros_NG)
+        )
+        return scales, zeros
+
+
+def nearest(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Round to whole numbers of the grid; all three broadcast."""
+    safe = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return torch.clamp(torch.round(weight / safe) + zero, 0, 2**bits - 1)
+
+
+def split_blocks(weight_NK: Tensor, block_size: int) -> Tensor:
+    """(N, G, S), zeros behind the last column."""
+    rows, columns = weight_NK.shape
+    return F.pad(weight_NK, (0, -columns % block_size)).view(rows, -1, block_size)
+
+
+def full_range(blocks_NGS: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Scales and zero points, (N, G) each, of the smallest grid that holds every number.
+
+    symmetric:   scale = the number largest in size / -2^(bits-1), zero point 2^(bits-1)  (the full range is used)
+    asymmetric:  scale = (max - min) / (2^bits - 1), zero point = round(-min / scale), both reaching to 0
+    """
+    if symmetric:
+        index = blocks_NGS.abs().argmax(dim=-1, keepdim=True)
+        scales = blocks_NGS.gather(-1, index)[..., 0] / -(2.0 ** (bits - 1))
+        return scales, torch.full_like(scales, 2.0 ** (bits - 1))
+    low, high = blocks_NGS.amin(dim=-1).clamp(max=0), blocks_NGS.amax(dim=-1).clamp(min=0)
+    return _between(low, high, bits)
+
+
+def _between(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    top = 2.0**bits - 1
+    scales = (high - low) / top
+    zeros = torch.round(-low / torch.where(scales == 0, torch.ones_like(scales), scales))
+    return scales, zeros.clamp(0, top)
+
+
+def searched_range(
+    blocks_NGS: Tensor, bits: int, symmetric: bool, weights_GS: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `full_range`, but the grid of least squared error among narrower and wider ones, its scale then fitted.
+
+    Args:
+        blocks_NGS: of `split_blocks`.
+        bits, symmetric: of the grid.
+        weights_GS: how much each column's error counts; all alike if not given.
+    """
+    counted = torch.ones_like(blocks_NGS[:1]) if weights_GS is None else weights_GS[None]
+    scales, zeros = full_range(blocks_NGS, bits, symmetric)
+
+    def error(scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+        levels = nearest(blocks_NGS, scales[..., None], zeros[..., None], bits) - zeros[..., None]
+        missed = (levels * scales[..., None]).sub_(blocks_NGS).square_().mul_(counted)
+        return missed.sum(dim=-1), levels
+
+    best, levels = error(scales, zeros)
+    low, high = blocks_NGS.amin(dim=-1).clamp(max=0), blocks_NGS.amax(dim=-1).clamp(min=0)
+    for share in torch.linspace(*_SHARES[bits]).tolist():
+        if symmetric:
+            size = torch.maximum(-low, high) * (share / 2 ** (bits - 1))
+            tried = [(size, zeros), (-size, zeros)]
+        else:
+            tried = [_between(low * min(share, 1.0), high * min(share, 1.0), bits)]
+        for candidate in tried:
+            found, steps = error(*candidate)
+            better = found < best
+            scales, zeros = torch.where(better, candidate[0], scales), torch.where(better, candidate[1], zeros)
+            best = torch.minimum(best, found)
+            levels = torch.where(better[..., None], steps, levels)
+    # The scale of least error for these whole numbers; rounding to it anew can only help.
+    squares = (counted * levels.square()).sum(dim=-1)
+    fitted = (counted * levels * blocks_NGS).sum(dim=-1) / torch.where(squares == 0, torch.ones_like(squares), squares)
+    fitted = torch.where(fitted == 0, scales, fitted)
+    found, _ = error(fitted, zeros)
+    return torch.where(found < best, fitted, scales), zeros
+
+
+def fit_grid(
+    weight_NK: Tensor, bits: int, block_size: int, symmetric: bool, *, search: bool, weights_K: Tensor | None = None
+) -> Grid:
+    """The grid of a matrix: `searched_range` where `search`, else `full_range`."""
+    blocks_NGS = split_blocks(weight_NK.float(), block_size)
+    if not search:
+        return Grid(*full_range(blocks_NGS, bits, symmetric), bits, block_size, symmetric)
+    weights_GS = None if weights_K is None else split_blocks(weights_K[None].float(), block_size)[0]
+    return Grid(*searched_range(blocks_NGS, bits, symmetric, weights_GS), bits, block_size, symmetric)

@@ -1,0 +1,154 @@
+"""The INT8 key/value cache: one scale a channel of a layer's keys and of its values, as GroupQueryAttention reads them.
+
+The operator stores round(x / scale), from -128 to 127, and attends to what that stands for, in the prompt too.
+Keys are stored after rotation. Channels differ far more from each other than tokens do, in keys above all, which is why
+a scale belongs to a channel (https://arxiv.org/abs/2402.02750).
+Shape suffixes: L layers, B sequences, K key/value heads, S tokens, E head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.language_model import KVCache, SportsLLM
+from sportsllm.models.rope import rope_tables
+from sportsllm.process_memory import give_back
+from sportsllm.storage.checkpoint import check_names, load_block, load_table
+from sportsllm.storage.safetensors_files import TensorFiles
+from sportsllm.text.calibration import calibration_samples
+from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.training.setup import manifest_setting
+
+PRECISIONS = ("fp32", "int8")
+SAMPLES, SAMPLE_TOKENS = 16, 512
+# Ranges that are tried, as shares of the largest number seen; more than all of it leaves room for what was not.
+_SHARES = torch.linspace(0.4, 1.2, 33).tolist()
+_TOP = 127.0
+
+
+@dataclass(frozen=True)
+class CacheScales:
+    """What one step of a stored number is worth, each (L, K, E) float32, above 0."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class RoundedCache(KVCache):
+    """A float32 cache that gives back what an INT8 one would have kept: the reference of the exported graph."""
+
+    def __init__(self, config: ModelConfig, length: int, scales: CacheScales) -> None:
+        super().__init__(config, 1, length)
+        self._scales = scales
+
+    def append(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self._scales.keys[layer][None, :, None], self._scales.values[layer][None, :, None]
+        return super().append(layer, _rounded(k_BKTE, keys), _rounded(v_BKTE, values))
+
+
+class LayerCache(KVCache):
+    """What one layer keeps of one text that is read at once: for layers that are in memory one by one.
+
+    Attributes:
+        keys, values: (1, K, S, E), as they came.
+    """
+
+    def __init__(self, scales: CacheScales | None = None) -> None:
+        """Give back what came, or what an INT8 cache of these scales would have kept."""
+        self.length, self._scales = 0, scales
+
+    def append(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = k_BKTE, v_BKTE
+        if self._scales is None:
+            return k_BKTE, v_BKTE
+        keys, values = self._scales.keys[layer][None, :, None], self._scales.values[layer][None, :, None]
+        return _rounded(k_BKTE, keys), _rounded(v_BKTE, values)
+
+
+def _rounded(x: Tensor, scale: Tensor) -> Tensor:
+    return torch.clamp(torch.round(x / scale), -_TOP - 1, _TOP) * scale
+
+
+def cache_scales(checkpoint: Path, calibration: Sequence[Path]) -> CacheScales:
+    """Scales for a checkpoint, of which one layer at a time is in memory.
+
+    Args:
+        checkpoint: packed or not; its own keys and values are what is stored.
+        calibration: text files, never held-out ones; those that the checkpoint was made from if there are none.
+
+    Raises:
+        UsageError: no text is given, and the checkpoint does not name any.
+        ArtifactError: there is no text in the files.
+    """
+    files = list(calibration) or [Path(name) for name in manifest_setting(checkpoint, "corpus") or []]
+    if not files:
+        raise UsageError(
+            f"--kv-cache int8 needs calibration text, and {checkpoint} does not say what it was made from; "
+            "give --calibration FILE"
+        )
+    config, tensors = load_config(checkpoint), TensorFiles(checkpoint)
+    check_names(tensors, config)
+    samples = calibration_samples(files, load_tokenizer(checkpoint, config), config, None, SAMPLE_TOKENS)[:SAMPLES]
+    table = load_table(tensors, config, "model.embed_tokens")
+    states = [table[tokens] for tokens in samples]
+    del table
+    return _layer_by_layer(config, (load_block(tensors, config, i) for i in range(config.num_hidden_layers)), states)
+
+
+def measured_scales(model: SportsLLM, samples: Sequence[Tensor]) -> CacheScales:
+    """The scales of least squared error over sample texts, a channel at a time.
+
+    Args:
+        model: read only.
+        samples: token ids, each (1, S).
+
+    Raises:
+        ArtifactError: there are no samples.
+    """
+    if not samples:
+        raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
+    return _layer_by_layer(model.config, model.model.layers, [model.model.embed_tokens(tokens) for tokens in samples])
+
+
+@torch.inference_mode()
+def _layer_by_layer(config: ModelConfig, blocks: Iterable[nn.Module], states: list[Tensor]) -> CacheScales:
+    """Scales from what each layer keeps of the samples, layers being asked for one after the other.
+
+    Args:
+        config: the model's shape.
+        blocks: its layers.
+        states: the embedded samples, (1, S, D) each; overwritten.
+    """
+    cos, sin = map(torch.from_numpy, rope_tables(config, config.max_position_embeddings))
+    found: dict[str, list[Tensor]] = {"keys": [], "values": []}
+    for block in blocks:
+        seen = []
+        for place, x_1SD in enumerate(states):
+            cache, length = LayerCache(), x_1SD.shape[1]
+            states[place] = block(x_1SD, (cos[:length], sin[:length]), None, cache)
+            seen.append(cache)
+        for part, scales in found.items():
+            kept_KSE = torch.cat([getattr(cache, part)[0] for cache in seen], dim=1)
+            scales.append(torch.cat([_best_scales(head_SE[None]) for head_SE in kept_KSE]))  # few copies at once
+        give_back()
+    return CacheScales(torch.stack(found["keys"]), torch.stack(found["values"]))
+
+
+def _best_scales(x_KSE: Tensor) -> Tensor:
+    """(K, E)."""
+    largest_KE = x_KSE.abs().amax(dim=1)
+    full_KE = torch.where(largest_KE == 0, torch.ones_like(largest_KE), largest_KE) / _TOP
+    best_KE, least_KE = full_KE, torch.full_like(full_KE, torch.inf)
+    for share in _SHARES:
+        tried_KE = full_KE * share
+        error_KE = (_rounded(x_KSE, tried_KE[:, None]) - x_KSE).square().sum(dim=1)
+        best_KE = torch.where(error_KE < least_KE, tried_KE, best_KE)
+        least_KE = torch.minimum(least_KE, error_KE)
+    return best_KE

@@ -1,0 +1,197 @@
+"""A thin layer over onnx_ir: add nodes and named weights, then write the graph and its data file.
+
+Weights are read when they are written, one after the other, so that memory stays near the largest of them.
+The same calls in the same order give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from export.paths import GraphFiles
+from export.runtime.session import DATA_BYTES_KEY
+from sportsllm import __version__
+
+Array = npt.NDArray[Any]
+
+MS = "com.microsoft"  # the domain of ONNX Runtime's own operators
+IR_VERSION = 10  # with opset 21: read by onnxruntime since 1.19 and by the browser build
+OPSETS = {"": 21, MS: 1}  # of those that a graph uses
+INLINE_BELOW_BYTES = 1024  # loaders want small shape constants inside the graph file
+PAGE_BYTES = 4096  # large tensors start on a page, so that they can be mapped
+SMALL_BYTES = 65_536
+SMALL_ALIGNMENT = 64
+
+
+class Builder:
+    """Collects the inputs, nodes, weights and outputs of one graph, and what it says of itself."""
+
+    def __init__(self, name: str, metadata: Mapping[str, str]) -> None:
+        self._name, self._metadata = name, metadata
+        self._inputs: list[ir.Value] = []
+        self._outputs: list[ir.Value] = []
+        self._nodes: list[ir.Node] = []
+        self._initializers: dict[str, ir.Value] = {}
+        self._views: dict[str, str] = {}  # names of weights and of those whose bytes they are
+
+    def input(self, name: str, dtype: ir.DataType, shape: Sequence[object]) -> ir.Value:
+        """A graph input, for example (B, 8) as ["batch_size", 8]; dimensions given by name are free."""
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+        self._inputs.append(value)
+        return value
+
+    def input_with_default(self, name: str, default: Array) -> ir.Value:
+        """An input that callers may leave out (an overridable initializer)."""
+        value = self.constant(name, default)
+        self._inputs.append(value)
+        return value
+
+    def output(self, value: ir.Value, name: str, dtype: ir.DataType, shape: Sequence[object]) -> None:
+        """Make `value` a graph output called `name`."""
+        value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape(shape)
+        self._outputs.append(value)
+
+    def node(
+        self, name: str, op: str, inputs: Sequence[ir.Value | None], domain: str = "", **attributes: Any
+    ) -> ir.Value:
+        """Add an operator with one output, which is named like the node."""
+        return self.node_with_outputs(name, op, inputs, (name,), domain, **attributes)[0]
+
+    def node_with_outputs(
+        self,
+        name: str,
+        op: str,
+        inputs: Sequence[ir.Value | None],
+        outputs: Sequence[str],
+        domain: str = "",
+        **attributes: Any,
+    ) -> list[ir.Value]:
+        """Add an operator; an empty output name leaves an optional output out."""
+        values = [ir.Value(name=output) for output in outputs]
+        node = ir.node(op, inputs, attributes, domain=domain, outputs=values, name=name)
+        self._nodes.append(node)
+        return values
+
+    def either(
+        self,
+        name: str,
+        condition: ir.Value,
+        branches: Mapping[str, Callable[[], Sequence[ir.Value]]],
+        outputs: Mapping[str, ir.DataType],
+    ) -> list[ir.Value]:
+        """Values of one of two pieces of the graph, of which only that one runs.
+
+        Args:
+            name: of the node.
+            condition: one boolean.
+            branches: `then_branch` and `else_branch`, which add nodes of names of their own and return values in the
+                order of `outputs`. They may use any value of the graph, and weights and constants stay the graph's.
+            outputs: names and types of what comes out.
+        """
+        graphs = {}
+        for branch, make in branches.items():
+            around, self._nodes = self._nodes, []
+            values = make()
+            for value, dtype in zip(values, outputs.values(), strict=True):
+                value.type = ir.TensorType(dtype)
+            graphs[branch] = ir.Graph([], values, nodes=self._nodes, name=f"{name}/{branch}")
+            self._nodes = around
+        return self.node_with_outputs(name, "If", [condition], list(outputs), **graphs)
+
+    def constant(self, name: str, array: Array) -> ir.Value:
+        """A small tensor given at once; the same name gives the same tensor."""
+        return self.weight(name, ir.DataType.from_numpy(array.dtype), array.shape, lambda: array)
+
+    def axis(self, axis: int) -> ir.Value:
+        """A list of one axis, as reductions and slices take it."""
+        return self.constant(f"axis_{axis}", np.array([axis], np.int64))
+
+    def weight(self, name: str, dtype: ir.DataType, shape: Sequence[int], read: Callable[[], Array]) -> ir.Value:
+        """A named tensor that `read` fetches when it is written; a name used twice is stored once."""
+        if name not in self._initializers:
+            tensor = ir.LazyTensor(lambda: ir.tensor(read(), dtype, name=name), dtype, ir.Shape(shape), name=name)
+            value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape), const_value=tensor)
+            self._initializers[name] = value
+        return self._initializers[name]
+
+    def view(self, name: str, weight: ir.Value, shape: Sequence[int]) -> ir.Value:
+        """The same bytes, which are stored once, in another shape.
+
+        A Reshape would do for the result; but ONNX Runtime folds it into a copy of its own.
+        """
+        assert weight.name is not None and weight.dtype is not None, "a weight has both"
+        self._views[name] = weight.name
+        if name not in self._initializers:
+            self._initializers[name] = ir.Value(name=name, type=ir.TensorType(weight.dtype), shape=ir.Shape(shape))
+        return self._initializers[name]
+
+    def write(
+        self, files: GraphFiles, shared: Mapping[str, ir.TensorProtocol] | None = None
+    ) -> dict[str, ir.TensorProtocol]:
+        """Write the graph and its data.
+
+        Args:
+            files: where to; their directory exists.
+            shared: tensors that another graph there has stored; one of the same name is not stored again.
+
+        Returns:
+            The stored tensors by name.
+
+        Raises:
+            ArtifactError: whatever reading a weight raises.
+            OSError: the files cannot be written.
+        """
+        with files.data.open("wb") as stream:
+            for name, value in self._initializers.items():
+                known = (shared or {}).get(name)
+                if known is None and name in self._views:
+                    known = _viewed(self._initializers[self._views[name]].const_value, value)
+                value.const_value = _store(value.const_value, stream, files.data.name) if known is None else known
+            length = stream.tell()
+        used = [value for value in self._initializers.values() if value.uses() or value in self._inputs]
+        domains = {node.domain for node in self._nodes}
+        graph = ir.Graph(
+            self._inputs,
+            self._outputs,
+            nodes=self._nodes,
+            initializers=used,
+            opset_imports={domain: version for domain, version in OPSETS.items() if domain in domains},
+            name=self._name,
+        )
+        model = ir.Model(
+            graph,
+            ir_version=IR_VERSION,
+            producer_name="sportsllm-compress",
+            producer_version=__version__,
+            metadata_props={DATA_BYTES_KEY: str(length), **self._metadata},
+        )
+        ir.save(model, files.graph)
+        return {name: cast(ir.TensorProtocol, value.const_value) for name, value in self._initializers.items()}
+
+
+def _store(tensor: ir.LazyTensor, stream: IO[bytes], location: str) -> ir.TensorProtocol:
+    """Append a tensor to the data file and return the reference to it; small ones stay in the graph."""
+    array = np.asarray(tensor.numpy(), order="C")
+    if array.nbytes < INLINE_BELOW_BYTES:
+        return ir.tensor(array, tensor.dtype, name=tensor.name)
+    alignment = SMALL_ALIGNMENT if array.nbytes < SMALL_BYTES else PAGE_BYTES
+    stream.write(b"\0" * (-stream.tell() % alignment))
+    offset = stream.tell()
+    # Two 4-bit numbers share a byte there, not in the array.
+    length = stream.write(array.data if tensor.dtype.bitwidth >= 8 else tensor.tobytes())
+    return ir.ExternalTensor(location, offset, length, tensor.dtype, shape=tensor.shape, name=tensor.name)
+
+
+def _viewed(stored: ir.TensorProtocol | None, view: ir.Value) -> ir.TensorProtocol:
+    """A stored tensor under another name, in another shape."""
+    assert isinstance(stored, ir.ExternalTensor | ir.Tensor) and view.shape is not None, "weights come before views"
+    if isinstance(stored, ir.ExternalTensor):
+        return ir.ExternalTensor(
+            stored.location, stored.offset, stored.length, stored.dtype, shape=view.shape, name=str(view.name)
+        )
+    return ir.tensor(stored.numpy().reshape(view.shape.numpy()), stored.dtype, name=view.name)

@@ -1,0 +1,85 @@
+"""The latency profile: a second graph that reads prompts faster, at the price of a second form of the weights.
+
+`prompt.onnx` fills the cache with all of a prompt but its last token, which `model.onnx` then reads; so it has no head,
+and of the last layer only keys and values. Its matrices are rows of INT8, multiplied in whole numbers
+(DynamicQuantizeMatMul), rounded to nearest from what the packed matrices stand for. What both graphs read alike is
+stored once, in `model.onnx.data`.
+Shape suffixes: B sequences, T new tokens, D hidden_size, N rows (outputs), K columns (inputs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from export.cache_scales import CacheScales
+from export.graph.builder import Builder
+from export.graph.decoder import add_inputs, add_layers, add_presents
+from export.graph.matmul import Matrices
+from export.graph.ort_layer import ContribBlocks
+from export.graph.weights import Packing, Weights
+from export.paths import prompt_files
+from export.runtime.session import CACHE_KEY, SHARED_CACHE
+from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.storage.packed_weights import ROW_BITS
+
+_TOP = 2 ** (ROW_BITS - 1) - 1
+
+
+class RowWeights(Weights):
+    """A packed checkpoint whose layers' matrices are given as rows of INT8."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(checkpoint)
+        self._shapes: dict[str, tuple[int, int]] = {}
+
+    def packing(self, module: str, shape: tuple[int, int]) -> Packing | None:
+        """See `Weights.packing`."""
+        if not module.startswith("model.layers."):
+            return super().packing(module, shape)
+        self._shapes[module] = shape
+        return Packing(ROW_BITS, shape[1], asymmetric=False)
+
+    def read_rows(self, modules: Sequence[str]) -> npt.NDArray[np.int8]:
+        """See `Weights.read_rows`."""
+        return np.ascontiguousarray(np.concatenate([self._rows(module)[0] for module in modules]).T)
+
+    def read_row_scales(self, modules: Sequence[str]) -> npt.NDArray[np.float32]:
+        """See `Weights.read_row_scales`."""
+        return np.concatenate([self._rows(module)[1] for module in modules])
+
+    def _rows(self, module: str) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+        """Whole numbers (N, K) and scales (N,) of one matrix."""
+        dense_NK = self.read_dequantized(module, self._shapes[module])
+        scales_N = np.abs(dense_NK).max(axis=1) / np.float32(_TOP)
+        safe_N = np.where(scales_N == 0, np.float32(1), scales_N)
+        return np.rint(dense_NK / safe_N[:, None]).astype(np.int8), scales_N
+
+
+def write_prompt_graph(
+    checkpoint: Path, directory: Path, stored: Mapping[str, ir.TensorProtocol], scales: CacheScales | None
+) -> None:
+    """Write `prompt.onnx` and its data into `directory`.
+
+    Args:
+        checkpoint: a packed checkpoint.
+        directory: holds `model.onnx` and its data.
+        stored: what `export.graph.decoder.write_graph` returned for it.
+        scales: the same as that graph's.
+    """
+    graph = build_prompt_graph(load_config(checkpoint), RowWeights(checkpoint), scales)
+    graph.write(prompt_files(directory), stored)
+
+
+def build_prompt_graph(config: ModelConfig, weights: Weights, scales: CacheScales | None) -> Builder:
+    """Token ids in, keys and values out; operators and names are those of `export.graph.decoder`."""
+    graph = Builder("sportsllm-prompt", {CACHE_KEY: SHARED_CACHE})
+    tokens_BT, mask_BS, pasts = add_inputs(graph, config, scales)
+    blocks = ContribBlocks(graph, config, Matrices(graph, weights, half=False), tokens_BT, mask_BS, scales)
+    _, _, presents = add_layers(graph, config, blocks, tokens_BT, pasts, keep=None)
+    add_presents(graph, config, scales, presents)
+    return graph

@@ -1,0 +1,138 @@
+"""The matrices of a checkpoint as an exported graph stores them: dense, half precision, or packed.
+
+N rows (outputs), K columns (inputs), G blocks a row. Several matrices that read the same input are stacked
+by rows into one, which costs one call instead of several; packed bytes are copied as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from sportsllm.errors import ArtifactError
+from sportsllm.storage.packed_matrix import read_packed
+from sportsllm.storage.packed_weights import ROW_BITS, Nf4Weight
+from sportsllm.storage.safetensors_files import TensorFiles
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a packed matrix is laid out; see `sportsllm.storage.packed_weights`.
+
+    Attributes:
+        bits, block_size: of its numbers.
+        asymmetric: with zero points.
+        nf4: codes of NF4, in one flat piece, instead of whole numbers row by row.
+        joinable: another matrix may be stacked under it.
+    """
+
+    bits: int
+    block_size: int
+    asymmetric: bool
+    nf4: bool = False
+    joinable: bool = True
+
+    @property
+    def per_row(self) -> bool:
+        """One scale a row, multiplied in whole numbers."""
+        return self.bits == ROW_BITS
+
+
+class Weights:
+    """Reads tensors of one checkpoint by module name, each when asked for."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._directory = checkpoint
+        self._tensors = TensorFiles(checkpoint)
+        self._packings: dict[str, Packing | None] = {}
+
+    def packing(self, module: str, shape: tuple[int, int]) -> Packing | None:
+        """Layout of the module's matrix, or None where it is dense.
+
+        Args:
+            module: for example `model.layers.0.mlp.up_proj`.
+            shape: (N, K) that the config asks for.
+
+        Raises:
+            ArtifactError: its tensors are incomplete or do not fit the shape.
+        """
+        if module not in self._packings:
+            found = None
+            if f"{module}.weight_packed" in self._tensors:
+                weight = read_packed(self._tensors, module, shape, self._directory)
+                if isinstance(weight, Nf4Weight):
+                    found = Packing(weight.bits, weight.block_size, False, nf4=True, joinable=weight.joinable)
+                else:
+                    found = Packing(weight.bits, weight.block_size, weight.zero_points is not None)
+            self._packings[module] = found
+        return self._packings[module]
+
+    def read(self, name: str, shape: Sequence[int]) -> npt.NDArray[np.float32]:
+        """One dense tensor in float32.
+
+        Raises:
+            ArtifactError: it is missing, of another shape, or not finite.
+        """
+        if name not in self._tensors:
+            raise ArtifactError(f"{self._directory}: tensor {name!r} is missing; config.json asks for it")
+        tensor = self._tensors[name]
+        if tuple(tensor.shape) != tuple(shape):
+            raise ArtifactError(
+                f"{self._directory}: tensor {name!r} has shape {tuple(tensor.shape)}, "
+                f"config.json asks for {tuple(shape)}"
+            )
+        return cast(npt.NDArray[np.float32], tensor.float().numpy())
+
+    def read_dequantized(self, module: str, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
+        """What a matrix stands for, packed or dense, (N, K) float32."""
+        if f"{module}.weight_packed" not in self._tensors:
+            return self.read(f"{module}.weight", shape)
+        return read_packed(self._tensors, module, shape, self._directory).dequantize()
+
+    def read_half(self, name: str, shape: Sequence[int]) -> npt.NDArray[np.float16]:
+        """One dense tensor rounded to float16.
+
+        Raises:
+            ArtifactError: as `read`, or a number lies beyond float16's range.
+        """
+        full = self.read(name, shape)
+        if full.size and float(np.abs(full).max()) > float(np.finfo(np.float16).max):
+            raise ArtifactError(
+                f"{self._directory}: tensor {name!r} has numbers beyond float16's 65,504; export it as fp32"
+            )
+        return full.astype(np.float16)
+
+    def read_stacked(self, modules: Sequence[str], shapes: Sequence[tuple[int, int]], half: bool) -> Array:
+        """Dense matrices with equal K, one under the other."""
+        read = self.read_half if half else self.read
+        return _stack([read(f"{name}.weight", shape) for name, shape in zip(modules, shapes, strict=True)])
+
+    def read_packed(self, modules: Sequence[str], part: str) -> Array:
+        """One part of packed matrices with equal packing, one under the other.
+
+        Args:
+            modules: names whose `packing` was asked for and is equal.
+            part: `packed`, `scale` or `zero_point`.
+        """
+        tensors = [self._tensors[f"{name}.weight_{part}"] for name in modules]
+        return _stack([(t.float() if t.is_floating_point() else t).numpy() for t in tensors])
+
+    def read_rows(self, modules: Sequence[str]) -> npt.NDArray[np.int8]:
+        """Matrices with one scale a row, (K, N) signed numbers, one beside the other."""
+        signed = self.read_packed(modules, "packed")[:, 0].astype(np.int16) - 2 ** (ROW_BITS - 1)
+        return np.ascontiguousarray(signed.astype(np.int8).T)
+
+    def read_row_scales(self, modules: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Their scales, (N,)."""
+        return cast(npt.NDArray[np.float32], self.read_packed(modules, "scale")[:, 0])
+
+
+def _stack(arrays: Sequence[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,0 +1,100 @@
+"""What stands beside the graph so that other loaders find their way: config, tokenizer, generation settings."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from export.paths import GRAPH_FILE, WEB_NAMES, web_files
+from sportsllm.models.config import ModelConfig, load_config, read_json
+from sportsllm.storage.checkpoint import TOKENIZER_FILES, write_generation_config, write_json
+from sportsllm.storage.safetensors_files import quantization_config
+
+# onnxruntime-genai allocates the cache for this many tokens at once; callers can ask for more, up to the context.
+GENAI_MAX_LENGTH = 1_024
+
+
+def write_side_files(checkpoint: Path, directory: Path, shared_cache: bool = True, web: str | None = None) -> None:
+    """Copy config.json and the tokenizer's files, and write generation_config.json and what a loader wants besides.
+
+    A quantization_config of bitsandbytes is left out: the graph has those matrices dense.
+
+    Args:
+        checkpoint: the source. A checkpoint without a tokenizer gives an export without one.
+        directory: exists.
+        shared_cache: whether the graph writes into one buffer for past and present.
+        web: for transformers.js, the graph having this precision; else onnxruntime-genai's genai_config.json.
+
+    Raises:
+        ArtifactError: config.json is missing or describes a model that is not supported.
+    """
+    config = load_config(checkpoint)
+    for name in ("config.json", *TOKENIZER_FILES):
+        if (checkpoint / name).exists():
+            shutil.copyfile(checkpoint / name, directory / name)
+    if not (directory / "generation_config.json").exists():
+        write_generation_config(directory, config)
+    settings = read_json(checkpoint / "config.json")
+    if quantization_config(checkpoint) is None and settings.pop("quantization_config", None) is not None:
+        write_json(directory / "config.json", settings)
+    if web is not None:
+        settings["transformers.js_config"] = web_config(directory, web)
+        write_json(directory / "config.json", settings)
+        return
+    model_type = str(settings.get("model_type", "llama"))
+    write_json(directory / "genai_config.json", genai_config(config, model_type, shared_cache))
+
+
+def web_config(directory: Path, precision: str) -> dict[str, Any]:
+    """What transformers.js picks the graph by where the page names no dtype, and that its data lie beside it.
+
+    Args:
+        directory: the export.
+        precision: of the graph.
+    """
+    graph = web_files(directory, precision).graph.name
+    return {"dtype": WEB_NAMES[precision].dtype, "use_external_data_format": {graph: 1}}
+
+
+def genai_config(config: ModelConfig, model_type: str, shared_cache: bool = True) -> dict[str, Any]:
+    """The settings that onnxruntime-genai opens the directory with.
+
+    Args:
+        config: the model's shape.
+        model_type: Hugging Face's name of the family, as in config.json.
+        shared_cache: see `write_side_files`.
+    """
+    context = config.max_position_embeddings
+    names = {"past": "past_key_values.%d", "present": "present.%d"}
+    model: dict[str, Any] = {
+        "type": model_type,
+        "context_length": context,
+        "vocab_size": config.vocab_size,
+        "decoder": {
+            "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+            "filename": GRAPH_FILE,
+            "head_size": config.head_dim,
+            "hidden_size": config.hidden_size,
+            "num_attention_heads": config.num_attention_heads,
+            "num_hidden_layers": config.num_hidden_layers,
+            "num_key_value_heads": config.num_key_value_heads,
+            "inputs": {
+                "input_ids": "input_ids",
+                "attention_mask": "attention_mask",
+                "past_key_names": f"{names['past']}.key",
+                "past_value_names": f"{names['past']}.value",
+            },
+            "outputs": {
+                "logits": "logits",
+                "present_key_names": f"{names['present']}.key",
+                "present_value_names": f"{names['present']}.value",
+            },
+        },
+    }
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(config, name)
+        if value is not None:
+            model[name] = list(value) if isinstance(value, tuple) else value
+    search = {"max_length": min(context, GENAI_MAX_LENGTH), "past_present_share_buffer": shared_cache}
+    return {"model": model, "search": {**search, "do_sample": False}}

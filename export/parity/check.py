@@ -1,0 +1,138 @@
+"""The gate: an export is published only if it computes what the PyTorch model computes.
+
+Shape suffixes: T tokens, V vocabulary.
+
+Each prompt is read whole (prefill), and again in part with the rest token by token through the cache (decode);
+one batch has prompts of unequal length. The reference reads every prompt in one piece and has no cache.
+
+- The exact pass multiplies in float32 throughout (the same graph and data, MatMulNBits at accuracy_level 0, also
+  where ONNX Runtime makes it out of standard operators; for float16 storage the reference's matrices are rounded
+  too). Only the order of additions differs from PyTorch, so a single wrong weight or cache entry stands out.
+- In the latency profile, the exact pass of prompts reads a prompt with the graph for prompts and the rest with the
+  other, beside a PyTorch model whose matrices are rounded to rows for the prompt.
+- The deployed pass runs the file as it is. It bounds what int8 activations or float16 storage cost.
+- Prompts visit few rows of the embedding and of the rotary table, so both are compared whole, for equality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from export.cache_scales import CacheScales, RoundedCache
+from export.parity.comparison import Comparison, Limits, Pass, compare, merge
+from export.parity.inputs import (
+    DEPLOYED_ROWS,
+    STEPS,
+    GateInputs,
+    ParityReport,
+    exact_graph,
+    round_matrices,
+    threads_of_torch,
+    unequal_tables,
+)
+from export.parity.long_prompts import compare_prompts
+from export.paths import prompt_files
+from export.runtime.decoder import OnnxDecoder
+from sportsllm.inference.decoder import Decoder, Logits
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.storage.checkpoint import load_checkpoint
+from sportsllm.storage.safetensors_files import TensorFiles
+
+
+def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> ParityReport:
+    """Compare an export with the checkpoint it was made from. Neither directory is changed.
+
+    Args:
+        checkpoint: the PyTorch side.
+        export: holds a graph, its data and config.json.
+        threads: CPU threads of both sides; all cores where not given.
+
+    Raises:
+        ArtifactError: one of the two is damaged.
+    """
+    deployed = OnnxDecoder(export, threads)
+    inputs = GateInputs.read(checkpoint, export)
+    graph, sequences, limits = inputs.graph, inputs.sequences, inputs.exact_limits
+    prompts = prompt_files(export).graph
+    model = load_checkpoint(checkpoint)
+    with threads_of_torch(threads):
+        expected = [_read_whole(model, sequence, inputs.scales) for sequence in sequences]
+        if inputs.precision == "fp32":
+            passes = [run_pass("exact", deployed, sequences, expected, limits)]
+        else:
+            deployed_limits = DEPLOYED_ROWS if prompts.exists() else inputs.deployed_limits
+            last = run_pass("deployed", deployed, sequences, expected, deployed_limits)
+            del deployed
+            if inputs.precision == "fp16":
+                round_matrices(model)
+                expected = [_read_whole(model, sequence, inputs.scales) for sequence in sequences]
+            prompt_graph = exact_graph(ir.load(prompts)) if prompts.exists() else None
+            exact = OnnxDecoder(export, threads, exact_graph(graph), prompt_graph)
+            exact.use_prompt_graph = False
+            passes = [run_pass("exact", exact, sequences, expected, limits), last]
+            if prompt_graph is not None:
+                exact.use_prompt_graph = True
+                found = compare_prompts(model, exact, sequences[0], STEPS, inputs.scales)
+                passes.insert(1, Pass("exact prompts", limits, (found,)))
+    return ParityReport(
+        precision=inputs.precision,
+        passes=tuple(passes),
+        unequal_tables=tuple(unequal_tables(graph, inputs.config, TensorFiles(checkpoint))),
+        tokenizer_changes=inputs.tokenizer_changes(),
+    )
+
+
+def run_pass(
+    name: str,
+    decoder: OnnxDecoder,
+    sequences: Sequence[Sequence[int]],
+    expected: Sequence[Logits],
+    limits: Limits,
+) -> Pass:
+    """Read the sequences in every way and compare with the expected logits.
+
+    Args:
+        name: of the pass.
+        decoder: the export.
+        sequences: three, of `make_sequences`. What comes before a token does not change with what follows,
+            so their beginnings serve as shorter prompts.
+        expected: (T, V) logits of each sequence.
+        limits: of the pass.
+    """
+    whole = [compare(want, decoder.logits(row)) for row, want in zip(sequences, expected, strict=True)]
+    # A long prompt, which is read in pieces; one that starts from a single token; a single token and no more.
+    cases = [(0, len(sequences[0])), (1, STEPS + 1), (1, 1)]
+    stepped = [_compare_decoding(decoder, [sequences[i][:cut]], [expected[i][:cut]]) for i, cut in cases]
+    # Prompts of 3, 17 and 40 tokens at most, decoded together.
+    cuts = [length + STEPS for length in (3, 17, 40)]
+    rows = [row[:cut] for row, cut in zip(sequences, cuts, strict=True)]
+    together = _compare_decoding(decoder, rows, [want[:cut] for want, cut in zip(expected, cuts, strict=True)])
+    kinds = {"prefill": whole, "decode": stepped, "ragged batch": [together]}
+    return Pass(name, limits, tuple(merge(kind, parts) for kind, parts in kinds.items()))
+
+
+def _compare_decoding(decoder: Decoder, rows: Sequence[Sequence[int]], expected: Sequence[Logits]) -> Comparison:
+    steps = min(STEPS, min(map(len, rows)) - 1)
+    found_SBV = decode(decoder, rows, steps)
+    parts = [compare(want[-steps - 1 :], found_SBV[:, row]) for row, want in enumerate(expected)]
+    return merge("", parts)
+
+
+def decode(decoder: Decoder, rows: Sequence[Sequence[int]], steps: int) -> Logits:
+    """Read all but the last `steps` tokens of each row as prompts, then those one by one: (steps + 1, B, V)."""
+    found = [decoder.prefill([row[: len(row) - steps] for row in rows], max_length=max(map(len, rows)))]
+    for left in range(steps, 0, -1):
+        found.append(decoder.step([row[len(row) - left] for row in rows]))
+    return np.stack(found)
+
+
+@torch.inference_mode()
+def _read_whole(model: SportsLLM, tokens: Sequence[int], scales: CacheScales | None) -> Logits:
+    cache = None if scales is None else RoundedCache(model.config, len(tokens), scales)
+    return cast(Logits, model(torch.tensor([list(tokens)]), cache)[0].numpy())

@@ -1,0 +1,116 @@
+"""How far two models' logits lie apart, and how far they may.
+
+Shape suffixes: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sportsllm.inference.decoder import Logits, log_softmax
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a pass may differ by.
+
+    Attributes:
+        error: largest difference of a logit, in units of the reference's spread (standard deviation of one
+            position's logits, averaged), so that the limit means the same for any scale of logits.
+        kl: mean over positions of KL(reference || export), nats.
+        greedy_match: least share of positions whose likeliest token agrees.
+    """
+
+    error: float
+    kl: float
+    greedy_match: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One kind of reading in one pass.
+
+    Attributes:
+        kind: `prefill`, `decode` or `ragged batch`.
+        positions: logit vectors compared.
+        max_abs_logit_error: largest difference of two logits.
+        relative_error: that, in units of the reference's spread.
+        kl: mean KL(reference || export), nats.
+        greedy_match: share of positions whose likeliest token agrees.
+    """
+
+    kind: str
+    positions: int
+    max_abs_logit_error: float
+    relative_error: float
+    kl: float
+    greedy_match: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All kinds of reading by one graph, against one set of limits."""
+
+    name: str
+    limits: Limits
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def greedy_match(self) -> float:
+        """Share over all kinds; a kind alone has too few positions."""
+        total = sum(c.positions for c in self.comparisons)
+        return sum(c.greedy_match * c.positions for c in self.comparisons) / total
+
+    def failures(self) -> list[str]:
+        """One line for each limit that is missed; a figure that is no number misses it."""
+        lines = []
+        for c in self.comparisons:
+            for label, value, limit in (
+                ("logit error / spread", c.relative_error, self.limits.error),
+                ("KL", c.kl, self.limits.kl),
+            ):
+                if not value <= limit:
+                    lines.append(f"{self.name} pass, {c.kind}: {label} is {value:.3g}, limit {limit:g}")
+        if not self.greedy_match >= self.limits.greedy_match:
+            lines.append(
+                f"{self.name} pass: {self.greedy_match:.1%} of greedy choices agree, "
+                f"limit {self.limits.greedy_match:.0%}"
+            )
+        return lines
+
+
+_POSITIONS_AT_ONCE = 64  # float64 copies of a large vocabulary's logits add up
+
+
+def compare(expected_TV: Logits, found_TV: Logits) -> Comparison:
+    """Compare the logits of one sequence, (T, V) each."""
+    starts = range(0, len(expected_TV), _POSITIONS_AT_ONCE)
+    pieces = [slice(start, start + _POSITIONS_AT_ONCE) for start in starts]
+    return merge("", [_compare_piece(expected_TV[piece], found_TV[piece]) for piece in pieces])
+
+
+def _compare_piece(expected_TV: Logits, found_TV: Logits) -> Comparison:
+    error_T = np.abs(expected_TV - found_TV).max(axis=-1)
+    spread = max(float(expected_TV.std(axis=-1).mean()), float(np.finfo(np.float32).tiny))
+    log_p, log_q = log_softmax(expected_TV), log_softmax(found_TV)
+    kl = float((np.exp(log_p) * (log_p - log_q)).sum(axis=-1, dtype=np.float64).mean())
+    match = float((expected_TV.argmax(axis=-1) == found_TV.argmax(axis=-1)).mean())
+    error = float(error_T.max())
+    return Comparison("", len(expected_TV), error, error / spread, max(kl, 0.0), match)
+
+
+def merge(kind: str, parts: Sequence[Comparison]) -> Comparison:
+    """The largest errors and the means over all positions."""
+    positions = np.array([part.positions for part in parts])
+    weights = positions / positions.sum()
+    return Comparison(
+        kind,
+        int(positions.sum()),
+        float(np.max([part.max_abs_logit_error for part in parts])),
+        float(np.max([part.relative_error for part in parts])),
+        float(weights @ [part.kl for part in parts]),
+        float(weights @ [part.greedy_match for part in parts]),
+    )

@@ -1,0 +1,75 @@
+"""Where an export's graph and its data lie: plainly, or as transformers.js looks for them in a browser."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sportsllm.errors import ArtifactError
+from sportsllm.inference.decoder import web_graphs
+
+GRAPH_FILE = "model.onnx"
+DATA_FILE = "model.onnx.data"
+# Of the latency profile: reads all of a prompt but its last token into the cache; see `export.graph.prefill_graph`.
+PROMPT_FILE = "prompt.onnx"
+
+
+@dataclass(frozen=True)
+class WebNames:
+    """How transformers.js calls a precision, and the ending of its file's name."""
+
+    dtype: str
+    suffix: str
+
+
+# Source: DEFAULT_DTYPE_SUFFIX_MAPPING in src/utils/dtypes.js of @huggingface/transformers 4.3.1.
+WEB_NAMES = {
+    "fp32": WebNames("fp32", ""),
+    "fp16": WebNames("fp16", "_fp16"),
+    "int8": WebNames("q8", "_quantized"),
+    "int4": WebNames("q4", "_q4"),
+}
+
+
+@dataclass(frozen=True)
+class GraphFiles:
+    """The graph, and the data file beside it that it names."""
+
+    graph: Path
+    data: Path
+
+
+def plain_files(directory: Path) -> GraphFiles:
+    """Where `export` puts them."""
+    return GraphFiles(directory / GRAPH_FILE, directory / DATA_FILE)
+
+
+def prompt_files(directory: Path) -> GraphFiles:
+    """Where the latency profile's second graph lies, if there is one."""
+    return GraphFiles(directory / PROMPT_FILE, directory / f"{PROMPT_FILE}.data")
+
+
+def web_files(directory: Path, precision: str) -> GraphFiles:
+    """Where `export --web` puts them.
+
+    Args:
+        directory: the export.
+        precision: `fp32`, `fp16`, `int8` or `int4`.
+    """
+    graph = directory / "onnx" / f"model{WEB_NAMES[precision].suffix}.onnx"
+    return GraphFiles(graph, graph.with_name(f"{graph.name}_data"))
+
+
+def find_files(directory: Path) -> GraphFiles:
+    """Where they are, or should be.
+
+    Raises:
+        ArtifactError: there are graphs of several precisions.
+    """
+    plain, graphs = plain_files(directory), web_graphs(directory)
+    if plain.graph.exists() or not graphs:
+        return plain
+    if len(graphs) > 1:
+        names = ", ".join(graph.name for graph in graphs)
+        raise ArtifactError(f"{directory}: holds several graphs ({names}); give a directory with one of them")
+    return GraphFiles(graphs[0], graphs[0].with_name(f"{graphs[0].name}_data"))

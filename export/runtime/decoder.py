@@ -1,0 +1,288 @@
+"""Runs an exported graph with ONNX Runtime. Needs neither torch nor onnx: it is what a device has.
+
+Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, V vocabulary, K key/value heads,
+L room in the cache, E head_dim.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from export.paths import PROMPT_FILE, prompt_files
+from export.runtime.kv_cache import Cache, cache_maker
+from export.runtime.session import KEEP_LOGITS, open_session, raise_if_out_of_memory
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.inference.decoder import Logits, log_softmax
+from sportsllm.models.config import load_config
+from sportsllm.storage.manifest import MANIFEST, read_manifest
+
+# Prompts are read in pieces of this many tokens, so that memory does not grow with the prompt. Time for 512 tokens
+# and peak memory of a 97M INT4 model, 2 threads: 405 ms and 179 MB at 64, 342 and 186 at 128, 340 and 200 at 256.
+PREFILL_CHUNK = 128
+# Scoring holds every position's logits of a piece, vocab_size floats a token.
+SCORE_CHUNK = 128
+
+
+def open(directory: Path, threads: int | None = None) -> OnnxDecoder:
+    """Open an export for generation and scoring.
+
+    Args:
+        directory: what `export` wrote.
+        threads: CPU threads; all cores where not given.
+
+    Raises:
+        ArtifactError: a file is missing, cut short or longer than it was written, or the graph is no decoder.
+    """
+    return OnnxDecoder(directory, threads)
+
+
+class OnnxDecoder:
+    """An exported model as `sportsllm.inference.decoder.Decoder`.
+
+    Attributes:
+        config: the model's shape.
+        prefill_chunk: tokens of a prompt that are read at once.
+        use_prompt_graph: whether prompts go through `prompt.onnx`; so where the directory has one.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        threads: int | None = None,
+        graph: bytes | None = None,
+        prompt_graph: bytes | None = None,
+    ) -> None:
+        """Load the graph.
+
+        Args:
+            directory: see `open`.
+            threads: see `open`.
+            graph: see `open_session`.
+            prompt_graph: the same for `prompt.onnx`.
+
+        Raises:
+            ArtifactError: see `open`.
+        """
+        self.config = load_config(directory)
+        self.prefill_chunk = PREFILL_CHUNK
+        self._directory = directory
+        self._session = open_session(directory, self.config, threads, graph)
+        self._make_cache = cache_maker(self._session, self.config, directory)
+        self._cache: Cache | None = None
+        self._read: list[list[int]] = []  # what the cache's sequences consist of
+        prompts = prompt_files(directory)
+        self._prompt_session = (
+            open_session(directory, self.config, threads, prompt_graph, prompts) if _has_prompts(directory) else None
+        )
+        self.use_prompt_graph = self._prompt_session is not None
+
+    def prefill(self, rows: Sequence[Sequence[int]], max_length: int | None = None, reuse: bool = False) -> Logits:
+        """See `Decoder.prefill`.
+
+        Args:
+            rows: token ids of each prompt.
+            max_length: room for prompt and steps.
+            reuse: do not read again what the cache still holds of the beginnings of these prompts, from the last
+                prompts in the same places and the steps behind them. The logits are those of a fresh start but for
+                the order of additions; where inputs are rounded as whole tensors (INT8 rows, the latency profile),
+                also but for how the text was cut into pieces and what `model.onnx` had stepped.
+
+        Raises:
+            UsageError: no row, an empty one, or one longer than `max_length` or the context.
+            ArtifactError: a token id lies outside the vocabulary.
+        """
+        context = self.config.max_position_embeddings
+        room = min(max_length or context, context)
+        prompts = [self._checked(row, room) for row in rows]
+        if not prompts:
+            raise UsageError("no prompt given; give at least one")
+        cache = self._prepared_cache(prompts, room, reuse)
+        logits_BV = np.empty((len(prompts), self.config.vocab_size), dtype=np.float32)
+        for row, prompt in enumerate(prompts):
+            one = slice(row, row + 1)
+            if self.use_prompt_graph:
+                self._fill(cache, one, prompt[cache.lengths[row] : -1])
+            for start in range(cache.lengths[row], len(prompt), self.prefill_chunk):
+                self._run(cache, one, prompt[None, start : start + self.prefill_chunk], logits_BV[one, None], keep=1)
+        self._cache, self._read = cache, [prompt.tolist() for prompt in prompts]  # whole only now
+        return logits_BV
+
+    def fork(self) -> Self:
+        """Another decoder over the same loaded model: it goes on from what this one has read, in a cache of its own.
+
+        Sessions and weights are shared, so that a fork costs its cache. Forks may be used in turn, or each from a
+        thread of its own (a single one not from several at once); they share the model's threads, so that two at once
+        take about as long as one after the other.
+        """
+        other = copy.copy(self)
+        if self._cache is not None:
+            other._cache = self._make_cache(len(self._cache.lengths), self._cache.length)
+            other._cache.holding(self._cache, max(self._cache.lengths)).lengths[:] = self._cache.lengths
+        other._read = [list(row) for row in self._read]
+        return other
+
+    def _fill(self, cache: Cache, row: slice, ids: npt.NDArray[np.int64]) -> None:
+        """Read tokens of one sequence into the cache with the graph that reads prompts."""
+        for start in range(0, len(ids), self.prefill_chunk):
+            self._run(cache, row, ids[None, start : start + self.prefill_chunk])
+
+    def _prepared_cache(self, prompts: Sequence[npt.NDArray[np.int64]], room: int, reuse: bool) -> Cache:
+        """The old cache where its size will do, since what lies beyond `lengths` is never read; else a new one."""
+        cache, self._cache = self._cache, None
+        if cache is not None and len(cache.lengths) == len(prompts):
+            if reuse:
+                common = [_common(old, new) for old, new in zip(self._read, prompts, strict=True)]
+                if cache.length < room:
+                    cache = self._make_cache(len(prompts), room).holding(cache, max(common))
+                cache.lengths[:] = common
+                return cache
+            if cache.length == room:
+                cache.lengths[:] = [0] * len(prompts)
+                return cache
+        cache = None  # freed before the new one is made
+        return self._make_cache(len(prompts), room)
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        """See `Decoder.step`.
+
+        Raises:
+            UsageError: there was no `prefill`, the number of tokens is not that of its rows, or the cache is full.
+            ArtifactError: a token id lies outside the vocabulary.
+        """
+        if self._cache is None:
+            raise UsageError("step without a prompt; call prefill first")
+        lengths = self._cache.lengths
+        if len(tokens) != len(lengths):
+            raise UsageError(f"{len(tokens)} tokens for {len(lengths)} sequences; give one for each")
+        if max(lengths) >= self._cache.length:
+            raise UsageError(
+                f"the cache is full at {self._cache.length} tokens; prefill with a larger max_length or stop here"
+            )
+        logits_BV = self._step(self._cache, self._inside(tokens))
+        for read, token in zip(self._read, tokens, strict=True):
+            read.append(int(token))
+        return logits_BV
+
+    def _step(self, cache: Cache, tokens: Sequence[int]) -> Logits:
+        """(B, V) logits after one token more for every sequence."""
+        steps = cache.steps(self._session, self.config.vocab_size)
+        if steps is None:
+            logits_BV = np.empty((len(tokens), self.config.vocab_size), dtype=np.float32)
+            self._run(cache, slice(0, len(tokens)), np.array(tokens, dtype=np.int64)[:, None], logits_BV[:, None])
+            return logits_BV
+        try:
+            logits_BV = steps.run(tokens, cache.lengths).copy()  # a fresh array: the next step overwrites its own
+        except RuntimeError as error:
+            raise_if_out_of_memory(error, self._directory)
+            raise
+        cache.advance(slice(None), 1)
+        return logits_BV
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        """See `Decoder.score`; a cache of its own is used, and logits of at most `SCORE_CHUNK` tokens are held.
+
+        INT8 rows round their inputs by the range of the whole piece, so that a token's score depends a little on what
+        follows it there.
+        In the latency profile each piece, once scored, is read again as a prompt, so that what follows it sees
+        the cache that prompts leave.
+
+        Raises:
+            UsageError: an empty row, or one longer than the context.
+            ArtifactError: a token id lies outside the vocabulary.
+        """
+        scores = []
+        for row in rows:
+            ids = self._checked(row, self.config.max_position_embeddings)
+            parts = [np.zeros(0, dtype=np.float32)]
+            for start, logits_TV in self._all_logits(ids[:-1]):
+                targets = ids[start + 1 : start + 1 + len(logits_TV)]
+                parts.append(log_softmax(logits_TV)[np.arange(len(targets)), targets])
+            scores.append(np.concatenate(parts))
+        return scores
+
+    def logits(self, tokens: Sequence[int]) -> Logits:
+        """Logits of every position of one sequence, (T, V), without touching the cache of `prefill`."""
+        ids = self._checked(tokens, self.config.max_position_embeddings)
+        logits_TV = np.empty((len(ids), self.config.vocab_size), dtype=np.float32)
+        for start, part in self._all_logits(ids):
+            logits_TV[start : start + len(part)] = part
+        return logits_TV
+
+    def _all_logits(self, ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, Logits]]:
+        """Yield (start, (T, V) logits) piece by piece; a piece is overwritten by the next one."""
+        cache = self._make_cache(1, max(len(ids), 1))
+        buffer = np.empty((1, min(len(ids), SCORE_CHUNK), self.config.vocab_size), dtype=np.float32)
+        for start in range(0, len(ids), SCORE_CHUNK):
+            piece = ids[None, start : start + SCORE_CHUNK]
+            out = buffer[:, : piece.shape[1]]
+            self._run(cache, slice(0, 1), piece, out, keep=0)
+            yield start, out[0]
+            if self.use_prompt_graph and start + SCORE_CHUNK < len(ids):
+                cache.lengths[0] = start
+                self._fill(cache, slice(0, 1), piece[0])
+
+    def _run(
+        self, cache: Cache, rows: slice, ids_BT: npt.NDArray[np.int64], logits: Logits | None = None, keep: int = 1
+    ) -> None:
+        """Read new tokens of the cache's sequences `rows`.
+
+        Args:
+            cache: gets their keys and values.
+            rows: of the cache.
+            ids_BT: the tokens.
+            logits: (B, T or 1, V), written in place; if not given, the graph that reads prompts is run, which has none.
+            keep: logits of so many last positions, 0 for all.
+        """
+        new = ids_BT.shape[1]
+        session = self._prompt_session if logits is None else self._session
+        assert session is not None, "asked for before"
+        binding = cache.bind(session, rows, new)
+        inputs = {"input_ids": ids_BT, "attention_mask": cache.mask(rows, new)}
+        if logits is not None:
+            inputs[KEEP_LOGITS] = np.array([keep], dtype=np.int64)
+            binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        for name, array in inputs.items():
+            binding.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
+        try:
+            session.run_with_iobinding(binding)
+        except RuntimeError as error:
+            raise_if_out_of_memory(error, self._directory)
+            raise
+        cache.advance(rows, new)
+
+    def _checked(self, row: Sequence[int], limit: int) -> npt.NDArray[np.int64]:
+        ids = np.array(row, dtype=np.int64)
+        if not 0 < len(ids) <= limit:
+            raise UsageError(f"a sequence of {len(ids)} tokens; it must have 1 to {limit}")
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            self._inside(ids.tolist())
+        return ids
+
+    def _inside(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The tokens, each of them in the vocabulary. Plain comparisons: between steps numpy's code is cold."""
+        for token in tokens:
+            if not 0 <= token < self.config.vocab_size:
+                raise ArtifactError(
+                    f"{self._directory}: token id {token} lies outside the model's vocabulary of "
+                    f"{self.config.vocab_size}; use the tokenizer that belongs to this model"
+                )
+        return tokens
+
+
+def _has_prompts(directory: Path) -> bool:
+    """Whether there is a graph for prompts, or should be: opening one that is lost says so."""
+    listed = (directory / MANIFEST).exists() and PROMPT_FILE in read_manifest(directory)["files"]
+    return listed or prompt_files(directory).graph.exists()
+
+
+def _common(old: Sequence[int], new: npt.NDArray[np.int64]) -> int:
+    """How many tokens a prompt begins with that were read before; its last one is read in any case, for its logits."""
+    limit = min(len(old), len(new) - 1)
+    differ = np.flatnonzero(np.asarray(old[:limit], dtype=np.int64) != new[:limit])
+    return int(differ[0]) if len(differ) else limit

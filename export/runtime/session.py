@@ -1,0 +1,183 @@
+"""Opens an export's graph in ONNX Runtime, after looking at the files. Needs neither torch nor onnx."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from export.paths import PROMPT_FILE, GraphFiles, find_files
+from sportsllm.errors import ArtifactError, ResourceError
+from sportsllm.models.config import ModelConfig
+from sportsllm.storage.manifest import MANIFEST, read_manifest
+
+DATA_BYTES_KEY = "data_bytes"  # in the graph's metadata: how long the data file must be
+CACHE_KEY = "cache"  # in the graph's metadata: one of the next two; exports that say nothing share
+SHARED_CACHE = "shared"  # past and present are one buffer with room to grow; sequences are padded on the right
+GROWING_CACHE = "growing"  # present is a new tensor, longer than past by the new tokens; masked columns do not count
+KEEP_LOGITS = "num_logits_to_keep"  # optional input: 0 gives the logits of all positions, n of the last n
+
+_CACHE_TYPES: dict[str, type[np.float32] | type[np.int8]] = {"tensor(float)": np.float32, "tensor(int8)": np.int8}
+_LOAD_ERRORS = (
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf,
+    ort_errors.NoSuchFile,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+)
+
+
+def session_options(threads: int | None) -> ort.SessionOptions:
+    """How sessions run; the figures are tokens/s of a 97M INT4 model on 2 threads, ONNX Runtime 1.31.1 (docs/log.md).
+
+    The memory arena stays on: without it the peak was 10 to 40 MB higher, since freed pieces went unused.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads or 0
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # errors are raised; as log lines too they would come twice
+    # Threads wait 1 ms for more work before they sleep: longer than any pause in a step, so that nearly all of the
+    # default's speed is there, and no core is kept busy for long after the last one. Where waking is slow that decides:
+    # on 2 AVX2 cores waits of 20 us give 141, 1 ms 197, the default 204; beside a busy program 100, 71 and 92, with
+    # much noise. Versions that do not know the setting keep their default.
+    options.add_session_config_entry("session.intra_op.spin_duration_us", "1000")
+    return options
+
+
+def exact_options(threads: int | None) -> ort.SessionOptions:
+    """The same for `export.parity.inputs.exact_graph`: what ONNX Runtime makes of standard operators multiplies in
+    float32.
+
+    DequantizeLinear and MatMul become one MatMulNBits at load, with int8 activations where nothing is said.
+    """
+    options = session_options(threads)
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+    return options
+
+
+def open_session(
+    directory: Path,
+    config: ModelConfig,
+    threads: int | None,
+    graph: bytes | None = None,
+    files: GraphFiles | None = None,
+) -> ort.InferenceSession:
+    """Load an export's graph after checking its files, and check that it fits the config.
+
+    Args:
+        directory: the export.
+        config: its config.json.
+        threads: CPU threads; all cores where not given.
+        graph: `export.parity.inputs.exact_graph` to run on the directory's data instead of the file.
+        files: `export.paths.prompt_files`; those of the model's graph if not given.
+
+    Raises:
+        ArtifactError: a file is missing, cut short or longer than it was written, or the graph is no decoder.
+        ResourceError: there is not enough memory.
+    """
+    files = files or find_files(directory)
+    path = files.graph
+    _check_sizes(directory, files)
+    options = session_options(threads) if graph is None else exact_options(threads)
+    if graph is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(files.data.parent))
+    try:
+        session = ort.InferenceSession(graph or str(path), options, providers=["CPUExecutionProvider"])
+    except _LOAD_ERRORS as error:
+        raise_if_out_of_memory(error, directory)
+        raise ArtifactError(f"{path}: {_reason(error)}") from None
+    expected = session.get_modelmeta().custom_metadata_map.get(DATA_BYTES_KEY)
+    if expected is not None:
+        _check_size(files.data, int(expected))
+    _check_interface(session, config, path)
+    return session
+
+
+def _reason(error: Exception) -> str:
+    """One line from ONNX Runtime's error, which names its own source files."""
+    text = " ".join(str(error).split())
+    newer = re.search(r"Unsupported model IR version: \d+|Opset \d+ is under development", text)
+    if newer:
+        return f"is newer than ONNX Runtime {ort.__version__} ({newer[0]}); upgrade onnxruntime, or export it again"
+    if "External data path" in text:
+        return "names data outside its directory, or by a link that leads there; copy the directory with its files"
+    return f"ONNX Runtime cannot load it ({text.partition(': FAIL : ')[2][:300] or text[:300]}); export it again"
+
+
+def raise_if_out_of_memory(error: Exception, directory: Path) -> None:
+    """Raise ResourceError if that is what an error of ONNX Runtime means; it has no exception of its own for it."""
+    if "bad_alloc" in str(error) or "allocate memory" in str(error):
+        raise ResourceError(
+            f"{directory}: not enough memory to run the model; free some, or use a shorter text or a smaller model"
+        ) from None
+
+
+def _check_sizes(directory: Path, files: GraphFiles) -> None:
+    """ONNX Runtime loads data that is too short or too long without a word, so look first."""
+    if (directory / MANIFEST).exists():
+        listed = read_manifest(directory)["files"]
+        for path in (files.graph, files.data):
+            name = path.relative_to(directory).as_posix()
+            if name in listed:
+                _check_size(path, listed[name]["bytes"])
+    for path in (files.graph, files.data):
+        if not path.is_file():
+            raise ArtifactError(f"{path}: not found; export or copy the directory again")
+
+
+def _check_size(path: Path, expected: int) -> None:
+    found = path.stat().st_size if path.is_file() else -1
+    if found != expected:
+        state = "not found" if found < 0 else f"{found} bytes instead of {expected}"
+        raise ArtifactError(f"{path}: {state}; the export is damaged, copy or make it again")
+
+
+def cache_kind(session: ort.InferenceSession, directory: Path) -> str:
+    """How the graph's past and present belong together, `SHARED_CACHE` or `GROWING_CACHE`.
+
+    Raises:
+        ArtifactError: in another way.
+    """
+    kind = str(session.get_modelmeta().custom_metadata_map.get(CACHE_KEY, SHARED_CACHE))
+    if kind not in (SHARED_CACHE, GROWING_CACHE):
+        raise ArtifactError(f"{find_files(directory).graph}: has a cache of kind {kind!r}; upgrade this program")
+    return kind
+
+
+def cache_type(session: ort.InferenceSession, directory: Path) -> type[np.float32] | type[np.int8]:
+    """What the graph keeps keys and values in.
+
+    Raises:
+        ArtifactError: several types, or one that this program does not write.
+    """
+    arguments = (*session.get_inputs(), *session.get_outputs())
+    found = {a.type for a in arguments if a.name.startswith(("past_key_values.", "present."))}
+    if len(found) != 1 or not found <= _CACHE_TYPES.keys():
+        raise ArtifactError(
+            f"{find_files(directory).graph}: keeps keys and values as {', '.join(sorted(found))}; "
+            "use a directory that this program's export wrote"
+        )
+    return _CACHE_TYPES[found.pop()]
+
+
+def _check_interface(session: ort.InferenceSession, config: ModelConfig, path: Path) -> None:
+    """The graph takes and gives what this module binds, in the shapes of config.json."""
+    cache: list[int | None] = [None, config.num_key_value_heads, None, config.head_dim]
+    layers = [f"{layer}.{part}" for layer in range(config.num_hidden_layers) for part in ("key", "value")]
+    wanted: dict[str, list[int | None]] = {"input_ids": [None, None], "attention_mask": [None, None]}
+    wanted |= {f"{side}.{name}": cache for name in layers for side in ("past_key_values", "present")}
+    if path.name != PROMPT_FILE:
+        wanted |= {KEEP_LOGITS: [1], "logits": [None, None, config.vocab_size]}
+    arguments = (*session.get_inputs(), *session.get_overridable_initializers(), *session.get_outputs())
+    found = {a.name: [size if isinstance(size, int) else None for size in a.shape] for a in arguments}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise ArtifactError(
+                f"{path}: {name!r} has shape {found.get(name)}, config.json asks for "
+                f"{wanted.get(name)}; use a directory that this program's export wrote"
+            )

@@ -1,0 +1,5 @@
+"""`python -m sportsllm.cli`."""
+
+from sportsllm.cli.main import main
+
+main()

@@ -1,0 +1,303 @@
+"""The commands of the core: simulate, train, eval, generate, run, verify. Heavy imports are inside."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sportsllm.cli import flags
+from sportsllm.errors import ArtifactError, UsageError
+
+DEFAULT_CORPUS = Path("runs/corpus")
+_SIMULATED_MEGABYTES = 20.0
+
+
+def simulate(
+    out: flags.Out = DEFAULT_CORPUS,
+    megabytes: Annotated[
+        float, typer.Option(min=0.01, help="UTF-8 megabytes of training text.")
+    ] = _SIMULATED_MEGABYTES,
+    questions: Annotated[int, typer.Option(min=0, help="Questions about held-out matches.")] = 500,
+    seed: flags.Seed = 0,
+) -> dict[str, Any]:
+    """Write a corpus of simulated matches, with questions whose answers can be checked."""
+    from sportsllm.console import output, progress_bar
+    from sportsllm.simulator import write_corpus
+    from sportsllm.storage.artifact import Stage, run_stage
+
+    def make(directory: Path) -> dict[str, Any]:
+        done = 0
+        with progress_bar("simulate", megabytes * 1e6) as bar:
+
+            def report(written: int, _total: int) -> None:
+                nonlocal done
+                bar.advance(written - done)
+                done = written
+
+            counts = write_corpus(directory, seed=seed, megabytes=megabytes, questions=questions, progress=report)
+        return {**counts, "size_bytes": counts["train_bytes"] + counts["valid_bytes"]}
+
+    stage = Stage("simulate", {"megabytes": megabytes, "questions": questions}, seed=seed)
+    result = run_stage(out, stage, make)
+    output().print(
+        f"{out}: {result['train_documents']:,} training and {result['valid_documents']:,} held-out documents, "
+        f"{result['size_bytes'] / 1e6:.1f} MB, {result['questions']} questions"
+    )
+    return result
+
+
+def train(
+    model: Annotated[
+        str | None, typer.Option(help="To train from scratch: a preset's name, or a checkpoint that gives its shape.")
+    ] = None,
+    init: Annotated[Path | None, typer.Option(help="An unquantized checkpoint, to fine-tune.")] = None,
+    corpus: flags.Corpus | None = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New directory; runs/<model> or runs/<init>-tuned if not given.")
+    ] = None,
+    valid: flags.Valid = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Directory with a tokenizer to use with --model; else one is trained.")
+    ] = None,
+    lora_rank: flags.LoraRank = None,
+    lora_targets: flags.LoraTargets = None,
+    lora_alpha: flags.LoraAlpha = None,
+    steps: flags.Steps = None,
+    tokens: flags.Tokens = None,
+    batch_size: flags.BatchSize = None,
+    accumulation: flags.Accumulation = None,
+    sequence: flags.Sequence = None,
+    learning_rate: flags.LearningRate = None,
+    optimizer: flags.Optimizer = None,
+    schedule: flags.ScheduleKind = None,
+    precision: flags.Precision = None,
+    resume: flags.Resume = False,
+    seed: flags.Seed = 0,
+    threads: flags.Threads = None,
+    set: flags.Set = None,
+) -> dict[str, Any]:
+    """Train a tokenizer (unless given one) and a base model, or fine-tune a checkpoint (--init).
+
+    --steps 0 writes the model without training it.
+    """
+    overrides = flags.picked(locals(), flags.TRAINING)
+    from sportsllm.console import output, say
+    from sportsllm.training import pretrain
+    from sportsllm.training.loop import TrainConfig
+    from sportsllm.training.lora import adapted_rate, adapter_settings
+    from sportsllm.training.setup import set_threads, train_config
+
+    set_threads(threads)
+    if (model is None) == (init is None):
+        raise UsageError("give --model PRESET to train from scratch or --init CHECKPOINT to fine-tune, one of the two")
+    if init is not None and tokenizer is not None:
+        raise UsageError(f"--tokenizer cannot be changed with --init: {init} was trained with its own; leave it out")
+    if init is None and lora_rank is not None:
+        raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT instead of --model")
+    start = TrainConfig(seed=seed)
+    if init is not None:
+        rate = adapted_rate(pretrain.FINE_TUNING_LEARNING_RATE, lora_rank)
+        start = TrainConfig(seed=seed, learning_rate=rate, muon_learning_rate=pretrain.FINE_TUNING_MUON_LEARNING_RATE)
+        if learning_rate is None and not any(text.startswith("learning_rate=") for text in set or []):
+            say(f"no --learning-rate given: {rate:g} for {'all weights' if lora_rank is None else 'adapters'}")
+    config = train_config(start, tokens, overrides, set or [], parallel=True)
+    adapters = adapter_settings(lora_rank, lora_targets, lora_alpha, config.optimizer)
+    shared: dict[str, Any] = {
+        "corpus": corpus or _default_corpus(),
+        "valid": valid or ([] if corpus else [DEFAULT_CORPUS / "valid.jsonl"]),
+        "config": config,
+        "resume": resume,
+    }
+    if init is not None:
+        tuned = Path("runs") / f"{init.resolve().name}-tuned"
+        result = pretrain.fine_tune(init=init, out=out or tuned, adapters=adapters, **shared)
+    elif model is not None:
+        result = pretrain.train_base(model=model, out=out or Path("runs") / model, tokenizer=tokenizer, **shared)
+    print_training(result)
+    if result.get("bits_per_byte_before") is not None:
+        output().print(
+            f"{result['out']}: {result['trained_parameters']:,} parameters trained, "
+            f"held-out bits per byte before {result['bits_per_byte_before']:.4f}"
+        )
+    return result
+
+
+def _default_corpus() -> list[Path]:
+    from sportsllm.console import say
+
+    if not (DEFAULT_CORPUS / "train.jsonl").exists():
+        say(f"no --corpus given: simulating {_SIMULATED_MEGABYTES:g} MB of matches into {DEFAULT_CORPUS}")
+        simulate(out=DEFAULT_CORPUS)
+    return [DEFAULT_CORPUS / "train.jsonl"]
+
+
+def print_training(result: dict[str, Any]) -> None:
+    """The line that training commands end with."""
+    from sportsllm.console import output
+
+    quality = result.get("valid_bits_per_byte")
+    output().print(
+        f"{result['out']}: {result['parameters']:,} parameters, {result['size_bytes'] / 1e6:.1f} MB, "
+        f"{result['tokens']:,} tokens at {result['tokens_per_s']:,.0f} tokens/s, "
+        f"held-out bits per byte {'not measured' if quality is None else format(quality, '.4f')}, "
+        f"peak memory {result['peak_rss_bytes'] / 1e6:,.0f} MB"
+    )
+
+
+def evaluate(
+    directory: flags.Directory,
+    text: Annotated[list[Path] | None, typer.Option("--text", help="Held-out text that is scored.")] = None,
+    questions: Annotated[list[Path] | None, typer.Option(help="Multiple-choice questions, .jsonl.")] = None,
+    first_window: Annotated[
+        bool, typer.Option("--first-window", help="Only the first context-length tokens of each document.")
+    ] = False,
+    max_questions: Annotated[int | None, typer.Option(min=1, help="Ask only the first so many of each file.")] = None,
+    threads: flags.Threads = None,
+) -> dict[str, Any]:
+    """Perplexity, bits per byte and multiple-choice accuracy of a checkpoint or an export."""
+    from sportsllm.console import output
+    from sportsllm.inference.decoder import open_decoder
+    from sportsllm.inference.evaluate import question_accuracy, read_questions, score_documents
+    from sportsllm.text.documents import read_documents
+    from sportsllm.text.tokenizer import load_tokenizer
+
+    if not text and not questions:
+        raise UsageError("give --text FILE, --questions FILE, or both")
+    decoder = open_decoder(directory, threads)
+    tokenizer = load_tokenizer(directory, decoder.config)
+    result: dict[str, Any] = {"directory": str(directory)}
+    if text:
+        score = score_documents(decoder, tokenizer, list(read_documents(text)), first_window=first_window)
+        result |= {
+            "perplexity": score.perplexity,
+            "bits_per_byte": score.bits_per_byte,
+            "tokens": score.tokens,
+            "bytes": score.bytes,
+        }
+        output().print(
+            f"{directory}: perplexity {score.perplexity:.4f}, bits per byte {score.bits_per_byte:.4f} "
+            f"({score.tokens:,} tokens, {score.bytes:,} bytes)"
+        )
+    asked = {}
+    for path in questions or []:
+        items = read_questions(path)[:max_questions]
+        asked[str(path)] = {"accuracy": question_accuracy(decoder, tokenizer, items), "questions": len(items)}
+        chance = sum(1 / len(item.choices) for item in items) / len(items)
+        output().print(f"{path}: {asked[str(path)]['accuracy']:.1%} of {len(items)} questions (chance {chance:.1%})")
+    if asked:
+        result["question_files"] = asked
+        if len(asked) == 1:
+            result |= next(iter(asked.values()))
+    return result
+
+
+def generate(
+    directory: flags.Directory,
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 is off.")] = 50,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass; 1 is off.")] = 0.9,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repeats; 1 is off.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Token that ends the text, besides the model's own.")] = None,
+    ids: Annotated[bool, typer.Option("--ids", help="Print token ids instead of text.")] = False,
+    seed: flags.Seed = 0,
+    threads: flags.Threads = None,
+) -> dict[str, Any]:
+    """Stream text from a checkpoint or an export."""
+    from sportsllm import console
+    from sportsllm.inference.decoder import open_decoder
+    from sportsllm.inference.sampling import Sampling
+    from sportsllm.inference.sampling import generate as stream
+    from sportsllm.text.tokenizer import load_tokenizer
+
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError("--prompt is not valid UTF-8") from None
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    decoder = open_decoder(directory, threads)
+    tokenizer = load_tokenizer(directory, decoder.config)
+    stops = list(decoder.config.stop_token_ids)
+    for word in stop or []:
+        encoded = tokenizer.encode(word)
+        if len(encoded) != 1:
+            raise UsageError(f"--stop {word!r} is {len(encoded)} tokens; give a text that is one token")
+        stops += encoded
+    begin = [tokenizer.begin_id, *tokenizer.encode(prompt)]
+    tokens: list[int] = []
+    started = time.perf_counter()
+    first = started
+    target = console.output().file
+
+    def collect() -> Any:
+        nonlocal first
+        for token in stream(decoder, begin, max_new_tokens, sampling, stops):
+            if not tokens:
+                first = time.perf_counter()
+            tokens.append(token)
+            yield token
+
+    pieces = []
+    if not ids:
+        target.write(prompt)
+    for piece in (f"{token} " for token in collect()) if ids else tokenizer.decode_stream(begin, collect()):
+        pieces.append(piece)
+        target.write(piece)
+        target.flush()
+    target.write("\n")
+    seconds = time.perf_counter() - first
+    return {
+        "text": tokenizer.decode(tokens) if ids else "".join(pieces),
+        "tokens": len(tokens),
+        "ids": tokens,
+        "ttft_ms": (first - started) * 1e3,
+        "tokens_per_s": (len(tokens) - 1) / seconds if len(tokens) > 1 else None,
+    }
+
+
+def verify(directory: flags.Directory) -> dict[str, Any]:
+    """Compare a finished directory with its manifest: sizes, digests, nothing missing, nothing added."""
+    from sportsllm.console import output
+    from sportsllm.models.config import load_config
+    from sportsllm.storage.artifact import verify_directory
+
+    if not directory.is_dir():
+        raise ArtifactError(f"{directory}: no such directory; give a finished checkpoint or export")
+    files, problems = verify_directory(directory)
+    if (directory / "config.json").exists():
+        try:
+            load_config(directory)
+        except ArtifactError as error:
+            problems.append(str(error))
+    for problem in problems:
+        output().print(problem, markup=False)
+    output().print(f"{directory}: {files} files checked, {len(problems)} problems")
+    result: dict[str, Any] = {"ok": not problems, "files": files, "problems": problems}
+    if problems:
+        result["complaint"] = f"{directory}: {len(problems)} problems; copy or make the directory again"
+        result["exit_code"] = ArtifactError.exit_code
+    return result
+
+
+def run(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, TOML.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where the stages' directories go; the recipe says if not given.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Stages at a time, each in a process of its own.")] = 1,
+    only: Annotated[str | None, typer.Option(help="Run this stage alone.")] = None,
+    threads: flags.Threads = None,
+) -> dict[str, Any]:
+    """Run every stage of a recipe; finished stages are kept."""
+    from sportsllm.cli.recipe import load_recipe, run_recipe
+    from sportsllm.cli.recipe_parallel import run_parallel
+
+    checked = load_recipe(recipe, out)
+    if jobs == 1 or only is not None:
+        return run_recipe(checked, threads, only)
+    return run_parallel(checked, recipe, jobs, threads or max(1, (os.cpu_count() or 1) // jobs))

@@ -1,0 +1,78 @@
+"""What a language model looks like to `generate`, `eval` and `bench`, whatever runs it.
+
+Shape suffixes: B sequences, T tokens, V vocabulary. Arrays are numpy's, so that a device needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from sportsllm.errors import ArtifactError
+from sportsllm.models.config import ModelConfig
+
+Logits = npt.NDArray[np.float32]
+
+
+class Decoder(Protocol):
+    """A causal language model with a key/value cache."""
+
+    config: ModelConfig
+
+    def prefill(self, rows: Sequence[Sequence[int]], max_length: int | None = None) -> Logits:
+        """Forget the cache, read one prompt a sequence, and return the logits after its last token, (B, V).
+
+        Args:
+            rows: token ids of each prompt; lengths may differ.
+            max_length: room to keep in the cache, prompt included; the context length where not given.
+        """
+        ...
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        """Read one further token a sequence and return the logits after it, (B, V)."""
+        ...
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        """Natural-log probability of every token given those before it, per row; shape (len(row) - 1,).
+
+        Uses no cache and leaves it alone.
+        """
+        ...
+
+
+def is_onnx_directory(directory: Path) -> bool:
+    """Whether `directory` holds an export rather than a PyTorch checkpoint."""
+    return (directory / "model.onnx").exists() or bool(web_graphs(directory))
+
+
+def web_graphs(directory: Path) -> list[Path]:
+    """Graphs that lie where transformers.js looks for them; beside PyTorch weights they do not count."""
+    return [] if any(directory.glob("*.safetensors")) else sorted((directory / "onnx").glob("model*.onnx"))
+
+
+def open_decoder(directory: Path, threads: int | None = None) -> Decoder:
+    """Open a checkpoint (PyTorch) or an export (ONNX Runtime) for generation and scoring.
+
+    Args:
+        directory: what `train`, `distill`, `prune`, `quantize` or `export` wrote, or a Hugging Face checkpoint.
+        threads: CPU threads; the library's own choice where not given.
+
+    Raises:
+        ArtifactError: no such directory, or its files are damaged.
+    """
+    if not directory.is_dir():
+        raise ArtifactError(f"{directory}: no such directory; give a checkpoint or an export")
+    # By name, so that this package depends neither on `export` nor, on a device, on torch.
+    module = "export.runtime.decoder" if is_onnx_directory(directory) else "sportsllm.inference.torch_decoder"
+    return cast(Decoder, importlib.import_module(module).open(directory, threads))
+
+
+def log_softmax(logits: Logits) -> Logits:
+    """Natural-log probabilities along the last axis, computed in float64 and stable for large logits."""
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return cast(Logits, (shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))).astype(np.float32))

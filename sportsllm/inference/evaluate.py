@@ -1,0 +1,164 @@
+"""Bits per byte, perplexity and multiple choice, the same for PyTorch and ONNX (numpy only).
+
+Bits per byte = -sum of log2 p(token | tokens before) / UTF-8 bytes of the scored text. The begin token is given,
+never scored. A document longer than the context is read in windows of the context length that overlap by half;
+of every window after the first only the new half counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sportsllm.console import progress_bar
+from sportsllm.errors import ArtifactError
+from sportsllm.inference.decoder import Decoder
+from sportsllm.text.tokenizer import TextTokenizer
+
+_ROWS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """Score of a set of documents; `bytes` are those of the scored text only."""
+
+    nats: float
+    tokens: int
+    bytes: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable between models with different tokenizers."""
+        return self.nats / math.log(2) / self.bytes
+
+    @property
+    def perplexity(self) -> float:
+        """exp(mean nats a token); comparable only where the tokenizer is the same."""
+        return math.exp(self.nats / self.tokens)
+
+
+def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
+    """Windows over `length` tokens as (start, stop, first scored token), every token but the first scored once."""
+    start, scored = 0, 1
+    while scored < length:
+        stop = min(length, start + context)
+        yield start, stop, scored
+        scored, start = stop, start + context // 2
+
+
+def score_documents(
+    decoder: Decoder,
+    tokenizer: TextTokenizer,
+    documents: Sequence[str],
+    *,
+    first_window: bool = False,
+    max_tokens: int | None = None,
+    description: str = "score",
+) -> TextScore:
+    """Score whole documents, each from its begin token.
+
+    Args:
+        decoder: the model.
+        tokenizer: the model's tokenizer.
+        documents: texts.
+        first_window: score only the first context-length tokens of each document, begin token included.
+        max_tokens: stop after the document that reaches this many tokens.
+        description: shown beside the progress bar.
+
+    Raises:
+        ArtifactError: there is nothing to score.
+    """
+    context = decoder.config.max_position_embeddings
+    rows: list[list[int]] = []
+    first_scored: list[int] = []
+    tokens = size = 0
+    for text in documents:
+        ids = [tokenizer.begin_id, *tokenizer.encode(text)]
+        if first_window and len(ids) > context:
+            ids = ids[:context]
+            size += len(tokenizer.decode(ids).encode())
+        else:
+            size += len(text.encode())
+        for start, stop, scored in windows(len(ids), context):
+            rows.append(ids[start:stop])
+            first_scored.append(scored - start)
+        tokens += len(ids) - 1
+        if max_tokens is not None and tokens >= max_tokens:
+            break
+    if not tokens or not size:
+        raise ArtifactError("the held-out text is empty; give --text with text in it")
+    nats = 0.0
+    with progress_bar(description, len(rows)) as bar:
+        for begin in range(0, len(rows), _ROWS_AT_ONCE):
+            part = rows[begin : begin + _ROWS_AT_ONCE]
+            for scores, scored in zip(decoder.score(part), first_scored[begin:], strict=False):
+                nats -= float(scores[scored - 1 :].sum(dtype=np.float64))
+            bar.advance(len(part))
+    return TextScore(nats, tokens, size)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A multiple-choice question; `answer` is the index of the right choice."""
+
+    question: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Questions of a .jsonl file: `question`, `choices`, `answer` (index).
+
+    Raises:
+        ArtifactError: a line lacks one of them; the message names it.
+    """
+    if not path.exists():
+        raise ArtifactError(f"{path}: not found; give a .jsonl file of questions")
+    questions = []
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                record = json.loads(line)
+                item = Question(record["question"], tuple(record["choices"]), record["answer"])
+                valid = len(item.choices) > 1 and 0 <= item.answer < len(item.choices) and all(item.choices)
+            except (ValueError, KeyError, TypeError):
+                valid = False
+            if not valid:
+                raise ArtifactError(f"{path}: line {number} needs 'question', 'choices' (two or more) and 'answer'")
+            questions.append(item)
+    if not questions:
+        raise ArtifactError(f"{path}: holds no question")
+    return questions
+
+
+def question_accuracy(decoder: Decoder, tokenizer: TextTokenizer, questions: Sequence[Question]) -> float:
+    """Share of questions whose right choice has the highest log-probability per byte, given the question.
+
+    A question too long for the context keeps its end, after the begin token.
+    """
+    context = decoder.config.max_position_embeddings
+    right = 0
+    with progress_bar("questions", len(questions)) as bar:
+        for item in questions:
+            prompt = tokenizer.encode(item.question)
+            rows, counts = [], []
+            texts = [choice if choice[:1].isspace() else " " + choice for choice in item.choices]
+            for text in texts:
+                ids = tokenizer.encode(text)
+                if len(ids) + 2 > context:
+                    raise ArtifactError(f"a choice has {len(ids)} tokens; it must fit the context of {context}")
+                rows.append([tokenizer.begin_id, *prompt[-(context - 1 - len(ids)) :], *ids])
+                counts.append(len(ids))
+            scores = decoder.score(rows)
+            per_byte = [
+                float(score[-count:].sum()) / len(text.encode())
+                for score, count, text in zip(scores, counts, texts, strict=True)
+            ]
+            right += int(np.argmax(per_byte)) == item.answer
+            bar.advance()
+    return right / len(questions)

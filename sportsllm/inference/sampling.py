@@ -1,0 +1,108 @@
+"""Sampling and generation over any `Decoder` (numpy only)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from sportsllm.errors import UsageError
+from sportsllm.inference.decoder import Decoder, Logits
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Temperature 0 is greedy; top_k 0 and top_p 1 switch a filter off."""
+
+    temperature: float = 0.7
+    top_k: int = 50
+    top_p: float = 0.9
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise UsageError(f"--temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if self.top_k < 0:
+            raise UsageError(f"--top-k is {self.top_k}; it must be 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"--top-p is {self.top_p}; it must be in (0, 1], 1 is off")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise UsageError(f"--repetition-penalty is {self.repetition_penalty}; it must be above 0, 1 is off")
+
+
+def penalize(logits: Logits, seen: Sequence[int], penalty: float) -> Logits:
+    """Divide positive and multiply negative logits of tokens already seen (CTRL, https://arxiv.org/abs/1909.05858)."""
+    if penalty == 1.0 or not seen:
+        return logits
+    result = logits.copy()
+    index = np.unique(np.asarray(seen))
+    result[index] = np.where(result[index] > 0, result[index] / penalty, result[index] * penalty)
+    return result
+
+
+def probabilities(logits: Logits, sampling: Sampling) -> npt.NDArray[np.float64]:
+    """The distribution sampled from, (V,): temperature, then the top k, then the smallest set of mass top_p.
+
+    Nucleus sampling: https://arxiv.org/abs/1904.09751. Ties at the k-th place keep the lower ids.
+    """
+    scaled = logits.astype(np.float64) / sampling.temperature
+    weights = np.exp(scaled - scaled.max())
+    order = np.argsort(-weights, kind="stable")
+    if sampling.top_k:
+        weights[order[sampling.top_k :]] = 0.0
+    weights /= weights.sum()
+    if sampling.top_p < 1.0:
+        cumulative = np.cumsum(weights[order])
+        keep = int(np.searchsorted(cumulative, sampling.top_p)) + 1
+        weights[order[keep:]] = 0.0
+        weights /= weights.sum()
+    return cast("npt.NDArray[np.float64]", weights)
+
+
+def choose(logits: Logits, seen: Sequence[int], sampling: Sampling, rng: np.random.Generator) -> int:
+    """The next token id from one row of logits, (V,)."""
+    logits = penalize(logits, seen, sampling.repetition_penalty)
+    if sampling.temperature == 0:
+        return int(np.argmax(logits))
+    return int(rng.choice(logits.shape[0], p=probabilities(logits, sampling)))
+
+
+def generate(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_tokens: Sequence[int] = (),
+) -> Iterator[int]:
+    """Yield new tokens one by one until a stop token (not yielded), the context's end or `max_new_tokens`.
+
+    Args:
+        decoder: the model; its cache is used.
+        prompt: ids, begin token included.
+        max_new_tokens: at most this many.
+        sampling: how to choose.
+        stop_tokens: ids that end the text.
+
+    Raises:
+        UsageError: the prompt leaves no room in the context.
+    """
+    context = decoder.config.max_position_embeddings
+    if len(prompt) >= context:
+        raise UsageError(f"the prompt has {len(prompt)} tokens, the model's context is {context}; shorten the prompt")
+    rng = np.random.default_rng(sampling.seed)
+    seen = list(prompt)
+    room = min(max_new_tokens, context - len(prompt))
+    logits = decoder.prefill([prompt], max_length=len(prompt) + room)[0]
+    for position in range(room):
+        token = choose(logits, seen, sampling, rng)
+        if token in stop_tokens:
+            return
+        yield token
+        seen.append(token)
+        if position + 1 < room:
+            logits = decoder.step([token])[0]

@@ -1,0 +1,323 @@
+"""Directories that are whole or not there: `.partial` first, a manifest last, then one rename.
+
+A stage reads finished directories and writes a new one. Its manifest says what made it and lists the size
+and SHA-256 of every file, so that a later stage, or `verify`, can tell a damaged copy from a good one.
+Imports no torch: the device install verifies too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from sportsllm import __version__
+from sportsllm.console import say
+from sportsllm.errors import ArtifactError, ConflictError, UsageError
+from sportsllm.storage.manifest import MANIFEST as MANIFEST
+from sportsllm.storage.manifest import MANIFEST_FORMAT
+from sportsllm.storage.manifest import read_manifest as read_manifest
+
+STATE_DIRECTORY = "state"  # resumable state inside a `.partial`; removed before the rename
+_PACKAGES = ("numpy", "torch", "onnx", "onnx-ir", "onnxruntime", "tokenizers", "safetensors", "bitsandbytes")
+
+
+@dataclass
+class Stage:
+    """One run of a command that writes a directory.
+
+    `settings` are what decides the outcome (without `out` and without settings that only change speed).
+    `inputs` are files and directories read; their digests go into the manifest.
+    """
+
+    command: str
+    settings: Mapping[str, Any]
+    inputs: Sequence[Path] = ()
+    seed: int | None = None
+    results: dict[str, Any] = field(default_factory=dict)
+    _digests: list[str] | None = None
+
+    def input_digests(self) -> list[str]:
+        """Digests of the inputs as they were when first asked for: before the work, not after it."""
+        if self._digests is None:
+            self._digests = [digest(path) for path in self.inputs]
+        return self._digests
+
+    def fingerprint(self) -> str:
+        """Equal for two runs that must give the same directory."""
+        parts = [self.command, self.settings, self.seed, self.input_digests()]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file's content."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def digest(path: Path) -> str:
+    """Digest of an input: a file's SHA-256, or for a directory that of its names and contents.
+
+    A finished directory's own manifest stands for its content, so large weights are not read again.
+
+    Raises:
+        ArtifactError: nothing is there.
+    """
+    if path.is_file():
+        return file_sha256(path)
+    if not path.is_dir():
+        raise ArtifactError(f"{path}: not found; give an existing file or directory")
+    if (path / MANIFEST).exists():
+        files = {name: entry["sha256"] for name, entry in read_manifest(path)["files"].items()}
+    else:
+        files = {
+            str(item.relative_to(path)): file_sha256(item)
+            for item in sorted(path.rglob("*"))
+            if item.is_file() and not item.name.startswith(".")
+        }
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def finished_manifest(out: Path, stage: Stage) -> dict[str, Any] | None:
+    """The manifest of `out` if it is finished and made from the same inputs, None if `out` is free.
+
+    Raises:
+        ConflictError: `out` holds something else.
+    """
+    if not out.name:
+        raise UsageError(f"--out {out}: name a new directory")
+    if not out.exists():
+        return None
+    if not (out / MANIFEST).exists():
+        if out.is_dir() and not any(out.iterdir()):
+            return None
+        raise ConflictError(f"{out}: exists and was not made by this command; choose another --out or move it away")
+    manifest = read_manifest(out)
+    if manifest.get("fingerprint") != stage.fingerprint():
+        raise ConflictError(
+            f"{out}: exists already, made by {manifest.get('command')!r} with other settings or inputs; "
+            "choose another --out or remove it"
+        )
+    return manifest
+
+
+@contextmanager
+def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[Path]:
+    """Yield a `.partial` directory that becomes `out` when the block ends well.
+
+    A block that raises leaves nothing behind, except where it saved resumable state: then the
+    `.partial` stays, and only a run with `resume` goes on in it.
+
+    Args:
+        out: the directory to make. Check `finished_manifest` first.
+        stage: what is being run; `stage.results` is written into the manifest.
+        resume: continue in the `.partial` of an interrupted run.
+
+    Raises:
+        ConflictError: another run holds it, or an interrupted run's state lies there.
+    """
+    if finished_manifest(out, stage) is not None:
+        raise ConflictError(f"{out}: exists already; choose another --out")
+    partial = partial_directory(out)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(str(partial) + ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConflictError(f"{out}: another run is writing it; wait for it, or choose another --out") from None
+    try:
+        _settle_state(partial)
+        has_state = (partial / STATE_DIRECTORY).exists()
+        if resume and not has_state:
+            raise UsageError(f"{partial}: there is no interrupted run to resume; run without --resume")
+        if has_state and not resume:
+            raise ConflictError(f"{partial}: an interrupted run is kept there; add --resume, or remove it")
+        if not resume and partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(exist_ok=True)
+        try:
+            yield partial
+            _finish(partial, out, stage)
+        except BaseException:
+            if not (partial / STATE_DIRECTORY).exists():
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+    finally:
+        lock.release()
+        Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def partial_directory(out: Path) -> Path:
+    """Where `out` is made before it is renamed."""
+    return out.parent / f"{out.name}.partial"
+
+
+def replace_state(partial: Path, fresh: Path) -> None:
+    """Make `fresh` the saved state; at every moment either the old or the new one is whole."""
+    state, old = partial / STATE_DIRECTORY, partial / f"{STATE_DIRECTORY}.old"
+    if state.exists():
+        state.rename(old)
+    fresh.rename(state)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _settle_state(partial: Path) -> None:
+    """After a run was killed while it saved: keep the newest whole state, drop the rest."""
+    state, old = partial / STATE_DIRECTORY, partial / f"{STATE_DIRECTORY}.old"
+    if old.exists() and not state.exists():
+        old.rename(state)
+    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(partial / f"{STATE_DIRECTORY}.new", ignore_errors=True)
+
+
+def run_stage(out: Path, stage: Stage, make: Callable[[Path], dict[str, Any]], resume: bool = False) -> dict[str, Any]:
+    """Make `out` with `make`, unless it is there already from the same inputs.
+
+    Args:
+        out: the directory to make.
+        stage: what decides its content.
+        make: writes into the directory it is given and returns the results.
+        resume: go on from an interrupted run.
+
+    Returns:
+        `out`, `cached` and the results, as the command prints them under `--json`.
+    """
+    manifest = finished_manifest(out, stage)
+    if manifest is not None:
+        say(f"{out}: up to date")
+        return {"out": str(out), "cached": True, **manifest["results"]}
+    with output_directory(out, stage, resume) as partial:
+        results = make(partial)
+        results.setdefault("size_bytes", directory_bytes(partial))
+        stage.results.update(results)
+    return {"out": str(out), "cached": False, **results}
+
+
+def _finish(partial: Path, out: Path, stage: Stage) -> None:
+    manifest: dict[str, Any] = {
+        "format": MANIFEST_FORMAT,
+        "command": stage.command,
+        "settings": json.loads(json.dumps(dict(stage.settings), default=str)),
+        "seed": stage.seed,
+        "fingerprint": stage.fingerprint(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": _versions(),
+        "parents": [
+            {"path": str(path), "sha256": value}
+            for path, value in zip(stage.inputs, stage.input_digests(), strict=True)
+        ],
+        "results": json.loads(json.dumps(stage.results, default=str)),
+    }
+    (partial / "README.md").write_text(_card(manifest), encoding="utf-8")
+    files = {}
+    for path in sorted(partial.rglob("*")):
+        if path.is_file() and STATE_DIRECTORY not in path.relative_to(partial).parts[:-1]:
+            path.chmod(0o644)  # safetensors writes 0600
+            _fsync(path)
+            files[str(path.relative_to(partial))] = {
+                "sha256": file_sha256(path),
+                "bytes": path.stat().st_size,
+            }
+    manifest["files"] = files
+    path = partial / MANIFEST
+    path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    _fsync(path)
+    if out.exists():
+        if any(out.iterdir()):  # it was empty when the run began
+            raise ConflictError(f"{out}: something was put there meanwhile; what was made is in {partial}")
+        out.rmdir()
+    shutil.rmtree(partial / STATE_DIRECTORY, ignore_errors=True)
+    partial.rename(out)
+    _fsync(out.parent)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"sportsllm-compress": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _card(manifest: Mapping[str, Any]) -> str:
+    lines = [
+        "# Model card",
+        "",
+        f"Made by `sportsllm-compress {manifest['command']}` on {manifest['created']}.",
+        "",
+        "| setting | value |",
+        "|---|---|",
+    ]
+    lines += [f"| {name} | {value} |" for name, value in _rows(manifest["settings"])]
+    lines += ["", "| result | value |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in _rows(manifest["results"])]
+    lines += [
+        "",
+        "Made from: " + (", ".join(parent["path"] for parent in manifest["parents"]) or "nothing else") + ".",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values for a table: what is inside others by `outer inner`, long lists by their length."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _rows(value, f"{name} ")
+        elif isinstance(value, list | tuple):
+            simple = all(isinstance(item, str | int | float) for item in value)
+            yield name, (", ".join(map(str, value)) or "none") if simple else f"{len(value)} entries in manifest.json"
+        else:
+            yield name, f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def directory_bytes(directory: Path) -> int:
+    """Size of a directory's weight files in bytes (safetensors, or the graph and its data)."""
+    names = ["*.safetensors", "*.onnx", "*.onnx.data"]
+    if not any(directory.glob("*.safetensors")):  # beside them such graphs are other forms of the same model
+        names += ["onnx/*.onnx", "onnx/*.onnx_data"]
+    return sum(path.stat().st_size for name in names for path in directory.glob(name))
+
+
+def verify_directory(directory: Path) -> tuple[int, list[str]]:
+    """Compare a finished directory with its manifest.
+
+    Returns:
+        The number of files checked and one line for each problem.
+    """
+    manifest = read_manifest(directory)
+    problems = []
+    for name, entry in manifest["files"].items():
+        path = directory / name
+        if not path.is_file():
+            problems.append(f"{name}: missing")
+        elif path.stat().st_size != entry["bytes"]:
+            problems.append(f"{name}: {path.stat().st_size} bytes, the manifest says {entry['bytes']}")
+        elif file_sha256(path) != entry["sha256"]:
+            problems.append(f"{name}: content differs from the manifest's SHA-256")
+    known = set(manifest["files"]) | {MANIFEST}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and str(path.relative_to(directory)) not in known:
+            problems.append(f"{path.relative_to(directory)}: not in the manifest")
+    return len(manifest["files"]), problems

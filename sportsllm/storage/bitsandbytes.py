@@ -1,0 +1,187 @@
+"""Matrices that bitsandbytes packed, read as the dense ones it multiplies by: what `transformers` saves from its NF4,
+FP4 and LLM.int8 models. Plain torch; bitsandbytes is not needed to read them.
+
+    4 bits   w[i] = quant_map[code[i]] * absmax[i // blocksize], row after row, the high nibble first, then rounded to
+             the type that the model had; with double quantization
+             absmax[j] = nested_quant_map[code[j]] * nested_absmax[j // nested_blocksize] + nested_offset
+    8 bits   w[n, k] = q[n, k] * SCB[n] / 127
+
+Sources: bitsandbytes' QuantState, arXiv 2305.14314 (NF4), 2208.07339 (LLM.int8).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sportsllm.errors import ArtifactError
+from sportsllm.storage.packed_weights import NF4
+
+# What the 16 codes stand for, as shares of a block's largest number.
+TABLES = {
+    "nf4": tuple(NF4.tolist()),
+    "fp4": tuple(sign * twelfths / 12 for sign in (1, -1) for twelfths in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
+}
+_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_STATE = "quant_state."
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_EIGHT_BIT_STEP = 0.007874015718698502  # 1 / 127 in float32, as the library multiplies
+
+Read = Callable[[str], Tensor]
+
+
+def companions(names: Iterable[str]) -> frozenset[str]:
+    """Those tensors of a checkpoint that only say how to read a packed matrix beside them."""
+    there = set(names)
+    found = set()
+    for name in there:
+        matrix, _, part = name.rpartition(".weight.")
+        if matrix and f"{matrix}.weight" in there and (part in _PARTS or part.startswith(_STATE)):
+            found.add(name)
+        module, _, last = name.rpartition(".")
+        if last in ("SCB", "weight_format") and f"{module}.weight" in there:
+            found.add(name)
+    return frozenset(found)
+
+
+def read_dense(name: str, beside: frozenset[str], read: Read, where: str) -> Tensor:
+    """A tensor of such a checkpoint; a packed matrix as the dense one that it stands for.
+
+    Args:
+        name: of the tensor, for example `model.norm.weight`.
+        beside: of `companions`.
+        read: gives a stored tensor by its name.
+        where: the file, for messages.
+
+    Returns:
+        The tensor itself where it is not packed; else (N, K): of 4 bits in the type that the model had, of 8 bits in
+        float32.
+
+    Raises:
+        ArtifactError: a part is missing, of the wrong kind, or does not fit the others.
+    """
+    tensor = read(name)
+    states = sorted(other for other in beside if other.startswith(f"{name}.{_STATE}"))
+    if tensor.dtype == torch.int8:
+        return _eight_bits(name, tensor, beside, read, where)
+    if states or f"{name}.absmax" in beside or tensor.dtype == torch.uint8:
+        return _four_bits(name, tensor, states, beside, read, where)
+    return tensor
+
+
+def _eight_bits(name: str, matrix_NK: Tensor, beside: frozenset[str], read: Read, where: str) -> Tensor:
+    module = name.removesuffix(".weight")
+    layout = int(read(f"{module}.weight_format").flatten()[0]) if f"{module}.weight_format" in beside else 0
+    if layout != 0:
+        raise ArtifactError(f"{where}: {name!r} is laid out for one kind of GPU (weight_format {layout}); save it anew")
+    scale_N = _part(f"{module}.SCB", beside, read, where)
+    if matrix_NK.ndim != 2 or scale_N.numel() != len(matrix_NK):
+        raise ArtifactError(
+            f"{where}: '{module}.SCB' has {scale_N.numel()} numbers for a matrix of shape {tuple(matrix_NK.shape)}, "
+            "not one a row; save it anew"
+        )
+    return matrix_NK * scale_N.float().view(-1, 1) * _EIGHT_BIT_STEP
+
+
+def _four_bits(name: str, packed: Tensor, states: list[str], beside: frozenset[str], read: Read, where: str) -> Tensor:
+    if len(states) != 1:
+        raise ArtifactError(f"{where}: {name!r} is packed but has {len(states)} quant_state beside it; save it anew")
+    state = _parse(states[0], read(states[0]), where)
+    absmax = _part(f"{name}.absmax", beside, read, where)
+    if absmax.dtype == torch.uint8:
+        if state.nested_blocksize is None:
+            raise ArtifactError(f"{where}: '{name}.absmax' is quantized, but the quant_state does not say how")
+        largest = _part(f"{name}.nested_absmax", beside, read, where)
+        table = _part(f"{name}.nested_quant_map", beside, read, where)
+        if table.numel() != 256:
+            raise ArtifactError(f"{where}: '{name}.nested_quant_map' has {table.numel()} numbers instead of 256")
+        _check_blocks(f"{name}.nested_absmax", absmax.numel(), state.nested_blocksize, largest, where)
+        absmax = _scaled(table.float()[absmax.flatten().int()], largest, state.nested_blocksize) + state.nested_offset
+    map_16 = _part(f"{name}.quant_map", beside, read, where).float()
+    known_16 = torch.tensor(TABLES[state.quant_type])
+    # The library ignores the stored table, so another one would be read as something else there than here.
+    if map_16.shape != known_16.shape or not torch.allclose(map_16, known_16, rtol=0, atol=1e-5):
+        raise ArtifactError(f"{where}: '{name}.quant_map' is not {state.quant_type.upper()}'s table; save it anew")
+    count = state.shape[0] * state.shape[1]
+    pairs = packed.contiguous().flatten().view(torch.uint8)  # some are stored under a float type
+    if pairs.numel() != -(-count // 2):
+        raise ArtifactError(
+            f"{where}: {name!r} has {pairs.numel()} bytes, not {-(-count // 2)} for shape {state.shape}; save it anew"
+        )
+    _check_blocks(f"{name}.absmax", count, state.blocksize, absmax, where)
+    both = torch.stack([map_16.repeat_interleave(16), map_16.repeat(16)], dim=1)  # of the 256 bytes
+    numbers = both.index_select(0, pairs.int()).flatten()[:count]
+    return _scaled(numbers, absmax, state.blocksize).view(state.shape).to(state.dtype)
+
+
+def _scaled(numbers: Tensor, absmax: Tensor, blocksize: int) -> Tensor:
+    """Each block of a flat tensor times its own number, in place; the last block may be short."""
+    blocks = numbers.numel() // blocksize
+    absmax = absmax.flatten().float()
+    numbers[: blocks * blocksize].view(-1, blocksize).mul_(absmax[:blocks, None])
+    numbers[blocks * blocksize :].mul_(absmax[blocks:])
+    return numbers
+
+
+def _part(name: str, beside: frozenset[str], read: Read, where: str) -> Tensor:
+    if name not in beside:
+        raise ArtifactError(f"{where}: tensor {name!r} is missing beside the packed matrix; copy or save it anew")
+    return read(name)
+
+
+def _check_blocks(name: str, count: int, blocksize: int, absmax: Tensor, where: str) -> None:
+    if absmax.numel() != -(-count // blocksize):
+        raise ArtifactError(
+            f"{where}: {name!r} has {absmax.numel()} numbers, not {-(-count // blocksize)} for {count} in blocks "
+            f"of {blocksize}; save it anew"
+        )
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a quant_state says of its matrix; `nested_blocksize` is None without double quantization."""
+
+    quant_type: str
+    blocksize: int
+    dtype: torch.dtype
+    shape: tuple[int, int]
+    nested_blocksize: int | None
+    nested_offset: float
+
+
+def _parse(name: str, stored: Tensor, where: str) -> _State:
+    try:
+        data = json.loads(stored.numpy().tobytes())
+    except ValueError:
+        raise ArtifactError(f"{where}: tensor {name!r} is not JSON; copy or save it anew") from None
+    if not isinstance(data, dict):
+        raise ArtifactError(f"{where}: tensor {name!r} is not a JSON object; copy or save it anew")
+
+    def positive(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+    shape, nested = data.get("shape"), data.get("nested_blocksize")
+    checks = {
+        "quant_type": str(data.get("quant_type")) in TABLES,
+        "dtype": str(data.get("dtype")) in _DTYPES,
+        "blocksize": positive(data.get("blocksize")),
+        "shape": isinstance(shape, list) and len(shape) == 2 and all(map(positive, shape)),
+        "nested_blocksize": nested is None or positive(nested),
+        "nested_offset": nested is None or isinstance(data.get("nested_offset"), int | float),
+    }
+    for field, good in checks.items():
+        if not good:
+            raise ArtifactError(f"{where}: {name!r} has {field} {data.get(field)!r}, which is not supported")
+    return _State(
+        quant_type=data["quant_type"],
+        blocksize=data["blocksize"],
+        dtype=_DTYPES[data["dtype"]],
+        shape=cast("tuple[int, int]", tuple(cast(Any, shape))),
+        nested_blocksize=nested,
+        nested_offset=0.0 if nested is None else float(data["nested_offset"]),
+    )

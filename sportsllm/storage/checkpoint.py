@@ -1,0 +1,250 @@
+"""Read and write checkpoint directories in Hugging Face's layout, quantized ones included.
+
+Every tensor is checked for name, shape and type.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from sportsllm.errors import ArtifactError
+from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.language_model import Block, SportsLLM
+from sportsllm.storage.packed_matrix import read_packed
+from sportsllm.storage.quantized_layers import SUFFIXES, QuantizedEmbedding, QuantizedLinear
+from sportsllm.storage.safetensors_files import QUANT_METHOD, WEIGHTS, TensorFiles, check_shape, quantization_config
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+def load_checkpoint(directory: Path) -> SportsLLM:
+    """Open a checkpoint as a float32 model in evaluation mode; packed matrices stay packed.
+
+    Args:
+        directory: config.json and model.safetensors (or an index and shards).
+
+    Raises:
+        ArtifactError: a file is missing, damaged, of the wrong shape, not finite, or not supported.
+    """
+    config = load_config(directory)
+    tensors = TensorFiles(directory)
+    quantization = quantization_config(directory)
+    with torch.device("meta"):
+        model = SportsLLM(config)
+    remaining = _model_names(config, tensors)
+    for name, module in list(model.named_modules()):
+        if f"{name}.weight_packed" in remaining:
+            if quantization is None:
+                raise ArtifactError(f"{directory}: {name} is packed but config.json has no quantization_config")
+            _install_packed(model, name, module, tensors, directory)
+            remaining -= {f"{name}.weight{suffix}" for suffix in SUFFIXES}
+    for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:
+            remaining.discard(name)
+            continue
+        _set(model, name, nn.Parameter(_read(tensors, name, tuple(parameter.shape))))
+        remaining.discard(name)
+    _refuse_unknown(remaining, directory)
+    return model.eval()
+
+
+def _model_names(config: ModelConfig, tensors: TensorFiles) -> set[str]:
+    """Names of a checkpoint's tensors, without those that say nothing of their own.
+
+    Raises:
+        ArtifactError: config.json ties embedding and head, and the files hold a head that is another matrix.
+    """
+    names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+    if config.tie_word_embeddings and "lm_head.weight" in names:  # some writers store the tied matrix twice
+        names.discard("lm_head.weight")
+        embedding = "model.embed_tokens.weight"
+        if embedding in names and not torch.equal(tensors["lm_head.weight"], tensors[embedding]):
+            raise ArtifactError(
+                f"{tensors.directory}: config.json says that embedding and head are one matrix, but lm_head.weight "
+                "differs from it; set tie_word_embeddings to false there"
+            )
+    return names
+
+
+def load_block(tensors: TensorFiles, config: ModelConfig, layer: int) -> Block:
+    """One layer of a checkpoint, so that a model can be read layer by layer; float32, packed matrices stay packed.
+
+    Raises:
+        ArtifactError: a tensor is missing, or of another shape than the config asks for.
+    """
+    with torch.device("meta"):
+        block = Block(config, layer)
+    prefix = f"model.layers.{layer}."
+    for name, module in list(block.named_modules()):
+        if f"{prefix}{name}.weight_packed" in tensors:
+            _install_packed(block, name, module, tensors, tensors.directory, prefix)
+    for name, parameter in list(block.named_parameters()):
+        if parameter.is_meta:
+            read = _read(tensors, prefix + name, tuple(parameter.shape))
+            _set(block, name, nn.Parameter(read, requires_grad=False))
+    return block.eval()
+
+
+def load_table(tensors: TensorFiles, config: ModelConfig, module: str) -> Tensor:
+    """The embedding's or the head's matrix, packed or not, (V, D) float32.
+
+    Raises:
+        ArtifactError: it is missing or of another shape.
+    """
+    shape = (config.vocab_size, config.hidden_size)
+    if f"{module}.weight_packed" in tensors:
+        return torch.from_numpy(read_packed(tensors, module, shape, tensors.directory).dequantize())
+    return _read(tensors, f"{module}.weight", shape)
+
+
+def check_names(tensors: TensorFiles, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Refuse tensors that belong to no part of the model, and a head that contradicts the declared tying.
+
+    Returns:
+        Names and shapes of the model's parameters.
+
+    Raises:
+        ArtifactError: there is such a tensor.
+    """
+    with torch.device("meta"):
+        shapes = {name: tuple(parameter.shape) for name, parameter in SportsLLM(config).named_parameters()}
+    packed = {f"{name}{suffix}" for name in shapes if name.endswith(".weight") for suffix in SUFFIXES}
+    _refuse_unknown(_model_names(config, tensors) - shapes.keys() - packed, tensors.directory)
+    return shapes
+
+
+def read_ends(tensors: TensorFiles, config: ModelConfig) -> dict[str, Tensor]:
+    """What is not in a layer: embedding, final norm, and the head where it is a matrix of its own; float32.
+
+    Raises:
+        ArtifactError: as `load_checkpoint`, for the names of all tensors too.
+    """
+    shapes = check_names(tensors, config)
+    ends = [name for name in shapes if not name.startswith("model.layers.")]
+    return {name: _read(tensors, name, shapes[name]) for name in ends}
+
+
+def _read(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor:
+    if name not in tensors:
+        raise ArtifactError(f"{tensors.directory}: tensor {name!r} is missing; config.json asks for it")
+    tensor = tensors[name]
+    check_shape(tensor, shape, name, tensors.directory)
+    return tensor.float().contiguous()
+
+
+def _refuse_unknown(names: set[str], directory: Path) -> None:
+    if names:
+        raise ArtifactError(f"{directory}: tensor {sorted(names)[0]!r} belongs to no part of this model")
+
+
+def _set(model: nn.Module, name: str, value: nn.Parameter | nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, value)
+
+
+def _install_packed(
+    model: nn.Module, name: str, module: nn.Module, tensors: TensorFiles, directory: Path, prefix: str = ""
+) -> None:
+    shape = tuple(cast(Tensor, module.weight).shape)
+    quantized = read_packed(tensors, prefix + name, shape, directory)
+    if isinstance(module, nn.Embedding):
+        _set(model, name, QuantizedEmbedding(quantized))
+        return
+    bias = _read(tensors, f"{prefix}{name}.bias", (shape[0],)) if cast(Any, module).bias is not None else None
+    _set(model, name, QuantizedLinear(quantized, bias))
+
+
+def save_checkpoint(
+    directory: Path,
+    model: SportsLLM,
+    tokenizer_from: Path | None = None,
+    quantization: Mapping[str, Any] | None = None,
+) -> None:
+    """Write config, weights (float32, packed matrices as bytes) and tokenizer files into `directory`.
+
+    Args:
+        directory: exists; usually the `.partial` of `output_directory`.
+        model: what to write.
+        tokenizer_from: a directory whose tokenizer and generation files are copied.
+        quantization: recorded as config.json's quantization_config.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    write_checkpoint(directory, model.config, tensors, tokenizer_from, quantization)
+
+
+def write_checkpoint(
+    directory: Path,
+    config: ModelConfig,
+    tensors: dict[str, Tensor],
+    tokenizer_from: Path | None = None,
+    quantization: Mapping[str, Any] | None = None,
+) -> None:
+    """As `save_checkpoint`, from tensors by name."""
+    data = config.to_hf()
+    if quantization is not None:
+        data["quantization_config"] = {"quant_method": QUANT_METHOD, **quantization}
+    write_json(directory / "config.json", data)
+    save_tensors(directory / WEIGHTS, tensors)
+    if tokenizer_from is not None:
+        copy_tokenizer(tokenizer_from, directory)
+    if not (directory / "generation_config.json").exists():
+        write_generation_config(directory, config)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file; a full disk raises OSError as it does everywhere else."""
+    try:
+        save_file(tensors, str(path), metadata={"format": "pt"})
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        number = int(code.group(1))
+        raise OSError(number, os.strerror(number), str(path)) from None
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy tokenizer and generation files from one directory into another."""
+    if not (source / "tokenizer.json").exists():
+        raise ArtifactError(f"{source / 'tokenizer.json'}: not found; the checkpoint needs its tokenizer")
+    for name in TOKENIZER_FILES:
+        if (source / name).exists() and source != target:
+            shutil.copyfile(source / name, target / name)
+
+
+def write_generation_config(directory: Path, config: ModelConfig) -> None:
+    """Sampling defaults and special tokens, as Hugging Face's loaders read them."""
+    data: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 50,
+        "top_p": 0.9,
+        "max_new_tokens": 100,
+    }
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(config, name)
+        if value is not None:
+            data[name] = list(value) if isinstance(value, tuple) else value
+    write_json(directory / "generation_config.json", data)
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """A JSON object, indented, with a newline at the end."""
+    path.write_text(json.dumps(dict(data), indent=2) + "\n", encoding="utf-8")

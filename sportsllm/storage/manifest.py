@@ -1,0 +1,31 @@
+"""Reads what `sportsllm.storage.artifact` writes last into a directory; the runtime does so, and holds no more than
+that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sportsllm.errors import ArtifactError
+from sportsllm.models.config import read_json
+
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Parse and check the outline of a manifest.
+
+    Raises:
+        ArtifactError: missing, damaged, or written by a newer version.
+    """
+    path = directory / MANIFEST
+    data = read_json(path)
+    if data.get("format", 0) > MANIFEST_FORMAT:
+        raise ArtifactError(f"{path}: written by a newer version (format {data['format']}); upgrade this program")
+    files = data.get("files")
+    if not isinstance(files, dict) or not all(
+        isinstance(entry, dict) and {"sha256", "bytes"} <= set(entry) for entry in files.values()
+    ):
+        raise ArtifactError(f"{path}: has no list of files; make the directory again")
+    return data

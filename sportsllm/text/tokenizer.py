@@ -1,0 +1,160 @@
+"""Byte-level BPE: trained here, or read from any checkpoint's tokenizer.json (the `tokenizers` library)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers.decoders import DecodeStream
+
+from sportsllm.console import say
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.models.config import ModelConfig, read_json
+
+BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
+_BYTES = 256  # every byte is a token, so any text can be written
+MIN_VOCAB_SIZE = _BYTES + 3
+
+
+class TextTokenizer:
+    """Text to ids and back, without special tokens, which callers place themselves.
+
+    Attributes:
+        begin_id: the token a document starts with: the begin token, or where a model has none (Qwen) the end token.
+        end_id: the token a document ends with, or None.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, begin_id: int, end_id: int | None) -> None:
+        self._tokenizer = tokenizer
+        # Text that merely spells a special token stays text.
+        self._tokenizer.encode_special_tokens = True
+        self.begin_id, self.end_id = begin_id, end_id
+        self.pad_id: int | None = tokenizer.token_to_id(PAD)
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries, special tokens included; every id is below it."""
+        return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values())) + 1
+
+    def fingerprint(self) -> str:
+        """Equal for two tokenizers that give the same ids."""
+        return f"{self._tokenizer.to_str()} {self.begin_id} {self.end_id}"
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, no special tokens."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of several texts, on all cores."""
+        return [list(item.ids) for item in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of ids; special tokens give nothing."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def decode_stream(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
+        """Text as its tokens arrive, never half a character; `prompt` is context and is not yielded."""
+        stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
+        for token in tokens:
+            piece = stream.step(self._tokenizer, token)
+            if piece:
+                yield piece
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> TextTokenizer:
+    """Train byte-level BPE on `texts` and save it as tokenizer.json and tokenizer_config.json.
+
+    Any UTF-8 text survives encode and decode, since all 256 bytes are tokens.
+
+    Args:
+        texts: training documents.
+        vocab_size: entries in all, 259 or more. Where a small corpus gives fewer, reserved tokens that no text
+            makes fill it up, so that a preset keeps its shape.
+        directory: existing directory to write into.
+
+    Raises:
+        UsageError: vocab_size is too small.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise UsageError(f"vocab_size {vocab_size} is too small; 256 bytes and 3 special tokens need {MIN_VOCAB_SIZE}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BEGIN, END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    missing = vocab_size - tokenizer.get_vocab_size()
+    if missing:
+        say(f"the corpus gives {vocab_size - missing:,} tokens; {missing:,} reserved ones fill the vocabulary up")
+        tokenizer.add_special_tokens([f"<|reserved_{number}|>" for number in range(missing)])
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BEGIN,
+        "eos_token": END,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return TextTokenizer(tokenizer, begin_id=0, end_id=1)
+
+
+def load_tokenizer(directory: Path, config: ModelConfig | None = None) -> TextTokenizer:
+    """Read a directory's tokenizer.json.
+
+    Args:
+        directory: a checkpoint or an export.
+        config: the model's config, which names the begin and end tokens and bounds the ids; where it is not
+            given, tokenizer_config.json names the tokens.
+
+    Raises:
+        ArtifactError: missing, damaged, or it makes ids the embedding does not have.
+    """
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        raise ArtifactError(f"{path}: not found; the directory needs its tokenizer")
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises plain Exception for every fault of the file
+        raise ArtifactError(f"{path}: not a readable tokenizer ({error}); copy or train it again") from None
+    begin, end = _special_ids(directory, tokenizer, config)
+    if begin is None:
+        raise ArtifactError(f"{directory}: no begin or end token is named; set bos_token_id in config.json")
+    result = TextTokenizer(tokenizer, begin, end)
+    if config is not None and max(result.vocab_size, begin + 1, (end or 0) + 1) > config.vocab_size:
+        raise ArtifactError(
+            f"{path}: makes ids up to {result.vocab_size - 1}, but the embedding has {config.vocab_size} rows; "
+            "use the tokenizer the model was trained with"
+        )
+    return result
+
+
+def _special_ids(directory: Path, tokenizer: Tokenizer, config: ModelConfig | None) -> tuple[int | None, int | None]:
+    if config is not None:
+        stops = config.stop_token_ids
+        end = stops[0] if stops else None
+        return (config.bos_token_id if config.bos_token_id is not None else end), end
+    names = read_json(directory / "tokenizer_config.json")
+
+    def identify(key: str) -> int | None:
+        token = names.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        return tokenizer.token_to_id(text) if text else None
+
+    end = identify("eos_token")
+    begin = identify("bos_token")
+    return (begin if begin is not None else end), end
+
+
+def same_tokenizer(first: Path, second: Path) -> bool:
+    """Whether two directories turn text into the same ids (equal vocabularies and merges)."""
+    a, b = (read_json(path / "tokenizer.json") for path in (first, second))
+    keys = ("model", "normalizer", "pre_tokenizer", "added_tokens")
+    return all(a.get(key) == b.get(key) for key in keys)

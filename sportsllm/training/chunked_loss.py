@@ -1,0 +1,155 @@
+"""Losses over the vocabulary that never hold all logits: one chunk of tokens at a time, forward and backward.
+
+The naive code a chunked loss replaces:
+
+    logits_NV = hidden_ND @ weight_VD.T
+    loss = chunk_loss(logits_NV)          # summed over N
+    loss.backward()
+
+Here each chunk's logits are made, turned into a loss and a gradient, and overwritten by the next chunk's, so the memory
+is C * V instead of several times N * V. The idea is that of Liger-Kernel (https://arxiv.org/abs/2410.10989) and of cut
+cross-entropy (https://arxiv.org/abs/2411.09009).
+Shape suffixes: N tokens, C tokens of a chunk, D hidden_size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sportsllm.text.packing import IGNORE
+
+CHUNK_TOKENS = 1_024
+"""The most tokens of a chunk, on any device."""
+_CPU_TOKENS = (128, 512)
+_CPU_LOGITS = 8 * 2**20
+# (first token of the chunk, float32 logits (C, V)) -> (summed loss, gradient (C, V) of that loss).
+# The logits are the callee's to overwrite, and may be returned as the gradient; the next call gets the same memory.
+ChunkLoss = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+
+
+def chunk_tokens(vocab_size: int, device: str = "cpu") -> int:
+    """Tokens whose logits are made at once.
+
+    On a CPU 256 to 512 were fastest at vocabularies of 2,048 and of 32,000: with fewer the products and the sum of the
+    head's gradient slow down, with more the passes over the logits leave the cache. Larger vocabularies get fewer, so
+    that a buffer stays near 32 MiB. A GPU needs long products.
+    """
+    if device != "cpu":
+        return CHUNK_TOKENS
+    least, most = _CPU_TOKENS
+    return max(least, min(most, _CPU_LOGITS // vocab_size))
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, chunk_loss: ChunkLoss, chunk: int) -> Tensor:
+        device = hidden_ND.device.type
+        compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VD.dtype
+        weight = weight_VD.to(compute)
+        tokens, vocabulary = hidden_ND.shape[0], weight_VD.shape[0]
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
+        total = hidden_ND.new_zeros((), dtype=torch.float32)
+        buffer = hidden_ND.new_empty((min(chunk, tokens), vocabulary), dtype=torch.float32)
+        with torch.autocast(device, enabled=False):
+            for start in range(0, tokens, chunk):
+                h_CD = hidden_ND[start : start + chunk].to(compute)
+                logits_CV = buffer[: h_CD.shape[0]]
+                if compute == torch.float32:
+                    torch.mm(h_CD, weight.T, out=logits_CV)
+                else:
+                    logits_CV.copy_(h_CD @ weight.T)
+                loss, grad_CV = chunk_loss(start, logits_CV)
+                total += loss
+                grad_CV = grad_CV.to(compute)
+                if grad_hidden is not None:
+                    grad_hidden[start : start + chunk] = grad_CV @ weight
+                if grad_weight is not None and compute == torch.float32:
+                    grad_weight.addmm_(grad_CV.T, h_CD)  # no second (V, D)
+                elif grad_weight is not None:
+                    grad_weight += grad_CV.T @ h_CD
+        ctx.gradients = [grad_hidden, grad_weight]
+        return total
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        # Handed over and scaled in place, not kept: (V, D) is the largest thing left, and an optimizer's `.grad` can
+        # take it without a copy.
+        if ctx.gradients is None:
+            raise RuntimeError("head_loss: the first backward pass used its gradients up; compute the loss again")
+        (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
+        return (
+            None if grad_hidden is None else grad_hidden.mul_(grad),
+            None if grad_weight is None else grad_weight.mul_(grad),
+            None,
+            None,
+        )
+
+
+def head_loss(hidden_ND: Tensor, weight_VD: Tensor, chunk_loss: ChunkLoss, chunk: int | None = None) -> Tensor:
+    """Sum over tokens of a loss on hidden @ weight.T, made chunk by chunk.
+
+    Args:
+        hidden_ND: final hidden states.
+        weight_VD: the head, or the tied embedding.
+        chunk_loss: summed loss and its gradient with respect to one chunk's logits.
+        chunk: tokens at a time; `chunk_tokens` of the vocabulary if None.
+
+    Returns:
+        A float32 scalar; its gradient reaches hidden states and weight, once.
+    """
+    size = chunk or chunk_tokens(weight_VD.shape[0], hidden_ND.device.type)
+    return cast(Tensor, cast(Any, _HeadLoss).apply(hidden_ND, weight_VD, chunk_loss, size))
+
+
+def softmax_into(out_CV: Tensor, logits_CV: Tensor) -> Tensor:
+    """Write softmax(logits) to `out`, which may be the logits' own memory, with one exponential a number.
+
+    Returns:
+        (C, 1), the logarithm of each row's normaliser: log softmax = logits - this, also where softmax is 0 in float32.
+    """
+    top_C1 = logits_CV.amax(dim=-1, keepdim=True)
+    # In place: the kernels read a number for the last time before they write its place; a test holds them to it.
+    torch.softmax(logits_CV, dim=-1, out=out_CV)
+    # The largest logit's probability is exp(0) / normaliser, at least 1 / V.
+    return top_C1.sub_(out_CV.amax(dim=-1, keepdim=True).log_())
+
+
+def scored_sum_(losses_C: Tensor, gradient_CV: Tensor, targets_C: Tensor) -> Tensor:
+    """Sum of the scored tokens' losses; both arguments become 0 in place where the target is IGNORE."""
+    ignored = (targets_C == IGNORE).nonzero()[:, 0]
+    gradient_CV.index_fill_(0, ignored, 0.0)
+    return losses_C.index_fill_(0, ignored, 0.0).sum()
+
+
+def cross_entropy_chunk(targets_N: Tensor) -> ChunkLoss:
+    """Cross-entropy with whole targets: -log softmax(logits)[target], 0 where the target is IGNORE."""
+
+    def chunk_loss(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+        targets_C = targets_N[start : start + logits_CV.shape[0]]
+        index_C1 = targets_C.clamp(min=0)[:, None]
+        chosen_C1 = logits_CV.gather(1, index_C1)
+        losses_C = (softmax_into(logits_CV, logits_CV) - chosen_C1)[:, 0]
+        gradient_CV = logits_CV.scatter_add_(1, index_C1, torch.full_like(chosen_C1, -1.0))
+        return scored_sum_(losses_C, gradient_CV, targets_C), gradient_CV
+
+    return chunk_loss
+
+
+def cross_entropy(hidden: Tensor, weight_VD: Tensor, targets: Tensor, chunk: int | None = None) -> Tensor:
+    """Summed next-token cross-entropy in nats.
+
+    Args:
+        hidden: (..., D) final hidden states.
+        weight_VD: the head.
+        targets: (...) token ids, IGNORE where nothing is scored.
+        chunk: tokens at a time; see `head_loss`.
+    """
+    return head_loss(hidden.flatten(0, -2), weight_VD, cross_entropy_chunk(targets.flatten()), chunk)

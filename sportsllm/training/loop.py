@@ -1,0 +1,395 @@
+"""The only training loop. The loss is an argument, so distillation and recovery add no second one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sportsllm.console import progress_bar, say
+from sportsllm.errors import ArtifactError, DivergedError, InterruptedRun, UsageError
+from sportsllm.models.config import read_json
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
+from sportsllm.storage.artifact import STATE_DIRECTORY, replace_state
+from sportsllm.storage.checkpoint import save_tensors
+from sportsllm.text.packing import IGNORE, Batch, PackedSequences
+from sportsllm.training.batch_threads import batch_threads, check_parallel
+from sportsllm.training.chunked_loss import cross_entropy
+from sportsllm.training.optimizers import OPTIMIZERS, SCHEDULES, Schedule, build_optimizers, computes_in_bfloat16
+
+# (model, batch) -> loss summed over the batch's scored tokens, in nats
+Loss = Callable[[SportsLLM, Batch], Tensor]
+Validate = Callable[[SportsLLM], float]
+METRICS = "metrics.jsonl"
+_SAVE_EVERY_S = 600.0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train. `batch_size` sequences are in memory at once; `accumulation` of those make a step.
+
+    `parallel_batches` of a step's batches are computed side by side, each by its share of the CPU's threads: faster
+    for models too small to keep all cores at work on one batch, for as many times the activations and gradients.
+    `precision` is fp32, bf16, fp16 (with loss scaling) or auto: bf16 where the processor computes in it,
+    else fp32. Learning rates are peaks; `muon_learning_rate` is for Muon's matrices only.
+    """
+
+    steps: int = 5_000
+    batch_size: int = 4
+    accumulation: int = 4
+    parallel_batches: int = 1
+    sequence: int = 512
+    learning_rate: float = 3e-4
+    muon_learning_rate: float = 0.02
+    warmup: int = 50
+    schedule: str = "cosine"
+    optimizer: str = "adamw"
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    precision: str = "auto"
+    seed: int = 0
+    checkpoint_activations: bool = False
+    validate_every: int = 0
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "accumulation", "parallel_batches", "sequence", "log_every"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.parallel_batches > self.accumulation:
+            raise UsageError(
+                f"parallel_batches is {self.parallel_batches}, the batches of a step are {self.accumulation}; "
+                "use --accumulation for as many"
+            )
+        if self.steps < 0 or self.warmup < 0 or self.validate_every < 0:
+            raise UsageError("steps, warmup and validate_every must not be negative")
+        if self.precision not in ("auto", "fp32", "bf16", "fp16"):
+            raise UsageError(f"precision {self.precision!r} is not known; use auto, fp32, bf16 or fp16")
+        if self.optimizer not in OPTIMIZERS or self.schedule not in SCHEDULES:
+            raise UsageError(
+                f"optimizer {self.optimizer!r} / schedule {self.schedule!r}: use one of {', '.join(OPTIMIZERS)} "
+                f"and one of {', '.join(SCHEDULES)}"
+            )
+        for name in ("learning_rate", "muon_learning_rate", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UsageError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Input tokens of one optimizer step."""
+        return self.batch_size * self.accumulation * self.sequence
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run did. `loss` is the mean of the last logged steps in nats a token; `tokens_per_s` leaves out
+    validating and saving, `seconds` does not."""
+
+    steps: int
+    tokens: int
+    tokens_per_s: float
+    loss: float | None
+    valid_bits_per_byte: float | None
+    seconds: float
+    peak_rss_bytes: int
+
+
+def language_model_loss(model: SportsLLM, batch: Batch) -> Tensor:
+    """Next-token cross-entropy, summed over the scored tokens."""
+    return cross_entropy(model.hidden(batch.tokens, batch.documents), model.head_weight, batch.targets)
+
+
+def resolve_precision(name: str, device: torch.device) -> torch.dtype | None:
+    """The autocast type for a precision setting; None is plain float32."""
+    if name == "auto":
+        name = "bf16" if computes_in_bfloat16(device) else "fp32"
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def train_model(
+    model: SportsLLM,
+    batches: PackedSequences,
+    loss: Loss,
+    config: TrainConfig,
+    directory: Path,
+    *,
+    validate: Validate | None = None,
+    identity: str = "",
+    resume: bool = False,
+    description: str = "train",
+) -> TrainResult:
+    """Train `model` in place.
+
+    Args:
+        model: float32 weights; on the device it is to be trained on.
+        batches: where step i reads batches i * accumulation and following.
+        loss: summed loss of one batch; the mean over the step's scored tokens is what is minimised.
+        config: how.
+        directory: gets metrics.jsonl, and `state/` when the run is interrupted or every ten minutes.
+        validate: bits per byte of the model on held-out text; run every `validate_every` steps and at the end.
+        identity: fingerprint of the run; a state saved by another run is refused.
+        resume: continue from `directory`/state, bit for bit on a CPU.
+        description: shown beside the progress bar.
+
+    Raises:
+        DivergedError: the loss is not finite; the step was not taken.
+        InterruptedRun: Ctrl-C; the state is saved.
+    """
+    reset_peak_rss()
+    run = _Run(model, config, directory, identity)
+    if resume:
+        try:
+            run.load()
+        except (SafetensorError, KeyError, RuntimeError) as error:
+            raise ArtifactError(
+                f"{directory / STATE_DIRECTORY}: damaged ({error}); remove {directory} and start again"
+            ) from None
+    started, tokens_before = time.perf_counter(), run.step * config.tokens_per_step
+    last_save, paused = started, 0.0  # seconds spent on validating and saving
+    model.checkpoint_activations = config.checkpoint_activations
+    remaining = (config.steps - run.step) * config.tokens_per_step
+    with (
+        (directory / METRICS).open("a", encoding="utf-8") as metrics,
+        progress_bar(description, remaining) as bar,
+        _interrupt_flag() as interrupted,
+        batch_threads(config.parallel_batches) as threads,
+    ):
+        run.threads = threads
+
+        def write(record: dict[str, Any]) -> None:
+            metrics.write(json.dumps(record) + "\n")
+            metrics.flush()
+
+        while run.step < config.steps:
+            step_loss, learning_rate, norm = run.take_step(batches, loss)
+            tokens = run.step * config.tokens_per_step
+            rate = (tokens - tokens_before) / (time.perf_counter() - started - paused)
+            bar.advance(config.tokens_per_step, f"loss {step_loss:.3f} · {rate:,.0f} tokens/s")
+            last = run.step == config.steps
+            if run.step % config.log_every == 0 or last:
+                record = {"step": run.step, "tokens": tokens, "loss": run.mean_loss(), "lr": learning_rate}
+                write(record | {"grad_norm": norm, "tokens_per_s": round(rate, 1)})
+            pause = time.perf_counter()
+            if validate is not None and (last or (config.validate_every and run.step % config.validate_every == 0)):
+                run.valid_bits_per_byte = validate(model)
+                write({"step": run.step, "tokens": tokens, "valid_bits_per_byte": run.valid_bits_per_byte})
+            if interrupted.is_set() and not last:
+                run.save()
+                raise InterruptedRun(
+                    f"interrupted after step {run.step} of {config.steps}; the state is saved in {directory}, "
+                    "run the same command with --resume to go on"
+                )
+            if time.perf_counter() - last_save > _SAVE_EVERY_S:
+                run.save()
+                last_save = time.perf_counter()
+            paused += time.perf_counter() - pause
+    seconds = time.perf_counter() - started
+    model.eval()
+    trained = run.step * config.tokens_per_step
+    return TrainResult(
+        steps=run.step,
+        tokens=trained,
+        tokens_per_s=(trained - tokens_before) / max(seconds - paused, 1e-9),
+        loss=run.mean_loss() if run.losses else None,
+        valid_bits_per_byte=run.valid_bits_per_byte,
+        seconds=seconds,
+        peak_rss_bytes=peak_rss_bytes(),
+    )
+
+
+class _Run:
+    """Model, optimizers and counters of a run; everything that is saved and loaded."""
+
+    def __init__(self, model: SportsLLM, config: TrainConfig, directory: Path, identity: str) -> None:
+        self.model, self.config, self.directory, self.identity = model, config, directory, identity
+        self.step = 0
+        self.losses: list[float] = []
+        self.valid_bits_per_byte: float | None = None
+        self.schedule = Schedule(config.schedule, config.steps, config.warmup)
+        self.optimizers = build_optimizers(
+            model, config.optimizer, config.learning_rate, config.muon_learning_rate, config.weight_decay
+        )
+        self.device = model.head_weight.device
+        self.dtype = resolve_precision(config.precision, self.device)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        self.threads: ThreadPoolExecutor | None = None
+        if config.parallel_batches > 1:
+            check_parallel(model, self.device)
+        torch.manual_seed(config.seed)
+
+    def mean_loss(self) -> float:
+        """Mean loss of the steps since the last logged one, at most `log_every`."""
+        return sum(self.losses) / len(self.losses)
+
+    def take_step(self, batches: PackedSequences, loss: Loss) -> tuple[float, float, float]:
+        """One optimizer step; returns its loss in nats a token, the learning rate and the gradient norm."""
+        config = self.config
+        self.model.train()
+        factor = self.schedule.factor(self.step)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * factor
+        first = self.step * config.accumulation
+        chosen = [batches.batch(first + i).to(self.device) for i in range(config.accumulation)]
+        scored = sum(int((batch.targets != IGNORE).sum()) for batch in chosen)
+        total = self._add_gradients(chosen, scored, loss)
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm))
+        if not math.isfinite(norm) and not self.scaler.is_enabled():
+            raise DivergedError(f"step {self.step + 1}: the gradient norm is {norm}; use a lower --learning-rate")
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+        self.scaler.update()
+        self.step += 1
+        self.losses = [*self.losses, total][-config.log_every :]
+        return total, config.learning_rate * factor, norm
+
+    def _add_gradients(self, chosen: list[Batch], scored: int, loss: Loss) -> float:
+        """Add the gradient of each batch's share of the mean loss, in their order; returns the mean loss."""
+        total = 0.0
+        if self.threads is None:
+            for batch in chosen:
+                objective = self._objective(batch, scored, loss)
+                total += float(objective.detach())
+                self.scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
+            return total
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+        def differentiate(batch: Batch) -> tuple[float, tuple[Tensor | None, ...]]:
+            objective = self._objective(batch, scored, loss)
+            scaled = self.scaler.scale(objective)
+            return float(objective.detach()), torch.autograd.grad(scaled, parameters, allow_unused=True)
+
+        for value, gradients in self.threads.map(differentiate, chosen):
+            total += value
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                elif gradient is not None:
+                    parameter.grad.add_(gradient)
+        return total
+
+    def _objective(self, batch: Batch, scored: int, loss: Loss) -> Tensor:
+        """A batch's share of the step's mean loss, in nats a token."""
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
+            summed = loss(self.model, batch)
+            auxiliary = self.model.auxiliary_loss()
+        objective = summed / scored
+        if auxiliary is not None:
+            if self.threads is not None:  # a block holds its loss of one batch
+                raise UsageError("parallel_batches: the model's blocks add losses of their own; leave it out")
+            objective = objective + auxiliary / self.config.accumulation
+        value = float(objective.detach())
+        if not math.isfinite(value):
+            raise DivergedError(
+                f"step {self.step + 1}: the loss of batch {batch.index} is {value}; the step was not taken, "
+                "use a lower --learning-rate or look at that batch's text"
+            )
+        return objective
+
+    def save(self) -> None:
+        """Write `state/`, replacing an older one only when the new one is whole."""
+        fresh = self.directory / f"{STATE_DIRECTORY}.new"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir()
+        save_tensors(fresh / "model.safetensors", _contiguous(self.model.state_dict()))
+        for number, optimizer in enumerate(self.optimizers):
+            tensors = {
+                f"{parameter}.{key}": torch.as_tensor(value)
+                for parameter, state in optimizer.state_dict()["state"].items()
+                for key, value in state.items()
+            }
+            save_tensors(fresh / f"optimizer{number}.safetensors", _contiguous(tensors))
+        save_tensors(fresh / "rng.safetensors", {"torch": torch.get_rng_state()})
+        state = {
+            "step": self.step,
+            "identity": self.identity,
+            "config": dataclasses.asdict(self.config),
+            "losses": self.losses,
+            "valid_bits_per_byte": self.valid_bits_per_byte,
+            "scaler": self.scaler.state_dict(),
+        }
+        (fresh / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        replace_state(self.directory, fresh)
+
+    def load(self) -> None:
+        """Take up the saved state.
+
+        Raises:
+            UsageError: the state belongs to a run with other settings.
+        """
+        source = self.directory / STATE_DIRECTORY
+        state = read_json(source / "state.json")
+        if state["config"] != dataclasses.asdict(self.config) or state["identity"] != self.identity:
+            raise UsageError(
+                f"{source}: was saved by a run with other settings or inputs; resume with the same ones, "
+                f"or remove {self.directory}"
+            )
+        self.model.load_state_dict(load_file(str(source / "model.safetensors")))
+        for number, optimizer in enumerate(self.optimizers):
+            layout = optimizer.state_dict()
+            layout["state"] = {}
+            for name, tensor in load_file(str(source / f"optimizer{number}.safetensors")).items():
+                parameter, _, key = name.partition(".")
+                layout["state"].setdefault(int(parameter), {})[key] = tensor
+            optimizer.load_state_dict(layout)
+        torch.set_rng_state(load_file(str(source / "rng.safetensors"))["torch"])
+        self.step, self.losses = state["step"], state["losses"]
+        self.valid_bits_per_byte = state["valid_bits_per_byte"]
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        _drop_metrics_after(self.directory / METRICS, self.step)
+
+
+def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def _drop_metrics_after(path: Path, step: int) -> None:
+    """Lines that a killed run logged after its last saved step are trained, and logged, again."""
+    if not path.exists():
+        return
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    kept = [line for line in lines if json.loads(line)["step"] <= step]
+    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+
+@contextmanager
+def _interrupt_flag() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into a flag, so that a step is never cut in half; the second one ends at once."""
+    flag = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+
+    def handle(_signal: int, _frame: object) -> None:
+        if flag.is_set():
+            raise KeyboardInterrupt
+        flag.set()
+        say("finishing this step, then saving; press Ctrl-C again to stop at once")
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,201 @@
+"""The base-model trainer: corpus in, checkpoint directory out; from scratch, or from another checkpoint's weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sportsllm.console import say
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.presets import preset
+from sportsllm.storage.artifact import Stage, run_stage
+from sportsllm.storage.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
+from sportsllm.storage.safetensors_files import quantization_config
+from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from sportsllm.training.loop import TrainConfig, language_model_loss, train_model
+from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
+from sportsllm.training.setup import (
+    Corpus,
+    load_corpus,
+    packed_sequences,
+    training_device,
+    training_results,
+    validator,
+)
+
+# Peak rates, about a third of those from scratch: higher ones undo what the weights know already.
+FINE_TUNING_LEARNING_RATE = 1e-4
+FINE_TUNING_MUON_LEARNING_RATE = 0.007
+
+
+def train_base(
+    *,
+    model: str,
+    corpus: Sequence[Path],
+    valid: Sequence[Path],
+    out: Path,
+    tokenizer: Path | None,
+    config: TrainConfig,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Train a preset, or a checkpoint's shape, from scratch.
+
+    Args:
+        model: the preset's name, or a checkpoint directory whose shape alone is used.
+        corpus: training text.
+        valid: held-out text; empty to hold out part of the corpus.
+        out: directory to make.
+        tokenizer: directory of a tokenizer to use; one is trained on the corpus if None.
+        config: how to train; 0 steps write the untrained model.
+        resume: go on from an interrupted run.
+
+    Returns:
+        The results, as `train --json` prints them.
+    """
+    shape, shape_file = shape_of(model)
+    settings = {
+        "model": model,
+        "corpus": [str(path) for path in corpus],
+        "valid": [str(path) for path in valid],
+        "tokenizer": None if tokenizer is None else str(tokenizer),
+        **dataclasses.asdict(config),
+    }
+    inputs = [*corpus, *valid, *([tokenizer / "tokenizer.json"] if tokenizer else []), *shape_file]
+    stage = Stage("train", settings, inputs, seed=config.seed)
+
+    def make(directory: Path) -> dict[str, Any]:
+        texts = load_corpus(corpus, valid)
+        if not (directory / "tokenizer.json").exists():
+            if tokenizer is None:
+                say(f"training a tokenizer of {shape.vocab_size:,} entries")
+                train_tokenizer(texts.train, shape.vocab_size, directory)
+            else:
+                copy_tokenizer(tokenizer, directory)
+        words = load_tokenizer(directory)
+        fitted = fit_vocabulary(shape, words.vocab_size, model).with_changes(
+            bos_token_id=words.begin_id, eos_token_id=words.end_id, pad_token_id=words.pad_id
+        )
+        check_sequence(config.sequence, fitted)
+        network = SportsLLM(fitted)
+        network.initialize(config.seed)
+        results = _fit(network.to(training_device()), texts, words, config, directory, stage, resume)
+        save_checkpoint(directory, network)
+        return results
+
+    return run_stage(out, stage, make, resume)
+
+
+def fine_tune(
+    *,
+    init: Path,
+    corpus: Sequence[Path],
+    valid: Sequence[Path],
+    out: Path,
+    config: TrainConfig,
+    adapters: Adapters | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Train a checkpoint on another corpus, with its own tokenizer.
+
+    Args:
+        init: an unquantized checkpoint directory; read, never changed.
+        corpus: training text.
+        valid: held-out text; empty to hold out part of the corpus.
+        out: directory to make, a checkpoint of the same shape.
+        config: how to train; 0 steps write the weights as they are.
+        adapters: train these instead of all weights, and merge them at the end.
+        resume: go on from an interrupted run.
+
+    Returns:
+        The results, as `train --json` prints them: those of `train_base`, `trained_parameters`, and
+        `bits_per_byte_before`, of `init` on the held-out text (None with 0 steps).
+
+    Raises:
+        UsageError: the sequence is longer than the context, or the adapters do not fit the model.
+        ArtifactError: the checkpoint is quantized or damaged.
+    """
+    if quantization_config(init) is not None:
+        raise ArtifactError(f"{init}: is quantized; fine-tune the unquantized checkpoint, then quantize")
+    shape = load_config(init)
+    check_sequence(config.sequence, shape)
+    settings = {
+        "init": str(init),
+        "corpus": [str(path) for path in corpus],
+        "valid": [str(path) for path in valid],
+        "lora": None if adapters is None else dataclasses.asdict(adapters),
+        **dataclasses.asdict(config),
+    }
+    stage = Stage("train", settings, [init, *corpus, *valid], seed=config.seed)
+
+    def make(directory: Path) -> dict[str, Any]:
+        network, words = load_checkpoint(init), load_tokenizer(init, shape)
+        trained = shape.parameters
+        if adapters is not None:
+            trained = add_adapters(network, adapters.rank, adapters.targets, adapters.alpha, config.seed)
+        texts = load_corpus(corpus, valid)
+        network = network.to(training_device())
+        before = validator(texts, words)(network) if config.steps else None
+        results = _fit(network, texts, words, config, directory, stage, resume)
+        merge_adapters(network)
+        save_checkpoint(directory, network, init)
+        return {**results, "trained_parameters": trained, "bits_per_byte_before": before}
+
+    return run_stage(out, stage, make, resume)
+
+
+def _fit(
+    network: SportsLLM,
+    texts: Corpus,
+    words: TextTokenizer,
+    config: TrainConfig,
+    directory: Path,
+    stage: Stage,
+    resume: bool,
+) -> dict[str, Any]:
+    """Minimise next-token cross-entropy in place; the results that every training command reports."""
+    batches = packed_sequences(texts, words, config)
+    result = train_model(
+        network,
+        batches,
+        language_model_loss,
+        config,
+        directory,
+        validate=validator(texts, words) if config.steps else None,
+        identity=stage.fingerprint(),
+        resume=resume,
+        description=str(stage.settings.get("model") or stage.settings["init"]),
+    )
+    return training_results(network, result, batches)
+
+
+def shape_of(name: str) -> tuple[ModelConfig, list[Path]]:
+    """The shape of a preset or of a checkpoint directory, and the file it was read from, if any.
+
+    Raises:
+        UsageError: neither.
+        ArtifactError: the directory's config.json is missing or damaged.
+    """
+    directory = Path(name)
+    if directory.is_dir():
+        return load_config(directory), [directory / "config.json"]
+    return preset(name), []
+
+
+def fit_vocabulary(shape: ModelConfig, vocab_size: int, name: str) -> ModelConfig:
+    """A preset with the vocabulary its tokenizer has; says so where that is another size."""
+    if vocab_size == shape.vocab_size:
+        return shape
+    say(f"{name}: the tokenizer has {vocab_size:,} entries, so the embedding has too (preset: {shape.vocab_size:,})")
+    return shape.with_changes(vocab_size=vocab_size)
+
+
+def check_sequence(sequence: int, config: ModelConfig) -> None:
+    """Training sequences must fit the context."""
+    if sequence > config.max_position_embeddings:
+        raise UsageError(
+            f"--sequence is {sequence}; the model's context is {config.max_position_embeddings}, use that or less"
+        )

@@ -1,0 +1,158 @@
+"""What every training stage shares: the corpus it reads, its settings, and the record of what came out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+
+from sportsllm.console import say
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.inference.evaluate import score_documents
+from sportsllm.inference.torch_decoder import TorchDecoder
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.storage.artifact import read_manifest
+from sportsllm.text.documents import read_documents, split_documents
+from sportsllm.text.packing import PackedSequences, tokenize
+from sportsllm.text.tokenizer import TextTokenizer
+from sportsllm.training.loop import TrainConfig, TrainResult, Validate
+
+HELD_OUT_FRACTION = 0.02
+_VALIDATION_TOKENS = 65_536
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and held-out documents; the held-out ones are never trained on."""
+
+    train: list[str]
+    held_out: list[str]
+
+
+def load_corpus(corpus: Sequence[Path], valid: Sequence[Path]) -> Corpus:
+    """Read the training text; held-out documents come from `valid`, or by hash out of the corpus itself.
+
+    Raises:
+        ArtifactError: nothing to train on.
+    """
+    if valid:
+        train, held_out = list(read_documents(corpus)), list(read_documents(valid))
+    else:
+        train, held_out = split_documents(read_documents(corpus), HELD_OUT_FRACTION)
+        if not held_out and len(train) > 1:
+            held_out = [train.pop()]
+    if not train:
+        raise ArtifactError(f"{', '.join(map(str, corpus))}: the corpus is empty; give files with text in them")
+    if not held_out:
+        raise ArtifactError("the corpus is a single document, so none can be held out; give --valid FILE too")
+    return Corpus(train, held_out)
+
+
+def packed_sequences(corpus: Corpus, tokenizer: TextTokenizer, config: TrainConfig) -> PackedSequences:
+    """The training batches of a corpus."""
+    documents = tokenize(corpus.train, tokenizer)
+    return PackedSequences(documents, config.sequence, config.batch_size, config.seed)
+
+
+def validator(corpus: Corpus, tokenizer: TextTokenizer) -> Validate:
+    """Bits per byte on the held-out documents, at most about 65,536 tokens of them."""
+
+    def validate(model: SportsLLM) -> float:
+        score = score_documents(
+            TorchDecoder(model),
+            tokenizer,
+            corpus.held_out,
+            max_tokens=_VALIDATION_TOKENS,
+            description="validate",
+        )
+        return score.bits_per_byte
+
+    return validate
+
+
+def train_config(
+    base: TrainConfig,
+    tokens: int | None,
+    overrides: Mapping[str, Any],
+    settings: Sequence[str],
+    parallel: bool = False,
+) -> TrainConfig:
+    """A TrainConfig from flags that were given and `--set key=value` pairs.
+
+    Args:
+        base: the command's defaults.
+        tokens: a number of tokens instead of steps, rounded up to whole steps.
+        overrides: flag values; None means not given.
+        settings: `key=value` texts.
+        parallel: whether the command's loss can be computed for several batches side by side.
+
+    Raises:
+        UsageError: an unknown key, a value of the wrong kind, or batches side by side where they cannot be.
+    """
+    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
+    for text in settings:
+        key, separator, value = text.partition("=")
+        if not separator or key not in fields:
+            raise UsageError(f"--set {text}: write key=value with a key of {', '.join(fields)}")
+        changes[key] = _parse(key, value, type(getattr(base, key)))
+    config = dataclasses.replace(base, **changes)
+    if tokens is not None:
+        if "steps" in changes:
+            raise UsageError("give --steps or --tokens, not both")
+        config = dataclasses.replace(config, steps=-(-tokens // config.tokens_per_step))
+    if config.parallel_batches > 1 and not parallel:
+        raise UsageError(
+            f"--set parallel_batches={config.parallel_batches}: is for train; students see their batches one after "
+            "another, and `run --jobs` trains several students at a time"
+        )
+    return config
+
+
+def _parse(key: str, value: str, kind: type) -> Any:
+    if kind is bool:
+        if value not in ("true", "false"):
+            raise UsageError(f"--set {key}={value}: write true or false")
+        return value == "true"
+    try:
+        return kind(value)
+    except ValueError:
+        raise UsageError(f"--set {key}={value}: is no {kind.__name__}") from None
+
+
+def training_device() -> torch.device:
+    """A CUDA GPU where there is one, which is said, else the CPU."""
+    if torch.cuda.is_available():
+        say(f"training on {torch.cuda.get_device_name()}")
+        return torch.device("cuda")
+    return torch.device("cpu")
+
+
+def set_threads(threads: int | None) -> None:
+    """Use this many CPU threads in torch."""
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def training_results(model: SportsLLM, result: TrainResult, batches: PackedSequences) -> dict[str, Any]:
+    """The keys that every training command reports."""
+    parameters = model.config.parameters
+    return {
+        "parameters": parameters,
+        "tokens_per_parameter": round(result.tokens / parameters, 2),
+        "epochs": round(result.tokens / batches.tokens_per_epoch, 2),
+        **dataclasses.asdict(result),
+    }
+
+
+def manifest_setting(directory: Path, key: str) -> Any:
+    """A setting that a directory's manifest records, or None."""
+    if not (directory / "manifest.json").exists():
+        return None
+    return cast(Any, read_manifest(directory)["settings"].get(key))

@@ -1,0 +1,333 @@
+"""Measuring: statistics against numpy, failures of child processes, and a whole run on a tiny export."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.devices.limits import judge_budget, predicted_figures, stored_form
+from benchmarks.devices.load import DEVICES, load_device
+from benchmarks.labels import verdict
+from benchmarks.measure import bench
+from benchmarks.measure.bench import depths_that_fit, prompts_that_fit, run_bench
+from benchmarks.measure.cpus import choose_cpus
+from benchmarks.measure.floor import floor_bytes
+from benchmarks.measure.memory import memory_split, peak_rss_bytes
+from benchmarks.measure.process import ChildFailure, child_command, run_child
+from benchmarks.measure.tables import verdict_line
+from benchmarks.predict.latency import tpot_ms
+from benchmarks.spread import percentile, percentiles, spread
+from sportsllm.cli import main as cli
+from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.storage.artifact import directory_bytes
+from sportsllm.storage.checkpoint import save_checkpoint
+
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    max_position_embeddings=300,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("bench") / "checkpoint"
+    directory.mkdir()
+    model = SportsLLM(CONFIG)
+    model.initialize(0)
+    save_checkpoint(directory, model)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def export(checkpoint: Path) -> Path:
+    from export.export import run_export
+
+    directory = checkpoint.parent / "export"
+    run_export(checkpoint, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def result(export: Path) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "SECONDS_PER_FIGURE", 0.05)
+        patch.setattr(bench, "MEMORY_ROUNDS", 1)
+        patch.setattr(bench, "COLD_ROUNDS", 1)
+        patch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+        return run_bench(
+            export, "host", threads=1, rounds=2, most_rounds=2, bits_per_byte=2.06, teacher_bits_per_byte=2.0,
+            prompt_lengths=[64], batch_sizes=[1, 3], minutes=0.02,
+        )  # fmt: skip
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+@pytest.mark.parametrize("samples", [[3.0], [2.0, 1.0], [float(n * n % 17) for n in range(128)]])
+def test_percentiles_are_numpys(samples: list[float]) -> None:
+    for percent in (0, 1, 50, 90, 95, 99, 100):
+        assert percentile(samples, percent) == pytest.approx(float(np.percentile(samples, percent)), abs=1e-12)
+    assert percentiles(samples) == {f"p{p}": percentile(samples, p) for p in (50, 90, 95, 99)}
+
+
+def test_percentile_refuses_nothing_and_nonsense() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        percentile([], 50)
+    with pytest.raises(ValueError, match="0 to 100"):
+        percentile([1.0], 101)
+
+
+def test_spread_is_noisy_beyond_five_percent_of_the_median() -> None:
+    assert spread([100.0, 102.0, 104.9, 101.0, 103.0]).noisy is False
+    assert spread([100.0, 102.0, 104.9]).noisy is None  # too few to say
+    wide = spread([100.0, 98.0, 103.1])
+    assert (wide.low, wide.high, wide.noisy) == (98.0, 103.1, True)
+    assert wide.width == pytest.approx(0.051)
+    assert spread([100.0]).noisy is None
+
+
+def test_depths_and_prompts_fit_the_context() -> None:
+    assert depths_that_fit(2048) == [32, 512, 1900]
+    assert depths_that_fit(1024) == [32, 512, 876]
+    assert depths_that_fit(660) == [32, 512]
+    assert depths_that_fit(512) == [32, 364]
+    assert depths_that_fit(128) == []
+    assert prompts_that_fit(511) == [128]
+    assert prompts_that_fit(512) == [128, 512]
+    assert prompts_that_fit(600, [600, 64]) == [64, 128, 512, 600]
+    with pytest.raises(UsageError, match="--prompt-lengths 513"):
+        prompts_that_fit(512, [513])
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "exit_code", "words"),
+    [
+        ("import time; time.sleep(60)", "hang", 5, "no result within 1 s"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "memory", 5, "memory"),
+        ("x = bytearray(1 << 60)", "memory", 5, "memory"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crash", 1, "SIGSEGV"),
+        ("raise ValueError('broken part')", "crash", 1, "broken part"),
+        ("print('{not json')", "crash", 1, "without a result"),
+        ("pass", "crash", 1, "without a result"),
+        ("import json; print(json.dumps({'error': 'bad file', 'exit_code': 3}))", "refused", 3, "bad file"),
+    ],
+)
+def test_a_child_that_gives_no_result_is_reported_in_one_line(code: str, kind: str, exit_code: int, words: str) -> None:
+    with pytest.raises(ChildFailure) as caught:
+        run_child(python(code), "bench tiny (speed)", timeout_s=1 if kind == "hang" else 60)
+    assert (caught.value.kind, caught.value.exit_code) == (kind, exit_code)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_damaged_model_keeps_its_own_error(tmp_path: Path, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+    for path in export.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    data = tmp_path / "model.onnx.data"
+    data.write_bytes(data.read_bytes()[:-16])
+    with pytest.raises(ChildFailure, match="damaged") as caught:
+        run_bench(tmp_path, "host", rounds=1)
+    assert caught.value.exit_code == 3
+
+
+def test_peak_memory_is_the_childs_own() -> None:
+    held = b"x" * 300_000_000
+    code = (
+        "import json; from benchmarks.measure.memory import peak_rss_bytes as p; {}; print(json.dumps({{'peak': p()}}))"
+    )
+    small = run_child(python(code.format("pass")), "peak").payload["peak"]
+    freed = run_child(python(code.format("x = b'x' * 200_000_000; del x")), "peak").payload["peak"]
+    assert peak_rss_bytes() > len(held)
+    assert 5e6 < small < 150e6
+    assert 195e6 < freed - small < 215e6
+
+
+def test_measuring_imports_neither_torch_nor_onnx() -> None:
+    code = (
+        "import sys, benchmarks.measure.bench, benchmarks.measure.worker, benchmarks.measure.tables; "
+        "import benchmarks.measure.quality; "
+        "print([m for m in ('torch', 'onnx', 'safetensors', 'plotly', 'jinja2') if m in sys.modules])"
+    )
+    ran = subprocess.run(python(code), capture_output=True, text=True, cwd=Path(bench.__file__).parents[2], check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_every_promised_key_is_there(result: dict[str, Any], export: Path) -> None:
+    assert set(result["ttft_ms"]) == {"64", "128"}
+    assert set(result["tpot_ms"]) == set(result["decode_tokens_per_s"]) == {"32", "152"}
+    for times in result["tpot_ms"].values():
+        assert 0 < times["p50"] <= times["p90"] <= times["p95"] <= times["p99"]
+    assert result["threads"] == 1
+    assert result["file_bytes"] == directory_bytes(export)
+    assert result["load_s"] > 0 and result["peak_rss_bytes"] > result["file_bytes"]
+    assert result["prefill_tokens_per_s"] == pytest.approx(128_000 / result["ttft_ms"]["128"])
+    assert result["quality_loss_percent"] == pytest.approx(3.0)
+    assert json.loads(json.dumps(result)) == result
+    assert result["clean"] is False  # two rounds never are
+    assert result["cpus"] == choose_cpus(1)
+    assert (result["cold_load_s"] is None) == ("cold_load_s" in result["absent"])
+    assert (result["joules_per_token"] is None) == ("joules_per_token" in result["absent"])
+    assert (result["memory_split"] is None) == (memory_split() is None)
+
+
+def test_rows_are_decoded_together_and_for_a_while(result: dict[str, Any]) -> None:
+    batches = result["batches"]
+    assert {rows: one["prompt_tokens"] for rows, one in batches.items()} == {"1": [128], "3": [128, 96, 64]}
+    for rows, one in batches.items():
+        steps = [ms for round_ in result["raw"][f"batch-{rows}"] for sweep in round_["step_ms"] for ms in sweep]
+        assert min(steps) <= one["step_ms"]["p50"] <= max(steps)
+        # one step gives every row a token
+        rate = int(rows) * 1000
+        assert rate / max(steps) <= one["decode_tokens_per_s"] <= rate / min(steps)
+    sustained = result["sustained"]
+    assert sustained["depth"] == 152 and sustained["minutes"] == 0.02
+    assert sustained["first_tokens_per_s"] == sustained["windows"][0]["tokens_per_s"] > 0
+
+
+def test_figures_are_medians_of_the_rounds_that_are_kept(result: dict[str, Any]) -> None:
+    rounds = result["raw"]["speed"]
+    assert len(rounds) == result["rounds"] == 2
+    assert sum(len(one["ttft_ms"]["128"]) for one in rounds) >= 10
+    medians = []
+    for one in rounds:
+        steps = np.concatenate([np.array(sweep) for sweep in one["step_ms"]["152"]])
+        assert len(steps) >= 100
+        medians.append(np.percentile(steps, 50))
+    assert result["tpot_ms"]["152"]["p50"] == pytest.approx(float(np.median(medians)))
+    interval = result["noise"]["tpot_ms.152.p50"]
+    assert (interval["low"], interval["high"]) == pytest.approx((min(medians), max(medians)))
+    assert result["clean"] in (True, False) and result["other_cpu_cores"] >= 0
+
+
+def test_memory_floor_is_bytes_over_bandwidth(result: dict[str, Any], export: Path) -> None:
+    floor = result["memory_floor"]
+    # 2 layers * (key and value) * 1 head * 16 numbers * 4 bytes
+    assert floor_bytes(export, CONFIG) == {"weight_bytes": directory_bytes(export), "kv_bytes_per_token": 256}
+    best = max(one["bandwidth_bytes_per_s"] for one in result["raw"]["bandwidth"])
+    assert result["memory_floor_tpot_ms"] == pytest.approx(1e3 * (directory_bytes(export) + 152 * 256) / best)
+    assert floor["by_depth_ms"]["152"] == result["memory_floor_tpot_ms"] > floor["by_depth_ms"]["32"]
+
+
+def test_an_untied_embedding_is_not_read_whole(export: Path) -> None:
+    untied = CONFIG.with_changes(tie_word_embeddings=False)
+    share = 1 - 64 * 32 / untied.parameters
+    assert floor_bytes(export, untied)["weight_bytes"] == math.floor(directory_bytes(export) * share)
+
+
+def test_a_figure_that_does_not_exist_is_not_passed(result: dict[str, Any]) -> None:
+    limits = {limit["name"]: limit for limit in result["budget"]["limits"]}
+    assert limits["ttft_ms"]["value"] is None and limits["ttft_ms"]["passed"] is None  # the context is shorter than 512
+    assert limits["file_mb"]["passed"] is True and limits["file_mb"]["source"] == "measured"
+    assert result["budget"]["complete"] is False
+    assert "not measured: time to first token" in verdict_line(result["budget"])
+
+
+def test_a_short_context_is_held_to_the_time_per_token_where_it_ends(result: dict[str, Any], export: Path) -> None:
+    limits = {limit["name"]: limit["value"] for limit in result["budget"]["limits"]}
+    assert limits["tpot_p50_ms"] == result["tpot_ms"]["152"]["p50"]
+    assert result["budget"]["tpot_depth_tokens"] == 152
+    assert "time per token after 152 tokens, all that the context has room for" in verdict_line(result["budget"])
+    notes = {row["label"]: row["note"] for row in verdict(result)["rows"]}
+    assert notes["Median time per token"].startswith("after 152 tokens")
+    pi = load_device("raspberry-pi-5-8gb")
+    predicted = predicted_figures(pi, CONFIG, export)["tpot_p50_ms"]
+    assert predicted == tpot_ms(CONFIG, pi, stored_form(export), 152)
+    assert predicted_figures(pi, CONFIG.with_changes(max_position_embeddings=148), export)["tpot_p50_ms"] is None
+
+
+def test_elsewhere_the_prediction_decides_and_says_so(result: dict[str, Any], export: Path) -> None:
+    pi = load_device("raspberry-pi-5-8gb")
+    budget = judge_budget(pi, result, CONFIG, export, on_device=False)
+    sources = {limit["name"]: limit["source"] for limit in budget["limits"]}
+    assert budget["decided_by"] == "prediction"
+    assert sources["peak_memory_mb"] == "predicted" and sources["file_mb"] == "measured"
+    assert sources["ttft_ms"] is None  # a prompt of 512 does not fit
+    assert "predicted" in verdict_line(budget)
+    there = judge_budget(pi, result, CONFIG, export, on_device=True)
+    assert there["decided_by"] == "measurement"
+    assert {limit["source"] for limit in there["limits"]} == {"measured", None}
+
+
+def test_a_graphics_card_is_not_judged_by_the_cpu(export: Path) -> None:
+    with pytest.raises(UsageError, match="--on-device"):
+        run_bench(export, "rtx-3060", on_device=True)
+
+
+def test_stored_form_follows_the_configuration(tmp_path: Path) -> None:
+    config = CONFIG.to_hf()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert stored_form(tmp_path).precision == "fp32"
+    config["quantization_config"] = {"bits": 4, "block_size": 64, "head_bits": 8, "symmetric": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stored = stored_form(tmp_path)
+    assert (stored.precision, stored.block_size, stored.head_bits, stored.zero_points) == ("int4", 64, 8, True)
+    device = load_device("raspberry-pi-5")
+    assert predicted_figures(device, CONFIG, tmp_path)["peak_memory_mb"] is not None
+    config["quantization_config"]["method"] = "nf4"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert {name for name, value in predicted_figures(device, CONFIG, tmp_path).items() if value is not None} == {
+        "file_mb"
+    }
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert stored_form(tmp_path).precision == "fp32"
+
+
+def test_a_pytorch_checkpoint_is_measured_too(checkpoint: Path) -> None:
+    specification = {"mode": "memory", "directory": str(checkpoint), "threads": 1, "seed": 0}
+    child = run_child(child_command({**specification, "context_tokens": 300, "memory_steps": 4}), "memory")
+    assert child.payload["runtime"].startswith("torch ")
+    assert child.payload["context_tokens"] == 300
+    assert child.payload["before_load_bytes"] < child.payload["after_load_bytes"] <= child.payload["peak_rss_bytes"]
+
+
+def test_the_command_exits_4_when_a_limit_is_missed(
+    export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "SECONDS_PER_FIGURE", 0)
+    monkeypatch.setattr(bench, "MEMORY_ROUNDS", 1)
+    monkeypatch.setattr(bench, "COLD_ROUNDS", 1)
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+    device = tmp_path / "strict.toml"
+    text = (DEVICES / "host.toml").read_text(encoding="utf-8")
+    device.write_text(text.replace("file_mb = 100\n", "file_mb = 0.01\n"), encoding="utf-8")
+    out = tmp_path / "bench.json"
+    arguments = ["bench", str(export), "--device", str(device), "--threads", "1", "--json", "--out", str(out)]
+    arguments += ["--rounds", "1", "--most-rounds", "1"]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 4
+    captured = capsys.readouterr()
+    printed = json.loads(captured.out.splitlines()[-1])
+    assert printed["budget"]["passed"] is False and "exit_code" not in printed
+    assert json.loads(out.read_text(encoding="utf-8")) == printed
+    error = captured.err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and "file size" in error
+    assert printed["clean"] is False and "NOISY, not a clean result" in captured.err
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 6  # the result of the first run is not overwritten
+
+
+@pytest.mark.parametrize(
+    "flags", [["--against", "vllm"], ["--batch-size", "0"], ["--prompt-lengths", "9999"], ["--peer-python", "genai=x"]]
+)
+def test_flags_that_cannot_be_meant_exit_2(export: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", str(export), *flags])
+    assert stop.value.code == 2
+    assert flags[0] in capsys.readouterr().err

@@ -1,0 +1,201 @@
+"""What is read from the machine: sensors, processors, memory and the page cache, from made-up and from real files."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measure.cpus import choose_cpus, pin
+from benchmarks.measure.energy import EnergyMeter, surroundings, temperature_c
+from benchmarks.measure.memory import memory_split, watched_memory
+from benchmarks.measure.page_cache import drop_files, resident_bytes
+
+
+def write(root: Path, files: dict[str, object]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n", encoding="utf-8")
+
+
+def package(number: int, energy_uj: int, range_uj: int = 1_000_000) -> dict[str, object]:
+    folder = f"sys/class/powercap/intel-rapl:{number}"
+    return {
+        f"{folder}/name": f"package-{number}",
+        f"{folder}/energy_uj": energy_uj,
+        f"{folder}/max_energy_range_uj": range_uj,
+    }
+
+
+class Clock:
+    """Seconds that the test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_energy_counters_of_all_packages_add_up_and_come_round(tmp_path: Path) -> None:
+    write(tmp_path, package(0, 999_000) | package(1, 100))
+    part = "sys/class/powercap/intel-rapl:0:0"  # inside package 0: counted there
+    write(tmp_path, {f"{part}/name": "core", f"{part}/energy_uj": 0, f"{part}/max_energy_range_uj": 1_000_000})
+    meter = EnergyMeter(tmp_path)
+    assert meter.source == "powercap, 2 packages"
+    write(tmp_path, package(0, 500) | package(1, 300) | {f"{part}/energy_uj": 77_777})
+    assert meter.joules() == pytest.approx(1_700e-6)  # 1,000 to the end and 500 after it; 200
+    write(tmp_path, package(0, 700))
+    assert meter.joules() == pytest.approx(1_900e-6)
+
+
+def test_a_counter_that_disappears_is_no_zero(tmp_path: Path) -> None:
+    write(tmp_path, package(0, 100))
+    meter = EnergyMeter(tmp_path)
+    (tmp_path / "sys/class/powercap/intel-rapl:0/energy_uj").unlink()
+    with pytest.raises(OSError, match="energy_uj"):
+        meter.joules()
+
+
+def test_energy_that_may_not_be_read_is_absent_and_says_why(tmp_path: Path) -> None:
+    write(tmp_path, package(0, 1))
+    (tmp_path / "sys/class/powercap/intel-rapl:0/energy_uj").unlink()
+    meter = EnergyMeter(tmp_path)
+    assert meter.source is None and "cannot be read by this user" in meter.reason
+    nothing = EnergyMeter(tmp_path / "empty")
+    assert nothing.source is None and "no energy counter" in nothing.reason
+
+
+@pytest.mark.parametrize(
+    ("files", "later", "source", "joules"),
+    [
+        (  # a board's main rail, 5 V * 2 A, 3 A two seconds later: (10 + 15) / 2 W * 2 s
+            {"hwmon1/in1_label": "VDD_IN", "hwmon1/in1_input": 5000, "hwmon1/curr1_input": 2000},
+            {"hwmon1/curr1_input": 3000},
+            "hwmon rail VDD_IN",
+            25.0,
+        ),
+        ({"hwmon0/power1_input": 10_000_000}, {"hwmon0/power1_input": 20_000_000}, "hwmon power1_input", 30.0),
+    ],
+)
+def test_power_is_added_up_over_time(
+    tmp_path: Path, files: dict[str, object], later: dict[str, object], source: str, joules: float
+) -> None:
+    hwmon, clock = tmp_path / "sys/class/hwmon", Clock()
+    write(hwmon, files)
+    meter = EnergyMeter(tmp_path, clock)
+    assert meter.source == source
+    write(hwmon, later)
+    clock.now = 2.0
+    assert meter.joules() == pytest.approx(joules)
+
+
+def test_a_battery_counts_only_while_it_discharges(tmp_path: Path) -> None:
+    battery = "sys/class/power_supply/battery"
+    # 4 V and -0.5 A (some drivers count what is given as negative): 2 W
+    values = {f"{battery}/current_now": -500_000, f"{battery}/voltage_now": 4_000_000}
+    write(tmp_path, values | {f"{battery}/status": "Charging"})
+    assert EnergyMeter(tmp_path).source is None
+    write(tmp_path, {f"{battery}/status": "Discharging"})
+    clock = Clock()
+    meter = EnergyMeter(tmp_path, clock)
+    clock.now = 3.0
+    assert meter.joules() == pytest.approx(6.0) and meter.source == "battery battery"
+
+
+def test_several_power_sensors_are_not_guessed_between(tmp_path: Path) -> None:
+    write(tmp_path / "sys/class/hwmon", {"hwmon0/power1_input": 1, "hwmon1/power1_input": 2})
+    meter = EnergyMeter(tmp_path)
+    assert meter.source is None and meter.reason.startswith("2 power sensors")
+
+
+def test_temperature_and_clock_are_the_processors(tmp_path: Path) -> None:
+    assert surroundings(None, tmp_path) == {"clock_mhz": None, "clock_source": None, "temperature_c": None}
+    thermal, hwmon = "sys/class/thermal/thermal_zone", "sys/class/hwmon/hwmon"
+    write(tmp_path, {f"{thermal}0/type": "gpu-thermal", f"{thermal}0/temp": 90_000})
+    assert temperature_c(tmp_path) is None
+    write(tmp_path, {f"{thermal}1/type": "CPU-therm", f"{thermal}1/temp": 51_500})
+    assert temperature_c(tmp_path) == 51.5
+    write(tmp_path, {f"{hwmon}0/name": "nvme", f"{hwmon}0/temp1_input": 80_000})
+    write(tmp_path, {f"{hwmon}1/name": "k10temp", f"{hwmon}1/temp1_input": 45_000, f"{hwmon}1/temp3_input": 47_000})
+    assert temperature_c(tmp_path) == 47.0
+    write(tmp_path, {"proc/cpuinfo": "processor\t: 0\ncpu MHz\t\t: 1000.5\n\nprocessor\t: 1\ncpu MHz\t\t: 3000.5"})
+    assert surroundings([1], tmp_path)["clock_mhz"] == 3000.5
+    cpu = "sys/devices/system/cpu/cpu"
+    write(tmp_path, {f"{cpu}{i}/cpufreq/scaling_cur_freq": khz for i, khz in enumerate((1_000_000, 2_000_000, 9))})
+    found = surroundings([0, 1], tmp_path)
+    assert (found["clock_mhz"], found["clock_source"]) == (1500.0, "cpufreq")
+
+
+def test_threads_get_cores_of_their_own_and_the_strong_ones(tmp_path: Path) -> None:
+    for cpu in range(4):  # two cores of two threads each
+        write(tmp_path, {f"cpu{cpu}/topology/physical_package_id": 0, f"cpu{cpu}/topology/core_id": cpu // 2})
+    assert choose_cpus(2, range(4), tmp_path) == [0, 2]
+    assert choose_cpus(3, range(4), tmp_path) == [0, 1, 2]
+    assert choose_cpus(2, {2, 3}, tmp_path) == [2, 3]
+    assert choose_cpus(9, {1, 2}, tmp_path) == [1, 2]
+    board = tmp_path / "board"
+    for cpu in range(6):  # four weak cores, then two strong ones
+        write(board, {f"cpu{cpu}/topology/core_id": cpu, f"cpu{cpu}/cpu_capacity": 1024 if cpu > 3 else 400})
+    assert choose_cpus(2, range(6), board) == [4, 5]
+    assert choose_cpus(3, range(6), board) == [0, 4, 5]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins no process")
+def test_pinning_is_what_the_system_then_says() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    code = f"import os; from benchmarks.measure.cpus import pin; print(pin([{cpu}]), os.sched_getaffinity(0))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == [f"[{cpu}]", f"{{{cpu}}}"]
+    assert pin(None) is None
+    assert pin([100_000]) is None  # no such processor
+
+
+def test_memory_is_split_as_the_kernel_counts_it(tmp_path: Path) -> None:
+    rollup = {"Rss": 100, "Pss": 70, "Private_Clean": 20, "Private_Dirty": 30, "Anonymous": 40, "Private_Hugetlb": 1}
+    lines = ["55a0-7ffe ---p 00000000 00:00 0    [rollup]", *(f"{name}:  {kb} kB" for name, kb in rollup.items())]
+    write(tmp_path, {"smaps_rollup": "\n".join(lines)})
+    kilobytes = {"rss": 100, "pss": 70, "uss": 51, "anonymous": 40, "file": 60}
+    assert memory_split(tmp_path) == {f"{name}_bytes": 1024 * kb for name, kb in kilobytes.items()}
+    assert memory_split(tmp_path / "none") is None
+    with watched_memory(tmp_path / "none") as nothing:
+        pass
+    assert nothing == {}
+
+
+@pytest.mark.skipif(memory_split() is None, reason="this system does not split up memory")
+def test_the_split_is_that_of_the_peak() -> None:
+    before = memory_split()
+    assert before is not None
+    with watched_memory(every_s=0.01) as most:
+        held = bytearray(b"x") * 80_000_000
+        time.sleep(0.1)
+        del held
+    after = memory_split()
+    assert after is not None and most["samples"] >= 2
+    assert most["rss_bytes"] == most["anonymous_bytes"] + most["file_bytes"]
+    # 80 MB of our own memory, give or take what the interpreter keeps or frees meanwhile
+    assert 75e6 < most["anonymous_bytes"] - before["anonymous_bytes"] < 90e6
+    assert after["anonymous_bytes"] < most["anonymous_bytes"] - 60e6
+
+
+def test_dropped_files_are_out_of_the_cache(tmp_path: Path) -> None:
+    path, empty = tmp_path / "weights", tmp_path / "empty"
+    path.write_bytes(bytes(range(256)) * 4 * 4096)
+    empty.touch()
+    size = path.stat().st_size
+    if (resident := resident_bytes([path, empty])) is None:
+        pytest.skip("this system does not say what is cached")
+    assert resident == size
+    reason = drop_files([path, empty])
+    left = resident_bytes([path])
+    if reason is None:
+        assert left == 0
+    else:  # a file system in memory keeps all
+        assert left == size and "stayed in memory" in reason
+    if shutil.which("fincore"):
+        shown = subprocess.run(["fincore", "-nbo", "res", str(path)], capture_output=True, text=True, check=True)
+        assert int(shown.stdout) == left

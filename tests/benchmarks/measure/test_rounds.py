@@ -1,0 +1,216 @@
+"""Rounds, their interval, and what may be called clean; the sustained run's windows."""
+
+import errno
+import itertools
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.files import write_whole
+from benchmarks.measure.bench import ragged_lengths, whole_numbers
+from benchmarks.measure.process import ChildFailure, run_child
+from benchmarks.measure.rounds import Payloads, Turn, looks, take_turns
+from benchmarks.measure.summary import summarise
+from benchmarks.measure.sustained import measure_sustained, summarise_sustained, window_seconds
+from benchmarks.measure.tables import unclean_line
+from benchmarks.spread import coverage, rank, spread
+from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
+
+
+def test_coverage_is_what_counting_every_outcome_gives() -> None:
+    for count in range(2, 11):
+        # Each sample falls below or above the median with equal chance.
+        below = [sum(signs) for signs in itertools.product((0, 1), repeat=count)]
+        for place in range(1, count // 2 + 1):
+            held = sum(place <= number <= count - place for number in below) / len(below)
+            assert coverage(count, place) == pytest.approx(held, abs=1e-12)
+
+
+def test_more_rounds_leave_outliers_outside() -> None:
+    assert [rank(count) for count in (1, 2, 3, 5, 7, 8, 11)] == [1, 1, 1, 1, 1, 2, 3]
+    calm = [100.0, 101.0, 100.5, 99.5, 100.2]
+    assert spread(calm).noisy is False
+    assert spread([*calm, 180.0]).noisy is True
+    eleven = spread([*calm, *calm, 180.0])
+    assert (eleven.low, eleven.high, eleven.noisy) == (100.0, 101.0, False)
+    assert eleven.confidence == pytest.approx(0.9346, abs=1e-4)  # 1 - 2 * (1 + 11 + 55) / 2048
+
+
+def test_comparing_a_thing_with_itself_shows_what_noise_alone_gives() -> None:
+    values = [100.0, 104.0, 100.0, 104.0, 100.0]
+    found = spread(values)
+    assert found.repeat_difference == pytest.approx(0.04)
+    assert spread([100.0]).repeat_difference is None
+
+
+def test_looks_are_few_and_end_at_the_most() -> None:
+    assert looks(5, 11) == [5, 8, 11]
+    assert looks(5, 6) == [5, 6]
+    assert looks(1, 1) == [1] and looks(7, 3) == [7]
+
+
+def turn(name: str, log: Path, code: str = "") -> Turn:
+    body = f"open({str(log)!r}, 'a').write({name!r}); {code or 'pass'}; print('{{}}')"
+    return Turn(name, [sys.executable, "-S", "-c", body], f"turn {name}")
+
+
+def test_turns_alternate_until_they_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+    log, asked = tmp_path / "log", list[int]()
+
+    def settled(raw: Payloads) -> bool:
+        asked.append(len(raw["A"]))
+        return len(raw["A"]) >= 3
+
+    raw = take_turns("test", [turn("A", log), turn("B", log)], [2, 3, 4], settled, 60)
+    assert log.read_text() == "ABABAB" and asked == [2, 3]
+    assert [len(raw[name]) for name in "AB"] == [3, 3]
+    assert all(one["other_cpu_cores"] >= 0 for one in raw["A"])
+
+
+def test_a_turn_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+    log, failures = tmp_path / "log", dict[str, ChildFailure]()
+    turns = [turn("A", log), turn("B", log, "raise SystemExit(9)")]
+    raw = take_turns("test", turns, [2], lambda raw: True, 60, failures.__setitem__)
+    assert log.read_text() == "ABA"
+    assert failures["B"].kind == "crash" and raw["B"] == [] and len(raw["A"]) == 2
+    with pytest.raises(ChildFailure, match="exit code 9"):
+        take_turns("test", turns, [2], lambda raw: True, 60)
+
+
+def test_a_process_is_watched_and_its_surroundings_are_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    seconds: list[float] = []
+    code = (
+        "import json, os, time; time.sleep(1.3); print(json.dumps({'seed': os.environ.get('PYTHONHASHSEED', 'none')}))"
+    )
+    child = run_child([sys.executable, "-c", code], "watched", 60, {"PYTHONHASHSEED": None}, seconds.append)
+    assert child.payload == {"seed": "none"} and len(seconds) >= 1
+    with pytest.raises(ChildFailure, match=r"no result within 0\.5 s"):
+        run_child([sys.executable, "-c", "import time; time.sleep(60)"], "hung", 0.5, None, seconds.append)
+
+
+def speed_round(step: float, others: float = 0.0) -> dict[str, Any]:
+    return {
+        "import_s": 0.1,
+        "load_s": 0.2,
+        "first_prefill_ms": 3.0,
+        "ttft_ms": {"128": [10.0]},
+        "step_ms": {"32": [[step] * 4]},
+        "energy": {"absent": "no counter"},
+        "clock_mhz": None,
+        "clock_source": None,
+        "temperature_c": 50.0 + step,
+        "cpus": [0],
+        "other_cpu_cores": others,
+    }
+
+
+def summary(steps: list[float], others: float = 0.0) -> dict[str, Any]:
+    memory = {"peak_rss_bytes": 1000, "context_tokens": 8, "split": None}
+    return summarise({"speed": [speed_round(step, others) for step in steps], "memory": [memory]})
+
+
+def test_only_enough_quiet_rounds_that_agree_are_clean() -> None:
+    calm = [2.0, 2.01, 2.02, 2.0, 1.99]
+    clean = summary(calm)
+    assert clean["clean"] is True and clean["noisy"] == []
+    assert clean["tpot_ms"]["32"]["p50"] == 2.0
+    assert clean["surroundings"]["temperature_c"] == {"low": 51.99, "high": 52.02}
+    few = summary(calm[:3])
+    assert few["clean"] is False and "3 rounds are too few" in unclean_line(few)
+    busy = summary(calm, others=1.5)
+    assert busy["clean"] is False and "other programs used up to 1.5 cores" in unclean_line(busy)
+    wide = summary([*calm[:4], 2.2])
+    assert wide["clean"] is False and "tpot_ms.32.p50" in unclean_line(wide)
+    assert unclean_line(wide).startswith("NOISY, not a clean result")
+
+
+def test_what_cannot_be_read_is_absent_with_its_reason() -> None:
+    found = summary([2.0])
+    assert found["joules_per_token"] is None and found["absent"]["joules_per_token"] == "no counter"
+    assert found["memory_split"] is None and "smaps_rollup" in found["absent"]["memory_split"]
+    assert found["cold_load_s"] is None and {"clock_mhz", "cold_load_s"} <= set(found["absent"])
+    assert "temperature_c" not in found["absent"]
+
+
+class Slowing:
+    """A decoder whose steps take one millisecond at first and two after 300 of them, by a clock of its own."""
+
+    config = ModelConfig(
+        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=64,
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.now, self.steps = 0.0, 0
+
+    def prefill(self, rows: Any, max_length: int | None = None) -> None:
+        self.now += 0.25  # must not count as decoding
+
+    def step(self, tokens: Any) -> None:
+        self.steps += 1
+        self.now += 0.001 if self.steps <= 1500 else 0.002
+
+
+def test_windows_show_how_the_speed_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder: Any = Slowing()
+    monkeypatch.setattr("benchmarks.measure.sustained.time.perf_counter", lambda: decoder.now)
+    specification = {"minutes": 0.5, "depth": 10, "steps": 20, "warm_up_steps": 5}
+    payload = measure_sustained(decoder, list(range(64)), specification)
+    rates = [window["tokens_per_s"] for window in payload["windows"]]
+    assert rates[0] == pytest.approx(1000.0) and rates[-1] == pytest.approx(500.0)
+    found = summarise_sustained(payload, 0.5)
+    assert found["throttling_percent"] == pytest.approx(50.0) and found["throttled"] is True
+    alone = summarise_sustained({**payload, "windows": payload["windows"][:1]}, 0.5)
+    assert alone["throttling_percent"] is None and alone["throttled"] is None
+    assert (window_seconds(10), window_seconds(0.1), window_seconds(60)) == (20, 1, 30)
+
+
+def test_batches_are_ragged_and_fit() -> None:
+    assert ragged_lengths(1, 2048) == [128]
+    assert ragged_lengths(4, 2048) == [128, 107, 86, 64]
+    assert max(ragged_lengths(2, 200)) + 148 == 200
+    with pytest.raises(UsageError, match="no room"):
+        ragged_lengths(2, 149)
+
+
+def test_lists_of_numbers_are_checked() -> None:
+    assert whole_numbers("--batch-size", "4,1,4") == [1, 4]
+    assert whole_numbers("--batch-size", None) == []
+    for wrong in ("0", "two", "1;4", "-1"):
+        with pytest.raises(UsageError, match="--batch-size"):
+            whole_numbers("--batch-size", wrong)
+
+
+def test_a_result_is_written_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "new" / "bench.json"
+    write_whole(out, "whole")
+    assert out.read_text() == "whole"
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        write_whole(tmp_path / "new" / "second.json", "cut")
+    assert list((tmp_path / "new").iterdir()) == [out]
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
+    import random
+
+    draw = random.Random(0)
+    held = 0
+    for _ in range(2000):
+        found = spread([draw.lognormvariate(0, 1) for _ in range(8)])
+        held += found.low <= 1.0 <= found.high  # the median of this distribution is 1
+    # 0.930 expected; three standard errors of 2,000 draws are 0.017
+    assert held / 2000 == pytest.approx(spread(range(1, 9)).confidence, abs=0.017)
+    assert statistics.median([spread(range(1, 9)).confidence]) == pytest.approx(0.9297, abs=1e-4)

@@ -1,0 +1,318 @@
+"""`bench --against`: the adapters on made-up modules, on real ones where installed, and what failures become."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.measure import cpus
+from benchmarks.runtimes.compare import INSTALL, Peer, best_ratios, measure_against, parse_peers, turn_depths
+from benchmarks.runtimes.worker import RUNTIMES, WARM_UP, time_turn
+from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.storage.artifact import verify_directory
+from sportsllm.storage.checkpoint import save_checkpoint
+
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    max_position_embeddings=160,  # room for depth 32
+)
+COMMON = """
+import json, os
+def log(**what):
+    with open(os.environ["PEER_LOG"], "a") as stream:
+        stream.write(json.dumps(what) + "\\n")
+"""
+FAKES = {
+    "peer_log.py": COMMON,
+    "onnxruntime_genai.py": """
+from peer_log import log
+class Config:
+    def __init__(self, path): self.path = path
+    def overlay(self, text): log(overlay=text)
+class Model:
+    def __init__(self, config): log(directory=config.path)
+class GeneratorParams:
+    def __init__(self, model): pass
+    def set_search_options(self, **options): self.options = options
+class Generator:
+    def __init__(self, model, parameters): self.room, self.read = parameters.options["max_length"], 0
+    def append_tokens(self, tokens):
+        self.read += len(tokens)
+        log(prompt=list(tokens))
+    def generate_next_token(self):
+        self.read += 1
+        assert self.read <= self.room
+""",
+    "openvino.py": """
+class Tensor:
+    def __init__(self, array): self.array = array
+""",
+    "openvino_genai.py": """
+from peer_log import log
+class StreamingStatus: RUNNING = "running"
+class StreamerBase: pass
+class GenerationConfig: pass
+class LLMPipeline:
+    def __init__(self, path, device, **properties): log(directory=path, device=device, **properties)
+    def generate(self, tensor, config, streamer):
+        assert tensor.array.dtype == "int64" and config.ignore_eos and not config.do_sample
+        log(prompt=tensor.array[0].tolist())
+        left = config.max_new_tokens
+        while left:  # two at a time where there are two, as with speculative decoding
+            now = min(2, left)
+            assert streamer.write([1, 2][:now] if now > 1 else 1) == StreamingStatus.RUNNING
+            left -= now
+        streamer.end()
+""",
+    "llama_cpp.py": """
+from peer_log import log
+class Llama:
+    metadata = {"llama.block_count": "2"}
+    def __init__(self, path, **settings): log(directory=path, **settings)
+    def n_vocab(self): return 64
+    def n_embd(self): return 32
+    def reset(self): self.tokens = []
+    def eval(self, tokens):
+        if len(tokens) > 1: log(prompt=list(tokens))
+        self.tokens += tokens
+    def sample(self, temp):
+        assert temp == 0.0 and self.tokens
+        return 5
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from export.export import run_export
+
+    directory = tmp_path_factory.mktemp("against")
+    model = SportsLLM(CONFIG)
+    model.initialize(0)
+    (directory / "checkpoint").mkdir()
+    save_checkpoint(directory / "checkpoint", model)
+    run_export(directory / "checkpoint", directory / "export")
+    return directory / "export"
+
+
+class Interpreters:
+    """Programs that run this Python with made-up modules in front of the installed ones."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder, folder / "log.jsonl"
+        self.modules = folder / "modules"
+        self.modules.mkdir()
+
+    def write(self, **changed: str) -> str:
+        for name, text in (FAKES | {f"{name}.py": text for name, text in changed.items()}).items():
+            (self.modules / name).write_text(text, encoding="utf-8")
+        program = self.folder / "python"
+        lines = f'PYTHONPATH="{self.modules}" PEER_LOG="{self.log}" exec "{sys.executable}" "$@"'
+        program.write_text(f"#!/bin/sh\n{lines}\n", encoding="utf-8")
+        program.chmod(0o755)
+        return str(program)
+
+    def logged(self, key: str) -> list[Any]:
+        lines = [json.loads(line) for line in self.log.read_text(encoding="utf-8").splitlines()]
+        return [line[key] for line in lines if key in line]
+
+
+@pytest.fixture
+def interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Interpreters:
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+    return Interpreters(tmp_path)
+
+
+def measure(export: Path, peers: list[Peer], timeout_s: float = 60, rounds: int = 1) -> dict[str, Any]:
+    specification = {"threads": 1, "cpus": cpus.choose_cpus(1)}
+    return measure_against(export, CONFIG, peers, specification, [rounds], timeout_s)
+
+
+def test_a_turn_counts_first_token_and_rate_from_the_runtimes_times() -> None:
+    prompts: list[tuple[int, ...]] = []
+
+    def generate(prompt: list[int], count: int) -> list[float]:
+        prompts.append(tuple(prompt))
+        assert all(0 <= token < 7 for token in prompt)
+        # half a second to read, a slow warm-up, then 10 ms a token, handed over in pairs
+        slow = [0.5 + 0.3 * index for index in range(min(count, WARM_UP + 1))]
+        return slow + [slow[-1] + 0.01 * 2 * (1 + index // 2) for index in range(count - len(slow))]
+
+    figures = time_turn(generate, [32, 64], vocab_size=7)
+    assert figures["ttft_ms"] == {"32": pytest.approx(500.0), "64": pytest.approx(500.0)}
+    assert figures["decode_tokens_per_s"]["64"] == pytest.approx(100.0)
+    # A runtime that remembers prompts would answer a known one without reading it.
+    assert len(set(prompts)) == len(prompts) == 8
+    with pytest.raises(RuntimeError, match="gave 1 tokens"):
+        time_turn(lambda prompt, count: [0.1], [32], 7)
+
+
+def test_every_adapter_drives_its_runtime(export: Path, interpreters: Interpreters, tmp_path: Path) -> None:
+    python = interpreters.write()
+    gguf = tmp_path / "model.gguf"
+    gguf.touch()
+    places = {"genai": export, "openvino": export, "llama.cpp": gguf}
+    peers = [Peer("other", sys.executable, export), *(Peer(name, python, place) for name, place in places.items())]
+    result = measure(export, peers)
+    against = result["against"]
+    assert {name: one["status"] for name, one in against.items()} == dict.fromkeys(
+        ["ours", "other", *places], "measured"
+    )
+    for one in against.values():
+        assert one["decode_tokens_per_s"]["32"] > 0 and one["ttft_ms"]["32"] > 0
+        assert one["peak_rss_bytes"] > 5e6 and one["rounds"] == 1 and one["steady"] is False
+        assert one["cpus"] == cpus.choose_cpus(1)
+    assert interpreters.logged("n_threads") == [1] and interpreters.logged("INFERENCE_NUM_THREADS") == [1]
+    overlay = json.loads(interpreters.logged("overlay")[0])
+    assert overlay["model"]["decoder"]["session_options"]["intra_op_num_threads"] == 1
+    assert interpreters.logged("directory") == [str(export), str(export), str(gguf)]
+    prompts = interpreters.logged("prompt")
+    assert len(prompts) == 12 and all(len(prompt) == 32 for prompt in prompts)
+    assert prompts[:4] == prompts[4:8] == prompts[8:]  # the same for all
+    assert verify_directory(export)[1] == []  # no peer changed what it read
+    assert result["against_ratios"]["decode_tokens_per_s.32"]["better"] == "higher"
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_failures_are_told_apart_and_stop_nobody(export: Path, interpreters: Interpreters, tmp_path: Path) -> None:
+    gguf = tmp_path / "model.gguf"
+    gguf.touch()
+    python = interpreters.write(
+        llama_cpp="import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+        onnxruntime_genai="raise RuntimeError('bad graph\\nmore')",
+        openvino_genai="x = bytearray(1 << 60)",
+    )
+    peers = [Peer("llama.cpp", python, gguf), Peer("genai", python, export), Peer("openvino", python, export)]
+    peers.append(Peer("other", sys.executable, tmp_path))  # no export there
+    result = measure(export, peers)
+    status = {name: one["status"] for name, one in result["against"].items()}
+    assert status["ours"] == "measured"
+    assert status["llama.cpp"].startswith("failed: crashed") and "SIGSEGV" in status["llama.cpp"]
+    assert status["genai"] == "failed: gave up (RuntimeError: bad graph)"
+    assert status["openvino"].startswith("failed: out of memory")
+    assert status["other"].startswith("failed: gave up (ArtifactError")
+    assert all(set(one) == {"status"} for name, one in result["against"].items() if name != "ours")
+    assert result["against_ratios"] == {} and list(result["against_raw"]) == ["ours"]
+
+
+def test_a_hang_another_model_and_what_is_not_there(export: Path, interpreters: Interpreters, tmp_path: Path) -> None:
+    gguf = tmp_path / "model.gguf"
+    gguf.touch()
+    other = FAKES["llama_cpp.py"].replace("return 32", "return 48")
+    python = interpreters.write(llama_cpp=other, onnxruntime_genai="import time; time.sleep(600)")
+    (interpreters.modules / "openvino_genai.py").unlink()
+    peers = [Peer("llama.cpp", python, gguf), Peer("genai", python, export), Peer("openvino", python, None)]
+    against = measure(export, peers, timeout_s=5)["against"]
+    assert against["genai"]["status"].startswith("failed: hung")
+    assert "hidden_size 48, ours has 32" in against["llama.cpp"]["status"]
+    if importlib.util.find_spec("openvino_genai") is None:
+        assert against["openvino"]["status"] == "not installed"
+        assert against["openvino"]["install"].startswith("pip install openvino-genai")
+    (interpreters.modules / "openvino_genai.py").write_text("", encoding="utf-8")
+    against = measure(export, [Peer("openvino", python, None)])["against"]
+    assert "--peer-directory openvino=DIR" in against["openvino"]["status"]
+
+
+@pytest.mark.parametrize("name", ["genai", "optimum"])
+def test_real_runtimes_read_the_export(export: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        found = importlib.util.find_spec(RUNTIMES[name][0]) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        pytest.skip(f"{name} is not installed")
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+    one = measure(export, [Peer(name, sys.executable, export)], timeout_s=120)["against"][name]
+    assert one["status"] == "measured", one
+    assert one["version"] and one["decode_tokens_per_s"]["32"] > 0
+    assert verify_directory(export)[1] == []
+
+
+def test_a_peer_finds_nothing_of_this_environment(export: Path, interpreters: Interpreters) -> None:
+    leak = "import os, sys; raise RuntimeError(os.environ.get('SHOWN', '') + ' '.join(sys.path))"
+    python = interpreters.write(onnxruntime_genai=leak)
+    one = measure(export, [Peer("genai", python, export)])["against"]["genai"]
+    root = Path(cpus.__file__).parents[2]
+    shown = one["status"].split()
+    assert str(interpreters.modules) in one["status"]
+    assert str(root) not in shown and str(root / "benchmarks") not in shown
+
+
+def turn(rate: float, first: float, peak: float) -> dict[str, Any]:
+    return {"decode_tokens_per_s": {"32": rate}, "ttft_ms": {"32": first}, "peak_rss_bytes": peak}
+
+
+def test_ratios_are_to_the_best_peer_round_by_round() -> None:
+    raw = {
+        "ours": [turn(200, 8, 100), turn(240, 8, 100), turn(220, 8, 100)],
+        "one": [turn(100, 4, 300), turn(120, 4, 300), turn(100, 4, 300)],
+        "two": [turn(50, 2, 200), turn(60, 16, 200), turn(50, 16, 200)],
+    }
+    ratios = best_ratios(raw, ["one", "two"])
+    rate = ratios["decode_tokens_per_s.32"]
+    assert (rate["peer"], rate["ratio"], rate["low"], rate["high"]) == ("one", 2.0, 2.0, pytest.approx(2.2))
+    assert (rate["ours"], rate["best"], rate["better"]) == (220, 100, "higher")
+    assert (ratios["ttft_ms.32"]["peer"], ratios["ttft_ms.32"]["ratio"]) == ("one", 2.0)
+    assert (ratios["peak_rss_bytes"]["peer"], ratios["peak_rss_bytes"]["better"]) == ("two", "lower")
+    assert best_ratios({"ours": raw["ours"]}, []) == {}
+    assert best_ratios(raw | {"three": [turn(400, 1, 1)] * 3}, ["one", "two"]) == ratios
+
+
+def test_a_runtime_takes_part_twice_and_its_options_have_a_ratio_of_their_own(
+    export: Path, interpreters: Interpreters
+) -> None:
+    python = interpreters.write()
+    names = "openvino,openvino+grouped,other+same"
+    places = [f"openvino={export}", f"other={export}"]
+    options = ["openvino+grouped=DYNAMIC_QUANTIZATION_GROUP_SIZE=128"]
+    peers = parse_peers(names, places, [f"openvino={python}"], export, options)
+    assert [(peer.kind, peer.options) for peer in peers][1] == ("openvino", {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128})
+    result = measure(export, peers)
+    assert {name: one["status"] for name, one in result["against"].items()} == dict.fromkeys(
+        ["ours", *names.split(",")], "measured"
+    )
+    assert interpreters.logged("DYNAMIC_QUANTIZATION_GROUP_SIZE") == [128]
+    assert result["against"]["openvino"]["options"] == {} != result["against"]["openvino+grouped"]["options"]
+    # A second export of ours counts only where there is no other runtime, a runtime's options only apart.
+    assert {one["peer"] for one in result["against_ratios"].values()} == {"openvino"}
+    assert {one["peer"] for one in result["against_tuned_ratios"].values()} <= {"openvino", "openvino+grouped"}
+    alone = measure(export, peers[2:])
+    assert {one["peer"] for one in alone["against_ratios"].values()} == {"other+same"}
+    assert alone["against_tuned_ratios"] == {}
+
+
+def test_flags_are_checked_before_anything_is_measured(export: Path) -> None:
+    found = parse_peers("genai, llama.cpp,genai", None, [f"genai={sys.executable}"], export)
+    assert [(peer.name, peer.directory) for peer in found] == [("genai", export), ("llama.cpp", None)]
+    assert parse_peers(None, None, None, export) == []
+    for option in ("genai=x=1", "openvino+a", "openvino+a=x", "openvino+a==1", "openvino=x=1"):
+        with pytest.raises(UsageError, match="--peer-option"):
+            parse_peers("genai,openvino+a", [f"openvino={export}"], None, export, [option])
+    wrong: list[tuple[str | None, list[str], list[str]]] = [
+        ("vllm", [], []),
+        ("other", [], []),
+        ("genai", ["genai"], []),
+        ("genai", ["openvino=somewhere"], []),
+        ("genai", [f"genai={os.sep}not{os.sep}there"], []),
+        ("genai", [], ["genai=/no/such/python"]),
+        (None, [], ["genai=python"]),
+    ]
+    for names, directories, pythons in wrong:
+        with pytest.raises(UsageError, match=r"--against|--peer-"):
+            parse_peers(names, directories, pythons, export)
+    assert set(INSTALL) | {"ours"} == set(RUNTIMES)
+    assert (turn_depths(145), turn_depths(2048)) == ([32], [32, 512])
+    with pytest.raises(UsageError, match="144 tokens"):
+        turn_depths(144)

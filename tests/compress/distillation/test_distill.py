@@ -1,0 +1,219 @@
+import json
+import shutil
+from pathlib import Path
+
+import bitsandbytes
+import pytest
+import torch
+
+from compress.cli.flags import make_objective
+from compress.distillation.run import distill, resolve_teacher, teacher_corpus
+from compress.distillation.settings import Objective
+from compress.distillation.student_loss import distillation_loss
+from compress.distillation.teacher import load_teacher
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.text.packing import IGNORE, Batch
+from sportsllm.text.tokenizer import train_tokenizer
+from sportsllm.training.loop import TrainConfig
+from tests.support.bnb_models import dequantize
+from tests.support.models import tiny_config, tiny_model
+
+CONFIG = TrainConfig(steps=3, batch_size=2, accumulation=1, sequence=32, precision="fp32", warmup=0)
+
+
+def run(teacher: Path, student: str, out: Path, corpus: Path, **changes: object) -> dict[str, object]:
+    settings: dict[str, object] = {
+        "teacher": teacher,
+        "student": student,
+        "init": None,
+        "corpus": [corpus],
+        "valid": [],
+        "out": out,
+        "config": CONFIG,
+        "objective": Objective(teacher_precision="fp32"),
+    }
+    return distill(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def student(tokenizer_directory: Path, tmp_path: Path) -> Path:
+    directory = tmp_path / "student"
+    directory.mkdir()
+    save_checkpoint(directory, tiny_model(seed=5, num_hidden_layers=1), tokenizer_directory)
+    return directory
+
+
+def test_loss_equals_the_naive_kl_in_float64() -> None:
+    teacher, student = tiny_model(0), tiny_model(3, hidden_size=32, num_attention_heads=2, num_key_value_heads=1)
+    tokens = torch.randint(3, 384, (2, 24), generator=torch.Generator().manual_seed(0))
+    targets = torch.randint(3, 384, (2, 24), generator=torch.Generator().manual_seed(1))
+    targets[0, 9] = IGNORE
+    batch = Batch(tokens, targets, (10, 24, 48))
+    loss = distillation_loss(teacher, 1.0, 1.0)(student, batch)
+    with torch.no_grad():
+        log_t = torch.log_softmax(teacher(tokens, documents=batch.documents).double(), -1)
+        log_s = torch.log_softmax(student(tokens, documents=batch.documents).double(), -1)
+    expected = ((log_t.exp() * (log_t - log_s)).sum(-1) * (targets != IGNORE)).sum()
+    assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_checkpoint_student_moves_towards_the_teacher(
+    checkpoint: Path, student: Path, corpus_file: Path, tmp_path: Path
+) -> None:
+    before = {p.name: p.read_bytes() for p in checkpoint.iterdir()}
+    config = TrainConfig(
+        steps=20, batch_size=4, accumulation=1, sequence=32, precision="fp32", learning_rate=3e-3, warmup=2
+    )
+    result = run(checkpoint, str(student), tmp_path / "out", corpus_file, config=config)
+    assert result["parameters"] == load_checkpoint(tmp_path / "out").config.parameters
+    tokens = torch.randint(3, 384, (4, 40), generator=torch.Generator().manual_seed(0))
+    batch = Batch(tokens, tokens, (40, 80, 120, 160))
+    loss = distillation_loss(load_checkpoint(checkpoint), 1.0, 1.0)
+    with torch.no_grad():
+        assert loss(load_checkpoint(tmp_path / "out"), batch) < 0.9 * loss(load_checkpoint(student), batch)
+    assert before == {p.name: p.read_bytes() for p in checkpoint.iterdir()}, "inputs are untouched"
+    again = run(checkpoint, str(student), tmp_path / "out", corpus_file, config=config)
+    assert again["cached"] is True
+
+
+@pytest.fixture
+def wide(tokenizer_directory: Path, tmp_path: Path) -> Path:
+    """Widths that bitsandbytes' kernels like."""
+    model = tiny_model(hidden_size=128, intermediate_size=192, num_attention_heads=4, head_dim=32)
+    save_checkpoint(tmp_path, model, tokenizer_directory)
+    return tmp_path
+
+
+def likeness(first: SportsLLM, second: SportsLLM) -> float:
+    """Cosine between the logits of two models on the same tokens."""
+    tokens = torch.randint(3, 384, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits = [model(tokens).float().flatten() for model in (first, second)]
+    return float(torch.nn.functional.cosine_similarity(*logits, dim=0))
+
+
+@pytest.mark.parametrize(("precision", "least"), [("fp32", 0.999999), ("bf16", 0.999), ("int8", 0.995)])
+def test_cheap_teachers_stay_near_the_full_one(precision: str, least: float, wide: Path) -> None:
+    # Relative error of a product: 2^-9 in bf16, about 1/127 of a row's largest number in int8.
+    cheap = load_teacher(wide, precision)
+    assert likeness(load_checkpoint(wide), cheap) > least
+    assert not any(p.requires_grad for p in cheap.parameters())
+
+
+@pytest.mark.parametrize(("hidden", "inner", "block", "dense"), [(128, 192, 64, 0), (96, 112, 32, 2)])
+def test_a_nf4_teacher_is_the_model_with_nf4_matrices(
+    hidden: int,
+    inner: int,
+    block: int,
+    dense: int,
+    tokenizer_directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rows of 112 have no whole blocks: those matrices stay as they are, and it says so."""
+    exact = tiny_model(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=hidden // 32,
+        head_dim=32,
+        num_key_value_heads=1,
+    )
+    save_checkpoint(tmp_path, exact, tokenizer_directory)
+    cheap, packed = load_teacher(tmp_path, "nf4"), 0
+    assert (f"{dense} matrices stay in" in capsys.readouterr().err) == bool(dense)
+    for name, module in cheap.named_modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            state = module.weight.quant_state
+            matrix = dequantize(module.weight.data, state)
+            original = exact.get_submodule(name).weight
+            assert state.blocksize == block
+            assert torch.nn.functional.cosine_similarity(matrix.float().flatten(), original.flatten(), dim=0) > 0.99
+            original.data = matrix.float()
+            packed += 1
+    assert packed == 14 - dense
+    assert likeness(exact, cheap) > 0.999  # what is left is bfloat16
+
+
+def test_a_nf4_teacher_trains_a_student(checkpoint: Path, student: Path, corpus_file: Path, tmp_path: Path) -> None:
+    result = run(checkpoint, str(student), tmp_path / "out", corpus_file, objective=Objective(teacher_precision="nf4"))
+    assert result["steps"] == 3
+
+
+def test_a_larger_student_is_refused(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="larger than the teacher"):
+        run(checkpoint, "tiny-1m", tmp_path / "out", corpus_file)
+
+
+def test_another_tokenizer_is_refused(
+    checkpoint: Path, texts: list[str], student: Path, corpus_file: Path, tmp_path: Path
+) -> None:
+    train_tokenizer(texts[:20], 384, student)
+    with pytest.raises(ArtifactError, match="tokenizer differs"):
+        run(checkpoint, str(student), tmp_path / "out", corpus_file)
+
+
+def test_an_objective_out_of_range(tmp_path: Path) -> None:
+    for settings, message in (
+        ({"kl_weight": "1.5"}, "--kl-weight"),
+        ({"kl_weight": "often"}, "--kl-weight"),
+        ({"teacher_precision": "int3"}, "--teacher-precision"),
+        ({"temperature": 0.0}, "--temperature"),
+        ({"divergence": "l2"}, "divergence"),
+        ({"mix": 0.5}, "--mix"),
+        ({"hidden_weight": -1.0}, "--hidden-weight"),
+        ({"layer_map": "0:0"}, "--hidden-weight"),
+        ({"relation_heads": 2}, "--attention-weight"),
+        ({"on_policy": 1.5}, "--on-policy"),
+        ({"signal_kind": "top-k"}, "--signals"),
+        ({"signals": tmp_path, "signal_kind": "best"}, "--signal-kind"),
+        ({"signals": tmp_path, "divergence": "js"}, "forward-kl alone"),
+        ({"extra_teacher": ["runs/other=much"]}, "DIR=WEIGHT"),
+        ({"extra_teacher": ["runs/other=0"]}, "above 0"),
+        ({"extra_teacher": ["runs/other"], "temperature": 2.0}, "temperature 1"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            make_objective(**{"kl_weight": None, "fresh": True, "extra_teacher": None, **settings})  # type: ignore[arg-type]
+
+
+def test_a_missing_preset_teacher_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArtifactError, match="train --model large"):
+        resolve_teacher("large")
+    with pytest.raises(ArtifactError, match="neither a directory nor a preset"):
+        resolve_teacher("enormous")
+
+
+def test_the_teacher_names_its_corpus(checkpoint: Path, tmp_path: Path, corpus_file: Path) -> None:
+    with pytest.raises(UsageError, match="give --corpus"):
+        teacher_corpus(checkpoint, "corpus")
+    copy = tmp_path / "teacher"
+    shutil.copytree(checkpoint, copy)
+    manifest = {"format": 1, "files": {}, "settings": {"corpus": [str(corpus_file)], "valid": []}}
+    (copy / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    assert teacher_corpus(copy, "corpus") == [corpus_file]
+    assert teacher_corpus(copy, "valid") == []
+
+
+def test_preset_student_takes_the_teachers_vocabulary(
+    tokenizer_directory: Path, corpus_file: Path, tmp_path: Path
+) -> None:
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    model = SportsLLM(tiny_config(hidden_size=256, intermediate_size=256, max_position_embeddings=1024))
+    model.initialize(0)
+    save_checkpoint(teacher, model, tokenizer_directory)
+    run(teacher, "tiny-300k", tmp_path / "out", corpus_file)
+    assert load_checkpoint(tmp_path / "out").config.vocab_size == 384
+
+
+def test_a_packed_student_is_refused(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    from compress.quantization.packed_checkpoint import Precision
+    from compress.quantization.run import quantize
+
+    quantize(checkpoint=checkpoint, out=tmp_path / "q", precision=Precision())
+    with pytest.raises(ArtifactError, match="is quantized"):
+        run(checkpoint, str(tmp_path / "q"), tmp_path / "out", corpus_file)
+    with pytest.raises(UsageError, match="weights of its own"):
+        run(checkpoint, str(checkpoint), tmp_path / "out", corpus_file, init=checkpoint)

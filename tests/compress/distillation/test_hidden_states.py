@@ -1,0 +1,277 @@
+"""Hidden-state and attention-relation matching against plain float64 code and autograd."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from compress.distillation import hidden_states as matching
+from compress.distillation.hidden_states import (
+    HiddenMatching,
+    attach,
+    attention_matching_loss,
+    default_layer_map,
+    detach,
+    hidden_matching_loss,
+    parse_layer_map,
+    projected,
+    relation_heads,
+    relation_loss,
+)
+from sportsllm.errors import UsageError
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.text.packing import IGNORE, Batch, PackedSequences, TokenizedDocuments
+from sportsllm.training.loop import TrainConfig, train_model
+from sportsllm.training.optimizers import build_optimizers
+from tests.sportsllm.training.test_chunked_loss import Sizes
+from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
+
+# Sums of ~1,000 float32 terms, each right to 6e-8 of its size.
+LOSS_RTOL, GRADIENT_ATOL = 1e-5, 1e-5
+DOCUMENTS = (1, 14, 37)
+
+
+def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=g) for shape in shapes]
+
+
+def some_targets(tokens: int) -> Tensor:
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    targets[[0, tokens // 2, tokens - 1]] = IGNORE
+    return targets
+
+
+def naive_hidden(student: Tensor, teacher: Tensor, targets: Tensor, projection: Tensor | None = None) -> Tensor:
+    student, teacher = student.flatten(0, -2).double(), teacher.flatten(0, -2).double()
+    predicted = student if projection is None else student @ projection.double().T
+    errors = (predicted - teacher).square().mean(-1) / teacher.square().mean(-1)
+    return errors[targets.flatten() != IGNORE].sum()
+
+
+def naive_relation(student: Tensor, teacher: Tensor, targets: Tensor, documents: Sequence[int], heads: int) -> Tensor:
+    """The whole (heads, N, N) of the packed row, with a mask for order and documents."""
+    number = torch.bucketize(torch.arange(len(student)), torch.tensor(documents), right=True)
+    seen = (number[:, None] == number[None, :]).tril()
+
+    def log_relation(x: Tensor) -> Tensor:
+        split = x.double().view(len(x), heads, -1).transpose(0, 1)
+        scores = split @ split.mT / split.shape[-1] ** 0.5
+        return scores.masked_fill(~seen, -torch.inf).log_softmax(-1).masked_fill(~seen, 0.0)
+
+    log_p, log_q = log_relation(teacher), log_relation(student)
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean(0)[targets.flatten() != IGNORE].sum()
+
+
+def assert_same(ours: Tensor, exact: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
+    torch.testing.assert_close(ours.double(), exact, rtol=LOSS_RTOL, atol=1e-7)
+    ours_gradients = torch.autograd.grad(ours * 3, [a for a, _ in pairs])
+    for gradient, expected in zip(ours_gradients, torch.autograd.grad(exact * 3, [b for _, b in pairs]), strict=True):
+        assert expected.abs().max() > 100 * GRADIENT_ATOL
+        torch.testing.assert_close(gradient.double(), expected.double(), rtol=1e-5, atol=GRADIENT_ATOL)
+
+
+def leaves(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    return tensor.clone().requires_grad_(), tensor.double().requires_grad_()
+
+
+@pytest.mark.parametrize("tokens", [37, 1500])  # 1,500 are more than one chunk
+def test_projected_hidden_states_equal_float64(tokens: int) -> None:
+    student, teacher, projection = drawn((tokens, 8), (tokens, 12), (12, 8))
+    teacher[5] *= 1000.0  # a massive token counts like any other
+    targets = some_targets(tokens)
+    (s, s64), (p, p64) = leaves(student), leaves(projection)
+    assert_same(
+        hidden_matching_loss(s, teacher, targets, p), naive_hidden(s64, teacher, targets, p64), (s, s64), (p, p64)
+    )
+
+
+@pytest.mark.parametrize("tokens", [37, 1500])
+def test_unprojected_hidden_states_equal_float64(tokens: int) -> None:
+    student, teacher = drawn((tokens, 8), (tokens, 8))
+    targets = some_targets(tokens)
+    s, s64 = leaves(student)
+    assert_same(hidden_matching_loss(s, teacher, targets), naive_hidden(s64, teacher, targets), (s, s64))
+    assert torch.equal(s, student)  # the gradient is made elsewhere than in the states
+
+
+def test_a_state_of_zeros_costs_1_and_the_teachers_own_costs_0() -> None:
+    (teacher,) = drawn((9, 8))
+    targets = torch.zeros(9, dtype=torch.int64)
+    assert float(hidden_matching_loss(torch.zeros(9, 8), teacher, targets)) == pytest.approx(9, rel=1e-6)
+    assert float(hidden_matching_loss(teacher, teacher, targets)) == 0.0
+    assert torch.isfinite(hidden_matching_loss(teacher, torch.zeros(9, 8), targets))
+
+
+@pytest.mark.parametrize("scores", [1, 3 * 23 * 5, 2**20])  # one query row at a time, five in the longest, all
+@pytest.mark.parametrize("heads", [1, 3])
+def test_relations_equal_float64(scores: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "_RELATION_SCORES", scores)
+    student, teacher = drawn((37, 12), (37, 18))
+    targets = some_targets(37)
+    s, s64 = leaves(student)
+    ours = relation_loss(s, teacher, targets, DOCUMENTS, heads)
+    assert_same(ours, naive_relation(s64, teacher, targets, DOCUMENTS, heads), (s, s64))
+
+
+def test_sharp_relations_stay_finite_and_right() -> None:
+    student, teacher = drawn((37, 12), (37, 12))
+    targets = some_targets(37)
+    ours = relation_loss(30 * student, 30 * teacher, targets, DOCUMENTS, 2)  # scores of some 1,000
+    exact = naive_relation(30 * student, 30 * teacher, targets, DOCUMENTS, 2)
+    assert exact > 1e3
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=0)
+    assert float(relation_loss(teacher, teacher, targets, DOCUMENTS, 2)) == 0.0
+
+
+def test_nothing_of_length_times_length_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, heads = 600, 4
+    monkeypatch.setattr(matching, "_RELATION_SCORES", 40_000)
+    student, teacher = drawn((tokens, 16), (tokens, 16))
+    with Sizes() as sizes:
+        relation_loss(student.requires_grad_(), teacher, some_targets(tokens), (tokens,), heads).backward()
+    assert sizes.largest <= 40_000 < heads * tokens * tokens
+
+
+def batch_of(length: int = 16) -> Batch:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(3, 20, 40)
+    ids = rng.integers(3, TINY_VOCAB, int(lengths.sum())).astype(np.uint32)
+    return PackedSequences(TokenizedDocuments(ids, np.cumsum(lengths), 4 * len(ids)), length, 2, 0).batch(0)
+
+
+def run(model: SportsLLM, batch: Batch, layer: int) -> tuple[list[Tensor], matching.Projected]:
+    states: list[Tensor] = []
+    with projected(model, layer) as caught:
+        model.hidden(batch.tokens, batch.documents, states=states)
+    return states, caught
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_gradient_reaches_every_matrix_of_the_student(checkpointed: bool) -> None:
+    teacher, student = tiny_model(seed=1, num_hidden_layers=4), tiny_model(hidden_size=48, num_key_value_heads=1)
+    student.train().checkpoint_activations = checkpointed
+    batch = batch_of()
+    with torch.inference_mode():
+        teacher_states, teacher_qkv = run(teacher, batch, 3)
+    module = HiddenMatching(student.config, teacher.config)
+    assert module.layer_map == ((0, 0), (1, 2), (2, 4)) and len(module.projections) == 3
+    heads = relation_heads(student.config, teacher.config)
+    assert heads == 1  # the student's keys are 16 wide
+
+    def gradients(naive: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        states, qkv = run(student, batch, 1)
+        if naive:
+            pairs = zip(module.layer_map, module.projections, strict=True)
+            losses = [naive_hidden(states[s], teacher_states[t], batch.targets, p) for (s, t), p in pairs]
+            loss = torch.stack(losses).mean() + sum(
+                naive_relation(
+                    qkv[n].flatten(0, 1), teacher_qkv[n].flatten(0, 1), batch.targets, batch.documents, heads
+                )
+                for n in "qkv"
+            )
+        else:
+            loss = module(states, teacher_states, batch.targets)
+            loss = loss + attention_matching_loss(qkv, teacher_qkv, batch.targets, batch.documents, heads)
+        loss.backward()
+        named = {**dict(student.named_parameters()), **dict(module.named_parameters())}
+        found = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+        for parameter in named.values():
+            parameter.grad = None
+        return loss.detach().double(), found
+
+    ours, exact = gradients(False), gradients(True)
+    torch.testing.assert_close(ours[0], exact[0], rtol=LOSS_RTOL, atol=0)
+    assert ours[1].keys() == exact[1].keys()
+    assert {"projections.2", "model.layers.1.self_attn.k_proj.weight"} < ours[1].keys()
+    for name, gradient in ours[1].items():
+        # Two ways through the same float32 model: rounding of some 1e-6 of the largest entry, passed on by its layers.
+        scale = float(exact[1][name].abs().max())
+        torch.testing.assert_close(gradient, exact[1][name], rtol=0, atol=2e-5 * scale)
+
+
+def test_the_hooks_go_with_the_block() -> None:
+    model, batch = tiny_model(), batch_of()
+    with pytest.raises(ZeroDivisionError), projected(model, 0) as caught:
+        model.hidden(batch.tokens, batch.documents)
+        raise ZeroDivisionError
+    assert {name: part.shape[-1] for name, part in caught.items()} == {"q": 64, "k": 32, "v": 32}
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_projections_are_learned_only_where_sizes_differ_or_they_are_asked_for() -> None:
+    config = tiny_config()
+    assert not list(HiddenMatching(config, config).parameters())
+    asked = HiddenMatching(config, config, always_project=True)
+    assert all(torch.equal(p, torch.eye(64)) for p in asked.projections) and len(asked.projections) == 3
+    wider = HiddenMatching(config, tiny_config(hidden_size=96), seed=7)
+    for matrix in wider.projections:
+        # Orthogonal columns: lengths are kept but for float32's rounding.
+        torch.testing.assert_close(matrix.T @ matrix, torch.eye(64), rtol=0, atol=1e-5)
+    again = HiddenMatching(config, tiny_config(hidden_size=96), seed=7)
+    assert torch.equal(again.projections[2], wider.projections[2])
+    assert not torch.equal(wider.projections[0], wider.projections[1])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_training_loop_trains_the_projections_too(optimizer: str, tmp_path: Path) -> None:
+    teacher, student = tiny_model(seed=1), tiny_model(hidden_size=32)
+    names = set(student.state_dict())
+    module = HiddenMatching(student.config, teacher.config)
+    before = [projection.detach().clone() for projection in module.projections]
+    attach(student, module)
+    with pytest.raises(ValueError, match="already"):
+        attach(student, module)
+    adamw = build_optimizers(student, optimizer, 1e-3, 0.02, 0.0)[0]
+    taken = {id(parameter) for group in adamw.param_groups for parameter in group["params"]}
+    assert all(id(projection) in taken for projection in module.projections)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(3, TINY_VOCAB, 400).astype(np.uint32)
+    batches = PackedSequences(TokenizedDocuments(ids, np.arange(20, 401, 20), 1600), 32, 2, seed=0)
+
+    def loss(model: SportsLLM, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            teacher_states, _ = run(teacher, batch, 1)
+        return module(run(model, batch, 1)[0], teacher_states, batch.targets)
+
+    config = TrainConfig(
+        steps=12, batch_size=2, accumulation=1, sequence=32, learning_rate=3e-3, warmup=0, optimizer=optimizer,
+        clip_norm=0.5, log_every=1, precision="fp32",
+    )  # fmt: skip
+    train_model(student, batches, loss, config, tmp_path)
+    assert all(not torch.equal(old, new) for old, new in zip(before, module.projections, strict=True))
+    losses = [float(line.split('"loss": ')[1].split(",")[0]) for line in (tmp_path / "metrics.jsonl").open()]
+    assert losses[-1] < 0.97 * losses[0]
+    detach(student)
+    assert set(student.state_dict()) == names and not hasattr(student, "matching")
+
+
+def test_layer_maps() -> None:
+    assert default_layer_map(2, 2) == ((0, 0), (1, 1), (2, 2))
+    assert default_layer_map(4, 12) == ((0, 0), (1, 3), (2, 6), (3, 9), (4, 12))
+    assert default_layer_map(3, 4) == ((0, 0), (1, 1), (2, 3), (3, 4))
+    assert parse_layer_map("0:0,2:4", 2, 4) == ((0, 0), (2, 4))
+    for text in ("3:0", "0:5", "-1:0"):
+        with pytest.raises(UsageError, match=r"--layer-map has .* to 2, teacher layers to 4"):
+            parse_layer_map(text, 2, 4)
+    for text in ("", "1", "1:2:3", "a:b", "1:2,"):
+        with pytest.raises(UsageError, match="not of the form"):
+            parse_layer_map(text, 2, 4)
+    with pytest.raises(UsageError, match="none twice"):
+        parse_layer_map("1:2,1:3", 2, 4)
+    with pytest.raises(UsageError, match="teacher layers to 2"):
+        HiddenMatching(tiny_config(), tiny_config(), [(0, 3)])
+
+
+def test_relation_heads_divide_all_widths() -> None:
+    small = tiny_config(num_attention_heads=3, num_key_value_heads=3, head_dim=16)  # 48 and 48
+    large = tiny_config(num_attention_heads=6, num_key_value_heads=2, head_dim=48)  # 288 and 96
+    assert relation_heads(small, large) == 3
+    assert relation_heads(small, large, 12) == 12
+    assert relation_heads(large, large) == 6  # 96 / 16
+    for heads in (0, 5, 96):
+        with pytest.raises(UsageError, match=rf"--relation-heads {heads} .*48, 48, 288, 96 wide.*divisor of 48"):
+            relation_heads(small, large, heads)

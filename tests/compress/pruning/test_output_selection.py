@@ -1,0 +1,95 @@
+"""Selection by output against brute force: least squares over every candidate, in float64."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.pruning.output_selection import output_scores, pick_order
+from compress.pruning.refit import reconstruct
+from compress.pruning.scores import importance_scores, magnitude_scores
+from compress.pruning.shapes import Shape
+from compress.pruning.slicing import choose, cut
+from sportsllm.errors import ArtifactError
+from tests.support.models import tiny_model
+
+
+def problem(units: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Correlated inputs, (N, U), and a matrix that reads them, (O, U)."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(units, units, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(400, units, generator=generator, dtype=torch.float64) @ mixing
+    return inputs, torch.randn(5, units, generator=generator, dtype=torch.float64)
+
+
+def error(inputs: Tensor, weight: Tensor, columns: Sequence[int]) -> float:
+    """What is left of the outputs when the given inputs are refitted to them."""
+    outputs = inputs @ weight.T
+    kept = inputs[:, list(columns)]
+    return float((outputs - kept @ torch.linalg.lstsq(kept, outputs).solution).square().sum())
+
+
+def columns_of(units: Sequence[int], size: int) -> list[int]:
+    return [unit * size + place for unit in units for place in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_pick_is_the_one_that_helps_most(size: int) -> None:
+    inputs, weight = problem(12)
+    order = pick_order(inputs.T @ inputs, weight, size).argsort(descending=True).tolist()
+    units = list(range(12 // size))
+    assert sorted(order) == units
+    # The last pick is the only one left, and before it errors fall to rounding.
+    for step in range(len(units) - 2):
+        before = order[:step]
+        errors = {
+            unit: error(inputs, weight, columns_of([*before, unit], size)) for unit in units if unit not in before
+        }
+        # The ridge is 1e-6 of an input's mean square: it may decide between errors that near.
+        assert errors[order[step]] <= min(errors.values()) * (1 + 1e-4)
+
+
+def test_a_twin_is_not_kept_twice() -> None:
+    inputs, weight = problem(6)
+    inputs[:, 4] = inputs[:, 1] * 2.0
+    weight[:, 1], weight[:, 4] = weight[:, 1] * 10, weight[:, 4] * 10  # both loud: single scores would keep both
+    scores = pick_order(inputs.T @ inputs, weight, 1)
+    assert min(scores[1], scores[4]) == 1.0 and max(scores[1], scores[4]) == 6.0
+
+
+def test_many_units_are_picked_several_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, weight = problem(12)
+    one_by_one = pick_order(inputs.T @ inputs, weight, 1)
+    monkeypatch.setattr("compress.pruning.output_selection._STEPS", 4)
+    together = pick_order(inputs.T @ inputs, weight, 1)
+    assert sorted(together.tolist()) == sorted(one_by_one.tolist()) == [float(n) for n in range(1, 13)]
+    assert together.argmax() == one_by_one.argmax()
+
+
+def test_a_model_keeps_more_of_its_outputs_than_by_single_scores() -> None:
+    model = tiny_model(0)
+    with torch.no_grad():  # neurons in pairs that are the same; single scores keep or drop both
+        for layer in model.model.layers:
+            for name in ("gate_proj", "up_proj"):
+                weight = getattr(layer.mlp, name).weight
+                weight[1::2] = weight[::2]
+            layer.mlp.down_proj.weight[:, 1::2] = layer.mlp.down_proj.weight[:, ::2]
+    samples = [torch.randint(3, 384, (2, 48), generator=torch.Generator().manual_seed(n)) for n in range(6)]
+    shape = Shape(hidden=64, intermediate=48, heads=4, kv_heads=2, layers=2)
+
+    def distance(scores: object) -> float:
+        kept = choose(model.config, scores, shape)  # type: ignore[arg-type]
+        pruned = cut(model, kept)
+        reconstruct(pruned, model, kept, samples)
+        with torch.no_grad():
+            return float((pruned(samples[0]) - model(samples[0])).square().mean())
+
+    ours = output_scores(model, samples)
+    # Half of the neurons carry everything: with one of each pair kept and refitted, nothing but the ridge is lost.
+    assert all(len({int(n) // 2 for n in kept.topk(48).indices}) == 48 for kept in ours.intermediate)
+    assert distance(ours) < 0.05 * distance(magnitude_scores(model))
+    plain = importance_scores(model, samples)
+    assert torch.equal(ours.hidden, plain.hidden) and torch.equal(ours.layer_distance, plain.layer_distance)
+    with pytest.raises(ArtifactError, match="no calibration text"):
+        output_scores(model, [])

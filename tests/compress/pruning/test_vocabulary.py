@@ -1,0 +1,483 @@
+import itertools
+import json
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from compress.cli.prune import prune
+from compress.pruning.vocabulary import kept_tokens, read_vocabulary, saved_tokens, with_halves
+from compress.pruning.vocabulary_run import prune_vocabulary
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.inference.evaluate import score_documents
+from sportsllm.inference.sampling import Sampling, generate
+from sportsllm.inference.torch_decoder import TorchDecoder
+from sportsllm.models.config import load_config, read_json
+from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint, write_json
+from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
+from tests.sportsllm.text.test_tokenizer import HARD
+from tests.support.models import TINY_VOCAB, tiny_model
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def naive_bpe(pieces: list[str], merges: list[list[str]]) -> list[str]:
+    """The merges one after the other, as the first BPE paper runs them; fits merges that only use earlier ones."""
+    for first, second in merges:
+        place = 0
+        while place + 1 < len(pieces):
+            if pieces[place : place + 2] == [first, second]:
+                pieces[place : place + 2] = [first + second]
+            place += 1
+    return pieces
+
+
+def prune_files(source: Path, directory: Path, domain: str, size: int, **changes: Any) -> dict[str, Any]:
+    """`prune_vocabulary` to `size` tokens, calibrated on one text."""
+    calibration = directory / "calibration.txt"
+    directory.mkdir(parents=True, exist_ok=True)
+    calibration.write_text(domain, encoding="utf-8")
+    settings = {"vocab_size": size, "min_count": None, "calibration": [calibration], "text": []} | changes
+    return prune_vocabulary(checkpoint=source, out=directory / "out", **settings)
+
+
+def old_ids(directory: Path) -> list[int]:
+    return list(read_json(directory / "vocabulary_map.json")["old_ids"])
+
+
+@pytest.fixture(scope="module")
+def pruned(checkpoint: Path, texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint with 320 of its 384 tokens."""
+    directory = tmp_path_factory.mktemp("pruned")
+    prune_files(checkpoint, directory, "\n\n".join(texts[:3]), 320)
+    return directory / "out"
+
+
+@pytest.fixture(scope="module")
+def llama(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a LLaMA-2 kind of tokenizer: characters, bytes to fall back to, spaces as a character.
+
+    Every pair whose ends are tokens is a merge, so a token has several merges that could make it, as in converted
+    SentencePiece files.
+    """
+    words = " ".join(texts[:5])
+    starts = Counter("▁" + word[:3] for word in words.split() if len(word) > 2)
+    chars = sorted({*words.replace(" ", "▁"), "é", "東", "▁"})
+    grams = {word[:end] for word, _ in starts.most_common(30) for end in (2, 3, 4)}
+    grams |= {word[start:] for word in grams for start in (1, 2) if len(word) - start > 1}
+    learnt = sorted(grams, key=lambda gram: (len(gram), gram))
+    tokens = ["<unk>", "<s>", "</s>", *BYTES, *learnt, *chars]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    merges = [
+        [token[:cut], token[cut:]]
+        for token in learnt
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    data = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False}
+            | {"normalized": False, "special": True}
+            for number, token in enumerate(tokens[:3])
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        ]},
+        "pre_tokenizer": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ]},
+        "model": {"type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True, "vocab": vocab,
+                  "merges": merges},
+    }  # fmt: skip
+    directory = tmp_path_factory.mktemp("llama")
+    model = tiny_model(vocab_size=len(vocab), bos_token_id=1, eos_token_id=2, pad_token_id=None)
+    write_json(directory / "tokenizer.json", data)
+    save_checkpoint(directory, model)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llama3(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as Llama 3 and Qwen lay it out: special tokens behind the vocabulary, ids in every file, a head of
+    its own, and rows without a token at the end."""
+    directory = tmp_path_factory.mktemp("llama3")
+    train_tokenizer(texts, 370, directory)
+    data = read_json(directory / "tokenizer.json")
+    names = ["<|text|>", "<|stop|>", "<|turn|>"]
+    moved = {token: number - 3 for token, number in data["model"]["vocab"].items() if number >= 3}
+    entries = {name: dict(data["added_tokens"][0], content=name, id=367 + place) for place, name in enumerate(names)}
+    data["model"] |= {"vocab": moved, "ignore_merges": True}
+    data["added_tokens"] = list(entries.values())
+    data["post_processor"] = {"type": "Sequence", "processors": [
+        {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True},
+        {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<|text|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<|text|>": {"id": "<|text|>", "ids": [367], "tokens": ["<|text|>"]}},
+        },
+    ]}  # fmt: skip
+    write_json(directory / "tokenizer.json", data)
+    decoder = {str(entry["id"]): {"content": name, "special": True} for name, entry in entries.items()}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|text|>", "eos_token": "<|stop|>"}
+    settings |= {"added_tokens_decoder": decoder, "additional_special_tokens": ["<|turn|>"]}
+    write_json(directory / "tokenizer_config.json", settings | {"clean_up_tokenization_spaces": False})
+    write_json(directory / "generation_config.json", {"bos_token_id": 367, "eos_token_id": [368, 369], "top_p": 0.5})
+    special = {"bos_token_id": 367, "eos_token_id": (368, 369), "pad_token_id": None}
+    save_checkpoint(directory, tiny_model(tie_word_embeddings=False, **special))
+    return directory
+
+
+KINDS = ["checkpoint", "llama", "llama3"]
+
+
+@pytest.fixture(params=KINDS)
+def source(request: pytest.FixtureRequest) -> Path:
+    """A checkpoint of each kind of tokenizer."""
+    return Path(request.getfixturevalue(request.param))
+
+
+def test_saved_tokens_by_hand() -> None:
+    """`abc` is made of `ab` and `c`: what is counted once as `abc` was made as `ab` on the way."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate([*alphabet, "ab", "abc", "cd"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("ab", "c"), ("c", "d")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary = read_vocabulary(json.loads(tokenizer.to_str()), "hand")
+    counts = np.zeros(260, dtype=np.int64)  # one row has no token
+    ids = tokenizer.encode("abcabcabcd").ids
+    np.add.at(counts, ids, 1)
+    saved = saved_tokens(vocabulary, counts)
+    assert [tokenizer.id_to_token(number) for number in ids] == ["abc", "abc", "abc", "d"]
+    assert saved[256:].tolist() == [3, 3, 0, -1]
+    assert (saved[vocab["a"]], saved[vocab["c"]], saved[vocab["d"]], saved[vocab["e"]]) == (3, 3, 1, 0)
+    assert kept_tokens(vocabulary, saved, 257, vocabulary.fixed)[-1] == 256, "the older of two equals"
+
+
+def test_no_closed_choice_saves_more() -> None:
+    """All closed choices of so many tokens, each tried on the text, by brute force."""
+    merges = [("t", "h"), ("th", "e"), ("a", "n"), ("an", "d"), ("i", "n"), ("in", "g"), ("o", "f"), ("the", "m")]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    whole = ["".join(pair) for pair in merges]
+    tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate([*alphabet, *whole])}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    vocabulary = read_vocabulary(json.loads(tokenizer.to_str()), "hand")
+    words = ["the"] * 5 + ["them"] * 3 + ["then"] + ["and"] * 4 + ["an"] * 2 + ["ing"] * 6 + ["of"] * 7
+    counts = np.bincount(tokenizer.encode(" ".join(words)).ids, minlength=264)
+    saved = saved_tokens(vocabulary, counts)
+
+    def length(kept: set[str]) -> int:
+        rules = [list(pair) for pair in merges if "".join(pair) in kept]
+        return sum(len(naive_bpe(list(word), rules)) for word in words)
+
+    for count in range(9):
+        ours = {
+            whole[number - 256]
+            for number in kept_tokens(vocabulary, saved, 256 + count, vocabulary.fixed)
+            if number > 255
+        }
+        closed = [
+            set(choice)
+            for choice in itertools.combinations(whole, count)
+            if all(half in choice or len(half) == 1 for pair in merges if "".join(pair) in choice for half in pair)
+        ]
+        assert ours in closed
+        assert length(ours) == min(length(choice) for choice in closed)
+
+
+def test_logits_of_kept_tokens_are_the_old_ones(source: Path, texts: list[str], tmp_path: Path) -> None:
+    config = load_config(source)
+    prune_files(source, tmp_path, "\n\n".join(texts[:2]), 320)
+    kept = old_ids(tmp_path / "out")
+    new = torch.randint(0, len(kept), (2, 30), generator=torch.Generator().manual_seed(0))
+    old, pruned = load_checkpoint(source), load_checkpoint(tmp_path / "out")
+    with torch.inference_mode():
+        assert torch.equal(pruned.hidden(new), old.hidden(torch.tensor(kept)[new]))
+        assert torch.equal(pruned.head_weight, old.head_weight[kept])
+        expected, found = old(torch.tensor(kept)[new])[..., kept], pruned(new)
+    assert len(kept) == 320 < config.vocab_size
+    # The same products; a kernel may add up the 64 of them in another order where the matrix has fewer rows.
+    assert torch.allclose(found, expected, rtol=0, atol=64 * 2**-23 * float(expected.abs().max()))
+
+
+def test_any_text_round_trips(source: Path, texts: list[str], tmp_path: Path) -> None:
+    """320 tokens leave so few beside the bytes that nearly everything here falls back to bytes."""
+    prune_files(source, tmp_path, texts[0], 320)
+    old, tokenizer = (load_tokenizer(path, load_config(path)) for path in (source, tmp_path / "out"))
+    random.seed(0)
+    noise = [random.randbytes(50).decode("utf-8", errors="replace") for _ in range(50)]
+    rare = ["ᚠᛇᚻ 𓀀 🇪🇸 é e\u0301 東京", "".join(map(chr, range(1, 300))), "\u2581 \u0120", texts[7], "‏עברית"]
+    for text in [*HARD, *noise, *rare]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == old.decode(old.encode(text))
+        assert all(number < 320 for number in ids)
+        assert not set(load_config(tmp_path / "out").stop_token_ids) & set(ids)
+        if source.name.startswith("llama") and not source.name.startswith("llama3"):
+            text = text.replace("\u2581", " ")  # that tokenizer cannot tell them apart
+        assert tokenizer.decode(ids) == text
+
+
+def test_what_stays_is_closed_and_reads_as_naive_bpe(source: Path, texts: list[str], tmp_path: Path) -> None:
+    prune_files(source, tmp_path, texts[0], 320)
+    data = read_json(tmp_path / "out" / "tokenizer.json")
+    old = read_json(source / "tokenizer.json")
+    vocab, merges = data["model"]["vocab"], data["model"]["merges"]
+    assert all(first + second in vocab and {first, second} <= vocab.keys() for first, second in merges)
+    places = [old["model"]["merges"].index(pair) for pair in merges]
+    assert places == sorted(places)
+    assert len(merges) < len(old["model"]["merges"])
+    special = {entry["content"] for entry in data["added_tokens"]}
+    for token in vocab.keys() - special - set(BYTES):
+        assert naive_bpe(list(token), merges) == [token], "what stays can still be made"
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    for text in [texts[0], texts[9], "zzz Unseen, words: 12345"]:
+        words = (
+            [text]
+            if tokenizer.pre_tokenizer is None
+            else [w for w, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+        )
+        if tokenizer.normalizer is not None:
+            words = [tokenizer.normalizer.normalize_str(text)]
+        pieces = [piece for word in words for piece in naive_bpe(list(word), merges)]
+        expected = [[piece] if piece in vocab else [f"<0x{byte:02X}>" for byte in piece.encode()] for piece in pieces]
+        found = tokenizer.encode(text, add_special_tokens=False).ids
+        assert found == [vocab[token] for part in expected for token in part]
+
+
+def test_words_of_kept_tokens_are_cut_as_before(checkpoint: Path, pruned: Path, texts: list[str]) -> None:
+    kept = old_ids(pruned)
+    vocabulary = read_vocabulary(read_json(checkpoint / "tokenizer.json"), "old")
+    old, new = load_tokenizer(checkpoint), load_tokenizer(pruned)
+    same = 0
+    for word in set(" ".join(texts).split()):
+        ids = old.encode(word)
+        if with_halves(vocabulary, ids) <= set(kept):
+            same += 1
+            assert [kept[number] for number in new.encode(word)] == ids
+    assert same > 100
+
+
+def test_keeping_everything_changes_nothing(source: Path, texts: list[str], tmp_path: Path) -> None:
+    config = load_config(source)
+    result = prune_files(source, tmp_path, texts[0], config.vocab_size)
+    before, after = (load_file(str(path / "model.safetensors")) for path in (source, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for name in ("tokenizer.json", "config.json", "generation_config.json"):
+        assert read_json(source / name) == read_json(tmp_path / "out" / name)
+    assert result["tokens_per_byte_before"] == result["tokens_per_byte_after"]
+    assert load_config(tmp_path / "out") == config
+
+
+def test_special_ids_are_rewritten_everywhere(llama3: Path, texts: list[str], tmp_path: Path) -> None:
+    prune_files(llama3, tmp_path, texts[0], 320)
+    out = tmp_path / "out"
+    begin, stop, turn = ids = [old_ids(out).index(number) for number in (367, 368, 369)]
+    assert ids == [317, 318, 319]
+    config, data = load_config(out), read_json(out / "tokenizer.json")
+    assert (config.vocab_size, config.bos_token_id, config.eos_token_id) == (320, begin, (stop, turn))
+    assert [entry["id"] for entry in data["added_tokens"]] == ids
+    assert data["post_processor"]["processors"][1]["special_tokens"]["<|text|>"]["ids"] == [begin]
+    assert read_json(out / "generation_config.json") == {
+        "bos_token_id": begin,
+        "eos_token_id": [stop, turn],
+        "top_p": 0.5,
+    }
+    decoder = read_json(out / "tokenizer_config.json")["added_tokens_decoder"]
+    assert {number: entry["content"] for number, entry in decoder.items()} == {
+        str(begin): "<|text|>",
+        str(stop): "<|stop|>",
+        str(turn): "<|turn|>",
+    }
+
+
+def test_transformers_reads_the_same(source: Path, texts: list[str], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    prune_files(source, tmp_path, texts[0], 320)
+    out = tmp_path / "out"
+    ours, model = load_tokenizer(out, load_config(out)), load_checkpoint(out)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(out))
+    text = "Final score: Obura 82-84 Vestnes, 東京 🏉"
+    ids = theirs(text)["input_ids"]
+    assert ids == [ours.begin_id, *ours.encode(text)]
+    assert len(theirs) <= model.config.vocab_size
+    peer = transformers.AutoModelForCausalLM.from_pretrained(str(out)).eval()
+    with torch.inference_mode():
+        expected, found = peer(torch.tensor([ids])).logits, model(torch.tensor([ids]))
+    # Two orders of adding up 64 float32 products of size 1; logits are below 100.
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_bits_per_byte_before_and_after(checkpoint: Path, texts: list[str], corpus_file: Path, tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text(texts[30], encoding="utf-8")
+    result = prune_files(checkpoint, tmp_path, texts[0], 300, text=[held_out])
+    out = tmp_path / "out"
+    for side, key in ((checkpoint, "before"), (out, "after")):
+        model, words = load_checkpoint(side), load_tokenizer(side)
+        score = score_documents(TorchDecoder(model), words, [texts[30]])
+        assert result[f"bits_per_byte_{key}"] == score.bits_per_byte
+        assert result[f"tokens_per_byte_{key}"] == len(words.encode(texts[30])) / len(texts[30].encode())
+    assert (result["vocab_size"], result["vocab_size_before"]) == (320, TINY_VOCAB)
+    assert result["parameters"] == load_config(checkpoint).parameters - (TINY_VOCAB - 320) * 64
+    assert list(generate(TorchDecoder(load_checkpoint(out)), [0, 40], 5, Sampling(temperature=0)))
+    again = prune_files(checkpoint, tmp_path, texts[0], 300, text=[held_out])
+    assert again["cached"] and not result["cached"]
+
+
+def test_sizes_are_said(checkpoint: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prune_files(checkpoint, tmp_path / "a", texts[0], 300)["vocab_size"] == 320
+    assert "320 tokens stay, not 300: kernels want a multiple of 32" in capsys.readouterr().err
+    result = prune_files(checkpoint, tmp_path / "b", texts[0], 0, vocab_size=None, min_count=3)
+    vocabulary = read_vocabulary(read_json(checkpoint / "tokenizer.json"), "old")
+    counts = np.bincount(load_tokenizer(checkpoint).encode(texts[0]), minlength=TINY_VOCAB)
+    needed = vocabulary.fixed | set(np.flatnonzero(saved_tokens(vocabulary, counts) >= 3).tolist())
+    assert needed <= set(old_ids(tmp_path / "b" / "out"))
+    assert result["vocab_size"] == -(-len(needed) // 32) * 32 < TINY_VOCAB
+
+
+def test_reserved_tokens_go_first(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    train_tokenizer(["a small corpus"], TINY_VOCAB, source)
+    save_checkpoint(source, tiny_model())
+    prune_files(source, tmp_path, "a small corpus", 288)
+    kept, before = set(old_ids(tmp_path / "out")), read_json(source / "tokenizer.json")
+    learnt = set(before["model"]["vocab"].values())
+    assert len(learnt) < 288 and learnt <= kept
+    assert len(read_json(tmp_path / "out" / "tokenizer.json")["added_tokens"]) == 3 + 288 - len(learnt)
+
+
+def test_a_character_may_fall_back_to_bytes_but_the_space_may_not(llama: Path, tmp_path: Path) -> None:
+    prune_files(llama, tmp_path, "nospacehere", 288)
+    vocab = read_json(tmp_path / "out" / "tokenizer.json")["model"]["vocab"]
+    assert "▁" in vocab and "東" not in vocab
+    vocabulary = read_vocabulary(read_json(llama / "tokenizer.json"), "llama")
+    saved = saved_tokens(vocabulary, np.ones(load_config(llama).vocab_size, dtype=np.int64))
+    assert saved[vocabulary.ids["東"]] == 2, "three bytes instead of one token"
+
+
+@pytest.mark.parametrize("text", ["Once upon a time, there was a little girl named Lily. She had a dog."])
+def test_somebody_elses_checkpoint(stories: Path, text: str, tmp_path: Path) -> None:
+    result = prune_files(stories, tmp_path, text, 352)
+    out = tmp_path / "out"
+    model, words = load_checkpoint(out), load_tokenizer(out)
+    ids = list(
+        generate(TorchDecoder(model), [words.begin_id, *words.encode("Once upon a time")], 8, Sampling(temperature=0))
+    )
+    assert words.decode(ids) == ", there was a little girl"
+    assert result["tokens_per_byte_before"] == result["tokens_per_byte_after"]
+
+
+def broken(source: Path, target: Path, name: str, change: Callable[[dict[str, Any]], None]) -> Path:
+    shutil.copytree(source, target)
+    data = read_json(target / name) if (target / name).exists() else {}
+    change(data)
+    write_json(target / name, data)
+    return target
+
+
+def lose_half(data: dict[str, Any]) -> None:
+    """Takes away a token that a merge makes, and keeps the ids dense."""
+    model = data["model"]
+    lost = model["vocab"].pop("".join(model["merges"][0]))
+    model["vocab"] = {token: number - (number > lost) for token, number in model["vocab"].items()}
+
+
+def unigram(data: dict[str, Any]) -> None:
+    vocab = [[token, -1.0] for token in data["model"]["vocab"]]
+    data["model"] = {"type": "Unigram", "unk_id": 0, "vocab": vocab}
+
+
+def wordpiece(data: dict[str, Any]) -> None:
+    data["model"] = {"type": "WordPiece", "unk_token": "<|pad|>", "vocab": data["model"]["vocab"]} | {
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 100,
+    }
+
+
+REFUSED: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
+    ("tokenizer.json", unigram, "its model is Unigram"),
+    ("tokenizer.json", wordpiece, "its model is WordPiece"),
+    ("tokenizer.json", lose_half, "out of vocabulary"),
+    ("tokenizer.json", lambda d: d["model"].update(end_of_word_suffix="</w>"), "end_of_word_suffix"),
+    ("tokenizer.json", lambda d: d.update(pre_tokenizer={"type": "Whitespace"}), "without tokens for bytes"),
+    ("tokenizer.json", lambda d: (d["model"].update(byte_fallback=True), d.pop("pre_tokenizer")), "256 byte tokens"),
+    ("tokenizer.json", lambda d: d["added_tokens"][0].update(id=400), "id 400, but is read as 0"),
+    ("tokenizer.json", lambda d: d["model"]["vocab"].update(zzz=5), "both have id 5"),
+    ("tokenizer.json", lambda d: d["post_processor"]["special_tokens"]["<|begin|>"].update(ids=[7]), "as id 7"),
+    ("config.json", lambda d: d.update(vocab_size=TINY_VOCAB - 1), "383 rows"),
+    ("config.json", lambda d: d.update(vocab_size=TINY_VOCAB + 32), "config.json asks for"),
+    ("config.json", lambda d: d.update(pad_token_id=-1), "pad_token_id is -1"),
+    ("tokenizer_config.json", lambda d: d.update(unk_token="<oh>"), "unk_token is '<oh>', which tokenizer.json lacks"),
+    ("tokenizer_config.json", lambda d: d.update(additional_special_tokens=["<oh>"]), "additional_special_tokens"),
+    ("tokenizer_config.json", lambda d: d.update(added_tokens_decoder={"9": {"content": "<|end|>"}}), "id 9"),
+    ("tokenizer_config.json", lambda d: d.update(added_tokens_decoder=[1]), "not a table"),
+    ("special_tokens_map.json", lambda d: d.update(sep_token={"content": "<oh>"}), "sep_token is '<oh>'"),
+    ("generation_config.json", lambda d: d.update(eos_token_id=[1, 999]), "eos_token_id is 999"),
+    ("generation_config.json", lambda d: d.update(bad_words_ids=[[5]]), "bad_words_ids"),
+    ("config.json", lambda d: d.update(quantization_config={"quant_method": "sportsllm-nbits"}), "then quantize"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED, ids=[f"{n}-{m}" for n, _, m in REFUSED])
+def test_files_that_disagree_are_one_line(
+    checkpoint: Path, tmp_path: Path, name: str, change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    source = broken(checkpoint, tmp_path / "source", name, change)
+    with pytest.raises(ArtifactError, match=message) as error:
+        prune_files(source, tmp_path, "some text", 320)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vocab_size": None}, "one of them"),
+        ({"min_count": 2}, "one of them"),
+        ({"vocab_size": None, "min_count": 0}, "1 or more"),
+        ({"vocab_size": 258}, "259 of them always stay .* choose 259 to 384"),
+        ({"vocab_size": 385}, "choose 259 to 384"),
+    ],
+)
+def test_impossible_sizes(checkpoint: Path, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        prune_files(checkpoint, tmp_path, "some text", 320, **settings)
+
+
+def test_the_command_cuts_the_vocabulary_alone(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    result = prune(checkpoint, tmp_path / "out", [corpus_file], vocab_size=320, text=[corpus_file])
+    assert load_config(tmp_path / "out").vocab_size == result["vocab_size"] == 320
+    for settings, message in (
+        ({"vocab_size": 320, "params": 0.5}, "cut alone"),
+        ({"min_count": 2, "recover": 100}, "cut alone"),
+        ({"vocab_size": 320, "seed": 1, "kl_weight": "1"}, "belong to --recover"),
+        ({"params": 0.5, "temperature": 0.0}, "belong to --recover"),
+        ({"params": 0.5, "text": [corpus_file]}, "--text belongs to --vocab-size"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            prune(checkpoint, tmp_path / "x", [corpus_file], **settings)  # type: ignore[arg-type]
+    assert not (tmp_path / "x").exists()

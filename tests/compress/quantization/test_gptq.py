@@ -1,0 +1,179 @@
+"""Grids, GPTQ and its refinements against float64 loops that follow the definitions."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from compress.quantization.gptq import damped_gram, descend, fit_scales, gptq, gptq_weight, output_error
+from compress.quantization.grid import Grid, fit_grid, full_range, searched_range, split_blocks
+
+GRIDS = [(bits, block, symmetric) for bits in (4, 8) for block in (16, 32, 256) for symmetric in (True, False)]
+
+
+def problem(rows: int = 12, columns: int = 72, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix, and the second moment of correlated inputs of very different strength."""
+    draw = torch.Generator().manual_seed(seed)
+    mixing = torch.eye(columns) + 0.5 * torch.randn(columns, columns, generator=draw) / columns**0.5
+    strength = torch.logspace(-1, 1, columns)[torch.randperm(columns, generator=draw)]
+    inputs = torch.randn(4 * columns, columns, generator=draw) * strength @ mixing
+    return torch.randn(rows, columns, generator=draw), damped_gram(inputs.T @ inputs)
+
+
+def block_error(blocks: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int) -> torch.Tensor:
+    """Squared error of each block, one number at a time in float64."""
+    errors = torch.zeros(scales.shape, dtype=torch.float64)
+    for row, group in np.ndindex(*scales.shape):
+        scale, zero = float(scales[row, group]), float(zeros[row, group])
+        for value in blocks[row, group].tolist():
+            level = min(2**bits - 1, max(0, round(value / scale) + zero)) if scale else zero
+            errors[row, group] += (value - (level - zero) * scale) ** 2
+    return errors
+
+
+@pytest.mark.parametrize(("bits", "block", "symmetric"), GRIDS)
+def test_a_searched_grid_is_never_worse(bits: int, block: int, symmetric: bool) -> None:
+    weight, _ = problem()
+    weight[3, :block] = 0
+    blocks = split_blocks(weight, block)
+    plain = block_error(blocks, *full_range(blocks, bits, symmetric), bits)
+    found = searched_range(blocks, bits, symmetric)
+    searched = block_error(blocks, *found, bits)
+    # Which of two nearly equal grids is better may differ in float32: by rounding, never by more.
+    assert (searched <= plain * (1 + 1e-4) + 1e-9).all()
+    assert searched.sum() < (0.98 if bits == 4 else 1.0) * plain.sum()
+    if symmetric:
+        assert (found[1] == 2 ** (bits - 1)).all()
+
+
+def test_a_searched_grid_minds_what_counts() -> None:
+    """One column of a block counts for everything: the grid that serves it represents it exactly, or nearly so."""
+    weight, weights = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)), torch.full((1, 32), 1e-6)
+    weights[0, 5] = 1.0
+    blocks = split_blocks(weight, 32)
+    errors = []
+    for counted in (None, weights):
+        scales, zeros = searched_range(blocks, 4, True, counted)
+        grid = Grid(scales, zeros, 4, 32, True)
+        errors.append(float((grid.values(grid.round(weight)) - weight)[:, 5].square().mean()))
+    assert errors[1] < 0.05 * errors[0]
+
+
+def surgeon(
+    weight: np.ndarray, gram: np.ndarray, order: list[int], grid_of: Callable[[np.ndarray, int], tuple[np.ndarray, ...]]
+) -> np.ndarray:
+    """GPTQ as defined: round a column, then set the columns left to where the error is least, solved from scratch."""
+    current, quants, left = weight.astype(np.float64), np.zeros_like(weight), list(order)
+    for column in order:
+        scale, zero, bits = grid_of(current, column)
+        safe = np.where(scale == 0, 1, scale)
+        quants[:, column] = np.clip(np.rint(current[:, column] / safe) + zero, 0, 2**bits - 1)
+        error = (quants[:, column] - zero) * scale - current[:, column]
+        left.remove(column)
+        if left:
+            # argmin over the moves d of the columns left: (e, d) H (e, d)^T, e being this column's error
+            move = -np.linalg.solve(gram[np.ix_(left, left)], np.outer(gram[left, column], error))
+            current[:, left] += move.T
+        current[:, column] += error
+    return quants
+
+
+@pytest.mark.parametrize(("bits", "block", "symmetric"), [(4, 16, True), (4, 32, False), (8, 32, True), (4, 256, True)])
+@pytest.mark.parametrize("columns", [72, 200])
+@pytest.mark.parametrize("act_order", [True, False])
+def test_gptq_is_the_surgeon_column_by_column(
+    bits: int, block: int, symmetric: bool, columns: int, act_order: bool
+) -> None:
+    weight, gram = problem(columns=columns)
+    diagonal = gram.diagonal()
+    fixed = fit_grid(weight, bits, block, symmetric, search=True, weights_K=diagonal)
+    order = torch.argsort(diagonal, descending=True, stable=True).tolist() if act_order else list(range(columns))
+    reached: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def grid_of(current: np.ndarray, column: int) -> tuple[np.ndarray, ...]:
+        group = column // block
+        if act_order:
+            return fixed.scales_NG[:, group].double().numpy(), fixed.zeros_NG[:, group].double().numpy(), bits
+        if group not in reached:
+            part = slice(group * block, (group + 1) * block)
+            now = split_blocks(torch.from_numpy(current[:, part]).float(), block)
+            weights = split_blocks(diagonal[None, part], block)[0]
+            scales, zeros = searched_range(now, bits, symmetric, weights)
+            reached[group] = scales[:, 0].double().numpy(), zeros[:, 0].double().numpy()
+        return (*reached[group], bits)
+
+    expected = surgeon(weight.numpy(), gram.double().numpy(), order, grid_of)
+    grid, quants = gptq(weight, gram, bits, block, symmetric, act_order=act_order)
+    # Near the middle between two numbers float32 may choose the other one, and all later columns of that row follow.
+    rows_alike = (quants.numpy() == expected).all(axis=1).mean()
+    assert rows_alike >= (0.75 if bits == 4 else 0.4)
+    mine = output_error(weight - grid.values(quants), gram)
+    if act_order:
+        theirs = output_error(weight - fixed.values(torch.from_numpy(expected)), gram)
+        assert mine == pytest.approx(theirs, rel=0.02)
+
+
+def test_no_single_number_is_better_elsewhere() -> None:
+    weight, gram = problem(rows=4, columns=40)
+    grid = fit_grid(weight, 4, 16, True, search=False)
+    start = grid.round(weight)
+    quants = descend(weight, gram, grid, start, sweeps=50)
+    assert output_error(weight - grid.values(quants), gram) < output_error(weight - grid.values(start), gram)
+    exact = gram.double()
+
+    def row_error(row: int, numbers: torch.Tensor) -> float:
+        difference = (weight[row] - grid.values(numbers)[row]).double()
+        return float(difference @ exact @ difference)
+
+    for row, column in np.ndindex(4, 40):
+        best = row_error(row, quants)
+        for level in range(16):
+            moved = quants.clone()
+            moved[row, column] = level
+            assert row_error(row, moved) > best * (1 - 1e-4)
+
+
+@pytest.mark.parametrize("columns", [64, 72])
+def test_scales_are_the_least_squares_solution(columns: int) -> None:
+    weight, gram = problem(rows=6, columns=columns)
+    grid = fit_grid(weight, 4, 16, False, search=False)
+    quants = grid.round(weight)
+    quants[2, 16:32] = grid.zeros_NG[2, 1]  # a block of zeros keeps its scale
+    found = fit_scales(weight, gram, grid, quants)
+    root = torch.linalg.cholesky(gram.double()).T
+    for row in range(6):
+        levels = (quants[row] - grid.zeros_NG[row].repeat_interleave(16)[:columns]).double()
+        design = torch.zeros(columns, grid.scales_NG.shape[1], dtype=torch.float64)
+        design[torch.arange(columns), torch.arange(columns) // 16] = levels
+        used = design.abs().sum(dim=0) > 0
+        solution = torch.linalg.lstsq(root @ design[:, used], (root @ weight[row].double())[:, None]).solution[:, 0]
+        assert torch.allclose(found.scales_NG[row, used].double(), solution, rtol=1e-3)
+        assert torch.equal(found.scales_NG[row, ~used], grid.scales_NG[row, ~used])
+
+
+@pytest.mark.parametrize(("bits", "block", "symmetric"), GRIDS)
+def test_each_step_lowers_the_error(bits: int, block: int, symmetric: bool) -> None:
+    weight, gram = problem(columns=136)
+    plain, searched = (fit_grid(weight, bits, block, symmetric, search=search) for search in (False, True))
+    errors = [output_error(weight - grid.values(grid.round(weight)), gram) for grid in (plain, searched)]
+    errors.append(
+        min(
+            output_error(weight - grid.values(quants), gram)
+            for grid, quants in (gptq(weight, gram, bits, block, symmetric, act_order=order) for order in (True, False))
+        )
+    )
+    packed = gptq_weight(weight, gram, bits, block, symmetric, damping=0.0)
+    errors.append(output_error(weight - torch.from_numpy(packed.dequantize()), gram))
+    assert errors[2] < 0.7 * errors[1] and errors[3] < errors[2]
+    assert packed.packed.shape == (12, -(-136 // block), block * bits // 8)
+
+
+def test_inputs_that_are_always_zero() -> None:
+    weight, _ = problem(columns=32)
+    inputs = torch.randn(200, 32, generator=torch.Generator().manual_seed(2))
+    inputs[:, 7] = 0
+    packed = gptq_weight(weight, inputs.T @ inputs, 4, 16, True)
+    assert np.isfinite(packed.dequantize()).all()
+    nothing = gptq_weight(weight, torch.zeros(32, 32), 4, 16, True)
+    assert np.abs(nothing.dequantize() - weight.numpy()).max() < 0.3

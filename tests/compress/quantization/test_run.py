@@ -1,0 +1,292 @@
+"""Round to nearest against a plain loop, and the packed layout against the runtime's own operator."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compress.quantization.packed_checkpoint import Precision, round_weight
+from compress.quantization.run import quantize
+from sportsllm.cli.flags import load_command
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.simulator import simulate
+from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.storage.packed_weights import ROW_BITS, QuantizedWeight, pack, unpack
+from sportsllm.text.tokenizer import load_tokenizer
+from tests.support.models import tiny_model
+
+GRIDS = [(bits, block, symmetric) for bits in (4, 8) for block in (32, 64, 128) for symmetric in (True, False)]
+
+
+def quantize_weight(weight: np.ndarray, bits: int, block: int, symmetric: bool = True) -> QuantizedWeight:
+    return round_weight(torch.from_numpy(weight), bits, Precision(bits, block, 8, symmetric), search=False)
+
+
+def packed_error(weight: np.ndarray, packed: QuantizedWeight) -> float:
+    """Root mean square error over root mean square weight."""
+    return float(np.linalg.norm(packed.dequantize() - weight) / max(float(np.linalg.norm(weight)), 1e-30))
+
+
+def brute_force(weight: np.ndarray, bits: int, block: int, symmetric: bool) -> np.ndarray:
+    """One number at a time in float64; scales are stored in float32."""
+    result = np.zeros_like(weight, dtype=np.float64)
+    top = 2**bits - 1
+    for row in range(weight.shape[0]):
+        for start in range(0, weight.shape[1], block):
+            part = [float(x) for x in weight[row, start : start + block]]
+            padded = [*part, 0.0] if len(part) < block else part
+            if symmetric:
+                largest = max(padded, key=abs)
+                scale, zero = float(np.float32(largest / -(2 ** (bits - 1)))), 2 ** (bits - 1)
+            else:
+                low, high = min(0.0, *padded), max(0.0, *padded)
+                scale = float(np.float32((np.float32(high) - np.float32(low)) / np.float32(top)))
+                zero = min(top, max(0, round(-low / scale))) if scale else 0
+            for column, value in enumerate(part, start=start):
+                q = min(top, max(0, round(value / scale) + zero)) if scale else zero
+                result[row, column] = (q - zero) * scale
+    return result
+
+
+@pytest.mark.parametrize(("bits", "block", "symmetric"), GRIDS)
+@pytest.mark.parametrize("columns", [128, 172, 40])
+def test_equals_a_plain_loop(bits: int, block: int, symmetric: bool, columns: int) -> None:
+    weight = np.random.default_rng(0).normal(size=(6, columns)).astype(np.float32)
+    weight[2, :32] = 0  # a block without any number
+    packed = quantize_weight(weight, bits, block, symmetric)
+    expected = brute_force(weight, bits, block, symmetric)
+    # A number within float32 rounding of a half may go either way; that is one step of its block, and rare.
+    wrong = ~np.isclose(packed.dequantize(), expected, rtol=1e-5, atol=1e-7)
+    assert wrong.mean() < 0.002
+    assert packed.dequantize().shape == weight.shape
+    assert packed_error(weight, packed) < (0.2 if bits == 4 else 0.012)
+
+
+@pytest.mark.parametrize(("bits", "block", "symmetric"), GRIDS)
+@pytest.mark.parametrize("columns", [128, 172])
+def test_the_runtime_multiplies_by_the_dequantized_matrix(bits: int, block: int, symmetric: bool, columns: int) -> None:
+    """MatMulNBits without int8 activations is an exact product with the matrix that `dequantize` gives."""
+    weight = np.random.default_rng(1).normal(size=(24, columns)).astype(np.float32)
+    packed = quantize_weight(weight, bits, block, symmetric)
+    names = ["x", "b", "s"] + ([] if packed.zero_points is None else ["z"])
+    node = onnx.helper.make_node(
+        "MatMulNBits", names, ["y"], domain="com.microsoft", K=columns, N=24, bits=bits, block_size=block
+    )
+    constants = {"b": packed.packed, "s": packed.scales, "z": packed.zero_points}
+    graph = onnx.helper.make_graph(
+        [node],
+        "g",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [3, columns])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [3, 24])],
+        [onnx.numpy_helper.from_array(constants[name], name) for name in names[1:]],
+    )
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(2).normal(size=(3, columns)).astype(np.float32)
+    (y,) = session.run(None, {"x": x})
+    assert np.allclose(y, x @ packed.dequantize().T, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packing_round_trip(bits: int) -> None:
+    quants = np.random.default_rng(0).integers(0, 2**bits, size=(3, 5, 7)).astype(np.uint8)
+    assert (unpack(pack(quants, bits), bits)[..., :7] == quants).all()
+    assert pack(np.array([[1, 2]], dtype=np.uint8), 4).tolist() == [[0x21]], "the even element is the low nibble"
+
+
+def test_eight_bits_beat_four_and_small_blocks_beat_large() -> None:
+    weight = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
+    errors = [
+        packed_error(weight, quantize_weight(weight, bits, block)) for bits, block in ((8, 32), (4, 32), (4, 128))
+    ]
+    assert errors[0] < errors[1] < errors[2]
+
+
+METHODS = ("rtn", "mse", "awq", "gptq", "awq+gptq")
+CALIBRATED = (*METHODS[2:], "smooth", "smooth+gptq")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("head_bits", [4, 32])
+def test_the_stage(
+    checkpoint: Path, corpus_file: Path, tmp_path: Path, method: str, tied: bool, head_bits: int
+) -> None:
+    """Every matrix is packed, biases and norms are kept, and what is loaded is what the runtime multiplies by."""
+    model = tiny_model(tie_word_embeddings=tied, attention_bias=True, attention_output_bias=True, qk_norm=True)
+    (tmp_path / "in").mkdir()
+    save_checkpoint(tmp_path / "in", model, checkpoint)
+    text = {"calibration": [corpus_file], "samples": 8} if method in CALIBRATED else {}
+    result = quantize(
+        checkpoint=tmp_path / "in",
+        out=tmp_path / "out",
+        precision=Precision(4, 32, head_bits, False),
+        method=method,
+        **text,
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    recorded = config["quantization_config"]
+    assert recorded["method"] == result["method"] == method and recorded["block_size"] == 32
+    assert ("model.embed_tokens" in recorded["modules"]) == (head_bits == 4)
+    assert ("lm_head" in recorded["modules"]) == (head_bits == 4 and not tied)
+    loaded = load_checkpoint(tmp_path / "out")
+    kept = {name: value for name, value in loaded.state_dict().items() if value.ndim == 1}
+    assert len(kept) == 1 + 2 * (2 + 2 + 4)
+    for name, value in kept.items():
+        assert torch.equal(value, model.state_dict()[name]) or "awq" in method  # which scales norms and biases
+    tokens = torch.randint(0, 384, (1, 64), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        found, wanted = loaded(tokens), model(tokens)
+    assert 0 < float((found - wanted).square().mean() / wanted.square().mean()) < 0.2
+    with pytest.raises(ArtifactError, match="quantized already"):
+        quantize(checkpoint=tmp_path / "out", out=tmp_path / "again", precision=Precision())
+
+
+def test_minding_the_inputs_beats_rounding(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    """On text that it was not fitted to, each method is nearer to the model than the one before it."""
+    model, errors = load_checkpoint(checkpoint), []
+    held_out = [load_tokenizer(checkpoint, model.config).encode(simulate(1, index).text)[:100] for index in range(20)]
+    for method in ("rtn", "mse", "gptq"):
+        text = {"calibration": [corpus_file], "samples": 64} if method in CALIBRATED else {}
+        quantize(checkpoint=checkpoint, out=tmp_path / method, precision=Precision(), method=method, **text)
+        quantized = load_checkpoint(tmp_path / method)
+        with torch.inference_mode():
+            pairs = [(quantized(torch.tensor([ids])), model(torch.tensor([ids]))) for ids in held_out]
+        errors.append(sum(float((found - wanted).square().mean()) for found, wanted in pairs))
+    assert errors[2] < 0.8 * errors[1] and errors[1] < errors[0]
+
+
+def test_the_default_method_follows_from_the_text(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    plain = quantize(checkpoint=checkpoint, out=tmp_path / "plain", precision=Precision())
+    read = quantize(
+        checkpoint=checkpoint, out=tmp_path / "read", precision=Precision(), calibration=[corpus_file], samples=4
+    )
+    assert (plain["method"], read["method"]) == ("mse", "gptq")
+    with pytest.raises(UsageError, match="needs calibration text"):
+        quantize(checkpoint=checkpoint, out=tmp_path / "out", precision=Precision(), method="gptq")
+    with pytest.raises(UsageError, match="reads no calibration text"):
+        quantize(
+            checkpoint=checkpoint, out=tmp_path / "out", precision=Precision(), method="rtn", calibration=[corpus_file]
+        )
+    empty = tmp_path / "empty.txt"
+    empty.write_text("", encoding="utf-8")
+    with pytest.raises(ArtifactError, match="no calibration text"):
+        quantize(checkpoint=checkpoint, out=tmp_path / "out", precision=Precision(), calibration=[empty])
+    assert not (tmp_path / "out").exists()
+
+
+def test_blocks_that_pad_much_are_told(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = load_command("quantize")
+    for block in (16, 256):
+        result = command(checkpoint=checkpoint, out=tmp_path / str(block), block_size=block, method="rtn")
+        stored = load_file(tmp_path / str(block) / "model.safetensors")
+        packed = sum(tensor.numel() for name, tensor in stored.items() if name.endswith("proj.weight_packed"))
+        own = sum(
+            tensor.numel() for name, tensor in load_file(checkpoint / "model.safetensors").items() if "proj" in name
+        )
+        assert result["padding_percent"] == pytest.approx(100 * (2 * packed / own - 1))
+        assert ("more numbers are stored" in capsys.readouterr().out) == (block == 256)
+
+
+ROWS = Precision(ROW_BITS, 32, 8)
+
+
+@pytest.mark.parametrize("inputs", ["usual", "extreme"])
+def test_whole_rows_are_multiplied_in_whole_numbers(inputs: str) -> None:
+    """The operator against its formula in float64, also where sums of products are as large as they can be.
+
+    y = s_x * s_w * sum over k of (q_x - z_x) q_w, with q_x the inputs in 8 bits of their range. 8-bit weights would
+    overflow the 16 bits in which processors without dot-product instructions add two products.
+    """
+    draw = np.random.default_rng(0)
+    weight, x = draw.normal(size=(24, 172)).astype(np.float32), draw.normal(size=(5, 172)).astype(np.float32)
+    if inputs == "extreme":
+        weight, x = np.abs(weight).clip(2, 3), np.abs(x) + 3
+        weight[::2] *= -1
+    packed = round_weight(torch.from_numpy(weight), ROW_BITS, ROWS, search=False)
+    assert packed.packed.shape == (24, 1, 172) and packed.scales.shape == (24, 1) and packed.zero_points is None
+    signed = packed.packed[:, 0].astype(np.int64) - 64
+    assert signed.min() >= -64 and signed.max() <= 63
+    assert np.allclose(packed.dequantize(), signed * packed.scales) and packed_error(weight, packed) < 0.02
+    names = ["b", "s"]
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("DynamicQuantizeMatMul", ["x", *names], ["y"], domain="com.microsoft")],
+        "g",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [5, 172])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [5, 24])],
+        [
+            onnx.numpy_helper.from_array(np.ascontiguousarray(signed.T.astype(np.int8)), "b"),
+            onnx.numpy_helper.from_array(packed.scales[:, 0].copy(), "s"),
+        ],
+    )
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    low, high = min(0.0, float(x.min())), max(0.0, float(x.max()))
+    step = (high - low) / 255
+    zero = round(-low / step)
+    whole = np.clip(np.round(x.astype(np.float64) / step) + zero, 0, 255) - zero
+    expected = step * (whole @ signed.T) * packed.scales[:, 0].astype(np.float64)
+    assert np.allclose(session.run(None, {"x": x})[0], expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["mse", "smooth", "smooth+gptq"])
+def test_whole_rows_as_a_stage(checkpoint: Path, corpus_file: Path, tmp_path: Path, method: str) -> None:
+    text = {"calibration": [corpus_file], "samples": 8} if method in CALIBRATED else {}
+    result = quantize(checkpoint=checkpoint, out=tmp_path / "out", precision=ROWS, method=method, **text)
+    assert (result["bits"], result["per_row"]) == (8, True)
+    loaded, model = load_checkpoint(tmp_path / "out"), load_checkpoint(checkpoint)
+    assert loaded.state_dict()["model.layers.1.mlp.down_proj.weight_packed"].shape == (64, 1, 96)
+    tokens = torch.randint(0, 384, (1, 64), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        found, wanted = loaded(tokens), model(tokens)
+    assert 0 < float((found - wanted).square().mean() / wanted.square().mean()) < 0.02  # a tenth of the limit at 4 bits
+
+
+def test_whole_rows_beyond_seven_bits_are_damaged(checkpoint: Path, tmp_path: Path) -> None:
+    quantize(checkpoint=checkpoint, out=tmp_path / "out", precision=ROWS, method="mse")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight_packed"][3, 0, 5] = 255
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ArtifactError, match=r"down_proj.*7 bits"):
+        load_checkpoint(tmp_path / "out")
+
+
+def test_whole_rows_refuse_what_they_cannot_be(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no zero points"):
+        Precision(ROW_BITS, 32, 8, False)
+    with pytest.raises(UsageError, match="one precision for all"):
+        quantize(checkpoint=checkpoint, out=tmp_path / "out", precision=ROWS, bits_per_weight=5.0)
+    with pytest.raises(UsageError, match="add --per-row"):
+        quantize(
+            checkpoint=checkpoint,
+            out=tmp_path / "out",
+            precision=Precision(8),
+            method="smooth",
+            calibration=[corpus_file],
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 3}, "--bits is 3"),
+        ({"block_size": 48}, "--block-size is 48"),
+        ({"head_bits": 2}, "--head-bits"),
+        ({"method": "magic"}, "magic"),
+    ],
+)
+def test_grids_the_runtime_does_not_have(
+    checkpoint: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    method = change.pop("method", "rtn")
+    with pytest.raises(UsageError, match=message):
+        quantize(checkpoint=checkpoint, out=tmp_path / "out", precision=Precision(**change), method=method)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,152 @@
+"""The graph of standard operators: against PyTorch, by ONNX Runtime and by the reference evaluator of `onnx`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx.reference import ReferenceEvaluator
+
+from export.export import run_export
+from export.graph.decoder import write_graph
+from export.parity.check import check_parity
+from export.paths import GRAPH_FILE
+from export.runtime.decoder import OnnxDecoder
+from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
+from sportsllm.storage.checkpoint import load_checkpoint
+from tests.support.export_models import edit_tensor, logits_of, pack_model, save, tiny_model
+
+# Float32 in another order of additions; logits are of size 1.
+TOLERANCE = 2e-5
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "untied": {"tie_word_embeddings": False},
+    "qwen3 with biases": {"qk_norm": True, "attention_bias": True, "attention_output_bias": True},
+    "all biases": {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+    "head_dim 8": {"head_dim": 8},
+    "wide heads, odd widths": {"head_dim": 24, "hidden_size": 72, "intermediate_size": 100, "vocab_size": 97},
+    "one key head": {"num_key_value_heads": 1},
+    "a key head each": {"num_key_value_heads": 4},
+}
+PACKINGS = {"dense": None, "4 bits, asymmetric": (4, 16, True), "4 bits": (4, 64, False), "8 bits": (8, 32, False)}
+
+
+def make(directory: Path, packing: tuple[int, int, bool] | None = None, half: bool = False, **changes: Any) -> Path:
+    """A checkpoint and its graph of standard operators in one directory."""
+    model = tiny_model(**changes)
+    save(directory, model, pack_model(model, *packing) if packing else None)
+    write_graph(directory, directory, half, standard=True)
+    return directory
+
+
+def exact_session(directory: Path) -> ort.InferenceSession:
+    """With products of packed matrices in float32."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+    return ort.InferenceSession(str(directory / GRAPH_FILE), options, providers=["CPUExecutionProvider"])
+
+
+def read_in_pieces(
+    runner: ort.InferenceSession | ReferenceEvaluator, config: ModelConfig, tokens: np.ndarray, mask: np.ndarray
+) -> np.ndarray:
+    """Logits of every column, (B, T, V): 5 columns at once, 3 more, then one by one; the cache grows by copying."""
+    batch, width = tokens.shape
+    empty = np.zeros((batch, config.num_key_value_heads, 0, config.head_dim), np.float32)
+    layers = range(config.num_hidden_layers)
+    pasts = {f"past_key_values.{layer}.{part}": empty for layer in layers for part in ("key", "value")}
+    names = ["logits", *(name.replace("past_key_values", "present") for name in pasts)]
+    found = []
+    for start, stop in [(0, 5), (5, 8), *((i, i + 1) for i in range(8, width))]:
+        feeds = {"input_ids": tokens[:, start:stop], "attention_mask": mask[:, :stop], **pasts}
+        logits, *presents = runner.run(names, feeds)
+        found.append(logits)
+        pasts = dict(zip(pasts, presents, strict=True))
+    return np.concatenate(found, axis=1)
+
+
+PACKED_SHAPES = ("untied", "qwen3 with biases", "wide heads, odd widths")
+
+
+@pytest.mark.parametrize(
+    ("changes", "packing"),
+    [
+        pytest.param(changes, packing, id=f"{shape}, {name}")
+        for shape, changes in SHAPES.items()
+        for name, packing in PACKINGS.items()
+        if packing is None or shape in PACKED_SHAPES
+    ],
+)
+def test_every_shape_computes_what_pytorch_computes(
+    changes: dict[str, Any], packing: tuple[int, int, bool] | None, tmp_path: Path
+) -> None:
+    """A left-padded batch: no padding, 3 and 6 columns of it, so that one row begins in the second piece."""
+    make(tmp_path, packing, **changes)
+    onnx.checker.check_model(str(tmp_path / GRAPH_FILE), full_check=True)
+    graph = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False)
+    assert {node.domain for node in graph.graph.node} == {""}
+    assert [(item.domain, item.version) for item in graph.opset_import] == [("", 21)] and graph.ir_version == 10
+
+    model, pads = load_checkpoint(tmp_path), (0, 3, 6)
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (len(pads), 12))
+    mask = (np.arange(12) >= np.array(pads)[:, None]).astype(np.int64)
+    found = read_in_pieces(exact_session(tmp_path), model.config, tokens, mask)
+    assert np.isfinite(found).all()
+    for row, pad in enumerate(pads):
+        np.testing.assert_allclose(found[row, pad:], logits_of(model, tokens[row, pad:]), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
+def test_the_reference_evaluator_agrees(packing: tuple[int, int, bool] | None, tmp_path: Path) -> None:
+    """Another implementation of the standard, by the standard's authors: nothing leans on how ONNX Runtime reads it."""
+    changes = {"hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 1, "qk_norm": True, "vocab_size": 50}
+    make(tmp_path, packing, **changes)
+    model = load_checkpoint(tmp_path)
+    tokens = np.random.default_rng(0).integers(0, 50, (2, 10))
+    mask = (np.arange(10) >= np.array([[0], [4]])).astype(np.int64)
+    found = read_in_pieces(ReferenceEvaluator(str(tmp_path / GRAPH_FILE)), model.config, tokens, mask)
+    for row, pad in enumerate((0, 4)):
+        np.testing.assert_allclose(found[row, pad:], logits_of(model, tokens[row, pad:]), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "index"),
+    [
+        ("model.embed_tokens.weight_packed", (95, 1, 2)),
+        ("model.embed_tokens.weight_packed_columns", (3, 95)),
+        ("model.layers.1.mlp.down_proj.weight_packed_columns", (5, 7)),
+    ],
+)
+def test_one_wrong_number_fails_the_gate(tensor: str, index: tuple[int, ...], tmp_path: Path) -> None:
+    """The lowest bit of it, a single step of the grid, also where a tied matrix has it twice."""
+    make(tmp_path, (8, 32, False), max_position_embeddings=320)
+
+    def flip(array: np.ndarray) -> None:
+        array[index] ^= 1
+
+    assert check_parity(tmp_path, tmp_path, threads=1).passed
+    edit_tensor(tmp_path, tensor, flip)
+    assert not check_parity(tmp_path, tmp_path, threads=1).passed
+
+
+def test_rows_of_unequal_length_are_decoded_together(tmp_path: Path) -> None:
+    """The shorter rows' missing columns are masked, and overtaking in length is no matter."""
+    make(tmp_path)
+    decoder, model = OnnxDecoder(tmp_path, 1), load_checkpoint(tmp_path)
+    rows = [[5, 6, 7], list(range(10, 40)), [8]]
+    found = [decoder.prefill(rows, max_length=40), *(decoder.step([t, t + 1, t + 2]) for t in range(4))]
+    for row, prompt in enumerate(rows):
+        expected = logits_of(model, [*prompt, *(t + row for t in range(4))])[len(prompt) - 1 :]
+        np.testing.assert_allclose([step[row] for step in found], expected, atol=TOLERANCE, rtol=0)
+
+
+def test_what_no_standard_operator_does_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--standard-ops with --kv-cache int8.*leave one of them out"):
+        run_export(checkpoint, tmp_path / "out", kv_cache="int8", standard_ops=True)
+    assert not (tmp_path / "out").exists()

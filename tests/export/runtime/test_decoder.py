@@ -1,0 +1,291 @@
+"""The ONNX runtime behind the `Decoder` protocol, against PyTorch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnx
+import pytest
+
+from export.graph.decoder import write_graph
+from export.paths import DATA_FILE, GRAPH_FILE
+from export.runtime import decoder as runtime
+from export.runtime.decoder import OnnxDecoder
+from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
+from sportsllm.inference.decoder import log_softmax, open_decoder
+from sportsllm.inference.sampling import Sampling, generate
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.text.tokenizer import load_tokenizer
+from tests.support.export_models import logits_of, pack_model, save, tiny_model
+
+TOLERANCE = 2e-5
+STORIES = Path(__file__).resolve().parents[4] / "shared/data/models/stories260K"
+STORY = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+    "One day, she saw a big, red ball."
+)
+
+
+GRAPHS = {"rotary inside": (16, False), "rotary outside": (8, False), "standard operators": (16, True)}
+
+
+@pytest.fixture(scope="module", params=GRAPHS.values(), ids=GRAPHS)
+def graph(request: pytest.FixtureRequest) -> tuple[int, bool]:
+    return cast("tuple[int, bool]", request.param)
+
+
+@pytest.fixture(scope="module")
+def model(graph: tuple[int, bool]) -> SportsLLM:
+    return tiny_model(head_dim=graph[0])
+
+
+@pytest.fixture(scope="module")
+def export(model: SportsLLM, graph: tuple[int, bool], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = save(tmp_path_factory.mktemp("export"), model)
+    write_graph(directory, directory, standard=graph[1])
+    return directory
+
+
+@pytest.fixture
+def decoder(export: Path) -> OnnxDecoder:
+    return runtime.open(export, threads=1)
+
+
+def draw(*lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, 96, length).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("standard", [False, True], ids=["shared cache", "growing cache"])
+def test_beginnings_that_were_read_are_reused(standard: bool, model: SportsLLM, tmp_path: Path) -> None:
+    """Only what is new runs; the logits are those of a fresh start."""
+    write_graph(save(tmp_path, model), tmp_path, standard=standard)
+    decoder = runtime.open(tmp_path, threads=1)
+    first, second = draw(20, 11)
+    decoder.prefill([first, second], max_length=60)
+    steps = draw(6, 6)
+    for pair in zip(*steps, strict=True):
+        decoder.step(pair)
+    # What was read and stepped, then more; and a prompt that parts from it in the middle.
+    prompts = [first + steps[0] + [7, 8, 9], [*second[:5], 1, 2, 3, 4]]
+    read: list[int] = []
+    run = decoder._run
+
+    def counting(cache: Any, rows: slice, ids: Any, *rest: Any, **keywords: Any) -> None:
+        read.append(ids.shape[1])
+        run(cache, rows, ids, *rest, **keywords)
+
+    decoder._run = counting  # type: ignore[method-assign]
+    found = decoder.prefill(prompts, max_length=50, reuse=True)
+    assert read == [3, 4]
+    for row, prompt in enumerate(prompts):
+        np.testing.assert_allclose(found[row], logits_of(model, prompt)[-1], atol=TOLERANCE, rtol=0)
+    following = decoder.step([3, 4])
+    for row, prompt in enumerate(prompts):
+        np.testing.assert_allclose(following[row], logits_of(model, [*prompt, 3 + row])[-1], atol=TOLERANCE, rtol=0)
+    # What the steps have added counts too; of the same prompts the last token is read. Without leave all is.
+    read.clear()
+    longer = [[*prompt, 3 + row, 5] for row, prompt in enumerate(prompts)]
+    found = decoder.prefill(longer, max_length=64, reuse=True)  # more room than there was: what was read moves there
+    for row, prompt in enumerate(longer):
+        np.testing.assert_allclose(found[row], logits_of(model, prompt)[-1], atol=TOLERANCE, rtol=0)
+    decoder.prefill(longer, max_length=64, reuse=True)
+    decoder.prefill(longer, max_length=64)
+    assert read == [1, 1, 1, 1, 31, 11]
+
+
+@pytest.mark.parametrize("lengths", [(1,), (20,), (1, 13, 30), (9, 9, 9, 9)], ids=str)
+def test_prefill_and_steps_equal_pytorch(lengths: tuple[int, ...], model: SportsLLM, decoder: OnnxDecoder) -> None:
+    """Prompts of unequal length are decoded together, each at its own place."""
+    rows = draw(*lengths)
+    following = draw(*([10] * len(rows)))
+    found = [decoder.prefill(rows, max_length=45)]
+    found += [decoder.step(list(tokens)) for tokens in zip(*following, strict=True)]
+    for row, (prompt, rest) in enumerate(zip(rows, following, strict=True)):
+        expected = logits_of(model, prompt + rest)[len(prompt) - 1 :]
+        np.testing.assert_allclose([step[row] for step in found], expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_a_prompt_read_in_pieces(chunk: int, decoder: OnnxDecoder) -> None:
+    rows = draw(40, 16)
+    whole = decoder.prefill(rows)
+    whole_step = decoder.step([5, 6])
+    decoder.prefill_chunk = chunk
+    np.testing.assert_allclose(decoder.prefill(rows), whole, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(decoder.step([5, 6]), whole_step, atol=TOLERANCE, rtol=0)
+
+
+def test_prefill_forgets_what_came_before(decoder: OnnxDecoder) -> None:
+    first, second = draw(30, 12)
+    alone = decoder.prefill([second], max_length=50)
+    alone_step = decoder.step([1])
+    decoder.prefill([first], max_length=50)
+    decoder.step([2])
+    np.testing.assert_array_equal(decoder.prefill([second], max_length=50), alone)
+    np.testing.assert_array_equal(decoder.step([1]), alone_step)
+
+
+def test_the_context_can_be_filled(model: SportsLLM, decoder: OnnxDecoder) -> None:
+    (row,) = draw(64)
+    decoder.prefill([row[:62]])
+    decoder.step([row[62]])
+    last = decoder.step([row[63]])
+    np.testing.assert_allclose(last[0], logits_of(model, row)[-1], atol=TOLERANCE, rtol=0)
+    with pytest.raises(UsageError, match="full at 64 tokens"):
+        decoder.step([0])
+    np.testing.assert_allclose(decoder.prefill([row])[0], last[0], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [5, 128])
+def test_score(chunk: int, model: SportsLLM, decoder: OnnxDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "SCORE_CHUNK", chunk)
+    rows = draw(1, 2, 33, 64)
+    decoder.prefill([rows[2]])
+    before = decoder.score(rows)
+    for row, scores in zip(rows, before, strict=True):
+        expected = log_softmax(logits_of(model, row))[np.arange(len(row) - 1), row[1:]]
+        np.testing.assert_allclose(scores, expected, atol=TOLERANCE, rtol=0)
+    step = decoder.step([7])  # the cache of prefill is untouched
+    np.testing.assert_allclose(step[0], logits_of(model, [*rows[2], 7])[-1], atol=TOLERANCE, rtol=0)
+
+
+def test_packed_model_decodes_as_it_scores(tmp_path: Path) -> None:
+    """Int8 activations are rounded block by block of one token, so one token or many give the same logits."""
+    packed = tiny_model()
+    save(tmp_path, packed, pack_model(packed, 4))
+    write_graph(tmp_path, tmp_path)
+    decoder = open_decoder(tmp_path, threads=1)
+    (row,) = draw(30)
+    expected = runtime.open(tmp_path, 1).logits(row)
+    found = [decoder.prefill([row[:20]]), *(decoder.step([token]) for token in row[20:])]
+    np.testing.assert_allclose(np.concatenate(found), expected[19:], atol=TOLERANCE, rtol=0)
+    # What rounding activations to 8 bits costs: a few percent of logits of size 1.
+    np.testing.assert_allclose(expected, logits_of(packed, row), atol=0.15, rtol=0)
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES.name} is not on this machine")
+def test_stories_model_tells_its_story(tmp_path: Path) -> None:
+    write_graph(STORIES, tmp_path)
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((STORIES / name).read_bytes())
+    decoder = open_decoder(tmp_path, threads=1)
+    tokenizer = load_tokenizer(tmp_path, decoder.config)
+    prompt = [tokenizer.begin_id, *tokenizer.encode("Once upon a time")]
+    tokens = list(generate(decoder, prompt, 60, Sampling(temperature=0)))
+    assert tokenizer.decode([*prompt, *tokens]).startswith(STORY)
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "words"),
+    [
+        (lambda d: d.prefill([[1, 96]]), ArtifactError, "token id 96 .* vocabulary of 96"),
+        (lambda d: d.prefill([[1, -1]]), ArtifactError, "token id -1"),
+        (lambda d: d.score([[3, 1000]]), ArtifactError, "token id 1000"),
+        (lambda d: (d.prefill([[1]]), d.step([96])), ArtifactError, "token id 96"),
+        (lambda d: d.prefill([[1] * 65]), UsageError, "65 tokens.* 1 to 64"),
+        (lambda d: d.prefill([[1] * 20], max_length=10), UsageError, "20 tokens.* 1 to 10"),
+        (lambda d: d.score([[1] * 65]), UsageError, "65 tokens"),
+        (lambda d: d.prefill([[1], []]), UsageError, "0 tokens"),
+        (lambda d: d.prefill([]), UsageError, "no prompt"),
+        (lambda d: d.step([1]), UsageError, "call prefill first"),
+        (lambda d: (d.prefill([[1], [2]]), d.step([1])), UsageError, "1 tokens for 2 sequences"),
+    ],
+)
+def test_misuse_is_refused_in_one_line(
+    act: Callable[[OnnxDecoder], object], error: type[SportsLLMError], words: str, export: Path
+) -> None:
+    with pytest.raises(error, match=words) as caught:
+        act(runtime.open(export, threads=1))
+    assert "\n" not in str(caught.value)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + bytes(100))
+
+
+@pytest.mark.parametrize("with_manifest", [True, False], ids=["manifest", "no manifest"])
+@pytest.mark.parametrize("damage", [cut, lengthen, Path.unlink])
+@pytest.mark.parametrize("file", [DATA_FILE, GRAPH_FILE])
+def test_damaged_files(file: str, damage: Callable[[Path], None], with_manifest: bool, tmp_path: Path) -> None:
+    """ONNX Runtime alone accepts data of any length."""
+    save(tmp_path, tiny_model())
+    write_graph(tmp_path, tmp_path)
+    if with_manifest:
+        sizes = {name: (tmp_path / name).stat().st_size for name in (GRAPH_FILE, DATA_FILE)}
+        files = {name: {"bytes": size, "sha256": ""} for name, size in sizes.items()}
+        (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    runtime.open(tmp_path, 1)
+    damage(tmp_path / file)
+    with pytest.raises(ArtifactError, match=GRAPH_FILE) as caught:  # or of the data, whose name begins with it
+        runtime.open(tmp_path, 1)
+    assert "\n" not in str(caught.value)
+
+
+def change_graph(directory: Path, location: str | None = None, **versions: int) -> None:
+    """Another place of the data, another IR version or opset."""
+    graph = onnx.load(str(directory / GRAPH_FILE), load_external_data=False)
+    for tensor in graph.graph.initializer:
+        for entry in tensor.external_data:
+            if location is not None and entry.key == "location":
+                entry.value = location
+    graph.ir_version = versions.get("ir_version", graph.ir_version)
+    graph.opset_import[0].version = versions.get("opset", graph.opset_import[0].version)
+    (directory / GRAPH_FILE).write_bytes(graph.SerializeToString())
+
+
+def link_data_outside(directory: Path) -> None:
+    (directory / DATA_FILE).rename(directory.parent / "outside")
+    (directory / DATA_FILE).symlink_to(directory.parent / "outside")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda directory: change_graph(directory, ir_version=99),
+            r"newer than ONNX Runtime .*IR version: 99.*upgrade",
+        ),
+        (lambda directory: change_graph(directory, opset=99), "newer than ONNX Runtime .*Opset 99.*upgrade"),
+        (lambda directory: change_graph(directory, location="../outside"), "outside its directory"),
+        (lambda directory: change_graph(directory, location="/etc/passwd"), "outside its directory"),
+        (link_data_outside, "outside its directory"),
+    ],
+    ids=["newer IR", "newer opset", "path upwards", "absolute path", "link"],
+)
+def test_graphs_that_reach_too_far(change: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    directory = save(tmp_path / "export", tiny_model())
+    write_graph(directory, directory)
+    (tmp_path / "outside").write_bytes((directory / DATA_FILE).read_bytes())
+    change(directory)
+    with pytest.raises(ArtifactError, match=message) as caught:
+        runtime.open(directory, threads=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_graph_of_another_shape_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, tiny_model())
+    write_graph(tmp_path, tmp_path)
+    save(tmp_path, tiny_model(num_hidden_layers=3))
+    with pytest.raises(ArtifactError, match=r"past_key_values\.2\.key.*config\.json"):
+        runtime.open(tmp_path, 1)
+
+
+def test_runtime_needs_no_training_library() -> None:
+    """The device install has neither torch nor onnx."""
+    code = (
+        "import sys, export.runtime.decoder; "
+        "print([m for m in ('torch', 'onnx', 'onnx_ir', 'safetensors', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,91 @@
+"""Exports in other people's loaders, where those are installed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.quantization.packed_checkpoint import Precision
+from compress.quantization.run import quantize
+from export.export import run_export
+from sportsllm.inference.decoder import open_decoder
+from sportsllm.inference.sampling import Sampling, generate
+from sportsllm.inference.torch_decoder import TorchDecoder
+from sportsllm.storage.checkpoint import load_checkpoint
+
+PROMPT = [0, 40, 70, 100, 200]
+
+
+@pytest.fixture(scope="module")
+def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("loaders") / "onnx"
+    run_export(checkpoint, directory, "fp32", 2)
+    return directory
+
+
+def greedy(checkpoint: Path, count: int = 20) -> list[int]:
+    return list(generate(TorchDecoder(load_checkpoint(checkpoint)), PROMPT, count, Sampling(temperature=0)))
+
+
+def test_plain_onnxruntime_reads_the_documented_names(exported: Path, checkpoint: Path) -> None:
+    import numpy as np
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(exported / "model.onnx"), providers=["CPUExecutionProvider"])
+    names = {item.name for item in session.get_inputs()}
+    assert {"input_ids", "attention_mask", "past_key_values.0.key", "past_key_values.1.value"} <= names
+    feeds = {"input_ids": np.array([PROMPT]), "attention_mask": np.ones((1, 5), dtype=np.int64)}
+    feeds |= {
+        f"past_key_values.{i}.{part}": np.zeros((1, 2, 0, 16), np.float32) for i in (0, 1) for part in ("key", "value")
+    }
+    logits, first_key = session.run(["logits", "present.0.key"], feeds)
+    assert first_key.shape == (1, 2, 5, 16)
+    with torch.inference_mode():
+        expected = load_checkpoint(checkpoint)(torch.tensor([PROMPT])).numpy()
+    assert np.allclose(logits, expected, atol=1e-4)
+
+
+def test_optimum_generates_the_same_tokens(exported: Path, checkpoint: Path) -> None:
+    optimum = pytest.importorskip("optimum.onnxruntime", reason="needs the extra [optimum]")
+    model = optimum.ORTModelForCausalLM.from_pretrained(str(exported), provider="CPUExecutionProvider")
+    out = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert out[0, 5:].tolist() == greedy(checkpoint)
+
+
+def test_optimum_runs_standard_operators_with_padding_on_the_left(checkpoint: Path, tmp_path: Path) -> None:
+    """Each row as if it were alone, packed or not."""
+    optimum = pytest.importorskip("optimum.onnxruntime", reason="needs the extra [optimum]")
+    quantize(checkpoint=checkpoint, out=tmp_path / "int4", precision=Precision())
+    long, short = PROMPT, [0, 99]
+    for source in (checkpoint, tmp_path / "int4"):
+        directory = tmp_path / f"{source.name}-onnx"
+        run_export(source, directory, threads=2, standard_ops=True)
+        model = optimum.ORTModelForCausalLM.from_pretrained(str(directory), provider="CPUExecutionProvider")
+        padded = torch.tensor([long, [0] * 3 + short])
+        mask = torch.tensor([[1] * 5, [0] * 3 + [1] * 2])
+        settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        found = model.generate(padded, attention_mask=mask, **settings)[:, 5:].tolist()
+        decoder = open_decoder(directory, 2)
+        assert found == [list(generate(decoder, row, 20, Sampling(temperature=0))) for row in (long, short)]
+        if source == checkpoint:
+            assert found[0] == greedy(checkpoint)
+
+
+def test_onnxruntime_genai_generates_the_same_tokens(exported: Path, checkpoint: Path, tmp_path: Path) -> None:
+    genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra [genai]")
+    quantize(checkpoint=checkpoint, out=tmp_path / "int4", precision=Precision())
+    run_export(tmp_path / "int4", tmp_path / "int4-onnx", None, 2)
+    run_export(checkpoint, tmp_path / "standard-onnx", None, 2, standard_ops=True)
+    for directory in (exported, tmp_path / "int4-onnx", tmp_path / "standard-onnx"):
+        parameters = genai.GeneratorParams(model := genai.Model(str(directory)))
+        parameters.set_search_options(max_length=25, do_sample=False)
+        generator = genai.Generator(model, parameters)
+        generator.append_tokens(PROMPT)
+        tokens: list[int] = []
+        while not generator.is_done() and len(tokens) < 20:
+            generator.generate_next_token()
+            tokens.append(int(generator.get_next_tokens()[0]))
+        from export.runtime.decoder import open as open_export
+
+        ours = list(generate(open_export(directory, 2), PROMPT, 20, Sampling(temperature=0)))
+        assert tokens == ours[: len(tokens)] and tokens

@@ -1,0 +1,233 @@
+"""The commands as a person runs them: in a process, with exit codes and one-line errors."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sportsllm.cli.flags import COMMANDS
+from sportsllm.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def cli(*arguments: object, cwd: Path | None = None, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sportsllm.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Run in this process: exit code, standard output, standard error."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return int(stop.value.code or 0), out, err
+
+
+def complains(result: tuple[int, str, str], code: int, text: str) -> None:
+    assert result[0] == code, result
+    lines = [line for line in result[2].splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and text in lines[0], result[2]
+
+
+def train(corpus: Path, out: Path, *more: object) -> list[object]:
+    model = ["train", "--model", "tiny-300k", "--corpus", corpus, "--out", out, "--threads", 2]
+    return [*model, "--batch-size", 2, "--accumulation", 1, "--sequence", 32, *more]
+
+
+@pytest.fixture(scope="module")
+def matches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A simulated corpus with a vocabulary rich enough for the tiny presets."""
+    from sportsllm.simulator import write_corpus
+
+    directory = tmp_path_factory.mktemp("matches")
+    write_corpus(directory, seed=0, megabytes=0.6, questions=20)
+    return directory
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "--help")
+    assert code == 0 and all(name in out for name in COMMANDS)
+    assert call(capsys, "--version")[1].startswith("0.")
+    for name in COMMANDS:
+        assert call(capsys, name, "--help")[0] == 0
+
+
+def test_json_is_one_object_and_words_go_to_stderr(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, corpus_file: Path
+) -> None:
+    code, out, err = call(capsys, "eval", checkpoint, "--text", corpus_file, "--json")
+    assert code == 0 and "bits per byte" in err
+    assert {"perplexity", "bits_per_byte", "tokens", "bytes"} <= set(json.loads(out))
+    code, out, _ = call(capsys, "generate", checkpoint, "--prompt", "Goal", "--max-new-tokens", 5, "--json")
+    result = json.loads(out.splitlines()[-1])
+    assert {"text", "tokens", "ttft_ms", "tokens_per_s"} <= set(result) and result["tokens"] == 5
+    code, out, _ = call(capsys, "generate", checkpoint, "--ids", "--temperature", 0, "--max-new-tokens", 3)
+    assert len([int(token) for token in out.split()]) == 3
+
+
+def test_usage_errors(capsys: pytest.CaptureFixture[str], checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
+    assert call(capsys, "nonsense")[0] == 2
+    assert call(capsys, "eval")[0] == 2
+    complains(call(capsys, "eval", checkpoint), 2, "--text")
+    complains(call(capsys, "generate", checkpoint, "--top-p", 3), 2, "--top-p is 3.0")
+    complains(call(capsys, "generate", checkpoint, "--prompt", "x" * 4000), 2, "context is 128")
+    complains(call(capsys, "train", "--model", "giant", "--corpus", corpus_file), 2, "'giant' is not a preset")
+    out = tmp_path / "out"
+    complains(call(capsys, *train(corpus_file, out, "--set", "speed=9")), 2, "--set speed=9")
+    complains(call(capsys, *train(corpus_file, out, "--set", "clip_norm=high")), 2, "is no float")
+    complains(call(capsys, *train(corpus_file, out, "--steps", 1, "--tokens", 5)), 2, "not both")
+    assert not out.exists()
+
+
+def test_bad_artifacts(capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path) -> None:
+    complains(call(capsys, "eval", tmp_path / "none", "--text", checkpoint), 3, "no such directory")
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("Zürich".encode("latin-1"))
+    complains(call(capsys, "eval", checkpoint, "--text", latin), 3, "not UTF-8 at byte 1")
+    complains(call(capsys, *train(latin, tmp_path / "out")), 3, "not UTF-8 at byte 1")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    complains(call(capsys, *train(empty, tmp_path / "out")), 3, "holds no")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "latin.txt"]
+
+
+def test_train_distill_quantize_prune_generate_verify(
+    capsys: pytest.CaptureFixture[str], matches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(capsys, *train(matches / "train.jsonl", "runs/tiny-300k", "--steps", 2, "--json"))
+    assert code == 0, err
+    keys = {"out", "parameters", "size_bytes", "seconds", "tokens", "tokens_per_s", "loss", "valid_bits_per_byte"}
+    assert keys | {"peak_rss_bytes"} <= set(json.loads(out))
+    code, out, err = call(capsys, *train(matches / "train.jsonl", "runs/tiny-300k", "--steps", 2, "--json"))
+    assert code == 0 and json.loads(out)["cached"] is True
+    complains(call(capsys, *train(matches / "train.jsonl", "runs/tiny-300k", "--steps", 3)), 6, "other settings")
+    # The bare command: teacher by preset name, corpus from its manifest, output from the student's name.
+    small = ["--steps", 1, "--batch-size", 2, "--accumulation", 1, "--sequence", 32]
+    complains(
+        call(capsys, "distill", "--teacher", "tiny-300k", "--student", "tiny-1m", *small), 2, "larger than the teacher"
+    )
+    code, out, err = call(
+        capsys,
+        "distill",
+        "--teacher",
+        "tiny-300k",
+        "--student",
+        "runs/tiny-300k",
+        "--out",
+        "runs/again",
+        *small,
+        "--json",
+    )
+    assert code == 0, err
+    assert json.loads(out)["out"] == "runs/again"
+    code, out, err = call(capsys, "quantize", "runs/again", "--out", "runs/q", "--bits", 4, "--json")
+    assert code == 0, err
+    code, out, err = call(
+        capsys, "prune", "runs/tiny-300k", "--out", "runs/p", "--intermediate", 96, "--samples", 4,
+        "--calibration", matches / "train.jsonl", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads(out)["shape"]["intermediate"] == 96
+    code, out, _ = call(capsys, "verify", "runs/q", "--json")
+    assert code == 0 and json.loads(out)["ok"] is True
+    weights = Path("runs/q/model.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    code, out, err = call(capsys, "verify", "runs/q", "--json")
+    assert code == 3 and json.loads(out)["problems"] == [
+        "model.safetensors: content differs from the manifest's SHA-256"
+    ]
+    code, out, _ = call(capsys, "eval", "runs/p", "--questions", matches / "questions.jsonl", "--json")
+    assert code == 0 and json.loads(out)["questions"] == 20
+
+
+def test_interrupt_saves_and_resume_finishes(matches: Path, tmp_path: Path) -> None:
+    arguments = [str(a) for a in train(matches / "train.jsonl", tmp_path / "out", "--steps", 40)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "sportsllm.cli", *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    metrics = tmp_path / "out.partial" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "--resume" in err and not (tmp_path / "out").exists()
+    again = cli(*arguments)
+    assert again.returncode == 6 and "add --resume" in again.stderr
+    finished = cli(*arguments, "--resume", "--json")
+    assert finished.returncode == 0, finished.stderr
+    steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps) and steps[-1] == 40
+    assert not (tmp_path / "out" / "state").exists()
+
+
+def test_full_disk_and_read_only_folder_leave_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    def small_files_only() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    result = cli("quantize", checkpoint, "--out", tmp_path / "out", preexec_fn=small_files_only)
+    assert result.returncode == 5, result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    result = cli("quantize", checkpoint, "--out", "/sys/nothing/out")
+    assert result.returncode == 5 and result.stderr.count("\n") == 1, result.stderr
+
+
+def test_a_missing_package_names_the_extra(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "raise ModuleNotFoundError('No module named torch', name='torch')", encoding="utf-8"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "sportsllm.cli", "generate", str(checkpoint)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 5
+    assert "pip install 'sportsllm-compress[compress]'" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_hidden_package_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    code = "from sportsllm.cli.main import main; main(['--help'])"
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment)
+    assert result.returncode == 5 and "environment of its own" in result.stderr
+
+
+def test_a_tokenizer_keeps_its_own_special_tokens(
+    capsys: pytest.CaptureFixture[str], stories: Path, corpus_file: Path, tmp_path: Path
+) -> None:
+    code, _, err = call(capsys, *train(corpus_file, tmp_path / "out", "--tokenizer", stories, "--steps", 0))
+    assert code == 0, err
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert (config["bos_token_id"], config["eos_token_id"], config["vocab_size"]) == (1, 2, 512)
+
+
+def test_a_closed_pipe_is_no_bug_and_control_c_says_so(checkpoint: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = f"{sys.executable} -m sportsllm.cli.main generate {checkpoint} --max-new-tokens 100 --temperature 0"
+    script = f"set -o pipefail; {command} | head -c 1 >/dev/null"
+    piped = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
+    assert piped.returncode == 0 and piped.stderr == ""
+
+
+def test_generated_text_joins_its_prompt(capsys: pytest.CaptureFixture[str], stories: Path) -> None:
+    arguments = ["generate", stories, "--prompt", "Once upon a time, there", "--temperature", 0, "--max-new-tokens", 4]
+    _, out, _ = call(capsys, *arguments, "--json")
+    assert json.loads(out.splitlines()[-1])["text"].startswith(" was a little")

@@ -1,0 +1,194 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from sportsllm.cli.recipe import _fingerprint, load_recipe, run_recipe
+from sportsllm.cli.recipe_parallel import run_parallel
+from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
+
+ROOT = Path(__file__).resolve().parents[3]
+GOOD = """
+name = "two"
+[[stage]]
+name = "corpus"
+command = "simulate"
+megabytes = 0.6
+questions = 10
+[[stage]]
+name = "model"
+command = "train"
+model = "tiny-300k"
+corpus = ["@corpus/train.jsonl"]
+valid = ["@corpus/valid.jsonl"]
+steps = 1
+batch_size = 1
+accumulation = 1
+sequence = 32
+[[stage]]
+name = "score"
+command = "eval"
+directory = "@model"
+text = ["@corpus/valid.jsonl"]
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid(recipe: Path) -> None:
+    assert load_recipe(recipe).stages
+
+
+def test_stages_run_once_and_are_kept(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    first = run_recipe(load_recipe(path, tmp_path / "out"))
+    assert [row["cached"] for row in first["stages"]] == [False, False, False]
+    assert all(row["cpu_seconds"] > 0 for row in first["stages"])
+    second = run_recipe(load_recipe(path, tmp_path / "out"))
+    assert [row["cached"] for row in second["stages"]] == [True, True, True]
+    kept = json.loads((tmp_path / "out" / "score.json").read_text(encoding="utf-8"))
+    assert kept["bits_per_byte"] > 0
+
+
+def test_a_changed_stage_is_told_apart(tmp_path: Path) -> None:
+    run_recipe(load_recipe(write(tmp_path, GOOD), tmp_path / "out"))
+    changed = load_recipe(write(tmp_path, GOOD.replace("steps = 1", "steps = 2")), tmp_path / "out")
+    with pytest.raises(Exception, match=r"stage .model.: .*other settings"):
+        run_recipe(changed)
+
+
+def test_a_changed_file_behind_a_name_is_told_apart_and_long_text_is_no_path(tmp_path: Path) -> None:
+    peer = tmp_path / "peer"
+    peer.write_text("one", encoding="utf-8")
+    settings = {"peer_directory": [f"genai={peer}"], "prompt": "The match " * 100}
+    before = _fingerprint("bench", settings)
+    assert _fingerprint("bench", settings) == before
+    peer.write_text("two", encoding="utf-8")
+    assert _fingerprint("bench", settings) != before
+
+
+def test_all_errors_at_once(tmp_path: Path) -> None:
+    text = """
+speed = 3
+[[stage]]
+name = "A b"
+command = "train"
+model = "small"
+stepz = 4
+[[stage]]
+name = "b"
+command = "teleport"
+[[stage]]
+name = "c"
+command = "eval"
+directory = "@later"
+threads = "many"
+[[stage]]
+name = "later"
+command = "simulate"
+megabytes = 0
+seed = -1
+[[stage]]
+name = "d"
+command = "train"
+steps = -4
+"""
+    with pytest.raises(UsageError) as caught:
+        load_recipe(write(tmp_path, text))
+    message = str(caught.value)
+    for part in ("'speed'", "stage 1", "'stepz'", "'teleport'", "'@later' names no earlier stage", "'threads'"):
+        assert part in message, part
+    for part in ("'megabytes'", "'seed'", "'steps'"):
+        assert part in message, part
+    assert "\n" not in message
+
+
+def test_out_is_the_folder_of_all_stages(tmp_path: Path) -> None:
+    text = """
+[[stage]]
+name = "first"
+command = "sample"
+checkpoint = "@out/elsewhere"
+"""
+    recipe = load_recipe(write(tmp_path, text), tmp_path / "there")
+    assert recipe.stages[0].settings["checkpoint"] == str(tmp_path / "there" / "elsewhere")
+    assert recipe.stages[0].needs == frozenset()
+    with pytest.raises(UsageError, match="the name is not free"):
+        load_recipe(write(tmp_path, text.replace("first", "out")))
+
+
+@pytest.mark.parametrize(("text", "message"), [("name = ", "not valid TOML"), ("name = 'x'", "has no")])
+def test_unreadable_recipes(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_recipe(write(tmp_path, text))
+    with pytest.raises(UsageError, match="not found"):
+        load_recipe(tmp_path / "none.toml")
+
+
+def test_a_failing_stage_is_named(tmp_path: Path) -> None:
+    text = '[[stage]]\nname = "a"\ncommand = "verify"\ndirectory = "nowhere"\n'
+    with pytest.raises(ArtifactError, match="stage 'a': nowhere"):
+        run_recipe(load_recipe(write(tmp_path, text), tmp_path / "out"))
+
+
+def test_an_interrupted_stage_is_taken_up_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import os
+    import signal
+    import threading
+    import time
+
+    from sportsllm.errors import InterruptedRun
+
+    path = write(tmp_path, GOOD.replace("steps = 1", "steps = 60"))
+    metrics = tmp_path / "out" / "model.partial" / "metrics.jsonl"
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(InterruptedRun, match="stage 'model'"):
+        run_recipe(load_recipe(path, tmp_path / "out"))
+    thread.join()
+    result = run_recipe(load_recipe(path, tmp_path / "out"))
+    assert [row["cached"] for row in result["stages"]] == [True, False, False]
+    assert "going on from the interrupted run" in capsys.readouterr().err
+
+
+def test_defaults_fill_in_and_needs_are_known(tmp_path: Path) -> None:
+    text = GOOD.replace("steps = 1\n", "").replace(
+        'name = "two"\n', 'name = "two"\n[defaults.train]\nsteps = 3\nseed = 5\n'
+    )
+    corpus, model, score = load_recipe(write(tmp_path, text)).stages
+    assert model.settings["steps"] == 3 and model.settings["seed"] == 5 and "seed" not in score.settings
+    assert (corpus.needs, model.needs, score.needs) == (set(), {"corpus"}, {"corpus", "model"})
+    with pytest.raises(UsageError, match=r"defaults.fly"):
+        load_recipe(write(tmp_path, "[defaults.fly]\nx = 1\n" + GOOD.replace('name = "two"\n', "")))
+
+
+def test_side_by_side_gives_what_one_after_another_gives(tmp_path: Path) -> None:
+    second = GOOD[GOOD.index('[[stage]]\nname = "model"') : GOOD.index('[[stage]]\nname = "score"')]
+    path = write(tmp_path, GOOD + second.replace('"model"', '"twin"'))
+    result = run_parallel(load_recipe(path, tmp_path / "out"), path, jobs=2, threads=1)
+    assert [row["name"] for row in result["stages"]] == ["corpus", "model", "score", "twin"]
+    models = [(tmp_path / "out" / name / "model.safetensors").read_bytes() for name in ("model", "twin")]
+    assert models[0] == models[1]
+    alone = run_recipe(load_recipe(path, tmp_path / "out"), only="score")
+    assert alone["stages"][0]["cached"] and len(alone["stages"]) == 1
+    with pytest.raises(UsageError, match="--only nowhere"):
+        run_recipe(load_recipe(path, tmp_path / "out"), only="nowhere")
+
+
+def test_a_stage_that_fails_beside_others_is_named_with_its_code(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD.replace("sequence = 32", "sequence = 99999"))
+    with pytest.raises(SportsLLMError, match=r"stage .model.: .*99999") as caught:
+        run_parallel(load_recipe(path, tmp_path / "out"), path, jobs=2, threads=1)
+    assert caught.value.exit_code == UsageError.exit_code

@@ -1,0 +1,101 @@
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sportsllm.errors import ArtifactError
+from sportsllm.inference.decoder import open_decoder
+from sportsllm.inference.evaluate import Question, question_accuracy, read_questions, score_documents, windows
+from sportsllm.inference.torch_decoder import TorchDecoder
+from sportsllm.text.documents import read_documents
+from sportsllm.text.tokenizer import load_tokenizer
+from tests.support.models import DATA, tiny_model
+
+
+def test_windows_score_every_token_but_the_first_once() -> None:
+    for length in (1, 2, 7, 8, 9, 12, 13, 31):
+        scored = []
+        for start, stop, first in windows(length, 8):
+            assert start < first < stop or length == 1
+            assert stop - start <= 8
+            if start:
+                assert first - start >= 4, "half a window of context"
+            scored += range(first, stop)
+        assert scored == list(range(1, length))
+
+
+def test_scores_equal_a_brute_force_sum(checkpoint: Path, texts: list[str]) -> None:
+    """Every token on its own, float64, with the context the protocol gives it."""
+    decoder = open_decoder(checkpoint)
+    tokenizer = load_tokenizer(checkpoint, decoder.config)
+    model = tiny_model()
+    documents = [texts[0], "ok", texts[1][:100]]
+    result = score_documents(decoder, tokenizer, documents)
+    nats, tokens = 0.0, 0
+    for text in documents:
+        ids = [0, *tokenizer.encode(text)]
+        for start, stop, first in windows(len(ids), 128):
+            for position in range(first, stop):
+                with torch.inference_mode():
+                    logits = model(torch.tensor([ids[start:position]]))[0, -1].double()
+                nats -= float(torch.log_softmax(logits, -1)[ids[position]])
+                tokens += 1
+    assert result.tokens == tokens and result.bytes == sum(len(text.encode()) for text in documents)
+    assert result.nats == pytest.approx(nats, rel=1e-5)
+    assert result.bits_per_byte == pytest.approx(nats / math.log(2) / result.bytes, rel=1e-5)
+    assert result.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+
+
+def test_stories260k_has_its_published_perplexity(stories: Path) -> None:
+    text = DATA / "tinystories_sample" / "test.jsonl"
+    if not text.exists():
+        pytest.skip("needs tinystories_sample of the shared data folder")
+    decoder = open_decoder(stories)
+    score = score_documents(
+        decoder, load_tokenizer(stories, decoder.config), list(read_documents([text])), first_window=True
+    )
+    assert score.perplexity == pytest.approx(4.66, abs=0.02)
+    assert score.bits_per_byte == pytest.approx(1.115, abs=0.005)
+
+
+def test_batched_scores_do_not_depend_on_their_neighbours() -> None:
+    decoder = TorchDecoder(tiny_model())
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 384, size=n).tolist() for n in (2, 100, 1, 37)]
+    together, alone = decoder.score(rows), [decoder.score([row])[0] for row in rows]
+    for a, b, row in zip(together, alone, rows, strict=True):
+        assert len(a) == len(row) - 1
+        assert np.allclose(a, b, atol=1e-5)
+
+
+def test_choices_are_compared_per_byte(checkpoint: Path) -> None:
+    decoder = open_decoder(checkpoint)
+    tokenizer = load_tokenizer(checkpoint, decoder.config)
+    prompt, choices = "Final score?", ("one", "a much longer answer than the others", "two", "three")
+    per_byte = []
+    for choice in choices:
+        ids = tokenizer.encode(" " + choice)
+        score = decoder.score([[0, *tokenizer.encode(prompt), *ids]])[0][-len(ids) :]
+        per_byte.append(float(score.sum()) / len((" " + choice).encode()))
+    best = int(np.argmax(per_byte))
+    assert question_accuracy(decoder, tokenizer, [Question(prompt, choices, best)]) == 1.0
+    assert question_accuracy(decoder, tokenizer, [Question(prompt, choices, (best + 1) % 4)]) == 0.0
+    assert question_accuracy(decoder, tokenizer, [Question(prompt * 200, choices, 0)]) in (0.0, 1.0)
+
+
+def test_nothing_to_score(checkpoint: Path) -> None:
+    decoder = open_decoder(checkpoint)
+    with pytest.raises(ArtifactError, match="empty"):
+        score_documents(decoder, load_tokenizer(checkpoint), [])
+
+
+@pytest.mark.parametrize("line", ["oops", '{"question": "q", "choices": ["a"], "answer": 0}', '{"question": "q"}'])
+def test_bad_questions_are_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "q.jsonl"
+    good = json.dumps({"question": "q", "choices": ["a", "b"], "answer": 1})
+    path.write_text(f"{good}\n{line}\n", encoding="utf-8")
+    with pytest.raises(ArtifactError, match="line 2"):
+        read_questions(path)

@@ -1,0 +1,89 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sportsllm.errors import UsageError
+from sportsllm.inference.decoder import open_decoder
+from sportsllm.inference.sampling import Sampling, choose, generate, penalize, probabilities
+from sportsllm.inference.torch_decoder import TorchDecoder
+from sportsllm.text.tokenizer import load_tokenizer
+from tests.support.models import tiny_model
+
+LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], dtype=np.float32))
+
+
+def test_top_k_top_p_and_temperature_by_hand() -> None:
+    assert probabilities(LOGITS, Sampling(1.0, 0, 1.0)) == pytest.approx([0.4, 0.3, 0.2, 0.06, 0.04], abs=1e-6)
+    assert probabilities(LOGITS, Sampling(1.0, 2, 1.0)) == pytest.approx([4 / 7, 3 / 7, 0, 0, 0], abs=1e-6)
+    # 0.4 + 0.3 misses 0.75, so the third token is in.
+    assert probabilities(LOGITS, Sampling(1.0, 0, 0.75)) == pytest.approx([4 / 9, 3 / 9, 2 / 9, 0, 0], abs=1e-6)
+    squared = np.array([0.16, 0.09, 0.04, 0.0036, 0.0016])
+    assert probabilities(LOGITS, Sampling(0.5, 0, 1.0)) == pytest.approx(squared / squared.sum(), abs=1e-6)
+
+
+def test_sampling_agrees_with_transformers_filters() -> None:
+    from transformers.generation import logits_process as peer
+
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=200).astype(np.float32) * 3
+    seen = [5, 9, 9, 150]
+    scores = torch.from_numpy(logits)[None]
+    for step in (
+        peer.RepetitionPenaltyLogitsProcessor(1.3),
+        peer.TemperatureLogitsWarper(0.7),
+        peer.TopKLogitsWarper(50),
+        peer.TopPLogitsWarper(0.9),
+    ):
+        scores = step(torch.tensor([seen]), scores)
+    expected = torch.softmax(scores, -1)[0].numpy()
+    ours = probabilities(penalize(logits, seen, 1.3), Sampling(0.7, 50, 0.9))
+    assert ours == pytest.approx(expected, abs=1e-5)
+
+
+def test_greedy_and_seed() -> None:
+    rng = np.random.default_rng(0)
+    assert choose(LOGITS, [], Sampling(temperature=0), rng) == 0
+    draws = [
+        [choose(LOGITS, [], Sampling(1.0, 0, 1.0), np.random.default_rng(s)) for s in range(400)] for _ in range(2)
+    ]
+    assert draws[0] == draws[1]
+    share = draws[0].count(0) / 400
+    assert abs(share - 0.4) < 0.15  # six standard deviations
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_k": -1}, {"top_p": 0.0}, {"repetition_penalty": 0}])
+def test_settings_out_of_range(bad: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match="must be"):
+        Sampling(**bad)
+
+
+def test_greedy_generation_equals_the_uncached_argmax() -> None:
+    model = tiny_model()
+    prompt = [0, 50, 60]
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(12):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    ours = list(generate(TorchDecoder(model), prompt, 12, Sampling(temperature=0)))
+    assert ours == ids[3:]
+    stop = ours[5]
+    assert list(generate(TorchDecoder(model), prompt, 12, Sampling(temperature=0), [stop])) == ours[: ours.index(stop)]
+
+
+def test_context_is_the_limit() -> None:
+    decoder = TorchDecoder(tiny_model())
+    assert len(list(generate(decoder, [0] * 120, 100, Sampling(temperature=0)))) == 8
+    with pytest.raises(UsageError, match="context is 128"):
+        list(generate(decoder, [0] * 128, 1, Sampling()))
+
+
+def test_stories260k_greedy_text(stories: Path) -> None:
+    decoder = open_decoder(stories)
+    tokenizer = load_tokenizer(stories, decoder.config)
+    prompt = [tokenizer.begin_id, *tokenizer.encode("Once upon a time")]
+    text = "".join(tokenizer.decode_stream(prompt, generate(decoder, prompt, 55, Sampling(temperature=0))))
+    assert text.startswith(
+        ", there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big, red ball."
+    )

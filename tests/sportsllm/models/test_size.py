@@ -1,0 +1,277 @@
+"""Memory arithmetic: the worked examples, and the formulas against what numpy and torch really hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.presets import PRESETS
+from sportsllm.models.size import (
+    LOSS_CHUNK_TOKENS,
+    PRECISIONS,
+    active_weight_bytes,
+    block_matrices,
+    block_parameters,
+    kv_cache_bytes_per_token,
+    quantized_bytes,
+    tensor_shapes,
+    training_memory,
+    weight_bytes,
+)
+from sportsllm.storage.packed_weights import QuantizedWeight, pack
+from sportsllm.training import chunked_loss as losses
+from sportsllm.training.optimizers import build_optimizers
+
+TINY = ModelConfig(
+    vocab_size=100,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+)
+EIGHTY_LAYERS = ModelConfig(
+    vocab_size=32_000,
+    hidden_size=8_192,
+    intermediate_size=28_672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=64,
+    head_dim=128,
+)
+
+
+def test_breakdown_of_small() -> None:
+    config = PRESETS["small"]
+    block = block_parameters(config)
+    assert {block[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")} == {589_824}
+    assert {block[name] for name in ("gate_proj", "up_proj", "down_proj")} == {1_572_864}
+    assert block["input_layernorm"] == block["post_attention_layernorm"] == 768
+    assert sum(block.values()) == 7_079_424
+    parts = config.parameters_by_component()
+    assert parts["embedding"] == 12_288_000
+    assert parts["attention"] + parts["feed_forward"] + parts["norms"] - 768 == 84_953_088
+    assert parts["head"] == 0
+    assert config.parameters == 97_241_856
+
+
+def test_breakdown_of_base_162m() -> None:
+    config = PRESETS["base-162m"]
+    parts = config.parameters_by_component()
+    assert parts == {
+        "embedding": 24_576_000,
+        "attention": 28_311_552,
+        "feed_forward": 84_934_656,
+        "norms": 19_200,
+        "head": 24_576_000,
+    }
+    assert sum(block_parameters(config).values()) == 9_438_720
+    assert 12 * 9_438_720 == 113_264_640
+    assert config.parameters == 162_417_408
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"attention_bias": True}, {"q, k, v bias"}),
+        ({"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}, {"o bias"}),
+        ({"qk_norm": True, "tie_word_embeddings": False}, {"q_norm, k_norm"}),
+    ],
+)
+def test_block_parameters_are_those_of_the_model(changes: dict[str, Any], names: set[str]) -> None:
+    config = TINY.with_changes(**changes)
+    block = block_parameters(config)
+    assert names <= set(block)
+    layer = SportsLLM(config).model.layers[0]
+    assert sum(block.values()) == sum(parameter.numel() for parameter in layer.parameters())
+
+
+def test_cache_examples() -> None:
+    assert kv_cache_bytes_per_token(PRESETS["small"]) == {"fp32": 73_728, "fp16": 36_864, "int8": 18_432}
+    assert kv_cache_bytes_per_token(PRESETS["large"])["fp16"] == 147_456
+    assert kv_cache_bytes_per_token(EIGHTY_LAYERS)["fp16"] == 2_621_440
+
+
+def test_dense_weights_take_four_and_two_bytes() -> None:
+    for config in PRESETS.values():
+        assert weight_bytes(config, "fp32") == 4 * config.parameters
+        assert weight_bytes(config, "fp16") == 2 * config.parameters
+
+
+def _packed(rows: int, columns: int, bits: int, block: int, zero_points: bool) -> QuantizedWeight:
+    groups = -(-columns // block)
+    zeros = pack(np.zeros((rows, groups), dtype=np.uint8), bits) if zero_points else None
+    quants = np.zeros((rows, groups, block), dtype=np.uint8)
+    scales = np.ones((rows, groups), dtype=np.float32)
+    return QuantizedWeight(pack(quants, bits), scales, zeros, bits, block, columns)
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("block", [16, 32, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_size_is_that_of_the_packed_bytes(bits: int, block: int, zero_points: bool) -> None:
+    for rows, columns in ((5, 32), (7, 48), (3, 80), (4, 130)):
+        expected = _packed(rows, columns, bits, block, zero_points).nbytes
+        assert quantized_bytes(rows, columns, bits, block, zero_points) == expected
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("precision", "bits", "head_bits"), [("int4", 4, 8), ("int4", 4, 4), ("int8", 8, 8)])
+def test_quantized_model_is_the_sum_of_its_matrices(
+    precision: str, bits: int, head_bits: int, tied: bool, zero_points: bool
+) -> None:
+    config = TINY.with_changes(tie_word_embeddings=tied, attention_bias=True)
+    block = 32  # divides neither 48 nor 80
+    total = 0
+    for matrix in block_matrices(config):
+        packed = _packed(matrix.rows, matrix.columns, bits, block, zero_points)
+        total += matrix.layers * packed.nbytes
+    table = _packed(config.vocab_size, config.hidden_size, head_bits, block, zero_points).nbytes
+    total += table if tied else 2 * table
+    # What stays float32: the biases of q, k and v, and the norms.
+    total += 4 * (3 * (64 + 2 * 32) + 3 * 2 * 48 + 48)
+    assert weight_bytes(config, precision, block, head_bits, zero_points) == total
+
+
+def test_head_bits_32_leaves_the_tables_alone() -> None:
+    config = PRESETS["tiny-1m"]
+    difference = weight_bytes(config, "int4", head_bits=32) - weight_bytes(config, "int4", head_bits=8)
+    numbers = config.vocab_size * config.hidden_size
+    assert difference == 4 * numbers - (numbers + 4 * numbers // 32)
+
+
+def test_one_row_of_an_untied_embedding_is_read() -> None:
+    tied, untied = PRESETS["small"], PRESETS["base-162m"]
+    assert active_weight_bytes(tied, "fp32") == weight_bytes(tied, "fp32")
+    rows = untied.vocab_size - 1
+    assert weight_bytes(untied, "fp32") - active_weight_bytes(untied, "fp32") == 4 * rows * untied.hidden_size
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"precision": "int3"}, {"precision": "int4", "block_size": 48}, {"precision": "int8", "head_bits": 5}],
+)
+def test_unknown_forms_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        weight_bytes(TINY, **arguments)
+
+
+def _saved_bytes(config: ModelConfig, batch: int, length: int, mixed: bool, checkpointed: bool) -> int:
+    """Bytes of distinct storages that autograd keeps for the backward pass, weights and their copies left out."""
+    model = SportsLLM(config)
+    model.initialize(0)
+    model.train()
+    model.checkpoint_activations = checkpointed
+    held = (*model.parameters(), *model.buffers())
+    known = {tensor.untyped_storage().data_ptr() for tensor in held}
+    matrices = {tuple(tensor.shape) for tensor in held if tensor.ndim == 2}
+    matrices |= {shape[::-1] for shape in matrices}  # a copy may be transposed
+    saved: dict[int, int] = {}
+    alive = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor)
+        address = tensor.untyped_storage().data_ptr()
+        if address not in known and tuple(tensor.shape) not in matrices:
+            saved[address] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    tokens = torch.randint(0, config.vocab_size, (batch, length))
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=mixed),
+    ):
+        model.hidden(tokens)
+    output = 4 * batch * length * config.hidden_size  # not saved, but held until the loss is made
+    return sum(saved.values()) + output
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4}, {"qk_norm": True}])
+def test_activations_are_what_autograd_keeps(changes: dict[str, Any], mixed: bool) -> None:
+    config, batch, length = TINY.with_changes(**changes), 2, 37
+    measured = _saved_bytes(config, batch, length, mixed, checkpointed=False)
+    needed = training_memory(config, batch, length, "bf16" if mixed else "fp32")
+    assert needed.activations == pytest.approx(measured, rel=0.01)
+
+
+def test_checkpointed_activations_are_inputs_and_one_layer() -> None:
+    batch, length = 2, 37
+    inputs = _saved_bytes(TINY, batch, length, mixed=False, checkpointed=True)
+    deep = _saved_bytes(TINY.with_changes(num_hidden_layers=4), batch, length, mixed=False, checkpointed=False)
+    layer = deep - _saved_bytes(TINY, batch, length, mixed=False, checkpointed=False)
+    needed = training_memory(TINY, batch, length, "fp32")
+    assert needed.activations_checkpointed == pytest.approx(inputs + layer, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_optimizer_states_are_what_the_optimizer_holds(kind: str) -> None:
+    model = SportsLLM(TINY)
+    optimizers = build_optimizers(model, kind, learning_rate=1e-3, muon_learning_rate=1e-2, weight_decay=0.1)
+    model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    held = sum(
+        tensor.numel() * tensor.element_size()
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for tensor in state.values()
+        if isinstance(tensor, torch.Tensor) and tensor.ndim  # AdamW's step counters are numbers
+    )
+    assert training_memory(TINY, 1, 4, optimizer=kind).optimizer_states == held
+
+
+def test_training_memory_adds_up() -> None:
+    config = PRESETS["base-162m"]
+    needed = training_memory(config, 32, 2_048)
+    parameters = config.parameters
+    assert needed.master_weights == needed.gradients == 4 * parameters
+    assert needed.optimizer_states == 8 * parameters
+    assert needed.weights < 2 * parameters  # the embedding is looked up, not multiplied by
+    plain = training_memory(config, 32, 2_048, "fp32")
+    assert (plain.weights, plain.master_weights) == (4 * parameters, 0)
+    assert needed.total - needed.total_checkpointed == needed.activations - needed.activations_checkpointed
+    # Without checkpointing no card of 24 GB holds this batch; with it one of 12 GB does.
+    assert needed.total > 24e9
+    assert needed.total_checkpointed < 12e9
+
+
+@pytest.mark.parametrize("arguments", [{"batch": 0}, {"length": 0}, {"precision": "int8"}, {"optimizer": "sgd"}])
+def test_training_memory_refuses_nonsense(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        training_memory(TINY, **{"batch": 1, "length": 8, **arguments})
+
+
+def test_loss_chunks_are_the_trainers() -> None:
+    assert LOSS_CHUNK_TOKENS == losses.CHUNK_TOKENS
+
+
+def test_shapes_name_every_tensor() -> None:
+    config = PRESETS["base-162m"]
+    shapes = {shape.name: shape for shape in tensor_shapes(config, 32, 2_048, element_bytes=2)}
+    scores, logits = shapes["attention scores"], shapes["logits, whole"]
+    assert scores.shape == (32, 12, 2_048, 2_048) and not scores.held
+    assert scores.bytes == 3_221_225_472  # 3.2 GB in fp16
+    assert logits.shape == (32, 2_048, 32_000) and not logits.held
+    assert logits.bytes == 4_194_304_000  # 4.2 GB in fp16
+    assert shapes["token ids"].bytes == 8 * 32 * 2_048
+    cached = shapes["k, cached"]
+    assert 2 * cached.layers * cached.bytes == 32 * 2_048 * kv_cache_bytes_per_token(config)["fp16"]
+    weights = sum(shape.layers * shape.bytes for shape in shapes.values() if shape.kind == "weight")
+    norms = config.parameters_by_component()["norms"]
+    assert weights == 2 * (config.parameters - norms)
+
+
+def test_tied_head_is_no_second_matrix() -> None:
+    names = [shape.name for shape in tensor_shapes(PRESETS["small"], 1, 8)]
+    assert "lm_head.weight" not in names
+    assert PRECISIONS == ("fp32", "fp16", "int8", "int4")

@@ -1,0 +1,81 @@
+from pathlib import Path
+
+import pytest
+
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer, same_tokenizer, train_tokenizer
+from tests.support.models import TINY_VOCAB, tiny_config
+
+HARD = [
+    "Full-time: 2-1!",
+    "  two  spaces\tand\n\nlines\r\n",
+    "naïve Žalgiris 東京 🏉👩‍👩‍👧 \u200b\ufeff",
+    "<|begin|> spelled out, <|end|> too <|pad|>",
+    "\x00\x01\x7f",
+    "",
+]
+
+
+@pytest.fixture
+def tokenizer(tokenizer_directory: Path) -> TextTokenizer:
+    return load_tokenizer(tokenizer_directory)
+
+
+@pytest.mark.parametrize("text", HARD)
+def test_any_text_survives(tokenizer: TextTokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert not {0, 1, 2} & set(ids), "text that spells a special token is text"
+    assert tokenizer.encode_batch([text]) == [ids]
+
+
+def test_stream_is_the_text_and_never_half_a_character(tokenizer: TextTokenizer) -> None:
+    text = "Goal! 東京 🏉 wins."
+    prompt, rest = tokenizer.encode("Report: "), tokenizer.encode(text)
+    pieces = list(tokenizer.decode_stream(prompt, rest))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_size_and_special_tokens(tokenizer: TextTokenizer) -> None:
+    assert tokenizer.vocab_size == TINY_VOCAB
+    assert (tokenizer.begin_id, tokenizer.end_id) == (0, 1)
+
+
+def test_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="259"):
+        train_tokenizer(["text"], 100, tmp_path)
+
+
+def test_a_small_corpus_is_filled_up_with_reserved_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = train_tokenizer(["text"], 400, tmp_path)
+    assert tokenizer.vocab_size == 400 and load_tokenizer(tmp_path).vocab_size == 400
+    assert "reserved" in capsys.readouterr().err
+    text = "text <|reserved_0|> 東京"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert max(tokenizer.encode(text)) < 300
+
+
+def test_ids_beyond_the_embedding_are_refused(tokenizer_directory: Path) -> None:
+    with pytest.raises(ArtifactError, match="embedding has 300 rows"):
+        load_tokenizer(tokenizer_directory, tiny_config(vocab_size=300))
+
+
+def test_damaged_tokenizer_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ArtifactError, match="not a readable tokenizer"):
+        load_tokenizer(tmp_path, tiny_config())
+
+
+def test_same_tokenizer(tokenizer_directory: Path, texts: list[str], tmp_path: Path) -> None:
+    train_tokenizer(texts, TINY_VOCAB - 1, tmp_path)
+    assert same_tokenizer(tokenizer_directory, tokenizer_directory)
+    assert not same_tokenizer(tokenizer_directory, tmp_path)
+
+
+def test_transformers_reads_it_the_same_way(tokenizer_directory: Path, tokenizer: TextTokenizer) -> None:
+    import transformers
+
+    peer = transformers.AutoTokenizer.from_pretrained(str(tokenizer_directory))
+    text = "Final score: Obura 82-84 Vestnes, 東京"
+    assert peer(text)["input_ids"] == [tokenizer.begin_id, *tokenizer.encode(text)]

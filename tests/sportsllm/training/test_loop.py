@@ -1,0 +1,185 @@
+import json
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.report.report import read_metrics
+from sportsllm.errors import DivergedError, InterruptedRun, UsageError
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.text.packing import PackedSequences
+from sportsllm.training.loop import METRICS, TrainConfig, language_model_loss, train_model
+from sportsllm.training.muon import Muon, newton_schulz
+from sportsllm.training.optimizers import Schedule, build_optimizers
+from tests.support.models import fresh, tiny_config, weights
+
+CONFIG = TrainConfig(
+    steps=6, batch_size=2, accumulation=2, sequence=32, learning_rate=1e-3, warmup=2, log_every=2, precision="fp32"
+)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_interrupted_and_resumed_equals_uninterrupted(batches: PackedSequences, tmp_path: Path, optimizer: str) -> None:
+    config = TrainConfig(**{**CONFIG.__dict__, "optimizer": optimizer})
+    whole, half = fresh(dropout=0.1), fresh(dropout=0.1)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    train_model(whole, batches, language_model_loss, config, tmp_path / "a")
+
+    calls = 0
+
+    def press_control_c_in_step_3(model: SportsLLM, batch: object) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return language_model_loss(model, batch)
+
+    assert threading.current_thread() is threading.main_thread()
+    with pytest.raises(InterruptedRun, match="after step 3 of 6"):
+        train_model(half, batches, press_control_c_in_step_3, config, tmp_path / "b", identity="x")
+    other = fresh(dropout=0.1)
+    with pytest.raises(UsageError, match="other settings"):
+        train_model(other, batches, language_model_loss, config, tmp_path / "b", identity="y", resume=True)
+    result = train_model(other, batches, language_model_loss, config, tmp_path / "b", identity="x", resume=True)
+    assert result.steps == 6 and result.tokens == 6 * 128
+    assert torch.equal(weights(other), weights(whole))
+    first, second = read_metrics(tmp_path / "a" / METRICS), read_metrics(tmp_path / "b" / METRICS)
+    assert [(m["step"], m["loss"]) for m in first] == [(m["step"], m["loss"]) for m in second]
+
+
+def test_training_learns_and_reports(batches: PackedSequences, tmp_path: Path) -> None:
+    model = fresh()
+    config = TrainConfig(steps=30, batch_size=2, accumulation=1, sequence=32, learning_rate=3e-3, warmup=3, log_every=5)
+    seen = []
+    result = train_model(
+        model, batches, language_model_loss, config, tmp_path, validate=lambda m: seen.append(m) or 1.5
+    )
+    metrics = [m for m in read_metrics(tmp_path / METRICS) if "loss" in m]
+    assert metrics[-1]["loss"] < 0.9 * math.log(384) < 0.95 * metrics[0]["loss"]
+    assert result.valid_bits_per_byte == 1.5 and len(seen) == 1
+    assert result.loss == metrics[-1]["loss"]
+
+
+def test_accumulation_equals_one_large_batch(batches: PackedSequences, tmp_path: Path) -> None:
+    large = PackedSequences(batches._documents, 32, 4, seed=0)
+    results = []
+    for name, data, size, accumulation in (("a", batches, 2, 2), ("b", large, 4, 1)):
+        (tmp_path / name).mkdir()
+        model = fresh()
+        config = TrainConfig(
+            steps=3, batch_size=size, accumulation=accumulation, sequence=32, learning_rate=1e-3, precision="fp32"
+        )
+        train_model(model, data, language_model_loss, config, tmp_path / name)
+        results.append(weights(model))
+    # Adam divides by the root of a tiny second moment, so rounding shows at about 1e-4 of the rate.
+    assert torch.allclose(*results, atol=1e-6)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_step(batches: PackedSequences, tmp_path: Path) -> None:
+    model = fresh()
+    before = weights(model).clone()
+
+    def broken(model: SportsLLM, batch: object) -> torch.Tensor:
+        return language_model_loss(model, batch) * float("nan")
+
+    with pytest.raises(DivergedError, match=r"step 1: the loss of batch 0 is nan"):
+        train_model(model, batches, broken, CONFIG, tmp_path)
+    assert torch.equal(weights(model), before)
+
+
+def test_auxiliary_loss_of_the_model_is_trained(batches: PackedSequences, tmp_path: Path) -> None:
+    class WithBalance(SportsLLM):
+        def auxiliary_loss(self) -> torch.Tensor:
+            return 100.0 * self.model.norm.weight.square().mean()
+
+    model = WithBalance(tiny_config())
+    model.initialize(0)
+    plain = fresh()
+    for network in (model, plain):
+        folder = tmp_path / type(network).__name__
+        folder.mkdir()
+        train_model(network, batches, language_model_loss, CONFIG, folder)
+    assert model.model.norm.weight.mean() < plain.model.norm.weight.mean()
+
+
+def test_fp16_with_loss_scaling_runs(batches: PackedSequences, tmp_path: Path) -> None:
+    config = TrainConfig(steps=2, batch_size=2, accumulation=1, sequence=32, precision="fp16", warmup=0)
+    model = fresh()
+    before = weights(model).clone()
+    train_model(model, batches, language_model_loss, config, tmp_path)
+    assert torch.isfinite(weights(model)).all() and not torch.equal(weights(model), before)
+
+
+def test_schedules() -> None:
+    cosine = Schedule("cosine", steps=110, warmup=10)
+    assert cosine.factor(0) == pytest.approx(0.1) and cosine.factor(9) == 1.0
+    assert cosine.factor(60) == pytest.approx(0.1 + 0.9 * 0.5)
+    assert cosine.factor(110) == pytest.approx(0.1)
+    wsd = Schedule("wsd", steps=100, warmup=10, decay_fraction=0.2)
+    assert wsd.factor(10) == wsd.factor(80) == 1.0
+    assert wsd.factor(90) == pytest.approx(0.55) and wsd.factor(100) == pytest.approx(0.1)
+    with pytest.raises(UsageError, match="wsd"):
+        Schedule("step", 1, 1)
+
+
+def test_muon_takes_the_hidden_matrices_and_orthogonalises() -> None:
+    model = fresh(tie_word_embeddings=False)
+    adamw, muon = build_optimizers(model, "muon", 1e-3, 0.02, 0.0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    taken = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    assert taken == {name for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name}
+    assert sum(len(g["params"]) for g in adamw.param_groups) + len(taken) == len(names)
+    matrix = model.model.layers[0].mlp.up_proj.weight  # rows 96 > columns 64
+    before = matrix.detach().clone()
+    matrix.grad = torch.randn_like(matrix)
+    muon.step()
+    update = (before - matrix.detach()) / 0.02
+    # Newton-Schulz brings singular values near 1 (its five steps leave 0.7 to 1.2); the rate has sqrt(96 / 64).
+    singular = torch.linalg.svdvals(update) / math.sqrt(96 / 64)
+    assert float(singular.min()) > 0.5 and float(singular.max()) < 1.4
+
+
+def test_metrics_file_is_json_lines(batches: PackedSequences, tmp_path: Path) -> None:
+    train_model(fresh(), batches, language_model_loss, CONFIG, tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (16, 24), (16, 16)])
+def test_muon_takes_the_steps_of_torchs_own(shape: tuple[int, int]) -> None:
+    """Same state and update; torch's iteration runs in bfloat16, whose rounding (2**-9) grows over five steps."""
+    torch.manual_seed(0)
+    start = [torch.randn(shape), torch.randn(shape)]
+    settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "ns_coefficients": (3.4445, -4.775, 2.0315)}
+    ours = [torch.nn.Parameter(value.clone()) for value in start]
+    theirs = [torch.nn.Parameter(value.clone()) for value in start]
+    optimizers = [
+        Muon(ours, dtype=torch.bfloat16, **settings),
+        torch.optim.Muon(theirs, adjust_lr_fn="original", **settings),
+    ]
+    for _ in range(3):
+        for parameter, twin in zip(ours, theirs, strict=True):
+            parameter.grad = torch.randn(shape)
+            twin.grad = parameter.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for value, parameter, twin in zip(start, ours, theirs, strict=True):
+        moved, expected = parameter - value, twin - value
+        assert (moved - expected).norm() < 0.02 * expected.norm()
+    assert optimizers[0].state_dict()["state"].keys() == optimizers[1].state_dict()["state"].keys()
+
+
+def test_newton_schulz_equals_a_float64_loop_and_flattens_the_spectrum() -> None:
+    matrices = torch.randn(3, 8, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    result = newton_schulz(matrices.float(), (3.4445, -4.775, 2.0315), 5, 1e-7)
+    for matrix, found in zip(matrices, result, strict=True):
+        u, s, v = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
+        for _ in range(5):  # on the singular values alone: the polynomial keeps the singular vectors
+            s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+        torch.testing.assert_close(found.double(), u @ torch.diag(s) @ v, atol=1e-4, rtol=0)
+        assert float(s.min()) > 0.6 and float(s.max()) < 1.3

@@ -1,0 +1,333 @@
+"""Adapters against a float64 decoder written out here, and `train --init` from the command to the checkpoint."""
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sportsllm.errors import InterruptedRun, UsageError
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.text.packing import IGNORE, Batch, PackedSequences, tokenize
+from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.training.loop import TrainConfig, language_model_loss, train_model
+from sportsllm.training.lora import ALPHA, TARGETS, Adapters, LoRALinear, add_adapters, merge_adapters, parse_targets
+from sportsllm.training.pretrain import fine_tune
+from tests.sportsllm.cli.test_main import call, complains
+from tests.support.models import tiny_model
+
+CONFIG = TrainConfig(
+    steps=6, batch_size=2, accumulation=2, sequence=32, learning_rate=1e-2, warmup=2, log_every=2, precision="fp32"
+)
+TOKENS = torch.randint(3, 384, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def adapted(rank: int = 3, targets: tuple[str, ...] = TARGETS, **changes: object) -> SportsLLM:
+    """A tiny model whose adapters have moved: A as it starts, B random."""
+    model = tiny_model(**changes)
+    add_adapters(model, rank, targets, alpha=6.0, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b"):
+                parameter.normal_(0.0, 0.05, generator=generator)
+    return model
+
+
+def naive_loss(config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> Tensor:
+    """Summed cross-entropy of a plain decoder in the weights' type, one sequence, one head at a time."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weights[f"{name}.weight"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", torch.zeros((), dtype=x.dtype))
+
+    def turn(x: Tensor) -> Tensor:
+        half = config.head_dim // 2
+        rates = config.rope_theta ** (-torch.arange(half, dtype=x.dtype) / half)
+        angles = torch.arange(len(x), dtype=x.dtype)[:, None] * rates
+        first, second = x[:, :half], x[:, half:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    size, shared = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+    x = weights["model.embed_tokens.weight"][tokens]
+    future = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
+    for layer in range(config.num_hidden_layers):
+        at = f"model.layers.{layer}"
+        y = norm(x, f"{at}.input_layernorm")
+        q, k, v = (linear(y, f"{at}.self_attn.{name}_proj") for name in "qkv")
+        heads = []
+        for head in range(config.num_attention_heads):
+            mine = slice(head * size, head * size + size)
+            other = slice(head // shared * size, head // shared * size + size)
+            scores = turn(q[:, mine]) @ turn(k[:, other]).T / size**0.5
+            heads.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v[:, other])
+        x = x + linear(torch.cat(heads, -1), f"{at}.self_attn.o_proj")
+        y = norm(x, f"{at}.post_attention_layernorm")
+        gate, up = linear(y, f"{at}.mlp.gate_proj"), linear(y, f"{at}.mlp.up_proj")
+        x = x + linear(gate / (1 + (-gate).exp()) * up, f"{at}.mlp.down_proj")
+    logits = norm(x, "model.norm") @ weights["model.embed_tokens.weight"].T
+    scored = targets != IGNORE
+    return (logits.logsumexp(-1)[scored] - logits[scored, targets[scored]]).sum()
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}])
+def test_gradients_equal_those_of_the_sum_in_float64(changes: dict[str, object]) -> None:
+    rank, alpha = 3, 6.0
+    model = adapted(rank, **changes)
+    targets = torch.cat([TOKENS[:, 1:], torch.full((2, 1), IGNORE)], dim=1)
+    loss = language_model_loss(model, Batch(TOKENS, targets, (24, 48)))
+    loss.backward()
+
+    exact = {name: value.detach().double() for name, value in model.named_parameters()}
+    factors = {name: exact[name].requires_grad_() for name in exact if "lora_" in name}
+    plain = {name.replace(".base.", "."): value for name, value in exact.items() if name not in factors}
+    for name in [name for name in factors if name.endswith("lora_a")]:
+        matrix = name.removesuffix("lora_a")
+        plain[f"{matrix}weight"] = plain[f"{matrix}weight"] + alpha / rank * exact[f"{matrix}lora_b"] @ exact[name]
+    expected = sum(naive_loss(model.config, plain, TOKENS[row], targets[row]) for row in range(2))
+    expected.backward()
+
+    assert len(factors) == 2 * 7 * 2
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        if name in factors:
+            # float32 (6e-8) through two layers of sums over up to 96 numbers.
+            torch.testing.assert_close(parameter.grad.double(), factors[name].grad, rtol=1e-3, atol=1e-5)
+            error = (parameter.grad.double() - factors[name].grad).norm() / factors[name].grad.norm()
+            assert float(error) < 1e-5, name
+        else:
+            assert parameter.grad is None, name
+
+
+def test_new_adapters_change_nothing_and_are_counted() -> None:
+    model = tiny_model()
+    with torch.inference_mode():
+        before = model(TOKENS)
+    trained = add_adapters(model, 4, TARGETS)
+    with torch.inference_mode():
+        assert torch.equal(model(TOKENS), before), "B is zero, and x + 0 is x"
+    # rank * (inputs + outputs): q and o 64 + 64, k and v 64 + 32, gate, up and down 64 + 96, in two layers.
+    assert trained == 2 * 4 * (2 * 128 + 2 * 96 + 3 * 160)
+    layer = model.model.layers[1].mlp.down_proj
+    assert isinstance(layer, LoRALinear) and layer.scale == ALPHA / 4
+    assert 0.9 * 96**-0.5 < float(layer.lora_a.detach().abs().max()) <= 96**-0.5
+    assert not torch.equal(layer.lora_a[:, :64], model.model.layers[0].mlp.up_proj.lora_a)
+
+
+def test_merged_weights_are_the_sum_and_the_logits_stay() -> None:
+    model = adapted()
+    tensors = {name: value.detach().clone() for name, value in model.named_parameters()}
+    with torch.inference_mode():
+        before = model(TOKENS)
+    merge_adapters(model)
+    with torch.inference_mode():
+        # The sum is rounded once a weight instead of once an output: 6e-8 of logits up to about 10, a few times.
+        torch.testing.assert_close(model(TOKENS), before, rtol=0, atol=2e-5)
+    assert model.state_dict().keys() == tiny_model().state_dict().keys()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    for name, value in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            matrix = name.removesuffix("weight")
+            a, b = tensors[f"{matrix}lora_a"].double(), tensors[f"{matrix}lora_b"].double()
+            exact = tensors[f"{matrix}base.weight"].double() + 6.0 / 3 * b @ a
+            # Rank 3: at most five roundings of 2**-24 of a number below 1.5.
+            torch.testing.assert_close(value.detach().double(), exact, rtol=0, atol=5 * 1.5 * 2**-24)
+            assert (value - tensors[f"{matrix}base.weight"]).abs().max() > 1e-3
+        else:
+            assert torch.equal(value, tensors[name]), name
+
+
+def test_a_merged_checkpoint_is_an_ordinary_one(tokenizer_directory: Path, tmp_path: Path) -> None:
+    model = adapted(targets=("q_proj", "v_proj"))
+    merge_adapters(model)
+    save_checkpoint(tmp_path, model, tokenizer_directory)
+    loaded = load_checkpoint(tmp_path)
+    with torch.inference_mode():
+        assert torch.equal(loaded(TOKENS), model(TOKENS))
+    merge_adapters(loaded)  # nothing to merge
+    original = tiny_model().state_dict()
+    changed = {name for name, value in loaded.state_dict().items() if not torch.equal(value, original[name])}
+    assert changed == {f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(2) for name in "qv"}
+
+
+@pytest.fixture(scope="module")
+def kitchen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Training and held-out text of another kind: instructions for cooks."""
+    rng = random.Random(0)
+    verbs, things = ("Chop", "Boil", "Peel", "Stir", "Fry"), ("onions", "carrots", "rice", "lentils", "apples")
+
+    def line() -> str:
+        return f"{rng.choice(verbs)} the {rng.choice(things)}, then wait {rng.randrange(2, 60)} minutes."
+
+    folder = tmp_path_factory.mktemp("kitchen")
+    for name, count in (("train", 60), ("valid", 8)):
+        rows = [json.dumps({"text": " ".join(line() for _ in range(8))}) for _ in range(count)]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return folder / "train.jsonl", folder / "valid.jsonl"
+
+
+def test_only_adapters_move(texts: list[str], tokenizer_directory: Path, tmp_path: Path) -> None:
+    batches = PackedSequences(tokenize(texts, load_tokenizer(tokenizer_directory)), 32, 2, seed=0)
+    model = tiny_model()
+    add_adapters(model, 4, TARGETS)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    train_model(model, batches, language_model_loss, CONFIG, tmp_path)
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, start[name])}
+    assert moved == {name for name in start if name.endswith(("lora_a", "lora_b"))} and len(moved) == 28
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(
+    kitchen: tuple[Path, Path], tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = tmp_path / "init"
+    init.mkdir()
+    save_checkpoint(init, tiny_model(dropout=0.1), tokenizer_directory)
+
+    def run(out: str, resume: bool = False) -> dict[str, Any]:
+        return fine_tune(
+            init=init,
+            corpus=[kitchen[0]],
+            valid=[kitchen[1]],
+            out=tmp_path / out,
+            config=CONFIG,
+            adapters=Adapters(4),
+            resume=resume,
+        )
+
+    whole = run("whole")
+    calls = 0
+
+    def press_control_c_in_step_3(model: SportsLLM, batch: Batch) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return language_model_loss(model, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sportsllm.training.pretrain.language_model_loss", press_control_c_in_step_3)
+        with pytest.raises(InterruptedRun, match="after step 3 of 6"):
+            run("half")
+    half = run("half", resume=True)
+    for key in ("valid_bits_per_byte", "bits_per_byte_before", "loss", "trained_parameters"):
+        assert half[key] == whole[key], key
+    weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("half", "whole", "init")]
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_what_cannot_be_adapted_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    from compress.quantization.packed_checkpoint import Precision
+    from compress.quantization.run import quantize
+
+    for rank in (0, 33):  # key and value matrices have 32 rows
+        with pytest.raises(UsageError, match=f"--lora-rank is {rank}; .* 1 to 32"):
+            add_adapters(tiny_model(), rank, TARGETS)
+    assert add_adapters(tiny_model(), 64, ("q_proj",)) == 2 * 64 * 128
+    for alpha in (0.0, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="--lora-alpha"):
+            add_adapters(tiny_model(), 2, TARGETS, alpha)
+    model = tiny_model()
+    add_adapters(model, 2, ("q_proj",))
+    with pytest.raises(UsageError, match="LoRALinear"):
+        add_adapters(model, 2, ("q_proj",))
+    quantize(checkpoint=checkpoint, out=tmp_path / "q", precision=Precision())
+    with pytest.raises(UsageError, match="QuantizedLinear"):
+        add_adapters(load_checkpoint(tmp_path / "q"), 2, TARGETS)
+
+
+def test_targets_are_named_and_ordered() -> None:
+    assert parse_targets("up_proj, q_proj,up_proj") == ("q_proj", "up_proj")
+    for text, found in (("q_proj,lm_head", "'lm_head'"), ("", "nothing"), (" , ", "nothing")):
+        with pytest.raises(UsageError, match=f"names {found}; use one or more of q_proj, k_proj, v_proj, o_proj, gate"):
+            parse_targets(text)
+
+
+@pytest.fixture(scope="module")
+def trained(
+    checkpoint: Path, corpus_file: Path, kitchen: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The tiny checkpoint after a little training on matches."""
+    out = tmp_path_factory.mktemp("trained") / "matches"
+    config = TrainConfig(steps=50, batch_size=4, accumulation=1, sequence=64, learning_rate=5e-3, precision="fp32")
+    fine_tune(init=checkpoint, corpus=[corpus_file], valid=[kitchen[1]], out=out, config=config)
+    return out
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_fine_tuning_learns_a_new_text(
+    lora: bool, trained: Path, kitchen: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path.name: path.read_bytes() for path in trained.iterdir()}
+    arguments = ["train", "--init", trained, "--corpus", kitchen[0], "--valid", kitchen[1], "--out", tmp_path / "out"]
+    arguments += ["--batch-size", 4, "--accumulation", 1, "--sequence", 64, "--set", "warmup=3", "--steps", 30]
+    arguments += ["--lora-rank", 4] if lora else ["--learning-rate", 1e-3]
+    code, out, err = call(capsys, *arguments, "--json")
+    assert code == 0, err
+    assert ("no --learning-rate given: 0.001 for adapters" in err) == lora and "parameters trained" in err
+    result = json.loads(out)
+    assert result["trained_parameters"] == (2 * 4 * 928 if lora else result["parameters"])
+    scores = []
+    for directory in (trained, tmp_path / "out"):
+        code, out, err = call(capsys, "eval", directory, "--text", kitchen[1], "--json")
+        assert code == 0, err
+        scores.append(json.loads(out)["bits_per_byte"])
+    # Merging rounds once more; eval scores the checkpoint that was written.
+    assert [result["bits_per_byte_before"], result["valid_bits_per_byte"]] == pytest.approx(scores, rel=1e-5)
+    assert scores[1] < 0.9 * scores[0]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["parents"][0]["path"] == manifest["settings"]["init"] == str(trained)
+    assert manifest["settings"]["lora"] == ({"rank": 4, "targets": list(TARGETS), "alpha": ALPHA} if lora else None)
+    assert {path.name: path.read_bytes() for path in trained.iterdir()} == before, "inputs are untouched"
+    assert json.loads(call(capsys, *arguments, "--json")[1])["cached"] is True
+    assert call(capsys, "verify", tmp_path / "out")[0] == 0
+
+
+def test_no_steps_write_the_same_weights(
+    checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "--init", checkpoint, "--corpus", corpus_file, "--out", tmp_path / "out", "--steps", 0]
+    code, out, err = call(capsys, *arguments, "--sequence", 32, "--json")
+    assert code == 0 and "no --learning-rate given: 0.0001 for all weights" in err, err
+    result = json.loads(out)
+    assert result["bits_per_byte_before"] is None and result["valid_bits_per_byte"] is None
+    expected, found = load_checkpoint(checkpoint).state_dict(), load_checkpoint(tmp_path / "out").state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def test_refusals_are_one_line(
+    checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from compress.quantization.packed_checkpoint import Precision
+    from compress.quantization.run import quantize
+
+    packed, out = tmp_path / "packed", tmp_path / "out"
+    quantize(checkpoint=checkpoint, out=packed, precision=Precision())
+
+    def refused(code: int, text: str, *flags: object) -> None:
+        complains(call(capsys, "train", "--corpus", corpus_file, "--out", out, "--sequence", 64, *flags), code, text)
+        assert not out.exists() and not out.with_name("out.partial").exists()
+
+    refused(2, "one of the two")
+    refused(2, "one of the two", "--model", "tiny-1m", "--init", checkpoint)
+    refused(2, "--tokenizer cannot be changed", "--init", checkpoint, "--tokenizer", checkpoint)
+    refused(2, "instead of --model", "--model", "tiny-1m", "--lora-rank", 2)
+    refused(2, "belong to --lora-rank", "--init", checkpoint, "--lora-targets", "q_proj")
+    refused(2, "belong to --lora-rank", "--model", "tiny-1m", "--lora-alpha", 8)
+    refused(2, "names 'embed_tokens'", "--init", checkpoint, "--lora-rank", 2, "--lora-targets", "embed_tokens")
+    refused(2, "--lora-rank is 33", "--init", checkpoint, "--lora-rank", 33)
+    refused(2, "--lora-alpha is -1.0", "--init", checkpoint, "--lora-rank", 2, "--lora-alpha", -1)
+    refused(2, "--optimizer muon", "--init", checkpoint, "--lora-rank", 2, "--set", "optimizer=muon")
+    refused(2, "context is 128", "--init", checkpoint, "--sequence", 129)
+    refused(3, "is quantized", "--init", packed)
+    refused(3, "not found", "--init", tmp_path / "nowhere")
+    assert call(capsys, "train", "--init", checkpoint, "--lora-rank", 0)[0] == 2

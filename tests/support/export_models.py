@@ -1,0 +1,134 @@
+"""Tiny real models for the tests of `export`, dense and packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import torch
+
+from export.paths import DATA_FILE, GRAPH_FILE
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.storage.checkpoint import save_checkpoint
+from sportsllm.storage.packed_weights import ROW_BITS, QuantizedWeight, pack
+from sportsllm.storage.quantized_layers import QuantizedEmbedding, QuantizedLinear
+
+TINY = ModelConfig(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=112,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=64,
+)
+
+
+def tiny_model(std: float = 0.1, **changes: Any) -> SportsLLM:
+    """Random weights, norms and biases included, large enough for attention to look at some tokens more than others."""
+    model = SportsLLM(TINY.with_changes(**changes))
+    model.initialize(0, std)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def round_to_nearest(weight: npt.NDArray[np.float32], bits: int, block: int, asymmetric: bool) -> QuantizedWeight:
+    """Pack an (N, K) matrix; the last block of a row is padded where K is no multiple of `block`."""
+    rows, width = weight.shape
+    if bits == ROW_BITS:
+        block = width
+    groups, top, middle = -(-width // block), 2**bits - 1, 2 ** (bits - 1)
+    padded = np.zeros((rows, groups * block), np.float32)
+    padded[:, :width] = weight
+    padded = padded.reshape(rows, groups, block)
+    if asymmetric:
+        low, high = np.minimum(padded.min(axis=2), 0), np.maximum(padded.max(axis=2), 0)
+        scales = (high - low) / top
+        zero_points = np.clip(np.round(-low / scales), 0, top)
+    else:
+        scales = np.abs(padded).max(axis=2) / (middle - 1)
+        zero_points = np.full((rows, groups), middle)
+    quants = np.clip(np.round(padded / scales[:, :, None]) + zero_points[:, :, None], 0, top)
+    return QuantizedWeight(
+        packed=pack(quants.astype(np.uint8), bits),
+        scales=scales.astype(np.float32),
+        zero_points=pack(zero_points.astype(np.uint8), bits) if asymmetric else None,
+        bits=bits,
+        block_size=block,
+        in_features=width,
+    )
+
+
+def pack_model(
+    model: SportsLLM,
+    bits: int,
+    block: int = 32,
+    asymmetric: bool = False,
+    bits_of: Callable[[str], int | None] = lambda name: None,
+) -> dict[str, Any]:
+    """Pack every matrix in place; returns config.json's quantization_config.
+
+    Args:
+        model: changed.
+        bits: of every matrix, unless `bits_of` its name says otherwise; 16 leaves one as it is.
+        block: numbers that share a scale.
+        asymmetric: with zero points.
+        bits_of: exceptions.
+    """
+    modules: dict[str, Any] = {}
+    for name, module in list(model.named_modules()):
+        own = bits_of(name) or bits
+        if not isinstance(module, torch.nn.Linear | torch.nn.Embedding) or own == 16:
+            continue
+        packed = round_to_nearest(module.weight.detach().numpy(), own, block, asymmetric)
+        bias = getattr(module, "bias", None)
+        replacement = (
+            QuantizedEmbedding(packed)
+            if isinstance(module, torch.nn.Embedding)
+            else QuantizedLinear(packed, None if bias is None else bias.detach())
+        )
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, replacement)
+        modules[name] = {"bits": own}
+    return {"modules": modules}
+
+
+def save(directory: Path, model: SportsLLM, quantization: dict[str, Any] | None = None) -> Path:
+    """Write a checkpoint directory without a tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(directory, model, quantization=quantization)
+    return directory
+
+
+def logits_of(model: SportsLLM, tokens: npt.NDArray[np.int64] | list[int]) -> npt.NDArray[np.float32]:
+    """PyTorch's logits, (T, V) of a sequence or (B, T, V) of a batch."""
+    ids = torch.as_tensor(np.asarray(tokens))
+    with torch.inference_mode():
+        logits = model(ids if ids.ndim == 2 else ids[None]).numpy()
+    return cast("npt.NDArray[np.float32]", logits if ids.ndim == 2 else logits[0])
+
+
+def edit_tensor(directory: Path, name: str, change: Callable[[npt.NDArray[Any]], None]) -> None:
+    """Change a tensor of an exported data file in place, and nothing else."""
+    graph = onnx.load(str(directory / GRAPH_FILE), load_external_data=False)
+    (tensor,) = [item for item in graph.graph.initializer if item.name == name]
+    entry = {item.key: item.value for item in tensor.external_data}
+    array = np.memmap(
+        directory / DATA_FILE,
+        dtype=onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type),
+        mode="r+",
+        offset=int(entry["offset"]),
+        shape=tuple(tensor.dims),
+    )
+    change(array)
+    array.flush()
