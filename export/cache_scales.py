@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.config import ModelConfig, load_config
-from sportsllm.models.language_model import KVCache, SportsLLM
+from sportsllm.models.attention import KVCache
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
+from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import rope_tables
 from sportsllm.process_memory import give_back
 from sportsllm.storage.checkpoint import check_names, load_block, load_table
@@ -48,7 +50,8 @@ class RoundedCache(KVCache):
         super().__init__(config, 1, length)
         self._scales = scales
 
-    def append(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        k_BKTE, v_BKTE = new
         keys, values = self._scales.keys[layer][None, :, None], self._scales.values[layer][None, :, None]
         return super().append(layer, _rounded(k_BKTE, keys), _rounded(v_BKTE, values))
 
@@ -64,7 +67,8 @@ class LayerCache(KVCache):
         """Give back what came, or what an INT8 cache of these scales would have kept."""
         self.length, self._scales = 0, scales
 
-    def append(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        k_BKTE, v_BKTE = new
         self.keys, self.values = k_BKTE, v_BKTE
         if self._scales is None:
             return k_BKTE, v_BKTE

@@ -16,7 +16,7 @@ from export.parity.by_layer import check_parity_by_layer
 from export.parity.check import check_parity
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, GateError, ResourceError, UsageError
-from sportsllm.models.config import load_config
+from sportsllm.models.hf_config import load_config
 from sportsllm.process_memory import peak_rss_bytes
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import write_json

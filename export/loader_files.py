@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from export.paths import GRAPH_FILE, WEB_NAMES, web_files
-from sportsllm.models.config import ModelConfig, load_config, read_json
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config, read_json
 from sportsllm.storage.checkpoint import TOKENIZER_FILES, write_generation_config, write_json
 from sportsllm.storage.safetensors_files import quantization_config
 

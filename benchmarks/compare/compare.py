@@ -15,7 +15,8 @@ from typing import Any
 from benchmarks.compare.inputs import ancestors, read_runs
 from benchmarks.compare.runs import Run, best_for_cost
 from sportsllm.errors import UsageError
-from sportsllm.models.config import ModelConfig, read_json
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import read_json
 from sportsllm.storage.artifact import Stage, run_stage
 
 RESULT = "comparison.json"

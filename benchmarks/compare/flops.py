@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.size import block_matrices, block_numbers
+from sportsllm.models.kinds import block_matrices
+from sportsllm.models.size import block_numbers
 
 # The backward pass is two products for each one of the forward pass (Kaplan et al., section 2.1).
 FORWARDS_PER_STEP = 3
@@ -53,7 +54,7 @@ def clone_flops_per_batch(teacher: ModelConfig, student: ModelConfig) -> int:
     for theirs, ours in zip(block_matrices(teacher), block_matrices(student), strict=True):
         big_o, big_i, small_o, small_i = theirs.rows, theirs.columns, ours.rows, ours.columns
         out_first = small_o * big_o * big_i + small_o * big_i * small_i
-        total += 2 * ours.layers * min(out_first, big_o * big_i * small_i + small_o * big_o * small_i)
+        total += 2 * student.num_hidden_layers * min(out_first, big_o * big_i * small_i + small_o * big_o * small_i)
     return FORWARDS_PER_STEP * total
 
 
@@ -65,7 +66,7 @@ def repair_flops_per_token(full: ModelConfig, cut: ModelConfig, sequence: int) -
     An estimate: every block runs about twice in either model, and each matrix of I inputs and O outputs adds its
     inputs' (I, I) and (I, O) products. Heads are not run.
     """
-    regression = sum(2 * m.layers * m.columns * (m.columns + m.rows) for m in block_matrices(cut))
+    regression = 2 * cut.num_hidden_layers * sum(m.columns * (m.columns + m.rows) for m in block_matrices(cut))
     blocks = sum(
         forward_flops_per_token(config, sequence) - 2 * config.vocab_size * config.hidden_size for config in (full, cut)
     )

@@ -23,7 +23,8 @@ from benchmarks.compare.methods import loop_settings, method_name, recipe
 from benchmarks.report.report import read_metrics
 from compress.pruning.scores import MEASURED
 from sportsllm.errors import ArtifactError
-from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
 from sportsllm.storage.artifact import MANIFEST, digest, read_manifest
 
 _CALIBRATION_LENGTH = 512  # tokens of a calibration sample where no recovery says its sequence

@@ -28,7 +28,8 @@ from benchmarks.measure.sustained import summarise_sustained
 from benchmarks.runtimes.compare import Peer, measure_against, turn_depths
 from sportsllm import console
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
 from sportsllm.storage.artifact import directory_bytes
 
 ROUNDS = 5  # the fewest whose interval holds the median with 90% (benchmarks.spread.rank)

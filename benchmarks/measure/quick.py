@@ -9,7 +9,7 @@ from benchmarks.measure.bench import default_threads
 from benchmarks.measure.process import child_command, run_child
 from benchmarks.predict.latency import DEEPEST_LEAVES
 from benchmarks.spread import percentile
-from sportsllm.models.config import load_config
+from sportsllm.models.hf_config import load_config
 from sportsllm.storage.artifact import directory_bytes
 
 STEPS, WARM_UP_STEPS = 48, 8

@@ -9,11 +9,12 @@ from typing import Any
 
 from export.paths import PROMPT_FILE
 from sportsllm.errors import UsageError
-from sportsllm.models.config import ModelConfig, packed_by_bitsandbytes, read_json
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import packed_by_bitsandbytes, read_json
+from sportsllm.models.kinds import block_matrices
 from sportsllm.models.size import (
     CACHE_BYTES,
     PRECISIONS,
-    block_matrices,
     block_numbers,
     kv_cache_bytes_per_token,
     weight_bytes,
@@ -168,7 +169,7 @@ def sizes(config: ModelConfig, stored: Stored) -> Sizes:
             stored.form,
             scale * body,
             _multiplied(config, stored),
-            sum(matrix.layers * matrix.rows for matrix in block_matrices(config)),
+            config.num_hidden_layers * sum(matrix.rows for matrix in block_matrices(config)),
         ),
         head=Part(
             stored.head_form,
@@ -267,7 +268,7 @@ def slower_reading(form: str, block_size: int) -> float:
 
 def _body_bytes(config: ModelConfig, stored: Stored) -> int:
     if stored.per_row:
-        scales = sum(matrix.layers * matrix.rows for matrix in block_matrices(config))
+        scales = config.num_hidden_layers * sum(matrix.rows for matrix in block_matrices(config))
         return block_numbers(config) + 4 * scales + 4 * (config.block_parameters - block_numbers(config))
     return _all_bytes(config, stored, tied=True) - _table_bytes(config, stored)
 

@@ -9,7 +9,8 @@ from typing import Any
 from benchmarks.devices.load import judge, load_device
 from benchmarks.predict.latency import Stored, predict, predict_figures, reliability
 from sportsllm.errors import UsageError
-from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
 from sportsllm.models.presets import PRESETS
 from sportsllm.models.size import (
     PRECISIONS,

@@ -12,7 +12,7 @@ from benchmarks.labels import is_number, part, verdict
 from benchmarks.measure.floor import budget_depth
 from benchmarks.report.search_results import FIT_FILE, Fit, read_fit
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.config import load_config, read_json
+from sportsllm.models.hf_config import load_config, read_json
 from sportsllm.storage.artifact import MANIFEST, digest, directory_bytes, read_manifest
 
 

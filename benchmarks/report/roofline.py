@@ -14,7 +14,8 @@ from benchmarks.predict.model_size import prompt_graph_bytes
 from benchmarks.report.charts import Plot, absent, bench_command, chart, colour, line, log_axis
 from benchmarks.report.inputs import StageSummary
 from sportsllm.errors import SportsLLMError
-from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
 
 Rate = tuple[str, float, float]
 

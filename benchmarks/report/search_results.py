@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.devices.schema import LIMIT_UNITS
 from benchmarks.labels import LIMIT_LABELS, MISSING, Table, is_number, number, part, with_unit
 from sportsllm.errors import ArtifactError
-from sportsllm.models.config import read_json
+from sportsllm.models.hf_config import read_json
 
 FIT_FILE = "fit.json"
 _NAMES_SHOWN = 6

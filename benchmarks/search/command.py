@@ -86,7 +86,7 @@ def _training(
 ) -> dict[str, Any]:
     """Sequence, batch and accumulation of every recovery: small steps where the tokens are few."""
     from sportsllm.console import say
-    from sportsllm.models.config import load_config
+    from sportsllm.models.hf_config import load_config
     from sportsllm.training.loop import TrainConfig
 
     length = sequence or min(TrainConfig.sequence, load_config(teacher).max_position_embeddings)

@@ -20,7 +20,7 @@ from benchmarks.search.winner_recipe import write_line
 from sportsllm.cli.recipe import load_recipe, run_recipe
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
-from sportsllm.models.config import load_config, read_json
+from sportsllm.models.hf_config import load_config, read_json
 from sportsllm.storage.artifact import digest
 from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.packing import kept_tokens

@@ -21,7 +21,7 @@ from benchmarks.search.candidates import Candidate, Form, shape_name
 from compress.pruning.shapes import Shape
 from sportsllm.cli.flags import load_command
 from sportsllm.console import silenced
-from sportsllm.models.config import load_config, read_json
+from sportsllm.models.hf_config import load_config, read_json
 from sportsllm.storage.artifact import Stage, digest, run_stage
 
 _SCORING_SAMPLES = 8

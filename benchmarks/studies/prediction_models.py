@@ -137,7 +137,7 @@ def make_export(checkpoint: Path, form: Form, directory: Path) -> Stored:
     from export.cache_scales import CacheScales
     from export.graph.decoder import write_graph
     from export.graph.prefill_graph import write_prompt_graph
-    from sportsllm.models.config import load_config
+    from sportsllm.models.hf_config import load_config
     from sportsllm.storage.checkpoint import write_checkpoint
 
     config, source = load_config(checkpoint), checkpoint

@@ -81,7 +81,7 @@ def quantize(
     from compress.quantization.run import NF4
     from compress.quantization.run import quantize as run_quantize
     from sportsllm.console import output
-    from sportsllm.models.config import load_config
+    from sportsllm.models.hf_config import load_config
     from sportsllm.models.size import block_numbers
     from sportsllm.storage.packed_weights import BITS, ROW_BITS
     from sportsllm.training.setup import set_threads

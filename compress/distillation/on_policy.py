@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sportsllm.errors import UsageError
-from sportsllm.models.language_model import KVCache, SportsLLM
+from sportsllm.models.attention import KVCache
+from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE, Batch
 
 

@@ -17,7 +17,8 @@ from compress.distillation.student_loss import (
 )
 from compress.teacher_cache.read import Signals
 from sportsllm.errors import ArtifactError
-from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import tokenize
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer

@@ -21,7 +21,8 @@ from compress.distillation.student_loss import (
 )
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS, preset
 from sportsllm.storage.artifact import Stage, run_stage

@@ -16,7 +16,7 @@ import torch
 from compress.distillation.on_policy import write
 from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.config import load_config
+from sportsllm.models.hf_config import load_config
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config

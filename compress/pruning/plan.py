@@ -19,7 +19,7 @@ from compress.pruning.search import finalists, rounds_to, search_shape
 from compress.pruning.shapes import Shape, share_for_megabytes
 from sportsllm.console import say
 from sportsllm.errors import UsageError
-from sportsllm.models.config import load_config
+from sportsllm.models.hf_config import load_config
 from sportsllm.storage.artifact import STATE_DIRECTORY, partial_directory
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config

@@ -30,7 +30,8 @@ from compress.pruning.shapes import Shape, shape_for_share, share_for_megabytes
 from compress.pruning.slicing import choose, cut, kept_layers
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint

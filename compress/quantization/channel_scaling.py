@@ -142,13 +142,13 @@ def _shared(size_HE: Tensor, block: Block) -> Tensor:
 def _by_group(channels: Tensor, block: Block) -> Tensor:
     """(query heads x head_dim,) as (key/value heads, query heads of each, head_dim)."""
     attention = block.self_attn
-    groups = cast(nn.Linear, attention.v_proj).out_features // attention.head_dim
-    return channels.view(groups, -1, attention.head_dim)
+    groups = cast(nn.Linear, attention.v_proj).out_features // attention.config.head_dim
+    return channels.view(groups, -1, attention.config.head_dim)
 
 
 def _repeated(by_group_KE: Tensor, block: Block) -> Tensor:
     attention = block.self_attn
-    heads = cast(nn.Linear, attention.o_proj).in_features // attention.head_dim
+    heads = cast(nn.Linear, attention.o_proj).in_features // attention.config.head_dim
     return by_group_KE[:, None].expand(-1, heads // len(by_group_KE), -1).reshape(-1)
 
 

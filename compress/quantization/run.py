@@ -20,7 +20,8 @@ from compress.quantization.mixed_precision import Group, choose_bits, measure_gr
 from compress.quantization.packed_checkpoint import EMBEDDING, HEAD, PackedTensors, Precision
 from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import load_block, load_checkpoint, read_ends, write_checkpoint
 from sportsllm.storage.packed_weights import ROW_BITS, stored_bits

@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from compress.teacher_cache.sparse import KINDS, Picked
 from sportsllm.errors import ArtifactError
-from sportsllm.models.config import read_json
+from sportsllm.models.hf_config import read_json
 from sportsllm.storage.artifact import MANIFEST, read_manifest
 from sportsllm.storage.checkpoint import save_tensors, write_json
 from sportsllm.text.packing import Batch

@@ -29,7 +29,7 @@ from compress.teacher_cache.files import (
 from compress.teacher_cache.sparse import CODE_BITS, KINDS, Room, joined, pick
 from sportsllm.console import ProgressBar, progress_bar, say
 from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
-from sportsllm.models.config import load_config, read_json
+from sportsllm.models.hf_config import load_config, read_json
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.artifact import (
     STATE_DIRECTORY,

@@ -30,7 +30,8 @@ from export.graph.standard_layer import StandardBlocks, StandardMatrices
 from export.graph.weights import Weights
 from export.paths import plain_files, web_files
 from export.runtime.session import CACHE_KEY, GROWING_CACHE, KEEP_LOGITS, SHARED_CACHE
-from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
 
 FLOAT, INT8, INT64 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.INT64
 

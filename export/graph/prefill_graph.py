@@ -24,7 +24,8 @@ from export.graph.ort_layer import ContribBlocks
 from export.graph.weights import Packing, Weights
 from export.paths import prompt_files
 from export.runtime.session import CACHE_KEY, SHARED_CACHE
-from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
 from sportsllm.storage.packed_weights import ROW_BITS
 
 _TOP = 2 ** (ROW_BITS - 1) - 1

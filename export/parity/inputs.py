@@ -18,7 +18,8 @@ from export.graph.matmul import FLAT, ROWS_PRODUCT
 from export.parity.comparison import Limits, Pass
 from export.paths import find_files
 from sportsllm.errors import ArtifactError
-from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
 from sportsllm.models.rope import rope_tables
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 

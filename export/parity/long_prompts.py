@@ -14,7 +14,8 @@ import torch
 from export.cache_scales import CacheScales, RoundedCache
 from export.parity.comparison import Comparison, compare, merge
 from export.runtime.decoder import OnnxDecoder
-from sportsllm.models.language_model import KVCache, SportsLLM
+from sportsllm.models.attention import KVCache
+from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.quantized_layers import QuantizedLinear
 
 _STEPS_A_SIDE = 63  # of the 7 bits that a row's numbers have, the same to both sides

@@ -19,7 +19,7 @@ from export.runtime.kv_cache import Cache, cache_maker
 from export.runtime.session import KEEP_LOGITS, open_session, raise_if_out_of_memory
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.inference.decoder import Logits, log_softmax
-from sportsllm.models.config import load_config
+from sportsllm.models.hf_config import load_config
 from sportsllm.storage.manifest import MANIFEST, read_manifest
 
 # Prompts are read in pieces of this many tokens, so that memory does not grow with the prompt. Time for 512 tokens

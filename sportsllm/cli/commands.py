@@ -263,7 +263,7 @@ def generate(
 def verify(directory: flags.Directory) -> dict[str, Any]:
     """Compare a finished directory with its manifest: sizes, digests, nothing missing, nothing added."""
     from sportsllm.console import output
-    from sportsllm.models.config import load_config
+    from sportsllm.models.hf_config import load_config
     from sportsllm.storage.artifact import verify_directory
 
     if not directory.is_dir():

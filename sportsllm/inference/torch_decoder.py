@@ -12,7 +12,8 @@ import torch
 
 from sportsllm.errors import UsageError
 from sportsllm.inference.decoder import Logits
-from sportsllm.models.language_model import KVCache, SportsLLM
+from sportsllm.models.attention import KVCache
+from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.checkpoint import load_checkpoint
 
 _SCORE_TOKENS = 8_192  # tokens in one scoring batch, padding included

@@ -1,7 +1,6 @@
 """Memory arithmetic: how many bytes a model needs on disk, in use and in training, without building it.
 
-Imports no torch. Letters: B sequences, T tokens, D hidden_size, F intermediate_size, H query heads,
-K key/value heads, E head_dim, L layers, V vocabulary.
+Imports no torch. Letters: B sequences, T tokens, D hidden_size, L layers, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from typing import NamedTuple
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import NORMS, block_matrices, block_state, halves
+from sportsllm.models.parts import Activation, Matrix
 from sportsllm.storage.packed_weights import BLOCK_SIZES
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
@@ -21,48 +22,23 @@ _DENSE_BYTES = {"fp32": 4, "fp16": 2}
 _MATRIX_BITS = {"int8": 8, "int4": 4}
 
 
-class Matrix(NamedTuple):
-    """A weight matrix that is multiplied by, and how many layers have it: rows are outputs."""
-
-    name: str
-    rows: int
-    columns: int
-    layers: int
-
-
-def block_matrices(config: ModelConfig) -> list[Matrix]:
-    """The matrices inside the blocks."""
-    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    return [
-        Matrix("q_proj", config.query_size, hidden, layers),
-        Matrix("k_proj", config.key_value_size, hidden, layers),
-        Matrix("v_proj", config.key_value_size, hidden, layers),
-        Matrix("o_proj", hidden, config.query_size, layers),
-        Matrix("gate_proj", inner, hidden, layers),
-        Matrix("up_proj", inner, hidden, layers),
-        Matrix("down_proj", hidden, inner, layers),
-    ]
-
-
 def block_numbers(config: ModelConfig, block_size: int = 1) -> int:
-    """Numbers in the matrices inside the blocks, each row filled up to whole blocks of so many."""
-    return sum(
-        matrix.layers * matrix.rows * -(-matrix.columns // block_size) * block_size for matrix in block_matrices(config)
-    )
+    """Numbers in the matrices inside the blocks, each row filled up to whole blocks of `block_size`."""
+    padded = sum(m.rows * -(-m.columns // block_size) * block_size for m in block_matrices(config))
+    return config.num_hidden_layers * padded
 
 
 def block_parameters(config: ModelConfig) -> dict[str, int]:
     """Numbers in each part of one block, by the module's name; they add up to the whole block."""
-    parts = {matrix.name: matrix.rows * matrix.columns for matrix in block_matrices(config)}
-    if config.attention_bias:
-        parts["q, k, v bias"] = config.query_size + 2 * config.key_value_size
-    if config.attention_output_bias:
-        parts["o bias"] = config.hidden_size
-    if config.mlp_bias:
-        parts["gate, up, down bias"] = 2 * config.intermediate_size + config.hidden_size
-    if config.qk_norm:
-        parts["q_norm, k_norm"] = 2 * config.head_dim
-    return parts | dict.fromkeys(("input_layernorm", "post_attention_layernorm"), config.hidden_size)
+    parts: dict[str, int] = {}
+    norms: dict[str, int] = {}
+    for half, kind in halves(config).items():
+        matrices = kind.matrices(config)
+        parts |= {matrix.name: matrix.numbers for matrix in matrices}
+        parts |= {f"{matrix.name}.bias": matrix.rows for matrix in matrices if matrix.bias}
+        norms |= {vector.name: vector.size for vector in kind.vectors(config)}
+        norms[NORMS[half]] = config.hidden_size
+    return parts | norms
 
 
 def quantized_bytes(rows: int, columns: int, bits: int, block_size: int, zero_points: bool = False) -> int:
@@ -103,19 +79,6 @@ def weight_bytes(
     )
 
 
-def active_weight_bytes(
-    config: ModelConfig,
-    precision: str,
-    block_size: int = 32,
-    head_bits: int = 8,
-    zero_points: bool = False,
-) -> int:
-    """Bytes of weights read to make one token: all of them, but a single row of an untied embedding."""
-    table = _table_bytes(config, precision, block_size, head_bits, zero_points)
-    row = 0 if config.tie_word_embeddings else table // config.vocab_size
-    return _body_bytes(config, precision, block_size, zero_points) + table + row
-
-
 def _body_bytes(config: ModelConfig, precision: str, block_size: int, zero_points: bool) -> int:
     if precision in _DENSE_BYTES:
         return config.block_parameters * _DENSE_BYTES[precision]
@@ -125,11 +88,8 @@ def _body_bytes(config: ModelConfig, precision: str, block_size: int, zero_point
         sizes = ", ".join(str(size) for size in BLOCK_SIZES)
         raise UsageError(f"block size {block_size} is not supported; use one of {sizes}")
     bits = _MATRIX_BITS[precision]
-    total = sum(
-        matrix.layers * quantized_bytes(matrix.rows, matrix.columns, bits, block_size, zero_points)
-        for matrix in block_matrices(config)
-    )
-    return total + 4 * (config.block_parameters - block_numbers(config))
+    a_block = sum(quantized_bytes(m.rows, m.columns, bits, block_size, zero_points) for m in block_matrices(config))
+    return config.num_hidden_layers * a_block + 4 * (config.block_parameters - block_numbers(config))
 
 
 def _table_bytes(config: ModelConfig, precision: str, block_size: int, head_bits: int, zero_points: bool) -> int:
@@ -144,8 +104,8 @@ def _table_bytes(config: ModelConfig, precision: str, block_size: int, head_bits
 
 
 def kv_cache_bytes_per_token(config: ModelConfig) -> dict[str, int]:
-    """2 * layers * kv_heads * head_dim * bytes, by precision of the cache, for one sequence."""
-    numbers = 2 * config.num_hidden_layers * config.key_value_size
+    """Bytes that all layers cache for a token of one sequence, by precision of the cache."""
+    numbers = config.num_hidden_layers * sum(math.prod(state.shape) for state in block_state(config))
     return {name: numbers * size for name, size in CACHE_BYTES.items()}
 
 
@@ -232,25 +192,11 @@ def training_memory(
 def _layer_activation_bytes(config: ModelConfig, mixed: bool) -> int:
     """Bytes one block keeps for each token, with a = 4 in float32 and 2 under mixed precision.
 
-    Two norms keep x, x / rms(x) and 1 / rms(x) in float32: 2 (8 D + 4). The matrices keep their input: the two
-    norms' results (a D each), the attention's output (a H E) and the feed-forward's product (a F). Attention
-    computes in float32 on a CPU: it keeps q, k, v and its output (4 (2 H + 2 K) E; in float32 that output is also
-    the next matrix's input and counts once) and a log-sum for each head (4 H), but no (T, T)
-    scores; SwiGLU keeps gate, silu(gate) and up (3 a F).
-    Per-head norms of q and k (Qwen3) keep twice their width and one number a head, in float32.
+    Two norms keep x, x / rms(x) and 1 / rms(x) in float32: 2 (8 D + 4). The matrices that read the norms' results keep
+    those (a D each). Attention and feed-forward say themselves what they keep.
     """
-    size = 2 if mixed else 4
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    norms = 2 * (2 * 4 * hidden + 4)
-    inputs = 2 * size * hidden
-    attention = 4 * (2 * config.query_size + 2 * config.key_value_size) + 4 * heads
-    if mixed:
-        attention += size * config.query_size
-    feed_forward = 4 * size * config.intermediate_size
-    if config.qk_norm:
-        attention += 2 * 4 * (config.query_size + config.key_value_size)
-        attention += 4 * (heads + config.num_key_value_heads)
-    return norms + inputs + attention + feed_forward
+    a_half = 2 * 4 * config.hidden_size + 4 + (2 if mixed else 4) * config.hidden_size
+    return sum(a_half + kind.activation_bytes(config, mixed) for kind in halves(config).values())
 
 
 class TensorShape(NamedTuple):
@@ -276,39 +222,36 @@ def tensor_shapes(config: ModelConfig, batch: int, length: int, element_bytes: i
     Returns:
         Tensors in order of use. `bytes` is one tensor's size and `layers` how many of it there are.
     """
-    hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    layers, steps = config.num_hidden_layers, (batch, length)
+    hidden, vocab, layers, steps = config.hidden_size, config.vocab_size, config.num_hidden_layers, (batch, length)
+    table, width = ("weight", (vocab, hidden)), config.head_dim // 2
     rows: list[tuple[str, str, tuple[int, ...], int, bool]] = [
-        ("embed_tokens.weight", "weight", (vocab, hidden), 1, True),
+        ("embed_tokens.weight", *table, 1, True),
         ("hidden", "activation", (*steps, hidden), 1, True),
-        ("rope cos, sin", "table", (2, length, width // 2), 1, True),
-        ("input_layernorm", "activation", (*steps, hidden), layers, True),
-        ("q_proj.weight", "weight", (config.query_size, hidden), layers, True),
-        ("k_proj.weight", "weight", (config.key_value_size, hidden), layers, True),
-        ("v_proj.weight", "weight", (config.key_value_size, hidden), layers, True),
-        ("q", "activation", (*steps, heads, width), layers, True),
-        ("k, cached", "cache", (batch, kv_heads, length, width), layers, True),
-        ("v, cached", "cache", (batch, kv_heads, length, width), layers, True),
-        ("attention scores", "activation", (batch, heads, length, length), layers, False),
-        ("attention output", "activation", (*steps, heads, width), layers, True),
-        ("o_proj.weight", "weight", (hidden, config.query_size), layers, True),
-        ("hidden + attention", "activation", (*steps, hidden), layers, True),
-        ("post_attention_layernorm", "activation", (*steps, hidden), layers, True),
-        ("gate_proj.weight", "weight", (inner, hidden), layers, True),
-        ("up_proj.weight", "weight", (inner, hidden), layers, True),
-        ("gate", "activation", (*steps, inner), layers, True),
-        ("up", "activation", (*steps, inner), layers, True),
-        ("silu(gate) * up", "activation", (*steps, inner), layers, True),
-        ("down_proj.weight", "weight", (hidden, inner), layers, True),
-        ("hidden + feed-forward", "activation", (*steps, hidden), layers, True),
-        ("norm", "activation", (*steps, hidden), 1, True),
+        ("rope cos, sin", "table", (2, length, width), 1, True),
     ]
+    for (half, kind), result in zip(halves(config).items(), ("attention", "feed-forward"), strict=True):
+        rows.append((NORMS[half], "activation", (*steps, hidden), layers, True))
+        rows += [_described(item, batch, length, layers) for item in kind.tensors(config)]
+        rows.append((f"hidden + {result}", "activation", (*steps, hidden), layers, True))
+    rows.append(("norm", "activation", (*steps, hidden), 1, True))
     if not config.tie_word_embeddings:
-        rows.append(("lm_head.weight", "weight", (vocab, hidden), 1, True))
+        rows.append(("lm_head.weight", *table, 1, True))
     rows.append(("logits, in chunks", "activation", (min(batch * length, LOSS_CHUNK_TOKENS), vocab), 1, True))
     rows.append(("logits, whole", "activation", (*steps, vocab), 1, False))
     shapes = [TensorShape("token ids", "input", steps, 8 * batch * length)]
-    for name, kind, shape, layers_with_it, held in rows:
-        shapes.append(TensorShape(name, kind, shape, math.prod(shape) * element_bytes, layers_with_it, held))
+    for name, kind_of, shape, layers_with_it, held in rows:
+        shapes.append(TensorShape(name, kind_of, shape, math.prod(shape) * element_bytes, layers_with_it, held))
     return shapes
+
+
+def _described(
+    item: Matrix | Activation, batch: int, length: int, layers: int
+) -> tuple[str, str, tuple[int, ...], int, bool]:
+    """A row of `tensor_shapes`: name, kind, whole shape, layers, held."""
+    if isinstance(item, Matrix):
+        return f"{item.name}.weight", "weight", (item.rows, item.columns), layers, True
+    if item.kind == "cache":
+        return item.name, "cache", (batch, *item.shape[:-1], length, item.shape[-1]), layers, item.held
+    if item.kind == "scores":
+        return item.name, "activation", (batch, *item.shape, length, length), layers, item.held
+    return item.name, "activation", (batch, length, *item.shape), layers, item.held

@@ -19,7 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sportsllm.errors import ArtifactError
-from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config, to_hf
+from sportsllm.models.kinds import parameters
 from sportsllm.models.language_model import Block, SportsLLM
 from sportsllm.storage.packed_matrix import read_packed
 from sportsllm.storage.quantized_layers import SUFFIXES, QuantizedEmbedding, QuantizedLinear
@@ -123,8 +125,7 @@ def check_names(tensors: TensorFiles, config: ModelConfig) -> dict[str, tuple[in
     Raises:
         ArtifactError: there is such a tensor.
     """
-    with torch.device("meta"):
-        shapes = {name: tuple(parameter.shape) for name, parameter in SportsLLM(config).named_parameters()}
+    shapes = {item.name: item.shape for item in parameters(config)}
     packed = {f"{name}{suffix}" for name in shapes if name.endswith(".weight") for suffix in SUFFIXES}
     _refuse_unknown(_model_names(config, tensors) - shapes.keys() - packed, tensors.directory)
     return shapes
@@ -197,7 +198,7 @@ def write_checkpoint(
     quantization: Mapping[str, Any] | None = None,
 ) -> None:
     """As `save_checkpoint`, from tensors by name."""
-    data = config.to_hf()
+    data = to_hf(config)
     if quantization is not None:
         data["quantization_config"] = {"quant_method": QUANT_METHOD, **quantization}
     write_json(directory / "config.json", data)

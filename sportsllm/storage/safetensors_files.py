@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sportsllm.errors import ArtifactError
-from sportsllm.models.config import packed_by_bitsandbytes, read_json
+from sportsllm.models.hf_config import packed_by_bitsandbytes, read_json
 from sportsllm.storage.artifact import MANIFEST, read_manifest
 from sportsllm.storage.bitsandbytes import companions, read_dense
 

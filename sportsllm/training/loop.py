@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, DivergedError, InterruptedRun, UsageError
-from sportsllm.models.config import read_json
+from sportsllm.models.hf_config import read_json
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
 from sportsllm.storage.artifact import STATE_DIRECTORY, replace_state

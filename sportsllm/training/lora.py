@@ -3,7 +3,7 @@
     y = x W^T + b                              # frozen
     y = x (W + alpha / rank * B A)^T + b       # adapted; only A and B train
 
-LoRA is https://arxiv.org/abs/2106.09685. All seven matrices of a block are adapted by default: adapters on attention
+LoRA is https://arxiv.org/abs/2106.09685. All matrices of a block are adapted by default: adapters on attention
 alone stay behind full fine-tuning, on every linear layer they reach it (QLoRA, https://arxiv.org/abs/2305.14314,
 section 4; "LoRA Without Regret", https://thinkingmachines.ai/blog/lora/). From the latter too: alpha is 32 whatever
 the rank is, so that the best learning rate hardly depends on the rank, and that rate is ten times the one of full
@@ -23,19 +23,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sportsllm.errors import UsageError
+from sportsllm.models.kinds import block_matrices
 from sportsllm.models.language_model import SportsLLM
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALPHA = 32.0
 LEARNING_RATE_RATIO = 10.0  # of an adapter's best learning rate to full fine-tuning's
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """Which adapters to train, as flags or a recipe give them; `add_adapters` checks them against a model."""
+    """Which adapters to train, as flags or a recipe give them; `add_adapters` checks them against a model.
+
+    `targets` are names of matrices, all of a block's if None.
+    """
 
     rank: int
-    targets: tuple[str, ...] = TARGETS
+    targets: tuple[str, ...] | None = None
     alpha: float = ALPHA
 
 
@@ -69,14 +72,15 @@ class LoRALinear(nn.Module):
 
 
 def parse_targets(text: str) -> tuple[str, ...]:
-    """Names of matrices, separated by commas, in the order of `TARGETS`.
+    """Names of matrices, separated by commas; `add_adapters` checks them against a model.
 
     Raises:
-        UsageError: a name that is none of them, or no name at all.
+        UsageError: there is no name.
     """
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    _check_targets(names)
-    return tuple(name for name in TARGETS if name in names)
+    names = tuple(sorted({name.strip() for name in text.split(",") if name.strip()}))
+    if not names:
+        raise UsageError("--lora-targets names no matrix; give one or more, for example q_proj,v_proj")
+    return names
 
 
 def adapter_settings(rank: int | None, targets: str | None, alpha: float | None, optimizer: str) -> Adapters | None:
@@ -88,7 +92,7 @@ def adapter_settings(rank: int | None, targets: str | None, alpha: float | None,
             which says nothing about the two factors of one.
 
     Raises:
-        UsageError: flags that do not go together, or unknown targets.
+        UsageError: flags that do not go together, or no targets.
     """
     if rank is None:
         if targets is not None or alpha is not None:
@@ -96,9 +100,7 @@ def adapter_settings(rank: int | None, targets: str | None, alpha: float | None,
         return None
     if optimizer == "muon":
         raise UsageError("--optimizer muon trains whole matrices, not the factors of adapters; use adamw")
-    return Adapters(
-        rank, TARGETS if targets is None else parse_targets(targets), ALPHA if alpha is None else float(alpha)
-    )
+    return Adapters(rank, None if targets is None else parse_targets(targets), ALPHA if alpha is None else float(alpha))
 
 
 def adapted_rate(rate: float, rank: int | None) -> float:
@@ -106,13 +108,15 @@ def adapted_rate(rate: float, rank: int | None) -> float:
     return rate if rank is None else rate * LEARNING_RATE_RATIO
 
 
-def add_adapters(model: SportsLLM, rank: int, targets: Sequence[str], alpha: float | None = None, seed: int = 0) -> int:
+def add_adapters(
+    model: SportsLLM, rank: int, targets: Sequence[str] | None = None, alpha: float | None = None, seed: int = 0
+) -> int:
     """Freeze a model and put adapters on its matrices, in place. What it computes does not change yet.
 
     Args:
         model: unquantized; every other parameter is frozen, norms and biases too.
         rank: at least 1, at most the smallest dimension of the adapted matrices.
-        targets: which matrices, of `TARGETS`.
+        targets: which matrices of a block, by the last part of their names; all if None.
         alpha: the adapters count alpha / rank times; `ALPHA` if None.
         seed: of the random A, uniform in +-1 / sqrt(D); B starts at zero.
 
@@ -123,7 +127,6 @@ def add_adapters(model: SportsLLM, rank: int, targets: Sequence[str], alpha: flo
         UsageError: rank, targets or alpha are out of range, or the model is quantized or has adapters.
     """
     scale = ALPHA if alpha is None else alpha
-    _check_targets(targets)
     if not 0.0 < scale < math.inf:
         raise UsageError(f"--lora-alpha is {scale}; it must be above 0")
     chosen = list(_matrices(model, targets))
@@ -154,19 +157,19 @@ def merge_adapters(model: SportsLLM) -> None:
         model.requires_grad_(True)
 
 
-def _check_targets(targets: Sequence[str]) -> None:
-    unknown = [name for name in targets if name not in TARGETS]
-    if unknown or not targets:
-        found = repr(unknown[0]) if unknown else "nothing"
-        raise UsageError(f"--lora-targets names {found}; use one or more of {', '.join(TARGETS)}")
-
-
-def _matrices(model: SportsLLM, targets: Sequence[str]) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+def _matrices(model: SportsLLM, targets: Sequence[str] | None) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Parent, name and layer of every matrix that gets an adapter."""
-    for parent in model.model.layers.modules():
-        for name, layer in parent.named_children():
-            if name not in targets:
+    names = [matrix.name for matrix in block_matrices(model.config)]
+    known = [name.rpartition(".")[2] for name in names]
+    unknown = [target for target in targets or () if target not in known]
+    if unknown:
+        raise UsageError(f"--lora-targets names {unknown[0]!r}; use one or more of {', '.join(known)}")
+    for block in model.model.layers:
+        for name in names:
+            parent, _, leaf = name.rpartition(".")
+            if targets is not None and leaf not in targets:
                 continue
+            layer = block.get_submodule(name)
             if not isinstance(layer, nn.Linear):
-                raise UsageError(f"{name} is a {type(layer).__name__}; adapters go on plain, unquantized matrices")
-            yield parent, name, layer
+                raise UsageError(f"{leaf} is a {type(layer).__name__}; adapters go on plain, unquantized matrices")
+            yield block.get_submodule(parent), leaf, layer

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sportsllm.errors import UsageError
+from sportsllm.models.language_model import block_weights
 from sportsllm.training.muon import Muon
 
 OPTIMIZERS = ("adamw", "muon")
@@ -59,19 +60,20 @@ def build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """One AdamW, or Muon and AdamW.
 
-    Muon (https://kellerjordan.github.io/posts/muon/) takes the 2-D matrices inside the blocks; embedding, head,
+    Muon (https://kellerjordan.github.io/posts/muon/) takes the matrices inside the blocks; embedding, head,
     norms and biases stay with AdamW. Its rate is scaled by sqrt(max(1, rows / columns)), momentum 0.95, five
     Newton-Schulz steps. Norms and biases are not decayed.
     """
     if kind not in OPTIMIZERS:
         raise UsageError(f"optimizer {kind!r} is not known; use one of {', '.join(OPTIMIZERS)}")
+    for_muon = {id(weight) for weight in block_weights(model)} if kind == "muon" else set()
     matrices, others, vectors = [], [], []
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
         if parameter.ndim < 2:
             vectors.append(parameter)
-        elif kind == "muon" and parameter.ndim == 2 and ".layers." in name:
+        elif id(parameter) in for_muon:
             matrices.append(parameter)
         else:
             others.append(parameter)

@@ -9,7 +9,8 @@ from typing import Any
 
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.config import ModelConfig, load_config
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import preset
 from sportsllm.storage.artifact import Stage, run_stage

@@ -40,7 +40,7 @@ def test_scales_have_the_least_error_of_their_channel() -> None:
     for tokens in samples():
         cache = KVCache(model.config, 1, 60)
         model.hidden(tokens, cache=cache)
-        seen.append(cache.keys[1, 0, 1, :, 3].double())
+        seen.append(cache.tensors[0][1, 0, 1, :, 3].double())
     numbers = torch.cat(seen).detach().numpy()
 
     def error(scale: float) -> float:
@@ -86,7 +86,7 @@ def test_the_graph_keeps_what_the_reference_keeps(
     assert decoder._cache is not None
     kept = decoder._cache.buffers["0.key"][0]
     assert kept.dtype == np.int8 and decoder._cache.buffers["1.value"].dtype == np.int8
-    expected = torch.clamp(torch.round(cache.keys[0, 0] / scales.keys[0][:, None]), -128, 127).numpy()
+    expected = torch.clamp(torch.round(cache.tensors[0][0, 0] / scales.keys[0][:, None]), -128, 127).numpy()
     # The first layer reads the same inputs: only a number in the very middle between two steps may differ.
     assert (kept[:, :30] == expected[:, :30]).mean() > 0.999
 

@@ -25,6 +25,7 @@ from benchmarks.spread import percentile, percentiles, spread
 from sportsllm.cli import main as cli
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import to_hf
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.artifact import directory_bytes
 from sportsllm.storage.checkpoint import save_checkpoint
@@ -268,7 +269,7 @@ def test_a_graphics_card_is_not_judged_by_the_cpu(export: Path) -> None:
 
 
 def test_stored_form_follows_the_configuration(tmp_path: Path) -> None:
-    config = CONFIG.to_hf()
+    config = to_hf(CONFIG)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert stored_form(tmp_path).precision == "fp32"
     config["quantization_config"] = {"bits": 4, "block_size": 64, "head_bits": 8, "symmetric": False}

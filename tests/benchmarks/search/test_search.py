@@ -29,7 +29,7 @@ from benchmarks.search.trials import Source, Trials, prune_settings
 from compress.pruning.shapes import Shape
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, UsageError
-from sportsllm.models.config import load_config
+from sportsllm.models.hf_config import load_config
 from sportsllm.models.presets import preset
 from sportsllm.storage.artifact import directory_bytes
 from tests.support.models import tiny_config

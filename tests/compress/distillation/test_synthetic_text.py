@@ -6,7 +6,7 @@ import pytest
 from compress.cli.distill import sample
 from compress.distillation.synthetic_text import CORPUS, write_corpus
 from sportsllm.errors import UsageError
-from sportsllm.models.config import load_config
+from sportsllm.models.hf_config import load_config
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.tokenizer import load_tokenizer
 

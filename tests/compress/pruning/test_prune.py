@@ -12,7 +12,7 @@ from compress.pruning.search import rounds_to
 from compress.pruning.shapes import Shape, candidate_shapes, shape_for_share, share_for_megabytes
 from compress.pruning.slicing import kept_layers, prune
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.config import load_config
+from sportsllm.models.hf_config import load_config
 from sportsllm.models.presets import preset
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.text.calibration import calibration_samples

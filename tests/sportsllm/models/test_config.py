@@ -3,7 +3,8 @@ import json
 import pytest
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.config import ModelConfig, config_from_hf
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import config_from_hf, to_hf
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS, preset
 from tests.support.models import tiny_config
@@ -66,7 +67,7 @@ def test_hugging_face_round_trip() -> None:
         tiny_config(qk_norm=True),
         tiny_config(dropout=0.1),
     ]:
-        assert config_from_hf(json.loads(json.dumps(config.to_hf()))) == config
+        assert config_from_hf(json.loads(json.dumps(to_hf(config)))) == config
 
 
 @pytest.mark.parametrize(
@@ -84,11 +85,11 @@ def test_hugging_face_round_trip() -> None:
 )
 def test_unsupported_field_is_refused_by_name(change: dict[str, object], named: str) -> None:
     with pytest.raises(ArtifactError, match=named):
-        config_from_hf({**tiny_config().to_hf(), **change})
+        config_from_hf({**to_hf(tiny_config()), **change})
 
 
 def test_missing_field_is_named() -> None:
-    data = tiny_config().to_hf()
+    data = to_hf(tiny_config())
     del data["hidden_size"]
     with pytest.raises(ArtifactError, match="hidden_size"):
         config_from_hf(data)
@@ -105,7 +106,7 @@ def test_unknown_preset_lists_the_others() -> None:
 
 
 def test_transformers_5_rope_parameters_are_read() -> None:
-    data = tiny_config().to_hf()
+    data = to_hf(tiny_config())
     del data["rope_theta"]
     data["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}
     config = config_from_hf(data)
@@ -129,4 +130,4 @@ def test_transformers_5_rope_parameters_are_read() -> None:
 )
 def test_a_value_of_the_wrong_kind_is_one_line(change: dict[str, object]) -> None:
     with pytest.raises(ArtifactError, match=r"^config\.json: "):
-        config_from_hf({**tiny_config().to_hf(), **change})
+        config_from_hf({**to_hf(tiny_config()), **change})

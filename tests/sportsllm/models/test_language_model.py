@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers
 
-from sportsllm.models.language_model import KVCache, SportsLLM
+from sportsllm.models.attention import KVCache
+from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.packing import Batch
 from sportsllm.training.loop import language_model_loss

@@ -1,0 +1,102 @@
+"""Attention over heads and the cache that it extends, for the kinds of attention to use.
+
+Shape suffixes: B sequences, T tokens, H query heads, K key/value heads, E head_dim, L cache length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import block_state
+
+
+class KVCache:
+    """What each layer keeps of the tokens read so far, allocated once.
+
+    One tensor a `State` of the attention's kind, in its order: (layers, B, ..., L, E), the tokens before the last
+    axis of the shape that a single token has.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        length: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        self.room, self.length = length, 0
+        sizes = [(config.num_hidden_layers, batch, *s.shape[:-1], length, s.shape[-1]) for s in block_state(config)]
+        self.tensors = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+
+    def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Write one layer's new states, tokens on the last axis but one, after the `length` old ones; returns all."""
+        end = self.length + new[0].shape[-2]
+        if end > self.room:
+            raise ValueError(f"cache holds {self.room} tokens, {end} are needed")
+        for tensor, state in zip(self.tensors, new, strict=True):
+            tensor[layer][..., self.length : end, :] = state
+        return tuple(tensor[layer][..., :end, :] for tensor in self.tensors)
+
+
+def attend_cached(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, layer: int, cache: KVCache | None) -> Tensor:
+    """Causal attention of new tokens to themselves and to what the cache holds of this layer; (B, T, H, E)."""
+    q, k, v = (t.transpose(1, 2) for t in (q_BTHE, k_BTKE, v_BTKE))
+    causal, mask = True, None
+    if cache is not None:
+        past, new = cache.length, q.shape[2]
+        k, v = cache.append(layer, k, v)
+        if past:  # row t sees the cache and the new tokens up to itself
+            causal = False
+            if new > 1:
+                mask = torch.ones(new, past + new, dtype=torch.bool, device=q.device).tril(past)
+    return attend(q, k, v, causal, mask).transpose(1, 2)
+
+
+def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
+    """Scaled dot-product attention with grouped heads, (B, H, T, E), in v's type.
+
+    On a CPU it computes in float32: the kernel's bfloat16 backward is slower (62 against 49 ms with head_dim 32), and
+    for every new document length it keeps compiled code, tens of MB a training step.
+    """
+    dtype, device = v_BKTE.dtype, q_BHTE.device.type
+    if device != "cpu":
+        return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=mask, is_causal=causal, enable_gqa=True)
+    with torch.autocast(device, enabled=False):
+        q, k, v = q_BHTE.float(), k_BKTE.float(), v_BKTE.float()
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
+    return y.to(dtype)
+
+
+def attend_documents(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Sequence[int]) -> Tensor:
+    """Causal attention inside each document of a packed batch, never across.
+
+    One attention call a document: no mask of (T, T) exists, and the work is that of the documents alone,
+    not of the whole row.
+
+    Args:
+        documents: ends of the documents in the batch read as one row of B * T tokens, rising, the last B * T.
+
+    Returns:
+        (B, T, H, E).
+    """
+    # `split`, not slices: the backward of n slices fills n tensors of the whole batch's size.
+    lengths = [end - start for start, end in zip((0, *documents), documents, strict=False)]
+    parts = [torch.split(t.flatten(0, 1), lengths) for t in (q_BTHE, k_BTKE, v_BTKE)]
+    outputs = []
+    for rows in zip(*parts, strict=True):
+        q, k, v = (row.transpose(0, 1)[None] for row in rows)
+        outputs.append(attend(q, k, v, causal=True)[0].transpose(0, 1))
+    return torch.cat(outputs).view(q_BTHE.shape)
+
+
+def rotate(x_BTHE: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding, half-split pairs; `rope` is cosine and sine, each (T, E / 2) or (B, T, E / 2)."""
+    cos, sin = (table.unsqueeze(-2) for table in rope)
+    first, second = x_BTHE.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTHE.dtype)

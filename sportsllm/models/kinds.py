@@ -1,0 +1,115 @@
+"""The kinds of attention and feed-forward, and what a whole model is made of. Imports no torch.
+
+A new kind is a file like `swiglu.py` and a line in one of the two tables below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from sportsllm.models.grouped_query import GroupedQuery
+from sportsllm.models.parts import HIDDEN, Kind, Matrix, State, Unit
+from sportsllm.models.swiglu import SwiGLU
+
+if TYPE_CHECKING:
+    from sportsllm.models.config import ModelConfig
+
+ATTENTION: dict[str, Kind] = {"grouped_query": GroupedQuery()}
+FEED_FORWARD: dict[str, Kind] = {"swiglu": SwiGLU()}
+
+NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
+"""The two halves of a block, in order, and the norm before each."""
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+
+
+class Parameter(NamedTuple):
+    """A tensor of a checkpoint: its name, shape and what it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: Literal["embedding", "head", "matrix", "bias", "norm"]
+    writes_residual: bool = False
+
+
+def halves(config: ModelConfig) -> dict[str, Kind]:
+    """The kind of each half of a block, by module name."""
+    return {"self_attn": ATTENTION[config.attention_kind], "mlp": FEED_FORWARD[config.mlp_kind]}
+
+
+def block_matrices(config: ModelConfig) -> list[Matrix]:
+    """The matrices of one block in order; names, inputs and scale sources begin with the half: `mlp.up_proj`."""
+    found = []
+    for half, kind in halves(config).items():
+        for matrix in kind.matrices(config):
+            source = None if matrix.scale_source is None else f"{half}.{matrix.scale_source}"
+            name, read = f"{half}.{matrix.name}", f"{half}.{matrix.input}"
+            found.append(matrix._replace(name=name, input=read, scale_source=source))
+    return found
+
+
+def input_groups(config: ModelConfig) -> list[list[Matrix]]:
+    """`block_matrices`, those that read the same tensor together."""
+    groups: dict[str, list[Matrix]] = {}
+    for matrix in block_matrices(config):
+        groups.setdefault(matrix.input, []).append(matrix)
+    return list(groups.values())
+
+
+def block_units(config: ModelConfig) -> dict[str, Unit]:
+    """What pruning may cut, by name: the residual stream's channels first, then each half's units."""
+    units = {HIDDEN: Unit(HIDDEN, "hidden_size", config.hidden_size)}
+    for kind in halves(config).values():
+        units |= {unit.name: unit for unit in kind.units(config)}
+    return units
+
+
+def block_state(config: ModelConfig) -> list[State]:
+    """What one block caches for each token."""
+    return [state for kind in halves(config).values() for state in kind.state(config)]
+
+
+def parameters(config: ModelConfig) -> list[Parameter]:
+    """Every tensor of a checkpoint, in the order of the model's own."""
+    table = (config.vocab_size, config.hidden_size)
+    found = [Parameter(f"{EMBEDDING}.weight", table, "embedding")]
+    for layer in range(config.num_hidden_layers):
+        for half, kind in halves(config).items():
+            prefix = f"model.layers.{layer}"
+            found.append(Parameter(f"{prefix}.{NORMS[half]}.weight", (config.hidden_size,), "norm"))
+            for matrix in kind.matrices(config):
+                name, shape = f"{prefix}.{half}.{matrix.name}", (matrix.rows, matrix.columns)
+                found.append(Parameter(f"{name}.weight", shape, "matrix", matrix.writes_residual))
+                if matrix.bias:
+                    found.append(Parameter(f"{name}.bias", (matrix.rows,), "bias"))
+            for vector in kind.vectors(config):
+                found.append(Parameter(f"{prefix}.{half}.{vector.name}.weight", (vector.size,), "norm"))
+    found.append(Parameter("model.norm.weight", (config.hidden_size,), "norm"))
+    if not config.tie_word_embeddings:
+        found.append(Parameter(f"{HEAD}.weight", table, "head"))
+    return found
+
+
+def matrix_shapes(config: ModelConfig, layers_only: bool = False) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of every matrix by its module's name; `layers_only` leaves out embedding and head.
+
+    This is the one place that says what a matrix is.
+    """
+    roles = ("matrix",) if layers_only else ("matrix", "embedding", "head")
+    return {
+        item.name.removesuffix(".weight"): (item.shape[0], item.shape[1])
+        for item in parameters(config)
+        if item.role in roles
+    }
+
+
+def check_parameters(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Hold a model's own tensors against their description.
+
+    Raises:
+        TypeError: a tensor that no kind describes, or one that is missing or of another shape; a bug in a kind.
+    """
+    described = {item.name: item.shape for item in parameters(config)}
+    for name in sorted(described.keys() | shapes.keys()):
+        if described.get(name) != shapes.get(name):
+            raise TypeError(f"{name}: the model has {shapes.get(name)}, its description says {described.get(name)}")

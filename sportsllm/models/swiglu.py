@@ -1,0 +1,51 @@
+"""SwiGLU: down(silu(gate(x)) * up(x)) (https://arxiv.org/abs/2002.05202)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from sportsllm.models.parts import HIDDEN, Activation, Matrix, State, Unit, Vector
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sportsllm.models.config import ModelConfig
+
+
+class SwiGLU:
+    """Three matrices around a gate; see `sportsllm.models.parts.Kind`."""
+
+    def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        return (
+            Matrix("gate_proj", inner, hidden, "neuron", HIDDEN, HIDDEN, bias=bias),
+            Matrix("up_proj", inner, hidden, "neuron", HIDDEN, HIDDEN, bias=bias),
+            Matrix("down_proj", hidden, inner, HIDDEN, "neuron", "inner", True, bias, scale_source="up_proj"),
+        )
+
+    def vectors(self, config: ModelConfig) -> tuple[Vector, ...]:
+        return ()
+
+    def units(self, config: ModelConfig) -> tuple[Unit, ...]:
+        return (Unit("neuron", "intermediate_size", config.intermediate_size),)
+
+    def state(self, config: ModelConfig) -> tuple[State, ...]:
+        return ()
+
+    def mixing_macs(self, config: ModelConfig, depth: int) -> int:
+        return 0
+
+    def activation_bytes(self, config: ModelConfig, mixed: bool) -> int:
+        """gate, silu(gate), up and their product."""
+        return 4 * (2 if mixed else 4) * config.intermediate_size
+
+    def tensors(self, config: ModelConfig) -> tuple[Matrix | Activation, ...]:
+        gate, up, down = self.matrices(config)
+        inner = (config.intermediate_size,)
+        product = Activation("silu(gate) * up", inner)
+        return gate, up, Activation("gate", inner), Activation("up", inner), product, down
+
+    def forward(self, half: Any, x_BTD: Tensor, rope: Any, documents: Any, cache: Any) -> Tensor:
+        from torch.nn.functional import silu
+
+        return cast("Tensor", half.down_proj(silu(half.gate_proj(x_BTD)) * half.up_proj(x_BTD)))

@@ -1,0 +1,156 @@
+"""The description of a model against the model itself, for every kind and for a second kind of feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.models.attention import KVCache
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import config_from_hf, load_config, to_hf
+from sportsllm.models.kinds import (
+    block_matrices,
+    block_state,
+    block_units,
+    check_parameters,
+    input_groups,
+    matrix_shapes,
+    parameters,
+)
+from sportsllm.models.language_model import SportsLLM, block_weights
+from sportsllm.models.size import tensor_shapes, training_memory
+from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.text.packing import PackedSequences
+from sportsllm.training.loop import TrainConfig, language_model_loss, train_model
+from tests.support import gelu_kind
+from tests.support.models import tiny_config, tiny_model
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+    {"qk_norm": True, "tie_word_embeddings": False},
+]
+
+
+@pytest.fixture
+def gelu() -> Iterator[str]:
+    """The second kind, registered for one test."""
+    with gelu_kind.registered() as name:
+        yield name
+
+
+@pytest.mark.parametrize("changes", SHAPES)
+def test_the_description_is_the_model(changes: dict[str, Any]) -> None:
+    config = tiny_config(**changes)
+    model = SportsLLM(config)
+    assert [(p.name, p.shape) for p in parameters(config)] == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+    linears = {
+        name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)
+    }
+    assert matrix_shapes(config) == linears
+    assert config.parameters == sum(p.numel() for p in model.parameters())
+    assert len(block_weights(model)) == len(matrix_shapes(config, layers_only=True))
+
+
+def test_inputs_units_and_sources_belong_together() -> None:
+    config = tiny_config()
+    assert [[m.name for m in group] for group in input_groups(config)] == [
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.gate_proj", "mlp.up_proj"],
+        ["mlp.down_proj"],
+    ]
+    units = block_units(config)
+    for matrix in block_matrices(config):
+        assert matrix.rows == units[matrix.row_unit].count * units[matrix.row_unit].size
+        assert matrix.columns == units[matrix.column_unit].count * units[matrix.column_unit].size
+        assert getattr(config, units[matrix.row_unit].field) == units[matrix.row_unit].count
+        assert matrix.scale_source in {None, *(m.name for m in block_matrices(config))}
+
+
+def test_inputs_named_alike_are_the_same_tensor() -> None:
+    model = tiny_model()
+    seen: dict[str, torch.Tensor] = {}
+    block = model.model.layers[0]
+    for matrix in block_matrices(model.config):
+        block.get_submodule(matrix.name).register_forward_pre_hook(
+            lambda _module, args, name=matrix.name: seen.update({name: args[0]})
+        )
+    model(torch.tensor([[5, 6, 7]]))
+    for group in input_groups(model.config):
+        assert all(seen[matrix.name] is seen[group[0].name] for matrix in group)
+    assert len({id(seen[group[0].name]) for group in input_groups(model.config)}) == 4
+
+
+def test_what_no_kind_describes_is_refused_by_name() -> None:
+    config = tiny_config()
+    shapes = {p.name: p.shape for p in parameters(config)}
+    with pytest.raises(TypeError, match=r"experts\.weight: the model has \(2, 3, 4\), its description says None"):
+        check_parameters(config, shapes | {"experts.weight": (2, 3, 4)})
+    with pytest.raises(UsageError, match="mlp_kind is 'experts'; use one of swiglu"):
+        tiny_config(mlp_kind="experts")
+
+
+def test_the_cache_is_what_the_attention_says() -> None:
+    config = tiny_config()
+    cache = KVCache(config, 3, 7)
+    assert [state.name for state in block_state(config)] == ["key", "value"]
+    assert [tuple(t.shape) for t in cache.tensors] == [(2, 3, 2, 7, 16)] * 2
+
+
+def test_a_second_kind_is_counted_trained_and_saved(gelu: str, batches: PackedSequences, tmp_path: Path) -> None:
+    config = tiny_config(mlp_kind=gelu)
+    model = SportsLLM(config)
+    model.initialize(0)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    assert config.parameters_by_component()["feed_forward"] == 2 * (2 * hidden * inner + inner + hidden)
+    assert config.parameters == sum(p.numel() for p in model.parameters())
+    assert [s.name for s in tensor_shapes(config, 1, 8) if "gelu" in s.name] == ["gelu(up)"]
+    swiglu = training_memory(tiny_config(), 2, 32).activations
+    assert training_memory(config, 2, 32).activations == swiglu - 2 * 32 * 2 * 2 * 2 * inner  # two tensors, two bytes
+    before = model.model.layers[0].mlp.up_proj.weight.clone()
+    settings = TrainConfig(steps=3, sequence=32, batch_size=2, accumulation=1, precision="fp32", optimizer="muon")
+    train_model(model, batches, language_model_loss, settings, tmp_path)
+    assert not torch.equal(before, model.model.layers[0].mlp.up_proj.weight)
+    (tmp_path / "saved").mkdir()
+    save_checkpoint(tmp_path / "saved", model)
+    assert load_config(tmp_path / "saved") == config
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    with torch.inference_mode():
+        assert torch.equal(load_checkpoint(tmp_path / "saved")(tokens), model.eval()(tokens))
+
+
+def test_the_second_kind_is_the_formula(gelu: str) -> None:
+    model = tiny_model(mlp_kind=gelu).double()
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(2, 3, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    up = x @ mlp.up_proj.weight.T + mlp.up_proj.bias
+    expected = (up * 0.5 * (1 + torch.erf(up / 2**0.5))) @ mlp.down_proj.weight.T + mlp.down_proj.bias
+    torch.testing.assert_close(mlp(x), expected)
+
+
+def test_a_config_of_our_own_layout(gelu: str) -> None:
+    config = tiny_config(mlp_kind=gelu, eos_token_id=(1, 3))
+    data = to_hf(config)
+    assert data["model_type"] == "sportsllm" and config_from_hf(data) == config
+    with pytest.raises(ArtifactError, match="unknown field 'router'"):
+        config_from_hf(data | {"router": 1})
+
+
+def test_without_its_kind_a_checkpoint_is_refused() -> None:
+    with gelu_kind.registered() as name:
+        data = to_hf(tiny_config(mlp_kind=name))
+    with pytest.raises(ArtifactError, match="mlp_kind is 'gelu'; use one of swiglu"):
+        config_from_hf(data)
+
+
+def test_dense_models_say_nothing_of_kinds() -> None:
+    data = to_hf(tiny_config())
+    assert data["model_type"] == "llama" and not {"attention_kind", "mlp_kind"} & data.keys()
+    assert isinstance(config_from_hf(data), ModelConfig)
