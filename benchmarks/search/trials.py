@@ -161,8 +161,9 @@ class Trials:
     def score(self, directory: Path) -> float:
         """Bits per byte on the documents that the training corpus holds out by hash."""
         from sportsllm.storage.checkpoint import load_checkpoint
+        from sportsllm.text.split import load_corpus
         from sportsllm.text.tokenizer import load_tokenizer
-        from sportsllm.training.setup import load_corpus, validator
+        from sportsllm.training.setup import validator
 
         model = load_checkpoint(directory)
         return validator(load_corpus(self.source.corpus, ()), load_tokenizer(directory, model.config))(model)

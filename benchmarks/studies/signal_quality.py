@@ -38,10 +38,10 @@ from sportsllm.console import progress_bar
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.text.packing import IGNORE, Batch, tokenize
+from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.chunked_loss import head_loss
 from sportsllm.training.loop import Loss, language_model_loss
-from sportsllm.training.setup import load_corpus
 
 _WARM_UP = 2
 

@@ -21,11 +21,12 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import tokenize
+from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training.loop import TrainConfig
 from sportsllm.training.lora import Adapters
 from sportsllm.training.pretrain import check_sequence
-from sportsllm.training.setup import load_corpus, training_results, validator
+from sportsllm.training.setup import training_results, validator
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,12 @@ from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.packing import tokenize
+from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training.loop import TrainConfig
 from sportsllm.training.lora import Adapters
 from sportsllm.training.pretrain import check_sequence, fit_vocabulary, shape_of
-from sportsllm.training.setup import load_corpus, manifest_setting, training_results, validator
+from sportsllm.training.setup import manifest_setting, training_results, validator
 
 
 def resolve_teacher(name: str) -> Path:

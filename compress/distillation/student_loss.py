@@ -34,11 +34,12 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.artifact import STATE_DIRECTORY, partial_directory
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences, TokenizedDocuments
+from sportsllm.text.split import TextSplit
 from sportsllm.text.tokenizer import TextTokenizer, same_tokenizer
 from sportsllm.training.chunked_loss import cross_entropy, head_loss
 from sportsllm.training.loop import Loss, TrainConfig, TrainResult, train_model
 from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
-from sportsllm.training.setup import Corpus, training_device, validator
+from sportsllm.training.setup import training_device, validator
 
 Teachers = Sequence[tuple[SportsLLM, float]]
 
@@ -208,7 +209,7 @@ def train_student(
     *,
     teacher: Path,
     objective: Objective,
-    texts: Corpus,
+    texts: TextSplit,
     documents: TokenizedDocuments,
     tokenizer: TextTokenizer,
     config: TrainConfig,

@@ -38,9 +38,7 @@ from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.calibration import calibration_samples
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.setup import (
-    manifest_setting,
-)
+from sportsllm.training.setup import manifest_setting
 
 _SAMPLE_LENGTH = 512
 

@@ -41,9 +41,10 @@ from sportsllm.storage.artifact import (
     run_stage,
 )
 from sportsllm.text.packing import IGNORE, Batch, tokenize
+from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training.pretrain import check_sequence
-from sportsllm.training.setup import load_corpus, training_device
+from sportsllm.training.setup import training_device
 
 BYTES_PER_TOKEN = 40
 _COUNT_BYTES = 2  # how many ids and how many codes a token has

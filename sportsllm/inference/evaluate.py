@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.inference.decoder import Decoder
 from sportsllm.text.tokenizer import TextTokenizer
+from sportsllm.text.windows import windows
 
 _ROWS_AT_ONCE = 64
 
@@ -40,15 +41,6 @@ class TextScore:
     def perplexity(self) -> float:
         """exp(mean nats a token); comparable only where the tokenizer is the same."""
         return math.exp(self.nats / self.tokens)
-
-
-def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
-    """Windows over `length` tokens as (start, stop, first scored token), every token but the first scored once."""
-    start, scored = 0, 1
-    while scored < length:
-        stop = min(length, start + context)
-        yield start, stop, scored
-        scored, start = stop, start + context // 2
 
 
 def score_documents(

@@ -13,9 +13,10 @@ from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices, block_state, halves
 from sportsllm.models.parts import Activation, Matrix
-from sportsllm.storage.packed_weights import BLOCK_SIZES
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+"""Numbers of a packed matrix that may share a scale, as MatMulNBits allows."""
 CACHE_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}
 LOSS_CHUNK_TOKENS = 1_024  # the default of `sportsllm.training.chunked_loss`; a test holds the two together
 _DENSE_BYTES = {"fp32": 4, "fp16": 2}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from sportsllm.errors import ArtifactError
-from sportsllm.storage.packed_weights import BITS, BLOCK_SIZES, ROW_BITS, Nf4Weight, QuantizedWeight, stored_bits
+from sportsllm.models.size import BLOCK_SIZES
+from sportsllm.storage.packed_weights import BITS, ROW_BITS, Nf4Weight, QuantizedWeight, stored_bits
 from sportsllm.storage.safetensors_files import check_shape, quantization_config
 
 NF4_CODES = "nf4"  # a matrix's `codes` in quantization_config; plain whole numbers where it has none

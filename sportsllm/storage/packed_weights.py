@@ -21,7 +21,6 @@ FloatArray = npt.NDArray[np.float32]
 
 BITS = (4, 8)
 ROW_BITS = 7
-BLOCK_SIZES = (16, 32, 64, 128, 256)
 # Quantiles of a normal distribution, as shares of a block's largest number (arXiv 2305.14314).
 NF4 = np.array(
     [

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sportsllm.errors import ArtifactError
-from sportsllm.inference.evaluate import windows
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import TextTokenizer
+from sportsllm.text.windows import windows
 
 DEFAULT_SAMPLES = 256
 

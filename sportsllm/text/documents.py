@@ -1,16 +1,11 @@
-"""Documents out of files and folders: .txt, .md, .jsonl (a `text` field), each also as .gz, and .parquet.
-
-A document goes to the held-out part by the hash of its own text, so the split survives renamed and reordered
-files, and two copies of a document never end up on both sides.
-"""
+"""Documents out of files and folders: .txt, .md, .jsonl (a `text` field), each also as .gz, and .parquet."""
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, cast
 
@@ -107,14 +102,16 @@ def _text_field(line: str, path: Path, number: int) -> str:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ArtifactError(f"{path}: line {number} is not JSON ({error.msg}); mend or drop it") from None
+        raise ArtifactError(f"{path}: line {number} is not valid JSON ({error.msg}); fix or delete the line") from None
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise ArtifactError(f"{path}: line {number} has no 'text' string; each line needs one")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise ArtifactError(f"{path}: line {number} holds half a surrogate pair, which is no text; mend it") from None
+        raise ArtifactError(
+            f"{path}: line {number} holds half a surrogate pair, which is not text; fix or delete the line"
+        ) from None
     return text
 
 
@@ -128,16 +125,3 @@ def _parquet(path: Path) -> Iterator[str]:
             yield from (text for text in batch.column("text").to_pylist() if text)
     except (pyarrow.ArrowException, KeyError) as error:
         raise ArtifactError(f"{path}: no readable parquet file with a 'text' column ({error})") from None
-
-
-def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the held-out part, by the SHA-256 of its text."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) < fraction * 2**64
-
-
-def split_documents(documents: Iterable[str], fraction: float) -> tuple[list[str], list[str]]:
-    """Training and held-out documents; about `fraction` of them are held out."""
-    parts: tuple[list[str], list[str]] = ([], [])
-    for text in documents:
-        parts[is_held_out(text, fraction)].append(text)
-    return parts

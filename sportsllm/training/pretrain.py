@@ -16,17 +16,11 @@ from sportsllm.models.presets import preset
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
+from sportsllm.text.split import TextSplit, load_corpus
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from sportsllm.training.loop import TrainConfig, language_model_loss, train_model
 from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
-from sportsllm.training.setup import (
-    Corpus,
-    load_corpus,
-    packed_sequences,
-    training_device,
-    training_results,
-    validator,
-)
+from sportsllm.training.setup import packed_sequences, training_device, training_results, validator
 
 # Peak rates, about a third of those from scratch: higher ones undo what the weights know already.
 FINE_TUNING_LEARNING_RATE = 1e-4
@@ -150,7 +144,7 @@ def fine_tune(
 
 def _fit(
     network: SportsLLM,
-    texts: Corpus,
+    texts: TextSplit,
     words: TextTokenizer,
     config: TrainConfig,
     directory: Path,

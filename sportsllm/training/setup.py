@@ -1,66 +1,37 @@
-"""What every training stage shares: the corpus it reads, its settings, and the record of what came out."""
+"""What every training command shares: batches, validation, settings, and the record of the result."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 
 from sportsllm.console import say
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import UsageError
 from sportsllm.inference.evaluate import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.artifact import read_manifest
-from sportsllm.text.documents import read_documents, split_documents
 from sportsllm.text.packing import PackedSequences, tokenize
+from sportsllm.text.split import TextSplit
 from sportsllm.text.tokenizer import TextTokenizer
 from sportsllm.training.loop import TrainConfig, TrainResult, Validate
 
-HELD_OUT_FRACTION = 0.02
 _VALIDATION_TOKENS = 65_536
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Training and held-out documents; the held-out ones are never trained on."""
-
-    train: list[str]
-    held_out: list[str]
-
-
-def load_corpus(corpus: Sequence[Path], valid: Sequence[Path]) -> Corpus:
-    """Read the training text; held-out documents come from `valid`, or by hash out of the corpus itself.
-
-    Raises:
-        ArtifactError: nothing to train on.
-    """
-    if valid:
-        train, held_out = list(read_documents(corpus)), list(read_documents(valid))
-    else:
-        train, held_out = split_documents(read_documents(corpus), HELD_OUT_FRACTION)
-        if not held_out and len(train) > 1:
-            held_out = [train.pop()]
-    if not train:
-        raise ArtifactError(f"{', '.join(map(str, corpus))}: the corpus is empty; give files with text in them")
-    if not held_out:
-        raise ArtifactError("the corpus is a single document, so none can be held out; give --valid FILE too")
-    return Corpus(train, held_out)
-
-
-def packed_sequences(corpus: Corpus, tokenizer: TextTokenizer, config: TrainConfig) -> PackedSequences:
+def packed_sequences(corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig) -> PackedSequences:
     """The training batches of a corpus."""
     documents = tokenize(corpus.train, tokenizer)
     return PackedSequences(documents, config.sequence, config.batch_size, config.seed)
 
 
-def validator(corpus: Corpus, tokenizer: TextTokenizer) -> Validate:
+def validator(corpus: TextSplit, tokenizer: TextTokenizer) -> Validate:
     """Bits per byte on the held-out documents, at most about 65,536 tokens of them."""
 
     def validate(model: SportsLLM) -> float:

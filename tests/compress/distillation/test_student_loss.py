@@ -23,10 +23,10 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.artifact import read_manifest
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.packing import IGNORE, Batch, tokenize
+from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 from sportsllm.training.loop import TrainConfig
 from sportsllm.training.lora import Adapters
-from sportsllm.training.setup import load_corpus
 from tests.support.models import tiny_config, tiny_model
 
 CONFIG = TrainConfig(steps=3, batch_size=2, accumulation=1, sequence=32, precision="fp32", warmup=0)

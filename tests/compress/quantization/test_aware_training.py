@@ -17,9 +17,10 @@ from sportsllm.simulator import simulate
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.storage.packed_weights import QuantizedWeight
 from sportsllm.storage.quantized_layers import QuantizedLinear
+from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.loop import TrainConfig
-from sportsllm.training.setup import load_corpus, validator
+from sportsllm.training.setup import validator
 from tests.support.models import tiny_model
 
 

@@ -23,8 +23,8 @@ from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, Usage
 from sportsllm.storage.artifact import verify_directory
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences, TokenizedDocuments, tokenize
+from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
-from sportsllm.training.setup import load_corpus
 from tests.support.models import TINY_VOCAB, tiny_model
 
 DRAWS, VOCAB, SEQUENCE = 16_384, 50, 32
