@@ -18,8 +18,9 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)
 	$(BIN)/sportsllm-compress run recipes/quickstart.toml
 
+# FAST=1 leaves out the tests that take longer than ten seconds.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --dist loadfile $(if $(FAST),-m "not slow")
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ from sportsllm.text.packing import PackedSequences, tokenize
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 from tests.support.models import STORIES, TINY_VOCAB, tiny_model
 
-torch.set_num_threads(2)
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # workers share the cores
 
 
 @pytest.fixture(autouse=True)

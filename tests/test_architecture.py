@@ -16,6 +16,19 @@ ALLOWED = {
     "export": {"sportsllm", "export"},
     "benchmarks": {"sportsllm", "compress", "export", "benchmarks"},
 }
+FLOORS: dict[str, list[set[str]]] = {
+    "sportsllm": [
+        {"__init__", "errors", "console", "process_memory"},
+        {"models"},
+        {"storage"},
+        {"text", "simulator"},
+        {"inference"},
+        {"training"},
+        {"cli"},
+    ],
+}
+"""The rooms of each package from the lowest floor up; a room imports lower floors only."""
+LONGEST = 152
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
 
 
@@ -26,8 +39,18 @@ def imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: write the package's name in imports"
-            found.add(node.module or "")
+            module = node.module or ""
+            is_package = (ROOT / Path(*module.split("."))).is_dir()
+            found |= {f"{module}.{alias.name}" for alias in node.names} if is_package else {module}
     return found
+
+
+def room_of(name: str) -> str:
+    """The room, or the module beside the rooms, that a dotted name belongs to."""
+    parts = name.split(".")
+    lies_in_package = len(parts) > 1 and (ROOT / parts[0] / parts[1]).is_dir()
+    is_module = len(parts) > 1 and (ROOT / parts[0] / f"{parts[1]}.py").exists()
+    return parts[1] if lies_in_package or is_module else "__init__"
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -37,6 +60,34 @@ def test_packages_import_only_what_they_may(package: str) -> None:
     for path in files:
         ours = {name.partition(".")[0] for name in imports(path)} & set(ALLOWED)
         assert ours <= ALLOWED[package], f"{path} imports {ours - ALLOWED[package]}"
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_rooms_import_lower_floors_only(package: str) -> None:
+    floor_of = {room: number for number, rooms in enumerate(FLOORS[package]) for room in rooms}
+    for path in (ROOT / package).rglob("*.py"):
+        here = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for name in imports(path):
+            if name.partition(".")[0] != package or (there := room_of(name)) == here:
+                continue
+            assert floor_of[there] < floor_of[here], f"{path}: {here} imports {name}, a floor that is not below"
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_rooms_are_small_and_say_what_they_hold(package: str) -> None:
+    for folder in {path.parent for path in (ROOT / package).rglob("*.py")}:
+        assert len(list(folder.glob("*.py"))) <= 28, folder
+        docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+        assert docstring and len(docstring) > 20, folder
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_functions_fit_a_screen(package: str) -> None:
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                lines = node.end_lineno - node.lineno + 1
+                assert lines <= LONGEST, f"{path}:{node.lineno} {node.name} has {lines} lines"
 
 
 def test_nobody_imports_the_front_door() -> None:

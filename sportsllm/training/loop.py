@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-import shutil
 import signal
 import threading
 import time
@@ -17,21 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from sportsllm.console import progress_bar, say
-from sportsllm.errors import ArtifactError, DivergedError, InterruptedRun, UsageError
-from sportsllm.models.hf_config import read_json
+from sportsllm.errors import DivergedError, InterruptedRun, UsageError
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
-from sportsllm.storage.artifact import STATE_DIRECTORY, replace_state
-from sportsllm.storage.checkpoint import save_tensors
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences
 from sportsllm.training.batch_threads import batch_threads, check_parallel
 from sportsllm.training.chunked_loss import cross_entropy
 from sportsllm.training.optimizers import OPTIMIZERS, SCHEDULES, Schedule, build_optimizers, computes_in_bfloat16
+from sportsllm.training.state import Progress, load_state, save_state
 
 # (model, batch) -> loss summed over the batch's scored tokens, in nats
 Loss = Callable[[SportsLLM, Batch], Tensor]
@@ -156,73 +150,54 @@ def train_model(
     reset_peak_rss()
     run = _Run(model, config, directory, identity)
     if resume:
-        try:
-            run.load()
-        except (SafetensorError, KeyError, RuntimeError) as error:
-            raise ArtifactError(
-                f"{directory / STATE_DIRECTORY}: damaged ({error}); remove {directory} and start again"
-            ) from None
-    started, tokens_before = time.perf_counter(), run.step * config.tokens_per_step
-    last_save, paused = started, 0.0  # seconds spent on validating and saving
+        run.load()
+    progress, started = run.progress, time.perf_counter()
+    tokens_before, last_save, paused = progress.step * config.tokens_per_step, started, 0.0
     model.checkpoint_activations = config.checkpoint_activations
-    remaining = (config.steps - run.step) * config.tokens_per_step
     with (
         (directory / METRICS).open("a", encoding="utf-8") as metrics,
-        progress_bar(description, remaining) as bar,
+        progress_bar(description, (config.steps - progress.step) * config.tokens_per_step) as bar,
         _interrupt_flag() as interrupted,
-        batch_threads(config.parallel_batches) as threads,
+        batch_threads(config.parallel_batches) as run.threads,
     ):
-        run.threads = threads
 
         def write(record: dict[str, Any]) -> None:
             metrics.write(json.dumps(record) + "\n")
             metrics.flush()
 
-        while run.step < config.steps:
+        while progress.step < config.steps:
             step_loss, learning_rate, norm = run.take_step(batches, loss)
-            tokens = run.step * config.tokens_per_step
+            step, last = progress.step, progress.step == config.steps
+            tokens = step * config.tokens_per_step
             rate = (tokens - tokens_before) / (time.perf_counter() - started - paused)
             bar.advance(config.tokens_per_step, f"loss {step_loss:.3f} · {rate:,.0f} tokens/s")
-            last = run.step == config.steps
-            if run.step % config.log_every == 0 or last:
-                record = {"step": run.step, "tokens": tokens, "loss": run.mean_loss(), "lr": learning_rate}
+            if step % config.log_every == 0 or last:
+                record = {"step": step, "tokens": tokens, "loss": run.mean_loss(), "lr": learning_rate}
                 write(record | {"grad_norm": norm, "tokens_per_s": round(rate, 1)})
             pause = time.perf_counter()
-            if validate is not None and (last or (config.validate_every and run.step % config.validate_every == 0)):
-                run.valid_bits_per_byte = validate(model)
-                write({"step": run.step, "tokens": tokens, "valid_bits_per_byte": run.valid_bits_per_byte})
+            if validate is not None and (last or (config.validate_every and step % config.validate_every == 0)):
+                progress.valid_bits_per_byte = validate(model)
+                write({"step": step, "tokens": tokens, "valid_bits_per_byte": progress.valid_bits_per_byte})
             if interrupted.is_set() and not last:
                 run.save()
                 raise InterruptedRun(
-                    f"interrupted after step {run.step} of {config.steps}; the state is saved in {directory}, "
+                    f"interrupted after step {step} of {config.steps}; the state is saved in {directory}, "
                     "run the same command with --resume to go on"
                 )
             if time.perf_counter() - last_save > _SAVE_EVERY_S:
                 run.save()
                 last_save = time.perf_counter()
             paused += time.perf_counter() - pause
-    seconds = time.perf_counter() - started
     model.eval()
-    trained = run.step * config.tokens_per_step
-    return TrainResult(
-        steps=run.step,
-        tokens=trained,
-        tokens_per_s=(trained - tokens_before) / max(seconds - paused, 1e-9),
-        loss=run.mean_loss() if run.losses else None,
-        valid_bits_per_byte=run.valid_bits_per_byte,
-        seconds=seconds,
-        peak_rss_bytes=peak_rss_bytes(),
-    )
+    return run.result(tokens_before, time.perf_counter() - started, paused)
 
 
 class _Run:
-    """Model, optimizers and counters of a run; everything that is saved and loaded."""
+    """Model, optimizers and progress of a run."""
 
     def __init__(self, model: SportsLLM, config: TrainConfig, directory: Path, identity: str) -> None:
         self.model, self.config, self.directory, self.identity = model, config, directory, identity
-        self.step = 0
-        self.losses: list[float] = []
-        self.valid_bits_per_byte: float | None = None
+        self.progress = Progress()
         self.schedule = Schedule(config.schedule, config.steps, config.warmup)
         self.optimizers = build_optimizers(
             model, config.optimizer, config.learning_rate, config.muon_learning_rate, config.weight_decay
@@ -237,17 +212,30 @@ class _Run:
 
     def mean_loss(self) -> float:
         """Mean loss of the steps since the last logged one, at most `log_every`."""
-        return sum(self.losses) / len(self.losses)
+        return sum(self.progress.losses) / len(self.progress.losses)
+
+    def result(self, tokens_before: int, seconds: float, paused: float) -> TrainResult:
+        """What the run did; `paused` are the seconds that validating and saving took."""
+        trained = self.progress.step * self.config.tokens_per_step
+        return TrainResult(
+            steps=self.progress.step,
+            tokens=trained,
+            tokens_per_s=(trained - tokens_before) / max(seconds - paused, 1e-9),
+            loss=self.mean_loss() if self.progress.losses else None,
+            valid_bits_per_byte=self.progress.valid_bits_per_byte,
+            seconds=seconds,
+            peak_rss_bytes=peak_rss_bytes(),
+        )
 
     def take_step(self, batches: PackedSequences, loss: Loss) -> tuple[float, float, float]:
         """One optimizer step; returns its loss in nats a token, the learning rate and the gradient norm."""
         config = self.config
         self.model.train()
-        factor = self.schedule.factor(self.step)
+        factor = self.schedule.factor(self.progress.step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
-        first = self.step * config.accumulation
+        first = self.progress.step * config.accumulation
         chosen = [batches.batch(first + i).to(self.device) for i in range(config.accumulation)]
         scored = sum(int((batch.targets != IGNORE).sum()) for batch in chosen)
         total = self._add_gradients(chosen, scored, loss)
@@ -255,13 +243,15 @@ class _Run:
             self.scaler.unscale_(optimizer)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm))
         if not math.isfinite(norm) and not self.scaler.is_enabled():
-            raise DivergedError(f"step {self.step + 1}: the gradient norm is {norm}; use a lower --learning-rate")
+            raise DivergedError(
+                f"step {self.progress.step + 1}: the gradient norm is {norm}; use a lower --learning-rate"
+            )
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self.scaler.update()
-        self.step += 1
-        self.losses = [*self.losses, total][-config.log_every :]
+        self.progress.step += 1
+        self.progress.losses = [*self.progress.losses, total][-config.log_every :]
         return total, config.learning_rate * factor, norm
 
     def _add_gradients(self, chosen: list[Batch], scored: int, loss: Loss) -> float:
@@ -302,67 +292,19 @@ class _Run:
         value = float(objective.detach())
         if not math.isfinite(value):
             raise DivergedError(
-                f"step {self.step + 1}: the loss of batch {batch.index} is {value}; the step was not taken, "
+                f"step {self.progress.step + 1}: the loss of batch {batch.index} is {value}; the step was not taken, "
                 "use a lower --learning-rate or look at that batch's text"
             )
         return objective
 
     def save(self) -> None:
-        """Write `state/`, replacing an older one only when the new one is whole."""
-        fresh = self.directory / f"{STATE_DIRECTORY}.new"
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir()
-        save_tensors(fresh / "model.safetensors", _contiguous(self.model.state_dict()))
-        for number, optimizer in enumerate(self.optimizers):
-            tensors = {
-                f"{parameter}.{key}": torch.as_tensor(value)
-                for parameter, state in optimizer.state_dict()["state"].items()
-                for key, value in state.items()
-            }
-            save_tensors(fresh / f"optimizer{number}.safetensors", _contiguous(tensors))
-        save_tensors(fresh / "rng.safetensors", {"torch": torch.get_rng_state()})
-        state = {
-            "step": self.step,
-            "identity": self.identity,
-            "config": dataclasses.asdict(self.config),
-            "losses": self.losses,
-            "valid_bits_per_byte": self.valid_bits_per_byte,
-            "scaler": self.scaler.state_dict(),
-        }
-        (fresh / "state.json").write_text(json.dumps(state), encoding="utf-8")
-        replace_state(self.directory, fresh)
+        """Write `state/`; see `sportsllm.training.state`."""
+        save_state(self.directory, self.model, self.optimizers, self.scaler, self.progress, self.identity, self.config)
 
     def load(self) -> None:
-        """Take up the saved state.
-
-        Raises:
-            UsageError: the state belongs to a run with other settings.
-        """
-        source = self.directory / STATE_DIRECTORY
-        state = read_json(source / "state.json")
-        if state["config"] != dataclasses.asdict(self.config) or state["identity"] != self.identity:
-            raise UsageError(
-                f"{source}: was saved by a run with other settings or inputs; resume with the same ones, "
-                f"or remove {self.directory}"
-            )
-        self.model.load_state_dict(load_file(str(source / "model.safetensors")))
-        for number, optimizer in enumerate(self.optimizers):
-            layout = optimizer.state_dict()
-            layout["state"] = {}
-            for name, tensor in load_file(str(source / f"optimizer{number}.safetensors")).items():
-                parameter, _, key = name.partition(".")
-                layout["state"].setdefault(int(parameter), {})[key] = tensor
-            optimizer.load_state_dict(layout)
-        torch.set_rng_state(load_file(str(source / "rng.safetensors"))["torch"])
-        self.step, self.losses = state["step"], state["losses"]
-        self.valid_bits_per_byte = state["valid_bits_per_byte"]
-        if state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
-        _drop_metrics_after(self.directory / METRICS, self.step)
-
-
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        """Take up the saved state."""
+        load_state(self.directory, self.model, self.optimizers, self.scaler, self.progress, self.identity, self.config)
+        _drop_metrics_after(self.directory / METRICS, self.progress.step)
 
 
 def _drop_metrics_after(path: Path, step: int) -> None:
