@@ -9,14 +9,16 @@ import typer
 
 from compress.cli import flags
 from sportsllm.cli import flags as options
+from sportsllm.cli.flag_groups import expand_flag_groups
 
 __all__ = ["distill", "sample"]
 
 
+@expand_flag_groups
 def distill(
+    *,
     teacher: Annotated[str, typer.Option(help="A checkpoint directory, or a preset's name for runs/<preset>.")],
     student: Annotated[str, typer.Option(help="A preset's name (fresh weights), or a checkpoint directory.")],
-    corpus: options.Corpus | None = None,
     out: Annotated[Path | None, typer.Option(help="New directory; runs/<student> if not given.")] = None,
     init: Annotated[Path | None, typer.Option(help="Checkpoint whose weights the student starts from.")] = None,
     start: Annotated[
@@ -32,79 +34,41 @@ def distill(
     clone_weight: Annotated[
         float | None, typer.Option(help="Of --start clone: weight of the activations' distance; 0 if not given.")
     ] = None,
-    valid: options.Valid = None,
-    teacher_precision: flags.TeacherPrecision = None,
-    extra_teacher: flags.ExtraTeacher = None,
-    divergence: flags.Divergence = None,
-    mix: flags.Mix = None,
-    temperature: flags.Temperature = None,
-    kl_weight: Annotated[
-        str | None,
-        typer.Option(
-            help="Share of the divergence in the loss, or a range over training such as 0.5:1; "
-            "0.9 for a fresh student, else 0.5."
-        ),
-    ] = None,
-    hidden_weight: flags.HiddenWeight = None,
-    layer_map: flags.LayerMap = None,
-    attention_weight: flags.AttentionWeight = None,
-    relation_heads: flags.RelationHeads = None,
-    signals: flags.Signals = None,
-    signal_kind: flags.SignalKind = None,
-    signal_tokens: flags.SignalTokens = None,
-    on_policy: flags.OnPolicy = None,
-    on_policy_tokens: flags.OnPolicyTokens = None,
-    lora_rank: options.LoraRank = None,
-    lora_targets: options.LoraTargets = None,
-    lora_alpha: options.LoraAlpha = None,
-    steps: options.Steps = None,
-    tokens: options.Tokens = None,
-    batch_size: options.BatchSize = None,
-    accumulation: options.Accumulation = None,
-    sequence: options.Sequence = None,
-    learning_rate: options.LearningRate = None,
-    optimizer: options.Optimizer = None,
-    schedule: options.ScheduleKind = None,
-    precision: options.Precision = None,
-    resume: options.Resume = False,
+    text: options.TextFlags,
+    distillation: flags.DistillationFlags,
+    lora: options.LoraFlags,
+    length: options.LengthFlags,
+    training: options.TrainingFlags,
     seed: options.Seed = 0,
     threads: options.Threads = None,
-    set: options.Set = None,
 ) -> dict[str, Any]:
     """Train a smaller student on a teacher's next-token distribution."""
-    parameters = locals()
-    overrides, lessons = options.picked(parameters, options.TRAINING), options.picked(parameters, flags.OBJECTIVE)
     from compress.distillation.run import clone_start, resolve_teacher, teacher_corpus
     from compress.distillation.run import distill as run_distill
     from sportsllm.cli.commands import print_training
     from sportsllm.training.loop import TrainConfig
-    from sportsllm.training.lora import adapted_rate, adapter_settings
-    from sportsllm.training.setup import set_threads, train_config
+    from sportsllm.training.lora import adapted_rate
+    from sportsllm.training.setup import set_threads
 
     set_threads(threads)
     clone = clone_start(start, clone_init, clone_weight)
-    defaults = TrainConfig(seed=seed, learning_rate=adapted_rate(TrainConfig.learning_rate, lora_rank))
-    config = train_config(defaults, tokens, overrides, set or [])
+    defaults = TrainConfig(seed=seed, learning_rate=adapted_rate(TrainConfig.learning_rate, lora.lora_rank))
+    config = training.config(defaults, length.tokens, length.steps)
     teacher_directory = resolve_teacher(teacher)
-    objective = flags.make_objective(
-        kl_weight=kl_weight,
-        fresh=clone is None and init is None and (start == "fresh" or not Path(student).is_dir()),
-        extra_teacher=extra_teacher,
-        **lessons,
-    )
+    fresh = clone is None and init is None and (start == "fresh" or not Path(student).is_dir())
     result = run_distill(
         teacher=teacher_directory,
         student=student,
         init=init,
-        corpus=corpus or teacher_corpus(teacher_directory, "corpus"),
-        valid=valid or ([] if corpus else teacher_corpus(teacher_directory, "valid")),
+        corpus=text.corpus or teacher_corpus(teacher_directory, "corpus"),
+        valid=text.valid or ([] if text.corpus else teacher_corpus(teacher_directory, "valid")),
         out=out or Path("runs") / Path(student).name,
         config=config,
-        objective=objective,
-        adapters=adapter_settings(lora_rank, lora_targets, lora_alpha, config.optimizer),
+        objective=distillation.objective(fresh),
+        adapters=lora.adapters(config.optimizer),
         clone=clone,
         fresh=start == "fresh",
-        resume=resume,
+        resume=training.resume,
     )
     print_training(result)
     return result

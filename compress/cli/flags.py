@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from sportsllm.cli.flag_groups import FlagGroup
 
 if TYPE_CHECKING:
     from compress.distillation.settings import Objective
@@ -58,6 +61,15 @@ OnPolicyTokens = Annotated[
     int | None, typer.Option("--on-policy-tokens", min=1, help="Tokens that it writes in each row; 64 if not given.")
 ]
 
+KlWeight = Annotated[
+    str | None,
+    typer.Option(
+        "--kl-weight",
+        help="Share of the divergence in the loss, or a range over training such as 0.5:1; the rest is cross-entropy. "
+        "[default: 0.9 for a student with random weights, else 0.5]",
+    ),
+]
+
 OBJECTIVE = (
     "divergence", "mix", "temperature", "hidden_weight", "layer_map", "attention_weight", "relation_heads", "signals",
     "signal_kind", "signal_tokens", "teacher_precision", "on_policy", "on_policy_tokens",
@@ -86,3 +98,34 @@ def make_objective(
         teachers=parse_teachers(extra_teacher or []),
         **{key: value for key, value in given.items() if value is not None},
     )
+
+
+@dataclass(frozen=True)
+class TeacherFlags(FlagGroup):
+    """The share of the teacher in the loss, and where its answers come from."""
+
+    kl_weight: KlWeight = None
+    signals: Signals = None
+    signal_tokens: SignalTokens = None
+
+    def objective(self, fresh: bool) -> Objective:
+        """What the student learns; `fresh` says whether it starts from random weights."""
+        from compress.distillation.settings import Objective, chosen_kl_weight
+
+        given = self.given()
+        weight = given.pop("kl_weight", None)  # a recipe may give a number
+        return Objective(kl_weight=chosen_kl_weight(None if weight is None else str(weight), fresh), **given)
+
+
+@dataclass(frozen=True)
+class DistillationFlags(TeacherFlags):
+    """Everything about how a student learns from its teacher."""
+
+    teacher_precision: TeacherPrecision = None
+    divergence: Divergence = None
+    mix: Mix = None
+    temperature: Temperature = None
+    hidden_weight: HiddenWeight = None
+    layer_map: LayerMap = None
+    on_policy: OnPolicy = None
+    on_policy_tokens: OnPolicyTokens = None

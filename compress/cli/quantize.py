@@ -9,6 +9,7 @@ import typer
 
 from compress.cli import flags
 from sportsllm.cli import flags as options
+from sportsllm.cli.flag_groups import check_not_given, expand_flag_groups
 from sportsllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ PADDING_TOLD = 10.0
 """Percent of padding from which on it is worth a line."""
 
 
+@expand_flag_groups
 def quantize(
+    *,
     checkpoint: Annotated[
         Path, typer.Argument(help="An unquantized checkpoint, or one of bitsandbytes.", show_default=False)
     ],
@@ -58,25 +61,13 @@ def quantize(
     qad: Annotated[
         int | None, typer.Option("--qad", min=1, help="Train on so many tokens as rounded, towards the full model.")
     ] = None,
-    corpus: options.Corpus | None = None,
-    valid: options.Valid = None,
-    kl_weight: Annotated[
-        str | None,
-        typer.Option(help="Share of the divergence in --qad's loss; the rest is cross-entropy. [default: 0.5]"),
-    ] = None,
-    signals: flags.Signals = None,
-    sequence: options.Sequence = None,
-    batch_size: options.BatchSize = None,
-    accumulation: options.Accumulation = None,
-    learning_rate: options.LearningRate = None,
-    schedule: options.ScheduleKind = None,
-    resume: options.Resume = False,
+    text: options.TextFlags,
+    teacher: flags.TeacherFlags,
+    training: options.TrainingFlags,
     seed: options.Seed = 0,
     threads: options.Threads = None,
-    set: options.Set = None,
 ) -> dict[str, Any]:
     """Pack the matrices as INT8 or INT4 blocks, exactly as the runtime reads them."""
-    parameters = locals()
     from compress.quantization.packed_checkpoint import Precision
     from compress.quantization.run import NF4
     from compress.quantization.run import quantize as run_quantize
@@ -91,9 +82,8 @@ def quantize(
         raise UsageError(f"--per-row is a form of INT8, not of --bits {bits}; add --bits 8")
     if bits not in BITS:
         raise UsageError(f"--bits is {bits}; choose one of {', '.join(map(str, BITS))}")
-    training = (corpus, valid, kl_weight, signals, set, resume or None, *options.picked(parameters, _TRAINING).values())
-    if qad is None and any(value is not None for value in training):
-        raise UsageError("training settings, --corpus, --signals and --resume belong to --qad TOKENS")
+    if qad is None:
+        check_not_given("--qad TOKENS", text, teacher, training)
     result = run_quantize(
         checkpoint=checkpoint,
         out=out,
@@ -103,8 +93,8 @@ def quantize(
         samples=samples,
         bits_per_weight=bits_per_weight,
         size_mb=size_mb,
-        recovery=None if qad is None else _recovery(checkpoint, qad, parameters),
-        resume=resume,
+        recovery=None if qad is None else _recovery(checkpoint, qad, seed, text, teacher, training),
+        resume=training.resume,
     )
     output().print(
         f"{out}: {result['parameters']:,} parameters in {result['size_bytes'] / 1e6:.2f} MB, "
@@ -137,23 +127,23 @@ def quantize(
     return result
 
 
-_TRAINING = ("sequence", "batch_size", "accumulation", "learning_rate", "schedule")
-
-
-def _recovery(checkpoint: Path, tokens: int, parameters: dict[str, Any]) -> Recovery:
+def _recovery(
+    checkpoint: Path,
+    tokens: int,
+    seed: int,
+    text: options.TextFlags,
+    teacher: flags.TeacherFlags,
+    training: options.TrainingFlags,
+) -> Recovery:
     from compress.distillation.recovery import Recovery
     from compress.distillation.run import teacher_corpus
-    from compress.distillation.settings import Objective, chosen_kl_weight
     from sportsllm.training.loop import TrainConfig
-    from sportsllm.training.setup import train_config
 
     # Full-precision twins are near their place and decay would only pull them away from it.
-    base = TrainConfig(seed=parameters["seed"], learning_rate=_QAD_RATE, weight_decay=0.0)
-    corpus, valid = parameters["corpus"], parameters["valid"]
-    weight = None if parameters["kl_weight"] is None else str(parameters["kl_weight"])
+    base = TrainConfig(seed=seed, learning_rate=_QAD_RATE, weight_decay=0.0)
     return Recovery(
-        config=train_config(base, tokens, options.picked(parameters, _TRAINING), parameters["set"] or []),
-        corpus=tuple(corpus or teacher_corpus(checkpoint, "corpus")),
-        valid=tuple(valid or ([] if corpus else teacher_corpus(checkpoint, "valid"))),
-        objective=Objective(kl_weight=chosen_kl_weight(weight, fresh=False), signals=parameters["signals"]),
+        config=training.config(base, tokens),
+        corpus=tuple(text.corpus or teacher_corpus(checkpoint, "corpus")),
+        valid=tuple(text.valid or ([] if text.corpus else teacher_corpus(checkpoint, "valid"))),
+        objective=teacher.objective(fresh=False),
     )

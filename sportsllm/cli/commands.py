@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from sportsllm.cli import flags
+from sportsllm.cli.flag_groups import expand_flag_groups
 from sportsllm.errors import ArtifactError, UsageError
 
 DEFAULT_CORPUS = Path("runs/corpus")
@@ -50,67 +51,56 @@ def simulate(
     return result
 
 
+@expand_flag_groups
 def train(
+    *,
     model: Annotated[
         str | None, typer.Option(help="To train from scratch: a preset's name, or a checkpoint that gives its shape.")
     ] = None,
     init: Annotated[Path | None, typer.Option(help="An unquantized checkpoint, to fine-tune.")] = None,
-    corpus: flags.Corpus | None = None,
     out: Annotated[
         Path | None, typer.Option(help="New directory; runs/<model> or runs/<init>-tuned if not given.")
     ] = None,
-    valid: flags.Valid = None,
+    text: flags.TextFlags,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory with a tokenizer to use with --model; else one is trained.")
     ] = None,
-    lora_rank: flags.LoraRank = None,
-    lora_targets: flags.LoraTargets = None,
-    lora_alpha: flags.LoraAlpha = None,
-    steps: flags.Steps = None,
-    tokens: flags.Tokens = None,
-    batch_size: flags.BatchSize = None,
-    accumulation: flags.Accumulation = None,
-    sequence: flags.Sequence = None,
-    learning_rate: flags.LearningRate = None,
-    optimizer: flags.Optimizer = None,
-    schedule: flags.ScheduleKind = None,
-    precision: flags.Precision = None,
-    resume: flags.Resume = False,
+    lora: flags.LoraFlags,
+    length: flags.LengthFlags,
+    training: flags.TrainingFlags,
     seed: flags.Seed = 0,
     threads: flags.Threads = None,
-    set: flags.Set = None,
 ) -> dict[str, Any]:
     """Train a tokenizer (unless given one) and a base model, or fine-tune a checkpoint (--init).
 
     --steps 0 writes the model without training it.
     """
-    overrides = flags.picked(locals(), flags.TRAINING)
     from sportsllm.console import output, say
     from sportsllm.training import pretrain
     from sportsllm.training.loop import TrainConfig
-    from sportsllm.training.lora import adapted_rate, adapter_settings
-    from sportsllm.training.setup import set_threads, train_config
+    from sportsllm.training.lora import adapted_rate
+    from sportsllm.training.setup import set_threads
 
     set_threads(threads)
     if (model is None) == (init is None):
         raise UsageError("give --model PRESET to train from scratch or --init CHECKPOINT to fine-tune, one of the two")
     if init is not None and tokenizer is not None:
         raise UsageError(f"--tokenizer cannot be changed with --init: {init} was trained with its own; leave it out")
-    if init is None and lora_rank is not None:
+    if init is None and lora.lora_rank is not None:
         raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT instead of --model")
     start = TrainConfig(seed=seed)
     if init is not None:
-        rate = adapted_rate(pretrain.FINE_TUNING_LEARNING_RATE, lora_rank)
+        rate = adapted_rate(pretrain.FINE_TUNING_LEARNING_RATE, lora.lora_rank)
         start = TrainConfig(seed=seed, learning_rate=rate, muon_learning_rate=pretrain.FINE_TUNING_MUON_LEARNING_RATE)
-        if learning_rate is None and not any(text.startswith("learning_rate=") for text in set or []):
-            say(f"no --learning-rate given: {rate:g} for {'all weights' if lora_rank is None else 'adapters'}")
-    config = train_config(start, tokens, overrides, set or [], parallel=True)
-    adapters = adapter_settings(lora_rank, lora_targets, lora_alpha, config.optimizer)
+        if training.learning_rate is None and not any(item.startswith("learning_rate=") for item in training.set or []):
+            say(f"no --learning-rate given: {rate:g} for {'all weights' if lora.lora_rank is None else 'adapters'}")
+    config = training.config(start, length.tokens, length.steps, parallel=True)
+    adapters = lora.adapters(config.optimizer)
     shared: dict[str, Any] = {
-        "corpus": corpus or _default_corpus(),
-        "valid": valid or ([] if corpus else [DEFAULT_CORPUS / "valid.jsonl"]),
+        "corpus": text.corpus or _default_corpus(),
+        "valid": text.valid or ([] if text.corpus else [DEFAULT_CORPUS / "valid.jsonl"]),
         "config": config,
-        "resume": resume,
+        "resume": training.resume,
     }
     if init is not None:
         tuned = Path("runs") / f"{init.resolve().name}-tuned"

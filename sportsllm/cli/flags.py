@@ -1,14 +1,22 @@
 """The table of commands, and flags that mean the same in every command. Imports typer only."""
 
+from __future__ import annotations
+
 import importlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from sportsllm.cli.flag_groups import FlagGroup
 from sportsllm.errors import ResourceError
+
+if TYPE_CHECKING:
+    from sportsllm.training.loop import TrainConfig
+    from sportsllm.training.lora import Adapters
 
 # command -> module that holds it, as a function of the command's name
 COMMANDS = {
@@ -108,3 +116,58 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="key=value: any other training setting, for example warmup=100."),
 ]
+
+
+@dataclass(frozen=True)
+class TextFlags(FlagGroup):
+    """What is trained on, and what is held out."""
+
+    corpus: Corpus | None = None
+    valid: Valid = None
+
+
+@dataclass(frozen=True)
+class LengthFlags(FlagGroup):
+    """How long to train."""
+
+    steps: Steps = None
+    tokens: Tokens = None
+
+
+@dataclass(frozen=True)
+class TrainingFlags(FlagGroup):
+    """Settings of the training loop."""
+
+    batch_size: BatchSize = None
+    accumulation: Accumulation = None
+    sequence: Sequence = None
+    learning_rate: LearningRate = None
+    optimizer: Optimizer = None
+    schedule: ScheduleKind = None
+    precision: Precision = None
+    set: Set = None
+    resume: Resume = False
+
+    def config(
+        self, defaults: TrainConfig, tokens: int | None = None, steps: int | None = None, parallel: bool = False
+    ) -> TrainConfig:
+        """The command's defaults with the flags that were given; see `sportsllm.training.setup.train_config`."""
+        from sportsllm.training.setup import train_config
+
+        flags = {name: value for name, value in self.given().items() if name not in ("set", "resume")}
+        return train_config(defaults, tokens, {**flags, "steps": steps}, self.set or [], parallel)
+
+
+@dataclass(frozen=True)
+class LoraFlags(FlagGroup):
+    """Adapters that are trained instead of all weights."""
+
+    lora_rank: LoraRank = None
+    lora_targets: LoraTargets = None
+    lora_alpha: LoraAlpha = None
+
+    def adapters(self, optimizer: str) -> Adapters | None:
+        """The adapters; None without --lora-rank."""
+        from sportsllm.training.lora import adapter_settings
+
+        return adapter_settings(self.lora_rank, self.lora_targets, self.lora_alpha, optimizer)

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from sportsllm import __version__
 from sportsllm.cli.flags import COMMANDS, load_command
@@ -48,7 +48,7 @@ _STAGE_KEYS = {"name", "command", "optional"}
 
 @dataclass(frozen=True)
 class RecipeStage:
-    """One step: a command and its settings. An `optional` gate that is missed does not fail the recipe.
+    """One step: a command and its checked settings. An `optional` gate that is missed does not fail the recipe.
 
     `needs` names the stages whose outputs it reads.
     """
@@ -114,8 +114,9 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
         known[name] = base / (name + _KEPT_AS.get(command, ".html" if command == "report" else ""))
         if "out" in inspect.signature(function).parameters and command not in _KEPT_AS:
             resolved.setdefault("out", str(known[name]))
-        problems += [f"{where}: {error}" for error in _setting_errors(function, resolved)]
-        stages.append(RecipeStage(name, command, resolved, bool(entry.get("optional", False)), frozenset(needs)))
+        checked, errors = _check_settings(function, resolved)
+        problems += [f"{where}: {error}" for error in errors]
+        stages.append(RecipeStage(name, command, checked, bool(entry.get("optional", False)), frozenset(needs)))
     if problems:
         raise UsageError(f"{path}: " + "; ".join(problems))
     return Recipe(str(data.get("name", path.stem)), base, tuple(stages))
@@ -144,16 +145,8 @@ def _resolve(value: Any, known: dict[str, Path]) -> tuple[Any, list[str], set[st
     return replace(value), errors, needs
 
 
-def _setting_errors(function: Callable[..., Any], settings: dict[str, Any]) -> Iterator[str]:
-    try:
-        _settings_model(function)(**settings)
-    except ValidationError as error:
-        for item in error.errors():
-            field = ".".join(str(part) for part in item["loc"])
-            yield f"setting {field!r}: {item['msg'].lower()}"
-
-
-def _settings_model(function: Callable[..., Any]) -> Any:
+def _check_settings(function: Callable[..., Any], settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A stage's settings as the types that its command takes, and what is wrong with them."""
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
@@ -161,7 +154,12 @@ def _settings_model(function: Callable[..., Any]) -> Any:
         bounded = Annotated[parameter.annotation, Field(ge=least[0])] if least else parameter.annotation
         fields[name] = (bounded, default)
     config = ConfigDict(extra="forbid", protected_namespaces=(), coerce_numbers_to_str=True)
-    return create_model("Settings", __config__=config, **fields)
+    try:
+        checked = create_model("Settings", __config__=config, **fields)(**settings)
+    except ValidationError as error:
+        found = ((".".join(map(str, item["loc"])), item["msg"].lower()) for item in error.errors())
+        return settings, [f"setting {field!r}: {message}" for field, message in found]
+    return {name: getattr(checked, name) for name in settings}, []
 
 
 def run_recipe(recipe: Recipe, threads: int | None = None, only: str | None = None) -> dict[str, Any]:
@@ -260,17 +258,11 @@ def _missed(stage: RecipeStage, result: dict[str, Any]) -> bool:
 
 def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[str, Any]:
     function = load_command(stage.command)
-    annotations = {
-        key: value.annotation for key, value in inspect.signature(function, eval_str=True).parameters.items()
-    }
-    settings = {
-        key: TypeAdapter(annotations[key], config=ConfigDict(coerce_numbers_to_str=True)).validate_python(value)
-        for key, value in stage.settings.items()
-    }
-    if threads is not None and "threads" in annotations:
+    settings, parameters = dict(stage.settings), inspect.signature(function).parameters
+    if threads is not None and "threads" in parameters:
         settings.setdefault("threads", threads)
     if (
-        "resume" in annotations
+        "resume" in parameters
         and settings.get("out")
         and (partial_directory(Path(settings["out"])) / STATE_DIRECTORY).exists()
     ):

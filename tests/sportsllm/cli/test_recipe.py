@@ -116,7 +116,7 @@ command = "sample"
 checkpoint = "@out/elsewhere"
 """
     recipe = load_recipe(write(tmp_path, text), tmp_path / "there")
-    assert recipe.stages[0].settings["checkpoint"] == str(tmp_path / "there" / "elsewhere")
+    assert recipe.stages[0].settings["checkpoint"] == tmp_path / "there" / "elsewhere"
     assert recipe.stages[0].needs == frozenset()
     with pytest.raises(UsageError, match="the name is not free"):
         load_recipe(write(tmp_path, text.replace("first", "out")))
