@@ -42,7 +42,7 @@ def output() -> Console:
 
 
 def say(message: str) -> None:
-    """One line about what is going on, on standard error."""
+    """Print one line of status on standard error."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(message, markup=False)
 
 
@@ -51,7 +51,7 @@ def progress_bar(description: str, total: float | None, note: str = "") -> Itera
     """A progress bar on standard error, silent where that is no terminal.
 
     Args:
-        description: what is being done.
+        description: shown beside the bar.
         total: the number of steps, or None where it is unknown.
         note: first text of the free column at the right.
     """

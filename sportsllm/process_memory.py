@@ -1,4 +1,4 @@
-"""How much memory the process has had at most, and giving back what the C library keeps after it was freed."""
+"""Peak memory of the process, and returning freed memory to the system."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 
 def reset_peak_rss() -> None:
-    """Start the count of `peak_rss_bytes` anew, where the system can (Linux)."""
+    """Reset `peak_rss_bytes`, on Linux."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident memory of this process, since `reset_peak_rss` on Linux, else since its start."""
+    """Peak resident memory of this process since `reset_peak_rss` (Linux) or since its start."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():
@@ -28,7 +28,7 @@ def peak_rss_bytes() -> int:
 
 
 def give_back() -> None:
-    """Hand freed memory back to the system, where the C library is glibc; elsewhere nothing."""
+    """Return freed memory to the system. Does nothing where the C library is not glibc."""
     gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,1 +1,1 @@
-"""compare: Training methods against each other at equal cost: table and plot. Imports report's charts."""
+"""Training methods against each other at equal cost: table and plot. Imports report's charts."""

@@ -1,1 +1,1 @@
-"""devices: Device files: their schema, reading and writing them, recognising a machine, judging limits."""
+"""Device files: their schema, reading and writing them, recognising a machine, judging limits."""

@@ -1,1 +1,1 @@
-"""measure: Measuring an export on this machine, each configuration in a fresh process. Imports devices."""
+"""Measuring an export on this machine, each configuration in a fresh process. Imports devices."""

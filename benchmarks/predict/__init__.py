@@ -1,1 +1,1 @@
-"""predict: Predicting size, latency and memory from a device file, and calibrating one. Imports devices and measure."""
+"""Predicting size, latency and memory from a device file, and calibrating one. Imports devices and measure."""

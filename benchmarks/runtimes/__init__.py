@@ -1,1 +1,1 @@
-"""runtimes: The same measurements of other runtimes, in turns with ours. Imports measure."""
+"""The same measurements of other runtimes, in turns with ours. Imports measure."""

@@ -1,1 +1,1 @@
-"""studies: Studies that developers run by hand: prediction error, cost of losses and teachers. Imports every room."""
+"""Studies that developers run by hand: prediction error, cost of losses and teachers. Imports every room."""

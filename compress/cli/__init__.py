@@ -1,1 +1,1 @@
-"""cli: This package's commands and the flags they share. Imports every other room; no room imports it."""
+"""This package's commands and the flags they share. Imports every other room; no room imports it."""

@@ -1,3 +1,3 @@
-"""distillation: Distillation: settings, teacher, divergences, the student's loss, recovery after pruning. Imports
+"""Distillation: settings, teacher, divergences, the student's loss, recovery after pruning. Imports
 teacher_cache.
 """

@@ -1,3 +1,3 @@
-"""pruning: Pruning of width, depth, key/value heads and vocabulary: scores, shapes, slicing, refit. Imports
+"""Pruning of width, depth, key/value heads and vocabulary: scores, shapes, slicing, refit. Imports
 distillation through recovery.
 """

@@ -1,1 +1,1 @@
-"""quantization: Quantization: grids, rounding, GPTQ, channel scaling, mixed precision, quantization-aware training."""
+"""Quantization: grids, rounding, GPTQ, channel scaling, mixed precision, quantization-aware training."""

@@ -1,3 +1,3 @@
-"""teacher_cache: Teacher distributions stored on disk and read back as a loss. Imports distillation's divergences and
+"""Teacher distributions stored on disk and read back as a loss. Imports distillation's divergences and
 teacher.
 """

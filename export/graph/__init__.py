@@ -1,1 +1,1 @@
-"""graph: Builds the ONNX graph of a checkpoint. Does not import the runtime."""
+"""Builds the ONNX graph of a checkpoint. Does not import the runtime."""

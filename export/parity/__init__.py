@@ -1,1 +1,1 @@
-"""parity: The parity gate: an export against its PyTorch model. Imports graph and runtime."""
+"""The parity gate: an export against its PyTorch model. Imports graph and runtime."""

@@ -1,4 +1,4 @@
-"""runtime: Runs an export with ONNX Runtime: sessions, key/value caches, the decoder. Needs neither torch nor onnx."""
+"""Runs an export with ONNX Runtime: sessions, key/value caches, the decoder. Needs neither torch nor onnx."""
 
 from export.runtime.decoder import open
 

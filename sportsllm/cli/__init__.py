@@ -1,3 +1,3 @@
-"""cli: The command line: entry point, shared flags, this package's commands, recipes. Imports every other room; no
+"""The command line: entry point, shared flags, this package's commands, recipes. Imports every other room; no
 room imports it.
 """

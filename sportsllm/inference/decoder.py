@@ -1,4 +1,4 @@
-"""What a language model looks like to `generate`, `eval` and `bench`, whatever runs it.
+"""The interface of a language model to `generate`, `eval` and `bench`, whatever runs it.
 
 Shape suffixes: B sequences, T tokens, V vocabulary. Arrays are numpy's, so that a device needs no torch.
 """
@@ -51,7 +51,7 @@ def is_onnx_directory(directory: Path) -> bool:
 
 
 def web_graphs(directory: Path) -> list[Path]:
-    """Graphs that lie where transformers.js looks for them; beside PyTorch weights they do not count."""
+    """Graphs where transformers.js looks for them; none in a directory with PyTorch weights."""
     return [] if any(directory.glob("*.safetensors")) else sorted((directory / "onnx").glob("model*.onnx"))
 
 
@@ -59,7 +59,7 @@ def open_decoder(directory: Path, threads: int | None = None) -> Decoder:
     """Open a checkpoint (PyTorch) or an export (ONNX Runtime) for generation and scoring.
 
     Args:
-        directory: what `train`, `distill`, `prune`, `quantize` or `export` wrote, or a Hugging Face checkpoint.
+        directory: the output of `train`, `distill`, `prune`, `quantize` or `export`, or a Hugging Face checkpoint.
         threads: CPU threads; the library's own choice where not given.
 
     Raises:

@@ -21,7 +21,7 @@ _SCORE_CHUNK = 1_024  # tokens whose logits exist at once
 
 
 class TorchDecoder:
-    """`prefill`, `step` and `score` over a `SportsLLM`; each sequence has a cache of its own."""
+    """`prefill`, `step` and `score` over a `SportsLLM`; each sequence has its own cache."""
 
     def __init__(self, model: SportsLLM) -> None:
         self.model, self.config = model, model.config

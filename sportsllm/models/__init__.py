@@ -1,3 +1,3 @@
-"""models: The shape of a model and its modules: config, presets, attention, feed-forward, the decoder, sizes. Imports
+"""The shape of a model and its modules: config, presets, attention, feed-forward, the decoder, sizes. Imports
 nothing of the other rooms.
 """

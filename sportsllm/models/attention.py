@@ -16,7 +16,7 @@ from sportsllm.models.kinds import block_state
 
 
 class KVCache:
-    """What each layer keeps of the tokens read so far, allocated once.
+    """Keys and values, or other states, of the tokens read so far; allocated once.
 
     One tensor a `State` of the attention's kind, in its order: (layers, B, ..., L, E), the tokens before the last
     axis of the shape that a single token has.
@@ -45,7 +45,7 @@ class KVCache:
 
 
 def attend_cached(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, layer: int, cache: KVCache | None) -> Tensor:
-    """Causal attention of new tokens to themselves and to what the cache holds of this layer; (B, T, H, E)."""
+    """Causal attention of new tokens to this layer's cache and to themselves; (B, T, H, E)."""
     q, k, v = (t.transpose(1, 2) for t in (q_BTHE, k_BTKE, v_BTKE))
     causal, mask = True, None
     if cache is not None:

@@ -73,7 +73,7 @@ class ModelConfig:
                 raise UsageError(f"config: {name} is {value!r}; it must be a whole number of at least {least}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UsageError(
-                f"config: num_attention_heads {self.num_attention_heads} is no multiple of "
+                f"config: num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}; choose a divisor"
             )
         if self.head_dim % 2:

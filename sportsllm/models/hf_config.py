@@ -11,7 +11,7 @@ from typing import Any
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ModelConfig, RopeScaling
 
-# Fields of config.json that change nothing in what the model computes.
+# Fields of config.json that do not change the model's output.
 _IGNORED = {
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache",
     "initializer_range", "_name_or_path", "max_window_layers", "sliding_window", "quantization_config",
@@ -45,7 +45,7 @@ def config_from_hf(data: Mapping[str, Any], where: str = "config.json") -> Model
     try:
         return _parse(data, where)
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
-        raise ArtifactError(f"{where}: a field has a value of the wrong kind ({error}); mend it") from None
+        raise ArtifactError(f"{where}: a field has a value of the wrong kind ({error}); correct it") from None
 
 
 def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""The kinds of attention and feed-forward, and what a whole model is made of. Imports no torch.
+"""The kinds of attention and feed-forward, and the tensors of a whole model. Imports no torch.
 
 A new kind is a file like `swiglu.py` and a line in one of the two tables below.
 """
@@ -24,7 +24,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
 class Parameter(NamedTuple):
-    """A tensor of a checkpoint: its name, shape and what it is."""
+    """A tensor of a checkpoint: its name, shape and role."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ def input_groups(config: ModelConfig) -> list[list[Matrix]]:
 
 
 def block_units(config: ModelConfig) -> dict[str, Unit]:
-    """What pruning may cut, by name: the residual stream's channels first, then each half's units."""
+    """The units that pruning may cut, by name: the residual stream's channels, then each half's units."""
     units = {HIDDEN: Unit(HIDDEN, "hidden_size", config.hidden_size)}
     for kind in halves(config).values():
         units |= {unit.name: unit for unit in kind.units(config)}
@@ -65,7 +65,7 @@ def block_units(config: ModelConfig) -> dict[str, Unit]:
 
 
 def block_state(config: ModelConfig) -> list[State]:
-    """What one block caches for each token."""
+    """The tensors that one block caches for each token."""
     return [state for kind in halves(config).values() for state in kind.state(config)]
 
 
@@ -93,7 +93,7 @@ def parameters(config: ModelConfig) -> list[Parameter]:
 def matrix_shapes(config: ModelConfig, layers_only: bool = False) -> dict[str, tuple[int, int]]:
     """(rows, columns) of every matrix by its module's name; `layers_only` leaves out embedding and head.
 
-    This is the one place that says what a matrix is.
+    Everything that must know what a matrix is asks here.
     """
     roles = ("matrix",) if layers_only else ("matrix", "embedding", "head")
     return {

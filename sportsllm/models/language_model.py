@@ -1,6 +1,6 @@
 """The decoder: pre-norm blocks of attention and feed-forward, RMSNorm, rotary positions.
 
-What a block's halves hold and compute is said by their kinds (`sportsllm.models.kinds`).
+The kinds of attention and feed-forward (`sportsllm.models.kinds`) define the two halves of a block.
 Shape suffixes: B sequences, T tokens, D hidden_size, E head_dim, V vocabulary.
 Module names are Hugging Face's, so a state dict is a checkpoint.
 """

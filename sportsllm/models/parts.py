@@ -1,4 +1,4 @@
-"""What a kind of attention or feed-forward says about itself, so that no other module needs to know it.
+"""Records by which a kind of attention or feed-forward describes itself, so that no other module needs to know it.
 
 Counting, pruning, refitting, quantizing, adapting and exporting iterate over these records. Imports no torch.
 """
@@ -19,7 +19,7 @@ HIDDEN = "hidden"
 
 @dataclass(frozen=True)
 class Unit:
-    """What pruning keeps or cuts as a whole.
+    """A group of rows or columns that pruning keeps or cuts as a whole.
 
     Attributes:
         name: for example `neuron`.
@@ -104,10 +104,10 @@ class Kind(Protocol):
         """Its norms."""
 
     def units(self, config: ModelConfig) -> tuple[Unit, ...]:
-        """What pruning may cut; a unit that groups others comes before them."""
+        """Its units, the ones that group others first."""
 
     def state(self, config: ModelConfig) -> tuple[State, ...]:
-        """What it caches."""
+        """The tensors it caches."""
 
     def mixing_macs(self, config: ModelConfig, depth: int) -> int:
         """Multiply-adds of one token outside the matrices, where it sees `depth` tokens."""
@@ -119,4 +119,4 @@ class Kind(Protocol):
         """Matrices and activations in the order in which they are used."""
 
     def forward(self, half: Any, x_BTD: Tensor, rope: Any, documents: Any, cache: Any) -> Tensor:
-        """What it computes from the norm's output; `half` has a module for each matrix and vector, by name."""
+        """Its output for the norm's output; `half` has a module for each matrix and vector, by name."""

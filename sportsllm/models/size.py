@@ -43,7 +43,7 @@ def block_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def quantized_bytes(rows: int, columns: int, bits: int, block_size: int, zero_points: bool = False) -> int:
-    """Exact size of a packed matrix: numbers, one float32 scale a block and, where asked for, zero points.
+    """Exact size of a packed matrix: numbers, one float32 scale per block and, optionally, zero points.
 
     Rows are padded to whole blocks, and the zero points of a row to whole bytes, as
     `sportsllm.storage.packed_weights.QuantizedWeight` lays them out.
@@ -194,7 +194,7 @@ def _layer_activation_bytes(config: ModelConfig, mixed: bool) -> int:
     """Bytes one block keeps for each token, with a = 4 in float32 and 2 under mixed precision.
 
     Two norms keep x, x / rms(x) and 1 / rms(x) in float32: 2 (8 D + 4). The matrices that read the norms' results keep
-    those (a D each). Attention and feed-forward say themselves what they keep.
+    those (a D each). The kinds of attention and feed-forward add their own.
     """
     a_half = 2 * 4 * config.hidden_size + 4 + (2 if mixed else 4) * config.hidden_size
     return sum(a_half + kind.activation_bytes(config, mixed) for kind in halves(config).values())

@@ -37,7 +37,7 @@ _PACKAGES = ("numpy", "torch", "onnx", "onnx-ir", "onnxruntime", "tokenizers", "
 class Stage:
     """One run of a command that writes a directory.
 
-    `settings` are what decides the outcome (without `out` and without settings that only change speed).
+    `settings` decide the outcome: no `out`, and no settings that only change speed.
     `inputs` are files and directories read; their digests go into the manifest.
     """
 
@@ -49,7 +49,7 @@ class Stage:
     _digests: list[str] | None = None
 
     def input_digests(self) -> list[str]:
-        """Digests of the inputs as they were when first asked for: before the work, not after it."""
+        """Digests of the inputs, taken before the work."""
         if self._digests is None:
             self._digests = [digest(path) for path in self.inputs]
         return self._digests
@@ -69,7 +69,7 @@ def file_sha256(path: Path) -> str:
 def digest(path: Path) -> str:
     """Digest of an input: a file's SHA-256, or for a directory that of its names and contents.
 
-    A finished directory's own manifest stands for its content, so large weights are not read again.
+    A finished directory is identified by its manifest, so large weights are not read again.
 
     Raises:
         ArtifactError: nothing is there.
@@ -117,11 +117,11 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
     """Yield a `.partial` directory that becomes `out` when the block ends well.
 
     A block that raises leaves nothing behind, except where it saved resumable state: then the
-    `.partial` stays, and only a run with `resume` goes on in it.
+    `.partial` stays, and only a run with `resume` continues in it.
 
     Args:
         out: the directory to make. Check `finished_manifest` first.
-        stage: what is being run; `stage.results` is written into the manifest.
+        stage: the run; `stage.results` is written into the manifest.
         resume: continue in the `.partial` of an interrupted run.
 
     Raises:
@@ -186,9 +186,9 @@ def run_stage(out: Path, stage: Stage, make: Callable[[Path], dict[str, Any]], r
 
     Args:
         out: the directory to make.
-        stage: what decides its content.
+        stage: the settings and inputs that decide its content.
         make: writes into the directory it is given and returns the results.
-        resume: go on from an interrupted run.
+        resume: continue an interrupted run.
 
     Returns:
         `out`, `cached` and the results, as the command prints them under `--json`.
@@ -235,7 +235,7 @@ def _finish(partial: Path, out: Path, stage: Stage) -> None:
     _fsync(path)
     if out.exists():
         if any(out.iterdir()):  # it was empty when the run began
-            raise ConflictError(f"{out}: something was put there meanwhile; what was made is in {partial}")
+            raise ConflictError(f"{out}: appeared during the run; the result is in {partial}")
         out.rmdir()
     shutil.rmtree(partial / STATE_DIRECTORY, ignore_errors=True)
     partial.rename(out)

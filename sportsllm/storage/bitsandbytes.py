@@ -1,5 +1,7 @@
-"""Matrices that bitsandbytes packed, read as the dense ones it multiplies by: what `transformers` saves from its NF4,
-FP4 and LLM.int8 models. Plain torch; bitsandbytes is not needed to read them.
+"""Reads matrices that bitsandbytes packed (NF4, FP4, LLM.int8, as `transformers` saves them) as dense ones.
+
+Plain torch: the library checks nothing, reads past the end of a damaged tensor, and its AVX512 kernel (0.50) is wrong
+where a block runs from one row into the next.
 
     4 bits   w[i] = quant_map[code[i]] * absmax[i // blocksize], row after row, the high nibble first, then rounded to
              the type that the model had; with double quantization
@@ -22,7 +24,7 @@ from torch import Tensor
 from sportsllm.errors import ArtifactError
 from sportsllm.storage.packed_weights import NF4
 
-# What the 16 codes stand for, as shares of a block's largest number.
+# Values of the 16 codes, as shares of a block's largest number.
 TABLES = {
     "nf4": tuple(NF4.tolist()),
     "fp4": tuple(sign * twelfths / 12 for sign in (1, -1) for twelfths in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
@@ -36,7 +38,7 @@ Read = Callable[[str], Tensor]
 
 
 def companions(names: Iterable[str]) -> frozenset[str]:
-    """Those tensors of a checkpoint that only say how to read a packed matrix beside them."""
+    """Names of the tensors that only say how to read a packed matrix."""
     there = set(names)
     found = set()
     for name in there:
@@ -50,7 +52,7 @@ def companions(names: Iterable[str]) -> frozenset[str]:
 
 
 def read_dense(name: str, beside: frozenset[str], read: Read, where: str) -> Tensor:
-    """A tensor of such a checkpoint; a packed matrix as the dense one that it stands for.
+    """A tensor of such a checkpoint, dequantized if it is packed.
 
     Args:
         name: of the tensor, for example `model.norm.weight`.
@@ -78,19 +80,21 @@ def _eight_bits(name: str, matrix_NK: Tensor, beside: frozenset[str], read: Read
     module = name.removesuffix(".weight")
     layout = int(read(f"{module}.weight_format").flatten()[0]) if f"{module}.weight_format" in beside else 0
     if layout != 0:
-        raise ArtifactError(f"{where}: {name!r} is laid out for one kind of GPU (weight_format {layout}); save it anew")
+        raise ArtifactError(
+            f"{where}: {name!r} is laid out for one kind of GPU (weight_format {layout}); save it again"
+        )
     scale_N = _part(f"{module}.SCB", beside, read, where)
     if matrix_NK.ndim != 2 or scale_N.numel() != len(matrix_NK):
         raise ArtifactError(
             f"{where}: '{module}.SCB' has {scale_N.numel()} numbers for a matrix of shape {tuple(matrix_NK.shape)}, "
-            "not one a row; save it anew"
+            "not one a row; save it again"
         )
     return matrix_NK * scale_N.float().view(-1, 1) * _EIGHT_BIT_STEP
 
 
 def _four_bits(name: str, packed: Tensor, states: list[str], beside: frozenset[str], read: Read, where: str) -> Tensor:
     if len(states) != 1:
-        raise ArtifactError(f"{where}: {name!r} is packed but has {len(states)} quant_state beside it; save it anew")
+        raise ArtifactError(f"{where}: {name!r} is packed but has {len(states)} quant_state beside it; save it again")
     state = _parse(states[0], read(states[0]), where)
     absmax = _part(f"{name}.absmax", beside, read, where)
     if absmax.dtype == torch.uint8:
@@ -106,12 +110,12 @@ def _four_bits(name: str, packed: Tensor, states: list[str], beside: frozenset[s
     known_16 = torch.tensor(TABLES[state.quant_type])
     # The library ignores the stored table, so another one would be read as something else there than here.
     if map_16.shape != known_16.shape or not torch.allclose(map_16, known_16, rtol=0, atol=1e-5):
-        raise ArtifactError(f"{where}: '{name}.quant_map' is not {state.quant_type.upper()}'s table; save it anew")
+        raise ArtifactError(f"{where}: '{name}.quant_map' is not {state.quant_type.upper()}'s table; save it again")
     count = state.shape[0] * state.shape[1]
     pairs = packed.contiguous().flatten().view(torch.uint8)  # some are stored under a float type
     if pairs.numel() != -(-count // 2):
         raise ArtifactError(
-            f"{where}: {name!r} has {pairs.numel()} bytes, not {-(-count // 2)} for shape {state.shape}; save it anew"
+            f"{where}: {name!r} has {pairs.numel()} bytes, not {-(-count // 2)} for shape {state.shape}; save it again"
         )
     _check_blocks(f"{name}.absmax", count, state.blocksize, absmax, where)
     both = torch.stack([map_16.repeat_interleave(16), map_16.repeat(16)], dim=1)  # of the 256 bytes
@@ -130,7 +134,7 @@ def _scaled(numbers: Tensor, absmax: Tensor, blocksize: int) -> Tensor:
 
 def _part(name: str, beside: frozenset[str], read: Read, where: str) -> Tensor:
     if name not in beside:
-        raise ArtifactError(f"{where}: tensor {name!r} is missing beside the packed matrix; copy or save it anew")
+        raise ArtifactError(f"{where}: tensor {name!r} is missing beside the packed matrix; copy or save it again")
     return read(name)
 
 
@@ -138,13 +142,13 @@ def _check_blocks(name: str, count: int, blocksize: int, absmax: Tensor, where: 
     if absmax.numel() != -(-count // blocksize):
         raise ArtifactError(
             f"{where}: {name!r} has {absmax.numel()} numbers, not {-(-count // blocksize)} for {count} in blocks "
-            f"of {blocksize}; save it anew"
+            f"of {blocksize}; save it again"
         )
 
 
 @dataclass(frozen=True)
 class _State:
-    """What a quant_state says of its matrix; `nested_blocksize` is None without double quantization."""
+    """A parsed quant_state; `nested_blocksize` is None without double quantization."""
 
     quant_type: str
     blocksize: int
@@ -158,9 +162,9 @@ def _parse(name: str, stored: Tensor, where: str) -> _State:
     try:
         data = json.loads(stored.numpy().tobytes())
     except ValueError:
-        raise ArtifactError(f"{where}: tensor {name!r} is not JSON; copy or save it anew") from None
+        raise ArtifactError(f"{where}: tensor {name!r} is not JSON; copy or save it again") from None
     if not isinstance(data, dict):
-        raise ArtifactError(f"{where}: tensor {name!r} is not a JSON object; copy or save it anew")
+        raise ArtifactError(f"{where}: tensor {name!r} is not a JSON object; copy or save it again")
 
     def positive(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -132,7 +132,7 @@ def check_names(tensors: TensorFiles, config: ModelConfig) -> dict[str, tuple[in
 
 
 def read_ends(tensors: TensorFiles, config: ModelConfig) -> dict[str, Tensor]:
-    """What is not in a layer: embedding, final norm, and the head where it is a matrix of its own; float32.
+    """The tensors outside the layers: embedding, final norm and an untied head; float32.
 
     Raises:
         ArtifactError: as `load_checkpoint`, for the names of all tensors too.
@@ -182,7 +182,7 @@ def save_checkpoint(
 
     Args:
         directory: exists; usually the `.partial` of `output_directory`.
-        model: what to write.
+        model: written as it is.
         tokenizer_from: a directory whose tokenizer and generation files are copied.
         quantization: recorded as config.json's quantization_config.
     """

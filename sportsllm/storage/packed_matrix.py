@@ -76,6 +76,6 @@ def _read_nf4(
 
 
 def _module_record(directory: Path, name: str) -> dict[str, Any]:
-    """What config.json's quantization_config says of one matrix: `bits`, `block_size`, `codes` where they are NF4."""
+    """One matrix's entry in config.json's quantization_config: `bits`, `block_size`, `codes` for NF4."""
     data = quantization_config(directory) or {}
     return cast("dict[str, Any]", data.get("modules", {}).get(name, {}))

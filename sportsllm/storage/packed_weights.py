@@ -82,7 +82,7 @@ class QuantizedWeight:
 
 
 def stored_bits(bits: int) -> int:
-    """What a number takes in a file."""
+    """Bits that a number takes in a file."""
     return 4 if bits == 4 else 8
 
 

@@ -1,6 +1,6 @@
 """Quantized matrices as PyTorch modules: the reference that an exported graph is compared with.
 
-They hold the packed bytes (what is saved) and, for speed, the float32 matrix those bytes stand for.
+They hold the packed bytes, which are saved, and for speed the dequantized float32 matrix.
 The memory saving is the exported model's; these modules exist to be exact.
 """
 
@@ -16,7 +16,7 @@ SUFFIXES = ("_packed", "_scale", "_zero_point")
 
 
 class QuantizedMatrix(nn.Module):
-    """Packed bytes as buffers named like a checkpoint's tensors, plus the matrix they stand for."""
+    """Packed bytes as buffers named like a checkpoint's tensors, plus the dequantized matrix."""
 
     weight: Tensor
 

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint directory, read one by one when asked for, and how config.json says they are stored.
+"""The tensors of a checkpoint directory, read one by one on demand, and how config.json says they are stored.
 
 Those that bitsandbytes quantized read as dense ones, see `sportsllm.storage.bitsandbytes`. Only safetensors are read:
 pickle runs code. Every tensor is checked for finiteness.
@@ -27,9 +27,9 @@ REOPEN_BYTES = 64_000_000
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, each read from disk when asked for; bitsandbytes' matrices as dense ones.
+    """The tensors of a checkpoint by name, each read from disk on demand; bitsandbytes' matrices as dense ones.
 
-    What has been read of an open file counts as memory, so files are opened anew whenever `REOPEN_BYTES` were read.
+    Pages read from an open file count as memory, so a file is reopened after every `REOPEN_BYTES`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -140,7 +140,7 @@ def quantization_config(directory: Path) -> dict[str, Any] | None:
     if data is None or packed_by_bitsandbytes(data) is not None:
         return None
     if not isinstance(data, dict):
-        raise ArtifactError(f"{directory / 'config.json'}: quantization_config is {data!r}, not an object; mend it")
+        raise ArtifactError(f"{directory / 'config.json'}: quantization_config is {data!r}, not an object; correct it")
     if data.get("quant_method") != QUANT_METHOD:
         raise ArtifactError(
             f"{directory / 'config.json'}: quant_method {data.get('quant_method')!r} is not supported; "

@@ -1,3 +1,3 @@
-"""text: Text and tokens: documents, the held-out split, tokenizer, packed batches, calibration samples. Imports
+"""Text and tokens: documents, the held-out split, tokenizer, packed batches, calibration samples. Imports
 models and storage.
 """

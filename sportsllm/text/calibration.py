@@ -1,4 +1,4 @@
-"""Calibration text: what importance is measured on and repairs are fitted to. Never held-out text."""
+"""Calibration samples: text for importance scores, refits and scales. Never held-out text."""
 
 from __future__ import annotations
 

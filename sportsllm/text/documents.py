@@ -51,7 +51,7 @@ def read_documents(paths: Sequence[Path]) -> Iterator[str]:
     """The text of every document, in a fixed order; empty ones are left out.
 
     Raises:
-        ArtifactError: a file is missing, is not UTF-8 (with the byte offset), or is not what its name says.
+        ArtifactError: a file is missing, is not UTF-8 (with the byte offset), or is of another kind than its name says.
     """
     for path in corpus_files(paths):
         kind = _kind(path)

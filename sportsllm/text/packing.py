@@ -87,7 +87,7 @@ _kept: Path | None = None
 
 @contextmanager
 def kept_tokens(directory: Path) -> Iterator[None]:
-    """Keep what `tokenize` finds in `directory`: runs that read one corpus need tokenize it only once.
+    """Keep the tokens in `directory`, so that runs on one corpus tokenize it only once.
 
     Inside another `kept_tokens` the outer one's directory is used.
     """

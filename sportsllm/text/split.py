@@ -1,4 +1,4 @@
-"""The one place that decides what is held out.
+"""Splits a corpus into training and held-out documents.
 
 A document goes to the held-out set by the hash of its own text, so the split survives renamed and reordered files,
 and two copies of a document never end up on both sides.

@@ -1,3 +1,3 @@
-"""training: The training loop and what it needs: optimizers, schedules, chunked losses, LoRA, pretraining. Imports
+"""The training loop and what it needs: optimizers, schedules, chunked losses, LoRA, pretraining. Imports
 every room but cli.
 """

@@ -23,7 +23,7 @@ from sportsllm.models.language_model import SportsLLM
 def batch_threads(count: int) -> Iterator[ThreadPoolExecutor | None]:
     """`count` threads, each with its share of the CPU's; None for 1, which is the caller's own thread.
 
-    The caller's thread keeps all of them for what is not a batch: the optimizer, and validating.
+    The caller's thread keeps all of them for the optimizer and for validation.
     """
     if count == 1:
         yield None

@@ -94,7 +94,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run did. `loss` is the mean of the last logged steps in nats a token; `tokens_per_s` leaves out
+    """Result of a run. `loss` is the mean of the last logged steps in nats a token; `tokens_per_s` leaves out
     validating and saving, `seconds` does not."""
 
     steps: int
@@ -135,7 +135,7 @@ def train_model(
     Args:
         model: float32 weights; on the device it is to be trained on.
         batches: where step i reads batches i * accumulation and following.
-        loss: summed loss of one batch; the mean over the step's scored tokens is what is minimised.
+        loss: summed loss of one batch; its mean over the step's scored tokens is minimised.
         config: how.
         directory: gets metrics.jsonl, and `state/` when the run is interrupted or every ten minutes.
         validate: bits per byte of the model on held-out text; run every `validate_every` steps and at the end.
@@ -182,7 +182,7 @@ def train_model(
                 run.save()
                 raise InterruptedRun(
                     f"interrupted after step {step} of {config.steps}; the state is saved in {directory}, "
-                    "run the same command with --resume to go on"
+                    "run the same command with --resume to continue"
                 )
             if time.perf_counter() - last_save > _SAVE_EVERY_S:
                 run.save()
@@ -215,7 +215,7 @@ class _Run:
         return sum(self.progress.losses) / len(self.progress.losses)
 
     def result(self, tokens_before: int, seconds: float, paused: float) -> TrainResult:
-        """What the run did; `paused` are the seconds that validating and saving took."""
+        """The result; `paused` are the seconds that validating and saving took."""
         trained = self.progress.step * self.config.tokens_per_step
         return TrainResult(
             steps=self.progress.step,

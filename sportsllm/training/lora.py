@@ -84,7 +84,7 @@ def parse_targets(text: str) -> tuple[str, ...]:
 
 
 def adapter_settings(rank: int | None, targets: str | None, alpha: float | None, optimizer: str) -> Adapters | None:
-    """What --lora-rank, --lora-targets and --lora-alpha ask for; None without --lora-rank.
+    """The adapters of --lora-rank, --lora-targets and --lora-alpha; None without --lora-rank.
 
     Args:
         rank, targets, alpha: the flags; None means not given.
@@ -111,7 +111,7 @@ def adapted_rate(rate: float, rank: int | None) -> float:
 def add_adapters(
     model: SportsLLM, rank: int, targets: Sequence[str] | None = None, alpha: float | None = None, seed: int = 0
 ) -> int:
-    """Freeze a model and put adapters on its matrices, in place. What it computes does not change yet.
+    """Freeze a model and put adapters on its matrices, in place. Its output does not change yet.
 
     Args:
         model: unquantized; every other parameter is frozen, norms and biases too.
@@ -141,7 +141,7 @@ def add_adapters(
 
 
 def merge_adapters(model: SportsLLM) -> None:
-    """Undo `add_adapters`, in place, but keep what the adapters learnt: W becomes W + alpha / rank * B A.
+    """Merge the adapters into their matrices, in place: W becomes W + alpha / rank * B A.
 
     Every parameter can be trained again afterwards. A model without adapters stays as it is.
     """

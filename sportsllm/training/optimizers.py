@@ -47,7 +47,7 @@ class Schedule:
 
 
 def computes_in_bfloat16(device: torch.device) -> bool:
-    """Whether the device has bfloat16 products of its own; emulated ones are slower than float32."""
+    """Whether the device multiplies in bfloat16; emulated products are slower than float32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
     flags = Path("/proc/cpuinfo")

@@ -22,7 +22,7 @@ from sportsllm.training.loop import TrainConfig, language_model_loss, train_mode
 from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
 from sportsllm.training.setup import packed_sequences, training_device, training_results, validator
 
-# Peak rates, about a third of those from scratch: higher ones undo what the weights know already.
+# Peak rates, about a third of those from scratch; higher ones undo earlier training.
 FINE_TUNING_LEARNING_RATE = 1e-4
 FINE_TUNING_MUON_LEARNING_RATE = 0.007
 
@@ -46,7 +46,7 @@ def train_base(
         out: directory to make.
         tokenizer: directory of a tokenizer to use; one is trained on the corpus if None.
         config: how to train; 0 steps write the untrained model.
-        resume: go on from an interrupted run.
+        resume: continue an interrupted run.
 
     Returns:
         The results, as `train --json` prints them.
@@ -103,7 +103,7 @@ def fine_tune(
         out: directory to make, a checkpoint of the same shape.
         config: how to train; 0 steps write the weights as they are.
         adapters: train these instead of all weights, and merge them at the end.
-        resume: go on from an interrupted run.
+        resume: continue an interrupted run.
 
     Returns:
         The results, as `train --json` prints them: those of `train_base`, `trained_parameters`, and

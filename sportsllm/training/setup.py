@@ -1,4 +1,4 @@
-"""What every training command shares: batches, validation, settings, and the record of the result."""
+"""Shared by the training commands: batches, validation, settings, and the record of the result."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _parse(key: str, value: str, kind: type) -> Any:
     try:
         return kind(value)
     except ValueError:
-        raise UsageError(f"--set {key}={value}: is no {kind.__name__}") from None
+        raise UsageError(f"--set {key}={value}: is not a valid {kind.__name__}") from None
 
 
 def training_device() -> torch.device:

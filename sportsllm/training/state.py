@@ -1,4 +1,4 @@
-"""The state of an interrupted run on disk, so that it goes on bit for bit on a CPU."""
+"""The state of an interrupted run on disk; a CPU run continues from it bit for bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def save_state(
 
     Args:
         directory: of the run.
-        model, optimizers, scaler, progress: what is saved.
+        model, optimizers, scaler, progress: saved.
         identity: fingerprint of the run.
         config: the run's settings, a dataclass.
     """
@@ -73,7 +73,7 @@ def load_state(
     identity: str,
     config: Any,
 ) -> None:
-    """Take up what `save_state` wrote, in place.
+    """Restore what `save_state` wrote, in place.
 
     Raises:
         UsageError: the state belongs to a run with other settings.

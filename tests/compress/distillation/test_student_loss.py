@@ -311,7 +311,8 @@ def test_defaults_and_texts_of_flags() -> None:
 def test_the_command_takes_all_of_it(checkpoint: Path, student: Path, corpus_file: Path, tmp_path: Path) -> None:
     result = command(
         teacher=str(checkpoint), student=str(student), corpus=[corpus_file], out=tmp_path / "out",
-        kl_weight="0.5:1", divergence="skew-kl", mix=0.2, teacher_precision="fp32", hidden_weight=0.1, layer_map="0:0,1:2", steps=2, batch_size=2,
+        kl_weight="0.5:1", divergence="skew-kl", mix=0.2, teacher_precision="fp32", hidden_weight=0.1,
+        layer_map="0:0,1:2", steps=2, batch_size=2,
         accumulation=1, sequence=32, lora_rank=2,
     )  # fmt: skip
     settings = read_manifest(tmp_path / "out")["settings"]

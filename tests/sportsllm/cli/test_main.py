@@ -87,7 +87,7 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], checkpoint: Path, corp
     complains(call(capsys, "train", "--model", "giant", "--corpus", corpus_file), 2, "'giant' is not a preset")
     out = tmp_path / "out"
     complains(call(capsys, *train(corpus_file, out, "--set", "speed=9")), 2, "--set speed=9")
-    complains(call(capsys, *train(corpus_file, out, "--set", "clip_norm=high")), 2, "is no float")
+    complains(call(capsys, *train(corpus_file, out, "--set", "clip_norm=high")), 2, "is not a valid float")
     complains(call(capsys, *train(corpus_file, out, "--steps", 1, "--tokens", 5)), 2, "not both")
     assert not out.exists()
 
