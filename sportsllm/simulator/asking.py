@@ -1,14 +1,17 @@
 """Multiple-choice questions about a document; every answer can be read in, or worked out from, its text."""
 
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from sportsllm.simulator.records import Ask, Document, Question
-from sportsllm.simulator.scene import nth
+from sportsllm.simulator.draws import skewed
+from sportsllm.simulator.records import Document, Question
+from sportsllm.simulator.wording import nth
 from sportsllm.simulator.world import world
 
 CHOICES = 4
+Ask = tuple[str, str, str, Sequence[str]]  # kind, question, right answer, plausible wrong ones
 
 
 def questions(document: Document, rng: Random) -> list[Question]:
@@ -18,26 +21,24 @@ def questions(document: Document, rng: Random) -> list[Question]:
     ground in a report that never names it) is not asked.
     """
     found = []
-    for ask in _asks(document.facts, document.text, rng):
-        wrong = [text for text in dict.fromkeys(ask.wrong) if text != ask.answer]
+    for kind, question, right, plausible in _asks(document.facts, document.text, rng):
+        wrong = [text for text in dict.fromkeys(plausible) if text != right]
         if len(wrong) < CHOICES - 1:
             continue
-        choices = [ask.answer, *rng.sample(wrong, CHOICES - 1)]
+        choices = [right, *rng.sample(wrong, CHOICES - 1)]
         rng.shuffle(choices)
-        name = f"{document.id}/{ask.kind}"
-        answer = choices.index(ask.answer)
-        found.append(Question(name, ask.question, tuple(choices), answer, ask.kind))
+        found.append(Question(f"{document.id}/{kind}", question, tuple(choices), choices.index(right), kind))
     rng.shuffle(found)
     return found
 
 
 def _asks(facts: dict[str, Any], text: str, rng: Random) -> list[Ask]:
     """Questions of the sport itself, and those that every match of two clubs allows."""
-    asks = [Ask(kind, question, answer, tuple(wrong)) for kind, question, answer, wrong in facts.get("asks", ())]
+    asks: list[Ask] = [*facts.get("asks", ())]
     if "teams" in facts:  # a match of two clubs
         asks += _result(facts, text) + _place(facts, text)
     if facts.get("scoring"):
-        asks += _scorers(facts, rng)
+        asks += _goals(facts, rng)
     return asks
 
 
@@ -51,70 +52,64 @@ def _result(facts: dict[str, Any], text: str) -> list[Ask]:
     gaps = tuple(str(gap) for gap in range(max(0, abs(left - right) - 3), abs(left - right) + 4))
     totals = tuple(str(total) for total in range(max(0, left + right - 3), left + right + 4))
     final = f"{home} {left}-{right} {away}"
-    asks = [Ask("winner", f"Who won, {home} or {away}?", winner, everyone)]
-    if final in text:  # cricket has no such line: its totals are asked for by the sport itself
+    asks: list[Ask] = [("winner", f"Who won, {home} or {away}?", winner, everyone)]
+    if final in text:
         together = f"How many {facts['total']} did the two teams score together?"
-        asks.append(Ask("final_score", "What was the final score?", final, tuple(wrong)))
-        asks.append(Ask("margin", "What was the margin at the end?", str(abs(left - right)), gaps))
-        asks.append(Ask("total", together, str(left + right), totals))
+        asks.append(("final_score", "What was the final score?", final, tuple(wrong)))
+        asks.append(("margin", "What was the margin at the end?", str(abs(left - right)), gaps))
+        asks.append(("total", together, str(left + right), totals))
     return asks
 
 
 def _place(facts: dict[str, Any], text: str) -> list[Ask]:
     """Ground, crowd and league, where the text names them."""
-    asks = []
+    asks: list[Ask] = []
     leagues = [league for group in world().leagues.values() for league in group]
     if facts["venue"] in text:
         wrong = tuple(club.ground for club in leagues[len(facts["venue"]) % len(leagues)].clubs)
-        asks.append(Ask("venue", "Where was it played?", facts["venue"], wrong))
+        asks.append(("venue", "Where was it played?", facts["venue"], wrong))
     if f"{facts['crowd']:,}" in text:
         size = facts["crowd"]
         wrong = tuple(f"{size + step:,}" for step in (-1200, -750, -310, 140, 480, 1050) if size + step > 0)
-        asks.append(Ask("crowd", "How many people watched?", f"{size:,}", wrong))
+        asks.append(("crowd", "How many people watched?", f"{size:,}", wrong))
     if facts["league"] in text:
         wrong = tuple(league.name for league in leagues)
-        asks.append(Ask("league", "In which competition was it played?", facts["league"], wrong))
+        asks.append(("league", "In which competition was it played?", facts["league"], wrong))
     return asks
 
 
-def _scorers(facts: dict[str, Any], rng: Random) -> list[Ask]:
+def _goals(facts: dict[str, Any], rng: Random) -> list[Ask]:
     """Who scored, when, and how the score stood."""
-    unit, units = facts["unit"], facts["units"]
-    scoring = [item for item in facts["scoring"] if item["kind"] == facts.get("asked", item["kind"])]
-    if not scoring:
-        return []
-    names = [item["player"] for item in scoring]
-    others = tuple(dict.fromkeys(names)) + tuple(rng.sample(facts["players"], 6))
-    asks = []
+    scoring = facts["scoring"]
+    others = (*dict.fromkeys(goal["player"] for goal in scoring), *rng.sample(facts["players"], 6))
+    asks: list[Ask] = []
     first, last = scoring[0], scoring[-1]
     if first["kind"] != "own":
-        asks.append(Ask("first_scorer", f"Who scored the first {unit}?", first["player"], others))
+        asks.append(("first_scorer", "Who scored the first goal?", first["player"], others))
     if last["kind"] != "own" and len(scoring) > 1:
-        asks.append(Ask("last_scorer", f"Who scored the last {unit}?", last["player"], others))
-    counts = Counter(item["player"] for item in scoring if item["kind"] != "own")
-    own = {item["player"] for item in scoring if item["kind"] == "own"}
+        asks.append(("last_scorer", "Who scored the last goal?", last["player"], others))
+    counts = Counter(goal["player"] for goal in scoring if goal["kind"] != "own")
+    own = {goal["player"] for goal in scoring if goal["kind"] == "own"}
     most = counts.most_common(2)
     if most and most[0][1] > 1 and (len(most) == 1 or most[1][1] < most[0][1]):
-        asks.append(Ask("top_scorer", f"Who scored the most {units}?", most[0][0], others))
-    for name, count in counts.items():
-        if name in own:
-            continue
+        asks.append(("top_scorer", "Who scored the most goals?", most[0][0], others))
+    name = next((name for name in counts if name not in own), None)
+    if name:
         numbers = tuple(str(n) for n in range(1, 6))
-        asks.append(Ask("count", f"How many {units} did {name} score?", str(count), numbers))
-        break
-    single = [item for item in scoring if counts[item["player"]] == 1 and item["player"] not in own]
-    if facts["clock"] == "minute" and single:
-        item = single[int(rng.random() * len(single))]
-        minute = item["minute"]
+        asks.append(("count", f"How many goals did {name} score?", str(counts[name]), numbers))
+    single = [goal for goal in scoring if counts[goal["player"]] == 1 and goal["player"] not in own]
+    if single:
+        goal = single[skewed(rng, len(single), 1)]
+        minute = goal["minute"]
         near = [other["minute"] for other in scoring]
         near += [minute + step for step in (-9, -4, -2, 3, 6, 11) if 0 < minute + step < 90]
-        question = f"In which minute did {item['player']} score a {unit}?"
-        asks.append(Ask("minute", question, str(minute), tuple(map(str, near))))
-    if len(scoring) > 2 and "asked" not in facts:
-        index = int(rng.random() * (len(scoring) - 1))
+        question = f"In which minute did {goal['player']} score a goal?"
+        asks.append(("minute", question, str(minute), tuple(map(str, near))))
+    if len(scoring) > 2:
+        index = skewed(rng, len(scoring) - 1, 1)
         left, right = scoring[index]["score"]
         spread = [(left + i, right + j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
         wrong = tuple(f"{i}-{j}" for i, j in [(right, left), *spread] if min(i, j) >= 0)
-        question = f"What was the score after the {nth(index + 1)} {unit}, home side first?"
-        asks.append(Ask("score_after", question, f"{left}-{right}", wrong))
+        question = f"What was the score after the {nth(index + 1)} goal, home side first?"
+        asks.append(("score_after", question, f"{left}-{right}", wrong))
     return asks

@@ -6,11 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Document:
-    """One generated text and the facts that were used to write it.
-
-    `facts` holds only JSON types. `facts["shown"]` names what the text states, so that a question is asked
-    only about something a reader of the text can answer.
-    """
+    """One generated text and the facts that were used to write it; `facts` holds only JSON types."""
 
     id: str
     sport: str
@@ -27,13 +23,3 @@ class Question:
     choices: tuple[str, ...]
     answer: int
     kind: str
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A question before its choices are drawn: the right answer and everything plausible that is wrong."""
-
-    kind: str
-    question: str
-    answer: str
-    wrong: tuple[str, ...]

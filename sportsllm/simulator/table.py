@@ -3,12 +3,12 @@
 from random import Random
 from typing import Any
 
-from sportsllm.simulator.grammar import Grammar
-from sportsllm.simulator.scene import Scene, counted, number, paragraphs, poisson
-from sportsllm.simulator.table_text import TABLE
-from sportsllm.simulator.world import Club, world
+from sportsllm.simulator.draws import poisson, skewed
+from sportsllm.simulator.grammar import grammar
+from sportsllm.simulator.scene import Scene
+from sportsllm.simulator.wording import counted, number, paragraphs
+from sportsllm.simulator.world import Club, League, world
 
-GRAMMAR = Grammar(TABLE)
 Result = tuple[int, int, int, int]  # home club, away club, goals of each
 Row = dict[str, int]
 
@@ -28,7 +28,7 @@ def _results(rng: Random, clubs: list[Club]) -> list[Result]:
 
 def _rows(count: int, results: list[Result]) -> list[Row]:
     """Won, drawn, lost, goals for and against, and points."""
-    rows: list[Row] = [dict.fromkeys(("won", "drawn", "lost", "for", "against", "points"), 0) for _ in range(count)]
+    rows = [dict.fromkeys(("won", "drawn", "lost", "for", "against", "points"), 0) for _ in range(count)]
     for one, other, left, right in results:
         for club, own, theirs in ((one, left, right), (other, right, left)):
             row = rows[club]
@@ -51,7 +51,7 @@ def _comment(scene: Scene, clubs: list[Club], order: list[int], rows: list[Row],
             "q": clubs[second].short,
             "qfull": clubs[second].name,
             "pts": counted(row["points"], "point"),
-            "games": counted(row["won"] + row["drawn"] + row["lost"], "match", "matches"),
+            "games": counted(_played(row), "match", "matches"),
             "gap": counted(gap, "point"),
         }
 
@@ -87,57 +87,63 @@ def _difference(row: Row) -> int:
     return row["for"] - row["against"]
 
 
-def play(rng: Random) -> tuple[str, dict[str, Any]]:
-    """One group: its text and its facts."""
+def _played(row: Row) -> int:
+    return row["won"] + row["drawn"] + row["lost"]
+
+
+def _group(rng: Random) -> tuple[League, int, list[Club]]:
+    """Four to six clubs of one league, and the number that gives the group its letter."""
     leagues = world().leagues["football"]
-    league = leagues[int(rng.random() * len(leagues))]
-    start, size = int(rng.random() * len(league.clubs)), 4 + int(2.2 * rng.random())
+    league = leagues[skewed(rng, len(leagues), 1)]
+    start, size = skewed(rng, len(league.clubs), 1), 4 + int(2.2 * rng.random())
     clubs = [league.clubs[(start + 3 * step) % len(league.clubs)] for step in range(size)]
     while len({club.short for club in clubs}) < size:
         clubs = rng.sample(league.clubs, size)
-    results = _results(rng, clubs)
-    rows = _rows(size, results)
-    order = sorted(
-        range(size),
-        key=lambda club: (-rows[club]["points"], -_difference(rows[club]), -rows[club]["for"], club),
-    )
-    voice = clubs[order[0]].voice
-    slots = {"league": league.name, "size": number(size), "letter": "ABCDEFGH"[start % 8]}
-    scene = Scene(rng, GRAMMAR, voice, {**slots, "writer": voice.name, "paper": voice.paper})
-    lines = [f"{clubs[one].short} {left}-{right} {clubs[other].short}" for one, other, left, right in results]
-    table = ["Table: club, played, won, drawn, lost, goals, points"]
+    return league, start, clubs
+
+
+def _table(clubs: list[Club], order: list[int], rows: list[Row]) -> str:
+    """The final table, first place first."""
+    lines = ["Table: club, played, won, drawn, lost, goals, points"]
     for place, club in enumerate(order, 1):
         row = rows[club]
-        played = row["won"] + row["drawn"] + row["lost"]
-        goals = f"{row['for']}:{row['against']}"
-        record = f"{played} {row['won']} {row['drawn']} {row['lost']}"
-        table.append(f"{place}. {clubs[club].short} {record} {goals} {row['points']}")
-    comment = _comment(scene, clubs, order, rows, results)
-    parts: list[str | list[str]] = [scene.say("title"), scene.say("byline"), "Results\n" + "\n".join(lines)]
-    parts += [comment, "\n".join(table)] if rng.random() < 0.4 else ["\n".join(table), comment]
-    names = [club.short for club in clubs]
-    points = [rows[club]["points"] for club in order]
-    asks: list[list[Any]] = [
-        ["top", "Who finished top of the group?", names[order[0]], names],
-        ["bottom", "Who finished last?", names[order[-1]], names],
-        [
-            "points",
-            f"How many points did {names[order[1]]} take?",
-            str(points[1]),
-            [str(n) for n in range(13)],
-        ],
-        [
-            "goals",
-            f"How many goals did {names[order[0]]} score?",
-            str(rows[order[0]]["for"]),
-            [str(rows[order[0]]["for"] + step) for step in (-2, -1, 1, 2, 3, 4) if rows[order[0]]["for"] + step >= 0],
-        ],
-    ]
-    facts = {
-        "clubs": names,
+        record = f"{_played(row)} {row['won']} {row['drawn']} {row['lost']} {row['for']}:{row['against']}"
+        lines.append(f"{place}. {clubs[club].short} {record} {row['points']}")
+    return "\n".join(lines)
+
+
+def play(rng: Random) -> tuple[str, dict[str, Any]]:
+    """One group: its text and its facts."""
+    league, start, clubs = _group(rng)
+    results = _results(rng, clubs)
+    rows = _rows(len(clubs), results)
+    order = sorted(
+        range(len(clubs)),
+        key=lambda club: (-rows[club]["points"], -_difference(rows[club]), -rows[club]["for"], club),
+    )
+    slots = {"league": league.name, "size": number(len(clubs)), "letter": "ABCDEFGH"[start % 8]}
+    scene = Scene(rng, grammar("table"), clubs[order[0]].voice, slots)
+    lines = [f"{clubs[one].short} {left}-{right} {clubs[other].short}" for one, other, left, right in results]
+    comment, table = _comment(scene, clubs, order, rows, results), _table(clubs, order, rows)
+    parts: list[str | list[str]] = [scene.say("title"), scene.say("byline"), "\n".join(["Results", *lines])]
+    parts += [comment, table] if rng.random() < 0.4 else [table, comment]
+    return paragraphs(parts), {
+        "clubs": [club.short for club in clubs],
         "results": [list(result) for result in results],
         "order": order,
         "rows": rows,
-        "asks": asks,
+        "asks": _asks([club.short for club in clubs], order, rows),
     }
-    return paragraphs(parts), facts
+
+
+def _asks(names: list[str], order: list[int], rows: list[Row]) -> list[list[Any]]:
+    """First, last, points and goals."""
+    top, second, last = order[0], order[1], order[-1]
+    goals, points = rows[top]["for"], rows[second]["points"]
+    near = [str(goals + step) for step in (-2, -1, 1, 2, 3, 4) if goals + step >= 0]
+    return [
+        ["top", "Who finished top of the group?", names[top], names],
+        ["bottom", "Who finished last?", names[last], names],
+        ["points", f"How many points did {names[second]} take?", str(points), [str(n) for n in range(13)]],
+        ["goals", f"How many goals did {names[top]} score?", str(goals), near],
+    ]

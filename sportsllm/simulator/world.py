@@ -4,27 +4,24 @@ Everything here comes from one constant seed and never from the seed of a corpus
 the same captain, ground and nickname both times, which is knowledge that a model can store.
 """
 
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import accumulate
 from random import Random
 
+from sportsllm.simulator.draws import skewed
 from sportsllm.simulator.grammar import TABLE_SIZE, Voice
-from sportsllm.simulator.names import REGIONS, Region
-from sportsllm.simulator.world_data import (
-    COLOURS,
-    GROUND_STARTS,
-    GROUNDS,
-    LEAGUES,
-    NICKS,
-    SQUADS,
-    STYLES,
-    SUFFIXES,
-    TRAITS,
-)
+from sportsllm.simulator.vocabulary import CLUBS, RACES, REGIONS, SHARED, TENNIS, ClubWords, LeagueWords, Region
 
 WORLD_SEED = 20_240_607
+PRONOUNS = (
+    {"he": "he", "him": "him", "his": "his", "himself": "himself"},
+    {"he": "she", "him": "her", "his": "her", "himself": "herself"},
+)
 VOICES = 24
+TOURNAMENT_COUNT = 20
+RACE_COUNT = 10
+STAGE_COUNT = 9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,9 +30,7 @@ class Person:
 
     name: str
     last: str
-    he: str
-    him: str
-    his: str
+    pronouns: dict[str, str]  # he, him, his and himself
     role: str
     weight: float
     skill: float
@@ -44,9 +39,9 @@ class Person:
     home: str
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Club:
-    """A club and the slots it fills in a template, ready made."""
+    """A club; `manner` says in words how its style looks."""
 
     name: str
     short: str
@@ -54,19 +49,37 @@ class Club:
     ground: str
     capacity: int
     style: str
+    manner: str
     strength: float
     region: Region
     voice: Voice
     coach: Person
     squad: tuple[Person, ...]
-    league: str
     founded: int
     colours: str
     captain: Person
     rival: str = ""
-    slots: dict[str, str] = field(default_factory=dict)  # as the team in question
-    against: dict[str, str] = field(default_factory=dict)  # as the opponent
-    sums: tuple[float, ...] = ()  # running sums of the squad's weights
+
+    def slots(self, prefix: str) -> dict[str, str]:
+        """What templates call the club, each name with `prefix` before it: home, homefull, homenick..."""
+        return {
+            prefix: self.short,
+            prefix + "full": self.name,
+            prefix + "nick": self.nick,
+            prefix + "boss": self.coach.name,
+            prefix + "last": self.coach.last,
+            prefix + "star": max(self.squad, key=lambda player: player.weight).name,
+            prefix + "captain": self.captain.name,
+            prefix + "colours": self.colours,
+            prefix + "year": str(self.founded),
+            prefix + "seats": f"{self.capacity:,}",
+            prefix + "style": self.manner,
+        }
+
+    @cached_property
+    def sums(self) -> tuple[float, ...]:
+        """Running sums of the squad's weights."""
+        return tuple(accumulate(player.weight for player in self.squad))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +92,46 @@ class League:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """A tennis tournament or a cycling race with its fixed places."""
+class Tournament:
+    """A tennis tournament."""
 
     name: str
     town: str
     venue: str
-    kind: str
+    surface: str
     women: bool
     region: Region
     voice: Voice
-    stages: tuple[tuple[str, str, int, str, str], ...] = ()  # from, to, km, terrain, last climb
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One day of a race: from where to where, over which terrain and which last climb."""
+
+    start: str
+    finish: str
+    km: int
+    terrain: str
+    climb: str
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """A cycling race of several stages."""
+
+    name: str
+    voice: Voice
+    stages: tuple[Stage, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class World:
     """All of it."""
 
-    leagues: dict[str, tuple[League, ...]]
-    tours: dict[str, tuple[Person, ...]]
-    events: dict[str, tuple[Event, ...]]
-    voices: tuple[Voice, ...]
+    leagues: dict[str, tuple[League, ...]]  # by sport
+    tours: dict[str, tuple[Person, ...]]  # tennis players, best first: "men" and "women"
+    tournaments: tuple[Tournament, ...]
+    races: tuple[Race, ...]
 
 
 class _Maker:
@@ -107,24 +139,21 @@ class _Maker:
 
     def __init__(self) -> None:
         self.rng = Random(WORLD_SEED)
-        self.taken: set[str] = set()
+        self.taken: set[str] = set()  # surnames, which are unique within a sport
         self.towns = {
             region.name: [start + end for start in region.town_starts for end in region.town_ends] for region in REGIONS
         }
         for towns in self.towns.values():
             self.rng.shuffle(towns)
         self.used = dict.fromkeys(self.towns, 0)
-        self.suffixes: list[str] = []
-        self.nicks: list[str] = []
-        self.voices = tuple(self.voice() for _ in range(VOICES))
-        self.taken.clear()
+        self.voices = [self.voice() for _ in range(VOICES)]
 
     def voice(self) -> Voice:
-        region = self.rng.choice(REGIONS)
-        person = self.person(region, self.rng.random() < 0.5, "writer", 1.0, "none")
-        papers = ("Gazette", "Courier", "Herald", "Evening Post", "Sports Mail", "Chronicle", "Observer")
-        offsets = tuple(self.rng.randrange(5040) for _ in range(TABLE_SIZE))
-        return Voice(person.name, f"{self.towns[region.name][0]} {self.rng.choice(papers)}", offsets)
+        rng = self.rng
+        region = rng.choice(REGIONS)
+        person = self.person(region, rng.random() < 0.5, "writer", 1.0, "none")
+        offsets = tuple(rng.randrange(5040) for _ in range(TABLE_SIZE))
+        return Voice(person.name, f"{self.towns[region.name][0]} {rng.choice(SHARED.papers)}", offsets)
 
     def town(self, region: Region) -> str:
         """Towns are used in turn, so that large ones have clubs in several sports."""
@@ -137,60 +166,32 @@ class _Maker:
         rng = self.rng
         if rng.random() > 0.65:
             region = rng.choice(REGIONS)
-        first = rng.choice(region.women if woman else region.men)
-        last = _surname(rng, region)
+        first, last = self._full_name(region, woman)
         while last in self.taken:
             region = rng.choice(REGIONS)
-            first = rng.choice(region.women if woman else region.men)
-            last = _surname(rng, region)
+            first, last = self._full_name(region, woman)
         self.taken.add(last)
         home = rng.choice(self.towns[region.name])
         age = 18 + int(17 * rng.random() ** 1.3)
-        nouns = ("veteran",) if age > 31 else ("youngster",) if age < 21 else ()
-        epithets = (
-            f"the {home}-born {role}",
-            f"the {age}-year-old",
-            f"the {role}",
-            *(f"the {noun} from {home}" for noun in nouns),
-        )
-        he, him, his = ("she", "her", "her") if woman else ("he", "him", "his")
+        epithets = [f"the {home}-born {role}", f"the {age}-year-old", f"the {role}"]
+        if age > 31 or age < 21:
+            epithets.append(f"the {'veteran' if age > 31 else 'youngster'} from {home}")
         skill = round(rng.gauss(0, 1), 2)
-        return Person(f"{first} {last}", last, he, him, his, role, weight, skill, trait, epithets, home)
+        return Person(f"{first} {last}", last, PRONOUNS[woman], role, weight, skill, trait, tuple(epithets), home)
 
-    def club(self, sport: str, league: str, woman: bool, rank: float) -> Club:
-        rng = self.rng
-        region = rng.choice(REGIONS)
-        town = self.town(region)
-        nick = "the " + self.nicks.pop()
-        suffix = self.suffixes.pop()
-        ground = f"{rng.choice(GROUND_STARTS)} {rng.choice(GROUNDS[sport])}"
-        if suffix in ("Sporting", "Union"):
-            name = f"{suffix} {town}"
-        elif sport in ("hockey", "basketball"):
-            name, nick = f"{town} {suffix}", f"the {suffix}"
-        else:
-            name = f"{town} {suffix}"
-        coach = self.person(region, woman and rng.random() < 0.6, "coach", 0.0, "none")
-        squad = tuple(
-            self.person(region, woman, role, weight, rng.choice(TRAITS[sport])) for role, weight in SQUADS[sport]
-        )
-        strength = 0.9 * (0.5 - rank) + rng.gauss(0, 0.12)
-        capacity = 100 * round((40 + 260 * (1 - rank) + rng.randrange(60)) * (0.3 if sport != "football" else 1))
-        style = rng.choice(STYLES[sport])
-        voice = self.voices[rng.randrange(VOICES)]
-        colours = f"{rng.choice(COLOURS)} and {rng.choice(('white', 'black', 'gold', 'grey'))}"
-        captain = squad[int(len(squad) * rng.random() ** 2)]
-        who = (coach, squad, league, rng.randrange(1872, 1986), colours, captain)
-        return Club(name, town, nick, ground, capacity, style, strength, region, voice, *who)
+    def _full_name(self, region: Region, woman: bool) -> tuple[str, str]:
+        """First name and surname; the surname has no letter three times in a row."""
+        first = self.rng.choice(region.women if woman else region.men)
+        root, ending = self.rng.choice(region.roots), self.rng.choice(region.endings)
+        return first, root + (ending[1:] if root[-2:] == 2 * ending[0] else ending)
 
-    def league(self, sport: str, name: str, count: int, woman: bool) -> League:
-        self.suffixes = list(SUFFIXES[sport]) * 3
-        if sport in ("hockey", "basketball"):  # where the suffix is what the club is called by
-            self.suffixes = list(SUFFIXES[sport])
-        self.nicks = list(NICKS)
-        self.rng.shuffle(self.suffixes)
-        self.rng.shuffle(self.nicks)
-        clubs = [self.club(sport, name, woman, rank / count) for rank in range(count)]
+    def league(self, words: ClubWords, league: LeagueWords) -> League:
+        suffixes = list(words.suffixes) * (1 if words.called_by_suffix else 3)
+        nicks = list(SHARED.nicks)
+        self.rng.shuffle(suffixes)
+        self.rng.shuffle(nicks)
+        count = league.clubs
+        clubs = [self._club(words, league.women, rank / count, suffixes.pop(), nicks.pop()) for rank in range(count)]
         seen: set[str] = set()
         for club in clubs:  # two clubs of a league may not share a town: the short names must differ
             while club.short in seen:
@@ -199,52 +200,69 @@ class _Maker:
             seen.add(club.short)
         for left, right in zip(clubs[::2], clubs[1::2], strict=False):
             left.rival, right.rival = right.short, left.short
-        for club in clubs:
-            _fill(club)
         order = list(range(count))
         self.rng.shuffle(order)
-        return League(name, tuple(clubs), tuple(1 / (2 + rank) for rank in order))
+        return League(league.name, tuple(clubs), tuple(1 / (2 + rank) for rank in order))
 
-    def event(self, sport: str, number: int) -> Event:
+    def _club(self, words: ClubWords, woman: bool, rank: float, suffix: str, nick: str) -> Club:
+        """A club; `rank` is 0 for the strongest of its league and nearly 1 for the weakest."""
         rng = self.rng
+        region = rng.choice(REGIONS)
+        town = self.town(region)
+        return Club(  # drawn in this order
+            name=f"{suffix} {town}" if suffix in ("Sporting", "Union") else f"{town} {suffix}",
+            short=town,
+            nick=f"the {suffix if words.called_by_suffix else nick}",
+            region=region,
+            ground=f"{rng.choice(SHARED.ground_starts)} {rng.choice(words.grounds)}",
+            coach=self.person(region, woman and rng.random() < 0.6, "coach", 0.0, "none"),
+            squad=(
+                squad := tuple(self.person(region, woman, *place, rng.choice(words.traits)) for place in words.squad)
+            ),
+            strength=0.9 * (0.5 - rank) + rng.gauss(0, 0.12),
+            capacity=100 * round((40 + 260 * (1 - rank) + rng.randrange(60)) * words.ground_size),
+            style=(style := rng.choice(list(words.styles))),
+            manner=words.styles[style],
+            voice=rng.choice(self.voices),
+            colours=f"{rng.choice(SHARED.colours)} and {rng.choice(SHARED.second_colours)}",
+            captain=squad[skewed(rng, len(squad), 2)],
+            founded=rng.randrange(1872, 1986),
+        )
+
+    def tour(self, women: bool) -> tuple[Person, ...]:
+        """Tennis players, best first."""
+        traits = tuple(TENNIS.traits) * 12
+        return tuple(
+            self.person(self.rng.choice(REGIONS), women, "player", 1 / (3 + rank), trait)
+            for rank, trait in enumerate(traits)
+        )
+
+    def tournament(self, number: int) -> Tournament:
+        rng, words = self.rng, TENNIS
         region = REGIONS[number % len(REGIONS)]
         town = self.town(region)
-        voice = self.voices[rng.randrange(VOICES)]
-        if sport == "tennis":
-            kind = rng.choice(("clay", "hard court", "grass", "indoor hard court"))
-            name = f"{town} {rng.choice(('Open', 'Masters', 'Classic', 'Cup', 'International'))}"
-            venue = f"{rng.choice(GROUND_STARTS)} {rng.choice(('Tennis Club', 'Centre Court', 'Lawns', 'Arena'))}"
-            return Event(name, town, venue, kind, number % 2 == 1, region, voice)
-        name = f"{rng.choice(('Tour of', 'Ronde of', 'Volta of', 'Circuit of'))} {region.name}"
+        voice = rng.choice(self.voices)
+        surface = rng.choice(words.surfaces)
+        name = f"{town} {rng.choice(words.tournaments)}"
+        venue = f"{rng.choice(SHARED.ground_starts)} {rng.choice(words.venues)}"
+        return Tournament(name, town, venue, surface, number % 2 == 1, region, voice)
+
+    def race(self, number: int) -> Race:
+        """A race through one region, each stage starting where the last one ended."""
+        rng, words = self.rng, RACES
+        region = REGIONS[number % len(REGIONS)]
+        start = self.town(region)
+        voice = rng.choice(self.voices)
+        name = f"{rng.choice(words.names)} {region.name}"
         stages = []
-        start = town
-        for _ in range(9):
-            finish = rng.choice([t for t in self.towns[region.name] if t != start])
-            terrain = rng.choice(("flat", "flat", "hilly", "mountain", "mountain"))
-            climb = rng.choice(("Col de", "Passo", "Alto", "Mount", "Cote de")) + " " + rng.choice(region.roots)
-            stages.append((start, finish, rng.randrange(128, 226), terrain, climb + rng.choice("aeio")))
+        for _ in range(STAGE_COUNT):
+            finish = rng.choice([town for town in self.towns[region.name] if town != start])
+            terrain = rng.choice(words.terrains)
+            climb = f"{rng.choice(words.climbs)} {rng.choice(region.roots)}"
+            km = rng.randrange(128, 226)
+            stages.append(Stage(start, finish, km, terrain, climb + rng.choice(words.climb_endings)))
             start = finish
-        return Event(name, town, "", "stage race", False, region, voice, tuple(stages))
-
-
-def _surname(rng: Random, region: Region) -> str:
-    """Root and ending, without a letter three times in a row."""
-    root, ending = rng.choice(region.roots), rng.choice(region.endings)
-    return root + (ending[1:] if root[-2:] == 2 * ending[0] else ending)
-
-
-def _fill(club: Club) -> None:
-    """The slots of a club for both roles it can have in a sentence."""
-    shared = {"": club.name, "short": club.short, "nick": club.nick, "coach": club.coach.name}
-    shared |= {"boss": club.coach.last, "ground": club.ground}
-    club.slots = {("full" if key == "" else key): text for key, text in shared.items()}
-    club.slots["star"] = max(club.squad, key=lambda player: player.weight).name
-    club.slots["captain"] = club.captain.name
-    club.slots["colours"] = club.colours
-    club.slots["year"] = str(club.founded)
-    club.slots["seats"] = f"{club.capacity:,}"
-    club.against = {"o" + ("full" if key == "" else key): text for key, text in shared.items()}
-    club.sums = tuple(accumulate(player.weight for player in club.squad))
+        return Race(name, voice, tuple(stages))
 
 
 @cache
@@ -252,19 +270,10 @@ def world() -> World:
     """The world, built on first use."""
     maker = _Maker()
     leagues = {}
-    for sport, entries in LEAGUES.items():
+    for sport, words in CLUBS.items():
         maker.taken.clear()
-        leagues[sport] = tuple(maker.league(sport, *entry) for entry in entries)
+        leagues[sport] = tuple(maker.league(words, league) for league in words.leagues)
     maker.taken.clear()
-    tours = {
-        tour: tuple(
-            maker.person(maker.rng.choice(REGIONS), tour == "women", "player", 1 / (3 + rank), trait)
-            for rank, trait in enumerate(TRAITS["tennis"] * 12)
-        )
-        for tour in ("men", "women")
-    }
-    events = {
-        "tennis": tuple(maker.event("tennis", number) for number in range(20)),
-        "cycling": tuple(maker.event("cycling", number) for number in range(10)),
-    }
-    return World(leagues, tours, events, maker.voices)
+    tours = {"men": maker.tour(women=False), "women": maker.tour(women=True)}
+    tournaments = tuple(maker.tournament(number) for number in range(TOURNAMENT_COUNT))
+    return World(leagues, tours, tournaments, tuple(maker.race(number) for number in range(RACE_COUNT)))

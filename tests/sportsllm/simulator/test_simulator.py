@@ -2,20 +2,23 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
+from sportsllm.errors import ArtifactError
 from sportsllm.simulator import Document, questions, simulate, write_corpus
 from sportsllm.simulator.corpus import SPORTS, is_valid
-from sportsllm.simulator.grammar import Grammar
+from sportsllm.simulator.grammar import TABLE_SIZE, Grammar, Pick, Slot, load_grammar
+from sportsllm.simulator.toml_file import read
+from sportsllm.simulator.vocabulary import Races
 from sportsllm.simulator.world import world
 
 PER_SPORT = 200
-TEAM_SPORTS = ("football", "hockey", "rugby")
 
 
 @cache
@@ -66,9 +69,8 @@ def test_texts_are_clean(sport: str) -> None:
     assert max(lengths) < 6500
 
 
-@pytest.mark.parametrize("sport", TEAM_SPORTS)
-def test_scores_add_up(sport: str) -> None:
-    for document in documents(sport):
+def test_football_scores_add_up() -> None:
+    for document in documents("football"):
         facts, text = document.facts, document.text
         running = [0, 0]
         minutes = [item["minute"] for item in facts["scoring"]]
@@ -86,10 +88,9 @@ def test_scores_add_up(sport: str) -> None:
             assert (int(left), int(right)) in reached
 
 
-@pytest.mark.parametrize(("sport", "pattern"), [("football", r"^(\d+)' "), ("rugby", r"^(\d+)' ")])
-def test_minutes_are_in_order(sport: str, pattern: str) -> None:
-    for document in documents(sport):
-        minutes = [int(minute) for minute in re.findall(pattern, document.text, re.MULTILINE)]
+def test_minutes_are_in_order() -> None:
+    for document in documents("football"):
+        minutes = [int(minute) for minute in re.findall(r"^(\d+)' ", document.text, re.MULTILINE)]
         assert minutes == sorted(minutes)
 
 
@@ -111,15 +112,12 @@ def test_football_statistics_count_the_events() -> None:
 
 
 def test_written_sums_are_right() -> None:
-    """`21 + 16 = 37` and `4 tries (20), 1 penalty (3) = 23` wherever they stand."""
+    """`21 + 16 = 37` wherever it stands."""
     seen = 0
-    for sport in ("hockey", "basketball", "tennis", "rugby"):
+    for sport in ("basketball", "tennis"):
         for document in documents(sport):
             for terms, total in re.findall(r"((?:\d+ \+ )+\d+) = (\d+)", document.text):
                 assert sum(map(int, terms.split(" + "))) == int(total)
-                seen += 1
-            for terms, total in re.findall(r": (\d+ .*\(\d+\)) = (\d+)", document.text):
-                assert sum(map(int, re.findall(r"\((\d+)\)", terms))) == int(total)
                 seen += 1
     assert seen > 300
 
@@ -135,22 +133,6 @@ def test_basketball_box_scores_add_up() -> None:
         ]
         regular = [entry for entry in left if entry[0] == 10]
         assert regular == sorted(regular)
-
-
-def test_cricket_cards_add_up() -> None:
-    for document in documents("cricket"):
-        facts, text = document.facts, document.text
-        for side in (0, 1):
-            card = facts["cards"][str(side)]
-            assert sum(card["runs"].values()) + card["extras"] == facts["score"][side]
-            assert len(card["runs"]) == min(facts["wickets"][side] + 2, 11)
-        for line, extras, total in re.findall(r"^[^:\n]+: (.*), extras (\d+)\. Total (\d+)", text, re.MULTILINE):
-            assert sum(map(int, re.findall(r" (\d+)\*?", line))) + int(extras) == int(total)
-        first, second = facts["score"][facts["first"]], facts["score"][1 - facts["first"]]
-        if second > first:
-            wickets = 10 - facts["wickets"][1 - facts["first"]]
-            assert "wicket" in facts["verdict"] and wickets > 0
-        assert facts["verdict"] in text or " beat " in text or " won by " in text or "tied" in text
 
 
 def test_tennis_results_follow_from_the_games() -> None:
@@ -228,10 +210,8 @@ def test_questions_follow_from_the_facts(sport: str) -> None:
                 found = [item["minute"] for item in facts["scoring"] if item["player"] == name]
                 assert int(answer) in found
             if question.kind == "count":
-                units, name = re.search(r"How many (\w+) did (.+) score", question.question).groups()  # type: ignore[union-attr]
-                kinds = ("try",) if units == "tries" else None
-                found = [item for item in facts["scoring"] if item["player"] == name]
-                found = [item for item in found if item["kind"] != "own" and (not kinds or item["kind"] in kinds)]
+                name = re.search(r"How many goals did (.+) score", question.question).group(1)  # type: ignore[union-attr]
+                found = [item for item in facts["scoring"] if item["player"] == name and item["kind"] != "own"]
                 assert int(answer) == len(found)
     assert asked > 2 * PER_SPORT
 
@@ -291,5 +271,78 @@ def test_names_are_distinct_within_a_sport() -> None:
 
 @pytest.mark.parametrize("template", ["[a|b", "a|b", "a]", "<missing>"])
 def test_bad_templates_are_refused(template: str) -> None:
-    with pytest.raises(ValueError, match="template"):
+    with pytest.raises(ArtifactError, match="template"):
         Grammar({"rule": [template]})
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[slots]\n[rules]\nkickoff = '", "not valid TOML"),
+        ("[rules]\nkickoff = 'We start'", "slots: Field required"),
+        ("[slots]\n[rules]\nkickoff = ['We start']", "rules.kickoff: Input should be a valid string"),
+        ("[slots]\n[rules]\nkickoff = ''", "rule 'kickoff' has no template; write one a line"),
+        ("[slots]\n[rules]\nkickoff = 'We [start'", "rule 'kickoff', template 'We [start': a bracket is not closed"),
+        (
+            "[slots]\nhome = 'a club'\n[rules]\nkickoff = '{hme} start'",
+            "rule 'kickoff', template '{hme} start': nothing fills the slot {hme}",
+        ),
+        ("[slots]\n[rules]\nkickoff = '<how_{kind}>'", "rule 'kickoff': no rule begins with 'how_'"),
+    ],
+)
+def test_a_malformed_template_file_is_named_in_one_line(text: str, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "football.toml"
+    path.write_text(text)
+    with pytest.raises(ArtifactError) as raised:
+        load_grammar(path)
+    assert str(raised.value).startswith(f"{path}: {problem}") and "\n" not in str(raised.value)
+
+
+def test_a_malformed_word_list_is_named_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "races.toml"
+    path.write_text("names = ['Tour of']\nclimbs = 'Col de'\nclimb_endings = ['a']\nterrain = ['flat']")
+    with pytest.raises(ArtifactError) as raised:
+        read(path, Races)
+    for key in ("climbs: ", "terrains: Field required", "terrain: Extra inputs are not permitted"):
+        assert key in str(raised.value)
+
+
+def test_a_rule_or_a_slot_that_is_missing_while_writing_is_named() -> None:
+    short = Grammar({"kickoff": ["{home} start"]}, "football.toml", slots=["home"])
+    with pytest.raises(ArtifactError, match=r"football\.toml: rule 'kickoff': nothing fills the slot \{home\}"):
+        short.say("kickoff", {}, [0] * TABLE_SIZE, Random(1).random)
+    with pytest.raises(ArtifactError, match=r"football\.toml: there is no rule 'full'"):
+        short.say("full", {}, [0] * TABLE_SIZE, Random(1).random)
+
+
+def test_rules_of_a_family_are_written_out() -> None:
+    family = Grammar({"goal": ["Goal! <how_{kind}>"], "how_head": ["A header."], "how_pen": ["A penalty."]})
+    said = [family.say(f"goal_{kind}", {}, [0] * TABLE_SIZE, Random(1).random) for kind in ("head", "pen")]
+    assert said == ["Goal! A header.", "Goal! A penalty."]
+
+
+def _named(pick: Pick) -> set[str]:
+    """All slots that any expansion of `pick` can name."""
+    parts = [part for option in pick.options for part in option]
+    slots = {str(part) for part in parts if isinstance(part, Slot)}
+    return slots.union(*(_named(part) for part in parts if isinstance(part, Pick)))
+
+
+def test_every_slot_is_filled_in_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in alternatives that are seldom drawn; and no file promises a slot that nothing fills."""
+    declared, filled = set[str](), set[str]()
+    say = Grammar.say
+
+    def watch(self: Grammar, rule: str, slots: Mapping[str, str], *voice: Any) -> str:
+        assert _named(self.rules[rule]) <= slots.keys(), (self.source, rule)
+        declared.update(self.slots)
+        filled.update(slots)
+        return say(self, rule, slots, *voice)
+
+    monkeypatch.setattr(Grammar, "say", watch)
+    for sport, (play, _) in SPORTS.items():
+        declared.clear()
+        filled.clear()
+        for index in range(PER_SPORT):
+            play(Random(f"slots {sport} {index}"))
+        assert declared - filled <= ({"feat"} if sport == "basketball" else set())  # only football has a best player
