@@ -49,16 +49,19 @@ def _result(facts: dict[str, Any], text: str) -> list[Ask]:
     wrong = [f"{home} {i}-{j} {away}" for i, j in [(right, left), *close] if min(i, j) >= 0]
     winner = home if left > right else away if right > left else "Neither, it was a draw"
     everyone = (home, away, "Neither, it was a draw", "It was called off")
-    gaps = tuple(str(gap) for gap in range(max(0, abs(left - right) - 3), abs(left - right) + 4))
-    totals = tuple(str(total) for total in range(max(0, left + right - 3), left + right + 4))
     final = f"{home} {left}-{right} {away}"
     asks: list[Ask] = [("winner", f"Who won, {home} or {away}?", winner, everyone)]
     if final in text:
+        margin, total = abs(left - right), left + right
         together = f"How many {facts['total']} did the two teams score together?"
-        asks.append(("final_score", "What was the final score?", final, tuple(wrong)))
-        asks.append(("margin", "What was the margin at the end?", str(abs(left - right)), gaps))
-        asks.append(("total", together, str(left + right), totals))
+        asks.append(("final_score", "What was the final score?", final, wrong))
+        asks.append(("margin", "What was the margin at the end?", str(margin), _near(margin)))
+        asks.append(("total", together, str(total), _near(total)))
     return asks
+
+
+def _near(count: int) -> list[str]:
+    return [str(other) for other in range(max(0, count - 3), count + 4)]
 
 
 def _place(facts: dict[str, Any], text: str) -> list[Ask]:
@@ -66,15 +69,15 @@ def _place(facts: dict[str, Any], text: str) -> list[Ask]:
     asks: list[Ask] = []
     leagues = [league for group in world().leagues.values() for league in group]
     if facts["venue"] in text:
-        wrong = tuple(club.ground for club in leagues[len(facts["venue"]) % len(leagues)].clubs)
-        asks.append(("venue", "Where was it played?", facts["venue"], wrong))
+        grounds = [club.ground for club in leagues[len(facts["venue"]) % len(leagues)].clubs]
+        asks.append(("venue", "Where was it played?", facts["venue"], grounds))
     if f"{facts['crowd']:,}" in text:
         size = facts["crowd"]
-        wrong = tuple(f"{size + step:,}" for step in (-1200, -750, -310, 140, 480, 1050) if size + step > 0)
-        asks.append(("crowd", "How many people watched?", f"{size:,}", wrong))
+        sizes = [f"{size + step:,}" for step in (-1200, -750, -310, 140, 480, 1050) if size + step > 0]
+        asks.append(("crowd", "How many people watched?", f"{size:,}", sizes))
     if facts["league"] in text:
-        wrong = tuple(league.name for league in leagues)
-        asks.append(("league", "In which competition was it played?", facts["league"], wrong))
+        names = [league.name for league in leagues]
+        asks.append(("league", "In which competition was it played?", facts["league"], names))
     return asks
 
 
@@ -83,11 +86,9 @@ def _goals(facts: dict[str, Any], rng: Random) -> list[Ask]:
     scoring = facts["scoring"]
     others = (*dict.fromkeys(goal["player"] for goal in scoring), *rng.sample(facts["players"], 6))
     asks: list[Ask] = []
-    first, last = scoring[0], scoring[-1]
-    if first["kind"] != "own":
-        asks.append(("first_scorer", "Who scored the first goal?", first["player"], others))
-    if last["kind"] != "own" and len(scoring) > 1:
-        asks.append(("last_scorer", "Who scored the last goal?", last["player"], others))
+    for place, goal in [("first", scoring[0]), ("last", scoring[-1])][: len(scoring)]:
+        if goal["kind"] != "own":
+            asks.append((f"{place}_scorer", f"Who scored the {place} goal?", goal["player"], others))
     counts = Counter(goal["player"] for goal in scoring if goal["kind"] != "own")
     own = {goal["player"] for goal in scoring if goal["kind"] == "own"}
     most = counts.most_common(2)
@@ -95,8 +96,7 @@ def _goals(facts: dict[str, Any], rng: Random) -> list[Ask]:
         asks.append(("top_scorer", "Who scored the most goals?", most[0][0], others))
     name = next((name for name in counts if name not in own), None)
     if name:
-        numbers = tuple(str(n) for n in range(1, 6))
-        asks.append(("count", f"How many goals did {name} score?", str(counts[name]), numbers))
+        asks.append(("count", f"How many goals did {name} score?", str(counts[name]), list("12345")))
     single = [goal for goal in scoring if counts[goal["player"]] == 1 and goal["player"] not in own]
     if single:
         goal = single[skewed(rng, len(single), 1)]
@@ -104,12 +104,12 @@ def _goals(facts: dict[str, Any], rng: Random) -> list[Ask]:
         near = [other["minute"] for other in scoring]
         near += [minute + step for step in (-9, -4, -2, 3, 6, 11) if 0 < minute + step < 90]
         question = f"In which minute did {goal['player']} score a goal?"
-        asks.append(("minute", question, str(minute), tuple(map(str, near))))
+        asks.append(("minute", question, str(minute), list(map(str, near))))
     if len(scoring) > 2:
         index = skewed(rng, len(scoring) - 1, 1)
         left, right = scoring[index]["score"]
         spread = [(left + i, right + j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
-        wrong = tuple(f"{i}-{j}" for i, j in [(right, left), *spread] if min(i, j) >= 0)
+        wrong = [f"{i}-{j}" for i, j in [(right, left), *spread] if min(i, j) >= 0]
         question = f"What was the score after the {nth(index + 1)} goal, home side first?"
         asks.append(("score_after", question, f"{left}-{right}", wrong))
     return asks

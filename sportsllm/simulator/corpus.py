@@ -76,8 +76,7 @@ def write_corpus(
     if any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty; name a new directory")
     target = round(megabytes * 1e6)
-    documents, sizes = {"train": 0, "valid": 0}, {"train": 0, "valid": 0}
-    sports = dict.fromkeys(SPORTS, 0)
+    documents, sizes, sports = {"train": 0, "valid": 0}, {"train": 0, "valid": 0}, dict.fromkeys(SPORTS, 0)
     asked: list[list[dict[str, Any]]] = []
     with (
         (out / "train.jsonl").open("w", encoding="utf-8", newline="\n") as train,

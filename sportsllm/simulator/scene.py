@@ -12,7 +12,6 @@ class Scene:
 
     def __init__(self, rng: Random, grammar: Grammar, voice: Voice, slots: dict[str, str]) -> None:
         self.rng = rng
-        self.random = rng.random
         self.grammar = grammar
         self.voice = voice
         self.slots = {**slots, "writer": voice.name, "paper": voice.paper}
@@ -26,7 +25,7 @@ class Scene:
             slots = dict(slots)
             for more in extra:
                 slots.update(more)
-        text = self.grammar.say(rule, slots, self.voice.offsets, self.random)
+        text = self.grammar.say(rule, slots, self.voice.offsets, self.rng.random)
         for player in self.due:
             if player.name in text:
                 self.met.add(player.last)
@@ -39,7 +38,7 @@ class Scene:
             "p": player.last if player.last in self.met else player.name,
             "last": player.last,
             **player.pronouns,
-            "epi": player.epithets[int(self.random() ** 2 * len(player.epithets))],
+            "epi": player.epithets[int(self.rng.random() ** 2 * len(player.epithets))],
         }
 
     def second(self, player: Person) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Several matches in one document: the results of a group, the table that follows, and a comment."""
 
+from itertools import combinations
 from random import Random
 from typing import Any
 
@@ -16,12 +17,11 @@ Row = dict[str, int]
 def _results(rng: Random, clubs: list[Club]) -> list[Result]:
     """Everybody against everybody once, the first-named at home."""
     found = []
-    for home in range(len(clubs)):
-        for away in range(home + 1, len(clubs)):
-            one, other = (home, away) if rng.random() < 0.5 else (away, home)
-            edge = clubs[one].strength - clubs[other].strength + 0.15
-            goals = [poisson(rng, max(0.25, 1.35 + sign * 1.1 * edge)) for sign in (1, -1)]
-            found.append((one, other, min(goals[0], 7), min(goals[1], 7)))
+    for pair in combinations(range(len(clubs)), 2):
+        one, other = pair if rng.random() < 0.5 else pair[::-1]
+        edge = clubs[one].strength - clubs[other].strength + 0.15
+        left, right = (min(7, poisson(rng, max(0.25, 1.35 + sign * 1.1 * edge))) for sign in (1, -1))
+        found.append((one, other, left, right))
     rng.shuffle(found)
     return found
 
@@ -42,53 +42,50 @@ def _rows(count: int, results: list[Result]) -> list[Row]:
 
 def _comment(scene: Scene, clubs: list[Club], order: list[int], rows: list[Row], results: list[Result]) -> list[str]:
     """What the table says, in words."""
+    top, second, last = order[0], order[1], order[-1]
+    said: list[str] = []
 
-    def slots(first: int, second: int) -> dict[str, str]:
-        row, gap = rows[first], rows[first]["points"] - rows[second]["points"]
-        return {
+    def say(rule: str, first: int, other: int, **more: str) -> None:
+        row, gap = rows[first], rows[first]["points"] - rows[other]["points"]
+        slots = {
             "p": clubs[first].short,
             "pfull": clubs[first].name,
-            "q": clubs[second].short,
-            "qfull": clubs[second].name,
+            "q": clubs[other].short,
+            "qfull": clubs[other].name,
             "pts": counted(row["points"], "point"),
-            "games": counted(_played(row), "match", "matches"),
+            "games": counted(len(clubs) - 1, "match", "matches"),
             "gap": counted(gap, "point"),
         }
+        said.append(scene.say(rule, slots, more))
 
-    top, second, last = order[0], order[1], order[-1]
-    said = [scene.say("lead", slots(top, second))]
+    say("lead", top, second)
     if rows[top]["points"] > rows[second]["points"]:
-        said.append(scene.say("gap", slots(top, second)))
+        say("gap", top, second)
     elif _difference(rows[top]) > _difference(rows[second]):
-        said.append(scene.say("level", slots(top, second)))
+        say("level", top, second)
     elif rows[top]["for"] > rows[second]["for"]:
-        said.append(scene.say("level_goals", slots(top, second)))
+        say("level_goals", top, second)
     if rows[top]["lost"] == 0:
-        said.append(scene.say("unbeaten" if rows[top]["drawn"] else "perfect", slots(top, second)))
+        say("unbeaten" if rows[top]["drawn"] else "perfect", top, second)
     one, other, left, right = max(results, key=lambda result: (abs(result[2] - result[3]), result[2] + result[3]))
     if left != right:
         won, lost = (one, other) if left > right else (other, one)
-        said.append(scene.say("biggest", slots(won, lost), {"score": f"{max(left, right)}-{min(left, right)}"}))
+        say("biggest", won, lost, score=f"{max(left, right)}-{min(left, right)}")
     attack = max(order, key=lambda club: rows[club]["for"])
     if sum(row["for"] == rows[attack]["for"] for row in rows) == 1:
-        said.append(scene.say("attack", slots(attack, last), {"goals": counted(rows[attack]["for"], "goal")}))
+        say("attack", attack, last, goals=counted(rows[attack]["for"], "goal"))
     guard = min(order, key=lambda club: rows[club]["against"])
     if sum(row["against"] == rows[guard]["against"] for row in rows) == 1:
-        conceded = counted(rows[guard]["against"], "goal")
-        said.append(scene.say("defence", slots(guard, last), {"goals": conceded}))
-    said.append(scene.say("bottom", slots(last, top)))
+        say("defence", guard, last, goals=counted(rows[guard]["against"], "goal"))
+    say("bottom", last, top)
     if rows[last]["won"] == 0:
-        said.append(scene.say("winless", slots(last, top)))
+        say("winless", last, top)
     said.append(scene.say("quote", {"coach": clubs[top].coach.name, "nick": clubs[top].nick}))
     return said
 
 
 def _difference(row: Row) -> int:
     return row["for"] - row["against"]
-
-
-def _played(row: Row) -> int:
-    return row["won"] + row["drawn"] + row["lost"]
 
 
 def _group(rng: Random) -> tuple[League, int, list[Club]]:
@@ -107,7 +104,7 @@ def _table(clubs: list[Club], order: list[int], rows: list[Row]) -> str:
     lines = ["Table: club, played, won, drawn, lost, goals, points"]
     for place, club in enumerate(order, 1):
         row = rows[club]
-        record = f"{_played(row)} {row['won']} {row['drawn']} {row['lost']} {row['for']}:{row['against']}"
+        record = f"{len(clubs) - 1} {row['won']} {row['drawn']} {row['lost']} {row['for']}:{row['against']}"
         lines.append(f"{place}. {clubs[club].short} {record} {row['points']}")
     return "\n".join(lines)
 

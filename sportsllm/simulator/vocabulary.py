@@ -53,6 +53,7 @@ class ClubWords(Model):
     called_by_suffix: bool
     ground_size: float
     suffixes: Words
+    before_town: Words
     grounds: Words
     traits: Words
     squad: tuple[tuple[str, float], ...]

@@ -25,9 +25,9 @@ def nth(count: int) -> str:
     return f"{count}{suffix}"
 
 
-def listed(names: Sequence[str]) -> str:
-    """a, b and c."""
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+def summed(terms: Sequence[int]) -> str:
+    """[21, 16] -> 21 + 16 = 37."""
+    return f"{' + '.join(map(str, terms))} = {sum(terms)}"
 
 
 def paragraphs(parts: Sequence[str | Sequence[str]]) -> str:

@@ -129,7 +129,7 @@ class World:
     """All of it."""
 
     leagues: dict[str, tuple[League, ...]]  # by sport
-    tours: dict[str, tuple[Person, ...]]  # tennis players, best first: "men" and "women"
+    tours: tuple[tuple[Person, ...], tuple[Person, ...]]  # tennis: men and women, best first
     tournaments: tuple[Tournament, ...]
     races: tuple[Race, ...]
 
@@ -210,7 +210,7 @@ class _Maker:
         region = rng.choice(REGIONS)
         town = self.town(region)
         return Club(  # drawn in this order
-            name=f"{suffix} {town}" if suffix in ("Sporting", "Union") else f"{town} {suffix}",
+            name=f"{suffix} {town}" if suffix in words.before_town else f"{town} {suffix}",
             short=town,
             nick=f"the {suffix if words.called_by_suffix else nick}",
             region=region,
@@ -231,20 +231,20 @@ class _Maker:
 
     def tour(self, women: bool) -> tuple[Person, ...]:
         """Tennis players, best first."""
-        traits = tuple(TENNIS.traits) * 12
+        traits, rng = list(TENNIS.traits) * 12, self.rng
         return tuple(
-            self.person(self.rng.choice(REGIONS), women, "player", 1 / (3 + rank), trait)
+            self.person(rng.choice(REGIONS), women, "player", 1 / (3 + rank), trait)
             for rank, trait in enumerate(traits)
         )
 
     def tournament(self, number: int) -> Tournament:
-        rng, words = self.rng, TENNIS
+        rng = self.rng
         region = REGIONS[number % len(REGIONS)]
         town = self.town(region)
         voice = rng.choice(self.voices)
-        surface = rng.choice(words.surfaces)
-        name = f"{town} {rng.choice(words.tournaments)}"
-        venue = f"{rng.choice(SHARED.ground_starts)} {rng.choice(words.venues)}"
+        surface = rng.choice(TENNIS.surfaces)
+        name = f"{town} {rng.choice(TENNIS.tournaments)}"
+        venue = f"{rng.choice(SHARED.ground_starts)} {rng.choice(TENNIS.venues)}"
         return Tournament(name, town, venue, surface, number % 2 == 1, region, voice)
 
     def race(self, number: int) -> Race:
@@ -274,6 +274,6 @@ def world() -> World:
         maker.taken.clear()
         leagues[sport] = tuple(maker.league(words, league) for league in words.leagues)
     maker.taken.clear()
-    tours = {"men": maker.tour(women=False), "women": maker.tour(women=True)}
+    tours = (maker.tour(women=False), maker.tour(women=True))
     tournaments = tuple(maker.tournament(number) for number in range(TOURNAMENT_COUNT))
     return World(leagues, tours, tournaments, tuple(maker.race(number) for number in range(RACE_COUNT)))

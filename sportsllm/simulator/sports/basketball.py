@@ -11,7 +11,7 @@ from sportsllm.simulator.grammar import grammar
 from sportsllm.simulator.scene import Scene
 from sportsllm.simulator.sports.fixture import Fixture, scorer
 from sportsllm.simulator.sports.report import compose, open_scene, result_kind
-from sportsllm.simulator.wording import nth
+from sportsllm.simulator.wording import nth, summed
 from sportsllm.simulator.world import Person
 
 _VALUE = {"three": 3, "drive": 2, "post": 2, "jumper": 2, "dunk": 2, "free": 1}
@@ -23,20 +23,21 @@ Box = list[list[tuple[Person, int]]]  # of each side, the points of every player
 
 @dataclass(slots=True)
 class Basket:
-    """One basket: when, by whom, the score before and after it, and the points in a row it makes."""
+    """One basket: when, by whom, the score after it, and the points in a row it makes."""
 
     period: int
     seconds_left: int
     side: int
     player: Person
     kind: str
-    before: Score
     score: Score
     run: int
 
-    def lead(self, score: Score) -> int:
-        """By how much the side that scored leads at `score`."""
-        return score[self.side] - score[1 - self.side]
+    @property
+    def leads(self) -> tuple[int, int]:
+        """By how much the side that scored led before and after it."""
+        lead = self.score[self.side] - self.score[1 - self.side]
+        return lead - _VALUE[self.kind], lead
 
 
 def _how(rng: Random, player: Person, threes: float) -> str:
@@ -65,7 +66,7 @@ def _quarter(rng: Random, match: Fixture, baskets: list[Basket], period: int, se
         before = baskets[-1].score if baskets else (0, 0)
         score = (before[0] + _VALUE[kind] * (side == 0), before[1] + _VALUE[kind] * (side == 1))
         run = _VALUE[kind] + (baskets[-1].run if baskets and baskets[-1].side == side else 0)
-        baskets.append(Basket(period, left, side, player, kind, before, score, run))
+        baskets.append(Basket(period, left, side, player, kind, score, run))
 
 
 def _game(rng: Random, match: Fixture) -> tuple[list[Basket], list[Score]]:
@@ -85,7 +86,7 @@ def _told(baskets: list[Basket]) -> list[Basket]:
         following = baskets[index + 1] if index + 1 < len(baskets) else None
         run_ends = basket.run >= _LONG_RUN and (following is None or following.side != basket.side)
         edge = last is None or last.period != basket.period or following is None or following.period != basket.period
-        turn = basket.lead(basket.score) * basket.lead(basket.before) <= 0 and (index % 3 == 0 or basket.period > 3)
+        turn = basket.leads[0] * basket.leads[1] <= 0 and (index % 3 == 0 or basket.period > 3)
         if run_ends or edge or turn:
             told.append(basket)
     return told
@@ -103,8 +104,8 @@ def _line(scene: Scene, match: Fixture, basket: Basket, opener: bool) -> str:
     slots["length"] = str(basket.run)
     period = f"Q{basket.period}" if basket.period < 5 else "OT"
     clock = f"{period} {basket.seconds_left // 60}:{basket.seconds_left % 60:02d}"
-    lead = basket.lead(basket.score)
-    rule = "tie" if lead == 0 else "swing" if basket.lead(basket.before) <= 0 < lead and not opener else "now"
+    before, lead = basket.leads
+    rule = "tie" if lead == 0 else "swing" if before <= 0 < lead and not opener else "now"
     line = f"{clock} {scene.say('how_' + basket.kind, slots)} {scene.say(rule, slots)}"
     return line if basket.run < _LONG_RUN else f"{line} {scene.say('run', slots)}"
 
@@ -157,7 +158,7 @@ def _statistics(match: Fixture, ends: list[Score], box: Box) -> str:
     lines = []
     for side, club in enumerate(match.clubs):
         parts = [end[side] - last[side] for last, end in pairwise([(0, 0), *ends])]
-        lines.append(f"{club.short} by quarter: {' + '.join(map(str, parts))} = {ends[-1][side]}")
+        lines.append(f"{club.short} by quarter: {summed(parts)}")
     for side, club in enumerate(match.clubs):
         lines.append(f"{club.short}: " + ", ".join(f"{player.last} {points}" for player, points in box[side]))
     return "\n".join(lines)

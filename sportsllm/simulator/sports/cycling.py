@@ -45,14 +45,11 @@ def clock(seconds: int) -> str:
     return f"{seconds // 60}:{seconds % 60:02d}"
 
 
-def _chance(rider: Person, club: Club, terrain: str) -> float:
-    suits = _SUITS[terrain].get(rider.role, 0.15)
-    return max(0.05, suits * (1.2 + 0.35 * rider.skill + club.strength)) ** 2
-
-
 def _draw(rng: Random, riders: list[Rider], terrain: str, count: int) -> list[Rider]:
     """Different riders, the ones the terrain suits first."""
-    sums = list(accumulate(_chance(rider, club, terrain) for rider, club in riders))
+    suits = [_SUITS[terrain].get(rider.role, 0.15) for rider, _ in riders]
+    form = [1.2 + 0.35 * rider.skill + club.strength for rider, club in riders]
+    sums = list(accumulate(max(0.05, one * other) ** 2 for one, other in zip(suits, form, strict=True)))
     found: dict[str, Rider] = {}
     while len(found) < count:
         rider, club = riders[bisect(sums, rng.random() * sums[-1])]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -10,7 +11,7 @@ from sportsllm.simulator.grammar import grammar
 from sportsllm.simulator.scene import Scene
 from sportsllm.simulator.sports.fixture import Fixture, scorer
 from sportsllm.simulator.sports.report import compose, open_scene, result_kind
-from sportsllm.simulator.wording import counted, listed, nth, number
+from sportsllm.simulator.wording import counted, nth, number
 from sportsllm.simulator.world import Club, Person
 
 _KINDS = {"header": 2.2, "long": 1.2, "near": 2.6, "solo": 0.9, "volley": 0.6, "left": 0.4, "freekick": 0.3}
@@ -23,7 +24,7 @@ _STYLE_KIND = {
     "pressing": "long",
 }
 _ORDER = ("goal", "save", "miss", "corner", "card", "red", "sub")  # within a minute
-Moment = tuple[int, int, int]  # minute, index of the kind in _ORDER, side
+Moment = tuple[int, str, int]  # minute, kind, side
 Goal = tuple[str, Person, Person]  # how it came, who scored it, who else had a part
 
 
@@ -47,10 +48,8 @@ class Event:
 def _goal_kind(rng: Random, player: Person, club: Club) -> str:
     """Players score the way they like to, in the way their club likes to play."""
     weights = dict(_KINDS)
-    liked = _TRAIT_KIND.get(player.trait, player.trait)
-    weights[liked] = weights.get(liked, 0.0) + 6.0
-    style = _STYLE_KIND[club.style]
-    weights[style] = weights.get(style, 0.0) + 4.0
+    for kind, more in ((_TRAIT_KIND.get(player.trait, player.trait), 6.0), (_STYLE_KIND[club.style], 4.0)):
+        weights[kind] = weights.get(kind, 0.0) + more
     return weighted(rng, weights)
 
 
@@ -65,12 +64,11 @@ def _moments(rng: Random, match: Fixture) -> list[Moment]:
         for kind, mean in means.items():
             for _ in range(min(poisson(rng, mean), 7)):
                 minute = 2 + skewed(rng, 88, 0.85)  # later ones are likelier, as legs tire
-                found.append((minute, _ORDER.index(kind), side))
+                found.append((minute, kind, side))
         for _ in range(2 if rng.random() < 0.7 else 1):
-            found.append((55 + rng.randrange(30), _ORDER.index("sub"), side))
-    found.sort()
-    minutes = [0, *(minute for minute, _, _ in found)]
-    return [moment for last, moment in zip(minutes, found, strict=False) if moment[0] > last]
+            found.append((55 + rng.randrange(30), "sub", side))
+    found.sort(key=lambda moment: (moment[0], _ORDER.index(moment[1])))
+    return [moment for last, moment in pairwise([(0, "", 0), *found]) if moment[0] > last[0]]
 
 
 def _goal(rng: Random, club: Club, player: Person, other: Person, mine: list[Person], theirs: list[Person]) -> Goal:
@@ -91,8 +89,8 @@ def _events(rng: Random, match: Fixture) -> list[Event]:
     on = [[*club.squad[:8], *club.squad[9:12]] for club in match.clubs]
     bench = [[club.squad[8], *club.squad[12:]] for club in match.clubs]
     score, booked, goals, events = [0, 0], set[str](), Counter[str](), list[Event]()
-    for minute, index, side in moments:
-        kind, how, club, mine, theirs = _ORDER[index], "", match.clubs[side], on[side], on[1 - side]
+    for minute, kind, side in moments:
+        how, club, mine, theirs = "", match.clubs[side], on[side], on[1 - side]
         player = scorer(rng, club)
         while player not in mine:
             player = scorer(rng, club)
@@ -122,15 +120,10 @@ def _events(rng: Random, match: Fixture) -> list[Event]:
 
 def _state(own: int, other: int) -> str:
     """What a goal that made it own-other did to the match, as the end of a rule's name."""
-    if own == 1 and other == 0:
+    if (own, other) == (1, 0):
         return "opener"
-    if own == other:
-        return "level"
-    if own == other + 1:
-        return "ahead"
-    if own > other:
-        return "double" if own - other == 2 else "stretch"
-    return "close" if other - own == 1 else "console"
+    far = "stretch" if own > other else "console"
+    return {2: "double", 1: "ahead", 0: "level", -1: "close"}.get(own - other, far)
 
 
 class _Teller:
@@ -149,7 +142,7 @@ class _Teller:
 
     def _when(self, minute: int) -> dict[str, str]:
         """The same moment in a few ways."""
-        draw = self.scene.random()
+        draw = self.scene.rng.random()
         if draw < 0.45:
             return {"when": f"in the {nth(minute)} minute"}
         if draw < 0.8:
@@ -213,7 +206,7 @@ def _best_player(events: list[Event]) -> tuple[Person, int, str] | None:
         return None
     name = max(found, key=lambda one: (2 * goals[one] + assists[one], goals[one]))
     feats = [counted(tally[name], noun) for tally, noun in ((goals, "goal"), (assists, "assist")) if tally[name]]
-    return (*found[name], listed(feats))
+    return (*found[name], " and ".join(feats))
 
 
 def _statistics(match: Fixture, events: list[Event], rng: Random) -> str:

@@ -39,7 +39,7 @@ def compose(
     A headline over a live text does not give the result away, so that what follows has to be followed.
     `best` is the player of the match with the side and the reason.
     """
-    random = scene.random
+    random = match.rng.random
     with_live, with_story = random() < 0.62, random() < 0.8
     parts: list[str | list[str]] = [scene.say("title_open") if with_live else scene.say("title_" + kind)]
     parts.append(scene.say("byline"))

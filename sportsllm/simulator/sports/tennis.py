@@ -8,7 +8,7 @@ from sportsllm.simulator.draws import skewed, weighted
 from sportsllm.simulator.grammar import grammar
 from sportsllm.simulator.scene import Scene
 from sportsllm.simulator.vocabulary import TENNIS
-from sportsllm.simulator.wording import counted, nth, paragraphs
+from sportsllm.simulator.wording import counted, nth, paragraphs, summed
 from sportsllm.simulator.world import Person, Tournament, world
 
 ROUNDS = ("first round", "second round", "quarter-final", "semi-final", "final", "trophy")
@@ -19,7 +19,6 @@ _LIKES = {
     "hard court": ("backhand", "forehand"),
 }
 _HOLDS = {"grass": 0.04, "clay": -0.05}  # how much likelier a server wins the game
-Players = tuple[Person, Person]
 
 
 @dataclass(slots=True)
@@ -38,7 +37,7 @@ class Match:
 
     event: Tournament
     stage: int  # index into ROUNDS
-    players: Players
+    players: tuple[Person, Person]
     sets: list[list[Game]]
     winner: Person
     loser: Person
@@ -47,11 +46,10 @@ class Match:
     weather: str
 
 
-def _edge(event: Tournament, players: Players) -> float:
-    """How much better the first player is here: ranking, form and surface."""
-    liked = _LIKES.get(event.surface, ("serve", "backhand"))
-    worth = [player.weight * 2.2 + 0.12 * player.skill + 0.25 * (player.trait in liked) for player in players]
-    return worth[0] - worth[1]
+def _worth(player: Person, surface: str) -> float:
+    """How good a player is here: ranking, form and surface."""
+    likes = player.trait in _LIKES.get(surface, ("serve", "backhand"))
+    return player.weight * 2.2 + 0.12 * player.skill + 0.25 * likes
 
 
 def _set(rng: Random, edge: float, server: int, base: float) -> list[Game]:
@@ -73,9 +71,10 @@ def _set(rng: Random, edge: float, server: int, base: float) -> list[Game]:
     return games
 
 
-def _sets(rng: Random, event: Tournament, players: Players) -> list[list[Game]]:
+def _sets(rng: Random, event: Tournament, first: Person, second: Person) -> list[list[Game]]:
     """Sets until somebody has two."""
-    edge, sets, won, server = _edge(event, players), list[list[Game]](), [0, 0], skewed(rng, 2, 1)
+    edge = _worth(first, event.surface) - _worth(second, event.surface)
+    sets, won, server = list[list[Game]](), [0, 0], skewed(rng, 2, 1)
     base = (0.66 if event.women else 0.76) + _HOLDS.get(event.surface, 0.0)
     while max(won) < 2:
         games = _set(rng, edge + 0.1 * rng.gauss(0, 1), server, base)
@@ -89,13 +88,13 @@ def _match(rng: Random) -> Match:
     """Who meets where, and all that happens."""
     events = world().tournaments
     event = events[skewed(rng, len(events), 1.4)]
-    tour = world().tours["women" if event.women else "men"]
+    tour = world().tours[event.women]
     stage = skewed(rng, 5, 1.2)
     first, second = (skewed(rng, len(tour), 1.5 + 0.5 * stage) for _ in range(2))
     if first == second:
         second = (first + 1 + skewed(rng, 5, 1)) % len(tour)
     players = (tour[first], tour[second])
-    sets = _sets(rng, event, players)
+    sets = _sets(rng, event, *players)
     best = sets[-1][-1].side
     result = " ".join(f"{games[-1].score[best]}-{games[-1].score[1 - best]}" for games in sets)
     minutes = sum(4 * len(games) + 2 + skewed(rng, len(games), 1) for games in sets)
@@ -106,10 +105,8 @@ def _match(rng: Random) -> Match:
 def _slots(match: Match) -> dict[str, str]:
     """What holds in every sentence about the match."""
     event, winner, loser, strengths = match.event, match.winner, match.loser, TENNIS.traits
-    length = counted(match.minutes % 60, "minute")
-    length = (
-        f"{counted(match.minutes // 60, 'hour')} and {length}" if match.minutes >= 60 else f"{match.minutes} minutes"
-    )
+    hours, minutes = divmod(match.minutes, 60)
+    length = f"{counted(hours, 'hour')} and {counted(minutes, 'minute')}" if hours else f"{minutes} minutes"
     slots = {
         "name": event.name,
         "round": ROUNDS[match.stage],
@@ -174,7 +171,7 @@ def _statistics(match: Match) -> str:
     for side, player in enumerate(match.players):
         games = [part[-1].score[side] for part in match.sets]
         breaks = sum(_breaks(part, side) for part in match.sets)
-        lines.append(f"{player.last}: games {' + '.join(map(str, games))} = {sum(games)}, breaks {breaks}")
+        lines.append(f"{player.last}: games {summed(games)}, breaks {breaks}")
     return "\n".join(lines)
 
 
@@ -208,7 +205,7 @@ def play(rng: Random) -> tuple[str, dict[str, Any]]:
 
 def _asks(text: str, match: Match) -> list[list[Any]]:
     """Winner, sets and games."""
-    others = [player.name for player in world().tours["women" if match.event.women else "men"][:20]]
+    others = [player.name for player in world().tours[match.event.women][:20]]
     names = [match.winner.name, match.loser.name, *others]
     games = sum(len(part) for part in match.sets)
     near = [str(games + step) for step in (-4, -3, -1, 2, 3, 5)]
