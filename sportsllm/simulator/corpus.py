@@ -115,7 +115,7 @@ def write_corpus(
 
 
 def _record(document: Document, question: Question) -> dict[str, Any]:
-    """A line of questions.jsonl: question + choice is exactly what training text looks like."""
+    """A line of questions.jsonl: question + choice has exactly the form of the training text."""
     return {
         "id": question.id,
         "kind": question.kind,

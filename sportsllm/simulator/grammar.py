@@ -186,7 +186,7 @@ def _expand(
 
 
 class _TemplateFile(Model):
-    """What a file of templates holds: the slots with their meaning, and the rules with one template a line."""
+    """A file of templates: the slots with their meaning, and the rules with one template a line."""
 
     slots: dict[str, str]
     rules: dict[str, str]

@@ -1,4 +1,4 @@
-"""What the simulator hands out: documents with their facts, and questions about them."""
+"""Documents with their facts, and questions about them."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -41,7 +41,7 @@ def _rows(count: int, results: list[Result]) -> list[Row]:
 
 
 def _comment(scene: Scene, clubs: list[Club], order: list[int], rows: list[Row], results: list[Result]) -> list[str]:
-    """What the table says, in words."""
+    """The table in words."""
     top, second, last = order[0], order[1], order[-1]
     said: list[str] = []
 

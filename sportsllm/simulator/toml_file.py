@@ -1,4 +1,4 @@
-"""Reads the TOML files of `templates/` and `words/`, and says in one line what is wrong with one."""
+"""Reads the TOML files of `templates/` and `words/`, and reports a mistake in one line."""
 
 import tomllib
 from pathlib import Path

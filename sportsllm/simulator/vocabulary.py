@@ -47,7 +47,7 @@ class LeagueWords(Model):
 
 
 class ClubWords(Model):
-    """What the clubs and players of one sport are made from."""
+    """Word lists for the clubs and players of one sport."""
 
     indoor: bool
     called_by_suffix: bool
@@ -62,7 +62,7 @@ class ClubWords(Model):
 
 
 class Races(Model):
-    """What cycling races are made from."""
+    """Word lists for cycling races."""
 
     names: Words
     climbs: Words
@@ -71,7 +71,7 @@ class Races(Model):
 
 
 class Tennis(Model):
-    """What tennis tournaments are made from, and the strengths of players."""
+    """Word lists for tennis tournaments, and the strengths of players."""
 
     tournaments: Words
     venues: Words

@@ -41,7 +41,7 @@ class Person:
 
 @dataclass(eq=False)
 class Club:
-    """A club; `manner` says in words how its style looks."""
+    """A club; `manner` is its style in words."""
 
     name: str
     short: str
@@ -61,7 +61,7 @@ class Club:
     rival: str = ""
 
     def slots(self, prefix: str) -> dict[str, str]:
-        """What templates call the club, each name with `prefix` before it: home, homefull, homenick..."""
+        """The club's slots in a template, each with `prefix` before it: home, homefull, homenick..."""
         return {
             prefix: self.short,
             prefix + "full": self.name,

@@ -41,7 +41,7 @@ class Basket:
 
 
 def _how(rng: Random, player: Person, threes: float) -> str:
-    """Mostly what the player likes best; some clubs shoot more threes."""
+    """Mostly the player's favourite; some clubs shoot more threes."""
     draw = rng.random()
     if draw < 0.45:
         return player.trait
@@ -93,7 +93,7 @@ def _told(baskets: list[Basket]) -> list[Basket]:
 
 
 def _line(scene: Scene, match: Fixture, basket: Basket, opener: bool) -> str:
-    """One basket: the time, how it was scored, and what it does to the score."""
+    """One basket: the time, how it was scored, and the new score."""
     club, rival = match.clubs[basket.side], match.clubs[1 - basket.side]
     other = scorer(scene.rng, club)
     while other is basket.player:

@@ -17,7 +17,7 @@ _SUITS = {
     "hilly": {"all-rounder": 6.0, "leader": 4.0, "climber": 3.0, "rouleur": 2.0, "sprinter": 0.7},
     "mountain": {"climber": 8.0, "leader": 6.0, "all-rounder": 1.5},
 }
-_STEPS = {"flat": 0, "hilly": 6, "mountain": 22}  # usual seconds between one rider and the next
+_STEPS = {"flat": 0, "hilly": 6, "mountain": 22}  # usual seconds between riders; a bunch sprint has none
 _BREAKAWAY = ("rouleur", "domestique")
 _SHOWN = 6
 Rider = tuple[Person, Club]
@@ -57,13 +57,6 @@ def _draw(rng: Random, riders: list[Rider], terrain: str, count: int) -> list[Ri
     return list(found.values())
 
 
-def _stage_gaps(rng: Random, terrain: str) -> list[int]:
-    """Seconds behind the winner; a bunch sprint has none."""
-    step = _STEPS[terrain]
-    steps = [step // 2 + skewed(rng, step, 1.5) if step else 0 for _ in range(_SHOWN - 1)]
-    return list(accumulate(steps, initial=0))
-
-
 def _overall(rng: Random, number: int, top: list[Rider], gaps: list[int]) -> tuple[Times, Times]:
     """Overall gaps before and after: the new gap is the old one plus the time lost, less the leader's."""
     behind, before = 0, dict[str, int]()
@@ -84,7 +77,9 @@ def _day(rng: Random) -> Day:
     stage = race.stages[number - 1]
     riders = [(rider, club) for club in world().leagues["cycling"][0].clubs for rider in club.squad]
     top = _draw(rng, [one for one in riders if one[0].role in _SUITS[stage.terrain]], stage.terrain, _SHOWN)
-    gaps = _stage_gaps(rng, stage.terrain)
+    step = _STEPS[stage.terrain]
+    steps = [step // 2 + skewed(rng, step, 1.5) if step else 0 for _ in range(_SHOWN - 1)]
+    gaps = list(accumulate(steps, initial=0))
     before, after = _overall(rng, number, top, gaps)
     away = _draw(rng, [one for one in riders if one[0].role in _BREAKAWAY], "hilly", 2)
     lead = 60 + skewed(rng, 300, 1.3)
@@ -92,7 +87,7 @@ def _day(rng: Random) -> Day:
 
 
 def _slots(day: Day) -> dict[str, str]:
-    """What holds in every sentence about the stage."""
+    """Slots for every sentence about the stage."""
     stage, ((winner, team), (second, _), (third, _)) = day.stage, day.top[:3]
     leader, runner_up = day.after[0][0], day.after[1]
     return {

@@ -1,4 +1,4 @@
-"""What every match of two clubs has: who plays whom, where, in what weather and in front of how many."""
+"""A match of two clubs: the opponents, the place, the weather and the crowd."""
 
 from bisect import bisect
 from collections.abc import Sequence

@@ -119,7 +119,7 @@ def _events(rng: Random, match: Fixture) -> list[Event]:
 
 
 def _state(own: int, other: int) -> str:
-    """What a goal that made it own-other did to the match, as the end of a rule's name."""
+    """The effect of a goal that made it own-other, as the end of a rule's name."""
     if (own, other) == (1, 0):
         return "opener"
     far = "stretch" if own > other else "console"

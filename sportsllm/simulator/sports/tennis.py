@@ -103,7 +103,7 @@ def _match(rng: Random) -> Match:
 
 
 def _slots(match: Match) -> dict[str, str]:
-    """What holds in every sentence about the match."""
+    """Slots for every sentence about the match."""
     event, winner, loser, strengths = match.event, match.winner, match.loser, TENNIS.traits
     hours, minutes = divmod(match.minutes, 60)
     length = f"{counted(hours, 'hour')} and {counted(minutes, 'minute')}" if hours else f"{minutes} minutes"
