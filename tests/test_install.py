@@ -47,6 +47,7 @@ def test_top_level_names_and_data_files(wheel: Path) -> None:
         assert shipped == {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert f"{package}/py.typed" in names
     assert "benchmarks/devices/raspberry-pi-5-8gb.toml" in names
+    assert "sportsllm/simulator/templates/football.toml" in names
     assert any(name.startswith("benchmarks/templates/") for name in names)
 
 
