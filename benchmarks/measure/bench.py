@@ -22,6 +22,7 @@ from benchmarks.devices.recognise import processor_name
 from benchmarks.measure.cpus import choose_cpus
 from benchmarks.measure.floor import budget_depth, floor_bytes, memory_floor
 from benchmarks.measure.process import DEFAULT_TIMEOUT_S, child_command
+from benchmarks.measure.roofs import machine_roofs
 from benchmarks.measure.rounds import Payloads, Turn, looks, take_turn, take_turns
 from benchmarks.measure.summary import BATCH, is_steady, summarise
 from benchmarks.measure.sustained import summarise_sustained
@@ -130,9 +131,9 @@ def run_bench(
 
     Returns:
         Times in ms, sizes in bytes, rates in tokens per second: `summarise`'s keys, `file_bytes` (graph and
-        weights), `directory_bytes`, `memory_floor`'s keys, `quality_loss_percent`, `budget` (see
-        `judge_budget`), `machine`, `settings`, under `raw` every sample of every round, and where they were asked
-        for `sustained` (see `summarise_sustained`), `against` and `against_ratios` (see `measure_against`).
+        weights), `directory_bytes`, `memory_floor`'s keys, `roofs` (see `machine_roofs`), `quality_loss_percent`,
+        `budget` (see `judge_budget`), `machine`, `settings`, under `raw` every sample of every round, and where they
+        were asked for `sustained` (see `summarise_sustained`), `against` and `against_ratios` (see `measure_against`).
 
     Raises:
         ArtifactError: the directory is missing or damaged.
@@ -168,6 +169,7 @@ def run_bench(
         "directory_bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
     }
     result |= memory_floor(floor, raw["bandwidth"], depths)
+    result["roofs"] = machine_roofs(budget, result["memory_floor"]["bandwidth_bytes_per_s"], on_device)
     if minutes:
         result["sustained"] = _measure_sustained(specification, budget_depth(depths), minutes, timeout_s)
     if peers:
