@@ -226,7 +226,9 @@ def report(
     import dataclasses
 
     from benchmarks.measure.tables import table
-    from benchmarks.report.report import collect, stage_table, targets, write_report
+    from benchmarks.report.inputs import collect
+    from benchmarks.report.markdown import stage_table
+    from benchmarks.report.report import targets, write_report
     from benchmarks.report.samples import before_and_after
     from sportsllm.console import output
 

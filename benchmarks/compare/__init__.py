@@ -1,1 +1,1 @@
-"""Training methods against each other at equal cost: table and plot. Imports report's charts."""
+"""Training methods against each other at equal cost. Imports report's charts, tables and pages, never the reverse."""

@@ -1,244 +1,184 @@
-"""The comparison's chart as a plotly figure in plain JSON: quality against tokens and against FLOPs.
+"""The comparison's chart: quality against tokens and against FLOPs.
 
-Colour tells the size, marker and dash the method, so that it reads in grey and with any colour vision.
+Color tells the size, marker and dash the method, so that it reads in grey and with any color vision.
 """
 
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from benchmarks.compare.runs import Run, best_for_cost
-from benchmarks.report.charts import COLOURS
+from benchmarks.compare.runs import Run
+from benchmarks.pareto import pareto_front
+from benchmarks.report.charts import Chart, Plot, color, log_axis
 
 BAND = 0.02  # above the teacher: the loss that device budgets commonly allow
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "triangle-down", "pentagon", "hexagram")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-_PANEL = 300  # pixels of one panel's height
-_AXIS = 56  # of ticks and title under the lower one
-_ENTRY = 23  # of one line of the legend
-_GREY = "#444444"
-
-Plot = dict[str, Any]
+_PANEL_PX = 300
+_AXIS_PX = 56  # ticks and title under the lower panel
+_LEGEND_LINE_PX = 23
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """One of the two charts: what lies along x, and the axes it has."""
+    """One of the two charts, one above the other: what lies along x, and the suffix and place of its axes."""
 
     title: str
-    axis: str  # "" for the first, "2" for the second
-    cost: Callable[[Run, int], float]  # of a run after so many tokens of its own
+    axis: str
+    domain: tuple[float, float]
+    cost: Callable[[Run, int], float]  # of a run after a number of tokens of its own
 
 
 PANELS = (
-    _Panel("training tokens", "", lambda run, tokens: run.before + tokens),
-    _Panel("training FLOPs", "2", lambda run, tokens: run.cost.at(tokens)),
+    _Panel("training tokens", "", (0.56, 1.0), lambda run, tokens: run.cost.before + tokens),
+    _Panel("training FLOPs", "2", (0.0, 0.44), lambda run, tokens: run.cost.flops.at(tokens)),
 )
 
 
-def figure(rows: Sequence[Plot], runs: Sequence[Run], teacher: Run) -> Plot:
-    """Two panels, one above the other, with one legend under them.
+@dataclass(frozen=True)
+class _Group:
+    """The runs of one size and method, which share a line of the legend; `heading` is its size's, on the first one."""
 
-    Args:
-        rows: the comparison's rows, which give order and names.
-        runs: the same runs.
-        teacher: drawn as a line with a band of 2% above it.
+    runs: list[Run]
+    size: int
+    method: int
+    heading: str | None
 
-    Returns:
-        {"data", "layout"}, JSON without NaN.
-    """
-    by_directory = {str(run.directory): run for run in runs}
-    ordered = [by_directory[row["directory"]] for row in rows]
-    groups: dict[tuple[int, str], list[Run]] = {}
-    for run in ordered:
-        groups.setdefault((run.config.parameters, run.method), []).append(run)
-    sizes = list(dict.fromkeys(size for size, _ in groups))
-    methods = sorted({run.method for run in runs}, key=lambda name: (not _is_scratch(name, runs), name))
-    groups = dict(sorted(groups.items(), key=lambda item: (sizes.index(item[0][0]), methods.index(item[0][1]))))
-    low, high = _quality_range(runs, teacher)
+    @property
+    def key(self) -> str:
+        return f"{self.runs[0].config.parameters} {self.runs[0].method}"
+
+
+def comparison_chart(runs: Sequence[Run], teacher: Run) -> Chart:
+    """Two panels with one legend under them; the teacher is a line with a band of 2% above it."""
+    groups = _groups(runs, teacher)
+    legend = _LEGEND_LINE_PX * (len(groups) + sum(group.heading is not None for group in groups)) + 16
+    layout: Plot = {
+        "height": len(PANELS) * _PANEL_PX + _AXIS_PX + legend,
+        "margin": {"b": _AXIS_PX + legend},
+        "legend": {
+            **{"orientation": "v", "x": 0, "y": 0, "yref": "container", "xanchor": "left", "yanchor": "bottom"},
+            "maxheight": legend,  # else half of the figure's, and a bar to scroll by beyond it
+            **{"itemsizing": "constant", "itemwidth": 50, "tracegroupgap": 4, "groupclick": "togglegroup"},
+        },
+        "shapes": [shape for panel in PANELS for shape in _teacher_shapes(panel, teacher)],
+        "annotations": [_teacher_label(panel, teacher) for panel in PANELS],
+    }
     data: list[Plot] = []
-    layout = _layout(len(groups), len(sizes), low, high)
     for panel in PANELS:
         zero = _zero(panel, runs)
-        costs = []
-        for number, ((size, method), members) in enumerate(groups.items()):
-            first = number == [group[0] for group in groups].index(size)
-            trace = _trace(members, panel, zero, COLOURS[sizes.index(size) % 6], methods.index(method))
-            trace |= {"name": html.escape(method), "legendgroup": f"{size} {method}", "showlegend": not panel.axis}
-            if first and not panel.axis:
-                share = members[0].config.block_parameters / teacher.config.block_parameters
-                trace["legendgrouptitle"] = {"text": f"{share:.0%} of the teacher's blocks, {size:,} parameters"}
-            if members[0].from_scratch:
-                data.append(_envelope(members, panel, trace))
-            data.append(trace)
-            costs += [cost for cost in trace["x"] if cost is not None]
-        layout[f"xaxis{panel.axis}"] |= _log_axis(min(costs), max(costs), zero if zero in costs else None)
-        layout["shapes"] += _teacher_shapes(panel, teacher)
-        layout["annotations"].append(_teacher_label(panel, teacher))
-    return {"data": data, "layout": layout}
+        traces = [_trace(group, panel, zero) for group in groups]
+        envelopes = [_envelope(group, panel) for group in groups if group.runs[0].facts.from_scratch]
+        data += [*envelopes, *traces]
+        costs = [cost for trace in traces for cost in trace["x"] if cost is not None]
+        x = log_axis(panel.title, min(costs), max(costs), zero if zero in costs else None)
+        layout[f"xaxis{panel.axis}"] = {**x, "title": {"text": x["title"]}, "anchor": f"y{panel.axis}"}
+        y = {"title": {"text": "bits per byte (held out)"}, "range": _quality_range(runs, teacher)}
+        layout[f"yaxis{panel.axis}"] = {**y, "domain": list(panel.domain), "anchor": f"x{panel.axis}"}
+    return Chart("comparison", "Quality at equal cost", figure={"data": data, "layout": layout})
 
 
-def _is_scratch(method: str, runs: Sequence[Run]) -> bool:
-    return any(run.from_scratch for run in runs if run.method == method)
+def _groups(runs: Sequence[Run], teacher: Run) -> list[_Group]:
+    """By size in the order of the runs, then by method with training from scratch first."""
+    sizes = list(dict.fromkeys(run.config.parameters for run in runs))
+    scratch = {run.method for run in runs if run.facts.from_scratch}
+    methods = sorted({run.method for run in runs}, key=lambda name: (name not in scratch, name))
+    groups = []
+    for number, size in enumerate(sizes):
+        alike = [run for run in runs if run.config.parameters == size]
+        share = alike[0].config.block_parameters / teacher.config.block_parameters
+        heading: str | None = f"{share:.0%} of the teacher's blocks, {size:,} parameters"
+        for place, method in enumerate(methods):
+            if members := [run for run in alike if run.method == method]:
+                groups.append(_Group(members, number, place, heading))
+                heading = None
+    return groups
 
 
-def _trace(members: Sequence[Run], panel: _Panel, zero: float, colour: str, method: int) -> Plot:
-    """Runs of one size and method: thin lines through what was logged in mid-run, a large mark where each ended."""
-    xs: list[float | None] = []
-    ys: list[float | None] = []
-    sizes: list[int] = []
-    words: list[str] = []
-    for run in members:
-        points = [(0, run.unrecovered, "before training")] if run.unrecovered else []
-        points += [(tokens, bits, "in mid-run") for tokens, bits in run.points if tokens < run.trained]
-        points.append((run.trained, run.bits_per_byte, "finished"))
-        for tokens, bits, state in points:
-            xs.append(panel.cost(run, tokens) or zero)
-            ys.append(bits)
-            sizes.append(11 if state == "finished" else 0)
-            words.append(f"{html.escape(run.name)}, {state}")
-        xs.append(None)  # a gap before the next run
-        ys.append(None)
-        sizes.append(0)
-        words.append("")
+def _trace(group: _Group, panel: _Panel, zero: float) -> Plot:
+    """Thin lines through what was logged in mid-run, a large mark where each run ended, a gap before the next one."""
+    points: list[tuple[float | None, float | None, int, str]] = []
+    for run in group.runs:
+        name, quality, trained = html.escape(run.name), run.quality, run.cost.trained
+        logged = [(0, quality.untrained, "before training")] if quality.untrained else []
+        logged += [(tokens, bits, "in mid-run") for tokens, bits in quality.curve if tokens < trained]
+        points += [(panel.cost(run, tokens) or zero, bits, 0, f"{name}, {state}") for tokens, bits, state in logged]
+        points += [(panel.cost(run, trained), quality.finished, 11, f"{name}, finished"), (None, None, 0, "")]
+    heading = {} if group.heading is None or panel.axis else {"legendgrouptitle": {"text": group.heading}}
     return {
         "type": "scatter",
         "mode": "lines+markers",
-        "x": xs,
-        "y": ys,
-        "text": words,
+        "name": html.escape(group.runs[0].method),
+        "x": [x for x, *_ in points],
+        "y": [y for _, y, *_ in points],
+        "text": [text for *_, text in points],
         "connectgaps": False,
-        "line": {"color": colour, "width": 1.5, "dash": DASHES[method % len(DASHES)]},
+        "line": {"color": color(group.size), "width": 1.5, "dash": DASHES[group.method % len(DASHES)]},
         "marker": {
-            "color": colour,
-            "size": sizes,
-            "symbol": SYMBOLS[method % len(SYMBOLS)],
+            "color": color(group.size),
+            "size": [size for *_, size, _ in points],
+            "symbol": SYMBOLS[group.method % len(SYMBOLS)],
             "opacity": 1,
-            "line": {"color": "#fff", "width": 1},
+            "line": {"color": "theme:page", "width": 1},
         },
         "hovertemplate": "%{text}<br>%{y:.4f} bits per byte<br>%{x:.3s} " + panel.title + "<extra></extra>",
+        "legendgroup": group.key,
+        "showlegend": not panel.axis,
         "xaxis": f"x{panel.axis}",
         "yaxis": f"y{panel.axis}",
+        **heading,
     }
 
 
-def _envelope(members: Sequence[Run], panel: _Panel, trace: Plot) -> Plot:
-    """The broad pale line that factors are read off: the best that so much training from scratch has bought."""
-    points = best_for_cost([(panel.cost(run, run.trained), run.bits_per_byte) for run in members])
+def _envelope(group: _Group, panel: _Panel) -> Plot:
+    """The broad pale line that factors are read off: the best finished runs from scratch by cost."""
+    points = pareto_front((panel.cost(run, run.cost.trained), run.quality.finished) for run in group.runs)
     return {
         "type": "scatter",
         "mode": "lines",
         "x": [cost for cost, _ in points],
         "y": [bits for _, bits in points],
-        "line": {"color": trace["line"]["color"], "width": 9},
+        "line": {"color": color(group.size), "width": 9},
         "opacity": 0.18,
         "hoverinfo": "skip",
         "showlegend": False,
-        "legendgroup": trace["legendgroup"],
-        "xaxis": trace["xaxis"],
-        "yaxis": trace["yaxis"],
+        "legendgroup": group.key,
+        "xaxis": f"x{panel.axis}",
+        "yaxis": f"y{panel.axis}",
     }
 
 
-def _quality_range(runs: Sequence[Run], teacher: Run) -> tuple[float, float]:
+def _quality_range(runs: Sequence[Run], teacher: Run) -> list[float]:
     """From below the best to above the worst finished model; what lies higher leaves the panel at its top."""
-    finals = [run.bits_per_byte for run in runs] + [teacher.bits_per_byte, teacher.bits_per_byte * (1 + BAND)]
+    mark = teacher.quality.finished
+    finals = [run.quality.finished for run in runs] + [mark, mark * (1 + BAND)]
     span = max(finals) - min(finals)
-    return min(finals) - 0.08 * span, max(finals) + 0.4 * span
+    return [min(finals) - 0.08 * span, max(finals) + 0.4 * span]
 
 
 def _zero(panel: _Panel, runs: Sequence[Run]) -> float:
-    """Where nothing spent lies on a logarithmic axis: a third of the smallest cost."""
-    costs = [panel.cost(run, tokens) for run in runs for tokens, _ in (*run.points, (run.trained, 0.0))]
-    starts = [panel.cost(run, 0) for run in runs if run.unrecovered]
+    """Where a cost of 0 lies on a logarithmic axis: at a third of the smallest one."""
+    costs = [panel.cost(run, tokens) for run in runs for tokens, _ in (*run.quality.curve, (run.cost.trained, 0.0))]
+    starts = [panel.cost(run, 0) for run in runs if run.quality.untrained]
     return min(cost for cost in (*costs, *starts) if cost > 0) / 3
 
 
-def _log_axis(low: float, high: float, zero: float | None) -> Plot:
-    """Range and ticks of a logarithmic axis that may begin with a place for 0."""
-    factors = (1, 2, 5) if high / low < 2_000 else (1,)
-    smallest = low if zero is None else zero * 2.5
-    ticks = [
-        factor * 10.0**power
-        for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        for factor in factors
-        if factor * 10.0**power >= smallest
-    ]
-    margin = max(0.15, 0.04 * math.log10(high / low))  # a single run still shows a tick or two
-    return {
-        "range": [math.log10(low) - margin, math.log10(high) + margin],
-        "tickvals": [*([] if zero is None else [zero]), *ticks],
-        "ticktext": [*([] if zero is None else ["0"]), *map(_tick, ticks)],
-    }
-
-
-def _tick(value: float) -> str:
-    power = math.floor(math.log10(value) + 1e-9)
-    if power >= 10:
-        factor = round(value / 10.0**power)
-        return ("" if factor == 1 else f"{factor}\u00b7") + f"10<sup>{power}</sup>"
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:g}{letter}"
-    return f"{value:g}"
-
-
-def _layout(groups: int, sizes: int, low: float, high: float) -> Plot:
-    legend = _ENTRY * (groups + sizes) + 16
-    axis = {"gridcolor": "#e3e6ea", "zeroline": False, "linecolor": "#999", "fixedrange": True, "automargin": True}
-    y = {**axis, "title": {"text": "bits per byte (held out)", "standoff": 6}, "range": [low, high]}
-    layout: Plot = {
-        "height": 2 * _PANEL + _AXIS + legend,
-        "margin": {"l": 8, "r": 12, "t": 12, "b": _AXIS + legend},
-        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#222"},
-        "paper_bgcolor": "#fff",
-        "plot_bgcolor": "#fff",
-        "legend": {
-            "x": 0,
-            "y": 0,
-            "yref": "container",
-            "xanchor": "left",
-            "yanchor": "bottom",
-            "maxheight": legend,  # half of the figure's if nothing is said, and a bar to scroll by beyond it
-            "itemsizing": "constant",
-            "itemwidth": 50,
-            "tracegroupgap": 4,
-            "groupclick": "togglegroup",
-        },
-        "hovermode": "closest",
-        "dragmode": False,
-        "shapes": [],
-        "annotations": [],
-    }
-    for panel, domain in zip(PANELS, ([0.56, 1.0], [0.0, 0.44]), strict=True):
-        title = {"text": f"{panel.title} (logarithmic)", "standoff": 6}
-        layout[f"xaxis{panel.axis}"] = {**axis, "type": "log", "title": title, "anchor": f"y{panel.axis}"}
-        layout[f"yaxis{panel.axis}"] = {**y, "domain": domain, "anchor": f"x{panel.axis}"}
-    return layout
-
-
 def _teacher_shapes(panel: _Panel, teacher: Run) -> list[Plot]:
-    bits = teacher.bits_per_byte
+    bits = teacher.quality.finished
     across = {"xref": f"x{panel.axis} domain", "x0": 0, "x1": 1, "yref": f"y{panel.axis}", "layer": "below"}
-    return [
-        {**across, "type": "rect", "y0": bits, "y1": bits * (1 + BAND), "fillcolor": "#dddddd", "line": {"width": 0}},
-        {**across, "type": "line", "y0": bits, "y1": bits, "line": {"color": _GREY, "width": 1.5}},
-    ]
+    band = {"y0": bits, "y1": bits * (1 + BAND), "fillcolor": "theme:rule", "line": {"width": 0}}
+    mark = {"y0": bits, "y1": bits, "line": {"color": "theme:quiet", "width": 1.5}}
+    return [{**across, "type": "rect", **band}, {**across, "type": "line", **mark}]
 
 
 def _teacher_label(panel: _Panel, teacher: Run) -> Plot:
+    bits = teacher.quality.finished
     return {
-        "text": f"teacher {teacher.bits_per_byte:.3f}, band to +{BAND:.0%}",
-        "xref": f"x{panel.axis} domain",
-        "yref": f"y{panel.axis}",
-        "x": 0.01,
-        "y": teacher.bits_per_byte,
-        "xanchor": "left",
-        "yanchor": "top",
+        "text": f"teacher {bits:.3f}, band to +{BAND:.0%}",
+        **{"xref": f"x{panel.axis} domain", "x": 0.01, "xanchor": "left"},
+        **{"yref": f"y{panel.axis}", "y": bits, "yanchor": "top"},
         "showarrow": False,
-        "font": {"size": 11, "color": _GREY},
+        "font": {"size": 11, "color": "theme:quiet"},
     }

@@ -8,12 +8,15 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.inputs import ancestors, read_runs
-from benchmarks.compare.runs import Run, best_for_cost
+from benchmarks.compare.runs import Run
+from benchmarks.pareto import pareto_front
+from benchmarks.report.page import render_notes
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import read_json
@@ -23,24 +26,102 @@ RESULT = "comparison.json"
 _SCORED_TOKENS = 65_536  # of held-out text, `sportsllm.training.setup`; a test holds the two together
 _ABOUT_HALF = (0.4, 0.6)
 
-Costs = Sequence[tuple[float, float]]
+
+@dataclass(frozen=True)
+class ScratchCost:
+    """What training from scratch takes to a run's quality: `cost`, and `factor` times what the run took.
+
+    `relation` is "=", or "<" where the cheapest finished run was better already, or ">" where none was as good: then
+    the cost is the lowest or the highest tried.
+    """
+
+    relation: str
+    factor: float
+    cost: float
 
 
-def scratch_cost(finals: Costs, target: float) -> tuple[str, float]:
+@dataclass(frozen=True)
+class Row:
+    """One run in comparison.json. FLOPs, tokens and seconds are those since the teacher or since random weights."""
+
+    name: str
+    method: str
+    command: str
+    directory: str
+    seed: int | None
+    parameters: int
+    block_parameters: int
+    share_of_teacher_block_parameters: float
+    tokens: int
+    share_of_teacher_tokens: float
+    tokens_per_parameter: float
+    epochs: float
+    training_flops: int
+    training_flops_by_part: dict[str, int]
+    share_of_teacher_flops: float
+    bits_per_byte_before_recovery: float | None
+    bits_per_byte: float
+    over_teacher_percent: float
+    seconds: float
+    scratch_tokens: ScratchCost | None
+    scratch_flops: ScratchCost | None
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SeedGroup:
+    """Runs that differ in the seed alone, with mean and sample standard deviation of their bits per byte."""
+
+    names: list[str]
+    seeds: list[int | None]
+    mean_bits_per_byte: float
+    deviation_bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """What the second half of the teacher's training gained, over `name` with about half of its tokens.
+
+    `finished` is False for the teacher's own value in mid-run: its learning rate had not come down yet.
+    """
+
+    name: str
+    finished: bool
+    tokens: int
+    bits_per_byte: float
+    gain_percent: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All figures of a comparison; `to_json` is the content of comparison.json."""
+
+    title: str
+    teacher: Row
+    rows: list[Row]
+    seeds: list[SeedGroup]
+    headroom: Headroom | None
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain mappings and lists."""
+        return asdict(self)
+
+
+def scratch_cost(finals: Sequence[tuple[float, float]], target: float) -> tuple[str, float]:
     """How much training from scratch reaches a quality.
 
-    Finished runs' (cost, bits per byte) are joined into the best value that so much has bought, in straight lines over
-    the logarithm of the cost, and that is read off at `target`.
+    Finished runs' (cost, bits per byte) are joined into the best value for each cost, in straight lines over the
+    logarithm of the cost, and that is read off at `target`.
 
     Args:
         finals: of runs that finished their learning-rate schedule, tokens or FLOPs first; at least one.
         target: bits per byte to reach.
 
     Returns:
-        ("=", cost); ("<", lowest cost tried) where that was better already; (">", highest cost tried) where none was
-        as good.
+        Relation and cost, see `ScratchCost`.
     """
-    envelope = best_for_cost(finals)
+    envelope = pareto_front(finals)
     if target > envelope[0][1]:
         return "<", envelope[0][0]
     if target == envelope[0][1]:
@@ -52,168 +133,114 @@ def scratch_cost(finals: Costs, target: float) -> tuple[str, float]:
     return ">", max(cost for cost, _ in finals)
 
 
-def compare_runs(runs: Sequence[Run], teacher: Run) -> dict[str, Any]:
+def compare_runs(title: str, runs: Sequence[Run], teacher: Run) -> Comparison:
     """All figures of a comparison.
 
     Args:
-        runs: without the teacher, all scored on its held-out text.
-        teacher: sets the mark.
+        title: heading of table and page.
+        runs: without the teacher, in the order of the rows, all scored on its held-out text.
+        teacher: the training they are compared with.
 
-    Returns:
-        `teacher` and `rows`, one a run, the largest model first and of equal ones the best first; `seeds`, runs that
-        differ in the seed alone; `headroom`, what the teacher still gained; `notes`, sentences. Costs are in tokens,
-        FLOPs and seconds, differences in percent.
+    Raises:
+        ModuleNotFoundError: jinja2 is not installed.
     """
-    ordered = sorted(runs, key=lambda run: (-run.config.parameters, run.bits_per_byte))
-    headroom = teacher_headroom(teacher, runs)
-    seeds = _seed_groups(runs)
-    return {
-        "teacher": _row(teacher, teacher, ()),
-        "rows": [_row(run, teacher, runs) for run in ordered],
-        "seeds": seeds,
-        "headroom": headroom,
-        "notes": _notes(runs, teacher, seeds, headroom),
-    }
+    seeds, headroom = _seed_groups(runs), teacher_headroom(teacher, runs)
+    repeated = {name for group in seeds for name in group.names}
+    notes = render_notes(
+        "compare_notes.txt",
+        teacher=teacher,
+        runs=runs,
+        scored_tokens=_SCORED_TOKENS,
+        contexts=sorted({run.config.max_position_embeddings for run in (teacher, *runs)}),
+        seeds=seeds,
+        single=len(repeated) < len(runs),
+        headroom=headroom,
+    )
+    rows = [_row(run, teacher, runs) for run in runs]
+    return Comparison(title, _row(teacher, teacher, ()), rows, seeds, headroom, notes)
 
 
-def _row(run: Run, teacher: Run, runs: Sequence[Run]) -> dict[str, Any]:
-    scratch = [other for other in runs if other.from_scratch and other.shape == run.shape]
-    factors: dict[str, Any] = {"tokens": None, "flops": None}
-    if scratch and not run.from_scratch:
-        for unit, own in (("tokens", run.tokens), ("flops", run.flops)):
-            finals = [(float(getattr(other, unit)), other.bits_per_byte) for other in scratch]
-            relation, cost = scratch_cost(finals, run.bits_per_byte)
-            factors[unit] = {"relation": relation, "factor": cost / own, "cost": cost}
-    return {
-        "name": run.name,
-        "method": run.method,
-        "command": run.command,
-        "directory": str(run.directory),
-        "seed": run.seed,
-        "parameters": run.config.parameters,
-        "block_parameters": run.config.block_parameters,
-        "share_of_teacher_block_parameters": run.config.block_parameters / teacher.config.block_parameters,
-        "tokens": run.tokens,
-        "share_of_teacher_tokens": run.tokens / teacher.tokens,
-        "tokens_per_parameter": run.tokens / run.config.parameters,
-        "epochs": run.epochs,
-        "training_flops": run.flops,
-        "training_flops_by_part": run.cost.parts(run.trained),
-        "share_of_teacher_flops": run.flops / teacher.flops,
-        "bits_per_byte_before_recovery": run.unrecovered,
-        "bits_per_byte": run.bits_per_byte,
-        "over_teacher_percent": 100 * (run.bits_per_byte / teacher.bits_per_byte - 1),
-        "seconds": run.seconds,
-        "scratch_tokens": factors["tokens"],
-        "scratch_flops": factors["flops"],
-        "settings": run.settings,
-    }
+def _row(run: Run, teacher: Run, runs: Sequence[Run]) -> Row:
+    config, cost, quality = run.config, run.cost, run.quality
+    scratch = [other for other in runs if other.facts.from_scratch and other.shape == run.shape]
+    tokens = flops = None
+    if scratch and not run.facts.from_scratch:
+        tokens = _scratch_cost([(other.cost.tokens, other) for other in scratch], cost.tokens, run)
+        flops = _scratch_cost([(other.cost.total_flops, other) for other in scratch], cost.total_flops, run)
+    return Row(
+        name=run.name,
+        method=run.method,
+        command=run.facts.command,
+        directory=str(run.facts.directory),
+        seed=run.facts.seed,
+        parameters=config.parameters,
+        block_parameters=config.block_parameters,
+        share_of_teacher_block_parameters=config.block_parameters / teacher.config.block_parameters,
+        tokens=cost.tokens,
+        share_of_teacher_tokens=cost.tokens / teacher.cost.tokens,
+        tokens_per_parameter=cost.tokens / config.parameters,
+        epochs=cost.epochs,
+        training_flops=cost.total_flops,
+        training_flops_by_part=cost.flops.parts(cost.trained),
+        share_of_teacher_flops=cost.total_flops / teacher.cost.total_flops,
+        bits_per_byte_before_recovery=quality.untrained,
+        bits_per_byte=quality.finished,
+        over_teacher_percent=100 * (quality.finished / teacher.quality.finished - 1),
+        seconds=cost.seconds,
+        scratch_tokens=tokens,
+        scratch_flops=flops,
+        settings=run.facts.settings,
+    )
 
 
-def _seed_groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Runs whose settings differ in the seed alone, with mean and sample standard deviation of their bits per byte."""
+def _scratch_cost(scratch: Sequence[tuple[int, Run]], own: int, run: Run) -> ScratchCost:
+    finals = [(float(cost), other.quality.finished) for cost, other in scratch]
+    relation, cost = scratch_cost(finals, run.quality.finished)
+    return ScratchCost(relation, cost / own, cost)
+
+
+def _seed_groups(runs: Sequence[Run]) -> list[SeedGroup]:
     groups: dict[tuple[str, ModelConfig, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.method, run.config, run.recipe), []).append(run)
-    return [
-        {
-            "names": [run.name for run in group],
-            "seeds": [run.seed for run in group],
-            "mean_bits_per_byte": statistics.fmean(run.bits_per_byte for run in group),
-            "deviation_bits_per_byte": statistics.stdev(run.bits_per_byte for run in group),
-        }
-        for group in groups.values()
-        if len({run.seed for run in group}) > 1
-    ]
+    found = []
+    for group in groups.values():
+        seeds, qualities = [run.facts.seed for run in group], [run.quality.finished for run in group]
+        if len(set(seeds)) > 1:
+            names, mean = [run.name for run in group], statistics.fmean(qualities)
+            found.append(SeedGroup(names, seeds, mean, statistics.stdev(qualities)))
+    return found
 
 
-def teacher_headroom(teacher: Run, runs: Sequence[Run]) -> dict[str, Any] | None:
-    """What the second half of the teacher's training gained: how far from converged it is.
+def teacher_headroom(teacher: Run, runs: Sequence[Run]) -> Headroom | None:
+    """How far from converged the teacher is; None where nothing was scored near half of its tokens.
 
     Measured against a finished run from scratch of its shape with about half its tokens, or else against its own value
-    half-way, which is that of no finished model: its learning rate had not come down yet.
-
-    Returns:
-        `name` of the run, `finished`, `tokens`, `bits_per_byte` and `gain_percent`; None where neither is there.
+    half-way.
     """
-    low, high = (share * teacher.tokens for share in _ABOUT_HALF)
-    halves = [run for run in runs if run.from_scratch and run.shape == teacher.shape and low <= run.tokens <= high]
-    if halves:
-        half = min(halves, key=lambda run: (abs(run.tokens - teacher.tokens / 2), run.bits_per_byte))
-        name, finished, tokens, bits = half.name, True, half.tokens, half.bits_per_byte
-    else:
-        logged = [point for point in teacher.points if low <= teacher.before + point[0] <= high]
-        if not logged:
-            return None
-        nearest = min(logged, key=lambda point: abs(teacher.before + point[0] - teacher.tokens / 2))
-        name, finished, tokens, bits = teacher.name, False, teacher.before + nearest[0], nearest[1]
-    gain = 100 * (1 - teacher.bits_per_byte / bits)
-    return {"name": name, "finished": finished, "tokens": tokens, "bits_per_byte": bits, "gain_percent": gain}
+    low, high = (share * teacher.cost.tokens for share in _ABOUT_HALF)
+    twins = [run for run in runs if run.facts.from_scratch and run.shape == teacher.shape]
+    halves = [(run.cost.tokens, run.quality.finished, run.name) for run in twins]
+    own = [(teacher.cost.before + tokens, bits, teacher.name) for tokens, bits in teacher.quality.curve]
+    for finished, values in ((True, halves), (False, own)):
+        near = [value for value in values if low <= value[0] <= high]
+        if near:
+            tokens, bits, name = min(near, key=lambda value: (abs(value[0] - teacher.cost.tokens / 2), value[1]))
+            return Headroom(name, finished, tokens, bits, 100 * (1 - teacher.quality.finished / bits))
+    return None
 
 
-def _notes(
-    runs: Sequence[Run], teacher: Run, seeds: Sequence[dict[str, Any]], headroom: dict[str, Any] | None
-) -> list[str]:
-    notes = [
-        f"Bits per byte, lower is better, on held-out text ({', '.join(teacher.text)}), the same for every row by "
-        f"digest: its first documents, up to about {_SCORED_TOKENS:,} tokens."
-    ]
-    contexts = sorted({run.config.max_position_embeddings for run in (teacher, *runs)})
-    if len(contexts) > 1:
-        shown = ", ".join(f"{context:,}" for context in contexts)
-        notes.append(f"The models' contexts differ ({shown} tokens): a longer one sees more text before each token.")
-    repeated = {name for group in seeds for name in group["names"]}
-    for group in seeds:
-        listed = ", ".join(map(str, group["seeds"]))
-        notes.append(
-            f"{', '.join(group['names'])}: {group['mean_bits_per_byte']:.4f} \u00b1 "
-            f"{group['deviation_bits_per_byte']:.4f} bits per byte, mean and standard deviation of "
-            f"{len(group['names'])} runs with seeds {listed}."
-        )
-    if len(repeated) < len(runs):
-        every = "Every other row" if repeated else "Every row"
-        notes.append(f"{every} is one run with one seed: small differences may be chance.")
-    notes.append(
-        "Tokens and FLOPs are those of finished runs, from the teacher on or from random weights; the teacher's own "
-        "training is not counted. FLOPs on a token: 6 for each number it is multiplied by (blocks and head) and "
-        "12 x layers x query width x (sequence + 1) / 2 for attention; a third of that for each forward pass of the "
-        "teacher, which learning from it and scoring units take. Validation is not counted."
-    )
-    if any(run.from_scratch for run in runs):
-        notes.append(
-            "Scratch needs: how many times the run's tokens or FLOPs training the same shape from scratch takes to the "
-            "same bits per byte, read off the best of its finished runs, in straight lines over the logarithm of the "
-            "cost. '>' is the largest budget tried, which did not get there; '<' the smallest, which was better."
-        )
-    if headroom is None:
-        notes.append("How far the teacher is from converged is not known: no value near half of its tokens.")
-    else:
-        against = (
-            f"{headroom['name']}, the same shape trained from scratch"
-            if headroom["finished"]
-            else "its own value in mid-run, of no finished model, so that the gain is overstated"
-        )
-        notes.append(
-            f"The teacher ({teacher.tokens:,} tokens) is {headroom['gain_percent']:.1f}% better than after "
-            f"{headroom['tokens']:,} tokens ({against}): that is what doubling its training still gained."
-        )
-    notes.append("Seconds are those of the machine each run had, validation included; other programs may have run too.")
-    return notes + [f"{remark}." for run in (teacher, *runs) for remark in run.remarks]
-
-
-def csv_text(result: dict[str, Any]) -> str:
-    """The teacher and every row as comma-separated values, figures unrounded."""
+def csv_text(comparison: Mapping[str, Any]) -> str:
+    """The teacher and every row of comparison.json as comma-separated values, figures unrounded."""
     stream = io.StringIO()
-    rows = [
-        {**row, "role": role} for role, row in [("teacher", result["teacher"]), *(("run", r) for r in result["rows"])]
-    ]
+    rows = [{"role": "teacher", **comparison["teacher"]}, *({"role": "run", **row} for row in comparison["rows"])]
     for row in rows:
         for unit in ("tokens", "flops"):
             factor = row.pop(f"scratch_{unit}") or {}
             row |= {f"scratch_{unit}_relation": factor.get("relation"), f"scratch_{unit}_factor": factor.get("factor")}
         row |= {f"{part}_flops": flops for part, flops in row.pop("training_flops_by_part").items()}
         del row["settings"]
-    writer = csv.DictWriter(stream, ["role", *(key for key in rows[0] if key != "role")], lineterminator="\n")
+    writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return stream.getvalue()
@@ -224,33 +251,34 @@ def compare(directories: Sequence[Path], teacher: Path, out: Path, title: str) -
 
     Args:
         directories: outputs of train, distill and prune --recover.
-        teacher: the training that sets the mark; it need not be among them.
+        teacher: the training they are compared with; it need not be among them.
         out: directory to make.
         title: heading of table and page.
 
     Returns:
-        `out`, `cached` and the content of `comparison.json`, see `compare_runs`.
+        `out`, `cached` and the content of `comparison.json`, see `Comparison`.
 
     Raises:
         UsageError: there is nothing but the teacher.
         ArtifactError: an input is no finished training, or its score cannot be compared with the teacher's.
         ModuleNotFoundError: jinja2 or plotly is not installed.
     """
-    from benchmarks.compare.page import markdown, page
+    from benchmarks.compare.page import html_page, markdown
 
     reference, runs = read_runs(directories, teacher)
     if not runs:
         raise UsageError(f"there is nothing to compare with the teacher {teacher}; give at least one other directory")
-    inputs = sorted({run.directory for run in (reference, *runs)} | set(ancestors([teacher, *directories])), key=str)
+    used = {run.facts.directory for run in (reference, *runs)} | set(ancestors([teacher, *directories]))
+    inputs = sorted(used, key=str)
     settings = {"title": title, "teacher": str(teacher), "directories": [str(path) for path in inputs]}
 
     def make(directory: Path) -> dict[str, Any]:
-        result = {"title": title, **compare_runs(runs, reference)}
+        comparison = compare_runs(title, runs, reference).to_json()
         texts = {
-            RESULT: json.dumps(result, indent=1) + "\n",
-            "comparison.md": markdown(result),
-            "comparison.csv": csv_text(result),
-            "comparison.html": page(result, runs, reference),
+            RESULT: json.dumps(comparison, indent=1) + "\n",
+            "comparison.md": markdown(comparison),
+            "comparison.csv": csv_text(comparison),
+            "comparison.html": html_page(comparison, runs, reference),
         }
         for name, text in texts.items():
             (directory / name).write_text(text, encoding="utf-8")

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.compare.manifest import Lineage, parent_of, read_manifest_facts, teachers_of
 from benchmarks.compare.methods import variants
-from benchmarks.compare.runs import Line, Run, guides_of, is_positive, origin_of, parents_of
+from benchmarks.compare.runs import Run, is_positive, read_run
 from sportsllm.errors import ArtifactError
-from sportsllm.storage.artifact import MANIFEST, digest, read_manifest
+from sportsllm.storage.artifact import MANIFEST, digest
 from sportsllm.text.tokenizer import same_tokenizer
 
 
@@ -21,7 +22,7 @@ def read_runs(directories: Sequence[Path], teacher: Path) -> tuple[Run, list[Run
         teacher: directory of the run that sets the mark.
 
     Returns:
-        The teacher and the others, in the order given.
+        The teacher; and the others, the largest model first and of equal ones the best first.
 
     Raises:
         ArtifactError: a directory that is no finished training, or one scored on other held-out text or with another
@@ -31,13 +32,14 @@ def read_runs(directories: Sequence[Path], teacher: Path) -> tuple[Run, list[Run
     for directory in directories:
         _check_finished(directory)
     own = digest(teacher)
-    line = Line(own, {digest(path): path for path in directories} | {own: teacher})
-    first = line.read(teacher)
-    others = [line.read(path) for path in line.known.values() if path != teacher]
+    lineage = Lineage(own, {digest(path): path for path in directories} | {own: teacher})
+    first = read_run(teacher, lineage)
+    others = [read_run(path, lineage) for path in lineage.known.values() if path != teacher]
+    others.sort(key=lambda run: (-run.config.parameters, run.quality.finished))
     for run in others:
         _check_comparable(run, first)
-    names = _names([run.directory for run in (first, *others)])
-    methods = variants([(run.method, run.settings) for run in others])
+    names = _names([run.facts.directory for run in (first, *others)])
+    methods = variants([(run.method, run.facts.settings) for run in others])
     renamed = [
         replace(run, name=name, method=method) for run, name, method in zip(others, names[1:], methods, strict=True)
     ]
@@ -52,9 +54,11 @@ def ancestors(directories: Sequence[Path]) -> list[Path]:
         directory = waiting.pop()
         if not (directory / MANIFEST).exists():
             continue
-        settings, parents = read_manifest(directory).get("settings", {}), parents_of(directory)
-        for path in map(Path, map(str, (origin_of(settings), settings.get("signals"), *guides_of(settings)))):
-            expected = parents.get(str(path))
+        facts = read_manifest_facts(directory)
+        settings = facts.settings
+        for name in (parent_of(settings), settings.get("signals"), *teachers_of(settings)):
+            expected = facts.parents.get(str(name))
+            path = Path(str(name))
             if expected and expected not in found and path.is_dir() and digest(path) == expected:
                 found[expected] = path
                 waiting.append(path)
@@ -70,7 +74,7 @@ def _check_finished(directory: Path, flag: str = "") -> None:
             f"{where}: is no finished training (it has no {MANIFEST}); wait for the run, go on with --resume, or give "
             "another directory"
         )
-    results = read_manifest(directory).get("results", {})
+    results = read_manifest_facts(directory).results
     if not (is_positive(results.get("tokens")) and is_positive(results.get("valid_bits_per_byte"))):
         raise ArtifactError(
             f"{where}: is no finished training (its manifest has no tokens or no held-out bits per byte); give what "
@@ -79,15 +83,16 @@ def _check_finished(directory: Path, flag: str = "") -> None:
 
 
 def _check_comparable(run: Run, teacher: Run) -> None:
-    if run.held_out != teacher.held_out:
+    directory = run.facts.directory
+    if run.quality.digests != teacher.quality.digests:
         raise ArtifactError(
-            f"{run.directory}: was scored on other held-out text ({', '.join(run.text)}) than the teacher "
-            f"({', '.join(teacher.text)}); train it again with the teacher's --valid, or leave it out"
+            f"{directory}: was scored on other held-out text ({', '.join(run.quality.text)}) than the teacher "
+            f"({', '.join(teacher.quality.text)}); train it again with the teacher's --valid, or leave it out"
         )
-    if not same_tokenizer(run.directory, teacher.directory):
+    if not same_tokenizer(directory, teacher.facts.directory):
         raise ArtifactError(
-            f"{run.directory}: its tokenizer differs from the teacher's, so neither its tokens nor its held-out text, "
-            "which ends after so many tokens, are the same; use the teacher's tokenizer, or leave it out"
+            f"{directory}: its tokenizer differs from the teacher's, so its tokens and the held-out text that it was "
+            "scored on differ too; use the teacher's tokenizer, or leave it out"
         )
 
 

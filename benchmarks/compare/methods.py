@@ -28,13 +28,13 @@ def loop_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return loop
 
 
-def method_name(command: str, settings: Mapping[str, Any], origin: str | None) -> str:
+def method_name(command: str, settings: Mapping[str, Any], parent: str | None) -> str:
     """The method in words: `from scratch`, `distilled`, `pruned + recovered`, `pruned + fine-tuned with LoRA`.
 
     Args:
         command: that made the directory.
         settings: of its manifest.
-        origin: method of the run it starts from; None where it starts from the teacher or from random weights.
+        parent: method of the run it starts from; None where it starts from the teacher or from random weights.
     """
     loop = loop_settings(settings)
     if command == "train" and not settings.get("init"):
@@ -42,13 +42,13 @@ def method_name(command: str, settings: Mapping[str, Any], origin: str | None) -
     words = _WORDS.get(command, command)
     if command == "distill" and settings.get("start") == "clone":
         words = "cloned + distilled"
-    if command == "distill" and settings.get("init") and origin is None:
+    if command == "distill" and settings.get("init") and parent is None:
         words = "distilled from weights"
     if settings.get("recover"):
         words += " + recovered"
     if settings.get("lora") or loop.get("lora"):
         words += " with LoRA"
-    return words if origin is None else f"{origin} + {words}"
+    return words if parent is None else f"{parent} + {words}"
 
 
 def variants(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
@@ -71,14 +71,14 @@ def variants(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     return names
 
 
-def recipe(settings: Mapping[str, Any], origin: str | None) -> str:
+def recipe(settings: Mapping[str, Any], parent: str | None) -> str:
     """Equal for two runs whose settings differ in the seed alone.
 
     Args:
         settings: of the manifest.
-        origin: directory that a run starts from whose recipe is compared on its own; None where there is none.
+        parent: directory that a run starts from whose recipe is compared on its own; None where there is none.
     """
-    kept = {key: value for key, value in settings.items() if key != "seed" and (origin is None or value != origin)}
+    kept = {key: value for key, value in settings.items() if key != "seed" and (parent is None or value != parent)}
     if isinstance(kept.get("recover"), dict):
         kept["recover"] = {key: value for key, value in kept["recover"].items() if key != "seed"}
     return json.dumps(kept, sort_keys=True, default=str)

@@ -1,29 +1,20 @@
-"""The comparison for people: one table as texts, and the Markdown and HTML pages that hold it."""
+"""The comparison for people: one table, and the Markdown and HTML pages that hold it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.compare.chart import figure
+from benchmarks.compare.chart import comparison_chart
 from benchmarks.compare.runs import Run
-from benchmarks.report.markdown import escaped
-from benchmarks.report.report import MISSING, render_page
+from benchmarks.labels import MISSING
+from benchmarks.report.markdown import escaped, markdown_table
+from benchmarks.report.page import render_page
+from benchmarks.report.text import Table
 
 COLUMNS = (
-    "run",
-    "method",
-    "parameters (blocks)",
-    "tokens",
-    "per parameter",
-    "epochs",
-    "FLOPs",
-    "bits/byte before",
-    "bits/byte",
-    "to teacher",
-    "scratch needs tokens",
-    "scratch needs FLOPs",
-    "seconds",
+    *("run", "method", "parameters (blocks)", "tokens", "per parameter", "epochs", "FLOPs", "bits/byte before"),
+    *("bits/byte", "to teacher", "scratch needs tokens", "scratch needs FLOPs", "seconds"),
 )
 ON_SCREEN = ("run", "method", "parameters (blocks)", "tokens", "bits/byte", "to teacher", "scratch needs tokens")
 LEGEND = (
@@ -32,13 +23,12 @@ LEGEND = (
 )
 
 
-def table_rows(result: dict[str, Any]) -> list[list[str]]:
-    """The teacher's line and one for each run, as texts under `COLUMNS`."""
-    return [_cells(result["teacher"], "teacher"), *(_cells(row, row["method"]) for row in result["rows"])]
+def table_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
+    """The teacher's line and one for each row of comparison.json, as texts under `COLUMNS`."""
+    return [_cells(comparison["teacher"], teacher=True), *(_cells(row, teacher=False) for row in comparison["rows"])]
 
 
-def _cells(row: dict[str, Any], method: str) -> list[str]:
-    teacher = method == "teacher"
+def _cells(row: Mapping[str, Any], teacher: bool) -> list[str]:
     before = row["bits_per_byte_before_recovery"]
 
     def of_teacher(shown: str, share: float) -> str:
@@ -46,7 +36,7 @@ def _cells(row: dict[str, Any], method: str) -> list[str]:
 
     return [
         row["name"],
-        method,
+        "teacher" if teacher else row["method"],
         of_teacher(f"{row['parameters']:,}", row["share_of_teacher_block_parameters"]),
         of_teacher(short(row["tokens"]), row["share_of_teacher_tokens"]),
         f"{row['tokens_per_parameter']:.2f}",
@@ -75,43 +65,35 @@ def short(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def _factor(factor: dict[str, Any] | None) -> str:
-    if factor is None:
+def _factor(cost: Mapping[str, Any] | None) -> str:
+    if cost is None:
         return MISSING
-    relation = "" if factor["relation"] == "=" else factor["relation"] + " "
-    value = factor["factor"]
+    relation = "" if cost["relation"] == "=" else cost["relation"] + " "
+    value = cost["factor"]
     return f"{relation}{value:.{1 if value >= 0.95 else 2}f}\u00d7"
 
 
-def markdown(result: dict[str, Any]) -> str:
+def markdown(comparison: Mapping[str, Any]) -> str:
     """A heading, the table and its notes, for a README or a pull request."""
-    numbers = [" ---: " if index > 1 else " --- " for index in range(len(COLUMNS))]
-    lines = [f"## {escaped(result['title'])}", "", _line(COLUMNS), "|" + "|".join(numbers) + "|"]
-    for number, cells in enumerate(table_rows(result)):
-        shown = [escaped(cell) for cell in cells]
-        lines.append(_line([f"**{cell}**" for cell in shown] if number == 0 else shown))
-    lines += ["", LEGEND, "", *(f"- {escaped(note)}" for note in result["notes"])]
+    table = Table("", COLUMNS, table_rows(comparison), texts=(0, 1))
+    notes = [f"- {escaped(note)}" for note in comparison["notes"]]
+    lines = [f"## {escaped(comparison['title'])}", "", *markdown_table(table, bold_first=True), LEGEND, "", *notes]
     return "\n".join(lines) + "\n"
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def page(result: dict[str, Any], runs: Sequence[Run], teacher: Run) -> str:
-    """One HTML page that loads nothing: the plot, the table and the notes.
+def html_page(comparison: Mapping[str, Any], runs: Sequence[Run], teacher: Run) -> str:
+    """One HTML page that loads nothing: the chart, the table and the notes.
 
     Raises:
         ModuleNotFoundError: jinja2 or plotly is not installed.
     """
     return render_page(
         "compare.html",
-        charts=True,
-        title=result["title"],
+        [comparison_chart(runs, teacher)],
+        title=comparison["title"],
         columns=COLUMNS,
-        rows=table_rows(result),
+        rows=table_rows(comparison),
         missing=MISSING,
         legend=LEGEND.replace("`", ""),
-        notes=result["notes"],
-        figure=figure(result["rows"], runs, teacher),
+        notes=comparison["notes"],
     )

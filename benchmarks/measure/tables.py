@@ -10,10 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.console_tables import reliability_line
-from benchmarks.labels import RATIOS, short_depth
+from benchmarks.labels import LIMIT_LABELS, MISSING, RATIOS, number, short_depth
 from benchmarks.measure.process import QUIET_CORES
 from benchmarks.measure.summary import decides
-from benchmarks.report.report import LIMIT_LABELS, MISSING, number
 from benchmarks.spread import CONFIDENCE, coverage, rank
 
 OUTCOMES = {True: "passed", False: "missed", None: "not measured"}

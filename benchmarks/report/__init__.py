@@ -1,1 +1,1 @@
-"""The report of finished stages: HTML, Markdown and CSV. Imports devices and compare's FLOP counts."""
+"""The report of finished stages: HTML, Markdown and CSV, and the charts, tables and pages that compare uses too."""

@@ -1,16 +1,17 @@
-"""What a report is made from: stage directories, bench results, searches and texts, read with tolerance."""
+"""What a report is made from: stage directories, bench results, searches and texts."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.labels import is_number, part, verdict
-from benchmarks.measure.floor import budget_depth
+from benchmarks.labels import is_number
 from benchmarks.report.search_results import FIT_FILE, Fit, read_fit
+from benchmarks.report.text import BUDGET_DEPTH, get_nested, summarize_budget
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.hf_config import load_config, read_json
 from sportsllm.storage.artifact import MANIFEST, digest, directory_bytes, read_manifest
@@ -41,6 +42,29 @@ class StageSummary:
         """Whether the quality is `bench`'s, on all of its text, and not the one a training logged."""
         return self.bench is not None and is_number(self.bench.get("bits_per_byte"))
 
+    @property
+    def outcome(self) -> str | None:
+        """ "passed", "missed" or "incomplete" by the stage's own bench result; None without one."""
+        budget = summarize_budget(self.bench)
+        return None if budget is None else budget.outcome
+
+    def limit_metrics(self) -> dict[str, float | None]:
+        """The measurements by the names of the limits, in MB and ms, and the quality; None where there is none.
+
+        A context with no room for a budget's depth gives the time per token at the deepest that was measured.
+        """
+        depth = str(get_nested(self.bench, "budget", "tpot_depth_tokens") or BUDGET_DEPTH)
+        peak = get_nested(self.bench, "peak_rss_bytes")
+        found = {
+            "file_mb": None if self.size_bytes is None else self.size_bytes / 1e6,
+            "bits_per_byte": self.bits_per_byte,
+            "ttft_ms": get_nested(self.bench, "ttft_ms", str(BUDGET_DEPTH)),
+            "tpot_p50_ms": get_nested(self.bench, "tpot_ms", depth, "p50"),
+            "tpot_p95_ms": get_nested(self.bench, "tpot_ms", depth, "p95"),
+            "peak_memory_mb": peak / 1e6 if is_number(peak) else None,
+        }
+        return {name: float(value) if is_number(value) else None for name, value in found.items()}
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -53,7 +77,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything a report shows. `bench` is the result that the verdict is about, `skipped` what was left out."""
+    """Everything a report shows. `bench` is the last result given, `skipped` says which samples were left out."""
 
     stages: list[StageSummary] = field(default_factory=list)
     bench: dict[str, Any] | None = None
@@ -68,42 +92,19 @@ class Inputs:
         return self.bench or (measured[-1] if measured else None)
 
 
-# A figure of the stage by the names that limits have, and the quality itself.
-FIGURES = ("file_mb", "bits_per_byte", "ttft_ms", "tpot_p50_ms", "tpot_p95_ms", "peak_memory_mb")
-
-
-def figures(stage: StageSummary) -> dict[str, float | None]:
-    """`FIGURES` of a stage as measured (MB, ms, at the depths of the budgets); None where there is none.
-
-    A context with no room for a budget's depth gives the time per token at the deepest that was measured.
-    """
-    measured = part(stage.bench, "tpot_ms")
-    depth = str(budget_depth(int(key) for key in measured)) if isinstance(measured, Mapping) else ""
-    found = {
-        "file_mb": None if stage.size_bytes is None else stage.size_bytes / 1e6,
-        "bits_per_byte": stage.bits_per_byte,
-        "ttft_ms": part(stage.bench, "ttft_ms", "512"),
-        "tpot_p50_ms": part(measured, depth, "p50"),
-        "tpot_p95_ms": part(measured, depth, "p95"),
-    }
-    peak = part(stage.bench, "peak_rss_bytes")
-    found["peak_memory_mb"] = peak / 1e6 if is_number(peak) else None
-    return {name: float(value) if is_number(value) else None for name, value in found.items()}
-
-
 def too_short(stages: Sequence[StageSummary]) -> bool:
     """Whether a measured stage has no time per token, its context having no room for the steps."""
-    depths = [part(stage.bench, "tpot_ms") for stage in stages]
-    return any(isinstance(found, Mapping) and not found for found in depths)
+    return any(get_nested(stage.bench, "tpot_ms") == {} for stage in stages)
 
 
-def outcome(stage: StageSummary) -> str | None:
-    """ "passed", "missed" or "incomplete" by the stage's own bench result; None without one."""
-    judged = verdict(stage.bench)
-    return None if judged is None else str(judged["outcome"])
+def bench_command(stages: Sequence[StageSummary], flags: str = "--device host") -> str:
+    """The command that measures the last stage, or any where none was given."""
+    last = stages[-1] if stages else None
+    directory, name = (last.directory, last.name) if last else ("EXPORT", "EXPORT")
+    return f"bench {shlex.quote(directory)} {flags} --out {shlex.quote(name + '.json')}"
 
 
-def summarise_directory(directory: Path, bench: dict[str, Any] | None = None) -> StageSummary:
+def summarize_directory(directory: Path, bench: dict[str, Any] | None = None) -> StageSummary:
     """Read what a stage's directory says about itself.
 
     Args:
@@ -122,15 +123,14 @@ def summarise_directory(directory: Path, bench: dict[str, Any] | None = None) ->
     if parameters is None and (directory / "config.json").exists():
         parameters = load_config(directory).parameters
     quality = results.get("bits_per_byte", results.get("valid_bits_per_byte"))
-    if bench is not None and bench.get("bits_per_byte") is not None:
-        quality = bench["bits_per_byte"]
+    scored = get_nested(bench, "bits_per_byte")
     return StageSummary(
         name=directory.name or str(directory),
         command=str(manifest.get("command", "checkpoint")),
         directory=str(directory),
         parameters=parameters,
         size_bytes=directory_bytes(directory),
-        bits_per_byte=quality,
+        bits_per_byte=quality if scored is None else scored,
         metrics=read_metrics(directory / "metrics.jsonl"),
         manifest=manifest,
         bench=bench,
@@ -138,7 +138,7 @@ def summarise_directory(directory: Path, bench: dict[str, Any] | None = None) ->
     )
 
 
-def _summarise_bench(bench: dict[str, Any]) -> StageSummary:
+def _summarize_bench(bench: dict[str, Any]) -> StageSummary:
     """A stage known by its measurement only, its directory not being here."""
     directory = str(bench.get("directory") or "measured")
     return StageSummary(
@@ -171,35 +171,49 @@ def collect(paths: Sequence[Path]) -> Inputs:
     """Sort the report's inputs: stage directories, searches (with fit.json), bench results (.json), texts (.txt, .md).
 
     A bench result, also that of a search's finished model, belongs to the stage whose directory it measured, and is a
-    stage of its own where that directory was not given; the last one gives the verdict.
+    stage of its own where that directory was not given. A directory with several results is shown once for each,
+    named by the file. The last result gives the verdict.
 
     Raises:
         UsageError: a path is none of these.
         ArtifactError: a file is missing or damaged.
     """
     directories: list[Path] = []
-    benches: list[dict[str, Any]] = []
+    benches: list[tuple[str, dict[str, Any]]] = []
     samples: list[Sample] = []
     fits: list[Fit] = []
     for path in paths:
         if path.is_dir() and (path / FIT_FILE).exists():
             fits.append(read_fit(path))
-            benches += [found] if (found := fits[-1].bench) else []
+            benches.append((path.name, fits[-1].bench))
         elif path.is_dir():
             directories.append(path)
         elif path.suffix == ".json":
-            benches.append(_read_bench(path))
+            benches.append((path.stem, _read_bench(path)))
         elif path.suffix in (".txt", ".md") and path.is_file():
             samples.append(Sample(path.stem, path.read_text(encoding="utf-8", errors="replace")))
         else:
             raise UsageError(
                 f"{path}: give stage directories, a directory of `fit`, bench results (.json) or sample texts (.txt)"
             )
-    by_directory = {_key(bench.get("directory", "")): bench for bench in benches}
-    given = {_key(path) for path in directories}
-    stages = [summarise_directory(path, by_directory.get(_key(path))) for path in directories]
-    stages += [_summarise_bench(bench) for key, bench in by_directory.items() if key not in given]
-    return Inputs(stages, benches[-1] if benches else None, samples, fits)
+    measured: dict[Path, list[tuple[str, dict[str, Any]]]] = {path.resolve(): [] for path in directories}
+    for name, bench in benches:
+        measured.setdefault(Path(bench.get("directory", "")).resolve(), []).append((name, bench))
+    stages = [stage for path in directories for stage in _measured_stages(path, measured.pop(path.resolve(), []))]
+    stages += [stage for found in measured.values() for stage in _measured_stages(None, found)]
+    return Inputs(stages, benches[-1][1] if benches else None, samples, fits)
+
+
+def _measured_stages(directory: Path | None, benches: Sequence[tuple[str, dict[str, Any]]]) -> list[StageSummary]:
+    """A stage once, or once for each bench result, if it has several; None is a directory that was not given."""
+    if directory is not None and not benches:
+        return [summarize_directory(directory)]
+    stages = [
+        _summarize_bench(bench) if directory is None else summarize_directory(directory, bench) for _, bench in benches
+    ]
+    if len(stages) < 2:
+        return stages
+    return [replace(stage, name=f"{stage.name} ({name})") for stage, (name, _) in zip(stages, benches, strict=True)]
 
 
 def _read_bench(path: Path) -> dict[str, Any]:
@@ -207,7 +221,3 @@ def _read_bench(path: Path) -> dict[str, Any]:
     if not isinstance(data.get("tpot_ms"), Mapping):
         raise ArtifactError(f"{path}: is no result of `bench`; write one with bench --out")
     return data
-
-
-def _key(directory: str | Path) -> str:
-    return str(Path(directory).resolve())

@@ -1,4 +1,4 @@
-"""The report about a line of stages: a self-contained HTML page, Markdown, or comma-separated values.
+"""The report about a lineage of stages: a self-contained HTML page, Markdown, or comma-separated values.
 
 The page loads nothing: plotly's script is inside it, and its content security policy forbids the network.
 """
@@ -6,33 +6,22 @@ The page loads nothing: plotly's script is inside it, and its content security p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks.files import write_whole
-from benchmarks.labels import LIMIT_LABELS, MISSING, bench_rows, number, verdict
-from benchmarks.report.charts import COLOURS, COLOURS_ON_DARK, bench_command
-from benchmarks.report.inputs import Inputs, Sample, StageSummary, collect, read_metrics
-from benchmarks.report.markdown import csv_text, markdown, stage_row, stage_table, verdict_words
-from benchmarks.report.sections import sections
+from benchmarks.report.changes import change_charts, change_table, find_changes
+from benchmarks.report.charts import Chart
+from benchmarks.report.inputs import Inputs, bench_command
+from benchmarks.report.markdown import STAGE_HEADERS, csv_text, markdown, stage_cells
+from benchmarks.report.page import render_page
+from benchmarks.report.roofline import roofline_chart
+from benchmarks.report.search_results import fit_tables
+from benchmarks.report.speed_memory import memory_chart, speed_charts
+from benchmarks.report.text import Table, measurement_rows, measurement_tables, summarize_budget
+from benchmarks.report.trade_off import trade_off_charts
+from benchmarks.report.training import training_charts
 from sportsllm.errors import UsageError
-
-__all__ = [
-    "LIMIT_LABELS",
-    "MISSING",
-    "Inputs",
-    "Sample",
-    "StageSummary",
-    "collect",
-    "number",
-    "read_metrics",
-    "render_page",
-    "stage_row",
-    "stage_table",
-    "targets",
-    "write_report",
-]
 
 SUFFIXES = {"html": (".html", ".htm"), "md": (".md", ".markdown"), "csv": (".csv",)}
 
@@ -57,7 +46,7 @@ def targets(out: Path, formats: str | None = None) -> dict[str, Path]:
     names = [name.strip().lower() for name in formats.split(",") if name.strip()]
     unknown = sorted(set(names) - set(SUFFIXES))
     if unknown or not names:
-        raise UsageError(f"--format {formats!r}: {', '.join(unknown) or 'nothing'} is no format; choose from {known}")
+        raise UsageError(f"--format {formats!r}: unknown format {', '.join(unknown) or '(none)'}; choose from {known}")
     stem = out.with_suffix("") if own else out
     return {name: out if name == own else stem.with_name(stem.name + SUFFIXES[name][0]) for name in names}
 
@@ -85,6 +74,30 @@ def write_report(files: Mapping[str, Path], title: str, inputs: Inputs) -> None:
         write_whole(path, text)
 
 
+@dataclass(frozen=True)
+class Section:
+    """One heading of the page."""
+
+    identifier: str
+    title: str
+    charts: list[Chart]
+    tables: list[Table] = field(default_factory=list)
+
+
+def page_sections(inputs: Inputs) -> list[Section]:
+    """The sections between the stages' table and the samples."""
+    stages, bench, changes = inputs.stages, inputs.deciding, find_changes(inputs)
+    table = change_table(changes)
+    candidates = fit_tables(inputs.fits, len(stages) + 1)
+    return [
+        Section("trade-off", "Quality, size and speed", trade_off_charts(inputs), candidates),
+        Section("changes", "What each stage changed", change_charts(changes), [table] if table else []),
+        Section("speed", "Speed", speed_charts(stages, bench), measurement_tables(bench)),
+        Section("memory", "Memory and roofline", [memory_chart(stages, bench), roofline_chart(stages, bench)]),
+        Section("training", "Training", training_charts(stages)),
+    ]
+
+
 def html_page(title: str, inputs: Inputs) -> str:
     """The page.
 
@@ -92,51 +105,19 @@ def html_page(title: str, inputs: Inputs) -> str:
         ModuleNotFoundError: jinja2 or plotly is not installed.
     """
     bench = inputs.deciding
-    judged = verdict(bench)
-    shown = sections(inputs)
-    figures = [plot for section in shown for plot in section.plots if "figure" in plot]
+    sections = page_sections(inputs)
     return render_page(
         "report.html",
-        charts=bool(figures),
+        [chart for section in sections for chart in section.charts],
         title=title,
-        verdict=judged,
-        verdict_words=verdict_words(judged) if judged else None,
+        budget=summarize_budget(bench),
         bench=bench,
         bench_command=bench_command(inputs.stages),
-        bench_rows=bench_rows(bench),
-        stages=[stage_row(stage) for stage in inputs.stages],
-        sections=shown,
-        figures=figures,
+        bench_rows=measurement_rows(bench),
+        stages=inputs.stages,
+        stage_headers=STAGE_HEADERS[3:],
+        stage_cells=stage_cells,
+        sections=sections,
         samples=inputs.samples,
         skipped=inputs.skipped,
-        palette=list(zip(COLOURS, COLOURS_ON_DARK, strict=True)),
-    )
-
-
-def render_page(template: str, *, charts: bool, **values: Any) -> str:
-    """A self-contained HTML page from a template beside this file.
-
-    Args:
-        template: its file name.
-        charts: whether the page needs the plotting library.
-        values: what the template shows, beside `written` and `plotly`.
-
-    Raises:
-        ModuleNotFoundError: jinja2 or plotly is not installed.
-    """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parents[1] / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(template).render(
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        plotly=Markup(get_plotlyjs() if charts else ""),
-        **values,
     )

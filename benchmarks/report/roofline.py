@@ -1,43 +1,57 @@
-"""The roofline: what decoding and reading a prompt reach, under what the device's memory and arithmetic allow."""
+"""The roofline: what decoding and reading a prompt reach, under what the machine's memory and arithmetic allow."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.compare.flops import forward_flops_per_token, matmul_parameters
-from benchmarks.devices.load import load_device
-from benchmarks.devices.schema import Device
-from benchmarks.labels import is_number, part
+from benchmarks.flops import forward_flops_per_token, matmul_parameters
+from benchmarks.labels import is_number
 from benchmarks.predict.model_size import prompt_graph_bytes
-from benchmarks.report.charts import Plot, absent, bench_command, chart, colour, line, log_axis
-from benchmarks.report.inputs import StageSummary
+from benchmarks.report.charts import Chart, Plot, chart, color, line, log_axis, placeholder_chart
+from benchmarks.report.inputs import StageSummary, bench_command
+from benchmarks.report.text import get_nested
 from sportsllm.errors import SportsLLMError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 
-Rate = tuple[str, float, float]
+
+class Rate(NamedTuple):
+    """A measured point."""
+
+    label: str
+    operations_per_byte: float
+    gops: float
 
 
-def roofline(stages: Sequence[StageSummary], bench: Mapping[str, Any] | None) -> Plot:
-    """Rate against operations per byte, under the roofs of the budget's device (Williams et al., CACM 52(4), 2009)."""
+def roofline_chart(stages: Sequence[StageSummary], bench: Mapping[str, Any] | None) -> Chart:
+    """Rate against operations per byte, under the roofs in the result (Williams et al., CACM 52(4), 2009)."""
     identifier, title, command = "roofline", "Roofline", bench_command(stages)
     if bench is None:
-        return absent(identifier, title, "Nothing was measured.", command)
+        return placeholder_chart(identifier, title, "Nothing was measured.", command)
+    roofs = bench.get("roofs")
+    if roofs is None:
+        return placeholder_chart(
+            identifier, title, "The result has no bandwidth or peak rates: measure again.", command
+        )
     try:
-        device = load_device(str(part(bench, "budget", "device")))
         config = load_config(Path(str(bench["directory"])))
-    except (SportsLLMError, OSError, KeyError) as error:
-        return absent(identifier, title, f"It needs the model's shape and the device's figures: {error}.", command)
-    decode, prefill = measured_points(bench, config)
+    except (SportsLLMError, OSError) as error:
+        return placeholder_chart(identifier, title, f"It needs the model's shape: {error}.", command)
+    decode, prefill = measured_rates(bench, config)
     if not decode and not prefill:
-        return absent(identifier, title, "The result has no bytes per token, or no speeds.", command)
-    return _roofline(identifier, title, bench, device, decode, prefill)
+        return placeholder_chart(identifier, title, "The result has no bytes per token, or no speeds.", command)
+    places = [rate.operations_per_byte for rate in decode + prefill]
+    marks = [_marks(decode, "decode", color(0), "circle"), _marks(prefill, "prompt", color(1), "square")]
+    data = _roof_lines(bench, min(places), max(places)) + [trace for trace in marks if trace["x"]]
+    xs, ys = ([value for trace in data for value in trace[axis]] for axis in "xy")
+    x_axis, y_axis = log_axis("operations per byte", min(xs), max(xs)), log_axis("GOP/s", min(ys), max(ys))
+    return chart(identifier, title, _caption(roofs), data, x_axis, y_axis)
 
 
-def measured_points(bench: Mapping[str, Any], config: ModelConfig) -> tuple[list[Rate], list[Rate]]:
-    """What decoding and reading a prompt reach: (label, operations per byte, GOP/s).
+def measured_rates(bench: Mapping[str, Any], config: ModelConfig) -> tuple[list[Rate], list[Rate]]:
+    """What decoding and reading a prompt reach.
 
     Operations of a step after t tokens are 2 N + 4 L H E (t + 1), those of a prompt of T tokens the sum of its steps'
     less the head's for all tokens but the last. Bytes are the least there can be: every weight once and the keys and
@@ -47,7 +61,8 @@ def measured_points(bench: Mapping[str, Any], config: ModelConfig) -> tuple[list
         bench: a result of `bench`.
         config: the shape of the model it measured.
     """
-    weights, cache = part(bench, "memory_floor", "weight_bytes"), part(bench, "memory_floor", "kv_bytes_per_token")
+    weights = get_nested(bench, "memory_floor", "weight_bytes")
+    cache = get_nested(bench, "memory_floor", "kv_bytes_per_token")
     if not is_number(weights) or not is_number(cache):
         return [], []
     attention = 4 * config.num_hidden_layers * config.query_size
@@ -59,53 +74,53 @@ def measured_points(bench: Mapping[str, Any], config: ModelConfig) -> tuple[list
     prefill = []
     for prompt, milliseconds in (bench.get("ttft_ms") or {}).items():
         length = int(prompt)
-        spared = 2 * config.vocab_size * config.hidden_size * (length - 1)
-        operations = length * forward_flops_per_token(config, length) - spared
+        head = 2 * config.vocab_size * config.hidden_size * (length - 1)
+        operations = length * forward_flops_per_token(config, length) - head
         prefill.append(_rate(f"prompt of {prompt}", operations, read + cache * length, milliseconds))
     return decode, prefill
 
 
 def _rate(label: str, operations: float, size: float, milliseconds: float) -> Rate:
-    return label, operations / size, operations / milliseconds / 1e6
+    return Rate(label, operations / size, operations / milliseconds / 1e6)
 
 
-def _roofline(
-    identifier: str, title: str, bench: Mapping[str, Any], device: Device, decode: list[Rate], prefill: list[Rate]
-) -> Plot:
-    hardware = device.hardware
-    bandwidth = hardware.memory_bandwidth.value
-    peaks = [("8-bit peak", hardware.int8_matmul_rate.value), ("32-bit peak", hardware.fp32_matmul_rate.value)]
-    places = [place for _, place, _ in decode + prefill]
-    low, high = min(0.5, *places), 4 * max(*places, *(peak / bandwidth for _, peak in peaks))
-    data = [
-        line([low, peak / bandwidth, high], [low * bandwidth, peak, peak], label, paint, mode="lines")
-        for (label, peak), paint in zip(peaks, ("theme:ink", "theme:quiet"), strict=True)
+def _roof_lines(bench: Mapping[str, Any], low: float, high: float) -> list[Plot]:
+    """A roof for each known peak rate, the bandwidth alone without any; `low` and `high` are the points' places."""
+    roofs, measured = bench["roofs"], get_nested(bench, "memory_floor", "bandwidth_bytes_per_s")
+    bandwidth = roofs["bandwidth_gb_s"]
+    known = {"8-bit peak": roofs["int8_gops"], "32-bit peak": roofs["fp32_gflops"]}
+    peaks = {label: peak for label, peak in known.items() if peak is not None}
+    low, high = min(0.5, low), 4 * max([high, *(peak / bandwidth for peak in peaks.values())])
+    if not peaks:
+        return [line([low, high], [low * bandwidth, high * bandwidth], "bandwidth", "theme:ink", mode="lines")]
+    lines = [
+        line([low, peak / bandwidth, high], [low * bandwidth, peak, peak], label, shade, mode="lines")
+        for (label, peak), shade in zip(peaks.items(), ("theme:ink", "theme:quiet"), strict=True)
     ]
-    seen = part(bench, "memory_floor", "bandwidth_bytes_per_s")
-    if is_number(seen):
-        top = max(peak for _, peak in peaks)
-        ends = [low, top / (seen / 1e9)]
-        data.append(line(ends, [x * seen / 1e9 for x in ends], "measured GB/s", colour(2), "dot", mode="lines"))
-    for points, name, paint, symbol in (
-        (decode, "decode", colour(0), "circle"),
-        (prefill, "prompt", colour(1), "square"),
-    ):
-        trace = line([x for _, x, _ in points], [y for _, _, y in points], name, paint, mode="markers")
-        trace |= {"marker": {"size": 10, "symbol": symbol, "color": paint}, "text": [label for label, _, _ in points]}
-        data.append(trace | {"hovertemplate": "%{text}: %{x:.3g} operations a byte, %{y:.3g} GOP/s<extra></extra>"})
-    rates = [rate for trace in data for rate in trace["y"]]
-    caption = (
-        f"Operations a second against operations per byte, as measured, under the memory bandwidth ({bandwidth:g} "
-        f"GB/s) and the peak rates of {device.name}'s device file. Bytes are the least possible: each weight and each "
-        "key and value once. Points above the slope were served by the processor's own caches."
-    )
-    if part(bench, "budget", "decided_by") == "prediction":
-        caption += f" Measured on another machine than {device.name}: the points are not under these roofs."
-    return chart(
-        identifier,
-        title,
-        caption,
-        [trace for trace in data if trace["x"]],
-        log_axis("operations per byte", low, high),
-        log_axis("GOP/s", min(rates), max(rates)),
+    if is_number(measured):
+        seen = measured / 1e9
+        xs, top = [low, max(peaks.values()) / seen], max(peaks.values())
+        lines.append(line(xs, [low * seen, top], "measured GB/s", color(2), "dot", mode="lines"))
+    return lines
+
+
+def _marks(rates: Sequence[Rate], name: str, shade: str, symbol: str) -> Plot:
+    trace = line([rate.operations_per_byte for rate in rates], [rate.gops for rate in rates], name, shade)
+    return trace | {
+        "mode": "markers",
+        "marker": {"size": 10, "symbol": symbol, "color": shade},
+        "text": [rate.label for rate in rates],
+        "hovertemplate": "%{text}: %{x:.3g} operations a byte, %{y:.3g} GOP/s<extra></extra>",
+    }
+
+
+def _caption(roofs: Mapping[str, Any]) -> str:
+    bandwidth = f"{roofs['bandwidth_gb_s']:.3g} GB/s"
+    if roofs["int8_gops"] is None:
+        under = f"the memory bandwidth measured beside them ({bandwidth}); this machine's peak rates are not known"
+    else:
+        under = f"the memory bandwidth ({bandwidth}) and the peak rates in the device file of {roofs['source']}"
+    return (
+        f"Operations a second against operations per byte, as measured, under {under}. Bytes are the least possible: "
+        "each weight and each key and value once. Points above the slope were served by the processor's own caches."
     )

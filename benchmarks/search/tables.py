@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.labels import LIMIT_LABELS, MISSING, number
 from benchmarks.measure.tables import table, verdict_line
-from benchmarks.report.report import LIMIT_LABELS, MISSING, number
 from benchmarks.search.candidates import EQUAL_PERCENT
 
 _SHOWN = 12

@@ -18,19 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.commands import compare as command
 from benchmarks.compare import methods as compare_methods
 from benchmarks.compare.compare import _SCORED_TOKENS, compare, scratch_cost
-from benchmarks.compare.flops import (
-    TrainingCost,
-    clone_flops_per_batch,
-    cut_flops,
-    forward_flops_per_token,
-    matmul_parameters,
-    repair_flops_per_token,
-    training_flops_per_token,
-)
+from benchmarks.compare.cost import TrainingCost, clone_flops_per_batch, cut_flops, repair_flops_per_token
 from benchmarks.compare.inputs import ancestors, read_runs
+from benchmarks.compare.manifest import teachers_of
 from benchmarks.compare.methods import method_name, variants
 from benchmarks.compare.page import COLUMNS, percent, short
-from benchmarks.compare.runs import guides_of
+from benchmarks.flops import forward_flops_per_token, matmul_parameters, training_flops_per_token
 from compress.cli.prune import prune
 from compress.distillation.divergences import KLWeight
 from compress.distillation.run import distill
@@ -160,8 +153,8 @@ def test_a_clones_weights_cost_what_torch_counts() -> None:
 
 def test_cross_entropy_recovery_counts_no_teacher() -> None:
     settings = {"checkpoint": "a", "teacher": "b", "kl_weight": 0.0}
-    assert guides_of(settings) == [] and guides_of({**settings, "hidden_weight": 0.1}) == ["b"]
-    assert guides_of({**settings, "kl_weight": 1.0}) == ["b"]
+    assert teachers_of(settings) == [] and teachers_of({**settings, "hidden_weight": 0.1}) == ["b"]
+    assert teachers_of({**settings, "kl_weight": 1.0}) == ["b"]
 
 
 def test_repair_costs_about_what_it_is_said_to() -> None:
@@ -298,8 +291,8 @@ def test_stored_signals_cost_one_pass_of_their_teachers(runs: Path, tmp_path: Pa
 
     copy = edited(runs / "distilled", tmp_path / "stored", from_them)
     teacher, (stored,) = read_runs([copy], runs / "teacher")
-    assert stored.cost.signals == 640 * 2 * forward_flops_per_token(teacher.config, 64)  # both have its shape
-    assert stored.cost.teacher_per_token == 0 and "counts once" in stored.remarks[0]
+    assert stored.cost.flops.signals == 640 * 2 * forward_flops_per_token(teacher.config, 64)  # both have its shape
+    assert stored.cost.flops.teacher_per_token == 0 and "counts once" in stored.notes[0]
     assert {signals, runs / "half"} <= set(ancestors([runs / "teacher", copy]))
     shutil.rmtree(signals)
     with pytest.raises(ArtifactError, match="cannot be counted"):
@@ -318,8 +311,8 @@ def test_an_untrained_start_costs_nothing(runs: Path, tmp_path: Path) -> None:
         data["parents"].append({"path": str(untrained), "sha256": digest(untrained)})
 
     _, (run,) = read_runs([edited(runs / "distilled", tmp_path / "run", from_it)], runs / "teacher")
-    assert run.method == "from scratch + distilled" and run.before == run.cost.start == 0
-    assert run.tokens == 4 * PER_STEP
+    assert run.method == "from scratch + distilled" and run.cost.before == run.cost.flops.start == 0
+    assert run.cost.tokens == 4 * PER_STEP
 
 
 def edited(source: Path, target: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
@@ -375,7 +368,7 @@ def test_files_hold_the_table_and_text_stays_text(result: dict[str, Any]) -> Non
 
 def test_the_plot_shows_each_finished_run_twice(result: dict[str, Any], runs: Path) -> None:
     html = (Path(result["out"]) / "comparison.html").read_text(encoding="utf-8")
-    figure = json.loads(html.rpartition("const figure = ")[2].partition(";\n")[0])
+    (figure,) = json.loads(html.rpartition("const figures = ")[2].partition(";\n")[0])
     for axis, unit in (("x", "tokens"), ("x2", "training_flops")):
         traces = [trace for trace in figure["data"] if trace["xaxis"] == axis]
         marks = {

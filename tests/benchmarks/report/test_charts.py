@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report.changes import change_plots, change_table, changes, line_of_parents
-from benchmarks.report.inputs import summarise_directory
-from benchmarks.report.report import Inputs, StageSummary, collect
-from benchmarks.report.roofline import measured_points, roofline
+from benchmarks.pareto import pareto_front
+from benchmarks.report.changes import change_charts, change_table, find_changes
+from benchmarks.report.charts import Chart
+from benchmarks.report.inputs import Inputs, StageSummary, collect, summarize_directory
+from benchmarks.report.lineage import lineage
+from benchmarks.report.report import page_sections
 from benchmarks.report.samples import before_and_after
-from benchmarks.report.sections import sections
-from benchmarks.report.trade_off import front, pareto_plots, pareto_points
+from benchmarks.report.trade_off import trade_off_charts, trade_off_points
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.models.config import ModelConfig
 from sportsllm.storage.artifact import Stage, output_directory
 from sportsllm.text.tokenizer import load_tokenizer
 
@@ -47,6 +47,11 @@ def summary(name: str, size: int, bits: float, ms: float, passed: bool | None = 
     return StageSummary(name, "export", name, 1, size, bits, bench=benched(size, bits, ms, passed))
 
 
+def drawn(chart: Chart) -> dict[str, Any]:
+    assert chart.figure is not None
+    return chart.figure
+
+
 def test_the_front_is_what_no_point_beats_in_everything() -> None:
     points = [(float(a * 7 % 11), float(a * 5 % 13), float(a * 3 % 7)) for a in range(1, 40)] + [(0.0, 0.0, 6.0)] * 2
     best = set()
@@ -57,7 +62,7 @@ def test_the_front_is_what_no_point_beats_in_everything() -> None:
                 beaten = True
         if not beaten:
             best.add(point)
-    assert front(points) == sorted(best) and 1 < len(best) < len(set(points))
+    assert pareto_front(points) == sorted(best) and 1 < len(best) < len(set(points))
 
 
 def test_the_box_and_the_points_inside_it() -> None:
@@ -70,16 +75,16 @@ def test_the_box_and_the_points_inside_it() -> None:
     ]
     inputs = Inputs(stages, stages[0].bench)
     # `bad` has no verdict, but 1.2 is more than 10% above the teacher's 1.0; `dominated` has 4 of 3 MB.
-    assert [point.inside for point in pareto_points(inputs)] == [False, True, False, False, False]
-    size, speed = pareto_plots(inputs)
-    joined = size["figure"]["data"][0]
+    assert [point.inside for point in trade_off_points(inputs)] == [False, True, False, False, False]
+    size, speed = trade_off_charts(inputs)
+    joined = drawn(size)["data"][0]
     assert list(zip(joined["x"], joined["y"], strict=True)) == [(1.0, 1.2), (2.0, 1.05), (5.0, 1.0)]
-    (box,) = size["figure"]["layout"]["shapes"]
+    (box,) = drawn(size)["layout"]["shapes"]
     assert (box["x1"], box["y1"]) == (3.0, pytest.approx(1.1))
-    assert speed["figure"]["layout"]["shapes"][0]["xref"] == "paper"  # this budget has no time per token
-    assert "5 lies above the plot, at 3.0000" in size["caption"]
-    assert "size, time and quality together: 1, 2, 3." in speed["caption"]
-    shown = [text for trace in size["figure"]["data"][1:] for text in trace["text"]]
+    assert drawn(speed)["layout"]["shapes"][0]["xref"] == "paper"  # this budget has no time per token
+    assert "5 lies above the plot, at 3.0000" in size.caption
+    assert "size, time and quality together: 1, 2, 3." in speed.caption
+    shown = [text for trace in drawn(size)["data"][1:] for text in trace["text"]]
     assert sorted(shown) == ["1", "2", "3", "4", "5"]
 
 
@@ -92,11 +97,11 @@ def test_the_line_of_parents_goes_through_what_was_not_given(tmp_path: Path) -> 
     tuned = made(tmp_path / "tuned", "distill", [teacher, pruned], {"teacher": str(teacher), "init": str(pruned)})
     packed = made(tmp_path / "packed", "quantize", [tuned])
     last = made(tmp_path / "onnx", "export", [packed])
-    given = [summarise_directory(path) for path in (last, start, pruned, teacher)]
-    assert [stage.name for stage in line_of_parents(given, given[0])] == ["teacher", "pruned", "onnx"]
+    given = [summarize_directory(path) for path in (last, start, pruned, teacher)]
+    assert [stage.name for stage in lineage(given, given[0])] == ["teacher", "pruned", "onnx"]
     for path in packed.iterdir():  # the line ends where a stage between has gone
         path.unlink()
-    assert [stage.name for stage in line_of_parents(given, given[0])] == ["onnx"]
+    assert [stage.name for stage in lineage(given, given[0])] == ["onnx"]
 
 
 def test_waterfalls_add_up(tmp_path: Path) -> None:
@@ -108,12 +113,12 @@ def test_waterfalls_add_up(tmp_path: Path) -> None:
     stages = []
     for path, (size, bits, ms) in figures.items():
         bench = benched(int(size), bits, ms) if ms else None
-        stages.append(replace(summarise_directory(path, bench), size_bytes=int(size), bits_per_byte=bits))
-    found = changes(Inputs(stages, stages[2].bench))
-    assert found is not None and [stage.name for stage in found.line] == ["teacher", "pruned", "onnx"]
+        stages.append(replace(summarize_directory(path, bench), size_bytes=int(size), bits_per_byte=bits))
+    found = find_changes(Inputs(stages, stages[2].bench))
+    assert found is not None and [stage.name for stage in found.lineage] == ["teacher", "pruned", "onnx"]
     # The teacher was not measured, its export was; and only what bench scored is compared with what bench scored.
     assert found.values["tpot_p50_ms"] == [5.0, None, 2.0] and found.values["bits_per_byte"] == [1.4, None, 1.7]
-    size = change_plots(found)[0]["figure"]["data"][0]
+    size = drawn(change_charts(found)[0])["data"][0]
     assert size["measure"] == ["absolute", "relative", "relative", "total"]
     assert list(itertools.accumulate(size["x"][:-1])) == [4, 3, 1] and size["x"][-1] == 1
     table = change_table(found)
@@ -123,86 +128,58 @@ def test_waterfalls_add_up(tmp_path: Path) -> None:
         "2.00 (-60.0%)",
         "100 (-75.0%)",
     )
-    (missing,) = change_plots(changes(Inputs(stages[:1])))
-    assert "figure" not in missing
+    (missing,) = change_charts(find_changes(Inputs(stages[:1])))
+    assert missing.figure is None
 
 
-def test_roofline_points_are_counted_operations_over_counted_bytes() -> None:
-    config = ModelConfig(50, 12, 20, 3, 2, 1, 6, max_position_embeddings=64)
-    bench = {
-        "memory_floor": {"weight_bytes": 1000, "kv_bytes_per_token": 10},
-        "tpot_ms": {"4": {"p50": 0.5}},
-        "ttft_ms": {"5": 2.0},
-    }
-
-    def token(position: int, head: bool) -> int:
-        """Two operations for each multiplication, matrix by matrix; position counts from 1."""
-        matrices = 12 * 12 + 12 * 6 + 12 * 6 + 12 * 12 + 3 * 12 * 20
-        attention = 2 * (2 * 6) * position * 2  # scores and values, two heads of six
-        return 3 * (2 * matrices + attention) + (2 * 50 * 12 if head else 0)
-
-    decode, prefill = measured_points(bench, config)
-    operations = token(5, True)
-    assert decode == [("decode after 4", operations / 1040, pytest.approx(operations / 0.5e-3 / 1e9))]
-    operations = sum(token(position, position == 5) for position in range(1, 6))
-    assert prefill == [("prompt of 5", operations / 1050, pytest.approx(operations / 2e-3 / 1e9))]
+def candidate(name: str, size: float, loss: float, **more: Any) -> dict[str, Any]:
+    """A record of fit.json, as `benchmarks.search.search.summary` writes it."""
+    predicted = {"file_mb": size, "peak_memory_mb": 70.0, "ttft_ms": 9.0}
+    record = {"name": name, "shape": {"hidden": 64}, "precision": "int4-b32", "parameters": 10, "predicted": predicted}
+    record |= {"estimated_loss_percent": loss, "measured": None, "bits_per_byte": None, "within": True, "even": False}
+    return record | more
 
 
-def test_the_roofs_are_the_device_files(checkpoint: Path) -> None:
-    bench = benched(1, 1.0, 1.0) | {
-        "directory": str(checkpoint),
-        "memory_floor": {"weight_bytes": 1e6, "kv_bytes_per_token": 10},
-    }
-    eight, thirty_two, *_ = roofline([], bench)["figure"]["data"]
-    assert eight["y"][-1] == 2_060 and thirty_two["y"][-1] == 510  # host.toml, GOP/s
-    assert eight["y"][0] / eight["x"][0] == pytest.approx(65)  # GB/s
-
-
-def test_a_search_is_read_with_tolerance(tmp_path: Path) -> None:
+def test_a_search_becomes_a_table_and_points(tmp_path: Path) -> None:
     fit = tmp_path / "fit"
     fit.mkdir()
-    candidates = [
-        {"name": "a", "shape": {"hidden": 64}, "precision": "int4", "parameters": 10, "bits_per_byte": 1.4,
-         "predicted": {"file_mb": 1.0, "tpot_p50_ms": 2.0}, "measured": {"file_mb": 1.5}, "within": True},
-        {"name": "b", "shape": "wide", "predicted": {"file_mb": 2.0}, "bits_per_byte": 1.3, "within": False,
-         "dominated": True},
-        {"name": "c", "predicted": {"file_mb": 0.5}, "estimated_loss_percent": 20.0, "measured": None},
-    ]  # fmt: skip
-    data = {"candidates": candidates, "chosen": "a", "device": "host", "limits": {"file_mb": 3.0}, "unknown": 1}
-    data["cut_by_limit"] = {"file_mb": {"misses": 2_000, "alone": 7}, "ttft_ms": ["x", "y"], "tpot_p50_ms": 4}
-    (fit / "fit.json").write_text(json.dumps(data), encoding="utf-8")
-    inputs = collect([fit])
-    trade_off = sections(inputs)[0]
+    first = candidate("a", 1.0, 30.0, bits_per_byte=1.4, measured={"file_mb": 1.5, "quality_loss_percent": None})
+    first["predicted"]["tpot_p50_ms"] = 2.0
+    candidates = [first, candidate("b", 2.0, 25.0, bits_per_byte=1.3, within=False), candidate("c", 0.5, 20.0)]
+    bench = {"tpot_ms": {}, "directory": "fit/a/export", "file_bytes": 1_500_000}
+    data = {"candidates": candidates, "chosen": "a", "device": "host", "limits": {"file_mb": 3.0}, "bench": bench}
+    data["cut_by_limit"] = {"file_mb": {"misses": 2_000, "alone": 7}}
+
+    def read() -> Inputs:
+        (fit / "fit.json").write_text(json.dumps(data), encoding="utf-8")
+        return collect([fit])
+
+    trade_off = page_sections(read())[0]
     table, cut = trade_off.tables
-    assert table.rows[0][1:5] == ("a \u2605", "int4", "10", "1.50")
+    assert table.rows[0][1:5] == ("a \u2605", "int4-b32", "10", "1.50")
     assert table.rows[0][7] == "~2.00" and table.rows[2][4] == "~0.500" and table.rows[2][8] == "~+20%"
-    assert cut.rows == [
-        ("File size", "3.00 MB", "2,000, 7 of them alone"),
-        ("Time to first token", "\u2013", "2: x, y"),
-        ("Median time per token", "\u2013", "4"),
-    ]
-    size, speed = trade_off.plots
-    assert sorted(text for trace in size["figure"]["data"] for text in trace.get("text", ())) == ["1", "2"]
-    assert "figure" not in speed  # one candidate alone has a time
+    assert cut.rows == [("File size", "3.00 MB", "2,000, 7 of them alone")]
+    size, speed = trade_off.charts
+    # Candidates follow the one finished model, which has no quality, as 2, 3 and 4; c has none without a teacher.
+    assert sorted(text for trace in drawn(size)["data"] for text in trace.get("text", ())) == ["2", "3"]
+    assert speed.figure is None  # one candidate alone has a time
     data["bench"] = benched(1_000_000, 1.35, 2.0) | {"directory": "fit/a/export", "file_bytes": 1_000_000}
-    (fit / "fit.json").write_text(json.dumps(data), encoding="utf-8")
-    inputs = collect([fit])  # its finished model is a stage, and gives the verdict and the teacher's 1.0
+    inputs = read()  # its finished model is a stage, and gives the verdict and the teacher's 1.0
     assert [(one.name, one.bits_per_byte) for one in inputs.stages] == [("export", 1.35)]
     assert inputs.bench == data["bench"]
-    guessed = pareto_points(inputs)[-1]
+    guessed = trade_off_points(inputs)[-1]
     assert guessed.estimated and guessed.bits_per_byte == pytest.approx(1.2)
-    joined = pareto_plots(inputs)[0]["figure"]["data"][0]
+    joined = drawn(trade_off_charts(inputs)[0])["data"][0]
     assert joined["name"] == "front" and joined["x"] == [1.0, 2.0]  # the guess at 0.5 MB would begin it
-    others = [{"name": f"o{n}", "predicted": {"file_mb": 1.0}, "estimated_loss_percent": 100.0 + n} for n in range(40)]
+    others = [candidate(f"o{number}", 1.0, 100.0 + number) for number in range(40)]
     data["candidates"] = [*others, *candidates]
-    (fit / "fit.json").write_text(json.dumps(data), encoding="utf-8")
-    inputs = collect([fit])
-    table = sections(inputs)[0].tables[-2]
+    inputs = read()
+    table = page_sections(inputs)[0].tables[-2]
     assert len(table.rows) == 20 and [row[1] for row in table.rows[:3]] == ["a \u2605", "b", "o0"]
     assert "23 more, all predicted, are in fit.json" in str(table.caption)
-    assert "19 lie above the plot, at 1.4000 or more" in sections(inputs)[0].plots[0]["caption"]
+    assert "19 lie above the plot, at 1.4000 or more" in page_sections(inputs)[0].charts[0].caption
     (fit / "fit.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ArtifactError, match="no list of candidates"):
+    with pytest.raises(ArtifactError, match="not a result of `fit`"):
         collect([fit])
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.report.charts import training_plots
-from benchmarks.report.report import Inputs, Sample, StageSummary, collect, number, targets, write_report
-from benchmarks.report.sections import sections
+from benchmarks.labels import number
+from benchmarks.report.charts import Chart
+from benchmarks.report.inputs import Inputs, Sample, StageSummary, collect
+from benchmarks.report.report import page_sections, targets, write_report
+from benchmarks.report.training import training_charts
 from sportsllm.cli import main as cli
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.storage.artifact import Stage, output_directory
@@ -33,6 +35,7 @@ def bench_result(directory: str = "runs/export") -> dict[str, Any]:
         "tpot_ms": times,
         "decode_tokens_per_s": {"32": 1000.0, "512": 500.0},
         "prefill_tokens_per_s": 5000.0,
+        "roofs": {"bandwidth_gb_s": 20.0, "int8_gops": None, "fp32_gflops": None, "source": "measured"},
         "peak_rss_bytes": 50_000_000,
         "memory_floor_tpot_ms": 0.5,
         "memory_floor": {
@@ -107,9 +110,14 @@ def written(tmp_path: Path, title: str, inputs: Inputs) -> tuple[str, Page]:
     return html, Page(html)
 
 
-def plot(inputs: Inputs, identifier: str) -> dict[str, Any]:
-    (found,) = [one for section in sections(inputs) for one in section.plots if one["id"] == identifier]
-    return found
+def traces(inputs: Inputs, identifier: str) -> list[dict[str, Any]]:
+    (found,) = [one for section in page_sections(inputs) for one in section.charts if one.identifier == identifier]
+    return data_of(found)
+
+
+def data_of(chart: Chart) -> list[dict[str, Any]]:
+    assert chart.figure is not None
+    return list(chart.figure["data"])
 
 
 def test_the_page_loads_nothing_and_says_what_it_was_given(tmp_path: Path) -> None:
@@ -180,10 +188,18 @@ def test_the_last_stages_measurement_gives_the_verdict(tmp_path: Path) -> None:
 
 def test_charts_skip_what_is_not_finite() -> None:
     metrics = [{"tokens": n, "loss": value} for n, value in enumerate((3.0, float("nan"), 2.0, float("inf"), 1.0))]
-    loss, missing = training_plots([StageSummary("a", "train", "a", metrics=metrics)])
-    assert loss["figure"]["data"][0]["y"] == [3.0, 2.0, 1.0]
-    assert json.loads(json.dumps(loss, allow_nan=False)) == loss
-    assert "figure" not in missing and missing["command"].startswith("sportsllm-compress train")
+    loss, missing = training_charts([StageSummary("a", "train", "a", metrics=metrics)])
+    assert data_of(loss)[0]["y"] == [3.0, 2.0, 1.0]
+    assert json.loads(json.dumps(loss.figure, allow_nan=False)) == loss.figure
+    assert missing.figure is None and str(missing.command).startswith("sportsllm-compress train")
+
+
+def test_a_thinned_curve_keeps_its_ends() -> None:
+    metrics = [{"tokens": n, "loss": 1000.0 - n} for n in range(1, 804)]
+    loss, _ = training_charts([StageSummary("a", "train", "a", metrics=metrics)])
+    (curve,) = data_of(loss)
+    assert (curve["x"][0], curve["x"][-1], curve["y"][-1]) == (1, 803, 197.0)
+    assert len(curve["x"]) < 803 and curve["x"] == sorted(set(curve["x"]))
 
 
 def test_numbers_have_three_digits() -> None:
@@ -195,7 +211,7 @@ def test_percentiles_lie_where_numpy_finds_them() -> None:
     bench = bench_result()
     steps = [1.0 + (n * 37 % 500) / 100 for n in range(500)]
     bench["raw"]["speed"] = [{"step_ms": {"32": [steps[:250], steps[250:]], "512": []}}]
-    curve, marks = plot(Inputs([], bench), "step-times")["figure"]["data"]
+    curve, marks = traces(Inputs([], bench), "step-times")
     # Figures are rounded to four decimals; the marks are at -log10(1 - share).
     assert marks["x"] == pytest.approx(np.percentile(steps, (50, 95, 99)), abs=1e-4)
     assert marks["y"] == pytest.approx([-np.log10(0.5), -np.log10(0.05), 2.0])
@@ -203,7 +219,7 @@ def test_percentiles_lie_where_numpy_finds_them() -> None:
 
 
 def test_the_memory_line_grows_by_the_cache() -> None:
-    data = {trace["name"]: trace for trace in plot(Inputs([], bench_result()), "memory-tokens")["figure"]["data"]}
+    data = {trace["name"]: trace for trace in traces(Inputs([], bench_result()), "memory-tokens")}
     # 50 MB at 1,024 tokens and 2,000 bytes a token: 47.952 MB at none, 52.048 MB at 2,048.
     assert data["peak, computed"]["y"] == pytest.approx([47.952, 52.048])
     assert data["cache, computed"]["y"] == pytest.approx([0, 4.096])
@@ -212,9 +228,9 @@ def test_the_memory_line_grows_by_the_cache() -> None:
 
 def test_further_figures_of_bench_are_shown_where_they_are(tmp_path: Path) -> None:
     bench = bench_result() | {
-        "memory": {"pss_bytes": 41_000_000, "anonymous_bytes": None},
-        "energy": {"joules_per_token": 0.25},
-        "sustained": {"windows": [{"seconds": 30, "tokens_per_s": 480.0, "clock_mhz": None}]},
+        "memory_split": {"pss_bytes": 41_000_000},
+        "joules_per_token": 0.25,
+        "sustained": {"windows": [{"start_s": 30, "tokens_per_s": 480.0, "clock_mhz": None}]},
         "against": {"llama.cpp": {"status": "measured", "ttft_ms": {"512": 236.0}}, "other": {"status": "absent"}},
     }
     _, page = written(tmp_path, "T", Inputs([], bench))
@@ -284,6 +300,22 @@ def test_the_command_sorts_what_it_is_given(tmp_path: Path, capsys: pytest.Captu
     assert stop.value.code == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["stages"] == ["stage"]
     assert "The ball is round." in out.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["directory", "results alone"])
+def test_two_results_of_one_directory_are_both_shown(tmp_path: Path, given: bool) -> None:
+    stage_directory = tmp_path / "export"
+    with output_directory(stage_directory, Stage("export", {})):
+        pass
+    for device, milliseconds in (("host", 2.0), ("raspberry-pi-5", 9.0)):
+        result = bench_result(str(stage_directory))
+        result["budget"]["device"], result["tpot_ms"]["512"]["p50"] = device, milliseconds
+        (tmp_path / f"bench-{device}.json").write_text(json.dumps(result), encoding="utf-8")
+    results = [tmp_path / "bench-host.json", tmp_path / "bench-raspberry-pi-5.json"]
+    inputs = collect([*([stage_directory] if given else []), *results])
+    shown = [(stage.name, stage.limit_metrics()["tpot_p50_ms"]) for stage in inputs.stages]
+    assert shown == [("export (bench-host)", 2.0), ("export (bench-raspberry-pi-5)", 9.0)]
+    assert inputs.deciding == inputs.stages[1].bench
 
 
 def test_inputs_that_are_no_stage_are_refused(tmp_path: Path) -> None:

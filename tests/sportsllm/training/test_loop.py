@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.report.report import read_metrics
+from benchmarks.report.inputs import read_metrics
 from sportsllm.errors import DivergedError, InterruptedRun, UsageError
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import PackedSequences

@@ -1,47 +1,15 @@
-"""Training cost in floating-point operations (FLOPs), from shapes alone; one multiply-add is two.
-
-Counted are the products with weight matrices and attention, that is nearly all (Kaplan et al., appendix B of
-https://arxiv.org/abs/2001.08361; PaLM's appendix B, https://arxiv.org/abs/2204.02311, calls it model FLOPs). Not
-counted: norms, rotations, the softmax over the vocabulary, the optimizer, validation and anything computed twice to
-save memory. Letters: T tokens of a sequence, L layers, D hidden_size, V vocabulary, H query heads, E head_dim.
-"""
+"""What a run cost in floating-point operations (FLOPs): the student's steps, the teacher's passes, the cut."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.compare.manifest import Lineage, ManifestFacts, matches_teacher, read_manifest_facts, teachers_of
+from benchmarks.flops import FORWARDS_PER_STEP, forward_flops_per_token, training_flops_per_token
+from compress.pruning.scores import MEASURED
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
 from sportsllm.models.kinds import block_matrices
-from sportsllm.models.size import block_numbers
-
-# The backward pass is two products for each one of the forward pass (Kaplan et al., section 2.1).
-FORWARDS_PER_STEP = 3
-
-
-def matmul_parameters(config: ModelConfig) -> int:
-    """N, the numbers each token is multiplied by: the blocks' matrices and the (V, D) head.
-
-    The embedding is a look-up and free; a tied head is multiplied by all the same and counts.
-    """
-    in_blocks = block_numbers(config)
-    return in_blocks + config.vocab_size * config.hidden_size
-
-
-def forward_flops_per_token(config: ModelConfig, sequence: int) -> int:
-    """FLOPs of reading one token, the mean over a sequence of T = `sequence` tokens.
-
-        2 N + 4 L (H E) c    with c = (T + 1) / 2, the mean number of positions a token attends to
-
-    Each attended position costs 2 H E for its score and 2 H E for its value. PaLM and Chinchilla's appendix F
-    (https://arxiv.org/abs/2203.15556) have c = T; causal attention needs half. Packed documents attend inside
-    themselves only, so for them this is an upper bound.
-    """
-    return 2 * matmul_parameters(config) + 2 * config.num_hidden_layers * config.query_size * (sequence + 1)
-
-
-def training_flops_per_token(config: ModelConfig, sequence: int) -> int:
-    """FLOPs of training on one token, 6 N + 12 L (H E) (T + 1) / 2: forward, and twice that backward."""
-    return FORWARDS_PER_STEP * forward_flops_per_token(config, sequence)
 
 
 def clone_flops_per_batch(teacher: ModelConfig, student: ModelConfig) -> int:
@@ -124,3 +92,58 @@ class TrainingCost:
             "student": self.student_per_token * tokens,
             "teacher": self.teacher_per_token * tokens,
         }
+
+
+def training_cost(facts: ManifestFacts, config: ModelConfig, lineage: Lineage) -> tuple[TrainingCost, tuple[str, ...]]:
+    """The FLOPs of a run on its own, without what the run it starts from cost, and notes on what is not counted.
+
+    Args:
+        facts: its manifest.
+        config: the shape of the model it made.
+        lineage: where its inputs lie.
+
+    Raises:
+        ArtifactError: a model that it learnt from or cut is gone or was changed.
+    """
+    settings, name = facts.settings, facts.directory.name
+    student = training_flops_per_token(config, facts.sequence)
+    teacher = importance = signals = 0
+    notes = []
+    if settings.get("start") == "clone":
+        cloned = load_config(lineage.find(settings["teacher"], facts))
+        student += clone_flops_per_batch(cloned, config) // int(settings["batch_size"] * settings["sequence"])
+    if settings.get("calibration") and settings.get("checkpoint"):
+        importance = _cut_cost(facts, config, lineage)
+    if settings.get("signals"):
+        stored = read_manifest_facts(lineage.find(settings["signals"], facts))
+        signals = stored.tokens * _forward_flops(stored, lineage)
+        notes.append(
+            f"{name} learnt from the signals in {stored.directory.name}: the teacher's pass over their tokens counts "
+            "once, however often they are read, and in full in each run that reads them; its seconds are left out"
+        )
+    if facts.tokens and (not settings.get("signals") or matches_teacher(settings)):
+        teacher = _forward_flops(facts, lineage)
+    if settings.get("on_policy"):
+        notes.append(f"{name} writes part of its text itself; the FLOPs of writing are not counted")
+    return TrainingCost(student, teacher, importance=importance, signals=signals), tuple(notes)
+
+
+def _forward_flops(facts: ManifestFacts, lineage: Lineage) -> int:
+    """FLOPs per token of one forward pass of all teachers of a run; 0 where it learns from text alone."""
+    teachers = [load_config(lineage.find(path, facts)) for path in teachers_of(facts.settings)]
+    return sum(forward_flops_per_token(config, facts.sequence) for config in teachers)
+
+
+def _cut_cost(facts: ManifestFacts, config: ModelConfig, lineage: Lineage) -> int:
+    settings, results = facts.settings, facts.results
+    # Samples count as full ones where the manifest does not count their tokens.
+    most_tokens = int(settings.get("samples") or 0) * facts.sequence
+    return cut_flops(
+        load_config(lineage.find(settings["checkpoint"], facts)),
+        config,
+        facts.sequence,
+        tokens=int(results.get("calibration_tokens", most_tokens)),
+        scored=settings.get("importance") in MEASURED,
+        candidates=len(results.get("layers_tried", [])),
+        repaired=bool(settings.get("repair")),
+    )

@@ -1,0 +1,79 @@
+"""Which stage was made from which, by the digests in their manifests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report.inputs import Inputs, StageSummary
+from sportsllm.errors import ArtifactError
+from sportsllm.storage.artifact import MANIFEST, digest, read_manifest
+
+_STARTS = ("init", "checkpoint", "teacher")  # settings that name the model a stage starts from, the nearest first
+_MOST_STEPS = 64
+
+
+def lineage(stages: Sequence[StageSummary], last: StageSummary) -> list[StageSummary]:
+    """The given stages that `last` was made from, from the first to `last` itself.
+
+    Manifests name their parents by digest. Stages that were not given are walked through where they still lie at
+    the path the manifest has, or beside the stage made from them, unchanged.
+    """
+    found = [last]
+    while len(found) <= len(stages):
+        parent = parent_of(found[0], [stage for stage in stages if all(stage is not other for other in found)])
+        if parent is None:
+            break
+        found.insert(0, parent)
+    return found
+
+
+def longest_lineage(inputs: Inputs) -> list[StageSummary]:
+    """The lineage of the stage of the verdict, or the longest there is where that one stands alone; empty without."""
+    bench = inputs.deciding
+    deciding = [stage for stage in inputs.stages if bench is not None and stage.bench is bench]
+    for candidates in (deciding, inputs.stages):
+        best = max((lineage(inputs.stages, stage) for stage in candidates), key=len, default=[])
+        if len(best) > 1:
+            return best
+    return []
+
+
+def parent_of(stage: StageSummary, others: Sequence[StageSummary]) -> StageSummary | None:
+    """The nearest of `others` that `stage` was made from; None where there is none."""
+    # Of several measurements of one directory the first one stands for it.
+    by_digest = {other.digest: other for other in reversed(others) if other.digest}
+    by_path = {Path(other.directory).resolve(): other for other in reversed(others) if not other.digest}
+    manifest, directory = stage.manifest, Path(stage.directory)
+    for _ in range(_MOST_STEPS):
+        parents = _parents(manifest)
+        for path, value in parents:
+            known = by_digest.get(value) or by_path.get(Path(path).resolve())
+            if known is not None:
+                return known
+        places = [place for path, value in parents for place in (Path(path), directory.parent / Path(path).name)
+                  if _is_stage(place, value)]  # fmt: skip
+        if not places:
+            return None
+        directory = places[0]
+        manifest = read_manifest(directory)
+    return None
+
+
+def _parents(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Path and digest of each parent, the models a stage starts from first."""
+    settings = manifest.get("settings", {})
+    starts = [str(settings[key]) for key in _STARTS if settings.get(key)]
+    parents = [(parent["path"], parent["sha256"]) for parent in manifest.get("parents", [])]
+    return sorted(parents, key=lambda parent: starts.index(parent[0]) if parent[0] in starts else len(starts))
+
+
+def _is_stage(directory: Path, value: str) -> bool:
+    """Whether a finished stage with this digest lies there; a damaged one is another."""
+    if not (directory / MANIFEST).is_file():
+        return False
+    try:
+        return digest(directory) == value
+    except ArtifactError:
+        return False

@@ -1,0 +1,61 @@
+"""HTML pages and notes from the templates in benchmarks/templates."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.report.charts import COLORS, COLORS_ON_DARK, TEMPLATE, Chart
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+
+
+def render_page(template: str, charts: list[Chart], **values: Any) -> str:
+    """A self-contained HTML page, which loads nothing: with charts, plotly's script is inside it.
+
+    Args:
+        template: its file name.
+        charts: all charts of the page; those without a figure need no script.
+        values: what else the template shows.
+
+    Raises:
+        ModuleNotFoundError: jinja2 or plotly is not installed.
+    """
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    figures = [{"id": chart.identifier, **chart.figure} for chart in charts if chart.figure is not None]
+    return _environment().get_template(template).render(
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        plotly=Markup(get_plotlyjs() if figures else ""),
+        figures=figures,
+        chart_template=TEMPLATE,
+        palette=list(zip(COLORS, COLORS_ON_DARK, strict=True)),
+        **values,
+    )  # fmt: skip
+
+
+def render_notes(template: str, **values: Any) -> list[str]:
+    """The paragraphs of a plain-text template, one to a line, without empty ones.
+
+    Raises:
+        ModuleNotFoundError: jinja2 is not installed.
+    """
+    text = _environment().get_template(template).render(**values)
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+
+    return Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=select_autoescape(["html"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
