@@ -2,15 +2,14 @@
 
     python -m benchmarks.studies.signal_quality --teacher DIR --student DIR --corpus FILE... --tokens 65536 [--json]
 
-For every kind of signal: bytes a token on disk, and the angle between the gradient of the mean loss over all those
-tokens and that of the full KL. The angle of an unbiased kind falls with the square root of the tokens and grows as the
-student nears the teacher, so a figure needs both named. Step times alternate with plain cross-entropy's.
+The angle is that between the gradients of the mean loss over all tokens. As the signals are unbiased, it falls with the
+square root of the tokens; it grows as the student nears the teacher, so a figure needs both named. Steps alternate with
+those of plain cross-entropy.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import statistics
@@ -18,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,14 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.measure.tables import table
-from compress.distillation.settings import Objective
-from compress.distillation.student_loss import distillation_loss, guided_loss
-from compress.distillation.teacher import load_teacher
-from compress.teacher_cache.batches import SignalBatches
-from compress.teacher_cache.loss import sparse_chunk
+from compress.distillation.divergences import divergence_chunk
+from compress.distillation.teacher import load_teacher, teacher_logits
 from compress.teacher_cache.read import Signals, open_signals
-from compress.teacher_cache.sparse import KINDS
 from compress.teacher_cache.write import make_signals
 from sportsllm.console import progress_bar
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.checkpoint import load_checkpoint
-from sportsllm.text.packing import IGNORE, Batch, tokenize
+from sportsllm.text.packing import IGNORE, Batch, PackedSequences, tokenize
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.chunked_loss import head_loss
@@ -46,7 +41,78 @@ from sportsllm.training.loop import Loss, language_model_loss
 _WARM_UP = 2
 
 
-def gradient(student: SportsLLM, batches: SignalBatches, count: int, loss: Loss, name: str) -> tuple[Tensor, float]:
+@dataclass(frozen=True)
+class Study:
+    """What is compared.
+
+    Attributes:
+        teacher, student: checkpoints with one tokenizer.
+        corpus: text; part of it is held out and not used.
+        tokens: of all batches; rounded up to whole ones.
+        sequence, batch_size: of the packed rows.
+        rounds: timed steps of each loss.
+    """
+
+    teacher: Path
+    student: Path
+    corpus: tuple[Path, ...]
+    tokens: int = 65_536
+    sequence: int = 512
+    batch_size: int = 4
+    rounds: int = 15
+
+    @property
+    def batches(self) -> int:
+        """How many batches hold the tokens."""
+        return -(-self.tokens // (self.sequence * self.batch_size))
+
+
+@dataclass(frozen=True)
+class SignalQuality:
+    """What a study found.
+
+    `kl` and `loss` are nats a token, of the full KL and of the stored signals; `norm_ratio` and `relative_error` are
+    the norms of the stored signals' gradient and of its difference from the full KL's, over the full KL's norm.
+    """
+
+    tokens: int
+    vocab_size: int
+    bytes_per_token: float
+    signal_tokens_per_s: float
+    kl: float
+    loss: float
+    angle_degrees: float
+    norm_ratio: float
+    relative_error: float
+    plain_step_s: float
+    signal_step_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain figures, and the ratio of the steps."""
+        return asdict(self) | {"step_ratio": self.signal_step_s / self.plain_step_s}
+
+
+def full_loss(teacher: SportsLLM) -> Loss:
+    """Forward KL from all of a teacher's logits, summed over scored tokens."""
+
+    def loss(student: SportsLLM, batch: Batch) -> Tensor:
+        chunk = divergence_chunk("forward-kl", batch.targets.flatten(), teacher_logits(teacher, batch))
+        return head_loss(student.hidden(batch.tokens, batch.documents).flatten(0, 1), student.head_weight, chunk)
+
+    return loss
+
+
+def stored_loss(signals: Signals) -> Loss:
+    """The same from stored signals."""
+
+    def loss(student: SportsLLM, batch: Batch) -> Tensor:
+        hidden = student.hidden(batch.tokens, batch.documents).flatten(0, 1)
+        return head_loss(hidden, student.head_weight, signals.chunk_loss(batch))
+
+    return loss
+
+
+def gradient(student: SportsLLM, batches: PackedSequences, count: int, loss: Loss, name: str) -> tuple[Tensor, float]:
     """Gradient of the mean loss over `count` batches, all parameters in one float64 row, and that mean in nats."""
     student.zero_grad(set_to_none=True)
     total, scored = 0.0, 0
@@ -68,23 +134,7 @@ def angle_degrees(first: Tensor, second: Tensor) -> float:
     return math.degrees(2 * math.atan2(float((a - b).norm()), float((a + b).norm())))
 
 
-def renormalised_top_k(signals: Signals) -> Loss:
-    """The usual shortcut, and wrong: the k most probable ids, scaled to a sum of 1, as if there were no others."""
-
-    def loss(student: SportsLLM, batch: Batch) -> Tensor:
-        stored = signals.targets(batch)
-        counts = torch.from_numpy(stored.starts).diff().to(stored.ids_M.device)
-        token_M = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-        mass_N = torch.zeros_like(stored.entropy_N).index_add_(0, token_M, stored.weights_M)
-        targets = dataclasses.replace(stored, weights_M=stored.weights_M / mass_N[token_M], tail_N=None)
-        hidden = student.hidden(batch.tokens, batch.documents).flatten(0, 1)
-        chunk_loss = sparse_chunk(targets, batch.targets.flatten(), temperature=signals.info.temperature)
-        return head_loss(hidden, student.head_weight, chunk_loss)
-
-    return loss
-
-
-def step_seconds(student: SportsLLM, batches: SignalBatches, losses: Sequence[Loss], rounds: int) -> list[float]:
+def step_seconds(student: SportsLLM, batches: PackedSequences, losses: Sequence[Loss], rounds: int) -> list[float]:
     """Median time of reading a batch, forward and backward with each loss; the losses take turns."""
     times: list[list[float]] = [[] for _ in losses]
     for number in range(rounds + _WARM_UP):
@@ -98,138 +148,76 @@ def step_seconds(student: SportsLLM, batches: SignalBatches, losses: Sequence[Lo
     return [statistics.median(seconds[_WARM_UP:]) for seconds in times]
 
 
-def measure(
-    teacher: Path,
-    student: Path,
-    corpus: Sequence[Path],
-    tokens: int,
-    sequence: int,
-    batch_size: int,
-    rounds: int,
-    k: int | None,
-    folder: Path,
-) -> dict[str, Any]:
-    """Make signals of every kind in `folder` and compare them.
+def store_signals(study: Study, directory: Path, vocab_size: int) -> tuple[dict[str, Any], Signals]:
+    """Make a study's signals in `directory`: what making them cost, and the signals."""
+    text: dict[str, Any] = {"corpus": study.corpus, "valid": [], "sequence": study.sequence, "seed": 0}
+    made = make_signals(
+        teachers=[(study.teacher, 1.0)],
+        out=directory,
+        tokens=study.batches * study.sequence * study.batch_size,
+        batch_size=study.batch_size,
+        teacher_precision="fp32",
+        **text,
+    )
+    opened = open_signals(directory, teacher=study.teacher, tokenizer=study.student, vocab_size=vocab_size, **text)
+    return made, opened
 
-    Args:
-        teacher, student: checkpoints with one tokenizer.
-        corpus: text; part of it is held out and not used.
-        tokens: in all; a multiple of sequence * batch_size, or it is rounded up to one.
-        sequence, batch_size: of the packed rows.
-        rounds: steps timed of each loss.
-        k: see `make_signals`.
-        folder: empty.
+
+def measure(study: Study, directory: Path) -> SignalQuality:
+    """Make signals in a new `directory` and compare their gradient with that of the full KL.
+
+    Raises:
+        ArtifactError: the checkpoints do not fit together.
     """
-    count = -(-tokens // (sequence * batch_size))
-    opened: dict[str, Signals] = {}
-    made: dict[str, dict[str, Any]] = {}
-    network = load_checkpoint(student)
-    for kind in KINDS:
-        made[kind] = make_signals(
-            teachers=[(teacher, 1.0)],
-            corpus=corpus,
-            valid=[],
-            out=folder / kind,
-            tokens=count * sequence * batch_size,
-            sequence=sequence,
-            seed=0,
-            kind=kind,
-            k=k,
-            teacher_precision="fp32",
-            batch_size=batch_size,
-        )
-        opened[kind] = open_signals(
-            folder / kind,
-            teacher=teacher,
-            tokenizer=student,
-            corpus=corpus,
-            valid=[],
-            sequence=sequence,
-            seed=0,
-            vocab_size=network.config.vocab_size,
-        )
-    documents = tokenize(load_corpus(corpus, []).train, load_tokenizer(teacher))
-    batches = opened["sampled"].batches(documents, batch_size)
-    frozen = load_teacher(teacher, "fp32")
+    student, teacher = load_checkpoint(study.student), load_teacher(study.teacher, "fp32")
+    made, signals = store_signals(study, directory, student.config.vocab_size)
+    documents = tokenize(load_corpus(study.corpus, []).train, load_tokenizer(study.teacher))
+    batches = signals.batches(documents, study.batch_size)
     if torch.cuda.is_available():
-        network, frozen = network.cuda(), frozen.cuda()
-    full, divergence = gradient(network, batches, count, distillation_loss(frozen, 1.0, 1.0), "full KL")
-    losses = {kind: guided_loss(Objective(), [], 1, signals=signals) for kind, signals in opened.items()}
-    losses["top-k, renormalised"] = renormalised_top_k(opened["top-k"])
-    rows = []
-    for name, loss in losses.items():
-        found, mean = gradient(network, batches, count, loss, name)
-        files = made[name.partition(",")[0]]
-        rows.append(
-            {
-                "kind": name,
-                "bytes_per_token": files["bytes_per_token"],
-                "angle_degrees": angle_degrees(found, full),
-                "norm_ratio": float(found.norm() / full.norm()),
-                "relative_error": float((found - full).norm() / full.norm()),
-                "loss": mean,
-            }
-        )
-    timed = [language_model_loss, losses["sampled"], losses["top-k"]]
-    plain, sampled, bucket = step_seconds(network, batches, timed, rounds)
-    return {
-        "tokens": count * sequence * batch_size,
-        "vocab_size": network.config.vocab_size,
-        "kl": divergence,
-        "kinds": rows,
-        "signal_tokens_per_s": made["sampled"]["tokens_per_s"],
-        "step_s": {"cross-entropy": plain, "sampled": sampled, "top-k": bucket},
-        "step_ratio": {"sampled": sampled / plain, "top-k": bucket / plain},
-    }
+        student, teacher = student.cuda(), teacher.cuda()
+    full, divergence = gradient(student, batches, study.batches, full_loss(teacher), "full KL")
+    found, loss = gradient(student, batches, study.batches, stored_loss(signals), "stored signals")
+    plain, sampled = step_seconds(student, batches, [language_model_loss, stored_loss(signals)], study.rounds)
+    return SignalQuality(
+        tokens=study.batches * study.sequence * study.batch_size,
+        vocab_size=student.config.vocab_size,
+        bytes_per_token=made["bytes_per_token"],
+        signal_tokens_per_s=made["tokens_per_s"],
+        kl=divergence,
+        loss=loss,
+        angle_degrees=angle_degrees(found, full),
+        norm_ratio=float(found.norm() / full.norm()),
+        relative_error=float((found - full).norm() / full.norm()),
+        plain_step_s=plain,
+        signal_step_s=sampled,
+    )
 
 
 def main() -> None:
-    """Measure and print a table, or with --json one object."""
+    """Measure and print the figures, or with --json one object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", type=Path, required=True)
     parser.add_argument("--student", type=Path, required=True)
     parser.add_argument("--corpus", type=Path, nargs="+", required=True)
-    parser.add_argument("--tokens", type=int, default=65_536)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--k", type=int)
+    for name in ("tokens", "sequence", "batch_size", "rounds"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Study, name))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    given = vars(parser.parse_args())
+    torch.set_num_threads(given.pop("threads"))
+    as_json = given.pop("json")
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(
-            given.teacher,
-            given.student,
-            given.corpus,
-            given.tokens,
-            given.sequence,
-            given.batch_size,
-            given.rounds,
-            given.k,
-            Path(folder),
-        )
-    if given.json:
-        sys.stdout.write(json.dumps(result) + "\n")
+        quality = measure(Study(**given | {"corpus": tuple(given["corpus"])}), Path(folder) / "signals")
+    if as_json:
+        sys.stdout.write(json.dumps(quality.to_json()) + "\n")
         return
-    headers = ("kind", "bytes/token", "angle", "norm ratio", "relative error", "loss")
-    cells = [
-        (
-            row["kind"],
-            f"{row['bytes_per_token']:.2f}",
-            f"{row['angle_degrees']:.2f}°",
-            f"{row['norm_ratio']:.4f}",
-            f"{row['relative_error']:.4f}",
-            f"{row['loss']:.4f}",
-        )
-        for row in result["kinds"]
-    ]
     console = Console(soft_wrap=True)
-    console.print(table(headers, cells, [0]))
-    console.print(f"full KL {result['kl']:.4f} nats a token over {result['tokens']:,} tokens")
-    ratios = ", ".join(f"{name} {ratio:.3f}x" for name, ratio in result["step_ratio"].items())
-    console.print(f"step against plain cross-entropy: {ratios}")
+    console.print(
+        f"{quality.bytes_per_token:.2f} bytes a token, {quality.angle_degrees:.2f}° from the full KL's gradient, "
+        f"norm ratio {quality.norm_ratio:.4f}, relative error {quality.relative_error:.4f}"
+    )
+    console.print(f"full KL {quality.kl:.4f}, stored {quality.loss:.4f} nats a token over {quality.tokens:,} tokens")
+    console.print(f"step against plain cross-entropy: {quality.signal_step_s / quality.plain_step_s:.3f}x")
 
 
 if __name__ == "__main__":
