@@ -28,7 +28,7 @@ class _Panel:
     title: str
     axis: str
     domain: tuple[float, float]
-    cost: Callable[[Run, int], float]  # of a run after a number of tokens of its own
+    cost: Callable[[Run, int], float]  # of a run and the runs it starts from, after some of its tokens
 
 
 PANELS = (
@@ -98,7 +98,7 @@ def _groups(runs: Sequence[Run], teacher: Run) -> list[_Group]:
 
 
 def _trace(group: _Group, panel: _Panel, zero: float) -> Plot:
-    """Thin lines through what was logged in mid-run, a large mark where each run ended, a gap before the next one."""
+    """Thin lines through values logged in mid-run, a large mark where each run ended, a gap before the next one."""
     points: list[tuple[float | None, float | None, int, str]] = []
     for run in group.runs:
         name, quality, trained = html.escape(run.name), run.quality, run.cost.trained

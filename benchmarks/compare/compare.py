@@ -29,7 +29,7 @@ _ABOUT_HALF = (0.4, 0.6)
 
 @dataclass(frozen=True)
 class ScratchCost:
-    """What training from scratch takes to a run's quality: `cost`, and `factor` times what the run took.
+    """The cost of reaching a run's quality by training from scratch, `factor` times the run's own.
 
     `relation` is "=", or "<" where the cheapest finished run was better already, or ">" where none was as good: then
     the cost is the lowest or the highest tried.
@@ -260,7 +260,7 @@ def compare(directories: Sequence[Path], teacher: Path, out: Path, title: str) -
 
     Raises:
         UsageError: there is nothing but the teacher.
-        ArtifactError: an input is no finished training, or its score cannot be compared with the teacher's.
+        ArtifactError: an input is not a finished training, or its score cannot be compared with the teacher's.
         ModuleNotFoundError: jinja2 or plotly is not installed.
     """
     from benchmarks.compare.page import html_page, markdown

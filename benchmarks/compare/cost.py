@@ -95,7 +95,7 @@ class TrainingCost:
 
 
 def training_cost(facts: ManifestFacts, config: ModelConfig, lineage: Lineage) -> tuple[TrainingCost, tuple[str, ...]]:
-    """The FLOPs of a run on its own, without what the run it starts from cost, and notes on what is not counted.
+    """The FLOPs of a run, without those of the run it starts from, and notes on the parts that are not counted.
 
     Args:
         facts: its manifest.

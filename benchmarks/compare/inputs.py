@@ -25,7 +25,7 @@ def read_runs(directories: Sequence[Path], teacher: Path) -> tuple[Run, list[Run
         The teacher; and the others, the largest model first and of equal ones the best first.
 
     Raises:
-        ArtifactError: a directory that is no finished training, or one scored on other held-out text or with another
+        ArtifactError: a directory is not a finished training, or was scored on other held-out text or with another
             tokenizer than the teacher.
     """
     _check_finished(teacher, "--teacher ")
@@ -71,13 +71,13 @@ def _check_finished(directory: Path, flag: str = "") -> None:
         raise ArtifactError(f"{where}: no such directory; give what train, distill or prune --recover wrote")
     if not (directory / MANIFEST).exists():
         raise ArtifactError(
-            f"{where}: is no finished training (it has no {MANIFEST}); wait for the run, go on with --resume, or give "
-            "another directory"
+            f"{where}: is not a finished training (it has no {MANIFEST}); wait for the run, continue it with "
+            "--resume, or give another directory"
         )
     results = read_manifest_facts(directory).results
     if not (is_positive(results.get("tokens")) and is_positive(results.get("valid_bits_per_byte"))):
         raise ArtifactError(
-            f"{where}: is no finished training (its manifest has no tokens or no held-out bits per byte); give what "
+            f"{where}: is not a finished training (its manifest has no tokens or no held-out bits per byte); give what "
             "train, distill or prune --recover wrote"
         )
 

@@ -1,4 +1,4 @@
-"""What a finished directory's manifest says about its training, and where the models it was made from lie."""
+"""The manifest of a finished training, and where the models it was made from lie now."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MATCHING = ("hidden_weight", "attention_weight", "on_policy", "clone_weight")  
 
 @dataclass(frozen=True)
 class ManifestFacts:
-    """What a manifest says. `parents` are digests of what the directory was made from, by the path each had then."""
+    """The content of a manifest. `parents` are the digests of the inputs, by the path that each had then."""
 
     directory: Path
     command: str

@@ -1,7 +1,7 @@
 """Finished trainings as a comparison needs them: what was trained how, at what cost, and how good it is.
 
 A run's tokens, FLOPs and seconds are those of the whole way from the teacher to it: a run that starts from another
-compressed model carries what that one cost. The teacher's own training is not counted: it is there already.
+compressed model carries that model's cost. The teacher's own training is not counted: it is there already.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Run:
         recipe: equal for runs that differ in their seeds alone, all the way from the teacher.
         facts: its manifest.
         config: the model's shape.
-        cost: what it took.
-        quality: how good it is.
-        notes: what a reader of the figures must know.
+        cost: tokens, FLOPs and time.
+        quality: bits per byte.
+        notes: caveats for a reader of the figures.
     """
 
     name: str
@@ -115,7 +115,7 @@ def read_run(directory: Path, lineage: Lineage) -> Run:
 
 
 def _with_parent(run: Run, lineage: Lineage) -> Run:
-    """The run with what the one it starts from has cost; unchanged where it starts from the teacher or from nothing."""
+    """The run with the cost of the run it starts from added; unchanged if that is the teacher or nothing."""
     facts, path = run.facts, parent_of(run.facts.settings)
     if path is None or facts.parents.get(path) == lineage.teacher:
         return run
@@ -124,7 +124,7 @@ def _with_parent(run: Run, lineage: Lineage) -> Run:
         note = f"{facts.directory.name} starts from {directory.name}, whose cost is not recorded and not counted"
         return replace(run, notes=(note, *run.notes))
     parent = read_run(directory, lineage)
-    note = f"{facts.directory.name} starts from {parent.name}: its tokens, FLOPs and seconds include that one's"
+    note = f"{facts.directory.name} starts from {parent.name}, whose tokens, FLOPs and seconds are included in its own"
     return replace(
         run,
         method=method_name(facts.command, facts.settings, parent.method),
@@ -147,7 +147,7 @@ def _read_quality(facts: ManifestFacts) -> Quality:
         for record in read_metrics(facts.directory / "metrics.jsonl")
         if is_positive(record.get("tokens")) and is_positive(record.get("valid_bits_per_byte"))
     )
-    # Held-out text is in files of its own, or a part of the corpus chosen by hash.
+    # Held-out text is in separate files, or a part of the corpus chosen by hash.
     own = [path for path in facts.settings.get("valid") or [] if path in facts.parents]
     paths = own or [path for path in facts.settings.get("corpus") or [] if path in facts.parents]
     part = () if own else ("by hash out of the corpus",)

@@ -67,8 +67,8 @@ def find_changes(inputs: Inputs) -> Changes | None:
     pairs = zip(stages, measured, strict=True)
     notes = [f"{own.name} is measured as {its.name}." for own, its in pairs if own is not its]
     if any(scored) and any(logged):
-        kept = "what bench scored" if by_bench else "what the trainings logged"
-        notes.append(f"Quality is {kept}; the other kind is of other text and left out.")
+        source = "bench" if by_bench else "the trainings' logs"
+        notes.append(f"Quality is from {source}; other scores are of other text and left out.")
     return Changes(stages, measured, values, notes)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Okabe and Ito's colors, told apart with any color vision (https://jfly.uni-koeln.de/color/).
+# Okabe and Ito's colors, distinct with any color vision (https://jfly.uni-koeln.de/color/).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#444444")
 COLORS_ON_DARK = ("#5AAEE6", "#FF8A3D", "#2CC79A", "#E3A0C6", "#8CCBF2", "#F5BC42", "#B5BDC5")
 """The same hues, lighter, for a dark page."""
@@ -47,7 +47,7 @@ Plot = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its heading and caption; or, without a figure, what is missing and the command that supplies it."""
+    """A figure with heading and caption; or, without one, the reason and the command that supplies the data."""
 
     identifier: str
     title: str
@@ -81,7 +81,7 @@ def placeholder_chart(identifier: str, title: str, missing: str, command: str | 
     Args:
         identifier: as of the chart.
         title: as of the chart.
-        missing: what it lacks, in a sentence.
+        missing: the reason, in a sentence.
         command: arguments of the program that supply it; None where no command can.
     """
     shown = None if command is None else f"sportsllm-compress {command}"
@@ -90,14 +90,30 @@ def placeholder_chart(identifier: str, title: str, missing: str, command: str | 
 
 def line(xs: Sequence[float], ys: Sequence[float], name: str, color: str, dash: str = "solid", **more: Any) -> Plot:
     """A trace of joined points. `name` may come from a user and is escaped."""
+    look = {"mode": "lines+markers", "line": {"color": color, "width": 2, "dash": dash}, "marker": {"size": 7}}
+    return {"type": "scatter", "x": list(xs), "y": list(ys), "name": html.escape(name), **look, **more}
+
+
+def marks(
+    xs: Sequence[float],
+    ys: Sequence[float],
+    texts: Sequence[str],
+    name: str,
+    color: str,
+    symbols: str | Sequence[str],
+    hover: str,
+    **more: Any,
+) -> Plot:
+    """A trace of separate points, each with a text, which is escaped; `hover` is plotly's template."""
+    marker = {"color": color, "size": 10, "symbol": symbols, "line": {"color": color, "width": 1.5}}
+    points = {"x": list(xs), "y": list(ys), "text": [html.escape(text) for text in texts]}
     return {
         "type": "scatter",
-        "mode": "lines+markers",
-        "x": list(xs),
-        "y": list(ys),
-        "name": html.escape(name),
-        "line": {"color": color, "width": 2, "dash": dash},
-        "marker": {"size": 7},
+        "mode": "markers",
+        "name": name,
+        **points,
+        "marker": marker,
+        "hovertemplate": hover,
         **more,
     }
 

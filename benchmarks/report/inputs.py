@@ -105,7 +105,7 @@ def bench_command(stages: Sequence[StageSummary], flags: str = "--device host") 
 
 
 def summarize_directory(directory: Path, bench: dict[str, Any] | None = None) -> StageSummary:
-    """Read what a stage's directory says about itself.
+    """Read a stage's directory.
 
     Args:
         directory: a finished stage, or any Hugging Face checkpoint.
@@ -170,9 +170,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def collect(paths: Sequence[Path]) -> Inputs:
     """Sort the report's inputs: stage directories, searches (with fit.json), bench results (.json), texts (.txt, .md).
 
-    A bench result, also that of a search's finished model, belongs to the stage whose directory it measured, and is a
-    stage of its own where that directory was not given. A directory with several results is shown once for each,
-    named by the file. The last result gives the verdict.
+    A bench result, also that of a search's finished model, belongs to the stage whose directory it measured; if that
+    directory was not given, it becomes a stage itself. A directory with several results is shown once for each, named
+    by the file. The last result gives the verdict.
 
     Raises:
         UsageError: a path is none of these.
@@ -219,5 +219,5 @@ def _measured_stages(directory: Path | None, benches: Sequence[tuple[str, dict[s
 def _read_bench(path: Path) -> dict[str, Any]:
     data = read_json(path)
     if not isinstance(data.get("tpot_ms"), Mapping):
-        raise ArtifactError(f"{path}: is no result of `bench`; write one with bench --out")
+        raise ArtifactError(f"{path}: is not a result of `bench`; write one with bench --out")
     return data

@@ -30,7 +30,7 @@ def lineage(stages: Sequence[StageSummary], last: StageSummary) -> list[StageSum
 
 
 def longest_lineage(inputs: Inputs) -> list[StageSummary]:
-    """The lineage of the stage of the verdict, or the longest there is where that one stands alone; empty without."""
+    """The lineage of the stage of the verdict, or the longest one if that stage has no parent here; else empty."""
     bench = inputs.deciding
     deciding = [stage for stage in inputs.stages if bench is not None and stage.bench is bench]
     for candidates in (deciding, inputs.stages):
@@ -42,7 +42,7 @@ def longest_lineage(inputs: Inputs) -> list[StageSummary]:
 
 def parent_of(stage: StageSummary, others: Sequence[StageSummary]) -> StageSummary | None:
     """The nearest of `others` that `stage` was made from; None where there is none."""
-    # Of several measurements of one directory the first one stands for it.
+    # A directory that was measured several times is represented by its first measurement.
     by_digest = {other.digest: other for other in reversed(others) if other.digest}
     by_path = {Path(other.directory).resolve(): other for other in reversed(others) if not other.digest}
     manifest, directory = stage.manifest, Path(stage.directory)

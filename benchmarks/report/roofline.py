@@ -1,4 +1,4 @@
-"""The roofline: what decoding and reading a prompt reach, under what the machine's memory and arithmetic allow."""
+"""The roofline: rates of decoding and of reading a prompt, under the limits of the machine's memory and arithmetic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from benchmarks.flops import forward_flops_per_token, matmul_parameters
 from benchmarks.labels import is_number
 from benchmarks.predict.model_size import prompt_graph_bytes
-from benchmarks.report.charts import Chart, Plot, chart, color, line, log_axis, placeholder_chart
+from benchmarks.report.charts import Chart, Plot, chart, color, line, log_axis, marks, placeholder_chart
 from benchmarks.report.inputs import StageSummary, bench_command
 from benchmarks.report.text import get_nested
 from sportsllm.errors import SportsLLMError
@@ -43,15 +43,15 @@ def roofline_chart(stages: Sequence[StageSummary], bench: Mapping[str, Any] | No
     if not decode and not prefill:
         return placeholder_chart(identifier, title, "The result has no bytes per token, or no speeds.", command)
     places = [rate.operations_per_byte for rate in decode + prefill]
-    marks = [_marks(decode, "decode", color(0), "circle"), _marks(prefill, "prompt", color(1), "square")]
-    data = _roof_lines(bench, min(places), max(places)) + [trace for trace in marks if trace["x"]]
+    points = [_points(decode, "decode", color(0), "circle"), _points(prefill, "prompt", color(1), "square")]
+    data = _roof_lines(bench, min(places), max(places)) + [trace for trace in points if trace["x"]]
     xs, ys = ([value for trace in data for value in trace[axis]] for axis in "xy")
     x_axis, y_axis = log_axis("operations per byte", min(xs), max(xs)), log_axis("GOP/s", min(ys), max(ys))
     return chart(identifier, title, _caption(roofs), data, x_axis, y_axis)
 
 
 def measured_rates(bench: Mapping[str, Any], config: ModelConfig) -> tuple[list[Rate], list[Rate]]:
-    """What decoding and reading a prompt reach.
+    """Rates of decoding and of reading a prompt.
 
     Operations of a step after t tokens are 2 N + 4 L H E (t + 1), those of a prompt of T tokens the sum of its steps'
     less the head's for all tokens but the last. Bytes are the least there can be: every weight once and the keys and
@@ -104,14 +104,10 @@ def _roof_lines(bench: Mapping[str, Any], low: float, high: float) -> list[Plot]
     return lines
 
 
-def _marks(rates: Sequence[Rate], name: str, shade: str, symbol: str) -> Plot:
-    trace = line([rate.operations_per_byte for rate in rates], [rate.gops for rate in rates], name, shade)
-    return trace | {
-        "mode": "markers",
-        "marker": {"size": 10, "symbol": symbol, "color": shade},
-        "text": [rate.label for rate in rates],
-        "hovertemplate": "%{text}: %{x:.3g} operations a byte, %{y:.3g} GOP/s<extra></extra>",
-    }
+def _points(rates: Sequence[Rate], name: str, shade: str, symbol: str) -> Plot:
+    xs, ys = [rate.operations_per_byte for rate in rates], [rate.gops for rate in rates]
+    hover = "%{text}: %{x:.3g} operations a byte, %{y:.3g} GOP/s<extra></extra>"
+    return marks(xs, ys, [rate.label for rate in rates], name, shade, symbol, hover)
 
 
 def _caption(roofs: Mapping[str, Any]) -> str:

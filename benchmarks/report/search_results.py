@@ -25,7 +25,7 @@ _LEGEND = (
 class Candidate:
     """One model that a search looked at. Metrics go by the limits' names; `measured` are those not just predicted.
 
-    `loss_percent` is what the search estimated before it measured `bits_per_byte`; `within`, whether it keeps to the
+    `loss_percent` is the estimate made before `bits_per_byte` was measured; `within` says whether it keeps to the
     budget.
     """
 
@@ -97,7 +97,7 @@ def _candidate(record: Mapping[str, Any], chosen: str) -> Candidate:
 
 
 def fit_tables(fits: Sequence[Fit], first_number: int) -> list[Table]:
-    """Each search's candidates, numbered on from `first_number` as in the plots, and what each limit cut away."""
+    """Each search's candidates, numbered from `first_number` as in the charts, and how many each limit cut away."""
     tables = []
     headers = (
         *("#", "candidate", "precision", "parameters", "file MB", "memory MB", "first token ms", "per token ms"),

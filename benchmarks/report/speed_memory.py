@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.labels import is_number
-from benchmarks.report.charts import Chart, Plot, chart, color, limit_line, line, log_axis, placeholder_chart
+from benchmarks.report.charts import Chart, Plot, chart, color, limit_line, line, log_axis, marks, placeholder_chart
 from benchmarks.report.inputs import StageSummary, bench_command
 from benchmarks.report.text import get_nested
 from benchmarks.spread import percentile
@@ -77,17 +76,10 @@ def _percentile_traces(samples: Sequence[float], name: str, shade: str) -> list[
         customdata=[round(100 * (i + 0.5) / count, 2) for i in kept],
         hovertemplate="%{customdata}% of steps took at most %{x:.3g} ms",
     )
-    marks = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [round(percentile(samples, percent), 4) for percent in _MARKS],
-        "y": [_tail(percent / 100) for percent in _MARKS],
-        "customdata": [f"p{percent}" for percent in _MARKS],
-        "marker": {"color": shade, "size": 9, "symbol": list(_MARKS.values())},
-        "showlegend": False,
-        "hovertemplate": "%{customdata} %{x:.3g} ms<extra>" + name + "</extra>",
-    }
-    return [curve, marks]
+    at = [round(percentile(samples, percent), 4) for percent in _MARKS]
+    labels, hover = [f"p{percent}" for percent in _MARKS], f"%{{text}} %{{x:.3g}} ms<extra>{name}</extra>"
+    points = marks(at, [_tail(percent / 100) for percent in _MARKS], labels, name, shade, list(_MARKS.values()), hover)
+    return [curve, points | {"showlegend": False}]
 
 
 def _speed_depth_chart(stages: Sequence[StageSummary], bench: Bench) -> Chart:
@@ -126,11 +118,11 @@ def memory_chart(stages: Sequence[StageSummary], bench: Bench) -> Chart:
         missing = "The result does not say at which context its peak was reached." if bench else "Nothing was measured."
         return placeholder_chart(identifier, title, missing, bench_command(stages))
     context, peak_mb = peak
-    marks = [*_loading(bench), (context, peak_mb, f"peak with {context:,} tokens")]
-    data = [_marks(marks, "measured", color(0), "circle")]
+    measured = [*_loading(bench), (context, peak_mb, f"peak with {context:,} tokens")]
+    data = [_peaks(measured, "measured", color(0), "circle")]
     others = [(*found, stage.name) for stage in stages if stage.bench is not bench and (found := _peak(stage.bench))]
     if others:
-        data.append(_marks(others, "other stages", "theme:quiet", "diamond"))
+        data.append(_peaks(others, "other stages", "theme:quiet", "diamond"))
     longest = max(context, int(get_nested(bench, "context_length") or 0))
     caption = (
         "Physical memory of the process. Marks are measured: at no tokens before and after loading the model, and the "
@@ -140,8 +132,8 @@ def memory_chart(stages: Sequence[StageSummary], bench: Bench) -> Chart:
     if is_number(token_bytes):
         data += _computed_lines(peak_mb, context, longest, token_bytes / 1e6)
         caption += (
-            f" Lines are computed: {token_bytes:,.0f} bytes of keys and values a token, alone and as what the measured "
-            "peak gains or loses at other lengths."
+            f" Lines are computed: {token_bytes:,.0f} bytes of keys and values a token, alone and added to the "
+            "measured peak for other lengths."
         )
     else:
         caption += " The result has no bytes a token, so nothing is computed for other lengths."
@@ -171,17 +163,9 @@ def _loading(bench: Mapping[str, Any]) -> list[tuple[int, float, str]]:
     return found
 
 
-def _marks(points: Sequence[tuple[int, float, str]], name: str, shade: str, symbol: str) -> Plot:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [x for x, _, _ in points],
-        "y": [y for _, y, _ in points],
-        "text": [html.escape(words) for _, _, words in points],
-        "name": name,
-        "marker": {"color": shade, "size": 10, "symbol": symbol},
-        "hovertemplate": "%{text}: %{y:.4g} MB<extra></extra>",
-    }
+def _peaks(points: Sequence[tuple[int, float, str]], name: str, shade: str, symbol: str) -> Plot:
+    xs, ys, texts = zip(*points, strict=True)
+    return marks(xs, ys, texts, name, shade, symbol, "%{text}: %{y:.4g} MB<extra></extra>")
 
 
 def _computed_lines(peak_mb: float, context: int, longest: int, token_mb: float) -> list[Plot]:

@@ -1,4 +1,4 @@
-"""A bench result as words: the budget's outcome, what was measured, and tables for every format of the report."""
+"""A bench result as words: the outcome of the budget, the measurements and tables, for every format of the report."""
 
 from __future__ import annotations
 

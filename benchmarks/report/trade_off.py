@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.labels import is_number
 from benchmarks.pareto import pareto_front
-from benchmarks.report.charts import Chart, Plot, chart, log_axis, placeholder_chart
+from benchmarks.report.charts import Chart, Plot, chart, line, log_axis, marks, placeholder_chart
 from benchmarks.report.inputs import Inputs, StageSummary, bench_command, too_short
 from benchmarks.report.search_results import Candidate, Fit
 from benchmarks.report.text import get_nested
@@ -48,8 +48,8 @@ AXES = (
 class Point:
     """A model in the charts. `label` is its number in the tables, `metrics` go by the limits' names.
 
-    `inside` says whether it keeps to the budget, `evidence` by the axis's metric what its place rests on (see
-    `_MEANINGS`), `estimated` that its quality was not measured.
+    `inside` says whether it keeps to the budget, `kind` names its score (see `_MEANINGS`), `predicted` lists metrics
+    that were not measured, and `estimated` says that its quality was not.
     """
 
     label: str
@@ -57,8 +57,13 @@ class Point:
     metrics: Mapping[str, float]
     bits_per_byte: float
     inside: bool | None
-    evidence: Mapping[str, str]
+    kind: str
+    predicted: Collection[str] = ()
     estimated: bool = False
+
+    def evidence(self, metric: str) -> str:
+        """What its place in a chart rests on."""
+        return "predicted" if self.estimated or metric in self.predicted else self.kind
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,8 @@ def _stage_point(label: str, stage: StageSummary, budget: Budget) -> Point | Non
     facts = {"file_mb": budget.limits.get("file_mb"), "bits_per_byte": budget.most_bits_per_byte}
     if inside is None and any(limit is not None and metrics.get(name, 0) > limit for name, limit in facts.items()):
         inside = False
-    evidence = dict.fromkeys((axis.metric for axis in AXES), "bench" if stage.scored_by_bench else "training")
-    return Point(label, stage.name, metrics, stage.bits_per_byte, inside, evidence)
+    kind = "bench" if stage.scored_by_bench else "training"
+    return Point(label, stage.name, metrics, stage.bits_per_byte, inside, kind)
 
 
 def _candidate_point(label: str, fit: Fit, candidate: Candidate, teacher: Any) -> Point | None:
@@ -113,18 +118,18 @@ def _candidate_point(label: str, fit: Fit, candidate: Candidate, teacher: Any) -
         bits = teacher * (1 + candidate.loss_percent / 100)
     if bits is None:
         return None
-    evidence = {
-        axis.metric: "fit" if axis.metric in candidate.measured and not estimated else "predicted" for axis in AXES
-    }
-    name = f"{candidate.name} ({fit.device})"
-    return Point(label, name, candidate.metrics, bits, candidate.within, evidence, estimated)
+    name, predicted = f"{candidate.name} ({fit.device})", candidate.metrics.keys() - candidate.measured
+    return Point(label, name, candidate.metrics, bits, candidate.within, "fit", predicted, estimated)
 
 
 def trade_off_charts(inputs: Inputs) -> list[Chart]:
     """Quality over size and quality over time per token, each with budget and front."""
     points, budget = trade_off_points(inputs), budget_of(inputs)
-    return [_trade_off_chart([point for point in points if point.metrics.get(axis.metric, 0) > 0], axis, budget)
-            or _placeholder(inputs.stages, axis) for axis in AXES]  # fmt: skip
+    charts = []
+    for axis in AXES:
+        shown = [point for point in points if point.metrics.get(axis.metric, 0) > 0]
+        charts.append(_trade_off_chart(shown, axis, budget) if len(shown) > 1 else _placeholder(inputs.stages, axis))
+    return charts
 
 
 def _placeholder(stages: Sequence[StageSummary], axis: _Axis) -> Chart:
@@ -136,9 +141,7 @@ def _placeholder(stages: Sequence[StageSummary], axis: _Axis) -> Chart:
     return placeholder_chart(axis.identifier, axis.title, missing, command)
 
 
-def _trade_off_chart(points: Sequence[Point], axis: _Axis, budget: Budget) -> Chart | None:
-    if len(points) < 2:
-        return None
+def _trade_off_chart(points: Sequence[Point], axis: _Axis, budget: Budget) -> Chart:
     limit = budget.limits.get(axis.metric)
     near, outliers = split_outliers(points, budget)
     edges = [point.metrics[axis.metric] for point in points] + ([limit] if limit else [])
@@ -177,39 +180,27 @@ def _quality_range(points: Sequence[Point], budget: Budget) -> list[float]:
 
 def _front_trace(points: Sequence[Point], axis: _Axis) -> Plot:
     front = pareto_front((point.metrics[axis.metric], point.bits_per_byte) for point in points if not point.estimated)
-    front = front if len(front) > 1 else []
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [x for x, _ in front],
-        "y": [y for _, y in front],
-        # Steps: between two points the one to the left is the best that is known to fit.
-        "line": {"color": "theme:quiet", "width": 1.5, "dash": "dot", "shape": "hv"},
-        "name": "front",
-        "hoverinfo": "skip",
-    }
+    xs, ys = ([point[place] for point in front] if len(front) > 1 else [] for place in (0, 1))
+    # Steps: between two points the one to the left is the best that is known to fit.
+    look = {"color": "theme:quiet", "width": 1.5, "dash": "dot", "shape": "hv"}
+    return line(xs, ys, "front", "theme:quiet", mode="lines", hoverinfo="skip") | {"line": look}
 
 
 def _points_trace(points: Sequence[Point], axis: _Axis, state: bool | None) -> Plot:
-    name, color = _STATES[state]
-    return {
-        "type": "scatter",
-        "mode": "markers+text",
-        "x": [point.metrics[axis.metric] for point in points],
-        "y": [point.bits_per_byte for point in points],
-        "text": [point.label for point in points],
-        "textposition": "top center",
-        "textfont": {"size": 11, "color": "theme:ink"},
-        "customdata": [html.escape(point.name) for point in points],
-        "name": name,
-        "marker": {
-            "color": color,
-            "size": 11,
-            "symbol": [_SYMBOLS[point.evidence[axis.metric]] for point in points],
-            "line": {"color": color, "width": 1.5},
-        },
-        "hovertemplate": f"%{{text}} %{{customdata}}: %{{x:.3g}} {axis.unit}, %{{y:.4f}} bits per byte<extra></extra>",
-    }
+    name, shade = _STATES[state]
+    return marks(
+        [point.metrics[axis.metric] for point in points],
+        [point.bits_per_byte for point in points],
+        [point.label for point in points],
+        name,
+        shade,
+        [_SYMBOLS[point.evidence(axis.metric)] for point in points],
+        f"%{{text}} %{{customdata}}: %{{x:.3g}} {axis.unit}, %{{y:.4f}} bits per byte<extra></extra>",
+        mode="markers+text",
+        textposition="top center",
+        textfont={"size": 11, "color": "theme:ink"},
+        customdata=[html.escape(point.name) for point in points],
+    )
 
 
 def _box(limit: float | None, most_bits_per_byte: float | None) -> list[Plot]:
@@ -225,7 +216,7 @@ def _box(limit: float | None, most_bits_per_byte: float | None) -> list[Plot]:
 
 def _caption(points: Sequence[Point], axis: _Axis, budget: Budget) -> str:
     parts = ["Lower left is better; numbers are those of the tables. Nothing beats the points on the dotted front."]
-    kinds = {point.evidence[axis.metric] for point in points}
+    kinds = {point.evidence(axis.metric) for point in points}
     meanings = "; ".join(meaning for kind, meaning in _MEANINGS.items() if kind in kinds)
     parts.append(meanings[0].upper() + meanings[1:] + ".")
     if axis.metric in budget.limits:

@@ -13,7 +13,7 @@ _CURVES = {
     "loss": (
         "Training loss",
         "nats per token",
-        "Mean loss of the logged steps. Losses on text and against a teacher are not of one kind.",
+        "Mean loss of the logged steps. Losses on text and against a teacher cannot be compared.",
     ),
     "valid_bits_per_byte": (
         "Held-out quality while training",

@@ -425,9 +425,9 @@ def test_refusals(runs: Path, checkpoint: Path, tmp_path: Path) -> None:
     out, teacher = tmp_path / "out", runs / "teacher"
     with pytest.raises(ArtifactError, match="no such directory"):
         compare([tmp_path / "absent"], teacher, out, "T")
-    with pytest.raises(ArtifactError, match=r"is no finished training \(it has no manifest"):
+    with pytest.raises(ArtifactError, match=r"is not a finished training \(it has no manifest"):
         compare([checkpoint], teacher, out, "T")
-    with pytest.raises(ArtifactError, match=r"^--teacher .*is no finished training"):
+    with pytest.raises(ArtifactError, match=r"^--teacher .*is not a finished training"):
         compare([runs / "half"], checkpoint, out, "T")
     with pytest.raises(UsageError, match="nothing to compare"):
         compare([teacher], teacher, out, "T")

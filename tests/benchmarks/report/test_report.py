@@ -321,7 +321,7 @@ def test_two_results_of_one_directory_are_both_shown(tmp_path: Path, given: bool
 def test_inputs_that_are_no_stage_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "config.json"
     other.write_text("{}", encoding="utf-8")
-    with pytest.raises(ArtifactError, match="no result of `bench`"):
+    with pytest.raises(ArtifactError, match="not a result of `bench`"):
         collect([other])
     with pytest.raises(UsageError, match="give stage directories"):
         collect([tmp_path / "absent"])
