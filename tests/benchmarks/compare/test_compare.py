@@ -418,7 +418,7 @@ def test_it_is_a_recipe_stage(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     settings = load_recipe(recipe, tmp_path).stages[1].settings
-    assert settings["directories"] == [str(tmp_path / "a")] and settings["out"] == str(tmp_path / "figures")
+    assert settings["directories"] == [tmp_path / "a"] and settings["out"] == tmp_path / "figures"
 
 
 def test_refusals(runs: Path, checkpoint: Path, tmp_path: Path) -> None:
