@@ -41,7 +41,7 @@ def load(converter: Path) -> Any:
     return importlib.import_module(converter.stem)
 
 
-def tell_gpt2(folder: Path) -> bool:
+def patch_pre_tokenizer(folder: Path) -> bool:
     """Let every class that was imported from a folder answer GPT-2; whether there was one to ask."""
     told = False
     for module in list(sys.modules.values()):
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
     module = load(converter)
     if not cuts_as_gpt2(checkpoint):
         print(f"{checkpoint}: cuts text in another way than GPT-2; the converter has to know it", file=sys.stderr)
-    elif not tell_gpt2(converter.parent):
+    elif not patch_pre_tokenizer(converter.parent):
         print(f"error: {converter}: has no {ASKED}; use another release of llama.cpp", file=sys.stderr)
         return 2
     return module.main() or 0

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from export.metadata import DATA_BYTES_KEY
 from export.paths import GraphFiles
-from export.runtime.session import DATA_BYTES_KEY
 from sportsllm import __version__
 
 Array = npt.NDArray[Any]
@@ -37,7 +37,7 @@ class Builder:
         self._outputs: list[ir.Value] = []
         self._nodes: list[ir.Node] = []
         self._initializers: dict[str, ir.Value] = {}
-        self._views: dict[str, str] = {}  # names of weights and of those whose bytes they are
+        self._aliases: dict[str, str] = {}  # names of weights and of those whose bytes they are
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[object]) -> ir.Value:
         """A graph input, for example (B, 8) as ["batch_size", 8]; dimensions given by name are free."""
@@ -77,7 +77,7 @@ class Builder:
         self._nodes.append(node)
         return values
 
-    def either(
+    def if_else(
         self,
         name: str,
         condition: ir.Value,
@@ -119,13 +119,13 @@ class Builder:
             self._initializers[name] = value
         return self._initializers[name]
 
-    def view(self, name: str, weight: ir.Value, shape: Sequence[int]) -> ir.Value:
+    def alias(self, name: str, weight: ir.Value, shape: Sequence[int]) -> ir.Value:
         """The same bytes, which are stored once, in another shape.
 
         A Reshape would do for the result; but ONNX Runtime folds it into a copy of its own.
         """
         assert weight.name is not None and weight.dtype is not None, "a weight has both"
-        self._views[name] = weight.name
+        self._aliases[name] = weight.name
         if name not in self._initializers:
             self._initializers[name] = ir.Value(name=name, type=ir.TensorType(weight.dtype), shape=ir.Shape(shape))
         return self._initializers[name]
@@ -149,8 +149,8 @@ class Builder:
         with files.data.open("wb") as stream:
             for name, value in self._initializers.items():
                 known = (shared or {}).get(name)
-                if known is None and name in self._views:
-                    known = _viewed(self._initializers[self._views[name]].const_value, value)
+                if known is None and name in self._aliases:
+                    known = _aliased(self._initializers[self._aliases[name]].const_value, value)
                 value.const_value = _store(value.const_value, stream, files.data.name) if known is None else known
             length = stream.tell()
         used = [value for value in self._initializers.values() if value.uses() or value in self._inputs]
@@ -187,7 +187,7 @@ def _store(tensor: ir.LazyTensor, stream: IO[bytes], location: str) -> ir.Tensor
     return ir.ExternalTensor(location, offset, length, tensor.dtype, shape=tensor.shape, name=tensor.name)
 
 
-def _viewed(stored: ir.TensorProtocol | None, view: ir.Value) -> ir.TensorProtocol:
+def _aliased(stored: ir.TensorProtocol | None, view: ir.Value) -> ir.TensorProtocol:
     """A stored tensor under another name, in another shape."""
     assert isinstance(stored, ir.ExternalTensor | ir.Tensor) and view.shape is not None, "weights come before views"
     if isinstance(stored, ir.ExternalTensor):

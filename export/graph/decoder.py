@@ -22,14 +22,14 @@ import onnx_ir as ir
 
 from export.cache_scales import CacheScales
 from export.graph.builder import Builder
-from export.graph.layer import Blocks
+from export.graph.layer import LayerBuilder
 from export.graph.matmul import Matrices
-from export.graph.ort_layer import ContribBlocks
-from export.graph.rows import PlainRows
-from export.graph.standard_layer import StandardBlocks, StandardMatrices
+from export.graph.ort_layer import OrtLayerBuilder
+from export.graph.standard_layer import StandardLayerBuilder, StandardMatrices
+from export.graph.standard_matmul import StandardEmbedding
 from export.graph.weights import Weights
+from export.metadata import CACHE_KEY, CONCAT_CACHE, IN_PLACE_CACHE, KEEP_LOGITS
 from export.paths import plain_files, web_files
-from export.runtime.session import CACHE_KEY, GROWING_CACHE, KEEP_LOGITS, SHARED_CACHE
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 
@@ -79,19 +79,19 @@ def build_graph(
     web: bool = False,
 ) -> Builder:
     """The graph of a model; weights are read when it is written."""
-    graph = Builder("sportsllm", {CACHE_KEY: GROWING_CACHE if standard else SHARED_CACHE})
+    graph = Builder("sportsllm", {CACHE_KEY: CONCAT_CACHE if standard else IN_PLACE_CACHE})
     tokens_BT, mask_BS, pasts = add_inputs(graph, config, scales)
     keep = graph.input_with_default(KEEP_LOGITS, np.array([0], np.int64))
 
-    blocks: Blocks
+    blocks: LayerBuilder
     if standard:
         assert scales is None, "refused before"
-        blocks = StandardBlocks(graph, config, StandardMatrices(graph, weights, half), tokens_BT, mask_BS)
+        blocks = StandardLayerBuilder(graph, config, StandardMatrices(graph, weights, half), tokens_BT, mask_BS)
     else:
-        multiply = PlainRows if web else Matrices
+        multiply = StandardEmbedding if web else Matrices
         # A browser's cache grows with every run, which leaves no room to write in.
         matrices = multiply(graph, weights, half)
-        blocks = ContribBlocks(graph, config, matrices, tokens_BT, mask_BS, scales, prompts_apart=not web)
+        blocks = OrtLayerBuilder(graph, config, matrices, tokens_BT, mask_BS, scales, separate_prefill_branch=not web)
     x_BTD, residual_BTD, presents = add_layers(graph, config, blocks, tokens_BT, pasts, keep)
     x_BTD, _ = blocks.norm("model.norm", x_BTD, residual_BTD)
     head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
@@ -104,7 +104,7 @@ def build_graph(
 def add_layers(
     graph: Builder,
     config: ModelConfig,
-    blocks: Blocks,
+    blocks: LayerBuilder,
     tokens_BT: ir.Value,
     pasts: Sequence[Sequence[ir.Value]],
     keep: ir.Value | None,

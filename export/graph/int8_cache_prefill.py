@@ -26,7 +26,7 @@ LONG_PIECE = 32
 
 
 @dataclass(frozen=True)
-class Prompt:
+class LongPrefill:
     """What the layers of a graph share.
 
     Attributes:
@@ -44,21 +44,21 @@ class Prompt:
     sin: ir.Value
 
 
-def prompt_facts(
+def long_prefill_values(
     graph: Builder,
     tokens_BT: ir.Value,
     past: ir.Value,
     lengths_B: ir.Value,
     width_S: ir.Value,
     tables: tuple[ir.Value, ir.Value],
-) -> Prompt:
+) -> LongPrefill:
     """Add the nodes that choose the way.
 
     Args:
         graph: gets them.
         tokens_BT: token ids.
         past: keys or values of any layer, (B, K, L, E).
-        lengths_B: see `Prompt`.
+        lengths_B: see `LongPrefill`.
         width_S: (1,) int64, columns of the attention mask.
         tables: cosine and sine.
     """
@@ -70,7 +70,7 @@ def prompt_facts(
     alone = graph.node("prompt/alone", "Equal", [batch, graph.constant("prompt/one", np.array([1], np.int64))])
     fits = graph.node("prompt/fits", "GreaterOrEqual", [room_L, width_S])
     both = graph.node("prompt/long_and_alone", "And", [long, alone])
-    return Prompt(graph.node("prompt/is_long", "And", [both, fits]), lengths_B, count_T, *tables)
+    return LongPrefill(graph.node("prompt/is_long", "And", [both, fits]), lengths_B, count_T, *tables)
 
 
 class PromptAttention:
@@ -79,7 +79,7 @@ class PromptAttention:
     Names of nodes begin with the layer's and `long`, since a branch may not use a name of the graph around it.
     """
 
-    def __init__(self, graph: Builder, config: ModelConfig, name: str, prompt: Prompt) -> None:
+    def __init__(self, graph: Builder, config: ModelConfig, name: str, prompt: LongPrefill) -> None:
         self._graph, self._config, self._name, self._prompt = graph, config, f"{name}/long", prompt
         one, zero = graph.constant("one", np.array(1, np.int64)), graph.constant("zero", np.array(0, np.int64))
         scalar = graph.constant("scalar_shape", np.array([], np.int64))

@@ -16,7 +16,7 @@ from export.graph.matmul import Matrices
 from sportsllm.models.config import ModelConfig
 
 
-class Blocks(ABC):
+class LayerBuilder(ABC):
     """Adds the parts of a layer to a graph.
 
     Attributes:

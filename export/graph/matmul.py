@@ -17,7 +17,7 @@ FLOAT, HALF, INT8, UINT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.I
 # MatMulNBits: 4 rounds activations to int8 block by block, the only level with fast kernels; 0 is float32.
 FAST_ACCURACY = 4
 # Rounds its whole input to 8 bits and multiplies whole numbers.
-ROWS_PRODUCT = "DynamicQuantizeMatMul"
+PER_ROW_PRODUCT = "DynamicQuantizeMatMul"
 FLAT = "_flat"  # ending of the name that packed rows have in one piece each, without blocks
 NF4_TYPE = 1  # of MatMulBnb4, which computes in float32
 
@@ -49,7 +49,7 @@ class Matrices:
         graph = self._graph
         packed, scales, zero_points = self._packed(module, [module], rows, width, packing)
         count = -(-width // packing.block_size) * packing.block_size * packing.bits // 8
-        flat = graph.view(f"{module}.weight_packed{FLAT}", packed, (rows, count))
+        flat = graph.alias(f"{module}.weight_packed{FLAT}", packed, (rows, count))
         found = graph.node(
             "embed/rows",
             "GatherBlockQuantized",
@@ -134,11 +134,11 @@ class Matrices:
     ) -> ir.Value:
         graph, weights = self._graph, self._weights
         if packing.per_row:
-            matrix = graph.weight(f"{stored}.weight_rows", INT8, (width, rows), lambda: weights.read_rows(modules))
+            matrix = graph.weight(f"{stored}.weight_rows", INT8, (width, rows), lambda: weights.read_per_row(modules))
             scale = graph.weight(
-                f"{stored}.weight_rows_scale", FLOAT, (rows,), lambda: weights.read_row_scales(modules)
+                f"{stored}.weight_rows_scale", FLOAT, (rows,), lambda: weights.read_per_row_scales(modules)
             )
-            return graph.node(f"{name}/product", ROWS_PRODUCT, [x, matrix, scale], MS)
+            return graph.node(f"{name}/product", PER_ROW_PRODUCT, [x, matrix, scale], MS)
         packed, scales, zero_points = self._packed(stored, modules, rows, width, packing)
         sizes = {"N": rows, "K": width, "block_size": packing.block_size}
         if packing.nf4:

@@ -13,8 +13,8 @@ import onnx_ir as ir
 
 from export.cache_scales import CacheScales
 from export.graph.builder import MS, Builder
-from export.graph.int8_cache_prefill import Prompt, PromptAttention, prompt_facts
-from export.graph.layer import Blocks
+from export.graph.int8_cache_prefill import LongPrefill, PromptAttention, long_prefill_values
+from export.graph.layer import LayerBuilder
 from export.graph.matmul import Matrices
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.rope import rope_tables
@@ -76,7 +76,7 @@ def _positions(graph: Builder, config: ModelConfig, tokens_BT: ir.Value, mask_BS
     )
 
 
-class ContribBlocks(Blocks):
+class OrtLayerBuilder(LayerBuilder):
     """GroupQueryAttention, which keeps past and present in one buffer, with fused norms and activations."""
 
     def __init__(
@@ -87,7 +87,7 @@ class ContribBlocks(Blocks):
         tokens_BT: ir.Value,
         mask_BS: ir.Value,
         scales: CacheScales | None,
-        prompts_apart: bool = True,
+        separate_prefill_branch: bool = True,
     ) -> None:
         """Start a graph's layers.
 
@@ -98,12 +98,12 @@ class ContribBlocks(Blocks):
             tokens_BT: token ids.
             mask_BS: attention mask.
             scales: of an INT8 cache; a float32 one if not given.
-            prompts_apart: read prompts into an INT8 cache as `export.graph.int8_cache_prefill` does.
+            separate_prefill_branch: read prompts into an INT8 cache as `export.graph.int8_cache_prefill` does.
         """
         super().__init__(graph, config, matrices)
         self._positions, self._scales = _positions(graph, config, tokens_BT, mask_BS), scales
-        self._tokens_BT, self._prompts_apart = tokens_BT, prompts_apart and scales is not None
-        self._prompt: Prompt | None = None  # known with the first layer's past
+        self._tokens_BT, self._prompts_apart = tokens_BT, separate_prefill_branch and scales is not None
+        self._prompt: LongPrefill | None = None  # known with the first layer's past
         self._apart = config.qk_norm or self._positions.ids_BT is not None
 
     def _add_and_norm(self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -131,7 +131,7 @@ class ContribBlocks(Blocks):
             return attended, present
         prompt = self._prompt_facts(past)
         rotated = self._positions.ids_BT is not None
-        attended, *present = self._graph.either(
+        attended, *present = self._graph.if_else(
             f"{name}/attention_either",
             prompt.is_long,
             {
@@ -144,12 +144,12 @@ class ContribBlocks(Blocks):
         )
         return attended, present
 
-    def _prompt_facts(self, past: Sequence[ir.Value]) -> Prompt:
+    def _prompt_facts(self, past: Sequence[ir.Value]) -> LongPrefill:
         """Added with the first layer."""
         if self._prompt is None:
             positions = self._positions
             tables = positions.cos, positions.sin
-            self._prompt = prompt_facts(
+            self._prompt = long_prefill_values(
                 self._graph, self._tokens_BT, past[0], positions.lengths_B, positions.width_S, tables
             )
         return self._prompt

@@ -20,10 +20,10 @@ from export.cache_scales import CacheScales
 from export.graph.builder import Builder
 from export.graph.decoder import add_inputs, add_layers, add_presents
 from export.graph.matmul import Matrices
-from export.graph.ort_layer import ContribBlocks
+from export.graph.ort_layer import OrtLayerBuilder
 from export.graph.weights import Packing, Weights
+from export.metadata import CACHE_KEY, IN_PLACE_CACHE
 from export.paths import prompt_files
-from export.runtime.session import CACHE_KEY, SHARED_CACHE
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.storage.packed_weights import ROW_BITS
@@ -31,7 +31,7 @@ from sportsllm.storage.packed_weights import ROW_BITS
 _TOP = 2 ** (ROW_BITS - 1) - 1
 
 
-class RowWeights(Weights):
+class PerRowWeights(Weights):
     """A packed checkpoint whose layers' matrices are given as rows of INT8."""
 
     def __init__(self, checkpoint: Path) -> None:
@@ -45,12 +45,12 @@ class RowWeights(Weights):
         self._shapes[module] = shape
         return Packing(ROW_BITS, shape[1], asymmetric=False)
 
-    def read_rows(self, modules: Sequence[str]) -> npt.NDArray[np.int8]:
-        """See `Weights.read_rows`."""
+    def read_per_row(self, modules: Sequence[str]) -> npt.NDArray[np.int8]:
+        """See `Weights.read_per_row`."""
         return np.ascontiguousarray(np.concatenate([self._rows(module)[0] for module in modules]).T)
 
-    def read_row_scales(self, modules: Sequence[str]) -> npt.NDArray[np.float32]:
-        """See `Weights.read_row_scales`."""
+    def read_per_row_scales(self, modules: Sequence[str]) -> npt.NDArray[np.float32]:
+        """See `Weights.read_per_row_scales`."""
         return np.concatenate([self._rows(module)[1] for module in modules])
 
     def _rows(self, module: str) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
@@ -72,15 +72,15 @@ def write_prompt_graph(
         stored: what `export.graph.decoder.write_graph` returned for it.
         scales: the same as that graph's.
     """
-    graph = build_prompt_graph(load_config(checkpoint), RowWeights(checkpoint), scales)
+    graph = build_prompt_graph(load_config(checkpoint), PerRowWeights(checkpoint), scales)
     graph.write(prompt_files(directory), stored)
 
 
 def build_prompt_graph(config: ModelConfig, weights: Weights, scales: CacheScales | None) -> Builder:
     """Token ids in, keys and values out; operators and names are those of `export.graph.decoder`."""
-    graph = Builder("sportsllm-prompt", {CACHE_KEY: SHARED_CACHE})
+    graph = Builder("sportsllm-prompt", {CACHE_KEY: IN_PLACE_CACHE})
     tokens_BT, mask_BS, pasts = add_inputs(graph, config, scales)
-    blocks = ContribBlocks(graph, config, Matrices(graph, weights, half=False), tokens_BT, mask_BS, scales)
+    blocks = OrtLayerBuilder(graph, config, Matrices(graph, weights, half=False), tokens_BT, mask_BS, scales)
     _, _, presents = add_layers(graph, config, blocks, tokens_BT, pasts, keep=None)
     add_presents(graph, config, scales, presents)
     return graph

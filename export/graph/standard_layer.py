@@ -18,9 +18,9 @@ import numpy as np
 import onnx_ir as ir
 
 from export.graph.builder import Array, Builder
-from export.graph.layer import Blocks
+from export.graph.layer import LayerBuilder
 from export.graph.matmul import FLOAT, Matrices
-from export.graph.rows import PlainRows
+from export.graph.standard_matmul import StandardEmbedding
 from export.graph.weights import Packing
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.rope import rope_tables
@@ -35,7 +35,7 @@ _BLOCK_TYPES = {
 }
 
 
-class StandardMatrices(PlainRows):
+class StandardMatrices(StandardEmbedding):
     """MatMul with dense matrices, or with DequantizeLinear of packed ones.
 
     Packed matrices lie by columns, (K, N), for ONNX Runtime runs DequantizeLinear and MatMul as one MatMulNBits
@@ -122,7 +122,7 @@ def _places(graph: Builder, config: ModelConfig, tokens_BT: ir.Value, mask_BS: i
     return _Places(cos, sin, graph.node("places/seen", "And", [earlier_TS, real_B11S]))
 
 
-class StandardBlocks(Blocks):
+class StandardLayerBuilder(LayerBuilder):
     """Attention as MatMul, Softmax, MatMul, with rotation by Mul, Sub and Add."""
 
     def __init__(

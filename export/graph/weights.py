@@ -124,12 +124,12 @@ class Weights:
         tensors = [self._tensors[f"{name}.weight_{part}"] for name in modules]
         return _stack([(t.float() if t.is_floating_point() else t).numpy() for t in tensors])
 
-    def read_rows(self, modules: Sequence[str]) -> npt.NDArray[np.int8]:
+    def read_per_row(self, modules: Sequence[str]) -> npt.NDArray[np.int8]:
         """Matrices with one scale a row, (K, N) signed numbers, one beside the other."""
         signed = self.read_packed(modules, "packed")[:, 0].astype(np.int16) - 2 ** (ROW_BITS - 1)
         return np.ascontiguousarray(signed.astype(np.int8).T)
 
-    def read_row_scales(self, modules: Sequence[str]) -> npt.NDArray[np.float32]:
+    def read_per_row_scales(self, modules: Sequence[str]) -> npt.NDArray[np.float32]:
         """Their scales, (N,)."""
         return cast(npt.NDArray[np.float32], self.read_packed(modules, "scale")[:, 0])
 

@@ -27,7 +27,7 @@ import torch
 from export.cache_scales import CacheScales, RoundedCache
 from export.parity.comparison import Comparison, Limits, Pass, compare, merge
 from export.parity.inputs import (
-    DEPLOYED_ROWS,
+    DEPLOYED_PER_ROW,
     STEPS,
     GateInputs,
     ParityReport,
@@ -66,7 +66,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
         if inputs.precision == "fp32":
             passes = [run_pass("exact", deployed, sequences, expected, limits)]
         else:
-            deployed_limits = DEPLOYED_ROWS if prompts.exists() else inputs.deployed_limits
+            deployed_limits = DEPLOYED_PER_ROW if prompts.exists() else inputs.deployed_limits
             last = run_pass("deployed", deployed, sequences, expected, deployed_limits)
             del deployed
             if inputs.precision == "fp16":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from export.cache_scales import CacheScales
-from export.graph.matmul import FLAT, ROWS_PRODUCT
+from export.graph.matmul import FLAT, PER_ROW_PRODUCT
 from export.parity.comparison import Limits, Pass
 from export.paths import find_files
 from sportsllm.errors import ArtifactError
@@ -43,7 +43,7 @@ DEPLOYED = {
 }
 # A whole tensor of inputs rounded to int8 with one scale. Measured, trained, on tokens drawn at random: error 0.5 to
 # 1.2, KL up to 5e-3, 93% of choices agree.
-DEPLOYED_ROWS = Limits(error=4.0, kl=5e-2, greedy_match=0.6)
+DEPLOYED_PER_ROW = Limits(error=4.0, kl=5e-2, greedy_match=0.6)
 SEED = 20_260
 _PACKED_TYPES = {ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT8, ir.DataType.UINT8}
 # ONNX Runtime reads the first in several pieces; the third is real text where there is a tokenizer.
@@ -141,7 +141,7 @@ class GateInputs:
     @property
     def deployed_limits(self) -> Limits:
         """Of the deployed pass."""
-        return DEPLOYED_ROWS if multiplies_rows(self.graph) else DEPLOYED[self.precision]
+        return DEPLOYED_PER_ROW if multiplies_per_row(self.graph) else DEPLOYED[self.precision]
 
     def tokenizer_changes(self) -> tuple[str, ...] | None:
         """Texts that do not survive encoding and decoding; None without a tokenizer."""
@@ -162,9 +162,9 @@ def graph_precision(graph: ir.Model) -> str:
     return "fp16" if ir.DataType.FLOAT16 in stored else "fp32"
 
 
-def multiplies_rows(graph: ir.Model) -> bool:
+def multiplies_per_row(graph: ir.Model) -> bool:
     """Whether inputs are rounded as whole tensors somewhere."""
-    return any(node.op_type == ROWS_PRODUCT for node in graph.graph)
+    return any(node.op_type == PER_ROW_PRODUCT for node in graph.graph)
 
 
 def graph_cache_scales(graph: ir.Model, config: ModelConfig) -> CacheScales | None:
@@ -185,7 +185,7 @@ def exact_graph(graph: ir.Model) -> bytes:
     for node in list(graph.graph):
         if "accuracy_level" in node.attributes:
             node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
-        if node.op_type == ROWS_PRODUCT:
+        if node.op_type == PER_ROW_PRODUCT:
             # Not DequantizeLinear, which ONNX Runtime fuses back into a product of whole numbers.
             x, matrix, scale = node.inputs
             dense = ir.node("Cast", [matrix], {"to": ir.DataType.FLOAT.value}, name=f"{node.name}/dense")

@@ -14,9 +14,10 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from export.metadata import KEEP_LOGITS
 from export.paths import PROMPT_FILE, prompt_files
 from export.runtime.kv_cache import Cache, cache_maker
-from export.runtime.session import KEEP_LOGITS, open_session, raise_if_out_of_memory
+from export.runtime.session import open_session, raise_if_out_of_memory
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.inference.decoder import Logits, log_softmax
 from sportsllm.models.hf_config import load_config
@@ -123,7 +124,7 @@ class OnnxDecoder:
         other = copy.copy(self)
         if self._cache is not None:
             other._cache = self._make_cache(len(self._cache.lengths), self._cache.length)
-            other._cache.holding(self._cache, max(self._cache.lengths)).lengths[:] = self._cache.lengths
+            other._cache.copy_prefix_from(self._cache, max(self._cache.lengths)).lengths[:] = self._cache.lengths
         other._read = [list(row) for row in self._read]
         return other
 
@@ -139,7 +140,7 @@ class OnnxDecoder:
             if reuse:
                 common = [_common(old, new) for old, new in zip(self._read, prompts, strict=True)]
                 if cache.length < room:
-                    cache = self._make_cache(len(prompts), room).holding(cache, max(common))
+                    cache = self._make_cache(len(prompts), room).copy_prefix_from(cache, max(common))
                 cache.lengths[:] = common
                 return cache
             if cache.length == room:

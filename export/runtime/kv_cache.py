@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from export.runtime.session import GROWING_CACHE, KEEP_LOGITS, cache_kind, cache_type
+from export.metadata import CONCAT_CACHE, KEEP_LOGITS
+from export.runtime.session import cache_kind, cache_type
 from sportsllm.models.config import ModelConfig
 
 Array = npt.NDArray[Any]
@@ -45,16 +46,16 @@ class Cache:
     ) -> None:
         shape = (batch, config.num_key_value_heads, length, config.head_dim)
         names = [f"{layer}.{part}" for layer in range(config.num_hidden_layers) for part in ("key", "value")]
-        self.buffers = dict(zip(names, _fresh(len(names), shape, dtype), strict=True))
+        self.buffers = dict(zip(names, _zero_pages(len(names), shape, dtype), strict=True))
         self.length = length
         self.lengths = [0] * batch
         self._bindings: dict[tuple[int, int, int], ort.IOBinding] = {}
-        self._steps: dict[int, Steps] = {}
+        self._steps: dict[int, DecodeStep] = {}
 
-    def steps(self, session: ort.InferenceSession, vocab_size: int) -> Steps | None:
+    def steps(self, session: ort.InferenceSession, vocab_size: int) -> DecodeStep | None:
         """The run of a session that adds a token to every sequence; None where what is bound differs by step."""
         if id(session) not in self._steps:
-            self._steps[id(session)] = Steps(self, session, vocab_size)
+            self._steps[id(session)] = DecodeStep(self, session, vocab_size)
         return self._steps[id(session)]
 
     def bind(self, session: ort.InferenceSession, rows: slice, new: int) -> ort.IOBinding:
@@ -73,7 +74,7 @@ class Cache:
         lengths = np.array(self.lengths[rows]) + new
         return (np.arange(int(lengths.max())) < lengths[:, None]).astype(np.int64)
 
-    def holding(self, other: Cache, tokens: int) -> Self:
+    def copy_prefix_from(self, other: Cache, tokens: int) -> Self:
         """This cache with the first tokens of another one's sequences."""
         for name, buffer in self.buffers.items():
             buffer[:, :, :tokens] = other.buffers[name][:, :, :tokens]
@@ -84,7 +85,7 @@ class Cache:
         self.lengths[rows] = [length + new for length in self.lengths[rows]]
 
 
-class Steps:
+class DecodeStep:
     """One token for every sequence of a `Cache`, in buffers that are bound once.
 
     The mask is as wide as the cache, with zeros behind what there is: the operator reads each length from its sum. So
@@ -127,7 +128,7 @@ class Steps:
         return logits
 
 
-class GrowingCache(Cache):
+class ConcatCache(Cache):
     """The same buffers for graphs whose present is a new tensor: past is copied out of them, what is new into them.
 
     Past has the width of the longest sequence; columns that a shorter one does not have are masked.
@@ -183,11 +184,11 @@ def cache_maker(session: ort.InferenceSession, config: ModelConfig, directory: P
     Raises:
         ArtifactError: the graph has a cache that this program does not know.
     """
-    kind = GrowingCache if cache_kind(session, directory) == GROWING_CACHE else Cache
+    kind = ConcatCache if cache_kind(session, directory) == CONCAT_CACHE else Cache
     return partial(kind, config, cache_type(session, directory))
 
 
-def _fresh(count: int, shape: tuple[int, ...], dtype: type[np.float32] | type[np.int8]) -> Array:
+def _zero_pages(count: int, shape: tuple[int, ...], dtype: type[np.float32] | type[np.int8]) -> Array:
     """(count, *shape) zeros, mapped anew: the system gives pages when they are first written; unused room costs little.
 
     `numpy.zeros` may get memory that was used and freed before, which it must clear, and so take, at once: 100 MB more

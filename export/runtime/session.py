@@ -9,16 +9,11 @@ import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from export.metadata import CACHE_KEY, CONCAT_CACHE, DATA_BYTES_KEY, IN_PLACE_CACHE, KEEP_LOGITS
 from export.paths import PROMPT_FILE, GraphFiles, find_files
 from sportsllm.errors import ArtifactError, ResourceError
 from sportsllm.models.config import ModelConfig
 from sportsllm.storage.manifest import MANIFEST, read_manifest
-
-DATA_BYTES_KEY = "data_bytes"  # in the graph's metadata: how long the data file must be
-CACHE_KEY = "cache"  # in the graph's metadata: one of the next two; exports that say nothing share
-SHARED_CACHE = "shared"  # past and present are one buffer with room to grow; sequences are padded on the right
-GROWING_CACHE = "growing"  # present is a new tensor, longer than past by the new tokens; masked columns do not count
-KEEP_LOGITS = "num_logits_to_keep"  # optional input: 0 gives the logits of all positions, n of the last n
 
 _CACHE_TYPES: dict[str, type[np.float32] | type[np.int8]] = {"tensor(float)": np.float32, "tensor(int8)": np.int8}
 _LOAD_ERRORS = (
@@ -138,13 +133,13 @@ def _check_size(path: Path, expected: int) -> None:
 
 
 def cache_kind(session: ort.InferenceSession, directory: Path) -> str:
-    """How the graph's past and present belong together, `SHARED_CACHE` or `GROWING_CACHE`.
+    """How the graph's past and present belong together, `IN_PLACE_CACHE` or `CONCAT_CACHE`.
 
     Raises:
         ArtifactError: in another way.
     """
-    kind = str(session.get_modelmeta().custom_metadata_map.get(CACHE_KEY, SHARED_CACHE))
-    if kind not in (SHARED_CACHE, GROWING_CACHE):
+    kind = str(session.get_modelmeta().custom_metadata_map.get(CACHE_KEY, IN_PLACE_CACHE))
+    if kind not in (IN_PLACE_CACHE, CONCAT_CACHE):
         raise ArtifactError(f"{find_files(directory).graph}: has a cache of kind {kind!r}; upgrade this program")
     return kind
 

@@ -13,7 +13,7 @@ import torch
 from export.cache_scales import CacheScales, measured_scales
 from export.export import run_export
 from export.graph.decoder import write_graph
-from export.graph.prefill_graph import RowWeights, write_prompt_graph
+from export.graph.prefill_graph import PerRowWeights, write_prompt_graph
 from export.parity.check import check_parity
 from export.paths import DATA_FILE, GRAPH_FILE, PROMPT_FILE, prompt_files
 from export.runtime.decoder import OnnxDecoder
@@ -63,10 +63,10 @@ def test_with_an_int8_cache(tmp_path: Path) -> None:
 
 def test_rows_are_the_nearest_numbers(tmp_path: Path) -> None:
     make(tmp_path)
-    weights, name = RowWeights(tmp_path), "model.layers.1.mlp.down_proj"
+    weights, name = PerRowWeights(tmp_path), "model.layers.1.mlp.down_proj"
     packing = weights.packing(name, (64, 112))
     assert packing is not None and packing.bits == ROW_BITS
-    rows_KN, scales_N = weights.read_rows([name]), weights.read_row_scales([name])
+    rows_KN, scales_N = weights.read_per_row([name]), weights.read_per_row_scales([name])
     dense = load_checkpoint(tmp_path).get_submodule(name).weight.double().numpy()
     assert rows_KN.shape == (112, 64) and np.abs(rows_KN).max() == 63
     missed_NK = np.abs(rows_KN.T * scales_N[:, None].astype(np.float64) - dense)

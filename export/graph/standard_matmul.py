@@ -13,7 +13,7 @@ from export.graph.matmul import FLOAT, Matrices
 from export.graph.weights import Packing
 
 
-class PlainRows(Matrices):
+class StandardEmbedding(Matrices):
     """The same products, and an embedding that any runtime reads; the bytes are the same."""
 
     def _packed_rows(self, module: str, tokens: ir.Value, rows: int, width: int, packing: Packing) -> ir.Value:

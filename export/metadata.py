@@ -1,0 +1,14 @@
+"""Names that a graph and its runtime share: inputs, outputs and the graph's metadata. Imports nothing."""
+
+# As optimum, onnxruntime-genai and transformers.js name them.
+INPUT_IDS = "input_ids"
+ATTENTION_MASK = "attention_mask"
+LOGITS = "logits"
+PAST, PRESENT = "past_key_values", "present"  # followed by `.<layer>.<part>`
+KEEP_LOGITS = "num_logits_to_keep"  # optional input: 0 gives the logits of all positions, n those of the last n
+
+# Keys and values of the graph's metadata.
+DATA_BYTES_KEY = "data_bytes"  # size that the data file must have
+CACHE_KEY = "cache"  # one of the next two; in place where an export does not say
+IN_PLACE_CACHE = "shared"  # past and present are one buffer with room to grow; sequences are padded on the right
+CONCAT_CACHE = "growing"  # present is past followed by the new tokens, a new tensor; masked columns do not count
