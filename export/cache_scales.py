@@ -19,7 +19,6 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
-from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import rope_tables
 from sportsllm.process_memory import give_back
 from sportsllm.storage.checkpoint import check_names, load_block, load_table
@@ -103,33 +102,23 @@ def cache_scales(checkpoint: Path, calibration: Sequence[Path]) -> CacheScales:
     table = load_table(tensors, config, "model.embed_tokens")
     states = [table[tokens] for tokens in samples]
     del table
-    return _layer_by_layer(config, (load_block(tensors, config, i) for i in range(config.num_hidden_layers)), states)
+    return measure_scales(config, (load_block(tensors, config, i) for i in range(config.num_hidden_layers)), states)
 
 
-def measured_scales(model: SportsLLM, samples: Sequence[Tensor]) -> CacheScales:
-    """The scales of least squared error over sample texts, a channel at a time.
+@torch.inference_mode()
+def measure_scales(config: ModelConfig, blocks: Iterable[nn.Module], states: list[Tensor]) -> CacheScales:
+    """The scales of least squared error over what each layer caches of sample texts, a channel at a time.
 
     Args:
-        model: read only.
-        samples: token ids, each (1, S).
+        config: the model's shape.
+        blocks: its layers, one of which is in use at a time.
+        states: the embedded samples, (1, S, D) each; overwritten.
 
     Raises:
         ArtifactError: there are no samples.
     """
-    if not samples:
+    if not states:
         raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
-    return _layer_by_layer(model.config, model.model.layers, [model.model.embed_tokens(tokens) for tokens in samples])
-
-
-@torch.inference_mode()
-def _layer_by_layer(config: ModelConfig, blocks: Iterable[nn.Module], states: list[Tensor]) -> CacheScales:
-    """Scales from what each layer keeps of the samples, layers being asked for one after the other.
-
-    Args:
-        config: the model's shape.
-        blocks: its layers.
-        states: the embedded samples, (1, S, D) each; overwritten.
-    """
     cos, sin = map(torch.from_numpy, rope_tables(config, config.max_position_embeddings))
     found: dict[str, list[Tensor]] = {"keys": [], "values": []}
     for block in blocks:

@@ -38,12 +38,11 @@ def export(
     threads: flags.Threads = None,
 ) -> dict[str, Any]:
     """Write an ONNX graph with KV-cache inputs, checked against the PyTorch model before it is published."""
-    from export.export import run_export
+    from export.export import ExportOptions, export_checkpoint
     from sportsllm.console import output
 
-    result = run_export(
-        checkpoint, out, dtype, threads, kv_cache, calibration or [], profile, standard_ops, web, max_ram
-    )
+    options = ExportOptions(dtype, threads, kv_cache, calibration or [], profile, standard_ops, web, max_ram)
+    result = export_checkpoint(checkpoint, out, options)
     parity = result["parity"]
     output().print(
         f"{out}: {result['precision']}, {kv_cache} cache, {result['parameters']:,} parameters, "

@@ -1,4 +1,4 @@
-"""What stands beside the graph so that other loaders find their way: config, tokenizer, generation settings."""
+"""The files beside the graph that loaders read: config, tokenizer, generation settings."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from sportsllm.storage.safetensors_files import quantization_config
 GENAI_MAX_LENGTH = 1_024
 
 
-def write_side_files(checkpoint: Path, directory: Path, shared_cache: bool = True, web: str | None = None) -> None:
-    """Copy config.json and the tokenizer's files, and write generation_config.json and what a loader wants besides.
+def write_loader_files(checkpoint: Path, directory: Path, in_place: bool = True, web: str | None = None) -> None:
+    """Copy config.json and the tokenizer's files, and write generation_config.json and a loader's own settings.
 
     A quantization_config of bitsandbytes is left out: the graph has those matrices dense.
 
     Args:
         checkpoint: the source. A checkpoint without a tokenizer gives an export without one.
         directory: exists.
-        shared_cache: whether the graph writes into one buffer for past and present.
-        web: for transformers.js, the graph having this precision; else onnxruntime-genai's genai_config.json.
+        in_place: whether the graph writes into one buffer for past and present.
+        web: the graph's precision, for the settings of transformers.js; else genai_config.json of onnxruntime-genai.
 
     Raises:
         ArtifactError: config.json is missing or describes a model that is not supported.
@@ -44,11 +44,11 @@ def write_side_files(checkpoint: Path, directory: Path, shared_cache: bool = Tru
         write_json(directory / "config.json", settings)
         return
     model_type = str(settings.get("model_type", "llama"))
-    write_json(directory / "genai_config.json", genai_config(config, model_type, shared_cache))
+    write_json(directory / "genai_config.json", genai_config(config, model_type, in_place))
 
 
 def web_config(directory: Path, precision: str) -> dict[str, Any]:
-    """What transformers.js picks the graph by where the page names no dtype, and that its data lie beside it.
+    """The dtype that transformers.js loads where the page names none, and which graph has a data file beside it.
 
     Args:
         directory: the export.
@@ -58,13 +58,13 @@ def web_config(directory: Path, precision: str) -> dict[str, Any]:
     return {"dtype": WEB_NAMES[precision].dtype, "use_external_data_format": {graph: 1}}
 
 
-def genai_config(config: ModelConfig, model_type: str, shared_cache: bool = True) -> dict[str, Any]:
+def genai_config(config: ModelConfig, model_type: str, in_place: bool = True) -> dict[str, Any]:
     """The settings that onnxruntime-genai opens the directory with.
 
     Args:
         config: the model's shape.
         model_type: Hugging Face's name of the family, as in config.json.
-        shared_cache: see `write_side_files`.
+        in_place: see `write_loader_files`.
     """
     context = config.max_position_embeddings
     names = {"past": "past_key_values.%d", "present": "present.%d"}
@@ -97,5 +97,5 @@ def genai_config(config: ModelConfig, model_type: str, shared_cache: bool = True
         value = getattr(config, name)
         if value is not None:
             model[name] = list(value) if isinstance(value, tuple) else value
-    search = {"max_length": min(context, GENAI_MAX_LENGTH), "past_present_share_buffer": shared_cache}
+    search = {"max_length": min(context, GENAI_MAX_LENGTH), "past_present_share_buffer": in_place}
     return {"model": model, "search": {**search, "do_sample": False}}

@@ -4,7 +4,7 @@
 INPUT_IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"
 LOGITS = "logits"
-PAST, PRESENT = "past_key_values", "present"  # followed by `.<layer>.<part>`
+PAST, PRESENT = "past_key_values.", "present."  # followed by layer and state: `past_key_values.0.key`
 KEEP_LOGITS = "num_logits_to_keep"  # optional input: 0 gives the logits of all positions, n those of the last n
 
 # Keys and values of the graph's metadata.
@@ -12,3 +12,13 @@ DATA_BYTES_KEY = "data_bytes"  # size that the data file must have
 CACHE_KEY = "cache"  # one of the next two; in place where an export does not say
 IN_PLACE_CACHE = "shared"  # past and present are one buffer with room to grow; sequences are padded on the right
 CONCAT_CACHE = "growing"  # present is past followed by the new tokens, a new tensor; masked columns do not count
+
+
+def past_name(layer: int, state: str) -> str:
+    """Of the input with what a layer has cached; tokens are on the last axis but one."""
+    return f"{PAST}{layer}.{state}"
+
+
+def present_name(layer: int, state: str) -> str:
+    """Of the output with the new tokens added."""
+    return f"{PRESENT}{layer}.{state}"

@@ -1,6 +1,6 @@
 """A thin layer over onnx_ir: add nodes and named weights, then write the graph and its data file.
 
-Weights are read when they are written, one after the other, so that memory stays near the largest of them.
+Weights are read and written one by one, so that peak memory is near the size of the largest.
 The same calls in the same order give the same bytes.
 """
 
@@ -21,15 +21,15 @@ Array = npt.NDArray[Any]
 
 MS = "com.microsoft"  # the domain of ONNX Runtime's own operators
 IR_VERSION = 10  # with opset 21: read by onnxruntime since 1.19 and by the browser build
-OPSETS = {"": 21, MS: 1}  # of those that a graph uses
-INLINE_BELOW_BYTES = 1024  # loaders want small shape constants inside the graph file
+OPSETS = {"": 21, MS: 1}  # a graph imports those that it uses
+INLINE_BELOW_BYTES = 1024  # smaller tensors go into the graph file: loaders expect shape constants there
 PAGE_BYTES = 4096  # large tensors start on a page, so that they can be mapped
 SMALL_BYTES = 65_536
 SMALL_ALIGNMENT = 64
 
 
 class Builder:
-    """Collects the inputs, nodes, weights and outputs of one graph, and what it says of itself."""
+    """Collects the inputs, nodes, weights, outputs and metadata of one graph."""
 
     def __init__(self, name: str, metadata: Mapping[str, str]) -> None:
         self._name, self._metadata = name, metadata
@@ -37,7 +37,17 @@ class Builder:
         self._outputs: list[ir.Value] = []
         self._nodes: list[ir.Node] = []
         self._initializers: dict[str, ir.Value] = {}
-        self._aliases: dict[str, str] = {}  # names of weights and of those whose bytes they are
+        self._aliases: dict[str, str] = {}  # from the alias's name to the weight's
+
+    @property
+    def nodes(self) -> Sequence[ir.Node]:
+        """The nodes, without those inside branches."""
+        return self._nodes
+
+    @property
+    def weights(self) -> Sequence[ir.Value]:
+        """Weights and constants."""
+        return list(self._initializers.values())
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[object]) -> ir.Value:
         """A graph input, for example (B, 8) as ["batch_size", 8]; dimensions given by name are free."""
@@ -84,14 +94,14 @@ class Builder:
         branches: Mapping[str, Callable[[], Sequence[ir.Value]]],
         outputs: Mapping[str, ir.DataType],
     ) -> list[ir.Value]:
-        """Values of one of two pieces of the graph, of which only that one runs.
+        """An `If`: two branches with the same outputs, of which one runs.
 
         Args:
             name: of the node.
             condition: one boolean.
-            branches: `then_branch` and `else_branch`, which add nodes of names of their own and return values in the
-                order of `outputs`. They may use any value of the graph, and weights and constants stay the graph's.
-            outputs: names and types of what comes out.
+            branches: `then_branch` and `else_branch`; each adds its nodes and returns values in the order of `outputs`.
+                A branch may use any value of the graph but no node name of it. Weights and constants stay the graph's.
+            outputs: names and types of the outputs.
         """
         graphs = {}
         for branch, make in branches.items():
@@ -104,15 +114,15 @@ class Builder:
         return self.node_with_outputs(name, "If", [condition], list(outputs), **graphs)
 
     def constant(self, name: str, array: Array) -> ir.Value:
-        """A small tensor given at once; the same name gives the same tensor."""
+        """A small tensor; the same name gives the same tensor."""
         return self.weight(name, ir.DataType.from_numpy(array.dtype), array.shape, lambda: array)
 
     def axis(self, axis: int) -> ir.Value:
-        """A list of one axis, as reductions and slices take it."""
+        """A list of one axis, for operators that take a list of axes."""
         return self.constant(f"axis_{axis}", np.array([axis], np.int64))
 
     def weight(self, name: str, dtype: ir.DataType, shape: Sequence[int], read: Callable[[], Array]) -> ir.Value:
-        """A named tensor that `read` fetches when it is written; a name used twice is stored once."""
+        """A named tensor that `read` fetches when the graph is written; a name used twice is stored once."""
         if name not in self._initializers:
             tensor = ir.LazyTensor(lambda: ir.tensor(read(), dtype, name=name), dtype, ir.Shape(shape), name=name)
             value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape), const_value=tensor)
@@ -120,9 +130,9 @@ class Builder:
         return self._initializers[name]
 
     def alias(self, name: str, weight: ir.Value, shape: Sequence[int]) -> ir.Value:
-        """The same bytes, which are stored once, in another shape.
+        """A weight under another name and in another shape; its bytes are stored once.
 
-        A Reshape would do for the result; but ONNX Runtime folds it into a copy of its own.
+        A Reshape would compute the same, but ONNX Runtime folds it into a copy in memory.
         """
         assert weight.name is not None and weight.dtype is not None, "a weight has both"
         self._aliases[name] = weight.name
@@ -137,7 +147,7 @@ class Builder:
 
         Args:
             files: where to; their directory exists.
-            shared: tensors that another graph there has stored; one of the same name is not stored again.
+            shared: tensors that another graph in the directory has stored; those of the same name are not stored again.
 
         Returns:
             The stored tensors by name.

@@ -1,20 +1,20 @@
 """The ONNX graph of a checkpoint, built operator by operator instead of traced.
 
-Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, D hidden_size, H query heads,
-K key/value heads, E head_dim, V vocabulary.
+Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, D hidden_size, V vocabulary.
 
-Inputs `input_ids` (B, T), `attention_mask` (B, S), `past_key_values.N.key` and `.value` (B, K, S - T, E);
-outputs `logits` (B, T, V), `present.N.key` and `.value` (B, K, S, E): the names that optimum,
-onnxruntime-genai and transformers.js look for. Sequences of unequal length are padded on the right;
-with standard operators the left will do as well.
+Inputs `input_ids` (B, T), `attention_mask` (B, S) and `past_key_values.N.<state>`; outputs `logits` (B, T, V) and
+`present.N.<state>`: the names that optimum, onnxruntime-genai and transformers.js look for. What is cached is said by
+the model's kinds, for grouped-query attention `key` and `value`, (B, heads, S, head_dim): tokens are always on the last
+axis but one. Sequences of unequal length are padded on the right; with standard operators the left will do as well.
 A further input, `num_logits_to_keep`, may be left out: 0 keeps all positions, n the last n only.
-Operators are ONNX Runtime's own where it has them: GroupQueryAttention, MatMulNBits, GatherBlockQuantized, …
+Operators are ONNX Runtime's own where it has them: GroupQueryAttention, MatMulNBits, GatherBlockQuantized, ...
 (https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md); or standard ones alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +22,45 @@ import onnx_ir as ir
 
 from export.cache_scales import CacheScales
 from export.graph.builder import Builder
-from export.graph.layer import LayerBuilder
-from export.graph.matmul import Matrices
-from export.graph.ort_layer import OrtLayerBuilder
-from export.graph.standard_layer import StandardLayerBuilder, StandardMatrices
-from export.graph.standard_matmul import StandardEmbedding
+from export.graph.kinds import half_builders
+from export.graph.layer import LayerBuilder, OrtLayerBuilder, Sequences, StandardLayerBuilder
+from export.graph.matmul import Matmul
+from export.graph.precision import graph_precision
+from export.graph.standard_matmul import StandardEmbedding, StandardMatmul
 from export.graph.weights import Weights
-from export.metadata import CACHE_KEY, CONCAT_CACHE, IN_PLACE_CACHE, KEEP_LOGITS
+from export.metadata import (
+    ATTENTION_MASK,
+    CACHE_KEY,
+    CONCAT_CACHE,
+    IN_PLACE_CACHE,
+    INPUT_IDS,
+    KEEP_LOGITS,
+    LOGITS,
+    past_name,
+    present_name,
+)
 from export.paths import plain_files, web_files
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
+from sportsllm.models.kinds import EMBEDDING, HEAD, NORMS, block_state
+from sportsllm.models.parts import HIDDEN, Matrix
 
 FLOAT, INT8, INT64 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.INT64
+
+
+@dataclass(frozen=True)
+class WrittenGraph:
+    """A graph on disk.
+
+    Attributes:
+        tensors: the stored tensors by name, see `Builder.write`.
+        residual: names of values whose sum is the residual stream: after the embedding, and after each layer.
+        precision: see `graph_precision`.
+    """
+
+    tensors: Mapping[str, ir.TensorProtocol]
+    residual: Sequence[tuple[str, ...]]
+    precision: str
 
 
 def write_graph(
@@ -42,13 +69,13 @@ def write_graph(
     half: bool = False,
     scales: CacheScales | None = None,
     standard: bool = False,
-    web: str | None = None,
-) -> dict[str, ir.TensorProtocol]:
+    web: bool = False,
+) -> WrittenGraph:
     """Write the graph of a checkpoint and its data into `directory`.
 
-    Packed matrices are copied byte for byte, but for INT8 rows, which become columns, and for standard operators, which
-    want all of them so; dense ones become float32, or float16 that is widened to float32
-    before use. Vectors (norms, biases) stay float32. Writing twice gives identical files.
+    Packed matrices are copied byte for byte, except that INT8 per row is transposed, and for standard operators all of
+    them are. Dense ones become float32, or float16 that is widened to float32 before use. Vectors (norms, biases) stay
+    float32. Writing twice gives identical files.
 
     Args:
         checkpoint: a checkpoint directory, packed or not.
@@ -56,18 +83,18 @@ def write_graph(
         half: store dense matrices in float16.
         scales: of an INT8 cache; a float32 one if not given.
         standard: use standard ONNX operators alone; they know no INT8 cache.
-        web: lay them out for a browser, under the names of this precision; else `model.onnx`, `model.onnx.data`.
-
-    Returns:
-        The stored tensors by name, see `Builder.write`.
+        web: write the files that a browser looks for; else `model.onnx` and `model.onnx.data`.
 
     Raises:
         ArtifactError: the checkpoint is damaged, or does not fit float16.
+        UsageError: a kind of the model has no graph.
     """
-    files = plain_files(directory) if web is None else web_files(directory, web)
+    config, weights = load_config(checkpoint), Weights(checkpoint)
+    graph, residual = build_graph(config, weights, half, scales, standard, web)
+    precision = graph_precision(graph.nodes, graph.weights)
+    files = web_files(directory, precision) if web else plain_files(directory)
     files.graph.parent.mkdir(exist_ok=True)
-    graph = build_graph(load_config(checkpoint), Weights(checkpoint), half, scales, standard, web is not None)
-    return graph.write(files)
+    return WrittenGraph(graph.write(files), residual, precision)
 
 
 def build_graph(
@@ -77,84 +104,105 @@ def build_graph(
     scales: CacheScales | None = None,
     standard: bool = False,
     web: bool = False,
-) -> Builder:
-    """The graph of a model; weights are read when it is written."""
+) -> tuple[Builder, list[tuple[str, ...]]]:
+    """The graph of a model, whose weights are read when it is written, and `WrittenGraph.residual`."""
     graph = Builder("sportsllm", {CACHE_KEY: CONCAT_CACHE if standard else IN_PLACE_CACHE})
     tokens_BT, mask_BS, pasts = add_inputs(graph, config, scales)
     keep = graph.input_with_default(KEEP_LOGITS, np.array([0], np.int64))
-
-    blocks: LayerBuilder
+    layers: LayerBuilder
     if standard:
-        assert scales is None, "refused before"
-        blocks = StandardLayerBuilder(graph, config, StandardMatrices(graph, weights, half), tokens_BT, mask_BS)
+        matmul: Matmul = StandardMatmul(graph, weights, half)
+        layers = StandardLayerBuilder(graph, config, matmul, Sequences(tokens_BT, mask_BS))
     else:
-        multiply = StandardEmbedding if web else Matrices
-        # A browser's cache grows with every run, which leaves no room to write in.
-        matrices = multiply(graph, weights, half)
-        blocks = OrtLayerBuilder(graph, config, matrices, tokens_BT, mask_BS, scales, separate_prefill_branch=not web)
-    x_BTD, residual_BTD, presents = add_layers(graph, config, blocks, tokens_BT, pasts, keep)
-    x_BTD, _ = blocks.norm("model.norm", x_BTD, residual_BTD)
-    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    logits = blocks.matrices.product("lm_head", x_BTD, [head], [config.vocab_size], config.hidden_size)
-    graph.output(logits, "logits", FLOAT, ["batch_size", "sequence_length", config.vocab_size])
-    add_presents(graph, config, scales, presents)
-    return graph
+        matmul = (StandardEmbedding if web else Matmul)(graph, weights, half)
+        # In a browser present is a new tensor, and past has no room to write into.
+        sequences = Sequences(tokens_BT, mask_BS, scales, separate_prefill_branch=not web)
+        layers = OrtLayerBuilder(graph, config, matmul, sequences)
+    stream = add_layers(layers, pasts, keep)
+    x_BTD, _ = layers.norm("model.norm", stream.x_BTD, stream.residual_BTD)
+    logits = matmul.product(HEAD, x_BTD, [_table(config, EMBEDDING if config.tie_word_embeddings else HEAD)])
+    graph.output(logits, LOGITS, FLOAT, ["batch_size", "sequence_length", config.vocab_size])
+    add_presents(graph, config, scales, stream.presents)
+    return graph, stream.residual
 
 
-def add_layers(
-    graph: Builder,
-    config: ModelConfig,
-    blocks: LayerBuilder,
-    tokens_BT: ir.Value,
-    pasts: Sequence[Sequence[ir.Value]],
-    keep: ir.Value | None,
-) -> tuple[ir.Value, ir.Value | None, list[Sequence[ir.Value]]]:
+@dataclass(frozen=True)
+class Stream:
+    """What comes out of the layers.
+
+    Attributes:
+        x_BTD: what the last half adds.
+        residual_BTD: the residual stream before it.
+        presents: what each layer caches.
+        residual: see `WrittenGraph`.
+    """
+
+    x_BTD: ir.Value
+    residual_BTD: ir.Value | None
+    presents: list[list[ir.Value]]
+    residual: list[tuple[str, ...]]
+
+
+def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: ir.Value | None) -> Stream:
     """Embedding and layers.
 
     Args:
-        graph: gets them.
-        config: the model's shape.
-        blocks: what the layers are made of.
-        tokens_BT: token ids.
-        pasts: each layer's keys and values.
+        layers: gets them.
+        pasts: what each layer has cached.
         keep: how many last positions are wanted behind the last layer, 0 for all; None where only the cache is, and the
-            last layer ends with its attention.
-
-    Returns:
-        What the last layer adds, the residual stream before it, and each layer's keys and values.
+            graph ends when the last layer's is known.
     """
-    x_BTD = blocks.matrices.embedding("model.embed_tokens", tokens_BT, config.vocab_size, config.hidden_size)
-    residual_BTD, presents = None, []
+    halves = half_builders(layers)
+    last_cached = [half for half in halves if half.states][-1]
+    x_BTD = layers.matmul.embedding(layers.sequences.tokens_BT, _table(layers.config, EMBEDDING))
+    residual_BTD: ir.Value | None = None
+    presents: list[list[ir.Value]] = []
+    residual = [_names(x_BTD)]
     for layer, past in enumerate(pasts):
-        name = f"model.layers.{layer}"
-        x_BTD, residual_BTD = blocks.norm(f"{name}.input_layernorm", x_BTD, residual_BTD)
-        x_BTD, present = blocks.attention(layer, x_BTD, past)
-        presents.append(present)
-        if layer == len(pasts) - 1:  # nothing reads what the last layer does with positions that are not kept
-            if keep is None:
-                break
-            # From the n-th last position on; a start of -0 is the first.
-            start = graph.node("kept/start", "Neg", [keep])
-            end = graph.constant("kept/end", np.array([np.iinfo(np.int64).max], np.int64))
-            x_BTD, residual_BTD = (
-                graph.node(f"{value.name}/kept", "Slice", [value, start, end, graph.axis(1)])
-                for value in (x_BTD, residual_BTD)
-            )
-        x_BTD = blocks.attention_output(layer, x_BTD)
-        x_BTD, residual_BTD = blocks.norm(f"{name}.post_attention_layernorm", x_BTD, residual_BTD)
-        x_BTD = blocks.feed_forward(f"{name}.mlp", x_BTD)
-    return x_BTD, residual_BTD, presents
+        presents.append([])
+        for half in halves:
+            norm = f"model.layers.{layer}.{NORMS[half.half]}"
+            x_BTD, residual_BTD = layers.norm(norm, x_BTD, residual_BTD)
+            taken = len(presents[-1])
+            x_BTD, present = half.emit(layer, x_BTD, past[taken : taken + len(half.states)])
+            presents[-1] += present
+            if layer == len(pasts) - 1 and half is last_cached:
+                if keep is None:
+                    return Stream(x_BTD, residual_BTD, presents, residual)
+                # Nothing reads what the rest of the last layer does with positions that are not kept.
+                x_BTD, residual_BTD = _last_positions(layers.graph, keep, (x_BTD, residual_BTD))
+            x_BTD = half.output(layer, x_BTD)
+        residual.append(_names(x_BTD, residual_BTD))
+    return Stream(x_BTD, residual_BTD, presents, residual)
+
+
+def _last_positions(graph: Builder, keep: ir.Value, values: Sequence[ir.Value]) -> list[ir.Value]:
+    """The last `keep` positions of (B, T, ...) values, all of them for 0."""
+    start = graph.node("kept/start", "Neg", [keep])  # -0 is the first position
+    end = graph.constant("kept/end", np.array([np.iinfo(np.int64).max], np.int64))
+    return [graph.node(f"{value.name}/kept", "Slice", [value, start, end, graph.axis(1)]) for value in values]
+
+
+def _names(*values: ir.Value | None) -> tuple[str, ...]:
+    return tuple(str(value.name) for value in values if value is not None)
+
+
+def _table(config: ModelConfig, module: str) -> Matrix:
+    """Embedding or head."""
+    return Matrix(module, config.vocab_size, config.hidden_size, "token", HIDDEN, HIDDEN)
 
 
 def add_inputs(
     graph: Builder, config: ModelConfig, scales: CacheScales | None
 ) -> tuple[ir.Value, ir.Value, list[list[ir.Value]]]:
-    """Token ids, attention mask, and each layer's past keys and values."""
-    tokens_BT = graph.input("input_ids", INT64, ["batch_size", "sequence_length"])
-    mask_BS = graph.input("attention_mask", INT64, ["batch_size", "total_sequence_length"])
-    shape = ["batch_size", config.num_key_value_heads, "past_sequence_length", config.head_dim]
+    """Token ids, attention mask, and what each layer has cached."""
+    tokens_BT = graph.input(INPUT_IDS, INT64, ["batch_size", "sequence_length"])
+    mask_BS = graph.input(ATTENTION_MASK, INT64, ["batch_size", "total_sequence_length"])
     pasts = [
-        [graph.input(f"past_key_values.{layer}.{part}", _cache_type(scales), shape) for part in ("key", "value")]
+        [
+            graph.input(past_name(layer, name), _cache_type(scales), shape)
+            for name, shape in _cache_shapes(config, "past_sequence_length").items()
+        ]
         for layer in range(config.num_hidden_layers)
     ]
     return tokens_BT, mask_BS, pasts
@@ -163,11 +211,16 @@ def add_inputs(
 def add_presents(
     graph: Builder, config: ModelConfig, scales: CacheScales | None, presents: Sequence[Sequence[ir.Value]]
 ) -> None:
-    """Each layer's keys and values as outputs."""
-    shape = ["batch_size", config.num_key_value_heads, "total_sequence_length", config.head_dim]
+    """What each layer caches, as outputs."""
+    shapes = _cache_shapes(config, "total_sequence_length")
     for layer, present in enumerate(presents):
-        for part, value in zip(("key", "value"), present, strict=True):
-            graph.output(value, f"present.{layer}.{part}", _cache_type(scales), shape)
+        for (name, shape), value in zip(shapes.items(), present, strict=True):
+            graph.output(value, present_name(layer, name), _cache_type(scales), shape)
+
+
+def _cache_shapes(config: ModelConfig, length: str) -> dict[str, list[object]]:
+    """Names and shapes of what one layer caches, tokens on the last axis but one."""
+    return {s.name: ["batch_size", *s.shape[:-1], length, s.shape[-1]] for s in block_state(config)}
 
 
 def _cache_type(scales: CacheScales | None) -> ir.DataType:

@@ -1,48 +1,70 @@
-"""The parts that a layer of the exported graph is made of, whichever operators attend and multiply.
+"""Norms and activations, which layers of every kind are made of, in two operator sets.
 
-Shape suffixes as in `export.graph.decoder`.
+Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, D hidden_size.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
 
-from export.graph.builder import Builder
-from export.graph.matmul import Matrices
+from export.cache_scales import CacheScales
+from export.graph.builder import MS, Builder
+from export.graph.matmul import Matmul
 from sportsllm.models.config import ModelConfig
 
 
-class LayerBuilder(ABC):
-    """Adds the parts of a layer to a graph.
+@dataclass(frozen=True)
+class Sequences:
+    """What a graph reads.
 
     Attributes:
-        matrices: what multiplies.
+        tokens_BT: ids of the new tokens.
+        mask_BS: attention mask.
+        scales: of an INT8 cache; None for a float32 one.
+        separate_prefill_branch: read long prompts into an INT8 cache as `export.graph.int8_cache_prefill` does.
     """
 
-    # Whether `_attend` wants query, key and value by themselves, or takes them as one where they are stored alike.
-    _apart = True
+    tokens_BT: ir.Value
+    mask_BS: ir.Value
+    scales: CacheScales | None = None
+    separate_prefill_branch: bool = True
 
-    def __init__(self, graph: Builder, config: ModelConfig, matrices: Matrices) -> None:
-        self._graph, self._config, self.matrices = graph, config, matrices
+
+class LayerBuilder(ABC):
+    """Adds the parts of layers to a graph.
+
+    Attributes:
+        standard: whether all operators are ONNX's own.
+        graph: gets the nodes.
+        config: the model's shape.
+        matmul: what multiplies.
+        sequences: what the graph reads.
+    """
+
+    standard: ClassVar[bool]
+
+    def __init__(self, graph: Builder, config: ModelConfig, matmul: Matmul, sequences: Sequences) -> None:
+        self.graph, self.config, self.matmul, self.sequences = graph, config, matmul, sequences
         self._epsilon = float(np.float32(config.rms_norm_eps))
 
     def norm(self, name: str, x: ir.Value, residual: ir.Value | None) -> tuple[ir.Value, ir.Value]:
         """RMSNorm of x + residual; returns the normed values and the sum."""
-        gamma = self.matrices.vector(f"{name}.weight", self._config.hidden_size)
+        gamma = self.matmul.vector(f"{name}.weight", self.config.hidden_size)
         if residual is None:
-            return self._rms_norm(name, x, gamma), x
+            return self.rms_norm(name, x, gamma), x
         return self._add_and_norm(name, x, residual, gamma)
 
-    def _rms_norm(self, name: str, x: ir.Value, gamma: ir.Value) -> ir.Value:
+    def rms_norm(self, name: str, x: ir.Value, gamma: ir.Value) -> ir.Value:
         """x / sqrt(mean(x ** 2) + eps) * gamma in standard operators, which ONNX Runtime fuses into one.
 
         Its fused operator claims the standard domain, where `onnx.checker` does not know it.
         """
-        graph = self._graph
+        graph = self.graph
         two = graph.constant("norm/two", np.array(2.0, np.float32))
         epsilon = graph.constant("norm/epsilon", np.array(self._epsilon, np.float32))
         squared = graph.node(f"{name}/squared", "Pow", [x, two])
@@ -50,45 +72,46 @@ class LayerBuilder(ABC):
         root = graph.node(f"{name}/root", "Sqrt", [graph.node(f"{name}/shifted", "Add", [mean, epsilon])])
         return graph.node(name, "Mul", [graph.node(f"{name}/scaled", "Div", [x, root]), gamma])
 
-    def attention(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
-        """Attention up to its output matrix; returns what that reads and the present keys and values."""
-        config, name = self._config, f"model.layers.{layer}.self_attn"
-        modules = [f"{name}.{part}_proj" for part in "qkv"]
-        sizes = [config.query_size, config.key_value_size, config.key_value_size]
-        parts = self.matrices.projections(
-            f"{name}.qkv_proj", x_BTD, modules, sizes, config.hidden_size, config.attention_bias, self._apart
-        )
-        return self._attend(layer, name, parts, past)
-
-    def attention_output(self, layer: int, attended: ir.Value) -> ir.Value:
-        """The output matrix of attention, (B, T, H * E) to (B, T, D)."""
-        config, output = self._config, f"model.layers.{layer}.self_attn.o_proj"
-        bias = config.attention_output_bias
-        return self.matrices.product(output, attended, [output], [config.hidden_size], config.query_size, bias)
-
-    def feed_forward(self, name: str, x_BTD: ir.Value) -> ir.Value:
-        """SwiGLU: down(silu(gate(x)) * up(x))."""
-        graph, config = self._graph, self._config
-        modules, sizes = [f"{name}.gate_proj", f"{name}.up_proj"], [config.intermediate_size] * 2
-        gate, up = self.matrices.projections(
-            f"{name}.gate_up_proj", x_BTD, modules, sizes, config.hidden_size, config.mlp_bias, apart=True
-        )
-        inner = graph.node(f"{name}/inner", "Mul", [self._silu(f"{name}/silu", gate), up])
-        down = f"{name}.down_proj"
-        return self.matrices.product(
-            down, inner, [down], [config.hidden_size], config.intermediate_size, config.mlp_bias
-        )
+    @abstractmethod
+    def silu(self, name: str, x: ir.Value) -> ir.Value:
+        """x * sigmoid(x)."""
 
     @abstractmethod
     def _add_and_norm(
         self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value
     ) -> tuple[ir.Value, ir.Value]: ...
 
-    @abstractmethod
-    def _attend(
-        self, layer: int, name: str, parts: Sequence[ir.Value], past: Sequence[ir.Value]
-    ) -> tuple[ir.Value, Sequence[ir.Value]]:
-        """From query, key and value to what `o_proj` reads, (B, T, H * E), and the present keys and values."""
 
-    @abstractmethod
-    def _silu(self, name: str, x: ir.Value) -> ir.Value: ...
+class OrtLayerBuilder(LayerBuilder):
+    """ONNX Runtime's own operators where it has faster ones."""
+
+    standard = False
+
+    def silu(self, name: str, x: ir.Value) -> ir.Value:
+        """See `LayerBuilder.silu`."""
+        return self.graph.node(name, "QuickGelu", [x], MS, alpha=1.0)  # x * sigmoid(1.0 * x)
+
+    def _add_and_norm(self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value) -> tuple[ir.Value, ir.Value]:
+        normed, _, _, total = self.graph.node_with_outputs(
+            name,
+            "SkipSimplifiedLayerNormalization",
+            [x, residual, gamma],
+            (name, "", "", f"{name}/sum"),
+            MS,
+            epsilon=self._epsilon,
+        )
+        return normed, total
+
+
+class StandardLayerBuilder(LayerBuilder):
+    """Standard ONNX operators alone (opset 21), for runtimes that have no others."""
+
+    standard = True
+
+    def silu(self, name: str, x: ir.Value) -> ir.Value:
+        """See `LayerBuilder.silu`."""
+        return self.graph.node(name, "Mul", [x, self.graph.node(f"{name}/sigmoid", "Sigmoid", [x])])
+
+    def _add_and_norm(self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value) -> tuple[ir.Value, ir.Value]:
+        total = self.graph.node(f"{name}/sum", "Add", [x, residual])
+        return self.rms_norm(name, total, gamma), total

@@ -1,26 +1,25 @@
-"""The latency profile: a second graph that reads prompts faster, at the price of a second form of the weights.
+"""The latency profile: a second graph that reads prompts faster and stores the layers' weights a second time.
 
-`prompt.onnx` fills the cache with all of a prompt but its last token, which `model.onnx` then reads; so it has no head,
-and of the last layer only keys and values. Its matrices are rows of INT8, multiplied in whole numbers
-(DynamicQuantizeMatMul), rounded to nearest from what the packed matrices stand for. What both graphs read alike is
+`prompt.onnx` fills the cache with all tokens of a prompt but the last, which `model.onnx` reads; so it has no head, and
+ends with what the last layer caches. Its matrices are INT8 with one scale per row, multiplied in whole numbers
+(DynamicQuantizeMatMul) and rounded to nearest from the dequantized packed matrices. Tensors that both graphs read are
 stored once, in `model.onnx.data`.
 Shape suffixes: B sequences, T new tokens, D hidden_size, N rows (outputs), K columns (inputs).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import onnx_ir as ir
 
 from export.cache_scales import CacheScales
 from export.graph.builder import Builder
-from export.graph.decoder import add_inputs, add_layers, add_presents
-from export.graph.matmul import Matrices
-from export.graph.ort_layer import OrtLayerBuilder
+from export.graph.decoder import WrittenGraph, add_inputs, add_layers, add_presents
+from export.graph.layer import OrtLayerBuilder, Sequences
+from export.graph.matmul import Matmul
 from export.graph.weights import Packing, Weights
 from export.metadata import CACHE_KEY, IN_PLACE_CACHE
 from export.paths import prompt_files
@@ -32,7 +31,7 @@ _TOP = 2 ** (ROW_BITS - 1) - 1
 
 
 class PerRowWeights(Weights):
-    """A packed checkpoint whose layers' matrices are given as rows of INT8."""
+    """A packed checkpoint whose layers' matrices are INT8 with one scale per row."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(checkpoint)
@@ -61,26 +60,24 @@ class PerRowWeights(Weights):
         return np.rint(dense_NK / safe_N[:, None]).astype(np.int8), scales_N
 
 
-def write_prompt_graph(
-    checkpoint: Path, directory: Path, stored: Mapping[str, ir.TensorProtocol], scales: CacheScales | None
-) -> None:
+def write_prompt_graph(checkpoint: Path, directory: Path, model: WrittenGraph, scales: CacheScales | None) -> None:
     """Write `prompt.onnx` and its data into `directory`.
 
     Args:
         checkpoint: a packed checkpoint.
         directory: holds `model.onnx` and its data.
-        stored: what `export.graph.decoder.write_graph` returned for it.
+        model: that graph, written there.
         scales: the same as that graph's.
     """
     graph = build_prompt_graph(load_config(checkpoint), PerRowWeights(checkpoint), scales)
-    graph.write(prompt_files(directory), stored)
+    graph.write(prompt_files(directory), model.tensors)
 
 
 def build_prompt_graph(config: ModelConfig, weights: Weights, scales: CacheScales | None) -> Builder:
-    """Token ids in, keys and values out; operators and names are those of `export.graph.decoder`."""
+    """Token ids in, what is cached out; operators and names are those of `export.graph.decoder`."""
     graph = Builder("sportsllm-prompt", {CACHE_KEY: IN_PLACE_CACHE})
     tokens_BT, mask_BS, pasts = add_inputs(graph, config, scales)
-    blocks = OrtLayerBuilder(graph, config, Matrices(graph, weights, half=False), tokens_BT, mask_BS, scales)
-    _, _, presents = add_layers(graph, config, blocks, tokens_BT, pasts, keep=None)
-    add_presents(graph, config, scales, presents)
+    matmul, sequences = Matmul(graph, weights, half=False), Sequences(tokens_BT, mask_BS, scales)
+    stream = add_layers(OrtLayerBuilder(graph, config, matmul, sequences), pasts, keep=None)
+    add_presents(graph, config, scales, stream.presents)
     return graph

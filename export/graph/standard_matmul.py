@@ -1,25 +1,40 @@
-"""A packed embedding in standard operators: its rows are gathered as bytes and dequantized.
+"""Matrix products and embedding in standard ONNX operators.
 
-The standard's Gather takes no 4-bit numbers, and ONNX Runtime's GatherBlockQuantized is missing in browsers.
-Shape suffixes: B sequences, T tokens, G blocks a row, X anything.
+`StandardEmbedding` alone serves browsers, whose ONNX Runtime has no GatherBlockQuantized. The standard's Gather takes
+no 4-bit numbers, so packed rows are gathered as bytes and dequantized.
+Shape suffixes: B sequences, T tokens, N rows (outputs), K columns (inputs), G blocks a row, X anything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import numpy as np
 import onnx_ir as ir
 
-from export.graph.matmul import FLOAT, Matrices
+from export.graph.builder import Array
+from export.graph.matmul import FLOAT, Matmul
 from export.graph.weights import Packing
+from sportsllm.models.parts import Matrix
+from sportsllm.storage.packed_weights import unpack
+
+# A block around zero needs no zero points as signed numbers, which more runtimes take.
+_BLOCK_TYPES = {
+    (4, False): ir.DataType.INT4,
+    (4, True): ir.DataType.UINT4,
+    (8, False): ir.DataType.INT8,
+    (8, True): ir.DataType.UINT8,
+}
 
 
-class StandardEmbedding(Matrices):
-    """The same products, and an embedding that any runtime reads; the bytes are the same."""
+class StandardEmbedding(Matmul):
+    """`Matmul` with an embedding in standard operators; the stored bytes are the same."""
 
-    def _packed_rows(self, module: str, tokens: ir.Value, rows: int, width: int, packing: Packing) -> ir.Value:
-        """(q - zero_point) * scale of the tokens' rows, (B, T, width)."""
-        graph, block, groups = self._graph, packing.block_size, -(-width // packing.block_size)
-        packed, scales, zero_points = self._packed(module, [module], rows, width, packing)
+    def _packed_embedding(self, tokens: ir.Value, table: Matrix, packing: Packing) -> ir.Value:
+        """(q - zero_point) * scale of the tokens' rows, (B, T, K)."""
+        graph, block, groups = self._graph, packing.block_size, -(-table.columns // packing.block_size)
+        packed, scales, zero_points = self._packed(table.name, [table], packing)
         flat = graph.constant("embed/flat_shape", np.array([0, 0, -1], np.int64))
         apart = graph.constant("embed/block_shape", np.array([0, 0, groups, block], np.int64))
         numbers = self._numbers("embed/numbers", packed, tokens, packing.bits)
@@ -33,7 +48,7 @@ class StandardEmbedding(Matrices):
         column = graph.node("embed/scale/column", "Unsqueeze", [scale, graph.axis(-1)])
         centred = graph.node("embed/centred", "Sub", [graph.node("embed/blocks", "Reshape", [numbers, apart]), middle])
         scaled = graph.node("embed/scaled", "Mul", [centred, column])
-        return self._cut("embed/found", graph.node("embed/padded", "Reshape", [scaled, flat]), width)
+        return self._cut("embed/found", graph.node("embed/padded", "Reshape", [scaled, flat]), table.columns)
 
     def _numbers(self, name: str, table: ir.Value, tokens: ir.Value, bits: int) -> ir.Value:
         """The packed numbers of the tokens' rows, padding included, (B, T, count) float32."""
@@ -49,6 +64,49 @@ class StandardEmbedding(Matrices):
         return graph.node(name, "Cast", [graph.node(f"{name}/flat", "Reshape", [found, flat])], to=FLOAT.value)
 
     def _cut(self, name: str, x_BTX: ir.Value, count: int) -> ir.Value:
-        """The first `count` of each row; what a whole last block or byte holds beyond them is padding."""
+        """The first `count` of each row; the rest pads the last block or byte."""
         start, end = (self._graph.constant(f"to_{i}", np.array([i], np.int64)) for i in (0, count))
         return self._graph.node(f"{name}/unpadded", "Slice", [x_BTX, start, end, self._graph.axis(2)])
+
+
+class StandardMatmul(StandardEmbedding):
+    """MatMul of dense matrices, or of packed ones through DequantizeLinear.
+
+    Packed matrices are stored by columns, (K, N): only then does ONNX Runtime run DequantizeLinear and MatMul as one
+    MatMulNBits, in 0.2 instead of 12 ms for N = 4,096, K = 768 at 4 bits. The embedding is stored by rows, so a packed
+    tied matrix is stored twice.
+    """
+
+    def _dense_product(self, name: str, x: ir.Value, matrix_NK: ir.Value) -> ir.Value:
+        columns = self._graph.node(f"{name}/columns", "Transpose", [matrix_NK], perm=[1, 0])
+        return self._graph.node(f"{name}/product", "MatMul", [x, columns])
+
+    def _packed_product(
+        self, name: str, stored: str, x: ir.Value, matrices: Sequence[Matrix], packing: Packing
+    ) -> ir.Value:
+        graph, modules = self._graph, [matrix.name for matrix in matrices]
+        rows, width = sum(matrix.rows for matrix in matrices), matrices[0].columns
+        groups, dtype = -(-width // packing.block_size), _BLOCK_TYPES[packing.bits, packing.asymmetric]
+
+        def columns(part: str, count: int) -> ir.Value:
+            read = partial(self._columns, modules, part, packing, count)
+            return graph.weight(f"{stored}.weight_{part}_columns", dtype, (count, rows), read)
+
+        def read_scales() -> Array:
+            return np.ascontiguousarray(self._weights.read_packed(modules, "scale").T)
+
+        packed = columns("packed", width)
+        inputs = [packed, graph.weight(f"{stored}.weight_scale_columns", FLOAT, (groups, rows), read_scales)]
+        if packing.asymmetric:
+            inputs.append(columns("zero_point", groups))
+        matrix_KN = graph.node(f"{name}/matrix", "DequantizeLinear", inputs, axis=0, block_size=packing.block_size)
+        return graph.node(f"{name}/product", "MatMul", [x, matrix_KN])
+
+    def _columns(self, modules: Sequence[str], part: str, packing: Packing, count: int) -> Array:
+        """Packed numbers by columns, (count, N), without the padding at the end of each row."""
+        bytes_N = self._weights.read_packed(modules, part)
+        numbers_NK = unpack(bytes_N.reshape(len(bytes_N), -1), packing.bits)[:, :count]
+        if not packing.asymmetric:
+            numbers_NK = numbers_NK.astype(np.int16) - 2 ** (packing.bits - 1)
+        dtype = _BLOCK_TYPES[packing.bits, packing.asymmetric]
+        return np.ascontiguousarray(numbers_NK.T).astype(dtype.numpy())

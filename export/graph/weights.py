@@ -6,7 +6,7 @@ by rows into one, which costs one call instead of several; packed bytes are copi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,9 +28,9 @@ class Packing:
 
     Attributes:
         bits, block_size: of its numbers.
-        asymmetric: with zero points.
-        nf4: codes of NF4, in one flat piece, instead of whole numbers row by row.
-        joinable: another matrix may be stacked under it.
+        asymmetric: whether there are zero points.
+        nf4: whether the numbers are NF4 codes, stored flat.
+        joinable: whether another matrix may be stacked under it.
     """
 
     bits: int
@@ -41,7 +41,7 @@ class Packing:
 
     @property
     def per_row(self) -> bool:
-        """One scale a row, multiplied in whole numbers."""
+        """Whether there is one scale per row, for a product of whole numbers."""
         return self.bits == ROW_BITS
 
 
@@ -91,7 +91,7 @@ class Weights:
         return cast(npt.NDArray[np.float32], tensor.float().numpy())
 
     def read_dequantized(self, module: str, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
-        """What a matrix stands for, packed or dense, (N, K) float32."""
+        """A matrix's numbers, packed or dense, (N, K) float32."""
         if f"{module}.weight_packed" not in self._tensors:
             return self.read(f"{module}.weight", shape)
         return read_packed(self._tensors, module, shape, self._directory).dequantize()
@@ -109,28 +109,28 @@ class Weights:
             )
         return full.astype(np.float16)
 
-    def read_stacked(self, modules: Sequence[str], shapes: Sequence[tuple[int, int]], half: bool) -> Array:
-        """Dense matrices with equal K, one under the other."""
+    def read_stacked(self, shapes: Mapping[str, tuple[int, int]], half: bool) -> Array:
+        """Dense matrices, given as (N, K) by module with equal K, one under the other."""
         read = self.read_half if half else self.read
-        return _stack([read(f"{name}.weight", shape) for name, shape in zip(modules, shapes, strict=True)])
+        return _stack([read(f"{name}.weight", shape) for name, shape in shapes.items()])
 
     def read_packed(self, modules: Sequence[str], part: str) -> Array:
         """One part of packed matrices with equal packing, one under the other.
 
         Args:
-            modules: names whose `packing` was asked for and is equal.
+            modules: their names; `packing` must be the same for all.
             part: `packed`, `scale` or `zero_point`.
         """
         tensors = [self._tensors[f"{name}.weight_{part}"] for name in modules]
         return _stack([(t.float() if t.is_floating_point() else t).numpy() for t in tensors])
 
     def read_per_row(self, modules: Sequence[str]) -> npt.NDArray[np.int8]:
-        """Matrices with one scale a row, (K, N) signed numbers, one beside the other."""
+        """Matrices with one scale per row, as (K, N) signed numbers side by side."""
         signed = self.read_packed(modules, "packed")[:, 0].astype(np.int16) - 2 ** (ROW_BITS - 1)
         return np.ascontiguousarray(signed.astype(np.int8).T)
 
     def read_per_row_scales(self, modules: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Their scales, (N,)."""
+        """The scales of `read_per_row`'s matrices, (N,)."""
         return cast(npt.NDArray[np.float32], self.read_packed(modules, "scale")[:, 0])
 
 

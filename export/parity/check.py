@@ -1,21 +1,22 @@
 """The gate: an export is published only if it computes what the PyTorch model computes.
 
-Shape suffixes: T tokens, V vocabulary.
+Shape suffixes: T tokens, V vocabulary, N rows (outputs).
 
 Each prompt is read whole (prefill), and again in part with the rest token by token through the cache (decode);
 one batch has prompts of unequal length. The reference reads every prompt in one piece and has no cache.
 
-- The exact pass multiplies in float32 throughout (the same graph and data, MatMulNBits at accuracy_level 0, also
-  where ONNX Runtime makes it out of standard operators; for float16 storage the reference's matrices are rounded
-  too). Only the order of additions differs from PyTorch, so a single wrong weight or cache entry stands out.
-- In the latency profile, the exact pass of prompts reads a prompt with the graph for prompts and the rest with the
-  other, beside a PyTorch model whose matrices are rounded to rows for the prompt.
-- The deployed pass runs the file as it is. It bounds what int8 activations or float16 storage cost.
+- The exact pass multiplies in float32 throughout: the same graph and data, MatMulNBits at accuracy_level 0, also where
+  ONNX Runtime makes it out of standard operators. For float16 storage the reference's matrices are rounded too. Only
+  the order of additions differs from PyTorch, so a single wrong weight or cache entry stands out.
+- The latency profile has a second exact pass, of prompts: its graph for prompts reads a prompt and the other graph the
+  rest. The reference is a PyTorch model whose matrices are rounded per row while it reads the prompt.
+- The deployed pass runs the files as they are. It bounds what int8 activations or float16 storage cost.
 - Prompts visit few rows of the embedding and of the rotary table, so both are compared whole, for equality.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -25,24 +26,20 @@ import onnx_ir as ir
 import torch
 
 from export.cache_scales import CacheScales, RoundedCache
-from export.parity.comparison import Comparison, Limits, Pass, compare, merge
-from export.parity.inputs import (
-    DEPLOYED_PER_ROW,
-    STEPS,
-    GateInputs,
-    ParityReport,
-    exact_graph,
-    round_matrices,
-    threads_of_torch,
-    unequal_tables,
-)
-from export.parity.long_prompts import compare_prompts
+from export.parity.comparison import Comparison, Limits, ParityReport, Pass, compare, merge
+from export.parity.inputs import STEPS, GateInputs, exact_graph, round_to_half, threads_of_torch, unequal_tables
+from export.parity.limits import DEPLOYED_PER_ROW
 from export.paths import prompt_files
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.inference.decoder import Decoder, Logits
+from sportsllm.models.attention import KVCache
+from sportsllm.models.kinds import matrix_shapes
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.checkpoint import load_checkpoint
+from sportsllm.storage.quantized_layers import QuantizedLinear
 from sportsllm.storage.safetensors_files import TensorFiles
+
+_TOP = 63  # the largest of the 7-bit numbers of a matrix with one scale per row
 
 
 def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> ParityReport:
@@ -70,7 +67,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
             last = run_pass("deployed", deployed, sequences, expected, deployed_limits)
             del deployed
             if inputs.precision == "fp16":
-                round_matrices(model)
+                round_to_half(model.get_parameter(f"{name}.weight") for name in matrix_shapes(model.config))
                 expected = [_read_whole(model, sequence, inputs.scales) for sequence in sequences]
             prompt_graph = exact_graph(ir.load(prompts)) if prompts.exists() else None
             exact = OnnxDecoder(export, threads, exact_graph(graph), prompt_graph)
@@ -78,7 +75,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
             passes = [run_pass("exact", exact, sequences, expected, limits), last]
             if prompt_graph is not None:
                 exact.use_prompt_graph = True
-                found = compare_prompts(model, exact, sequences[0], STEPS, inputs.scales)
+                found = _compare_prompts(model, exact, sequences[0], inputs.scales)
                 passes.insert(1, Pass("exact prompts", limits, (found,)))
     return ParityReport(
         precision=inputs.precision,
@@ -136,3 +133,36 @@ def decode(decoder: Decoder, rows: Sequence[Sequence[int]], steps: int) -> Logit
 def _read_whole(model: SportsLLM, tokens: Sequence[int], scales: CacheScales | None) -> Logits:
     cache = None if scales is None else RoundedCache(model.config, len(tokens), scales)
     return cast(Logits, model(torch.tensor([list(tokens)]), cache)[0].numpy())
+
+
+@torch.inference_mode()
+def _compare_prompts(
+    model: SportsLLM, decoder: OnnxDecoder, tokens: Sequence[int], scales: CacheScales | None
+) -> Comparison:
+    """Logits after a prompt and of `STEPS` steps behind it.
+
+    Args:
+        model: what the export was made from.
+        decoder: both graphs in float32.
+        tokens: prompt and steps.
+        scales: of an INT8 cache.
+    """
+    split = len(tokens) - STEPS
+    cache = KVCache(model.config, 1, len(tokens)) if scales is None else RoundedCache(model.config, len(tokens), scales)
+    # The prompt's last token goes through the other graph.
+    _rounded_per_row(model).hidden(torch.tensor([list(tokens[: split - 1])]), cache=cache)
+    expected_SV = model(torch.tensor([list(tokens[split - 1 :])]), cache)[0].numpy()
+    found = [decoder.prefill([tokens[:split]], max_length=len(tokens))[0]]
+    found += [decoder.step([token])[0] for token in tokens[split:]]
+    return merge("prompt", [compare(expected_SV, np.stack(found))])
+
+
+def _rounded_per_row(model: SportsLLM) -> SportsLLM:
+    """A copy whose layers' packed matrices are rounded to nearest with one scale per row."""
+    changed = copy.deepcopy(model)
+    for module in changed.model.layers.modules():
+        if isinstance(module, QuantizedLinear):
+            scale_N1 = module.weight.abs().amax(dim=1, keepdim=True) / _TOP
+            safe_N1 = torch.where(scale_N1 == 0, torch.ones_like(scale_N1), scale_N1)
+            module.weight = torch.round(module.weight / safe_N1) * scale_N1
+    return changed

@@ -1,4 +1,4 @@
-"""How far two models' logits lie apart, and how far they may.
+"""The distance of two models' logits, and what the gate reports of it.
 
 Shape suffixes: T tokens, V vocabulary.
 """
@@ -6,7 +6,8 @@ Shape suffixes: T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -80,6 +81,47 @@ class Pass:
                 f"limit {self.limits.greedy_match:.0%}"
             )
         return lines
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What the gate found.
+
+    Attributes:
+        precision: `fp32`, `fp16`, `int8`, `int4` or `nf4`: the smallest in the graph.
+        passes: exact, and deployed where that differs.
+        unequal_tables: stored tables that differ from the model's.
+        tokenizer_changes: texts that do not survive encoding and decoding (normalising tokenizers do that by
+            design, so this is reported only); None without a tokenizer.
+    """
+
+    precision: str
+    passes: tuple[Pass, ...]
+    unequal_tables: tuple[str, ...]
+    tokenizer_changes: tuple[str, ...] | None
+
+    def failures(self) -> list[str]:
+        """One line for each reason not to publish."""
+        lines = [f"table {name!r} differs from the model's" for name in self.unequal_tables]
+        return lines + [line for item in self.passes for line in item.failures()]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the export may be published."""
+        return not self.failures()
+
+    def to_dict(self) -> dict[str, Any]:
+        """parity.json; the figures at the top are those of the file as it runs."""
+        last = self.passes[-1]
+        return {
+            "max_abs_logit_error": max(c.max_abs_logit_error for c in last.comparisons),
+            "kl": max(c.kl for c in last.comparisons),
+            "greedy_match": last.greedy_match,
+            "passed": self.passed,
+            "failures": self.failures(),
+            **asdict(self),
+            "tokenizer_changes": None if self.tokenizer_changes is None else list(self.tokenizer_changes),
+        }
 
 
 _POSITIONS_AT_ONCE = 64  # float64 copies of a large vocabulary's logits add up

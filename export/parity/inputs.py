@@ -1,51 +1,32 @@
-"""What every form of the parity gate starts from and ends in: limits, test sequences, the graph's facts, the report."""
+"""What the whole gate and the gate by layer both start from: the graph, its facts, and test sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from export.cache_scales import CacheScales
 from export.graph.matmul import FLAT, PER_ROW_PRODUCT
-from export.parity.comparison import Limits, Pass
+from export.graph.precision import graph_precision
+from export.parity.comparison import Limits
+from export.parity.limits import DEPLOYED, DEPLOYED_PER_ROW, EXACT, EXACT_INT8_CACHE
 from export.paths import find_files
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
+from sportsllm.models.kinds import EMBEDDING
 from sportsllm.models.rope import rope_tables
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
-# Float32 in another order of additions. Measured: 2e-6 to 1e-5 of the spread for 5 to 12 layers, trained or fresh;
-# 5e-6 for 32 fresh layers, and 1e-4 where these have weights six times as large, so that they amplify any difference.
-EXACT = Limits(error=3e-4, kl=1e-6, greedy_match=0.99)
-# This pass bounds what rounding costs; finding mistakes is the exact pass's work. Where a fresh model's best token
-# leads by less than the rounding noise, greedy choices differ although nothing is wrong, so that limit is low.
-# With an INT8 cache a number near the middle between two steps goes either way with the order of additions, and then
-# differs by a whole step. Measured: error 1e-3 to 2e-2, KL up to 3e-6.
-EXACT_INT8_CACHE = Limits(error=0.1, kl=1e-4, greedy_match=0.98)
-DEPLOYED = {
-    # Weights rounded to 11 bits. Measured: error 2e-3 to 5e-3, KL up to 1e-6, all but 0.3% of choices agree.
-    "fp16": Limits(error=0.1, kl=1e-3, greedy_match=0.9),
-    # Activations rounded to int8 in blocks; the weights' own bits play no part, the reference has the same. Measured:
-    # error 0.03 to 0.13, KL up to 9e-4 (trained, block 128), 95% (97M, fresh) to 99% (trained) of choices agree.
-    "int8": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
-    "int4": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
-    # Multiplied in float32; only the head rounds activations, where it is packed.
-    "nf4": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
-}
-# A whole tensor of inputs rounded to int8 with one scale. Measured, trained, on tokens drawn at random: error 0.5 to
-# 1.2, KL up to 5e-3, 93% of choices agree.
-DEPLOYED_PER_ROW = Limits(error=4.0, kl=5e-2, greedy_match=0.6)
 SEED = 20_260
-_PACKED_TYPES = {ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT8, ir.DataType.UINT8}
 # ONNX Runtime reads the first in several pieces; the third is real text where there is a tokenizer.
 SEQUENCE_LENGTHS = (300, 56, 48)
 STEPS = 4  # few, since exact steps are slow: at 8 bits each one unpacks all the weights
@@ -57,49 +38,8 @@ TEXTS = (
 
 
 @dataclass(frozen=True)
-class ParityReport:
-    """What the gate found.
-
-    Attributes:
-        precision: `fp32`, `fp16`, `int8`, `int4` or `nf4`: the smallest in the graph.
-        passes: exact, and deployed where that differs.
-        unequal_tables: stored tables that differ from the model's.
-        tokenizer_changes: texts that do not survive encoding and decoding (normalising tokenizers do that by
-            design, so this is reported only); None without a tokenizer.
-    """
-
-    precision: str
-    passes: tuple[Pass, ...]
-    unequal_tables: tuple[str, ...]
-    tokenizer_changes: tuple[str, ...] | None
-
-    def failures(self) -> list[str]:
-        """One line for each reason not to publish."""
-        lines = [f"table {name!r} differs from the model's" for name in self.unequal_tables]
-        return lines + [line for item in self.passes for line in item.failures()]
-
-    @property
-    def passed(self) -> bool:
-        """Whether the export may be published."""
-        return not self.failures()
-
-    def to_dict(self) -> dict[str, Any]:
-        """parity.json; the figures at the top are those of the file as it runs."""
-        last = self.passes[-1]
-        return {
-            "max_abs_logit_error": max(c.max_abs_logit_error for c in last.comparisons),
-            "kl": max(c.kl for c in last.comparisons),
-            "greedy_match": last.greedy_match,
-            "passed": self.passed,
-            "failures": self.failures(),
-            **asdict(self),
-            "tokenizer_changes": None if self.tokenizer_changes is None else list(self.tokenizer_changes),
-        }
-
-
-@dataclass(frozen=True)
 class GateInputs:
-    """What every form of the gate starts from.
+    """What the gate compares, without the weights.
 
     Attributes:
         graph: the exported one.
@@ -130,8 +70,9 @@ class GateInputs:
                 f"{export / 'config.json'}: is not that of {checkpoint}; compare an export with its source"
             )
         tokenizer = load_tokenizer(checkpoint, config) if (checkpoint / "tokenizer.json").exists() else None
-        scales = graph_cache_scales(graph, config)
-        return GateInputs(graph, config, graph_precision(graph), scales, make_sequences(config, tokenizer), tokenizer)
+        precision = graph_precision(graph.graph, graph.graph.initializers.values())
+        scales, sequences = graph_cache_scales(graph, config), make_sequences(config, tokenizer)
+        return GateInputs(graph, config, precision, scales, sequences, tokenizer)
 
     @property
     def exact_limits(self) -> Limits:
@@ -145,38 +86,27 @@ class GateInputs:
 
     def tokenizer_changes(self) -> tuple[str, ...] | None:
         """Texts that do not survive encoding and decoding; None without a tokenizer."""
-        return None if self.tokenizer is None else _changed_texts(self.tokenizer)
-
-
-def graph_precision(graph: ir.Model) -> str:
-    """`nf4`, `int4`, `int8`, `fp16` or `fp32`: the narrowest numbers that a graph's matrices are stored in."""
-    if any(node.op_type == "MatMulBnb4" for node in graph.graph):
-        return "nf4"
-    bits = {node.attributes["bits"].as_int() for node in graph.graph if "bits" in node.attributes}
-    stored = {value.dtype for value in graph.graph.initializers.values()}
-    bits |= {dtype.bitwidth for dtype in stored & _PACKED_TYPES}
-    if any(node.op_type == "BitShift" for node in graph.graph):
-        bits.add(4)  # an embedding's numbers, two of them in a byte
-    if bits:
-        return f"int{min(bits)}"
-    return "fp16" if ir.DataType.FLOAT16 in stored else "fp32"
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return None
+        return tuple(text for text in TEXTS if tokenizer.decode(tokenizer.encode(text)) != text)
 
 
 def multiplies_per_row(graph: ir.Model) -> bool:
-    """Whether inputs are rounded as whole tensors somewhere."""
+    """Whether a product rounds its input with one scale for the whole tensor."""
     return any(node.op_type == PER_ROW_PRODUCT for node in graph.graph)
 
 
 def graph_cache_scales(graph: ir.Model, config: ModelConfig) -> CacheScales | None:
-    """The scales of a graph's INT8 cache; None if it keeps float32."""
+    """The scales of a graph's INT8 cache; None for a float32 one."""
     found: dict[str, list[torch.Tensor]] = {"k": [], "v": []}
     for layer in range(config.num_hidden_layers):
         for part, scales in found.items():
             value = graph.graph.initializers.get(f"model.layers.{layer}.self_attn.{part}_scale")
             if value is None:
                 return None
-            stored = np.asarray(cast(Any, value.const_value).numpy())
-            scales.append(torch.from_numpy(stored.reshape(config.num_key_value_heads, config.head_dim).copy()))
+            stored = np.asarray(cast(Any, value.const_value).numpy())  # (1, K, 1, E)
+            scales.append(torch.from_numpy(stored[0, :, 0].copy()))
     return CacheScales(torch.stack(found["k"]), torch.stack(found["v"]))
 
 
@@ -206,15 +136,14 @@ def make_sequences(config: ModelConfig, tokenizer: TextTokenizer | None) -> list
 
 
 @torch.no_grad()
-def round_matrices(module: nn.Module) -> None:
-    """Round matrices to float16, in place."""
-    for parameter in module.parameters():
-        if parameter.ndim == 2:
-            parameter.copy_(parameter.half())
+def round_to_half(matrices: Iterable[Tensor]) -> None:
+    """Round numbers to float16, in place."""
+    for matrix in matrices:
+        matrix.copy_(matrix.half())
 
 
 def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Names of stored tables, rotary and embedding, that differ from the model's.
+    """Names of stored tables, embedding and, where the model has them, rotary, that differ from the model's.
 
     Args:
         graph: the exported one.
@@ -222,11 +151,13 @@ def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, T
         tensors: the checkpoint's, each read when it is asked for.
     """
     rotary = dict(zip(("cos_cache", "sin_cache"), rope_tables(config, config.max_position_embeddings), strict=True))
-    for name in (*rotary, *(name for name in tensors if name.startswith("model.embed_tokens."))):
+    for name in (*rotary, *(name for name in tensors if name.startswith(f"{EMBEDDING}."))):
         found = graph.graph.initializers
         value = found.get(name, found.get(f"{name}{FLAT}"))
         stored = None if value is None else cast(Any, value.const_value).numpy()
         if name in rotary:
+            if value is None:
+                continue
             table = rotary[name]
         else:
             tensor = tensors[name]
@@ -235,13 +166,9 @@ def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, T
             yield name
 
 
-def _changed_texts(tokenizer: TextTokenizer) -> tuple[str, ...]:
-    return tuple(text for text in TEXTS if tokenizer.decode(tokenizer.encode(text)) != text)
-
-
 @contextmanager
 def threads_of_torch(threads: int | None) -> Iterator[None]:
-    """So many threads inside, if given."""
+    """PyTorch with this many threads inside, if given."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

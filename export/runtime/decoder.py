@@ -1,7 +1,6 @@
 """Runs an exported graph with ONNX Runtime. Needs neither torch nor onnx: it is what a device has.
 
-Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, V vocabulary, K key/value heads,
-L room in the cache, E head_dim.
+Shape suffixes: B sequences, T new tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from export.metadata import KEEP_LOGITS
+from export.metadata import ATTENTION_MASK, INPUT_IDS, KEEP_LOGITS, LOGITS
 from export.paths import PROMPT_FILE, prompt_files
 from export.runtime.kv_cache import Cache, cache_maker
 from export.runtime.session import open_session, raise_if_out_of_memory
@@ -74,7 +73,7 @@ class OnnxDecoder:
         self.prefill_chunk = PREFILL_CHUNK
         self._directory = directory
         self._session = open_session(directory, self.config, threads, graph)
-        self._make_cache = cache_maker(self._session, self.config, directory)
+        self._make_cache = cache_maker(self._session, directory)
         self._cache: Cache | None = None
         self._read: list[list[int]] = []  # what the cache's sequences consist of
         prompts = prompt_files(directory)
@@ -124,7 +123,7 @@ class OnnxDecoder:
         other = copy.copy(self)
         if self._cache is not None:
             other._cache = self._make_cache(len(self._cache.lengths), self._cache.length)
-            other._cache.copy_prefix_from(self._cache, max(self._cache.lengths)).lengths[:] = self._cache.lengths
+            other._cache.copy_prefix_from(self._cache, self._cache.lengths)
         other._read = [list(row) for row in self._read]
         return other
 
@@ -139,10 +138,12 @@ class OnnxDecoder:
         if cache is not None and len(cache.lengths) == len(prompts):
             if reuse:
                 common = [_common(old, new) for old, new in zip(self._read, prompts, strict=True)]
-                if cache.length < room:
-                    cache = self._make_cache(len(prompts), room).copy_prefix_from(cache, max(common))
-                cache.lengths[:] = common
-                return cache
+                if cache.length >= room:
+                    cache.lengths[:] = common
+                    return cache
+                larger = self._make_cache(len(prompts), room)
+                larger.copy_prefix_from(cache, common)
+                return larger
             if cache.length == room:
                 cache.lengths[:] = [0] * len(prompts)
                 return cache
@@ -172,13 +173,13 @@ class OnnxDecoder:
 
     def _step(self, cache: Cache, tokens: Sequence[int]) -> Logits:
         """(B, V) logits after one token more for every sequence."""
-        steps = cache.steps(self._session, self.config.vocab_size)
-        if steps is None:
+        step = cache.decode_step(self._session, self.config.vocab_size)
+        if step is None:
             logits_BV = np.empty((len(tokens), self.config.vocab_size), dtype=np.float32)
             self._run(cache, slice(0, len(tokens)), np.array(tokens, dtype=np.int64)[:, None], logits_BV[:, None])
             return logits_BV
         try:
-            logits_BV = steps.run(tokens, cache.lengths).copy()  # a fresh array: the next step overwrites its own
+            logits_BV = step.run(tokens, cache.lengths).copy()  # a fresh array: the next step overwrites its own
         except RuntimeError as error:
             raise_if_out_of_memory(error, self._directory)
             raise
@@ -244,10 +245,10 @@ class OnnxDecoder:
         session = self._prompt_session if logits is None else self._session
         assert session is not None, "asked for before"
         binding = cache.bind(session, rows, new)
-        inputs = {"input_ids": ids_BT, "attention_mask": cache.mask(rows, new)}
+        inputs = {INPUT_IDS: ids_BT, ATTENTION_MASK: cache.mask(rows, new)}
         if logits is not None:
             inputs[KEEP_LOGITS] = np.array([keep], dtype=np.int64)
-            binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+            binding.bind_output(LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         for name, array in inputs.items():
             binding.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
         try:

@@ -1,18 +1,33 @@
-"""Opens an export's graph in ONNX Runtime, after looking at the files. Needs neither torch nor onnx."""
+"""Opens an export's graph in ONNX Runtime after checking its files. Needs neither torch nor onnx."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from export.metadata import CACHE_KEY, CONCAT_CACHE, DATA_BYTES_KEY, IN_PLACE_CACHE, KEEP_LOGITS
+from export.metadata import (
+    ATTENTION_MASK,
+    CACHE_KEY,
+    CONCAT_CACHE,
+    DATA_BYTES_KEY,
+    IN_PLACE_CACHE,
+    INPUT_IDS,
+    KEEP_LOGITS,
+    LOGITS,
+    PAST,
+    PRESENT,
+    past_name,
+    present_name,
+)
 from export.paths import PROMPT_FILE, GraphFiles, find_files
 from sportsllm.errors import ArtifactError, ResourceError
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import block_state
 from sportsllm.storage.manifest import MANIFEST, read_manifest
 
 _CACHE_TYPES: dict[str, type[np.float32] | type[np.int8]] = {"tensor(float)": np.float32, "tensor(int8)": np.int8}
@@ -28,27 +43,27 @@ _LOAD_ERRORS = (
 
 
 def session_options(threads: int | None) -> ort.SessionOptions:
-    """How sessions run; the figures are tokens/s of a 97M INT4 model on 2 threads, ONNX Runtime 1.31.1 (docs/log.md).
+    """How sessions run.
 
-    The memory arena stays on: without it the peak was 10 to 40 MB higher, since freed pieces went unused.
+    The figures are tokens/s of a 97M INT4 model on 2 threads, ONNX Runtime 1.31.1 (docs/log.md). The memory arena stays
+    on: without it the peak was 10 to 40 MB higher, since freed pieces went unused.
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or 0
     options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # errors are raised; as log lines too they would come twice
-    # Threads wait 1 ms for more work before they sleep: longer than any pause in a step, so that nearly all of the
-    # default's speed is there, and no core is kept busy for long after the last one. Where waking is slow that decides:
-    # on 2 AVX2 cores waits of 20 us give 141, 1 ms 197, the default 204; beside a busy program 100, 71 and 92, with
-    # much noise. Versions that do not know the setting keep their default.
+    options.log_severity_level = 4  # errors are raised; logged as well, they would come twice
+    # Threads wait 1 ms for more work before they sleep. That is longer than any pause within a step, so decoding is
+    # nearly as fast as by default, and no core stays busy long after the last step. On 2 AVX2 cores, where waking is
+    # slow, 20 us give 141, 1 ms 197, the default 204; beside a busy program 100, 71 and 92, with much noise. Versions
+    # that do not know the setting keep their default.
     options.add_session_config_entry("session.intra_op.spin_duration_us", "1000")
     return options
 
 
 def exact_options(threads: int | None) -> ort.SessionOptions:
-    """The same for `export.parity.inputs.exact_graph`: what ONNX Runtime makes of standard operators multiplies in
-    float32.
+    """The same for `export.parity.inputs.exact_graph`, with products in float32.
 
-    DequantizeLinear and MatMul become one MatMulNBits at load, with int8 activations where nothing is said.
+    At load ONNX Runtime makes one MatMulNBits of DequantizeLinear and MatMul, which rounds activations by default.
     """
     options = session_options(threads)
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
@@ -132,6 +147,42 @@ def _check_size(path: Path, expected: int) -> None:
         raise ArtifactError(f"{path}: {state}; the export is damaged, copy or make it again")
 
 
+@dataclass(frozen=True)
+class CachedTensor:
+    """What a graph caches of every token, as one of its inputs says.
+
+    Attributes:
+        name: `<layer>.<state>`, after `past_key_values.` and `present.`.
+        shape: of one token's part; the tokens lie on the last axis but one.
+        dtype: of its numbers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: type[np.float32] | type[np.int8]
+
+
+def cached_tensors(session: ort.InferenceSession, directory: Path) -> list[CachedTensor]:
+    """What the graph caches.
+
+    Raises:
+        ArtifactError: it is of a type that this program does not write, or past and present differ in it.
+    """
+    presents = {item.name.removeprefix(PRESENT): item for item in session.get_outputs()}
+    found = []
+    for item in session.get_inputs():
+        if item.name.startswith(PAST):
+            name = item.name.removeprefix(PAST)
+            if item.type != presents[name].type or item.type not in _CACHE_TYPES:
+                raise ArtifactError(
+                    f"{find_files(directory).graph}: caches {name!r} as {item.type} and {presents[name].type}; "
+                    "use a directory that this program's export wrote"
+                )
+            _, *shape = item.shape
+            found.append(CachedTensor(name, (*shape[:-2], shape[-1]), _CACHE_TYPES[item.type]))
+    return found
+
+
 def cache_kind(session: ort.InferenceSession, directory: Path) -> str:
     """How the graph's past and present belong together, `IN_PLACE_CACHE` or `CONCAT_CACHE`.
 
@@ -144,30 +195,15 @@ def cache_kind(session: ort.InferenceSession, directory: Path) -> str:
     return kind
 
 
-def cache_type(session: ort.InferenceSession, directory: Path) -> type[np.float32] | type[np.int8]:
-    """What the graph keeps keys and values in.
-
-    Raises:
-        ArtifactError: several types, or one that this program does not write.
-    """
-    arguments = (*session.get_inputs(), *session.get_outputs())
-    found = {a.type for a in arguments if a.name.startswith(("past_key_values.", "present."))}
-    if len(found) != 1 or not found <= _CACHE_TYPES.keys():
-        raise ArtifactError(
-            f"{find_files(directory).graph}: keeps keys and values as {', '.join(sorted(found))}; "
-            "use a directory that this program's export wrote"
-        )
-    return _CACHE_TYPES[found.pop()]
-
-
 def _check_interface(session: ort.InferenceSession, config: ModelConfig, path: Path) -> None:
-    """The graph takes and gives what this module binds, in the shapes of config.json."""
-    cache: list[int | None] = [None, config.num_key_value_heads, None, config.head_dim]
-    layers = [f"{layer}.{part}" for layer in range(config.num_hidden_layers) for part in ("key", "value")]
-    wanted: dict[str, list[int | None]] = {"input_ids": [None, None], "attention_mask": [None, None]}
-    wanted |= {f"{side}.{name}": cache for name in layers for side in ("past_key_values", "present")}
+    """Refuse a graph whose inputs and outputs, or their shapes, are not those of config.json's model."""
+    wanted: dict[str, list[int | None]] = {INPUT_IDS: [None, None], ATTENTION_MASK: [None, None]}
+    for layer in range(config.num_hidden_layers):
+        for state in block_state(config):
+            shape = [None, *state.shape[:-1], None, state.shape[-1]]
+            wanted |= {past_name(layer, state.name): shape, present_name(layer, state.name): shape}
     if path.name != PROMPT_FILE:
-        wanted |= {KEEP_LOGITS: [1], "logits": [None, None, config.vocab_size]}
+        wanted |= {KEEP_LOGITS: [1], LOGITS: [None, None, config.vocab_size]}
     arguments = (*session.get_inputs(), *session.get_overridable_initializers(), *session.get_outputs())
     found = {a.name: [size if isinstance(size, int) else None for size in a.shape] for a in arguments}
     for name in sorted(wanted.keys() | found.keys()):

@@ -1,6 +1,7 @@
 """The INT8 cache: its scales, what the runtime really keeps, and the gate that reads it."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from export.cache_scales import RoundedCache, cache_scales, measured_scales
-from export.export import run_export
+from export.cache_scales import RoundedCache, cache_scales
+from export.export import ExportOptions, export_checkpoint
 from export.graph.decoder import write_graph
 from export.graph.int8_cache_prefill import LONG_PIECE
 from export.parity.by_layer import check_parity_by_layer
@@ -22,7 +23,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.language_model import KVCache
 from sportsllm.storage.artifact import read_manifest
 from sportsllm.text.tokenizer import load_tokenizer
-from tests.support.export_models import edit_tensor, pack_model, save, tiny_model
+from tests.support.export_models import edit_tensor, measured_scales, pack_model, save, tiny_model
 
 CONTEXT = 320
 
@@ -99,7 +100,7 @@ def test_long_pieces_are_read_as_the_operator_reads_them(chunk: int, changes: di
     scales = measured_scales(model, samples())
     checkpoint = save(tmp_path / "checkpoint", model)
     decoders = []
-    for name, web in (("both", None), ("operator", "fp32")):
+    for name, web in (("both", False), ("operator", True)):
         (tmp_path / name).mkdir()
         shutil.copy(checkpoint / "config.json", tmp_path / name)
         write_graph(checkpoint, tmp_path / name, scales=scales, web=web)
@@ -146,25 +147,25 @@ def test_graphs_serve_loaders_of_other_habits(tmp_path: Path) -> None:
 
 
 def test_the_command_measures_on_text(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
-    result = run_export(checkpoint, tmp_path / "out", threads=1, kv_cache="int8", calibration=[corpus_file])
+    options = ExportOptions(threads=1, kv_cache="int8", calibration=[corpus_file])
+    result = export_checkpoint(checkpoint, tmp_path / "out", options)
     assert result["kv_cache"] == "int8" and result["parity"]["passed"]
     assert read_manifest(tmp_path / "out")["settings"]["kv_cache"] == "int8"
     plain = OnnxDecoder(tmp_path / "out", 1).logits([5, 6, 7, 8])
     # Layer by layer the same bytes come out.
-    bounded = run_export(
-        checkpoint, tmp_path / "bounded", threads=1, kv_cache="int8", calibration=[corpus_file], max_ram_mb=20_000
-    )
+    bounded = export_checkpoint(checkpoint, tmp_path / "bounded", replace(options, max_ram_mb=20_000))
     assert bounded["parity"]["passed"]
     for name in (GRAPH_FILE, DATA_FILE):
         assert (tmp_path / "bounded" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
-    run_export(checkpoint, tmp_path / "full", threads=1)
+    export_checkpoint(checkpoint, tmp_path / "full", ExportOptions(threads=1))
     full = OnnxDecoder(tmp_path / "full", 1).logits([5, 6, 7, 8])
     assert 0 < np.abs(plain - full).max() < 0.1 * full.std()
 
 
 def test_onnxruntime_genai_reads_long_prompts(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra [genai]")
-    run_export(checkpoint, tmp_path / "out", threads=1, kv_cache="int8", calibration=[corpus_file])
+    options = ExportOptions(threads=1, kv_cache="int8", calibration=[corpus_file])
+    export_checkpoint(checkpoint, tmp_path / "out", options)
     decoder = OnnxDecoder(tmp_path / "out", 1)
     prompt = load_tokenizer(checkpoint, decoder.config).encode(corpus_file.read_text(encoding="utf-8"))[:60]
     assert len(prompt) == 60 > LONG_PIECE
@@ -185,8 +186,8 @@ def test_the_gate_by_layer_agrees_with_the_whole_one(bits: int | None, tmp_path:
     model = tiny_model(max_position_embeddings=CONTEXT)
     scales = measured_scales(model, samples())
     save(tmp_path, model, pack_model(model, bits) if bits else None)
-    write_graph(tmp_path, tmp_path, scales=scales)
-    by_layer, whole = check_parity_by_layer(tmp_path, tmp_path, 1), check_parity(tmp_path, tmp_path, 1)
+    residual = write_graph(tmp_path, tmp_path, scales=scales).residual
+    by_layer, whole = check_parity_by_layer(tmp_path, tmp_path, residual, 1), check_parity(tmp_path, tmp_path, 1)
     assert by_layer.failures() == whole.failures() == []
     for one, other in zip(by_layer.passes, whole.passes, strict=True):
         largest = max(c.relative_error for c in other.comparisons)
@@ -197,7 +198,7 @@ def test_the_gate_by_layer_agrees_with_the_whole_one(bits: int | None, tmp_path:
         array[:] /= 2
 
     edit_tensor(tmp_path, f"model.layers.1.self_attn.qkv_proj.weight{'_scale' if bits else ''}", halve)
-    assert check_parity_by_layer(tmp_path, tmp_path, 1).failures()
+    assert check_parity_by_layer(tmp_path, tmp_path, residual, 1).failures()
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_bad_input(
         if path.name == "matches":
             path.write_text("text", encoding="utf-8")
     with pytest.raises(error, match=message):
-        run_export(checkpoint, tmp_path / "out", calibration=files, **settings)
+        export_checkpoint(checkpoint, tmp_path / "out", ExportOptions(calibration=files, **settings))
     assert not (tmp_path / "out").exists()
     with pytest.raises(UsageError, match="needs calibration text"):
         cache_scales(checkpoint, [])

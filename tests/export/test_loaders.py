@@ -7,7 +7,7 @@ import torch
 
 from compress.quantization.packed_checkpoint import Precision
 from compress.quantization.run import quantize
-from export.export import run_export
+from export.export import ExportOptions, export_checkpoint
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.inference.torch_decoder import TorchDecoder
@@ -19,7 +19,7 @@ PROMPT = [0, 40, 70, 100, 200]
 @pytest.fixture(scope="module")
 def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("loaders") / "onnx"
-    run_export(checkpoint, directory, "fp32", 2)
+    export_checkpoint(checkpoint, directory, ExportOptions(dtype="fp32", threads=2))
     return directory
 
 
@@ -59,7 +59,7 @@ def test_optimum_runs_standard_operators_with_padding_on_the_left(checkpoint: Pa
     long, short = PROMPT, [0, 99]
     for source in (checkpoint, tmp_path / "int4"):
         directory = tmp_path / f"{source.name}-onnx"
-        run_export(source, directory, threads=2, standard_ops=True)
+        export_checkpoint(source, directory, ExportOptions(threads=2, standard_ops=True))
         model = optimum.ORTModelForCausalLM.from_pretrained(str(directory), provider="CPUExecutionProvider")
         padded = torch.tensor([long, [0] * 3 + short])
         mask = torch.tensor([[1] * 5, [0] * 3 + [1] * 2])
@@ -74,8 +74,8 @@ def test_optimum_runs_standard_operators_with_padding_on_the_left(checkpoint: Pa
 def test_onnxruntime_genai_generates_the_same_tokens(exported: Path, checkpoint: Path, tmp_path: Path) -> None:
     genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra [genai]")
     quantize(checkpoint=checkpoint, out=tmp_path / "int4", precision=Precision())
-    run_export(tmp_path / "int4", tmp_path / "int4-onnx", None, 2)
-    run_export(checkpoint, tmp_path / "standard-onnx", None, 2, standard_ops=True)
+    export_checkpoint(tmp_path / "int4", tmp_path / "int4-onnx", ExportOptions(threads=2))
+    export_checkpoint(checkpoint, tmp_path / "standard-onnx", ExportOptions(threads=2, standard_ops=True))
     for directory in (exported, tmp_path / "int4-onnx", tmp_path / "standard-onnx"):
         parameters = genai.GeneratorParams(model := genai.Model(str(directory)))
         parameters.set_search_options(max_length=25, do_sample=False)

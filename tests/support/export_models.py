@@ -11,6 +11,7 @@ import numpy.typing as npt
 import onnx
 import torch
 
+from export.cache_scales import CacheScales, measure_scales
 from export.paths import DATA_FILE, GRAPH_FILE
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
@@ -108,6 +109,11 @@ def save(directory: Path, model: SportsLLM, quantization: dict[str, Any] | None 
     directory.mkdir(parents=True, exist_ok=True)
     save_checkpoint(directory, model, quantization=quantization)
     return directory
+
+
+def measured_scales(model: SportsLLM, samples: list[torch.Tensor]) -> CacheScales:
+    """Scales of an INT8 cache from token ids, (1, S) each."""
+    return measure_scales(model.config, model.model.layers, [model.model.embed_tokens(tokens) for tokens in samples])
 
 
 def logits_of(model: SportsLLM, tokens: npt.NDArray[np.int64] | list[int]) -> npt.NDArray[np.float32]:

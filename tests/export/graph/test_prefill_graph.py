@@ -10,8 +10,8 @@ import onnx
 import pytest
 import torch
 
-from export.cache_scales import CacheScales, measured_scales
-from export.export import run_export
+from export.cache_scales import CacheScales
+from export.export import ExportOptions, export_checkpoint
 from export.graph.decoder import write_graph
 from export.graph.prefill_graph import PerRowWeights, write_prompt_graph
 from export.parity.check import check_parity
@@ -21,7 +21,7 @@ from sportsllm.errors import ArtifactError, ConflictError, UsageError
 from sportsllm.inference.decoder import log_softmax
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.storage.packed_weights import ROW_BITS
-from tests.support.export_models import pack_model, save, tiny_model
+from tests.support.export_models import measured_scales, pack_model, save, tiny_model
 
 CONTEXT = 320  # the longest sequence of the gate fits
 SHAPES: dict[str, dict[str, Any]] = {
@@ -126,17 +126,17 @@ def test_stage_and_bad_requests(tmp_path: Path) -> None:
     save(tmp_path / "dense", model)
     save(tmp_path / "packed", model, pack_model(model, 4) | {"bits": 4})
     save(tmp_path / "rows", tiny_model(), {"per_row": True})
-    result = run_export(tmp_path / "packed", tmp_path / "out", threads=1, profile="latency")
+    result = export_checkpoint(tmp_path / "packed", tmp_path / "out", ExportOptions(threads=1, profile="latency"))
     assert result["profile"] == "latency" and prompt_files(tmp_path / "out").data.stat().st_size > 0
     with pytest.raises(ConflictError):
-        run_export(tmp_path / "packed", tmp_path / "out", threads=1)
+        export_checkpoint(tmp_path / "packed", tmp_path / "out", ExportOptions(threads=1))
     for checkpoint, profile, message in (
         ("dense", "latency", "quantize it first"),
-        ("rows", "latency", "in rows"),
+        ("rows", "latency", "stored per row already"),
         ("packed", "quick", "choose memory or latency"),
     ):
         with pytest.raises(UsageError, match=message):
-            run_export(tmp_path / checkpoint, tmp_path / "other", threads=1, profile=profile)
+            export_checkpoint(tmp_path / checkpoint, tmp_path / "other", ExportOptions(threads=1, profile=profile))
     data, graph = prompt_files(tmp_path / "out").data, prompt_files(tmp_path / "out").graph
     kept = graph.read_bytes()
     graph.unlink()

@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from export.export import run_export
+from export.export import ExportOptions, export_checkpoint
 from export.graph.decoder import write_graph
 from export.parity.check import check_parity
 from export.paths import GRAPH_FILE
@@ -148,5 +148,5 @@ def test_rows_of_unequal_length_are_decoded_together(tmp_path: Path) -> None:
 
 def test_what_no_standard_operator_does_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--standard-ops with --kv-cache int8.*leave one of them out"):
-        run_export(checkpoint, tmp_path / "out", kv_cache="int8", standard_ops=True)
+        export_checkpoint(checkpoint, tmp_path / "out", ExportOptions(kv_cache="int8", standard_ops=True))
     assert not (tmp_path / "out").exists()

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from export.export import run_export
-from export.graph.decoder import write_graph
+from export.export import ExportOptions, export_checkpoint
+from export.graph.decoder import WrittenGraph, write_graph
 from export.parity.by_layer import check_parity_by_layer
 from export.parity.check import check_parity
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
@@ -22,12 +22,12 @@ from tests.support.export_models import edit_tensor, pack_model, save, tiny_mode
 CONTEXT = 320  # the longest sequence of the gate fits
 
 
-def make(directory: Path, bits: int | None, half: bool = False, standard: bool = False, **changes: Any) -> None:
+def make(directory: Path, bits: int | None, half: bool = False, standard: bool = False, **changes: Any) -> WrittenGraph:
     model = tiny_model(max_position_embeddings=CONTEXT, **changes)
     ends = {"embed_tokens": 8, "lm_head": 8} if bits == ROW_BITS else {}
     packing = pack_model(model, bits, bits_of=lambda name: ends.get(name.rpartition(".")[2])) if bits else None
     save(directory, model, packing)
-    write_graph(directory, directory, half, standard=standard)
+    return write_graph(directory, directory, half, standard=standard)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,11 @@ def make(directory: Path, bits: int | None, half: bool = False, standard: bool =
 def test_agrees_with_the_whole_gate(
     bits: int | None, half: bool, standard: bool, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    make(tmp_path, bits, half, standard, **changes)
-    by_layer, whole = check_parity_by_layer(tmp_path, tmp_path, 1), check_parity(tmp_path, tmp_path, 1)
+    written = make(tmp_path, bits, half, standard, **changes)
+    by_layer, whole = (
+        check_parity_by_layer(tmp_path, tmp_path, written.residual, 1),
+        check_parity(tmp_path, tmp_path, 1),
+    )
     assert by_layer.failures() == whole.failures() == []
     assert (by_layer.precision, by_layer.unequal_tables) == (whole.precision, ())
     assert [item.name for item in by_layer.passes] == [item.name for item in whole.passes]
@@ -58,21 +61,22 @@ def test_agrees_with_the_whole_gate(
 @pytest.mark.parametrize("extra", ["lm_head.weight", "model.layers.0.self_attn.q_proj.bias"])
 def test_tensors_that_nothing_reads_are_refused(extra: str, tmp_path: Path) -> None:
     """As the whole gate refuses them: a head beside a declared tying, and a bias that config.json does not know."""
-    make(tmp_path, None)
+    written = make(tmp_path, None)
     tensors = load_file(tmp_path / "model.safetensors")
     shape = (96, 64) if extra.startswith("lm_head") else (64,)
     save_file({**tensors, extra: torch.ones(shape)}, tmp_path / "model.safetensors")
-    for check in (check_parity, check_parity_by_layer):
-        with pytest.raises(ArtifactError, match=extra):
-            check(tmp_path, tmp_path, 1)
+    with pytest.raises(ArtifactError, match=extra):
+        check_parity(tmp_path, tmp_path, 1)
+    with pytest.raises(ArtifactError, match=extra):
+        check_parity_by_layer(tmp_path, tmp_path, written.residual, 1)
 
 
 def test_bfloat16_checkpoints(tmp_path: Path) -> None:
     save(tmp_path, tiny_model(max_position_embeddings=CONTEXT))
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    write_graph(tmp_path, tmp_path)
-    assert check_parity_by_layer(tmp_path, tmp_path, 1).failures() == []
+    written = write_graph(tmp_path, tmp_path)
+    assert check_parity_by_layer(tmp_path, tmp_path, written.residual, 1).failures() == []
 
 
 def add(array: np.ndarray) -> None:
@@ -81,9 +85,9 @@ def add(array: np.ndarray) -> None:
 
 @pytest.mark.parametrize("tensor", ["model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight", "cos_cache"])
 def test_one_wrong_number_fails(tensor: str, tmp_path: Path) -> None:
-    make(tmp_path, None)
+    written = make(tmp_path, None)
     edit_tensor(tmp_path, tensor, add)
-    assert check_parity_by_layer(tmp_path, tmp_path, 1).failures()
+    assert check_parity_by_layer(tmp_path, tmp_path, written.residual, 1).failures()
 
 
 def test_the_bound(tmp_path: Path) -> None:
@@ -91,11 +95,13 @@ def test_the_bound(tmp_path: Path) -> None:
     packed = tiny_model(max_position_embeddings=CONTEXT)
     save(tmp_path / "packed", packed, pack_model(packed, 4) | {"bits": 4})
     with pytest.raises(ResourceError, match=r"--max-ram 10: exporting .* takes about"):
-        run_export(tmp_path / "checkpoint", tmp_path / "out", threads=1, max_ram_mb=10)
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1, max_ram_mb=10))
     with pytest.raises(UsageError, match="--max-ram"):
-        run_export(tmp_path / "packed", tmp_path / "out", threads=1, profile="latency", max_ram_mb=9_000)
+        export_checkpoint(
+            tmp_path / "packed", tmp_path / "out", ExportOptions(threads=1, profile="latency", max_ram_mb=9_000)
+        )
     assert not (tmp_path / "out").exists()
-    result = run_export(tmp_path / "checkpoint", tmp_path / "out", threads=1, max_ram_mb=9_000)
+    result = export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1, max_ram_mb=9_000))
     assert 0 < result["peak_rss_bytes"] < 9e9
     saved = json.loads((tmp_path / "out" / "parity.json").read_text(encoding="utf-8"))
     assert {c["kind"] for item in saved["passes"] for c in item["comparisons"]} == {"by layer"}
@@ -105,5 +111,5 @@ def test_more_memory_than_allowed_publishes_nothing(tmp_path: Path, monkeypatch:
     save(tmp_path / "checkpoint", tiny_model(max_position_embeddings=CONTEXT))
     monkeypatch.setattr("export.export._check_memory", lambda *_: None)
     with pytest.raises(ResourceError, match=r"--max-ram 10: exporting .* took"):
-        run_export(tmp_path / "checkpoint", tmp_path / "out", threads=1, max_ram_mb=10)
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1, max_ram_mb=10))
     assert not (tmp_path / "out").exists()

@@ -12,12 +12,12 @@ import pytest
 
 from export import commands
 from export import export as export_module
-from export.export import run_export
-from export.graph.decoder import write_graph
+from export.export import ExportOptions, export_checkpoint
+from export.graph.decoder import WrittenGraph, write_graph
 from export.loader_files import genai_config
 from export.parity.check import check_parity
 from export.parity.comparison import compare
-from export.parity.inputs import DEPLOYED, EXACT
+from export.parity.limits import DEPLOYED, EXACT
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
@@ -177,7 +177,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_run_export_writes_a_finished_directory(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = run_export(checkpoint, out, None, threads=1)
+    result = export_checkpoint(checkpoint, out, ExportOptions(threads=1))
     assert {path.name for path in out.iterdir()} == {
         "model.onnx", "model.onnx.data", "config.json", "generation_config.json", "genai_config.json",
         "tokenizer.json", "tokenizer_config.json", "parity.json", "manifest.json", "README.md",
@@ -193,18 +193,18 @@ def test_run_export_writes_a_finished_directory(checkpoint: Path, tmp_path: Path
     assert saved["tokenizer_changes"] == []
     open_decoder(out, 1).prefill([[1, 2, 3]])
 
-    again = run_export(checkpoint, out, None, threads=1)
+    again = export_checkpoint(checkpoint, out, ExportOptions(threads=1))
     assert again == {**result, "cached": True}
     with pytest.raises(ConflictError):
-        run_export(checkpoint, out, "fp16", threads=1)
+        export_checkpoint(checkpoint, out, ExportOptions(dtype="fp16", threads=1))
 
 
 def test_packed_checkpoints_keep_their_precision(tmp_path: Path) -> None:
     model = tiny_model()
     save(tmp_path / "checkpoint", model, pack_model(model, 4, bits_of=lambda name: 8 if "embed" in name else None))
-    assert run_export(tmp_path / "checkpoint", tmp_path / "out", threads=1)["precision"] == "int4"
+    assert export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1))["precision"] == "int4"
     with pytest.raises(UsageError, match=r"--dtype fp16.*packed"):
-        run_export(tmp_path / "checkpoint", tmp_path / "other", "fp16", threads=1)
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "other", ExportOptions(dtype="fp16", threads=1))
 
 
 @pytest.mark.parametrize(("precision", "stored"), [("fp32", 4), ("fp16", 2)])
@@ -215,26 +215,27 @@ def test_export_command(precision: str, stored: int, checkpoint: Path, tmp_path:
 
 
 def test_a_failed_gate_leaves_nothing_behind(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_wrongly(source: Path, directory: Path, **settings: Any) -> None:
-        write_graph(source, directory, **settings)
+    def write_wrongly(source: Path, directory: Path, *settings: Any) -> WrittenGraph:
+        written = write_graph(source, directory, *settings)
         edit_tensor(directory, "model.layers.0.mlp.down_proj.weight", add_to_one((0, 0), 1.0))
+        return written
 
     monkeypatch.setattr(export_module, "write_graph", write_wrongly)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(GateError, match="exact pass") as caught:
-        run_export(checkpoint, tmp_path / "out", None, threads=1)
+        export_checkpoint(checkpoint, tmp_path / "out", ExportOptions(threads=1))
     assert caught.value.exit_code == 4 and "\n" not in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_bad_requests(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="no such directory"):
-        run_export(tmp_path / "nowhere", tmp_path / "out")
+        export_checkpoint(tmp_path / "nowhere", tmp_path / "out", ExportOptions())
     with pytest.raises(UsageError, match="fp32 or fp16"):
-        run_export(checkpoint, tmp_path / "out", "fp64")
+        export_checkpoint(checkpoint, tmp_path / "out", ExportOptions(dtype="fp64"))
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(ArtifactError, match=r"no model\.safetensors"):
-        run_export(checkpoint, tmp_path / "out")
+        export_checkpoint(checkpoint, tmp_path / "out", ExportOptions())
     assert not (tmp_path / "out").exists()
 
 

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from export.cache_scales import measured_scales
 from export.graph.decoder import write_graph
 from export.runtime import decoder as runtime
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.inference.decoder import Logits
-from tests.support.export_models import save, tiny_model
+from tests.support.export_models import measured_scales, save, tiny_model
 
 ROOM = 80
 

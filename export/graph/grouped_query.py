@@ -1,6 +1,7 @@
-"""The parts of a layer in ONNX Runtime's own operators, which are the fastest.
+"""Grouped-query attention by ONNX Runtime's GroupQueryAttention, which keeps past and present in one buffer.
 
-Shape suffixes as in `export.graph.decoder`.
+Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, H query heads, K key/value heads,
+E head_dim.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from export.cache_scales import CacheScales
 from export.graph.builder import MS, Builder
-from export.graph.int8_cache_prefill import LongPrefill, PromptAttention, long_prefill_values
+from export.graph.half import HalfBuilder
+from export.graph.int8_cache_prefill import LongPrefill, attend_long_prefill, long_prefill_values
 from export.graph.layer import LayerBuilder
-from export.graph.matmul import Matrices
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.parts import HIDDEN
 from sportsllm.models.rope import rope_tables
 
 FLOAT, INT8, INT32 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.INT32
@@ -27,7 +28,7 @@ _K_SCALE_INPUT = 12  # place of k_scale among GroupQueryAttention's inputs; v_sc
 
 @dataclass(frozen=True)
 class _Positions:
-    """What attention needs to know of lengths and places.
+    """Lengths and positions, which all layers share.
 
     Attributes:
         lengths_B: (B,) int64, tokens of each sequence.
@@ -35,7 +36,7 @@ class _Positions:
         seqlens_k: (B,) int32, tokens of each sequence, less 1.
         total: int32, S.
         cos, sin: rotary tables, (context, E / 2) float32.
-        ids_BT: place of each new token; None where attention rotates by itself.
+        ids_BT: position of each new token; None where GroupQueryAttention rotates by itself.
     """
 
     lengths_B: ir.Value
@@ -76,67 +77,38 @@ def _positions(graph: Builder, config: ModelConfig, tokens_BT: ir.Value, mask_BS
     )
 
 
-class OrtLayerBuilder(LayerBuilder):
-    """GroupQueryAttention, which keeps past and present in one buffer, with fused norms and activations."""
+class OrtGroupedQuery(HalfBuilder):
+    """GroupQueryAttention over a float32 or an INT8 cache."""
 
-    def __init__(
-        self,
-        graph: Builder,
-        config: ModelConfig,
-        matrices: Matrices,
-        tokens_BT: ir.Value,
-        mask_BS: ir.Value,
-        scales: CacheScales | None,
-        separate_prefill_branch: bool = True,
-    ) -> None:
-        """Start a graph's layers.
+    def __init__(self, layers: LayerBuilder, half: str) -> None:
+        super().__init__(layers, half)
+        sequences = layers.sequences
+        self._positions = _positions(self.graph, self.config, sequences.tokens_BT, sequences.mask_BS)
+        self._prefill: LongPrefill | None = None  # made with the first layer, from its past
+        self._rotates_outside = self._positions.ids_BT is not None
+        # Otherwise the operator takes query, key and value as one.
+        self._split = self.config.qk_norm or self._rotates_outside
 
-        Args:
-            graph: gets them.
-            config: the model's shape.
-            matrices: what multiplies.
-            tokens_BT: token ids.
-            mask_BS: attention mask.
-            scales: of an INT8 cache; a float32 one if not given.
-            separate_prefill_branch: read prompts into an INT8 cache as `export.graph.int8_cache_prefill` does.
-        """
-        super().__init__(graph, config, matrices)
-        self._positions, self._scales = _positions(graph, config, tokens_BT, mask_BS), scales
-        self._tokens_BT, self._prompts_apart = tokens_BT, separate_prefill_branch and scales is not None
-        self._prompt: LongPrefill | None = None  # known with the first layer's past
-        self._apart = config.qk_norm or self._positions.ids_BT is not None
-
-    def _add_and_norm(self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value) -> tuple[ir.Value, ir.Value]:
-        normed, _, _, total = self._graph.node_with_outputs(
-            name,
-            "SkipSimplifiedLayerNormalization",
-            [x, residual, gamma],
-            (name, "", "", f"{name}/sum"),
-            MS,
-            epsilon=self._epsilon,
-        )
-        return normed, total
-
-    def _attend(
-        self, layer: int, name: str, parts: Sequence[ir.Value], past: Sequence[ir.Value]
-    ) -> tuple[ir.Value, Sequence[ir.Value]]:
-        if self._apart:
+    def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
+        """See `HalfBuilder.emit`."""
+        parts: Sequence[ir.Value] = self.products(layer, HIDDEN, x_BTD, self._split)
+        name, config, sequences = self.name(layer), self.config, self.layers.sequences
+        if self._split:
             query, key, value = parts
-            query = self._prepare_heads(f"{name}.q", query, self._config.num_attention_heads)
-            key = self._prepare_heads(f"{name}.k", key, self._config.num_key_value_heads)
+            query = self._prepare_heads(f"{name}.q", query, config.num_attention_heads)
+            key = self._prepare_heads(f"{name}.k", key, config.num_key_value_heads)
             parts = [query, key, value]
-        scales = self._cache_scales(layer, name)
-        if not self._prompts_apart:
+        scales = self._cache_scales(layer)
+        if sequences.scales is None or not sequences.separate_prefill_branch:
             attended, *present = self._group_query(name, parts, past, scales)
             return attended, present
-        prompt = self._prompt_facts(past)
-        rotated = self._positions.ids_BT is not None
-        attended, *present = self._graph.if_else(
+        prefill = self._long_prefill(past)
+        attended, *present = self.graph.if_else(
             f"{name}/attention_either",
-            prompt.is_long,
+            prefill.is_long,
             {
-                "then_branch": lambda: PromptAttention(self._graph, self._config, name, prompt).attend(
-                    parts, past, scales, rotated
+                "then_branch": lambda: attend_long_prefill(
+                    self.graph, config, f"{name}/long", prefill, parts, past, scales, self._rotates_outside
                 ),
                 "else_branch": lambda: self._group_query(f"{name}/short", parts, past, scales),
             },
@@ -144,30 +116,29 @@ class OrtLayerBuilder(LayerBuilder):
         )
         return attended, present
 
-    def _prompt_facts(self, past: Sequence[ir.Value]) -> LongPrefill:
-        """Added with the first layer."""
-        if self._prompt is None:
-            positions = self._positions
+    def _long_prefill(self, past: Sequence[ir.Value]) -> LongPrefill:
+        if self._prefill is None:
+            positions, tokens_BT = self._positions, self.layers.sequences.tokens_BT
             tables = positions.cos, positions.sin
-            self._prompt = long_prefill_values(
-                self._graph, self._tokens_BT, past[0], positions.lengths_B, positions.width_S, tables
+            self._prefill = long_prefill_values(
+                self.graph, tokens_BT, past[0], positions.lengths_B, positions.width_S, tables
             )
-        return self._prompt
+        return self._prefill
 
     def _group_query(
         self, name: str, parts: Sequence[ir.Value], past: Sequence[ir.Value], scales: Sequence[ir.Value]
     ) -> Sequence[ir.Value]:
-        """GroupQueryAttention as it is: what `o_proj` reads, present keys and values."""
-        config, positions = self._config, self._positions
+        """GroupQueryAttention as it is: attended values, present keys and values."""
+        config, positions = self.config, self._positions
         query, *rest = parts
         key, value = rest or (None, None)  # all in one: the operator takes the query's rows first
-        tables = [positions.cos, positions.sin] if positions.ids_BT is None else []
+        tables = [] if self._rotates_outside else [positions.cos, positions.sin]
         inputs = [query, key, value, *past, positions.seqlens_k, positions.total, *tables]
         attributes: dict[str, int | str] = {}
         if scales:
             inputs += [None] * (_K_SCALE_INPUT - len(inputs)) + list(scales)
             attributes = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
-        return self._graph.node_with_outputs(
+        return self.graph.node_with_outputs(
             f"{name}/attention",
             "GroupQueryAttention",
             inputs,
@@ -179,30 +150,30 @@ class OrtLayerBuilder(LayerBuilder):
             **attributes,
         )
 
-    def _cache_scales(self, layer: int, name: str) -> list[ir.Value]:
+    def _cache_scales(self, layer: int) -> list[ir.Value]:
         """A layer's scales of keys and of values, (1, K, 1, E); none for a float32 cache."""
-        if self._scales is None:
+        scales = self.layers.sequences.scales
+        if scales is None:
             return []
-        shape = (1, self._config.num_key_value_heads, 1, self._config.head_dim)
-        found = {"k": self._scales.keys[layer], "v": self._scales.values[layer]}
+        shape = (1, self.config.num_key_value_heads, 1, self.config.head_dim)
+        found = {"k": scales.keys[layer], "v": scales.values[layer]}
         return [
-            self._graph.constant(f"{name}.{part}_scale", scale.reshape(shape).numpy()) for part, scale in found.items()
+            self.graph.constant(f"{self.name(layer)}.{part}_scale", scale.reshape(shape).numpy())
+            for part, scale in found.items()
         ]
 
     def _prepare_heads(self, name: str, x: ir.Value, heads: int) -> ir.Value:
         """What GroupQueryAttention does not do: norm of each head (Qwen3), rotation of odd sizes; (B, T, heads * E)."""
-        graph, size = self._graph, self._config.head_dim
-        if self._config.qk_norm:
+        graph, size = self.graph, self.config.head_dim
+        if self.config.qk_norm:
             apart = graph.constant(f"heads_{heads}", np.array([0, 0, heads, size], np.int64))
             together = graph.constant(f"heads_{heads}_flat", np.array([0, 0, heads * size], np.int64))
             x_BTHE = graph.node(f"{name}_norm/heads", "Reshape", [x, apart])
-            normed = self._rms_norm(f"{name}_norm", x_BTHE, self.matrices.vector(f"{name}_norm.weight", size))
+            gamma = self.layers.matmul.vector(f"{name}_norm.weight", size)
+            normed = self.layers.rms_norm(f"{name}_norm", x_BTHE, gamma)
             x = graph.node(f"{name}_norm/flat", "Reshape", [normed, together])
         positions = self._positions
         if positions.ids_BT is None:
             return x
         inputs = [x, positions.ids_BT, positions.cos, positions.sin]
         return graph.node(f"{name}_rotary", "RotaryEmbedding", inputs, MS, num_heads=heads, rotary_embedding_dim=size)
-
-    def _silu(self, name: str, x: ir.Value) -> ir.Value:
-        return self._graph.node(name, "QuickGelu", [x], MS, alpha=1.0)  # x * sigmoid(1.0 * x)

@@ -1,0 +1,71 @@
+"""One half of a layer, attention or feed-forward; each kind of them has a subclass.
+
+Shape suffixes: B sequences, T new tokens, D hidden_size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from export.graph.layer import LayerBuilder
+from sportsllm.models.kinds import halves
+
+
+class HalfBuilder(ABC):
+    """Adds one half of every layer to a graph; made once, before the layers, for nodes that all of them share.
+
+    Attributes:
+        layers, graph, config: of the graph; see `LayerBuilder`.
+        half: the name of the half's module, `self_attn` or `mlp`.
+        states: what it caches.
+    """
+
+    def __init__(self, layers: LayerBuilder, half: str) -> None:
+        self.layers, self.graph, self.config, self.half = layers, layers.graph, layers.config, half
+        kind = halves(self.config)[half]
+        self._matrices, self.states = kind.matrices(self.config), kind.state(self.config)
+
+    @abstractmethod
+    def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
+        """Add the half of one layer up to the matrix that writes to the residual stream, which `output` adds.
+
+        Args:
+            layer: its number.
+            x_BTD: the output of the norm before.
+            past: what the kind's `state` says is cached.
+
+        Returns:
+            What that matrix reads; and what is to be cached, in the order of `past`.
+        """
+
+    def name(self, layer: int) -> str:
+        """The half's module in one layer."""
+        return f"model.layers.{layer}.{self.half}"
+
+    def products(self, layer: int, read: str, x: ir.Value, split: bool = True) -> list[ir.Value]:
+        """x W^T + b for every matrix that reads the same input, joined where they are stored alike.
+
+        Args:
+            layer: number of the layer.
+            read: the `Matrix.input` of the matrices.
+            x: that input.
+            split: see `Matmul.products`.
+        """
+        name, found = self.name(layer), [matrix for matrix in self._matrices if matrix.input == read]
+        joined = f"{name}.{_joined([matrix.name for matrix in found])}"
+        return self.layers.matmul.products(joined, x, [m._replace(name=f"{name}.{m.name}") for m in found], split)
+
+    def output(self, layer: int, x: ir.Value) -> ir.Value:
+        """The product with the matrix that writes to the residual stream, (B, T, D)."""
+        (matrix,) = (matrix for matrix in self._matrices if matrix.writes_residual)
+        name = f"{self.name(layer)}.{matrix.name}"
+        return self.layers.matmul.product(name, x, [matrix._replace(name=name)])
+
+
+def _joined(names: Sequence[str]) -> str:
+    """The name of several matrices as one: `qkv_proj` of q_proj, k_proj and v_proj; `gate_up_proj`."""
+    stems = [name.removesuffix("_proj") for name in names]
+    return ("" if all(len(stem) == 1 for stem in stems) else "_").join(stems) + "_proj"

@@ -1,0 +1,52 @@
+"""How each kind of attention and feed-forward is written to a graph: one line a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from export.graph.grouped_query import OrtGroupedQuery
+from export.graph.half import HalfBuilder
+from export.graph.layer import LayerBuilder
+from export.graph.standard_grouped_query import StandardGroupedQuery
+from export.graph.swiglu import SwiGLU
+from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
+
+
+def _grouped_query(layers: LayerBuilder, half: str) -> HalfBuilder:
+    return (StandardGroupedQuery if layers.standard else OrtGroupedQuery)(layers, half)
+
+
+HALF_BUILDERS: dict[str, Callable[[LayerBuilder, str], HalfBuilder]] = {
+    "grouped_query": _grouped_query,
+    "swiglu": SwiGLU,
+}
+INT8_CACHE_KINDS = ("grouped_query",)
+"""Kinds of attention whose builder takes the scales of an INT8 cache."""
+
+
+def half_builders(layers: LayerBuilder) -> list[HalfBuilder]:
+    """The builders of a model's halves, in their order.
+
+    Raises:
+        UsageError: see `check_kinds`.
+    """
+    check_kinds(layers.config)
+    return [HALF_BUILDERS[kind](layers, half) for half, kind in _kinds(layers.config).items()]
+
+
+def check_kinds(config: ModelConfig, int8_cache: bool = False) -> None:
+    """Refuse what cannot be exported.
+
+    Raises:
+        UsageError: a kind has no builder here, or none that takes an INT8 cache.
+    """
+    for kind in _kinds(config).values():
+        if kind not in HALF_BUILDERS:
+            raise UsageError(f"the kind {kind!r} has no ONNX graph; export one of {', '.join(HALF_BUILDERS)}")
+    if int8_cache and config.attention_kind not in INT8_CACHE_KINDS:
+        raise UsageError(f"--kv-cache int8: attention of kind {config.attention_kind!r} has none; leave it out")
+
+
+def _kinds(config: ModelConfig) -> dict[str, str]:
+    return {"self_attn": config.attention_kind, "mlp": config.mlp_kind}

@@ -1,0 +1,136 @@
+"""Grouped-query attention in standard operators: MatMul, Softmax, MatMul, and rotation by Mul, Sub and Add.
+
+Present keys and values are the past followed by the new ones, a new tensor. A token's position is the number of ones
+before it in `attention_mask`, so that sequences may be padded on the left, and in the cache anywhere.
+Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, H query heads, K key/value heads,
+E head_dim, X = E / 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from export.graph.builder import Builder
+from export.graph.half import HalfBuilder
+from export.graph.layer import LayerBuilder
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.parts import HIDDEN
+from sportsllm.models.rope import rope_tables
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """Positions of the new tokens and what they attend to, which all layers share.
+
+    Attributes:
+        cos_BT1X, sin_BT1X: their rows of the rotary tables.
+        seen_B1TS: whether new token t attends to column s.
+    """
+
+    cos_BT1X: ir.Value
+    sin_BT1X: ir.Value
+    seen_B1TS: ir.Value
+
+
+def _positions(graph: Builder, config: ModelConfig, tokens_BT: ir.Value, mask_BS: ir.Value) -> _Positions:
+    zero, one = graph.constant("zero", np.array(0, np.int64)), graph.constant("one", np.array(1, np.int64))
+    scalar = graph.constant("scalar_shape", np.array([], np.int64))
+    end = graph.constant("end", np.array([np.iinfo(np.int64).max], np.int64))
+    # The new tokens are the last T columns.
+    width_T = graph.node("places/new_width", "Shape", [tokens_BT], start=1, end=2)
+    start = graph.node("places/start", "Neg", [width_T])
+    counted_BS = graph.node("places/counted", "CumSum", [mask_BS, one])
+    before_BS = graph.node("places/before", "Sub", [counted_BS, one])
+    # Padding before the first token has no position; 0 will do.
+    all_BS = graph.node("places/all", "Max", [before_BS, zero])
+    places_BT = graph.node("places/new", "Slice", [all_BS, start, end, graph.axis(1)])
+    tables = []
+    for part, table in zip(("cos", "sin"), rope_tables(config, config.max_position_embeddings), strict=True):
+        rows_BTX = graph.node(f"places/{part}_rows", "Gather", [graph.constant(f"{part}_cache", table), places_BT])
+        tables.append(graph.node(f"places/{part}", "Unsqueeze", [rows_BTX, graph.axis(2)]))
+
+    width_S = graph.node("places/mask_width", "Shape", [mask_BS], start=1, end=2)
+    total = graph.node("places/total", "Reshape", [width_S, scalar])
+    columns_S = graph.node("places/columns", "Range", [zero, total, one])
+    own_T = graph.node("places/own_columns", "Slice", [columns_S, start, end, graph.axis(0)])
+    own_T1 = graph.node("places/own_column", "Unsqueeze", [own_T, graph.axis(1)])
+    earlier_TS = graph.node("places/earlier", "LessOrEqual", [columns_S, own_T1])
+    real_BS = graph.node("places/real", "Cast", [mask_BS], to=ir.DataType.BOOL.value)
+    middle_axes = graph.constant("axes_1_2", np.array([1, 2], np.int64))
+    real_B11S = graph.node("places/real_row", "Unsqueeze", [real_BS, middle_axes])
+    cos, sin = tables
+    return _Positions(cos, sin, graph.node("places/seen", "And", [earlier_TS, real_B11S]))
+
+
+class StandardGroupedQuery(HalfBuilder):
+    """Attention over a float32 cache that grows by concatenation."""
+
+    def __init__(self, layers: LayerBuilder, half: str) -> None:
+        super().__init__(layers, half)
+        assert layers.sequences.scales is None, "no standard operator reads an INT8 cache"
+        self._positions = _positions(self.graph, self.config, layers.sequences.tokens_BT, layers.sequences.mask_BS)
+
+    def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
+        """See `HalfBuilder.emit`."""
+        graph, config, name = self.graph, self.config, self.name(layer)
+        heads, shared, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        query, key, value = self.products(layer, HIDDEN, x_BTD)
+        query_BTHE = self._rotated(f"{name}.q", self._heads(f"{name}.q", query, heads))
+        key_BTKE = self._rotated(f"{name}.k", self._heads(f"{name}.k", key, shared))
+        scale = graph.constant("attention_scale", np.array(size**-0.5, np.float32))
+        query_BTHE = graph.node(f"{name}.q/scaled", "Mul", [query_BTHE, scale])
+        query_BHTE = graph.node(f"{name}.q/by_head", "Transpose", [query_BTHE], perm=[0, 2, 1, 3])
+        new = (key_BTKE, self._heads(f"{name}.v", value, shared, normed=False))
+        present = []
+        for part, old_BKSE, new_BTKE in zip("kv", past, new, strict=True):
+            new_BKTE = graph.node(f"{name}.{part}/by_head", "Transpose", [new_BTKE], perm=[0, 2, 1, 3])
+            present.append(graph.node(f"{name}.{part}/present", "Concat", [old_BKSE, new_BKTE], axis=2))
+        keys, values = present
+
+        # Query heads that share a key head lie one after the other: their tokens count as rows of one matrix.
+        def shaped(part: str, x: ir.Value, count: int, last: int) -> ir.Value:
+            """(B, count, rows, last), last 0 for as it is."""
+            shape = graph.constant(f"shape_{count}_{last}", np.array([0, count, -1, last], np.int64))
+            return graph.node(f"{name}/{part}", "Reshape", [x, shape])
+
+        keys_BKES = graph.node(f"{name}.k/columns", "Transpose", [keys], perm=[0, 1, 3, 2])
+        scores = graph.node(f"{name}/scores", "MatMul", [shaped("query", query_BHTE, shared, size), keys_BKES])
+        # The least number instead of minus infinity: a padding token that attends to nothing stays a number.
+        least = graph.constant("attention_least", np.array(np.finfo(np.float32).min, np.float32))
+        scores_BHTS = shaped("scores_by_head", scores, heads, 0)
+        masked = graph.node(f"{name}/masked", "Where", [self._positions.seen_B1TS, scores_BHTS, least])
+        weights = graph.node(f"{name}/weights", "Softmax", [masked], axis=-1)
+        mixed = graph.node(f"{name}/mixed", "MatMul", [shaped("weights_shared", weights, shared, 0), values])
+        mixed_BTHE = graph.node(
+            f"{name}/by_token", "Transpose", [shaped("mixed_by_head", mixed, heads, size)], perm=[0, 2, 1, 3]
+        )
+        flat = graph.constant("attention_flat", np.array([0, 0, heads * size], np.int64))
+        return graph.node(f"{name}/attended", "Reshape", [mixed_BTHE, flat]), present
+
+    def _heads(self, name: str, x: ir.Value, heads: int, normed: bool = True) -> ir.Value:
+        """(B, T, heads * E) as (B, T, heads, E), each head normed where the model does that (Qwen3)."""
+        size = self.config.head_dim
+        shape = self.graph.constant(f"heads_{heads}", np.array([0, 0, heads, size], np.int64))
+        x = self.graph.node(f"{name}/heads", "Reshape", [x, shape])
+        if not (self.config.qk_norm and normed):
+            return x
+        return self.layers.rms_norm(f"{name}_norm", x, self.layers.matmul.vector(f"{name}_norm.weight", size))
+
+    def _rotated(self, name: str, x_BTHE: ir.Value) -> ir.Value:
+        """Each pair of channels, half a head apart, turned by the angle of the token's place."""
+        graph, cos, sin = self.graph, self._positions.cos_BT1X, self._positions.sin_BT1X
+        outputs = [f"{name}/first", f"{name}/second"]
+        first, second = graph.node_with_outputs(f"{name}/halves", "Split", [x_BTHE], outputs, axis=-1, num_outputs=2)
+
+        def product(half: ir.Value, table: str, factor: ir.Value) -> ir.Value:
+            return graph.node(f"{half.name}_{table}", "Mul", [half, factor])
+
+        turned = [
+            graph.node(f"{name}/turned_first", "Sub", [product(first, "cos", cos), product(second, "sin", sin)]),
+            graph.node(f"{name}/turned_second", "Add", [product(second, "cos", cos), product(first, "sin", sin)]),
+        ]
+        return graph.node(f"{name}/turned", "Concat", turned, axis=-1)

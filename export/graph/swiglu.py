@@ -1,0 +1,20 @@
+"""SwiGLU in the graph; see `sportsllm.models.swiglu`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from export.graph.half import HalfBuilder
+from sportsllm.models.parts import HIDDEN
+
+
+class SwiGLU(HalfBuilder):
+    """silu(gate(x)) * up(x)."""
+
+    def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
+        """See `HalfBuilder.emit`."""
+        gate, up = self.products(layer, HIDDEN, x_BTD)
+        silu = self.layers.silu(f"{self.name(layer)}/silu", gate)
+        return self.graph.node(f"{self.name(layer)}/inner", "Mul", [silu, up]), ()
