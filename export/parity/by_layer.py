@@ -8,8 +8,10 @@ Shape suffixes: T tokens, D hidden_size, V vocabulary.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,13 +58,13 @@ def check_parity_by_layer(
     check_names(tensors, inputs.config)
 
     def run_pass(name: str, expected: Sequence[Logits], exact: bool) -> Pass:
-        parts = GraphParts(inputs, export, residual, threads, exact)
-        pairs = zip(expected, map(parts.logits, inputs.sequences), strict=True)
+        found = GraphParts(inputs, export, residual, threads, exact).logits(inputs.sequences)
+        compared = [compare(want, have) for want, have in zip(expected, found, strict=True)]
         limits = inputs.exact_limits if exact else inputs.deployed_limits
-        return Pass(name, limits, (merge("by layer", [compare(want, have) for want, have in pairs]),))
+        return Pass(name, limits, (merge("by layer", compared),))
 
     passes: list[Pass] = []
-    with threads_of_torch(threads):
+    with threads_of_torch(threads), _quick_collections():
         unequal = tuple(unequal_tables(inputs.graph, inputs.config, tensors))
         expected = _expected(tensors, inputs, half=False)
         if inputs.precision != "fp32":
@@ -72,6 +74,19 @@ def check_parity_by_layer(
             exact_graph(inputs.graph)
         passes.insert(0, run_pass("exact", expected, exact=True))
     return ParityReport(inputs.precision, tuple(passes), unequal, inputs.tokenizer_changes())
+
+
+@contextmanager
+def _quick_collections() -> Iterator[None]:
+    """Garbage collections that leave out the objects there already, which cost them nearly all of their time.
+
+    There is one for each layer, so that its memory is free before the next.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 # -- PyTorch -----------------------------------------------------------------------------------------------------------
@@ -119,25 +134,32 @@ class GraphParts:
         self._threads, self._exact = threads, exact
         self._past = {str(v.name): v for v in inputs.graph.graph.inputs if str(v.name).startswith(PAST)}
 
-    def logits(self, tokens: Sequence[int]) -> Logits:
-        """(T, V) logits of one sequence."""
-        ids_1T = np.array([list(tokens)], np.int64)
-        values: dict[str, Array] = {INPUT_IDS: ids_1T}
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[Logits]:
+        """(T, V) logits of every sequence."""
+        ids = [{INPUT_IDS: np.array([list(tokens)], np.int64)} for tokens in sequences]
+        values: list[dict[str, Array]] = [{} for _ in sequences]
         for part, (given, wanted) in enumerate(itertools.pairwise(self._cuts)):
-            pieces = _pieces({INPUT_IDS: ids_1T, **values})
-            found = self._open(given, wanted, layer=part - 1, room=len(tokens)).run(pieces)
-            values = dict(zip(wanted, found, strict=True))
+            values = self._run(
+                given, wanted, part - 1, [{**own, **read} for own, read in zip(values, ids, strict=True)]
+            )
             give_back()
-        return cast(Logits, values[LOGITS][0])
+        return [cast(Logits, found[LOGITS][0]) for found in values]
 
-    def _open(self, given: Sequence[str], wanted: Sequence[str], layer: int, room: int) -> GraphSlice:
-        """The part from some values to others, which caches what `layer` does if there is such a layer."""
+    def _run(
+        self, given: Sequence[str], wanted: Sequence[str], layer: int, read: Sequence[dict[str, Array]]
+    ) -> list[dict[str, Array]]:
+        """Some values of every sequence from others; `layer` is that between them, if there is one."""
         own = [name for name in self._past if name.startswith(f"{PAST}{layer}.")]
         presents = [name.replace(PAST, PRESENT) for name in own]
         # The first layer's cache tells all layers over an INT8 cache how much room there is.
         cached = list(dict.fromkeys([*own, next(iter(self._past))]))
         session = self._session([*given, INPUT_IDS, ATTENTION_MASK, *cached], [*wanted, *presents])
-        return GraphSlice(session, {name: _empty_cache(self._past[name], room) for name in cached})
+        found = []
+        for values in read:
+            room = values[INPUT_IDS].shape[1]
+            past = {name: _empty_cache(self._past[name], room) for name in cached}
+            found.append(GraphSlice(session, past).run(_pieces(values)))
+        return found
 
     def _session(self, given: Sequence[str], wanted: Sequence[str]) -> ort.InferenceSession:
         """A part of the graph, with the weights of that part alone."""
@@ -161,16 +183,18 @@ class GraphSlice:
         self._inputs = {item.name for item in session.get_inputs()}
         self._outputs = [item.name for item in session.get_outputs()]
 
-    def run(self, pieces: Iterable[Mapping[str, Array]]) -> list[Array]:
+    def run(self, pieces: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
         """The outputs for a sequence that is read in pieces, joined along the tokens; present becomes past."""
-        found = []
+        found: dict[str, list[Array]] = {}
         for piece in pieces:
             feeds = {name: array for name, array in {**piece, **self._past}.items() if name in self._inputs}
             outputs = dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
-            presents = [name for name in outputs if name.startswith(PRESENT)]
-            self._past |= {name.replace(PRESENT, PAST): outputs.pop(name) for name in presents}
-            found.append(outputs.values())
-        return [np.concatenate(parts, axis=1) for parts in zip(*found, strict=True)]
+            for name, array in outputs.items():
+                if name.startswith(PRESENT):
+                    self._past[name.replace(PRESENT, PAST)] = array
+                else:
+                    found.setdefault(name, []).append(array)
+        return {name: np.concatenate(parts, axis=1) for name, parts in found.items()}
 
 
 def _pieces(values: Mapping[str, Array]) -> Iterator[dict[str, Array]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +15,10 @@ import onnx
 import torch
 
 from export.cache_scales import CacheScales, measure_scales
+from export.graph.decoder import WrittenGraph, write_graph
+from export.graph.prefill_graph import write_prompt_graph
+from export.parity.check import check_parity
+from export.parity.comparison import ParityReport
 from export.paths import DATA_FILE, GRAPH_FILE
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
@@ -29,6 +36,9 @@ TINY = ModelConfig(
     head_dim=16,
     max_position_embeddings=64,
 )
+
+CONTEXT = 320
+"""The longest sequence of the gate fits."""
 
 
 def tiny_model(std: float = 0.1, **changes: Any) -> SportsLLM:
@@ -114,6 +124,86 @@ def save(directory: Path, model: SportsLLM, quantization: dict[str, Any] | None 
 def measured_scales(model: SportsLLM, samples: list[torch.Tensor]) -> CacheScales:
     """Scales of an INT8 cache from token ids, (1, S) each."""
     return measure_scales(model.config, model.model.layers, [model.model.embed_tokens(tokens) for tokens in samples])
+
+
+def int8_samples(count: int = 4, length: int = 60) -> list[torch.Tensor]:
+    """Token ids to measure the scales of an INT8 cache on, (1, length) each; the same every time."""
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randint(0, TINY.vocab_size, (1, length), generator=draw) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Export:
+    """A checkpoint and its export in one directory, which tests read and never change.
+
+    Attributes:
+        directory: of both; of a browser's export alone.
+        written: its graph.
+        model: the checkpoint's, before it was packed.
+        scales: of an INT8 cache.
+    """
+
+    directory: Path
+    written: WrittenGraph
+    model: SportsLLM
+    scales: CacheScales | None
+
+    @cached_property
+    def report(self) -> ParityReport:
+        """The gate's."""
+        return check_parity(self.directory, self.directory, threads=1)
+
+    def copy_to(self, directory: Path) -> Path:
+        """A copy that a test may change."""
+        return shutil.copytree(self.directory, directory, dirs_exist_ok=True)
+
+
+class Exports:
+    """Makes each export of a tiny model once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._made = root, dict[str, Export]()
+
+    def __call__(
+        self,
+        bits: int | None = None,
+        block: int = 32,
+        asymmetric: bool = False,
+        half: bool = False,
+        standard: bool = False,
+        web: bool = False,
+        int8_cache: bool = False,
+        latency: bool = False,
+        **changes: Any,
+    ) -> Export:
+        """The export of `tiny_model(**changes)` with room for the gate's sequences.
+
+        Args:
+            bits, block, asymmetric: see `pack_model`; a dense model without `bits`. Of INT8 per row (`ROW_BITS`) the
+                embedding and the head are blocks.
+            half, standard, web: see `write_graph`.
+            int8_cache: with the scales of `int8_samples`.
+            latency: with the graph for prompts.
+            changes: of the model's shape.
+        """
+        key = repr((bits, block, asymmetric, half, standard, web, int8_cache, latency, sorted(changes.items())))
+        if key not in self._made:
+            directory, shape = self._root / str(len(self._made)), {"max_position_embeddings": CONTEXT} | changes
+            model, packed = tiny_model(**shape), tiny_model(**shape)
+            ends = {"embed_tokens": 8, "lm_head": 8} if bits == ROW_BITS else {}
+            record = bits and pack_model(packed, bits, block, asymmetric, lambda name: ends.get(name.split(".")[-1]))
+            save(directory, packed, record or None)
+            scales = measured_scales(model, int8_samples()) if int8_cache else None
+            checkpoint = directory
+            if web:  # beside PyTorch's weights it would not count as an export
+                directory = directory / "web"
+                directory.mkdir()
+                shutil.copy(checkpoint / "config.json", directory)
+            written = write_graph(checkpoint, directory, half, scales, standard, web)
+            if latency:
+                write_prompt_graph(checkpoint, directory, written, scales)
+            self._made[key] = Export(directory, written, model, scales)
+        return self._made[key]
 
 
 def logits_of(model: SportsLLM, tokens: npt.NDArray[np.int64] | list[int]) -> npt.NDArray[np.float32]:

@@ -8,12 +8,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import torch
 
-from export.cache_scales import CacheScales
 from export.export import ExportOptions, export_checkpoint
-from export.graph.decoder import write_graph
-from export.graph.prefill_graph import PerRowWeights, write_prompt_graph
+from export.graph.prefill_graph import PerRowWeights
 from export.parity.check import check_parity
 from export.paths import DATA_FILE, GRAPH_FILE, PROMPT_FILE, prompt_files
 from export.runtime.decoder import OnnxDecoder
@@ -21,9 +18,8 @@ from sportsllm.errors import ArtifactError, ConflictError, UsageError
 from sportsllm.inference.decoder import log_softmax
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.storage.packed_weights import ROW_BITS
-from tests.support.export_models import measured_scales, pack_model, save, tiny_model
+from tests.support.export_models import CONTEXT, Exports, pack_model, save, tiny_model
 
-CONTEXT = 320  # the longest sequence of the gate fits
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "untied, biases": {
@@ -37,55 +33,44 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def make(directory: Path, bits: int = 4, scales: CacheScales | None = None, **changes: Any) -> Path:
-    """A packed checkpoint and both graphs in one directory."""
-    model = tiny_model(max_position_embeddings=CONTEXT, **changes)
-    save(directory, model, pack_model(model, bits))
-    write_prompt_graph(directory, directory, write_graph(directory, directory, scales=scales), scales)
-    return directory
-
-
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_both_graphs_compute_what_pytorch_computes(bits: int, name: str, tmp_path: Path) -> None:
-    report = check_parity(make(tmp_path, bits, **SHAPES[name]), tmp_path, threads=1)
+def test_both_graphs_compute_what_pytorch_computes(bits: int, name: str, exports: Exports) -> None:
+    report = exports(bits, latency=True, **SHAPES[name]).report
     assert report.failures() == []
     assert [item.name for item in report.passes] == ["exact", "exact prompts", "deployed"]
     assert report.passes[1].comparisons[0].relative_error < report.passes[1].limits.error / 4
 
 
-def test_with_an_int8_cache(tmp_path: Path) -> None:
-    model = tiny_model(max_position_embeddings=CONTEXT)
-    tokens = np.random.default_rng(0).integers(0, 96, (1, 64))
-    make(tmp_path, scales=measured_scales(model, [torch.from_numpy(tokens)]))
-    assert check_parity(tmp_path, tmp_path, threads=1).failures() == []
+def test_with_an_int8_cache(exports: Exports) -> None:
+    assert exports(4, latency=True, int8_cache=True).report.failures() == []
 
 
-def test_rows_are_the_nearest_numbers(tmp_path: Path) -> None:
-    make(tmp_path)
-    weights, name = PerRowWeights(tmp_path), "model.layers.1.mlp.down_proj"
+def test_rows_are_the_nearest_numbers(exports: Exports) -> None:
+    directory = exports(4, latency=True).directory
+    weights, name = PerRowWeights(directory), "model.layers.1.mlp.down_proj"
     packing = weights.packing(name, (64, 112))
     assert packing is not None and packing.bits == ROW_BITS
     rows_KN, scales_N = weights.read_per_row([name]), weights.read_per_row_scales([name])
-    dense = load_checkpoint(tmp_path).get_submodule(name).weight.double().numpy()
+    dense = load_checkpoint(directory).get_submodule(name).weight.double().numpy()
     assert rows_KN.shape == (112, 64) and np.abs(rows_KN).max() == 63
     missed_NK = np.abs(rows_KN.T * scales_N[:, None].astype(np.float64) - dense)
     assert (missed_NK <= scales_N[:, None] / 2 * (1 + 1e-5)).all()
 
 
-def test_what_both_graphs_read_is_stored_once(tmp_path: Path) -> None:
-    make(tmp_path)
-    tensors = onnx.load(str(tmp_path / PROMPT_FILE), load_external_data=False).graph.initializer
+def test_what_both_graphs_read_is_stored_once(exports: Exports) -> None:
+    directory = exports(4, latency=True).directory
+    tensors = onnx.load(str(directory / PROMPT_FILE), load_external_data=False).graph.initializer
     where = {t.name: {entry.value for entry in t.external_data if entry.key == "location"} for t in tensors}
     assert where["model.embed_tokens.weight_packed_flat"] == where["cos_cache"] == {DATA_FILE}
     assert where["model.layers.0.mlp.gate_up_proj.weight_rows"] == {f"{PROMPT_FILE}.data"}
     assert not any(name.startswith(("lm_head", "model.layers.1.mlp")) for name in where)  # nothing would read them
 
 
-def test_a_tied_matrix_is_stored_once_in_two_shapes(tmp_path: Path) -> None:
+def test_a_tied_matrix_is_stored_once_in_two_shapes(exports: Exports) -> None:
     """ONNX Runtime would fold a Reshape of it into a copy in memory."""
-    make(tmp_path)
-    graph = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False).graph
+    directory = exports(4, latency=True).directory
+    graph = onnx.load(str(directory / GRAPH_FILE), load_external_data=False).graph
     both = [t for t in graph.initializer if t.name.startswith("model.embed_tokens.weight_packed")]
     assert [list(t.dims) for t in both] == [[96, 2, 16], [96, 32]]
     places = [{entry.key: entry.value for entry in t.external_data} for t in both]
@@ -94,8 +79,8 @@ def test_a_tied_matrix_is_stored_once_in_two_shapes(tmp_path: Path) -> None:
     assert {t.name for t in graph.initializer} <= read | {"num_logits_to_keep"}
 
 
-def test_one_wrong_number_in_a_row_fails(tmp_path: Path) -> None:
-    make(tmp_path)
+def test_one_wrong_number_in_a_row_fails(exports: Exports, tmp_path: Path) -> None:
+    exports(4, latency=True).copy_to(tmp_path)
     path = prompt_files(tmp_path).data
     tensors = onnx.load(str(tmp_path / PROMPT_FILE), load_external_data=False).graph.initializer
     (tensor,) = [t for t in tensors if t.name == "model.layers.0.self_attn.qkv_proj.weight_rows"]
@@ -106,9 +91,9 @@ def test_one_wrong_number_in_a_row_fails(tmp_path: Path) -> None:
     assert any("exact prompts" in line for line in check_parity(tmp_path, tmp_path, threads=1).failures())
 
 
-def test_scores_are_those_of_text_behind_a_prompt(tmp_path: Path) -> None:
+def test_scores_are_those_of_text_behind_a_prompt(exports: Exports) -> None:
     """The first piece is scored as ever; the next one behind the cache that the prompt graph leaves."""
-    decoder = OnnxDecoder(make(tmp_path), threads=1)
+    decoder = OnnxDecoder(exports(4, latency=True).directory, threads=1)
     tokens = np.random.default_rng(1).integers(0, 96, 200).tolist()
     with_prompts = decoder.score([tokens])[0]
     decoder.use_prompt_graph = False

@@ -1,0 +1,87 @@
+"""A second kind of feed-forward is exported by one builder and one line in the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import pytest
+
+from export.export import ExportOptions, export_checkpoint
+from export.graph.half import HalfBuilder
+from export.graph.kinds import HALF_BUILDERS, check_kinds
+from export.parity.by_layer import check_parity_by_layer
+from export.paths import GRAPH_FILE
+from sportsllm.errors import UsageError
+from sportsllm.models.kinds import ATTENTION
+from sportsllm.models.parts import HIDDEN
+from sportsllm.storage.packed_weights import ROW_BITS
+from tests.support import gelu_kind
+from tests.support.export_models import TINY, Exports, save, tiny_model
+
+
+class Gelu(HalfBuilder):
+    """gelu(up(x)) in a standard operator."""
+
+    def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
+        (up,) = self.products(layer, HIDDEN, x_BTD)
+        return self.graph.node(f"{self.name(layer)}/gelu", "Gelu", [up]), ()
+
+
+@pytest.fixture
+def gelu(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kind's name."""
+    with gelu_kind.registered() as name:
+        monkeypatch.setitem(HALF_BUILDERS, name, Gelu)
+        yield name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"half": True},
+        {"bits": 4},
+        {"bits": ROW_BITS},
+        {"bits": 4, "latency": True},
+        {"bits": 4, "int8_cache": True},
+        {"standard": True},
+        {"bits": 4, "standard": True},
+    ],
+    ids=str,
+)
+def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], gelu: str, exports: Exports) -> None:
+    export = exports(mlp_kind=gelu, **settings)
+    assert export.report.failures() == []
+    if settings.get("standard"):
+        onnx.checker.check_model(str(export.directory / GRAPH_FILE), full_check=True)
+        nodes = onnx.load(str(export.directory / GRAPH_FILE), load_external_data=False).graph.node
+        assert {node.domain for node in nodes} == {""} and "Gelu" in {node.op_type for node in nodes}
+    if not settings.get("latency"):
+        directory, residual = export.directory, export.written.residual
+        assert check_parity_by_layer(directory, directory, residual, 1).failures() == []
+
+
+def test_the_command_exports_it(gelu: str, tmp_path: Path) -> None:
+    """Its config.json is of no family that other loaders know; ours reads it."""
+    save(tmp_path / "checkpoint", tiny_model(mlp_kind=gelu))
+    result = export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1))
+    assert result["parity"]["passed"]
+
+
+def test_a_kind_without_a_builder_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gelu_kind.registered() as name:
+        save(tmp_path / "checkpoint", tiny_model(mlp_kind=name))
+        with pytest.raises(
+            UsageError, match=r"'gelu' has no ONNX graph; export one of grouped_query, swiglu"
+        ) as caught:
+            export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1))
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+    monkeypatch.setitem(ATTENTION, "other", ATTENTION["grouped_query"])
+    monkeypatch.setitem(HALF_BUILDERS, "other", HALF_BUILDERS["grouped_query"])
+    check_kinds(TINY.with_changes(attention_kind="other"))
+    with pytest.raises(UsageError, match=r"--kv-cache int8: attention of kind 'other'"):
+        check_kinds(TINY.with_changes(attention_kind="other"), int8_cache=True)
