@@ -1,8 +1,8 @@
-"""The INT8 key/value cache: one scale a channel of a layer's keys and of its values, as GroupQueryAttention reads them.
+"""The INT8 key/value cache: a scale per channel of each layer's keys and values, as GroupQueryAttention reads them.
 
-The operator stores round(x / scale), from -128 to 127, and attends to what that stands for, in the prompt too.
-Keys are stored after rotation. Channels differ far more from each other than tokens do, in keys above all, which is why
-a scale belongs to a channel (https://arxiv.org/abs/2402.02750).
+The operator stores round(x / scale), from -128 to 127, and attends to that times the scale, in the prompt too. Keys are
+stored after rotation. Scales are per channel because channels differ far more from each other than tokens do, most of
+all in keys (https://arxiv.org/abs/2402.02750).
 Shape suffixes: L layers, B sequences, K key/value heads, S tokens, E head_dim.
 """
 
@@ -29,21 +29,21 @@ from sportsllm.training.setup import manifest_setting
 
 PRECISIONS = ("fp32", "int8")
 SAMPLES, SAMPLE_TOKENS = 16, 512
-# Ranges that are tried, as shares of the largest number seen; more than all of it leaves room for what was not.
+# Ranges to try, as shares of the largest number seen; those above 1 leave room for larger ones.
 _SHARES = torch.linspace(0.4, 1.2, 33).tolist()
 _TOP = 127.0
 
 
 @dataclass(frozen=True)
 class CacheScales:
-    """What one step of a stored number is worth, each (L, K, E) float32, above 0."""
+    """Scales of keys and values, each (L, K, E) float32, above 0."""
 
     keys: Tensor
     values: Tensor
 
 
 class RoundedCache(KVCache):
-    """A float32 cache that gives back what an INT8 one would have kept: the reference of the exported graph."""
+    """A float32 cache that returns what an INT8 cache would: the reference of the exported graph."""
 
     def __init__(self, config: ModelConfig, length: int, scales: CacheScales) -> None:
         super().__init__(config, 1, length)
@@ -56,14 +56,14 @@ class RoundedCache(KVCache):
 
 
 class LayerCache(KVCache):
-    """What one layer keeps of one text that is read at once: for layers that are in memory one by one.
+    """The cache of a single layer that reads one text at once, for layers that are in memory one by one.
 
     Attributes:
-        keys, values: (1, K, S, E), as they came.
+        keys, values: (1, K, S, E), as the layer gave them.
     """
 
     def __init__(self, scales: CacheScales | None = None) -> None:
-        """Give back what came, or what an INT8 cache of these scales would have kept."""
+        """Return keys and values as they are, or as an INT8 cache of these scales would."""
         self.length, self._scales = 0, scales
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
@@ -80,11 +80,11 @@ def _rounded(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def cache_scales(checkpoint: Path, calibration: Sequence[Path]) -> CacheScales:
-    """Scales for a checkpoint, of which one layer at a time is in memory.
+    """Scales for a checkpoint, with one layer at a time in memory.
 
     Args:
-        checkpoint: packed or not; its own keys and values are what is stored.
-        calibration: text files, never held-out ones; those that the checkpoint was made from if there are none.
+        checkpoint: packed or not; scales are measured on its own keys and values.
+        calibration: text files, never held-out ones; the checkpoint's training text if there are none.
 
     Raises:
         UsageError: no text is given, and the checkpoint does not name any.

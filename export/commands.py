@@ -11,18 +11,19 @@ from sportsllm.cli import flags
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint directory, packed or not.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint directory, quantized or not.", show_default=False)],
     out: flags.Out,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="fp32 or fp16: how an unpacked checkpoint is stored. [default: fp32]")
+        str | None, typer.Option("--dtype", help="fp32 or fp16 storage of an unquantized checkpoint. [default: fp32]")
     ] = None,
     kv_cache: Annotated[
-        str, typer.Option("--kv-cache", help="fp32, or int8: a quarter of the memory, scales from calibration text.")
+        str,
+        typer.Option("--kv-cache", help="fp32, or int8: a quarter of the memory; scales come from calibration text."),
     ] = "fp32",
     calibration: flags.CalibrationText = None,
     profile: Annotated[
         str,
-        typer.Option(help="memory, or latency: a second, INT8 form of the weights reads prompts faster."),
+        typer.Option(help="memory, or latency: a second graph with INT8 weights reads prompts faster."),
     ] = "memory",
     standard_ops: Annotated[
         bool,
@@ -30,10 +31,12 @@ def export(
             "--standard-ops", help="Standard ONNX operators only, for runtimes without ONNX Runtime's own; slower."
         ),
     ] = False,
-    web: Annotated[bool, typer.Option("--web", help="Lay the files out for transformers.js in a browser.")] = False,
+    web: Annotated[
+        bool, typer.Option("--web", help="Write the files that transformers.js looks for in a browser.")
+    ] = False,
     max_ram: Annotated[
         int | None,
-        typer.Option("--max-ram", min=1, help="Most MB of memory to take; checks the graph layer by layer then."),
+        typer.Option("--max-ram", min=1, help="Upper bound on memory (MB); the graph is then checked layer by layer."),
     ] = None,
     threads: flags.Threads = None,
 ) -> dict[str, Any]:

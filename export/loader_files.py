@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from export.metadata import ATTENTION_MASK, INPUT_IDS, LOGITS, PAST, PRESENT
 from export.paths import GRAPH_FILE, WEB_NAMES, web_files
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config, read_json
+from sportsllm.models.hf_config import OWN_MODEL_TYPE, load_config, read_json
+from sportsllm.models.kinds import block_state
 from sportsllm.storage.checkpoint import TOKENIZER_FILES, write_generation_config, write_json
 from sportsllm.storage.safetensors_files import quantization_config
 
@@ -25,7 +27,8 @@ def write_loader_files(checkpoint: Path, directory: Path, in_place: bool = True,
         checkpoint: the source. A checkpoint without a tokenizer gives an export without one.
         directory: exists.
         in_place: whether the graph writes into one buffer for past and present.
-        web: the graph's precision, for the settings of transformers.js; else genai_config.json of onnxruntime-genai.
+        web: the graph's precision, for the settings of transformers.js; else genai_config.json of onnxruntime-genai,
+            which reads models that cache keys and values.
 
     Raises:
         ArtifactError: config.json is missing or describes a model that is not supported.
@@ -43,8 +46,9 @@ def write_loader_files(checkpoint: Path, directory: Path, in_place: bool = True,
         settings["transformers.js_config"] = web_config(directory, web)
         write_json(directory / "config.json", settings)
         return
-    model_type = str(settings.get("model_type", "llama"))
-    write_json(directory / "genai_config.json", genai_config(config, model_type, in_place))
+    if [state.name for state in block_state(config)] == ["key", "value"]:
+        model_type = str(settings.get("model_type", "llama"))
+        write_json(directory / "genai_config.json", genai_config(config, model_type, in_place))
 
 
 def web_config(directory: Path, precision: str) -> dict[str, Any]:
@@ -67,9 +71,9 @@ def genai_config(config: ModelConfig, model_type: str, in_place: bool = True) ->
         in_place: see `write_loader_files`.
     """
     context = config.max_position_embeddings
-    names = {"past": "past_key_values.%d", "present": "present.%d"}
     model: dict[str, Any] = {
-        "type": model_type,
+        # Read as "a decoder"; genai refuses names that it does not know.
+        "type": "llama" if model_type == OWN_MODEL_TYPE else model_type,
         "context_length": context,
         "vocab_size": config.vocab_size,
         "decoder": {
@@ -81,15 +85,15 @@ def genai_config(config: ModelConfig, model_type: str, in_place: bool = True) ->
             "num_hidden_layers": config.num_hidden_layers,
             "num_key_value_heads": config.num_key_value_heads,
             "inputs": {
-                "input_ids": "input_ids",
-                "attention_mask": "attention_mask",
-                "past_key_names": f"{names['past']}.key",
-                "past_value_names": f"{names['past']}.value",
+                "input_ids": INPUT_IDS,
+                "attention_mask": ATTENTION_MASK,
+                "past_key_names": f"{PAST}%d.key",
+                "past_value_names": f"{PAST}%d.value",
             },
             "outputs": {
-                "logits": "logits",
-                "present_key_names": f"{names['present']}.key",
-                "present_value_names": f"{names['present']}.value",
+                "logits": LOGITS,
+                "present_key_names": f"{PRESENT}%d.key",
+                "present_value_names": f"{PRESENT}%d.value",
             },
         },
     }

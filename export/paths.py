@@ -1,4 +1,4 @@
-"""Where an export's graph and its data lie: plainly, or as transformers.js looks for them in a browser."""
+"""Paths of an export's graphs and their data, plain or as transformers.js expects them in a browser."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sportsllm.inference.decoder import web_graphs
 
 GRAPH_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
-# Of the latency profile: reads all of a prompt but its last token into the cache; see `export.graph.prefill_graph`.
+# Of the latency profile: reads all tokens of a prompt but the last into the cache; see `export.graph.prefill_graph`.
 PROMPT_FILE = "prompt.onnx"
 
 
 @dataclass(frozen=True)
 class WebNames:
-    """How transformers.js calls a precision, and the ending of its file's name."""
+    """transformers.js's name for a precision, and its suffix of the file name."""
 
     dtype: str
     suffix: str
@@ -33,24 +33,24 @@ WEB_NAMES = {
 
 @dataclass(frozen=True)
 class GraphFiles:
-    """The graph, and the data file beside it that it names."""
+    """A graph and the data file that it names."""
 
     graph: Path
     data: Path
 
 
 def plain_files(directory: Path) -> GraphFiles:
-    """Where `export` puts them."""
+    """Paths that `export` writes."""
     return GraphFiles(directory / GRAPH_FILE, directory / DATA_FILE)
 
 
 def prompt_files(directory: Path) -> GraphFiles:
-    """Where the latency profile's second graph lies, if there is one."""
+    """Paths of the latency profile's second graph, whether or not there is one."""
     return GraphFiles(directory / PROMPT_FILE, directory / f"{PROMPT_FILE}.data")
 
 
 def web_files(directory: Path, precision: str) -> GraphFiles:
-    """Where `export --web` puts them.
+    """Paths that `export --web` writes.
 
     Args:
         directory: the export.
@@ -61,7 +61,7 @@ def web_files(directory: Path, precision: str) -> GraphFiles:
 
 
 def find_files(directory: Path) -> GraphFiles:
-    """Where they are, or should be.
+    """The paths of the graph in a directory, or of `plain_files` where it has none.
 
     Raises:
         ArtifactError: there are graphs of several precisions.

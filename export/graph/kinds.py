@@ -46,7 +46,7 @@ def check_kinds(config: ModelConfig, int8_cache: bool = False) -> None:
             name = "attention" if half == "self_attn" else "feed-forward"
             raise UsageError(f"{name} of kind {kind!r} has no ONNX graph; these do: {', '.join(HALF_BUILDERS)}")
     if int8_cache and config.attention_kind not in INT8_CACHE_KINDS:
-        raise UsageError(f"--kv-cache int8: attention of kind {config.attention_kind!r} has no such cache; leave it out")
+        raise UsageError(f"--kv-cache int8: attention of kind {config.attention_kind!r} has none; leave it out")
 
 
 def _kinds(config: ModelConfig) -> dict[str, str]:

@@ -48,7 +48,7 @@ class OnnxDecoder:
     Attributes:
         config: the model's shape.
         prefill_chunk: tokens of a prompt that are read at once.
-        use_prompt_graph: whether prompts go through `prompt.onnx`; so where the directory has one.
+        use_prompt_graph: whether prompts go through `prompt.onnx`; true where the directory has one.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class OnnxDecoder:
         self._session = open_session(directory, self.config, threads, graph)
         self._make_cache = cache_maker(self._session, directory)
         self._cache: Cache | None = None
-        self._read: list[list[int]] = []  # what the cache's sequences consist of
+        self._read: list[list[int]] = []  # tokens of the cache's sequences
         prompts = prompt_files(directory)
         self._prompt_session = (
             open_session(directory, self.config, threads, prompt_graph, prompts) if _has_prompts(directory) else None
@@ -88,10 +88,10 @@ class OnnxDecoder:
         Args:
             rows: token ids of each prompt.
             max_length: room for prompt and steps.
-            reuse: do not read again what the cache still holds of the beginnings of these prompts, from the last
-                prompts in the same places and the steps behind them. The logits are those of a fresh start but for
-                the order of additions; where inputs are rounded as whole tensors (INT8 rows, the latency profile),
-                also but for how the text was cut into pieces and what `model.onnx` had stepped.
+            reuse: skip the beginning that a prompt shares with what its place in the cache holds from the last prompts
+                and steps. The logits equal those of a fresh start up to the order of additions. Where inputs are
+                rounded as whole tensors (INT8 per row, the latency profile) they also depend on how the text was cut
+                into pieces, and on which tokens `step` read.
 
         Raises:
             UsageError: no row, an empty one, or one longer than `max_length` or the context.
@@ -106,19 +106,19 @@ class OnnxDecoder:
         logits_BV = np.empty((len(prompts), self.config.vocab_size), dtype=np.float32)
         for row, prompt in enumerate(prompts):
             one = slice(row, row + 1)
-            if self.use_prompt_graph:
+            if self.use_prompt_graph:  # all but the last token, whose logits are wanted
                 self._fill(cache, one, prompt[cache.lengths[row] : -1])
             for start in range(cache.lengths[row], len(prompt), self.prefill_chunk):
                 self._run(cache, one, prompt[None, start : start + self.prefill_chunk], logits_BV[one, None], keep=1)
-        self._cache, self._read = cache, [prompt.tolist() for prompt in prompts]  # whole only now
+        self._cache, self._read = cache, [prompt.tolist() for prompt in prompts]  # only now complete
         return logits_BV
 
     def fork(self) -> Self:
-        """Another decoder over the same loaded model: it goes on from what this one has read, in a cache of its own.
+        """Another decoder over the same loaded model, with a cache of its own that holds what this one has read.
 
-        Sessions and weights are shared, so that a fork costs its cache. Forks may be used in turn, or each from a
-        thread of its own (a single one not from several at once); they share the model's threads, so that two at once
-        take about as long as one after the other.
+        Sessions and weights are shared, so a fork costs only its cache. Forks may be used in turn, or each from a
+        thread of its own, but one fork never from several threads. They share the model's threads, so two at once take
+        about as long as one after the other.
         """
         other = copy.copy(self)
         if self._cache is not None:
@@ -133,7 +133,7 @@ class OnnxDecoder:
             self._run(cache, row, ids[None, start : start + self.prefill_chunk])
 
     def _prepared_cache(self, prompts: Sequence[npt.NDArray[np.int64]], room: int, reuse: bool) -> Cache:
-        """The old cache where its size will do, since what lies beyond `lengths` is never read; else a new one."""
+        """The old cache if its size fits, since nothing beyond `lengths` is read; else a new one."""
         cache, self._cache = self._cache, None
         if cache is not None and len(cache.lengths) == len(prompts):
             if reuse:
@@ -179,7 +179,7 @@ class OnnxDecoder:
             self._run(cache, slice(0, len(tokens)), np.array(tokens, dtype=np.int64)[:, None], logits_BV[:, None])
             return logits_BV
         try:
-            logits_BV = step.run(tokens, cache.lengths).copy()  # a fresh array: the next step overwrites its own
+            logits_BV = step.run(tokens, cache.lengths).copy()  # the next step overwrites its array
         except RuntimeError as error:
             raise_if_out_of_memory(error, self._directory)
             raise
@@ -187,12 +187,11 @@ class OnnxDecoder:
         return logits_BV
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """See `Decoder.score`; a cache of its own is used, and logits of at most `SCORE_CHUNK` tokens are held.
+        """See `Decoder.score`; uses a cache of its own, and holds the logits of at most `SCORE_CHUNK` tokens.
 
-        INT8 rows round their inputs by the range of the whole piece, so that a token's score depends a little on what
-        follows it there.
-        In the latency profile each piece, once scored, is read again as a prompt, so that what follows it sees
-        the cache that prompts leave.
+        INT8 per row rounds inputs by the range of the whole piece, so a token's score depends slightly on the tokens
+        after it in the piece. In the latency profile each scored piece is read again as a prompt, so that the next one
+        sees the cache that prompts leave.
 
         Raises:
             UsageError: an empty row, or one longer than the context.
@@ -232,14 +231,14 @@ class OnnxDecoder:
     def _run(
         self, cache: Cache, rows: slice, ids_BT: npt.NDArray[np.int64], logits: Logits | None = None, keep: int = 1
     ) -> None:
-        """Read new tokens of the cache's sequences `rows`.
+        """Read new tokens of some sequences.
 
         Args:
             cache: gets their keys and values.
-            rows: of the cache.
+            rows: those sequences of the cache.
             ids_BT: the tokens.
-            logits: (B, T or 1, V), written in place; if not given, the graph that reads prompts is run, which has none.
-            keep: logits of so many last positions, 0 for all.
+            logits: (B, T or 1, V), written in place; without it `prompt.onnx` is run, which has none.
+            keep: number of last positions with logits, 0 for all.
         """
         new = ids_BT.shape[1]
         session = self._prompt_session if logits is None else self._session
@@ -267,7 +266,7 @@ class OnnxDecoder:
         return ids
 
     def _inside(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The tokens, each of them in the vocabulary. Plain comparisons: between steps numpy's code is cold."""
+        """The tokens, if all are in the vocabulary. Plain comparisons: numpy's code has left the caches."""
         for token in tokens:
             if not 0 <= token < self.config.vocab_size:
                 raise ArtifactError(
@@ -278,13 +277,13 @@ class OnnxDecoder:
 
 
 def _has_prompts(directory: Path) -> bool:
-    """Whether there is a graph for prompts, or should be: opening one that is lost says so."""
+    """Whether there is a graph for prompts, or the manifest lists one; opening a lost one then fails."""
     listed = (directory / MANIFEST).exists() and PROMPT_FILE in read_manifest(directory)["files"]
     return listed or prompt_files(directory).graph.exists()
 
 
 def _common(old: Sequence[int], new: npt.NDArray[np.int64]) -> int:
-    """How many tokens a prompt begins with that were read before; its last one is read in any case, for its logits."""
+    """How many of a prompt's first tokens were read before; the last is read again in any case, for its logits."""
     limit = min(len(old), len(new) - 1)
     differ = np.flatnonzero(np.asarray(old[:limit], dtype=np.int64) != new[:limit])
     return int(differ[0]) if len(differ) else limit

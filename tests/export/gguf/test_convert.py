@@ -1,4 +1,4 @@
-"""llama.cpp's converter told how our tokenizers cut text: a made-up converter that asks as the real one does."""
+"""llama.cpp's converter with our tokenizers: a made-up one that asks for the pre-tokenizer as the real one does."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def test_another_tokenizer_is_left_to_the_converter(
     path = other / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | change), encoding="utf-8")
     ran = run(converter, other, "--outfile", tmp_path / "out.json")
-    assert ran.returncode != 0 and "not recognized" in ran.stderr and "another way than GPT-2" in ran.stderr
+    assert ran.returncode != 0 and "not recognized" in ran.stderr and "does not use GPT-2's" in ran.stderr
 
 
 def test_what_is_not_there_is_said(converter: Path, checkpoint: Path, tmp_path: Path) -> None:

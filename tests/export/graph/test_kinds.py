@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
@@ -15,6 +16,7 @@ from export.graph.half import HalfBuilder
 from export.graph.kinds import HALF_BUILDERS, check_kinds
 from export.parity.by_layer import check_parity_by_layer
 from export.paths import GRAPH_FILE
+from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
 from sportsllm.models.kinds import ATTENTION
 from sportsllm.models.parts import HIDDEN
@@ -65,19 +67,30 @@ def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], gelu: st
         assert check_parity_by_layer(directory, directory, residual, 1).failures() == []
 
 
-def test_the_command_exports_it(gelu: str, tmp_path: Path) -> None:
-    """Its config.json is of no family that other loaders know; ours reads it."""
+@pytest.fixture
+def exported(gelu: str, tmp_path: Path) -> Path:
+    """By the command. Its config.json is of no family that other loaders know."""
     save(tmp_path / "checkpoint", tiny_model(mlp_kind=gelu))
     result = export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1))
     assert result["parity"]["passed"]
+    return tmp_path / "out"
+
+
+def test_onnxruntime_genai_reads_it(exported: Path) -> None:
+    genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra [genai]")
+    parameters = genai.GeneratorParams(model := genai.Model(str(exported)))
+    parameters.set_search_options(max_length=20, do_sample=False)
+    generator = genai.Generator(model, parameters)
+    generator.append_tokens([3, 50, 7])
+    found = generator.get_logits().reshape(-1)
+    # One graph and one runtime, fed by two loaders.
+    np.testing.assert_allclose(found, OnnxDecoder(exported, 1).prefill([[3, 50, 7]])[0], atol=1e-5, rtol=0)
 
 
 def test_a_kind_without_a_builder_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gelu_kind.registered() as name:
         save(tmp_path / "checkpoint", tiny_model(mlp_kind=name))
-        with pytest.raises(
-            UsageError, match=r"'gelu' has no ONNX graph; export one of grouped_query, swiglu"
-        ) as caught:
+        with pytest.raises(UsageError, match=r"'gelu' has no ONNX graph; these do: grouped_query, swiglu") as caught:
             export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1))
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
     monkeypatch.setitem(ATTENTION, "other", ATTENTION["grouped_query"])
