@@ -1,4 +1,4 @@
-"""The commands `plan`, `devices`, `calibrate`, `bench`, `report` and `compare`. Heavy imports are inside."""
+"""The commands `plan`, `devices`, `calibrate`, `bench`, `fit`, `report` and `compare`. Heavy imports are inside."""
 
 from __future__ import annotations
 
@@ -7,31 +7,53 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.search.command import fit
-from sportsllm.cli import flags as options
+from benchmarks.runtimes.options import RuntimeFlags
+from sportsllm.cli import flags
+from sportsllm.cli.flag_groups import expand_flag_groups
 from sportsllm.errors import UsageError
 
-__all__ = ["bench", "compare", "devices", "fit", "plan", "report"]
+OnDevice = Annotated[
+    bool, typer.Option("--on-device", help="This machine is the device: its measurements decide, not predictions.")
+]
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="A preset's name, or a checkpoint or export directory.")] = "small",
-    device: Annotated[str | None, typer.Option(help="Predict speed and memory on this device.")] = None,
+    model: Annotated[
+        str, typer.Option(metavar="NAME|DIR", help="A preset, or the directory of a checkpoint or an export.")
+    ] = "small",
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Predict speed and memory on this device."),
+    ] = None,
     batch: Annotated[
-        int, typer.Option("--batch-size", "--batch", min=1, help="Sequences in memory at once, in training.")
+        int, typer.Option("--batch-size", "--batch", min=1, metavar="N", help="Sequences of one training batch.")
     ] = 4,
     length: Annotated[
         int | None,
-        typer.Option("--sequence", "--length", min=1, help="Tokens of one training sequence; 512 if not given."),
+        typer.Option(
+            "--sequence",
+            "--length",
+            min=1,
+            metavar="N",
+            help="Tokens of one training sequence.",
+            show_default="512, or the context if shorter",
+        ),
     ] = None,
-    shapes: Annotated[bool, typer.Option("--shapes", help="Every tensor along the way, with its shape.")] = False,
-    block_size: Annotated[int, typer.Option(help="Numbers of a quantized matrix that share a scale.")] = 32,
-    head_bits: Annotated[int, typer.Option(help="Bits of embedding and head at int8 and int4.")] = 8,
+    shapes: Annotated[bool, typer.Option("--shapes", help="Also list every tensor of a training step.")] = False,
+    block_size: Annotated[
+        int, typer.Option(metavar="N", help="Weights of a quantized matrix that share a scale.")
+    ] = 32,
+    head_bits: Annotated[int, typer.Option(metavar="N", help="Bits of embedding and head at int8 and int4.")] = 8,
     kv_cache: Annotated[
-        str | None, typer.Option(help="Cache to predict with: fp32, fp16 or int8; the device's own if not given.")
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Format of the key/value cache in predictions: fp32, fp16 or int8.",
+            show_default="the device's own",
+        ),
     ] = None,
-    optimizer: options.Optimizer = None,
-    precision: options.Precision = None,
+    optimizer: flags.Optimizer = None,
+    precision: flags.Precision = None,
 ) -> dict[str, Any]:
     """Parameters, memory by precision, KV cache and predicted speed. Runs nothing."""
     from benchmarks.console_tables import print_plan
@@ -55,12 +77,17 @@ def plan(
 
 
 def devices(
-    action: Annotated[str | None, typer.Argument(help="`show` explains one device.", show_default=False)] = None,
-    name: Annotated[str | None, typer.Argument(help="Name or file of the device.", show_default=False)] = None,
+    action: Annotated[
+        str | None, typer.Argument(metavar="show", help="`show` explains one device.", show_default=False)
+    ] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME|FILE", help="The device to explain.", show_default=False)
+    ] = None,
 ) -> dict[str, Any]:
     """List the device budgets, or explain one with the source of every figure."""
     from benchmarks.console_tables import print_device, print_devices
-    from benchmarks.devices.load import LIMIT_UNITS, is_this_machine, list_devices, load_device
+    from benchmarks.devices.load import is_this_machine, list_devices, load_device
+    from benchmarks.labels import LIMITS
     from sportsllm.console import output
 
     if action not in (None, "show") or (action == "show") != (name is not None):
@@ -80,7 +107,7 @@ def devices(
                 "kind": each.kind,
                 "title": each.title,
                 "processor": each.processor,
-                "limits": {limit: getattr(each.limits, limit) for limit in LIMIT_UNITS},
+                "limits": {limit: getattr(each.limits, limit) for limit in LIMITS},
                 "this_machine": is_this_machine(each),
             }
             for each in found
@@ -89,16 +116,21 @@ def devices(
 
 
 def calibrate(
-    out: Annotated[Path, typer.Option("--out", help="New device file, .toml.")],
-    name: Annotated[str | None, typer.Option("--name", help="The device's name; the file's if not given.")] = None,
-    threads: options.Threads = None,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.toml", help="New device file.")],
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="The device's name.", show_default="the file's")
+    ] = None,
+    threads: flags.Threads = None,
     limits_from: Annotated[
-        str, typer.Option("--limits-from", help="Device whose limits it gets: a name from `devices`, or a file.")
+        str, typer.Option("--limits-from", metavar="NAME|FILE", help="Device whose limits are copied.")
     ] = "host",
     rounds: Annotated[
         int,
         typer.Option(
-            "--rounds", min=1, help="Through all that is timed; the lower quartile counts. More where it is noisy."
+            "--rounds",
+            min=1,
+            metavar="N",
+            help="Number of rounds; the lower quartile of each timing is used. Increase on a noisy machine.",
         ),
     ] = 3,
 ) -> dict[str, Any]:
@@ -112,91 +144,161 @@ def calibrate(
     return result
 
 
+@expand_flag_groups
 def bench(
-    directory: options.Directory,
-    device: Annotated[str, typer.Option(help="Budget to hold it to: a name from `devices`, or a file.")] = "host",
-    on_device: Annotated[
-        bool, typer.Option("--on-device", help="This machine is the device: what is measured decides.")
-    ] = False,
-    threads: options.Threads = None,
+    directory: flags.Directory,
+    *,
+    device: Annotated[str, typer.Option(metavar="NAME|FILE", help="Device whose budget the model must keep.")] = "host",
+    on_device: OnDevice = False,
+    threads: flags.Threads = None,
     text: Annotated[
-        list[Path] | None, typer.Option("--text", help="Held-out text that is scored, for the quality limit.")
+        list[Path] | None,
+        typer.Option("--text", metavar="FILE", help="Held-out text to score, for the quality limit; may be repeated."),
     ] = None,
     teacher: Annotated[
-        Path | None, typer.Option("--teacher", help="The fp32 teacher that quality is compared with.")
+        Path | None, typer.Option("--teacher", metavar="DIR", help="The fp32 teacher to compare quality with.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="New file for the result, JSON.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.json", help="New file for the result.")] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=1, help="Seconds after which a measuring process counts as hung.")
+        float, typer.Option("--timeout", min=1, metavar="SECONDS", help="When a measuring process counts as hung.")
     ] = 900.0,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Fresh processes of every figure, at least.")] = 5,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, metavar="N", help="Fresh processes that measure each figure.")
+    ] = 5,
     most_rounds: Annotated[
-        int, typer.Option("--most-rounds", min=1, help="And at most, while they do not agree within 5%.")
+        int,
+        typer.Option(
+            "--most-rounds",
+            min=1,
+            metavar="N",
+            help="Maximum number of rounds; more are added until results agree within 5%.",
+        ),
     ] = 11,
     prompt_lengths: Annotated[
-        str | None, typer.Option("--prompt-lengths", help="Further prompts for the first token, for example 64,1024.")
+        str | None,
+        typer.Option("--prompt-lengths", metavar="N,...", help="Further prompt lengths for the time to first token."),
     ] = None,
     batch_size: Annotated[
-        str | None, typer.Option("--batch-size", help="Rows decoded together, for example 1,4.")
+        str | None, typer.Option("--batch-size", metavar="N,...", help="Numbers of sequences to decode together.")
     ] = None,
     minutes: Annotated[
-        float, typer.Option("--minutes", min=0, help="Decode for so long and compare the last seconds with the first.")
+        float,
+        typer.Option("--minutes", min=0, metavar="MINUTES", help="Also decode for this long, to see if speed lasts."),
     ] = 0.0,
-    against: Annotated[
-        str | None,
-        typer.Option("--against", help="Runtimes: genai, openvino, llama.cpp, optimum; other: a second export."),
-    ] = None,
-    peer_directory: Annotated[
-        list[str] | None, typer.Option("--peer-directory", help="NAME=DIR: what a runtime's own tool made of it.")
-    ] = None,
-    peer_python: Annotated[
-        list[str] | None, typer.Option("--peer-python", help="NAME=PYTHON: the interpreter that has a runtime.")
-    ] = None,
-    peer_option: Annotated[
-        list[str] | None,
-        typer.Option("--peer-option", help="NAME=KEY=VALUE: a setting of openvino or llama.cpp, in its terms."),
-    ] = None,
+    others: RuntimeFlags,
 ) -> dict[str, Any]:
     """Latency, memory and size, measured in fresh processes and held to a device's budget."""
     import json
 
-    from benchmarks.devices.limits import check_on_device
-    from benchmarks.devices.load import load_device
-    from benchmarks.files import write_whole
-    from benchmarks.measure.bench import run_bench, whole_numbers
-    from benchmarks.measure.quality import bits_per_byte
-    from benchmarks.measure.tables import print_bench, verdict_line
-    from benchmarks.runtimes.compare import parse_peers
+    from benchmarks.bench import advice, bench_model
+    from benchmarks.console_results import print_bench, verdict_line
+    from benchmarks.measure.bench import BenchRequest
     from sportsllm.console import output
     from sportsllm.errors import ConflictError, GateError
+    from sportsllm.files import atomic_write_text
 
-    if teacher is not None and not text:
-        raise UsageError("--teacher needs --text: quality is compared on held-out text")
     if out is not None and out.exists():
         raise ConflictError(f"{out}: exists already; choose another --out or move it away")
-    check_on_device(load_device(device), on_device)  # before minutes of scoring
-    peers = parse_peers(against, peer_directory, peer_python, directory, peer_option)
-    asked = {
-        "prompt_lengths": whole_numbers("--prompt-lengths", prompt_lengths),
-        "batch_sizes": whole_numbers("--batch-size", batch_size),
-    }
-    own = bits_per_byte(directory, text, threads) if text else None
-    reference = bits_per_byte(teacher, text, threads) if text and teacher else None
-    result = run_bench(
-        directory, device, on_device, threads, reference, own, rounds, timeout, most_rounds,
-        minutes=minutes, peers=peers, **asked,
-    )  # fmt: skip
+    lengths, sizes = _numbers("--prompt-lengths", prompt_lengths), _numbers("--batch-size", batch_size)
+    request = BenchRequest(directory, threads, rounds, most_rounds, timeout, lengths, sizes, minutes)
+    result = bench_model(request, device, on_device, text or [], teacher, others.runtimes(directory)).to_json()
     if out is not None:
-        write_whole(out, json.dumps(result, indent=1) + "\n")
+        atomic_write_text(out, json.dumps(result, indent=1) + "\n")
     print_bench(output(), result)
     if not result["budget"]["passed"]:
-        missed = {limit["name"] for limit in result["budget"]["limits"] if limit["passed"] is False}
-        advice = "compress it further"
-        if missed == {"quality_loss_percent"}:
-            advice = "train or distil it longer, or cut less"
-        elif missed & {"ttft_ms", "tpot_p50_ms", "tpot_p95_ms"} and not result["clean"]:
-            advice = "the run was noisy: repeat it on a quiet machine"
-        result["complaint"] = f"{directory}: {verdict_line(result['budget'])}; {advice}"
+        result["complaint"] = f"{directory}: {verdict_line(result['budget'])}; {advice(result)}"
+        result["exit_code"] = GateError.exit_code
+    return result
+
+
+def _numbers(flag: str, text: str | None) -> list[int]:
+    """The numbers of an option like `1,4`, each once and ascending; none where the option was not given.
+
+    Raises:
+        UsageError: the text is something else.
+    """
+    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+        raise UsageError(f"{flag} {text}: give whole numbers from 1, separated by commas, for example 1,4")
+    return sorted({int(word) for word in words})
+
+
+def fit(
+    teacher: Annotated[Path, typer.Option("--teacher", metavar="DIR", help="An unquantized checkpoint.")],
+    device: Annotated[
+        str, typer.Option("--device", metavar="NAME|FILE", help="Device whose budget the model must keep.")
+    ],
+    out: flags.Out = Path("runs/fit"),
+    corpus: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--corpus",
+            metavar="PATH",
+            help="Training text, files or folders; may be repeated.",
+            show_default="the teacher's",
+        ),
+    ] = None,
+    valid: flags.Valid = None,
+    calibration: flags.CalibrationText = None,
+    vocab_size: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="N", help="A smaller vocabulary to consider too; may be repeated."),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Tokens of the winner's recovery.", show_default="5% of the teacher's training"
+        ),
+    ] = None,
+    search_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Tokens of each finalist's brief recovery.", show_default="a tenth of --tokens"
+        ),
+    ] = None,
+    finalists: Annotated[int, typer.Option(min=1, metavar="N", help="Candidates to recover briefly and compare.")] = 3,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            metavar="MINUTES",
+            help="Time limit of the whole search; fewer finalists are compared if it runs short.",
+        ),
+    ] = None,
+    sequence: flags.Sequence = None,
+    batch_size: flags.BatchSize = None,
+    accumulation: flags.Accumulation = None,
+    learning_rate: flags.LearningRate = None,
+    on_device: OnDevice = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only predict and rank; make nothing.")] = False,
+    seed: flags.Seed = 0,
+    threads: flags.Threads = None,
+) -> dict[str, Any]:
+    """Find and make the best model that fits a device's budget, and explain the choice."""
+    from benchmarks.console_results import print_fit
+    from benchmarks.search.run import complaint, passed, run_fit
+    from benchmarks.search.stages import Effort, Source, Target, recovery_settings, recovery_tokens
+    from compress.distillation.run import teacher_corpus
+    from sportsllm.console import output
+    from sportsllm.errors import ArtifactError, GateError
+    from sportsllm.training.setup import set_threads
+
+    set_threads(threads)
+    if not teacher.is_dir():
+        raise ArtifactError(f"{teacher}: no such directory; give a checkpoint")
+    text = tuple(corpus or teacher_corpus(teacher, "corpus"))
+    held_out = tuple(valid or ([] if corpus else teacher_corpus(teacher, "valid")))
+    tokens = tokens or recovery_tokens(teacher)
+    settings: dict[str, Any] = recovery_settings(teacher, tokens, sequence, batch_size, accumulation)
+    if learning_rate is not None:
+        settings["learning_rate"] = learning_rate
+    source = Source(teacher, text, tuple(calibration or text), held_out, threads, seed, settings)
+    effort = Effort(tokens, search_tokens or max(1, tokens // 10), finalists, minutes)
+    target = Target(device, on_device)
+    result = run_fit(source, target, out, effort, vocabularies=vocab_size or [], dry_run=dry_run)
+    print_fit(output(), result)
+    if not dry_run and not passed(result):
+        result["complaint"] = complaint(result)
         result["exit_code"] = GateError.exit_code
     return result
 
@@ -205,27 +307,40 @@ def report(
     directories: Annotated[
         list[Path],
         typer.Argument(
+            metavar="PATH...",
             help="Stage directories, directories of `fit`, bench results (.json) and sample texts (.txt).",
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="File to write; .html, .md or .csv chooses the format.")] = Path(
-        "report.html"
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="File to write; .html, .md or .csv selects the format.")
+    ] = Path("report.html"),
+    title: Annotated[str, typer.Option("--title", metavar="TEXT", help="Heading of the page.")] = (
+        "sportsllm-compress report"
     ),
-    title: Annotated[str, typer.Option("--title", help="Heading of the page.")] = "sportsllm-compress report",
     format: Annotated[
-        str | None, typer.Option("--format", help="Several at once, beside one another: html,md,csv.")
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="html,md,csv",
+            help="Write several formats, one file each.",
+            show_default="that of --out",
+        ),
     ] = None,
     sample: Annotated[
         list[str] | None,
-        typer.Option("--sample", help="Text that the first and the last stage go on from, as before and after."),
+        typer.Option(
+            "--sample",
+            metavar="TEXT",
+            help="Prompt that the first and the last stage continue, to compare them; may be repeated.",
+        ),
     ] = None,
-    threads: options.Threads = None,
+    threads: flags.Threads = None,
 ) -> dict[str, Any]:
     """One HTML page that works offline: verdict, trade-offs, stages, speed, memory, samples, provenance."""
     import dataclasses
 
-    from benchmarks.measure.tables import table
+    from benchmarks.console_tables import table
     from benchmarks.report.inputs import collect
     from benchmarks.report.markdown import stage_table
     from benchmarks.report.report import targets, write_report
@@ -257,16 +372,20 @@ def report(
 def compare(
     directories: Annotated[
         list[Path],
-        typer.Argument(help="Finished trainings: outputs of train, distill, prune --recover.", show_default=False),
+        typer.Argument(
+            metavar="DIR...", help="Finished trainings: outputs of train, distill, prune --recover.", show_default=False
+        ),
     ],
-    teacher: Annotated[Path, typer.Option("--teacher", help="The training they are compared with.")],
-    out: options.Out,
-    title: Annotated[str, typer.Option("--title", help="Heading of table and page.")] = "Compression at equal cost",
+    teacher: Annotated[Path, typer.Option("--teacher", metavar="DIR", help="The training to compare them with.")],
+    out: flags.Out,
+    title: Annotated[str, typer.Option("--title", metavar="TEXT", help="Heading of table and page.")] = (
+        "Compression at equal cost"
+    ),
 ) -> dict[str, Any]:
     """Methods at equal cost: one table and one plot of quality against tokens and FLOPs."""
     from benchmarks.compare.compare import compare as run_compare
     from benchmarks.compare.page import COLUMNS, ON_SCREEN, table_rows
-    from benchmarks.measure.tables import table
+    from benchmarks.console_tables import table
     from sportsllm.console import output
 
     result = run_compare(directories, teacher, out, title)

@@ -1,4 +1,4 @@
-"""Tables for people: what `plan` and `devices` print. The results themselves are plain dicts."""
+"""Tables for people: the one way to draw a table, and what `plan`, `devices` and `calibrate` print."""
 
 from __future__ import annotations
 
@@ -10,21 +10,35 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.devices.figures import Fact, Figure
-from benchmarks.devices.load import LIMIT_UNITS
 from benchmarks.devices.schema import Device
+from benchmarks.labels import LIMITS
 from benchmarks.predict.coefficients import Efficiency
 from benchmarks.predict.latency import reliability
 
-# Column titles of the limits, in the order of LIMIT_UNITS.
-_LIMIT_TITLES = ("file MB", "memory MB", "TTFT ms", "TPOT p50 ms", "TPOT p95 ms", "loss %")
+_LIMIT_TITLES = tuple(limit.title for limit in LIMITS.values())
 
 
-def _table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], names: int = 1) -> Table:
-    """A plain table; the first `names` columns are text, the others numbers."""
-    table = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=None, pad_edge=False)
+def table(
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    texts: Sequence[int] = (0,),
+    title: str | None = None,
+    ratios: Sequence[int] | None = None,
+) -> Table:
+    """A plain table.
+
+    Args:
+        headers: of the columns.
+        rows: cells as text.
+        texts: the columns that are text; the others are numbers.
+        title: a line above it.
+        ratios: the columns' shares of the width, for long texts; else the first column keeps to one line.
+    """
+    table = Table(title=title and f"\n{title}", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for index, header in enumerate(headers):
-        justify: Literal["left", "right"] = "left" if index < names else "right"
-        table.add_column(header, justify=justify, overflow="fold", no_wrap=index == 0)
+        justify: Literal["left", "right"] = "left" if index in texts else "right"
+        ratio, first = ratios[index] if ratios else None, index == 0 and not ratios
+        table.add_column(header, justify=justify, overflow="fold", no_wrap=first, ratio=ratio)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table
@@ -40,36 +54,36 @@ def print_plan(console: Console, result: Mapping[str, Any]) -> None:
     """Parameters, memory and, where there is a device, predictions with what they mean for its budget."""
     parts = [(name, f"{count:,}") for name, count in result["parameters_by_component"].items()]
     total = ("total", f"{result['parameters']:,}")
-    console.print(_table(f"{result['model']}: parameters", ("part", "count"), [*parts, total]))
+    console.print(table(("part", "count"), [*parts, total], title=f"{result['model']}: parameters"))
     block = [(name, f"{count:,}") for name, count in result["parameters_per_block"].items()]
-    console.print(_table(f"one of {result['layers']} blocks", ("part", "count"), block))
+    console.print(table(("part", "count"), block, title=f"one of {result['layers']} blocks"))
     weights = [(name, megabytes(size)) for name, size in result["weight_bytes"].items()]
-    console.print(_table("weights", ("precision", "MB"), weights))
+    console.print(table(("precision", "MB"), weights, title="weights"))
     cache = [(name, f"{size:,}") for name, size in result["kv_cache_bytes_per_token"].items()]
-    console.print(_table("key/value cache", ("precision", "bytes a token"), cache))
+    console.print(table(("precision", "bytes a token"), cache, title="key/value cache"))
     training = result["training_memory"]
-    title = f"training step, batch {training['batch']} x {training['length']}, {training['precision']}"
-    sizes = [(name.removesuffix("_bytes").replace("_", " "), megabytes(size))
-             for name, size in training.items() if name.endswith("_bytes")]  # fmt: skip
-    console.print(_table(f"{title}, {training['optimizer']}", ("part", "MB"), sizes))
+    step = f"training step, batch {training['batch']} x {training['length']}, {training['precision']}"
+    sizes = [
+        (name.removesuffix("_bytes").replace("_", " "), megabytes(size))
+        for name, size in training.items()
+        if name.endswith("_bytes")
+    ]
+    console.print(table(("part", "MB"), sizes, title=f"{step}, {training['optimizer']}"))
     if "shapes" in result:
-        console.print(_shapes(result))
+        shapes = [
+            (
+                shape["name"] if shape["held"] else f"{shape['name']} (never made whole)",
+                shape["kind"],
+                " x ".join(f"{size:,}" for size in shape["shape"]),
+                str(shape["layers"]),
+                f"{shape['bytes']:,}",
+            )
+            for shape in result["shapes"]
+        ]
+        headers = ("tensor", "kind", "shape", "times", "bytes each")
+        console.print(table(headers, shapes, (0, 1, 2), "tensors along the way, float32"))
     if "predicted" in result:
         _print_predictions(console, result)
-
-
-def _shapes(result: Mapping[str, Any]) -> Table:
-    rows = [
-        (
-            shape["name"] if shape["held"] else f"{shape['name']} (never made whole)",
-            shape["kind"],
-            " x ".join(f"{size:,}" for size in shape["shape"]),
-            str(shape["layers"]),
-            f"{shape['bytes']:,}",
-        )
-        for shape in result["shapes"]
-    ]
-    return _table("tensors along the way, float32", ("tensor", "kind", "shape", "times", "bytes each"), rows, names=3)
 
 
 def _print_predictions(console: Console, result: Mapping[str, Any]) -> None:
@@ -86,14 +100,19 @@ def _print_predictions(console: Console, result: Mapping[str, Any]) -> None:
     ]
     prompt = result["predicted"][0]["prompt_tokens"]
     headers = ("precision", "depth", f"TTFT({prompt}) ms", "TPOT ms", "tokens/s", "peak MB")
-    console.print(_table(f"predicted on {result['device']} (nothing was run)", headers, rows))
-    budgets = []
-    for precision, budget in result["predicted_budget"].items():
-        cells = [_judged(verdict) for verdict in budget["limits"]]
-        budgets.append((precision, "fits" if budget["passed"] else "misses", *cells))
+    console.print(table(headers, rows, title=f"predicted on {result['device']} (nothing was run)"))
+    budgets = [
+        (precision, "fits" if budget["passed"] else "misses", *map(_judged, budget["limits"]))
+        for precision, budget in result["predicted_budget"].items()
+    ]
     titles = ("precision", "budget", *_LIMIT_TITLES)
-    console.print(_table("against the budget (limit in brackets, ! where missed)", titles, budgets, names=2))
+    console.print(table(titles, budgets, (0, 1), "against the budget (limit in brackets, ! where missed)"))
     console.print(f"\n{reliability_line(result['efficiency'])}", markup=False)
+
+
+def _judged(limit: Mapping[str, Any]) -> str:
+    value = "?" if limit["value"] is None else f"{limit['value']:,.4g}"
+    return f"{'!' if limit['passed'] is False else ''}{value} [{limit['limit']:,g}]"
 
 
 def reliability_line(efficiency: Mapping[str, Any]) -> str:
@@ -114,35 +133,31 @@ def reliability_line(efficiency: Mapping[str, Any]) -> str:
     )
 
 
-def _judged(verdict: Mapping[str, Any]) -> str:
-    value = "?" if verdict["value"] is None else f"{verdict['value']:,.4g}"
-    mark = "!" if verdict["passed"] is False else ""
-    return f"{mark}{value} [{verdict['limit']:,g}]"
-
-
 def print_devices(console: Console, devices: Sequence[Device], here: Sequence[str]) -> None:
     """One line a device with its limits; `here` are the names that this machine is."""
     rows = [
         (
             device.name,
             device.kind,
-            *(f"{getattr(device.limits, name):,g}" for name in LIMIT_UNITS),
+            *(f"{getattr(device.limits, name):,g}" for name in LIMITS),
             "yes" if device.name in here else "",
         )
         for device in devices
     ]
-    console.print(_table("device budgets", ("name", "kind", *_LIMIT_TITLES, "this machine"), rows, names=2))
+    console.print(table(("name", "kind", *_LIMIT_TITLES, "this machine"), rows, (0, 1), "device budgets"))
     console.print("`devices show NAME` explains one, with the source of every figure.", markup=False)
 
 
 def print_calibration(console: Console, result: Mapping[str, Any]) -> None:
     """What `calibrate` measured, where it stands, and what it could not read."""
     curve = [(size, f"{speed:,.1f}") for size, speed in result["bandwidth_gb_per_s"].items()]
-    console.print(_table("memory bandwidth", ("working set MB", "GB/s"), curve))
-    rates = [(form.replace("_", " "), *(f"{rate:,.4g}" for rate in by_rows.values()))
-             for form, by_rows in result["gop_per_s"].items()]  # fmt: skip
+    console.print(table(("working set MB", "GB/s"), curve, title="memory bandwidth"))
+    rates = [
+        (form.replace("_", " "), *(f"{rate:,.4g}" for rate in by_rows.values()))
+        for form, by_rows in result["gop_per_s"].items()
+    ]
     rows = next(iter(result["gop_per_s"].values()))
-    console.print(_table("products, GOP/s", ("form", *(f"{count} rows" for count in rows)), rates))
+    console.print(table(("form", *(f"{count} rows" for count in rows)), rates, title="products, GOP/s"))
     if not result["clean"]:
         used = f"{result['other_cpu_cores']:.1f} cores"
         console.print(f"noisy: other programs used up to {used}; repeat it on a quiet machine", style="yellow")
@@ -163,27 +178,14 @@ def print_device(console: Console, device: Device) -> None:
         for figure in device.hardware.bandwidth_by_working_set
     ]
     rows += [_evidence(published.what, published) for published in device.published]
-    table = Table(box=None, pad_edge=False, title="\nfigures", title_justify="left", title_style="bold")
-    for header, ratio in (("figure", 3), ("value", 2), ("kind", 1), ("date", 1), ("source", 5)):
-        table.add_column(header, ratio=ratio, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+    headers = ("figure", "value", "kind", "date", "source")
+    console.print(table(headers, rows, range(5), "figures", ratios=(3, 2, 1, 1, 5)))
     if device.efficiency is not None:
-        console.print(_table("efficiency", ("share or cost", "value"), _efficiency(device.efficiency), names=2))
+        console.print(table(("share or cost", "value"), _efficiency(device.efficiency), (0, 1), "efficiency"))
     console.print(f"\n{reliability_line(reliability(device))}", markup=False)
     limits = device.limits
-    contexts = {
-        "peak_memory_mb": f"with a context of {limits.memory_context_tokens:,} tokens",
-        "ttft_ms": f"for a prompt of {limits.ttft_prompt_tokens:,} tokens",
-        "tpot_p50_ms": f"at a depth of {limits.tpot_depth_tokens:,} tokens",
-        "tpot_p95_ms": f"at a depth of {limits.tpot_depth_tokens:,} tokens",
-        "quality_loss_percent": "bits per byte over those of the fp32 teacher",
-    }
-    allowed = [
-        (name, f"{getattr(limits, name):,g} {unit}", contexts.get(name, "")) for name, unit in LIMIT_UNITS.items()
-    ]
-    console.print(_table("limits (1 MB = 10^6 bytes)", ("limit", "at most", "measured"), allowed, names=3))
+    allowed = [(name, f"{getattr(limits, name):,g} {limit.unit}", limit.note) for name, limit in LIMITS.items()]
+    console.print(table(("limit", "at most", "measured"), allowed, (0, 1, 2), "limits (1 MB = 10^6 bytes)"))
     console.print(f"\n{limits.reason}\n{limits.source}, {limits.date}.", markup=False)
 
 

@@ -1,4 +1,4 @@
-"""Order statistics and spreads in plain Python, so that measuring needs no numerical library."""
+"""Percentiles, and how far a figure moves from round to round. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,35 +9,28 @@ from dataclasses import dataclass
 
 NOISY_WIDTH = 0.05
 """An interval wider than this share of its median is called noisy."""
-
 CONFIDENCE = 0.90
-"""An interval of fewer rounds than give this is no ground for calling a figure steady: five at least."""
-
+"""The least confidence of an interval that may call a figure steady; five rounds give it."""
 PERCENTILES = (50, 90, 95, 99)
 
 
-def percentile(samples: Sequence[float], percent: float) -> float:
-    """The value below which `percent` % of the samples lie, with linear interpolation between neighbours.
-
-    With the samples sorted as x[0..n-1] and h = (n - 1) * percent / 100:
-    x[floor(h)] + (h - floor(h)) * (x[floor(h) + 1] - x[floor(h)]), numpy's default (Hyndman and Fan's type 7).
+def percentile(samples: Sequence[float], percent: int) -> float:
+    """The value below which `percent` % of the samples lie, interpolated linearly (Hyndman and Fan's type 7).
 
     Args:
         samples: in any order and unit; not empty.
-        percent: from 0 to 100.
+        percent: from 1 to 99.
 
     Raises:
         ValueError: there are no samples, or `percent` is out of range.
     """
     if not samples:
         raise ValueError("a percentile needs at least one sample")
-    if not 0 <= percent <= 100:
-        raise ValueError(f"percent is {percent}; it must be from 0 to 100")
-    ordered = sorted(samples)
-    position = (len(ordered) - 1) * percent / 100
-    lower = int(position)
-    upper = min(lower + 1, len(ordered) - 1)
-    return ordered[lower] + (position - lower) * (ordered[upper] - ordered[lower])
+    if not 1 <= percent <= 99:
+        raise ValueError(f"percent is {percent}; it must be from 1 to 99")
+    if len(samples) == 1:  # `quantiles` wants two before Python 3.13
+        return samples[0]
+    return statistics.quantiles(samples, n=100, method="inclusive")[percent - 1]
 
 
 def percentiles(samples: Sequence[float]) -> dict[str, float]:
@@ -45,11 +38,11 @@ def percentiles(samples: Sequence[float]) -> dict[str, float]:
     return {f"p{percent}": percentile(samples, percent) for percent in PERCENTILES}
 
 
-def quiet_quarter(seconds: Sequence[float]) -> float:
-    """The lower quartile of what the same thing took in several rounds, for a machine that others may disturb.
+def lower_quartile(seconds: Sequence[float]) -> float:
+    """The 25th percentile of the rounds' times, for a machine that is shared.
 
-    What disturbs only ever makes it slower, and the median has that in it. The lowest is luck where caches are shared
-    with other machines: 0.64 ms once and 0.71 to 0.76 in the eight rounds after it is none that a second run finds.
+    Other programs only ever add time, and the median includes that. The minimum is luck where caches are shared: 0.64
+    ms once, and 0.71 to 0.76 ms in the eight rounds after it.
     """
     return percentile(seconds, 25)
 
@@ -58,11 +51,16 @@ def quiet_quarter(seconds: Sequence[float]) -> float:
 class Spread:
     """How far a figure moved when the same thing was measured again in fresh processes (an A/A comparison).
 
-    `low` to `high` is the interval that holds the median of all such processes with probability `confidence` (see
-    `rank`), `width` its length as a share of the rounds' median. `repeat_difference` is what comparing the thing with
-    itself would have shown: the rounds dealt out in turn to two sides, the distance of the sides' medians as a share
-    of the whole median; None for a single round. `noisy` is True where either exceeds `NOISY_WIDTH`, and None where
-    neither does but there are too few rounds to say.
+    Attributes:
+        low: lower end of the interval that holds the median of all such processes (see `interval_rank`).
+        high: its upper end.
+        width: `high` - `low` as a share of the rounds' median.
+        noisy: whether `width` or `repeat_difference` exceeds `NOISY_WIDTH`; None where neither does but there are too
+            few rounds to say.
+        rounds: how many there are.
+        confidence: probability that the interval holds the median.
+        repeat_difference: distance between the medians of the even and the odd rounds as a share of the whole median,
+            the difference that comparing the thing with itself would show; None for a single round.
     """
 
     low: float
@@ -74,21 +72,21 @@ class Spread:
     repeat_difference: float | None
 
 
-def coverage(count: int, rank: int) -> float:
+def interval_confidence(count: int, rank: int) -> float:
     """Probability that the median lies between the rank-th smallest and the rank-th largest of `count` samples.
 
     1 - 2 * sum over i < rank of C(count, i) / 2**count, whatever the distribution, for independent samples
-    (David and Nagaraja, Order Statistics, 3rd edition, 7.1).
+    (David and Nagaraja, Order Statistics, 3rd edition, 7.1). Never below 0, which a single sample would give.
     """
-    return 1.0 - 2.0 * sum(math.comb(count, i) for i in range(rank)) / float(2**count)
+    return max(0.0, 1.0 - 2.0 * sum(math.comb(count, i) for i in range(rank)) / float(2**count))
 
 
-def rank(count: int) -> int:
-    """The largest rank with a coverage of at least `CONFIDENCE`, 1 where there is none.
+def interval_rank(count: int) -> int:
+    """The largest rank whose interval has at least `CONFIDENCE`; 1 where none has.
 
-    Up to 7 samples the interval is from the smallest to the largest; of 8 the outermost on each side may be outliers.
+    Up to 7 samples the interval goes from the smallest to the largest; with 8 it leaves one outlier out on each side.
     """
-    good = [rank for rank in range(1, count // 2 + 1) if coverage(count, rank) >= CONFIDENCE]
+    good = [rank for rank in range(1, count // 2 + 1) if interval_confidence(count, rank) >= CONFIDENCE]
     return max(good, default=1)
 
 
@@ -100,16 +98,16 @@ def spread(rounds: Sequence[float]) -> Spread:
     """
     if not rounds:
         raise ValueError("a spread needs at least one round")
-    ordered, count = sorted(rounds), len(rounds)
-    place, middle = rank(count), statistics.median(rounds)
-    low, high = ordered[place - 1], ordered[-place]
+    ordered, count, middle = sorted(rounds), len(rounds), statistics.median(rounds)
+    rank = interval_rank(count)
+    low, high = ordered[rank - 1], ordered[-rank]
     width = (high - low) / middle if middle > 0 else 0.0
-    apart = None
+    difference = None
     if count > 1:
-        apart = abs(statistics.median(rounds[::2]) - statistics.median(rounds[1::2]))
-        apart = apart / middle if middle > 0 else 0.0
-    confidence = max(0.0, coverage(count, place))
-    noisy: bool | None = max(width, apart or 0.0) > NOISY_WIDTH
+        halves = abs(statistics.median(rounds[::2]) - statistics.median(rounds[1::2]))
+        difference = halves / middle if middle > 0 else 0.0
+    confidence = interval_confidence(count, rank)
+    noisy: bool | None = max(width, difference or 0.0) > NOISY_WIDTH
     if not noisy and confidence < CONFIDENCE:
         noisy = None
-    return Spread(low, high, width, noisy, count, confidence, apart)
+    return Spread(low, high, width, noisy, count, confidence, difference)

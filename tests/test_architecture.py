@@ -18,7 +18,7 @@ ALLOWED = {
 }
 FLOORS: dict[str, list[set[str]]] = {
     "sportsllm": [
-        {"__init__", "errors", "console", "process_memory"},
+        {"__init__", "errors", "console", "files", "process_memory"},
         {"models"},
         {"storage"},
         {"text", "simulator"},

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.devices.load import is_this_machine, judge
 from benchmarks.devices.schema import Device
-from benchmarks.measure.floor import budget_depth
+from benchmarks.measure.bandwidth_bound import budget_depth
 from benchmarks.predict.latency import DEEPEST_LEAVES, predict_figures, reliability
 from benchmarks.predict.model_size import packed_as, stored_form
 from sportsllm.errors import UsageError

@@ -1,1 +1,1 @@
-"""Measuring an export on this machine, each configuration in a fresh process. Imports devices."""
+"""A model's speed and memory on this machine, each figure in a fresh process. Imports devices and labels."""

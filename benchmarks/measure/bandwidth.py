@@ -1,4 +1,4 @@
-"""How fast this machine reads memory, for the floor below every time per token."""
+"""How fast this machine reads memory."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from typing import Any
 
 import numpy as np
 
+SAMPLES = 5
+LEAST_SAMPLE_S = 0.02
+Slice = np.ndarray[Any, Any]
+
 
 def measure_bandwidth(specification: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes per second at which this machine's cores read a working set of `working_set_bytes` again and again.
 
-    Every thread owns a slice and reads it with numpy's `max` and with `dot` of the slice with itself, which
-    load each number once; the faster of the two counts. A working set of the model's size stays in the same
-    caches, or misses them, as the model's weights do from token to token.
+    Every thread owns a slice and reads it with numpy's `max` and with `dot` of the slice with itself, which load each
+    number once; the faster of the two counts. A working set of the model's size stays in the same caches, or misses
+    them, as the model's weights do from token to token.
     """
     threads = int(specification["threads"])
     count = max(1, int(specification["working_set_bytes"]) // 4 // threads)
     slices = [np.ones(count, dtype=np.float32) for _ in range(threads)]
-    kernels: dict[str, Callable[[np.ndarray[Any, Any]], Any]] = {
-        "max": lambda slice_: slice_.max(),
-        "dot": lambda slice_: slice_ @ slice_,
-    }
+    kernels: dict[str, Callable[[Slice], Any]] = {"max": lambda x: x.max(), "dot": lambda x: x @ x}
     rates: dict[str, list[float]] = {}
     with ThreadPoolExecutor(threads) as pool:
 
-        def seconds(kernel: Callable[[np.ndarray[Any, Any]], Any], repeats: int) -> float:
-            def read(slice_: np.ndarray[Any, Any]) -> None:
+        def seconds(kernel: Callable[[Slice], Any], repeats: int) -> float:
+            def read(x: Slice) -> None:
                 for _ in range(repeats):
-                    kernel(slice_)
+                    kernel(x)
 
             started = time.perf_counter()
             list(pool.map(read, slices))
@@ -38,9 +39,9 @@ def measure_bandwidth(specification: Mapping[str, Any]) -> dict[str, Any]:
 
         for name, kernel in kernels.items():
             repeats = 1
-            while seconds(kernel, repeats) < 0.02:
+            while seconds(kernel, repeats) < LEAST_SAMPLE_S:
                 repeats *= 2
-            rates[name] = [4 * count * threads * repeats / seconds(kernel, repeats) for _ in range(5)]
+            rates[name] = [4 * count * threads * repeats / seconds(kernel, repeats) for _ in range(SAMPLES)]
     return {
         "working_set_bytes": 4 * count * threads,
         "rates_bytes_per_s": rates,

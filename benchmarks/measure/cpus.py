@@ -1,4 +1,5 @@
-"""Which processors a measurement runs on, and keeping it there. Standard library only, also loaded by path."""
+"""Which processors a measurement runs on, and keeping it there. Standard library only: other interpreters load it too,
+by its path."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ CPU_FOLDER = Path("/sys/devices/system/cpu")
 def choose_cpus(threads: int, allowed: Collection[int] | None = None, folder: Path = CPU_FOLDER) -> list[int] | None:
     """`threads` logical processors, one a core while cores last, the strongest first.
 
-    Two threads on one core share its arithmetic, and a phone or a board has strong and weak cores: left to
-    itself the scheduler moves threads between them, and the figure with them.
+    Two threads on one core share its arithmetic, and a phone or a board has strong and weak cores. Left to itself the
+    scheduler moves threads between them, and the figure with them.
 
     Args:
         threads: how many are wanted; all that are allowed where there are fewer.
-        allowed: those this process may use; asked of the system where not given.
+        allowed: those this process may use; the system's answer where None.
         folder: where Linux describes processors.
 
     Returns:
@@ -30,11 +31,13 @@ def choose_cpus(threads: int, allowed: Collection[int] | None = None, folder: Pa
     siblings: dict[tuple[int, int], int] = {}  # logical processors seen so far of each core
     ranked = []
     for cpu in sorted(allowed):
-        topology = folder / f"cpu{cpu}" / "topology"
-        core = (_number(topology / "physical_package_id", 0), _number(topology / "core_id", cpu))
+        described = folder / f"cpu{cpu}"
+        core_id = read_integer(described / "topology" / "core_id")
+        package = read_integer(described / "topology" / "physical_package_id") or 0
+        core = (package, cpu if core_id is None else core_id)
         place = siblings[core] = siblings.get(core, -1) + 1
-        strength = _number(folder / f"cpu{cpu}" / "cpu_capacity", 0)
-        strength = strength or _number(folder / f"cpu{cpu}" / "cpufreq" / "cpuinfo_max_freq", 0)
+        strength = read_integer(described / "cpu_capacity")
+        strength = strength or read_integer(described / "cpufreq" / "cpuinfo_max_freq") or 0
         ranked.append((place, -strength, cpu))
     return sorted(cpu for _, _, cpu in sorted(ranked)[:threads])
 
@@ -43,7 +46,7 @@ def pin(cpus: Sequence[int] | None) -> list[int] | None:
     """Keep this process, and the threads it starts from now on, on `cpus`.
 
     Returns:
-        Where it now may run, as the system says; None where it could not be pinned.
+        The processors it may use from now on, as the system says; None where it could not be pinned.
     """
     if cpus is None or not hasattr(os, "sched_setaffinity"):
         return None
@@ -54,8 +57,9 @@ def pin(cpus: Sequence[int] | None) -> list[int] | None:
     return sorted(os.sched_getaffinity(0))
 
 
-def _number(path: Path, otherwise: int) -> int:
+def read_integer(path: Path) -> int | None:
+    """The number that a file of the system holds; None where it cannot be read."""
     try:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):
-        return otherwise
+        return None

@@ -1,4 +1,4 @@
-"""Several measurements in turns, A B C A B C, each in a fresh process, and again while they do not agree."""
+"""Several measurements in turns, A B C A B C, each in a fresh process, with more rounds while they do not agree."""
 
 from __future__ import annotations
 
@@ -6,60 +6,65 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.measure.process import ChildFailure, ChildResult, run_child, wait_for_quiet
+from benchmarks.measure.process import ChildFailure, run_child, wait_for_quiet
 from sportsllm import console
 
-LOOK_EVERY = 3
-"""Rounds between two looks at the noise. Looking after each one, and stopping at the first that pleases, would
+CHECK_EVERY = 3
+"""Rounds between two checks of the noise. Checking after each round, and stopping at the first that agrees, would
 flatter the interval."""
 Payloads = dict[str, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One measurement: its name, the command that prints its result, and what changes in the environment."""
+    """One measurement: its name, the command that prints its result, and how messages call it.
+
+    `environment` and `watch_memory` are those of `run_child`.
+    """
 
     name: str
     command: Sequence[str]
     what: str
     environment: Mapping[str, str | None] = field(default_factory=dict)
+    watch_memory: bool = False
 
 
-def looks(rounds: int, most_rounds: int) -> list[int]:
-    """After how many rounds the noise is looked at: `rounds`, then every `LOOK_EVERY`, at last `most_rounds`."""
+def stop_checks(rounds: int, most_rounds: int) -> list[int]:
+    """After how many rounds the noise is checked: `rounds`, then every `CHECK_EVERY`, at last `most_rounds`."""
     most = max(rounds, most_rounds)
-    return sorted({*range(rounds, most, LOOK_EVERY), most})
+    return sorted({*range(rounds, most, CHECK_EVERY), most})
 
 
 def take_turns(
     title: str,
     turns: Sequence[Turn],
-    look_after: Sequence[int],
-    settled: Callable[[Payloads], bool],
+    check_after_rounds: Sequence[int],
+    converged: Callable[[Payloads], bool],
     timeout_s: float,
     failed: Callable[[str, ChildFailure], None] | None = None,
 ) -> Payloads:
-    """Every turn's results, a round after the other, until `settled` or the last look.
+    """Every turn's results, round after round, until `converged` or the last check.
 
     Args:
         title: names the whole in progress bar and messages.
         turns: the order within a round.
-        look_after: see `looks`.
-        settled: whether the rounds so far agree.
+        check_after_rounds: see `stop_checks`.
+        converged: whether the rounds so far agree; it gets those of the turns that have not failed.
         timeout_s: after which one process counts as hung.
-        failed: told of a turn that gave no result; that turn is then left out. Where not given, the failure is raised.
+        failed: told of a turn that gave no result; that turn is left out from then on. Where it is None, the failure is
+            raised.
 
     Returns:
-        By the turn's name what each round printed, with `seconds` and `other_cpu_cores` beside it. Of a turn that
-        failed, what it gave before.
+        By the turn's name what each round printed, with `seconds` and `other_cpu_cores` beside it; of a turn that
+        failed, what it printed before.
     """
     raw: Payloads = {turn.name: [] for turn in turns}
     left, done = list(turns), 0
-    for look in look_after:
+    for check in check_after_rounds:
         if done:
-            console.say(f"{title}: the rounds do not agree yet, {look - done} more")
-        with console.progress_bar(title, (look - done) * len(left)) as progress:
-            for number in range(done, look):
+            console.say(f"{title}: the rounds do not agree yet, {check - done} more")
+        with console.progress_bar(title, (check - done) * len(left)) as progress:
+            for number in range(done, check):
                 wait_for_quiet(3.0 if number == 0 else 1.0)
                 for turn in list(left):
                     progress.advance(0, turn.name)
@@ -71,17 +76,18 @@ def take_turns(
                         failed(turn.name, failure)
                         left.remove(turn)
                     progress.advance(1)
-        done = look
-        if not left or settled(raw):
+        done = check
+        if not left or converged({turn.name: raw[turn.name] for turn in left}):
             break
     return raw
 
 
 def take_turn(turn: Turn, timeout_s: float, waiting: Callable[[float], None] | None = None) -> dict[str, Any]:
-    """One turn's result, with `seconds` and `other_cpu_cores`; see `run_child`."""
-    child: ChildResult = run_child(turn.command, turn.what, timeout_s, turn.environment, waiting)
+    """One turn's result, with `seconds`, `other_cpu_cores` and, where memory is watched, its `split`."""
+    child = run_child(turn.command, turn.what, timeout_s, turn.environment, waiting, turn.watch_memory)
     return {
         **child.payload,
+        **({"split": child.memory or None} if turn.watch_memory else {}),
         "seconds": round(child.seconds, 3),
         "other_cpu_cores": round(child.other_cpu_cores, 3),
     }

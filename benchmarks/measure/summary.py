@@ -8,15 +8,15 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.measure.process import QUIET_CORES
-from benchmarks.spread import percentiles, spread
+from benchmarks.spread import CONFIDENCE, Spread, interval_confidence, interval_rank, percentiles, spread
 
 Raw = Mapping[str, Sequence[Mapping[str, Any]]]
 BATCH = "batch-"
-"""Modes of batches are called this and their number of rows."""
+"""The name of a batch's turns is this and its number of rows."""
 
 
 def round_figures(one: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of one round by dotted name, from what the child's speed mode printed."""
+    """The figures of one round by dotted name, from what the worker's speed mode printed."""
     figures = {name: float(one[name]) for name in ("import_s", "load_s", "first_prefill_ms")}
     for prompt, samples in one["ttft_ms"].items():
         figures[f"ttft_ms.{prompt}"] = statistics.median(samples)
@@ -39,7 +39,7 @@ def batch_figures(rows: int, one: Mapping[str, Any]) -> dict[str, float]:
 
 
 def rounds_by_name(raw: Raw) -> dict[str, list[float]]:
-    """Each figure's values, one a round. Where only some rounds have it, it is left out."""
+    """Each figure's values, one a round. A figure that only some rounds have is left out."""
     kinds = [[round_figures(one) for one in raw["speed"]]]
     kinds += [
         [batch_figures(int(mode.removeprefix(BATCH)), one) for one in found]
@@ -54,32 +54,50 @@ def rounds_by_name(raw: Raw) -> dict[str, list[float]]:
     }
 
 
-def decides(name: str) -> bool:
-    """Whether a figure has to be steady for a run to count as clean: first tokens, median steps, batches' rates."""
+def is_deciding_metric(name: str) -> bool:
+    """Whether a figure must be steady for a run to count as clean: first tokens, median steps, batches' rates."""
     return name.startswith("ttft_ms.") or name.endswith((".p50", ".decode_tokens_per_s"))
+
+
+def _deciding(raw: Raw) -> dict[str, Spread]:
+    return {name: spread(values) for name, values in rounds_by_name(raw).items() if is_deciding_metric(name)}
 
 
 def is_steady(raw: Raw) -> bool:
     """Whether the rounds agree: no deciding figure is noisy, and there are enough rounds to say so."""
-    deciding = [values for name, values in rounds_by_name(raw).items() if decides(name)]
-    return bool(deciding) and all(spread(values).noisy is False for values in deciding)
+    deciding = _deciding(raw)
+    return bool(deciding) and all(interval.noisy is False for interval in deciding.values())
 
 
-def is_quiet(raw: Raw) -> bool:
-    """Whether other programs were quiet in at least half of the rounds; the others are what the median is for."""
-    return statistics.median(float(one["other_cpu_cores"]) for one in raw["speed"]) <= QUIET_CORES
+def noise_reasons(raw: Raw) -> list[str]:
+    """Why a run is not clean; empty where it is.
+
+    Other programs count where they disturbed at least half of the rounds: the median of the figures takes care of the
+    rest.
+    """
+    deciding, speed = _deciding(raw), raw["speed"]
+    reasons = []
+    if unsteady := [name for name, interval in deciding.items() if interval.noisy]:
+        reasons.append(f"the rounds differ by more than 5% in {', '.join(unsteady)}")
+    busy = [float(one["other_cpu_cores"]) for one in speed]
+    if statistics.median(busy) > QUIET_CORES:
+        reasons.append(f"other programs used up to {max(busy):.1f} cores, too many in half of the rounds or more")
+    if interval_confidence(len(speed), interval_rank(len(speed))) < CONFIDENCE:
+        reasons.append(f"{len(speed)} rounds are too few to tell" if len(speed) > 1 else "one round is too few to tell")
+    if not deciding:
+        reasons.append("the context is too short for every prompt and depth")
+    return reasons
 
 
 def summarise(raw: Raw) -> dict[str, Any]:
     """Figures of all rounds.
 
     Args:
-        raw: the children's results by mode: `speed`, `memory`, and where there were any, batches.
+        raw: the workers' results by mode: `speed`, `memory`, and where there were any, `cold` and batches.
 
     Returns:
         The figures (ms, s, bytes, tokens per second); under `noise` the interval of each by dotted name; under
-        `noisy` the names whose rounds do not agree within 5%; `clean`, whether enough rounds show first tokens and
-        median steps to agree within 5% and other programs were quiet.
+        `noisy` the names whose rounds do not agree within 5%; `clean`, whether there is no `noise_reasons`.
     """
     speed, memory = raw["speed"], raw["memory"]
     by_name = rounds_by_name(raw)
@@ -105,7 +123,7 @@ def summarise(raw: Raw) -> dict[str, Any]:
         "noise": noise,
         "noisy": [name for name, interval in noise.items() if interval["noisy"]],
         "other_cpu_cores": max(one["other_cpu_cores"] for one in speed),
-        "clean": is_steady(raw) and is_quiet(raw),
+        "clean": not noise_reasons(raw),
         **_readings(raw, middle),
     }
 
@@ -127,22 +145,21 @@ def _batches(raw: Raw, middle: Mapping[str, float]) -> dict[str, dict[str, Any]]
 def _readings(raw: Raw, middle: Mapping[str, float]) -> dict[str, Any]:
     """Figures that not every machine gives, None where it does not, and under `absent` why not."""
     absent: dict[str, str] = {}
-    speed, splits = raw["speed"], [one["split"] for one in raw["memory"] if one["split"]]
+    speed, cold = raw["speed"], raw.get("cold", ())
     if "joules_per_token" not in middle:
         absent["joules_per_token"] = next(one["energy"]["absent"] for one in speed if "absent" in one["energy"])
-    split = max(splits, key=lambda one: one["rss_bytes"], default=None)
+    split = max((one["split"] for one in raw["memory"] if one["split"]), key=lambda one: one["rss_bytes"], default=None)
     if split is None:
         absent["memory_split"] = "the system does not split up a process's memory (smaps_rollup)"
-    cold = [one["load_s"] for one in raw.get("cold", ()) if "load_s" in one]
-    if not cold:
-        reasons = [one["absent"] for one in raw.get("cold", ()) if "absent" in one]
-        absent["cold_load_s"] = reasons[0] if reasons else "not asked for"
+    loads = [one["load_s"] for one in cold if "load_s" in one]
+    if not loads:
+        absent["cold_load_s"] = next((one["absent"] for one in cold if "absent" in one), "not asked for")
     ranges = {name: _range(speed, name) for name in ("clock_mhz", "temperature_c")}
     absent |= {name: "no such sensor can be read" for name, found in ranges.items() if found is None}
     if speed[0]["cpus"] is None:
         absent["cpus"] = "this system does not pin a process to processors"
     return {
-        "cold_load_s": statistics.median(cold) if cold else None,
+        "cold_load_s": statistics.median(loads) if loads else None,
         "memory_split": split,
         "joules_per_token": middle.get("joules_per_token"),
         "energy": {key: speed[0]["energy"].get(key) for key in ("source", "depth")},

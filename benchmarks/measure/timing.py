@@ -1,13 +1,18 @@
-"""How a decoder is timed: prompts until their times agree, then single steps after a prompt. Times in ms."""
+"""How a decoder is timed: prompts until their times agree, single steps after a prompt, and minutes of decoding.
+
+Tokens are drawn from a seeded generator. Times are milliseconds, unless the name says otherwise.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from benchmarks.measure.energy import EnergyMeter, read_sensors
 from sportsllm.inference.decoder import Decoder
 
 STABLE_WITHIN = 0.10
@@ -18,6 +23,14 @@ LONGEST_S = 4.0
 """A slow model gets fewer repeats rather than more time than this for one figure."""
 LEAST_STEPS = 16
 MOST_SWEEPS = 4
+ENERGY_S = 2.0
+"""Counters move in steps of milliseconds, so a figure needs a while."""
+METER_EVERY_STEPS = 8
+"""A power sensor is integrated over time and needs many readings."""
+WINDOWS = 30
+LEAST_WINDOW_S, MOST_WINDOW_S = 1.0, 30.0
+THROTTLED = 0.05
+"""A last window slower than the first by more than this share is called throttled."""
 
 
 def draw_tokens(decoder: Decoder, seed: int) -> list[int]:
@@ -35,27 +48,26 @@ def milliseconds(work: Callable[[], Any]) -> float:
 
 
 def time_prompt(decoder: Decoder, tokens: Sequence[int], prompt: int, specification: Mapping[str, Any]) -> list[float]:
-    """Times to read the first `prompt` tokens, with room for the steps that would follow."""
+    """Times to read the first `prompt` tokens, with room for the steps that would follow.
+
+    After a warm-up `repeats` of them, and more until `seconds_per_figure` are over.
+    """
     room = min(prompt + int(specification["steps"]), len(tokens))
 
     def read_prompt() -> None:
         decoder.prefill([tokens[:prompt]], max_length=room)
 
-    return _repeat(read_prompt, int(specification["repeats"]), float(specification["seconds_per_figure"]))
-
-
-def _repeat(work: Callable[[], None], repeats: int, seconds: float) -> list[float]:
-    """Times of `work` after a warm-up: `repeats` of them, and more while `seconds` are not used up."""
     warm: list[float] = []
     started = time.perf_counter()
     while len(warm) < WARM_UP_CALLS and not (warm and time.perf_counter() - started > WARM_UP_S):
-        warm.append(milliseconds(work))
+        warm.append(milliseconds(read_prompt))
         if len(warm) >= 3 and max(warm[-3:]) <= (1 + STABLE_WITHIN) * min(warm[-3:]):
             break
+    repeats, seconds = int(specification["repeats"]), float(specification["seconds_per_figure"])
     samples: list[float] = []
     started = time.perf_counter()
     while len(samples) < repeats or time.perf_counter() - started < seconds:
-        samples.append(milliseconds(work))
+        samples.append(milliseconds(read_prompt))
         if len(samples) > 1 and time.perf_counter() - started > LONGEST_S:
             break
     return samples
@@ -92,3 +104,122 @@ def time_steps(
                 break
         sweeps.append(samples)
     return sweeps
+
+
+def decode_for(
+    decoder: Decoder, tokens: Sequence[int], depth: int, room: int, least_s: float, meter: EnergyMeter
+) -> tuple[int, float, float | None]:
+    """Decode from `depth` to `room` tokens again and again, once at least and for `least_s` seconds of decoding.
+
+    Returns:
+        Tokens, seconds and joules of the steps, the prompts left out. Joules are None where the meter reads nothing.
+    """
+    count, seconds = 0, 0.0
+    joules: float | None = 0.0
+    while not count or seconds < least_s:
+        decoder.prefill([tokens[:depth]], max_length=room)
+        before, started = _joules(meter), time.perf_counter()
+        for index, token in enumerate(tokens[depth:room]):
+            decoder.step([token])
+            if index % METER_EVERY_STEPS == 0:
+                _joules(meter)
+        seconds += time.perf_counter() - started
+        count += room - depth
+        after = _joules(meter)
+        joules = None if joules is None or before is None or after is None else joules + after - before
+    return count, seconds, joules
+
+
+def _joules(meter: EnergyMeter) -> float | None:
+    """The meter's sum; None without one. A meter that fails keeps its reason and is not asked again."""
+    if meter.source is None:
+        return None
+    try:
+        return meter.joules()
+    except OSError as error:
+        meter.source, meter.reason = None, str(error)
+        return None
+
+
+def measure_energy(decoder: Decoder, tokens: Sequence[int], depth: int, steps: int) -> dict[str, Any]:
+    """Joules of one token at `depth`, the machine's idle share included; or under `absent` why not."""
+    meter = EnergyMeter()
+    source = meter.source
+    if source is not None and not depth:
+        return {"absent": "no decoding depth fits the context"}
+    if source is not None:
+        count, seconds, joules = decode_for(decoder, tokens, depth, depth + steps, ENERGY_S, meter)
+        if joules is not None:
+            figures = {"joules_per_token": joules / count, "watts": joules / seconds}
+            return {**figures, "depth": depth, "tokens": count, "source": source}
+    return {"absent": meter.reason}
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of a sustained run: its start (s), tokens a second, clock, temperature and joules a token.
+
+    Reading prompts in between is left out of the rate, not out of the time. None is what cannot be read.
+    """
+
+    start_s: float
+    tokens_per_s: float
+    tokens: int
+    clock_mhz: float | None
+    temperature_c: float | None
+    joules_per_token: float | None
+
+
+def window_seconds(minutes: float) -> float:
+    """Length of one window: a thirtieth of the run, but 1 to 30 s."""
+    return min(MOST_WINDOW_S, max(LEAST_WINDOW_S, 60 * minutes / WINDOWS))
+
+
+def measure_sustained(decoder: Decoder, tokens: Sequence[int], specification: Mapping[str, Any]) -> dict[str, Any]:
+    """Decode after a prompt of `depth`, again and again for `minutes`.
+
+    Args:
+        decoder: what is run.
+        tokens: prompt and steps are taken from it.
+        specification: `minutes`, `depth`, `steps`, `warm_up_steps`, `cpus`.
+
+    Returns:
+        `windows` (see `Window`), `depth` and `energy_source`. A window has at least `window_seconds` of decoding, and
+        none begins less than half of that before the end.
+    """
+    depth, seconds = int(specification["depth"]), 60 * float(specification["minutes"])
+    room = depth + int(specification["warm_up_steps"]) + int(specification["steps"])
+    length, meter = window_seconds(float(specification["minutes"])), EnergyMeter()
+    windows: list[Window] = []
+    source = meter.source
+    decode_for(decoder, tokens, depth, room, 0.0, meter)  # warm-up
+    started = time.perf_counter()
+    while not windows or time.perf_counter() - started + length / 2 < seconds:
+        begin = time.perf_counter() - started
+        count, busy, joules = decode_for(decoder, tokens, depth, room, length, meter)
+        now = read_sensors(specification.get("cpus"))
+        per_token = None if joules is None else joules / count
+        windows.append(Window(begin, count / busy, count, now["clock_mhz"], now["temperature_c"], per_token))
+    return {"windows": [asdict(window) for window in windows], "depth": depth, "energy_source": source}
+
+
+def summarise_sustained(payload: Mapping[str, Any], minutes: float) -> dict[str, Any]:
+    """The run's windows, and its first against its last.
+
+    Returns:
+        `windows`, `depth`, `minutes`, `first_tokens_per_s`, `last_tokens_per_s`, `throttling_percent` = 100 *
+        (1 - last / first), which noise can make a little negative, and `throttled`; the last two are None where there
+        is one window only.
+    """
+    windows = payload["windows"]
+    first, last = windows[0]["tokens_per_s"], windows[-1]["tokens_per_s"]
+    several = len(windows) > 1
+    return {
+        "minutes": minutes,
+        "depth": payload["depth"],
+        "first_tokens_per_s": first,
+        "last_tokens_per_s": last,
+        "throttling_percent": 100 * (1 - last / first) if several else None,
+        "throttled": 1 - last / first > THROTTLED if several else None,
+        "windows": windows,
+    }

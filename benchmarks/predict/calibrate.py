@@ -29,7 +29,7 @@ from benchmarks.predict import calibrate_figures as figures
 from benchmarks.predict.coefficients import CPU_CACHES, CPU_FORMS
 from benchmarks.predict.probes import attention, chain, gated, layers, product
 from benchmarks.predict.small_models import ProbeGraph
-from benchmarks.spread import quiet_quarter
+from benchmarks.spread import lower_quartile
 from sportsllm import console
 from sportsllm.errors import ConflictError, ResourceError, UsageError
 
@@ -54,7 +54,7 @@ class Readings:
     """What the probes gave.
 
     Attributes:
-        seconds: of one run, by probe; `quiet_quarter` of the rounds.
+        seconds: of one run, by probe; `lower_quartile` of the rounds.
         footprints: peak memory and weight bytes, by form and `none`.
         rounds: what each round took, in seconds, by the same keys.
         other_cpu_cores: the most that other programs used beside a probe.
@@ -68,7 +68,7 @@ class Readings:
     def add(self, name: str, seconds: float) -> None:
         """Another round's time of a probe."""
         self.rounds.setdefault(name, []).append(seconds)
-        self.seconds[name] = quiet_quarter(self.rounds[name])
+        self.seconds[name] = lower_quartile(self.rounds[name])
 
 
 def probes() -> dict[str, Probe]:
@@ -178,7 +178,7 @@ def run_calibrate(
         name: the device's; the file's where not given.
         threads: CPU threads; all physical cores where not given.
         limits_from: the device whose limits the file gets: they are decisions, never taken from what was measured.
-        rounds: through everything that is timed; `quiet_quarter` counts.
+        rounds: through everything that is timed; `lower_quartile` counts.
 
     Returns:
         `out`, `device`, `limits_from`, `threads`, `rounds`, `bandwidth_gb_per_s` by MB of the working set, `gop_per_s`

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure.memory import peak_rss_bytes
 from benchmarks.measure.worker import main
 from benchmarks.predict.calibrate_figures import BLOCK, LAYER_DEPTH, LAYER_HEAD_DIM, LAYER_KV_HEADS
 from benchmarks.predict.small_models import MS, Array, ProbeGraph
 from benchmarks.spread import percentile
+from sportsllm.process_memory import peak_rss_bytes
 from sportsllm.storage.packed_weights import pack
 
 WARM_UP_RUNS = 3

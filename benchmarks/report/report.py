@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.files import write_whole
 from benchmarks.report.changes import change_charts, change_table, find_changes
 from benchmarks.report.charts import Chart
 from benchmarks.report.inputs import Inputs, bench_command
@@ -22,6 +21,7 @@ from benchmarks.report.text import Table, measurement_rows, measurement_tables, 
 from benchmarks.report.trade_off import trade_off_charts
 from benchmarks.report.training import training_charts
 from sportsllm.errors import UsageError
+from sportsllm.files import atomic_write_text
 
 SUFFIXES = {"html": (".html", ".htm"), "md": (".md", ".markdown"), "csv": (".csv",)}
 
@@ -71,7 +71,7 @@ def write_report(files: Mapping[str, Path], title: str, inputs: Inputs) -> None:
     }
     texts = {path: render[name]() for name, path in files.items()}
     for path, text in texts.items():
-        write_whole(path, text)
+        atomic_write_text(path, text)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
-"""One turn of one runtime, run as a file by that runtime's own interpreter: `PYTHON worker.py '{"kind": "genai",
-...}'`.
+"""One turn of one runtime, run as a file by its own interpreter: `PYTHON worker.py '{"kind": "genai", ...}'`.
 
-Standard library and the runtime only: a peer has an environment of its own, maybe of an older Python, and nothing of
-this project's environment may reach it. What a turn times is the same for all: greedy tokens after prompts of random
-ids, no text. Every prompt is a new one, since some runtimes keep what they read and answer a known prompt from it.
-`benchmarks.runtimes.compare` starts the turns.
+Standard library and the runtime only: a runtime has an environment of its own, maybe of an older Python, and nothing of
+this project's environment may reach it. All runtimes do the same work: greedy tokens after prompts of random ids, no
+text. Every prompt is new, since some runtimes cache prompts. `benchmarks.runtimes.compare` starts the turns.
 """
 
 from __future__ import annotations
@@ -22,18 +20,21 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-MEASURE = HERE.parent / "measure"
+ROOT = HERE.parents[1]
+OURS = "ours"
+OTHER = "other"
+"""A second export of this project, so that two formats of a model are compared in turns."""
 STEPS, WARM_UP = 96, 16
 REPEATS = 3
 
-# Reads a prompt, chooses so many tokens and returns the seconds from the call to each of them.
+# From a prompt and a number of tokens: the seconds from the call until each of these tokens is chosen.
 Generate = Callable[[list[int], int], list[float]]
-# A runtime's model: how it generates, and what it says of the model's shape.
+# An open model: how it generates, and the shape it reports.
 Opened = tuple[Generate, dict[str, Any]]
 
 
 def stepwise(start: Callable[[list[int], int], Callable[[], object]]) -> Generate:
-    """`Generate` of a runtime that gives one token a call: `start` reads a prompt and chooses the first one."""
+    """`Generate` of a runtime that returns one token a call: `start` reads a prompt and chooses the first one."""
 
     def generate(prompt: list[int], count: int) -> list[float]:
         began = time.perf_counter()
@@ -49,7 +50,7 @@ def stepwise(start: Callable[[list[int], int], Callable[[], object]]) -> Generat
 
 def ours(directory: Path, threads: int, room: int) -> Opened:
     """This project's runtime."""
-    sys.path.insert(0, str(HERE.parents[1]))
+    sys.path.insert(0, str(ROOT))
     import numpy as np
 
     from sportsllm.inference.decoder import open_decoder
@@ -69,7 +70,7 @@ def ours(directory: Path, threads: int, room: int) -> Opened:
 
 
 def genai(directory: Path, threads: int, room: int) -> Opened:
-    """onnxruntime-genai, on an export of ours or on a directory that its model builder wrote."""
+    """onnxruntime-genai, on our export or on a directory that its model builder wrote."""
     import onnxruntime_genai as og
 
     config = og.Config(str(directory))
@@ -129,7 +130,7 @@ def openvino(directory: Path, threads: int, room: int, **options: Any) -> Opened
     from openvino import Tensor
 
     class Watch(og.StreamerBase):  # type: ignore[misc, name-defined]
-        """Notes when each token arrives; 2024's releases call `put`, later ones `write`, some with several tokens."""
+        """Records when each token arrives: releases of 2024 call `put`, later ones `write`, some with many tokens."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -188,10 +189,10 @@ def llama_cpp(path: Path, threads: int, room: int, **options: Any) -> Opened:
     }
 
 
-# By the name that --against knows: the module that has to be there, the package whose version is told, what opens it.
+# By the name in --against: the module it needs, the package whose version is reported, the function that opens it.
 RUNTIMES: dict[str, tuple[str, str, Callable[..., Opened]]] = {
-    "ours": ("onnxruntime", "sportsllm-compress", ours),
-    "other": ("onnxruntime", "sportsllm-compress", ours),  # a second export
+    OURS: ("onnxruntime", "sportsllm-compress", ours),
+    OTHER: ("onnxruntime", "sportsllm-compress", ours),
     "genai": ("onnxruntime_genai", "onnxruntime-genai", genai),
     "openvino": ("openvino_genai", "openvino-genai", openvino),
     "llama.cpp": ("llama_cpp", "llama-cpp-python", llama_cpp),
@@ -200,11 +201,11 @@ RUNTIMES: dict[str, tuple[str, str, Callable[..., Opened]]] = {
 
 
 WITH_OPTIONS = ("openvino", "llama.cpp")
-"""Those whose settings are given by the one who opens them; the others keep theirs beside their model."""
+"""Runtimes that take settings when they open a model; the others keep theirs beside the model."""
 
 
 def _shape(directory: Path) -> dict[str, Any]:
-    """The model's shape as a config.json beside it says, where there is one."""
+    """The model's shape from the config.json beside it, where there is one."""
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {key: config[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers") if key in config}
@@ -213,11 +214,11 @@ def _shape(directory: Path) -> dict[str, Any]:
 def time_turn(generate: Generate, depths: list[int], vocab_size: int) -> dict[str, dict[str, float]]:
     """Milliseconds to the first token and tokens a second after it, by the prompt's length in tokens.
 
-    A rate is that of `STEPS` tokens together, the first `WARM_UP` after a prompt left out, so that a runtime that
-    hands over several at once gains nothing by it. Medians of `REPEATS` prompts, after one that warms up.
+    A rate is that of `STEPS` tokens together, without the first `WARM_UP` after a prompt, so that returning several
+    tokens at once is no advantage. Medians of `REPEATS` prompts, after one to warm up.
 
     Raises:
-        RuntimeError: the runtime stopped before the tokens asked for.
+        RuntimeError: the runtime stopped early.
     """
     state = 12_345
 
@@ -226,7 +227,7 @@ def time_turn(generate: Generate, depths: list[int], vocab_size: int) -> dict[st
         prompt = []
         for _ in range(count):  # the same ids in every environment, without numpy
             state = (1_103_515_245 * state + 12_345) % 2**31
-            prompt.append((state >> 8) % vocab_size)  # the low bits of such a generator repeat soon
+            prompt.append((state >> 8) % vocab_size)  # the low bits of this generator have short periods
         return prompt
 
     ttft, rates = {}, {}
@@ -245,18 +246,22 @@ def time_turn(generate: Generate, depths: list[int], vocab_size: int) -> dict[st
 
 
 def run_turn(specification: dict[str, Any]) -> dict[str, Any]:
-    """What `specification` asks for: `kind`, and where it is no `probe`: `directory`, `threads`, `cpus`, `depths`,
-    `vocab_size`, and `options` of the runtime's own. A probe only says whether the runtime is installed."""
+    """Measure one runtime, or with `probe` only say whether it is installed.
+
+    Args:
+        specification: `kind`, a key of `RUNTIMES`; then `probe`, or `directory`, `threads`, `cpus`, `depths`,
+            `vocab_size` and the runtime's own `options`.
+    """
     module, package, opener = RUNTIMES[specification["kind"]]
     if specification.get("probe"):
-        return {"found": _is_there(module)}
-    cpus = runpy.run_path(str(MEASURE / "cpus.py"))["pin"](specification["cpus"])
+        return {"found": _is_installed(module)}
+    cpus = runpy.run_path(str(HERE.parent / "measure" / "cpus.py"))["pin"](specification["cpus"])
     depths = specification["depths"]
     room = max(depths) + 1 + WARM_UP + STEPS
     options = specification.get("options") or {}
     generate, shape = opener(Path(specification["directory"]), int(specification["threads"]), room, **options)
     figures = time_turn(generate, depths, int(specification["vocab_size"]))
-    peak = runpy.run_path(str(MEASURE / "memory.py"))["peak_rss_bytes"]()
+    peak = runpy.run_path(str(ROOT / "sportsllm" / "process_memory.py"))["peak_rss_bytes"]()
     try:
         version: str | None = metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -264,7 +269,7 @@ def run_turn(specification: dict[str, Any]) -> dict[str, Any]:
     return {**figures, "peak_rss_bytes": peak, "cpus": cpus, "shape": shape, "version": version}
 
 
-def _is_there(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package around it
@@ -272,7 +277,7 @@ def _is_there(module: str) -> bool:
 
 
 def main() -> None:
-    """One JSON object on standard output; under `error` one line where the runtime refused."""
+    """Print one JSON object on standard output; with one line under `error` where the runtime refused."""
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != HERE]  # our modules have plain names
     result_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not end up in the result

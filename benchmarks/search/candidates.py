@@ -1,24 +1,25 @@
-"""What could be made of a teacher for a device: shapes x stored forms, with what each is predicted to cost.
+"""The models that a teacher could become on a device: shapes x formats, with the predicted cost of each.
 
-Quality is estimated here to decide what is tried first; it is measured before anything is chosen.
+Quality is estimated here, to decide what is tried first. It is measured before anything is chosen.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from benchmarks.devices.schema import LIMIT_UNITS, Device
-from benchmarks.predict.latency import efficiency_of, predict_figures
+from benchmarks.devices.schema import Device
+from benchmarks.labels import LIMITS
+from benchmarks.predict.latency import predict_figures
 from benchmarks.predict.model_size import Stored
 from compress.pruning.shapes import Shape, even_shapes
 from sportsllm.console import progress_bar
 from sportsllm.models.config import ModelConfig
 
 _EVEN_SHARES = [number / 40 for number in range(39, 0, -1)]
-_MOST_VALUES = 6  # of a dimension: a grid of more has shapes whose difference nobody measures
+_MOST_VALUES = 6  # of a dimension; shapes of a finer grid differ by less than can be measured
 _WIDTH_STEP = 32
 EQUAL_PERCENT = 0.1
 """Losses this close, estimated or measured after a brief recovery, count as equal, and the faster model goes first."""
@@ -28,65 +29,44 @@ EQUAL_PERCENT = 0.1
 # (256, 5) +1.36%, half +5.50%; these weights give 2.59, 2.07, 1.13 and 4.80. Heads from one brief run; hidden size and
 # merged key/value heads are estimates.
 _SHAPE_WEIGHTS = {"intermediate": 7.0, "layers": 12.6, "heads": 7.7, "hidden": 20.0, "kv_heads": 2.0}
-# Of a vocabulary, the same; before fine-tuning a quarter fewer tokens cost 9% (docs/log.md), an estimate after it.
+# The same for the vocabulary, an estimate. Before fine-tuning a quarter fewer tokens cost 9% (docs/log.md).
 _VOCABULARY_WEIGHT = 40.0
 
 
-@dataclass(frozen=True)
-class Form:
-    """How a model is stored: the weights' precision, the cache's, and the exporter's profile.
-
-    `loss_percent` is what the weights cost in bits per byte, measured on a teacher of 1M parameters (docs/log.md).
-    """
-
-    precision: str
-    block_size: int
-    loss_percent: float
-    per_row: bool = False
-    cache: str = "fp32"
-    profile: str = "memory"
-
-    @property
-    def name(self) -> str:
-        """For people and directories, such as int4-b32-kv8."""
-        weights = self.precision
-        if self.per_row:
-            weights += "-rows"
-        elif self.precision.startswith("int"):
-            weights += f"-b{self.block_size}"
-        return weights + ("-kv8" if self.cache == "int8" else "") + ("-latency" if self.profile == "latency" else "")
-
-    def stored(self) -> Stored:
-        """For `benchmarks.predict.latency`."""
-        return Stored(
-            self.precision,
-            self.block_size,
-            cache=self.cache,
-            per_row=self.per_row,
-            latency=self.profile == "latency",
-        )
-
-
-_WEIGHTS = (
-    Form("fp32", 32, 0.0),
-    Form("int8", 32, 0.02),
-    Form("int8", 32, 0.12, per_row=True),
-    Form("int4", 32, 0.6),
-    Form("int4", 128, 0.8),
-)
+_WEIGHT_LOSS_PERCENT = {
+    Stored("fp32"): 0.0,
+    Stored("int8"): 0.02,
+    Stored("int8", per_row=True): 0.12,
+    Stored("int4", 32): 0.6,
+    Stored("int4", 128): 0.8,
+}
 _CACHE_LOSS_PERCENT = {"fp32": 0.0, "int8": 0.01}
-_PROFILE_LOSS_PERCENT = {"memory": 0.0, "latency": 0.02}
+_LATENCY_LOSS_PERCENT = 0.02  # of the latency profile, which takes matrices in blocks
 
 
-def all_forms() -> list[Form]:
-    """Every form that is considered."""
-    return [
-        replace(form, loss_percent=form.loss_percent + cache_loss + loss, cache=cache, profile=profile)
-        for form in _WEIGHTS
-        for cache, cache_loss in _CACHE_LOSS_PERCENT.items()
-        for profile, loss in _PROFILE_LOSS_PERCENT.items()
-        if profile == "memory" or (form.precision.startswith("int") and not form.per_row)
-    ]
+def _all_formats() -> Iterator[tuple[Stored, float]]:
+    for weights, loss in _WEIGHT_LOSS_PERCENT.items():
+        for cache, cache_loss in _CACHE_LOSS_PERCENT.items():
+            yield replace(weights, cache=cache), loss + cache_loss
+            if weights.quantized and not weights.per_row:
+                yield replace(weights, cache=cache, latency=True), loss + cache_loss + _LATENCY_LOSS_PERCENT
+
+
+FORMATS = dict(_all_formats())
+"""Every format that is considered, with the percent of bits per byte it costs, measured on a teacher of 1M parameters
+(docs/log.md)."""
+
+
+def weights_name(format: Stored) -> str:
+    """Of the weights alone, for people and directories, such as int4-b32."""
+    if format.per_row:
+        return f"{format.precision}-rows"
+    return f"{format.precision}-b{format.block_size}" if format.quantized else format.precision
+
+
+def format_name(format: Stored) -> str:
+    """Such as int4-b32-kv8-latency."""
+    return weights_name(format) + ("-kv8" if format.cache == "int8" else "") + ("-latency" if format.latency else "")
 
 
 @dataclass(frozen=True)
@@ -95,31 +75,31 @@ class Candidate:
 
     Attributes:
         shape: its dimensions.
-        vocab_size: its tokens.
-        form: how it is stored.
-        parameters: of it.
+        vocab_size: its number of tokens.
+        format: how it is stored, a key of `FORMATS`.
+        parameters: their number.
         loss_percent: estimated rise of bits per byte over the teacher.
-        predicted: figures by the limits' names, `file_mb` and so on, on the device.
+        predicted: figures on the device, by the limits' names.
     """
 
     shape: Shape
     vocab_size: int
-    form: Form
+    format: Stored
     parameters: int
     loss_percent: float
     predicted: Mapping[str, float]
 
     @property
     def name(self) -> str:
-        """Of its own, for tables and directories."""
-        return f"{shape_name(self.shape, self.vocab_size)}-{self.form.name}"
+        """Unique, for tables and directories."""
+        return f"{shape_name(self.shape, self.vocab_size)}-{format_name(self.format)}"
 
     def record(self) -> dict[str, Any]:
         """For the result's `candidates`."""
         return {
             "name": self.name,
             "shape": {**asdict(self.shape), "vocab_size": self.vocab_size},
-            "precision": self.form.name,
+            "precision": format_name(self.format),
             "parameters": self.parameters,
             "estimated_loss_percent": round(self.loss_percent, 3),
             "predicted": {name: float(f"{value:.5g}") for name, value in self.predicted.items()},
@@ -140,46 +120,45 @@ def candidates(teacher: ModelConfig, device: Device, vocabularies: Sequence[int]
         device: whose limits and figures count.
         vocabularies: numbers of tokens to consider.
     """
-    shapes = list(_shapes(teacher))
-    forms, found = all_forms(), []
-    with_efficiency = device.model_copy(update={"efficiency": efficiency_of(device)})  # worked out once, not each time
+    shapes, found = list(_shapes(teacher)), list[Candidate]()
     with progress_bar("candidates", len(shapes) * len(vocabularies)) as bar:
         for vocab_size in vocabularies:
             for shape in shapes:
-                found += _candidates(teacher, with_efficiency, shape, vocab_size, forms)
+                found += _candidates(teacher, device, shape, vocab_size)
                 bar.advance()
     return ranked(found)
 
 
 def even_cuts(teacher: ModelConfig, device: Device, vocabularies: Sequence[int]) -> list[Candidate]:
-    """The plain way to any size, which a search has to beat: all widths cut alike, as `prune --params` does it.
+    """All widths cut alike, as `prune --params` does: the plain way to any size, which a search has to beat.
 
-    Every fortieth of the parameters in every form.
+    Every fortieth of the parameters, in every format.
     """
     shapes = dict.fromkeys(shape for shape in even_shapes(teacher, _EVEN_SHARES) if shape is not None)
     return [
         candidate
         for vocab_size in vocabularies
         for shape in shapes
-        for candidate in _candidates(teacher, device, shape, vocab_size, all_forms())
+        for candidate in _candidates(teacher, device, shape, vocab_size)
     ]
 
 
 def _candidates(
-    teacher: ModelConfig, device: Device, shape: Shape, vocab_size: int, forms: Sequence[Form]
+    teacher: ModelConfig, device: Device, shape: Shape, vocab_size: int, formats: Iterable[Stored] = FORMATS
 ) -> list[Candidate]:
     config = shape.applied_to(teacher).with_changes(vocab_size=vocab_size)
-    loss = shape_loss_percent(Shape.of(teacher), shape) + _vocabulary_loss(teacher, vocab_size)
+    loss = shape_loss_percent(Shape.of(teacher), shape)
+    loss += _VOCABULARY_WEIGHT * math.log(vocab_size / teacher.vocab_size) ** 2
     return [
         Candidate(
             shape=shape,
             vocab_size=vocab_size,
-            form=form,
+            format=format,
             parameters=config.parameters,
-            loss_percent=loss + form.loss_percent,
-            predicted=predict_figures(config, device, form.stored()),
+            loss_percent=loss + FORMATS[format],
+            predicted=predict_figures(config, device, format),
         )
-        for form in forms
+        for format in formats
     ]
 
 
@@ -207,24 +186,20 @@ def shape_loss_percent(full: Shape, shape: Shape) -> float:
     return sum(weight * math.log(ratios[name]) ** 2 for name, weight in _SHAPE_WEIGHTS.items())
 
 
-def _vocabulary_loss(teacher: ModelConfig, vocab_size: int) -> float:
-    return _VOCABULARY_WEIGHT * math.log(vocab_size / teacher.vocab_size) ** 2
-
-
 def misses(figures: Mapping[str, float | None], device: Device) -> dict[str, float]:
     """The limits that known figures miss, with value / limit."""
-    known = ((name, figures.get(name)) for name in LIMIT_UNITS)
+    known = ((name, figures.get(name)) for name in LIMITS)
     shares = {name: value / getattr(device.limits, name) for name, value in known if value is not None}
     return {name: share for name, share in shares.items() if share > 1}
 
 
 def widened(candidate: Candidate, teacher: ModelConfig, device: Device) -> Candidate:
-    """The candidate with the widest FFN that its limits have room for; the grid is coarser than that."""
+    """The candidate with the widest FFN that the limits allow, between the values of the grid."""
     best = candidate
     full = Shape.of(teacher)
     for intermediate in range(candidate.shape.intermediate + _WIDTH_STEP, full.intermediate, _WIDTH_STEP):
         shape = replace(candidate.shape, intermediate=intermediate)
-        (wider,) = _candidates(teacher, device, shape, candidate.vocab_size, [candidate.form])
+        (wider,) = _candidates(teacher, device, shape, candidate.vocab_size, [candidate.format])
         if misses(wider.predicted, device):
             break
         best = wider
@@ -232,8 +207,8 @@ def widened(candidate: Candidate, teacher: ModelConfig, device: Device) -> Candi
 
 
 def cut_by_limit(found: Sequence[Candidate], device: Device) -> dict[str, dict[str, int]]:
-    """For every limit how many candidates miss it (`misses`), and how many miss it alone (`alone`)."""
-    counts = {name: {"misses": 0, "alone": 0} for name in LIMIT_UNITS}
+    """For every limit how many candidates miss it (`misses`), and how many miss no other (`alone`)."""
+    counts = {name: {"misses": 0, "alone": 0} for name in LIMITS}
     for candidate in found:
         missed = misses(candidate.predicted, device)
         for name in missed:
@@ -243,22 +218,13 @@ def cut_by_limit(found: Sequence[Candidate], device: Device) -> dict[str, dict[s
 
 
 def nearest_miss(found: Sequence[Candidate], device: Device) -> tuple[Candidate, dict[str, float]]:
-    """The candidate whose worst limit is missed by least, and what it misses."""
+    """The candidate whose worst limit is missed by least, and the limits it misses."""
 
     def worst(candidate: Candidate) -> float:
         return max(misses(candidate.predicted, device).values(), default=0.0)
 
     nearest = min(found, key=worst)
     return nearest, misses(nearest.predicted, device)
-
-
-def pareto(rows: Sequence[Mapping[str, float]]) -> list[bool]:
-    """Which rows no other row beats: at least as good in every figure (lower is better), better in one."""
-
-    def beats(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
-        return all(one[name] <= other[name] for name in one) and any(one[name] < other[name] for name in one)
-
-    return [not any(beats(other, row) for other in rows) for row in rows]
 
 
 def _shapes(teacher: ModelConfig) -> Iterator[Shape]:

@@ -1,12 +1,12 @@
 """The best model for a device: enumerate, predict, measure, recover briefly, finish the winner, explain.
 
-1. every shape x stored form is predicted on the device and held to its limits
-2. the front-runners by estimated quality are cut and repaired; their loss picks the finalists. One more finalist is
-   always the largest even cut, the plain way to the size, so that the choice is no worse than that
-3. finalists are exported with random weights and timed here. Where here is the device, what was measured replaces
-   the prediction, corrects those of the others, and the front is drawn again
-4. finalists inside the limits are recovered briefly, packed and scored on text held out of the corpus
-5. the winner is pruned, recovered, packed, exported and measured, as a recipe that can be run again
+1. Every shape x format is predicted on the device and held to its limits.
+2. The front-runners by estimated quality are cut and refitted; their loss picks the finalists. One more finalist is
+   always the largest even cut, the plain way to the size, so that the choice is no worse than that.
+3. Finalists are exported with random weights and timed here. If this machine is the device, measurements replace
+   predictions, correct the predictions of the others, and the front is drawn again.
+4. Finalists inside the limits are recovered briefly, packed and scored on text held out of the corpus.
+5. The winner is pruned, recovered, packed, exported and measured, as a recipe that can be run again.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.devices.load import is_this_machine
-from benchmarks.devices.schema import LIMIT_UNITS, Device
+from benchmarks.devices.schema import Device
+from benchmarks.labels import LIMITS
+from benchmarks.predict.model_size import Stored
 from benchmarks.search.candidates import (
     EQUAL_PERCENT,
+    FORMATS,
     Candidate,
-    Form,
     candidates,
     cut_by_limit,
     even_cuts,
     misses,
     nearest_miss,
     ranked,
+    weights_name,
     widened,
 )
 from benchmarks.search.trials import Trials
@@ -63,24 +66,24 @@ class Search:
     measured: dict[str, dict[str, float | None]] = field(default_factory=dict)
     quality: dict[str, float] = field(default_factory=dict)
     even: frozenset[str] = frozenset()
-    _ratios: dict[Form | None, list[dict[str, float]]] = field(default_factory=dict)
-    _corrections: dict[Form | None, dict[str, float]] = field(default_factory=dict)
+    _ratios: dict[Stored | None, list[dict[str, float]]] = field(default_factory=dict)
+    _corrections: dict[Stored | None, dict[str, float]] = field(default_factory=dict)
 
     def figures(self, candidate: Candidate) -> Mapping[str, float | None]:
-        """What a candidate costs: measured where that decides, else predicted, corrected by what was measured."""
+        """A candidate's figures: measured where that decides, else predicted, corrected by what was measured."""
         if not self.decides or not self.measured:
             return candidate.predicted
         if candidate.name in self.measured:
             return self.measured[candidate.name]
-        ratios = self._corrections.get(candidate.form) or self._corrections[None]
+        ratios = self._corrections.get(candidate.format) or self._corrections[None]
         return {name: value * ratios.get(name, 1.0) for name, value in candidate.predicted.items()}
 
     def record(self, candidate: Candidate, figures: dict[str, float | None]) -> None:
-        """Take in what was measured of a candidate; it corrects the prediction of those alike."""
+        """Store what was measured of a candidate; it corrects the predictions of its format."""
         self.measured[candidate.name] = figures
         timed = known(figures)
         ratios = {name: timed[name] / value for name, value in candidate.predicted.items() if name in timed}
-        for kind in (candidate.form, None):  # its own form's, and what other forms go by until they are measured
+        for kind in (candidate.format, None):  # None: for formats of which nothing was measured yet
             seen = self._ratios.setdefault(kind, [])
             seen.append(ratios)
             self._corrections[kind] = {
@@ -92,11 +95,12 @@ class Search:
         return [candidate for candidate in self.found if not misses(self.figures(candidate), self.device)]
 
     def front(self, count: int) -> list[Candidate]:
-        """The best of each kind: depth, hidden size and form of the weights, cache and profile aside."""
+        """The best of each kind: depth, hidden size and format of the weights, cache and profile aside."""
         kinds: dict[tuple[Any, ...], Candidate] = {}
         for candidate in self.inside():
-            shape, form = candidate.shape, replace(candidate.form, cache="fp32", profile="memory", loss_percent=0.0)
-            kinds.setdefault((shape.layers, shape.hidden, candidate.vocab_size, form), candidate)
+            shape = candidate.shape
+            kind = (shape.layers, shape.hidden, candidate.vocab_size, weights_name(candidate.format))
+            kinds.setdefault(kind, candidate)
             if len(kinds) == count:
                 break
         return list(kinds.values())
@@ -125,31 +129,13 @@ def start_search(teacher: ModelConfig, device: Device, vocabularies: Sequence[in
 
 
 def choose_finalists(search: Search, trials: Trials, count: int) -> list[Candidate]:
-    """The finalists: best after the cut among the front-runners, the largest even cut, and inside the limits as timed.
+    """The finalists, all timed here: the best after the cut among the front-runners, and the largest even cut.
 
     Raises:
         GateError: nothing fits.
     """
-    finalists: list[Candidate] = []
-    for _ in range(_ROUNDS_OF_TIMING):
-        front = search.front(_FRONT_PER_FINALIST * count)
-        if not front:
-            # The prediction may be too strict: what comes nearest is timed before giving up.
-            nearest, _missed = nearest_miss(search.found, search.device)
-            if nearest.name in search.measured:
-                raise GateError(nothing_fits(search))
-            front = [nearest]
-        finalists = _best_after_cut(front, trials, count)
-        fresh = [candidate for candidate in finalists if candidate.name not in search.measured]
-        with progress_bar("timed here", len(fresh)) as bar:
-            for candidate in fresh:
-                search.record(candidate, trials.probe(candidate))
-                bar.advance(1, candidate.name)
-        if not search.decides:
-            break
-        finalists = [one for one in finalists if not misses(search.measured[one.name], search.device)]
-        if finalists and not fresh:
-            break
+    choose = choose_on_device if search.decides else choose_by_prediction
+    finalists = choose(search, trials, count)
     even = _timed_even_cut(search, trials)
     if even is not None and even not in finalists:
         finalists.append(even)
@@ -158,8 +144,45 @@ def choose_finalists(search: Search, trials: Trials, count: int) -> list[Candida
     return finalists
 
 
+def choose_by_prediction(search: Search, trials: Trials, count: int) -> list[Candidate]:
+    """The front-runners by prediction that are best after the cut; timing them is for the reader."""
+    finalists = _best_after_cut(search.front(_FRONT_PER_FINALIST * count), trials, count)
+    _time(finalists, search, trials)
+    return finalists
+
+
+def choose_on_device(search: Search, trials: Trials, count: int) -> list[Candidate]:
+    """Finalists that keep to the limits as timed: times correct the predictions, and the front is drawn again.
+
+    Raises:
+        GateError: even the nearest candidate misses as timed.
+    """
+    finalists: list[Candidate] = []
+    for _ in range(_ROUNDS_OF_TIMING):
+        front = search.front(_FRONT_PER_FINALIST * count)
+        if not front:  # the prediction may be too strict: time the nearest before giving up
+            nearest, _missed = nearest_miss(search.found, search.device)
+            if nearest.name in search.measured:
+                raise GateError(nothing_fits(search))
+            front = [nearest]
+        chosen = _best_after_cut(front, trials, count)
+        new = [candidate for candidate in chosen if candidate.name not in search.measured]
+        _time(new, search, trials)
+        finalists = [one for one in chosen if not misses(search.measured[one.name], search.device)]
+        if finalists and not new:
+            break
+    return finalists
+
+
+def _time(candidates: Sequence[Candidate], search: Search, trials: Trials) -> None:
+    with progress_bar("timed here", len(candidates)) as bar:
+        for candidate in candidates:
+            search.record(candidate, trials.probe(candidate))
+            bar.advance(1, candidate.name)
+
+
 def _timed_even_cut(search: Search, trials: Trials) -> Candidate | None:
-    """The largest even cut that keeps to the limits as timed, or none after some that did not."""
+    """The largest even cut that keeps to the limits as timed; None after `_EVEN_CUTS_TIMED` that do not."""
     for _ in range(_EVEN_CUTS_TIMED):
         even = search.even_cut()
         if even is None or even.name in search.measured:
@@ -170,12 +193,12 @@ def _timed_even_cut(search: Search, trials: Trials) -> Candidate | None:
 
 
 def _best_after_cut(front: Sequence[Candidate], trials: Trials, count: int) -> list[Candidate]:
-    """By loss after cut and repair, raised by what the form costs."""
+    """The `count` with the least loss after cut and refit, raised by what the format costs."""
     losses = {}
-    with progress_bar("cut and repaired", len(front)) as bar:
+    with progress_bar("cut and refitted", len(front)) as bar:
         for candidate in front:
             loss = trials.loss_after_cut(candidate.shape, candidate.vocab_size)
-            losses[candidate.name] = loss * (1 + candidate.form.loss_percent / 100)
+            losses[candidate.name] = loss * (1 + FORMATS[candidate.format] / 100)
             bar.advance(1, candidate.name)
     return sorted(front, key=lambda one: losses[one.name])[:count]
 
@@ -183,13 +206,13 @@ def _best_after_cut(front: Sequence[Candidate], trials: Trials, count: int) -> l
 def compare_finalists(
     search: Search, trials: Trials, finalists: Sequence[Candidate], time_left: Callable[[], float]
 ) -> list[Candidate]:
-    """Recover each briefly and rank them by bits per byte; of those as good as the best the fastest goes first.
+    """Recover each briefly and rank them by bits per byte. Of those as good as the best the fastest goes first.
 
     Args:
         search: gets the qualities.
-        trials: makes them.
-        finalists: what to compare, at least one.
-        time_left: seconds that the comparison may still take; those that do not fit are left out, and named.
+        trials: measures them.
+        finalists: at least one.
+        time_left: seconds that the comparison may still take. Finalists that do not fit are left out, and named.
     """
     longest = 0.0
     for number, candidate in enumerate(finalists):
@@ -213,19 +236,19 @@ def compare_finalists(
 
 
 def equal_quality(bits_per_byte: Iterable[float]) -> float:
-    """The most bits per byte that count as good as the best of these."""
+    """Bits per byte up to this count as good as the best of these."""
     return min(bits_per_byte) * (1 + EQUAL_PERCENT / 100)
 
 
 def nothing_fits(search: Search) -> str:
-    """One line: the nearest miss, and which limits to relax to what."""
+    """One line: the nearest miss, and which limits to relax by how much."""
     corrected = [replace(one, predicted=known(search.figures(one))) for one in search.found]
     nearest, missed = nearest_miss(corrected, search.device)
     source = "measured" if nearest.name in search.measured and search.decides else "predicted"
     parts = []
     for name, share in sorted(missed.items(), key=lambda item: -item[1]):
         limit = getattr(search.device.limits, name)
-        parts.append(f"{name} {limit * share:.4g} of {limit:g} {LIMIT_UNITS[name]}")
+        parts.append(f"{name} {limit * share:.4g} of {limit:g} {LIMITS[name].unit}")
     relax = " and ".join(f"{name} to {_rounded_up(nearest.predicted[name])}" for name in missed)
     return (
         f"nothing fits {search.device.name}: of {len(search.found):,} candidates {nearest.name} comes nearest, with "
@@ -234,7 +257,7 @@ def nothing_fits(search: Search) -> str:
 
 
 def known(figures: Mapping[str, float | None]) -> dict[str, float]:
-    """The figures that there are."""
+    """The figures that are not None."""
     return {name: value for name, value in figures.items() if value is not None}
 
 
@@ -242,10 +265,10 @@ def _rounded_up(value: float) -> str:
     return f"{value * 1.005:.3g}"
 
 
-def summary(search: Search, chosen: Candidate | None, shown: int = 40) -> dict[str, Any]:
-    """The result's part about the search: candidates tried and the best of the others, and what each limit cut.
+def summary(search: Search, chosen: Candidate, shown: int = 40) -> dict[str, Any]:
+    """The result's part about the search: candidates tried and the best of the others, and what each limit ruled out.
 
-    Where what is measured here decides, predictions are those that measurements have corrected.
+    If measurements decide, predictions are the corrected ones.
     """
     tried = {*search.measured, *search.quality}
     kept = [one for one in search.found if one.name in tried or one is chosen]
@@ -266,11 +289,11 @@ def summary(search: Search, chosen: Candidate | None, shown: int = 40) -> dict[s
     return {
         "device": search.device.name,
         "decided_by": "measurement" if search.decides else "prediction",
-        "limits": {name: getattr(search.device.limits, name) for name in LIMIT_UNITS},
+        "limits": {name: getattr(search.device.limits, name) for name in LIMITS},
         "considered": len(search.found),
         "inside": len(search.inside()),
         "cut_by_limit": cut_by_limit(search.found, search.device),
         "candidates": records,
-        "chosen": None if chosen is None else chosen.name,
-        "whole_teacher": chosen is not None and chosen.shape == Shape.of(search.teacher),
+        "chosen": chosen.name,
+        "whole_teacher": chosen.shape == Shape.of(search.teacher),
     }

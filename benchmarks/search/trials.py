@@ -1,7 +1,7 @@
 """Trying candidates out: latency of random weights here, loss right after the cut, quality after a brief recovery.
 
-Everything is made by the commands themselves, in directories of its own, and kept: a search that is run again goes on
-where it stopped.
+The commands themselves make everything, each thing in a directory that is kept, so that a search that is run again
+resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -9,55 +9,25 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.devices.schema import Device
-from benchmarks.files import write_whole
-from benchmarks.measure.quick import quick_figures
-from benchmarks.search.candidates import Candidate, Form, shape_name
+from benchmarks.measure.bench import short_bench
+from benchmarks.predict.model_size import Stored
+from benchmarks.search.candidates import Candidate, shape_name, weights_name
+from benchmarks.search.stages import Source, export_settings, prune_settings, quantize_settings, vocabulary_stages
 from compress.pruning.shapes import Shape
 from sportsllm.cli.flags import load_command
 from sportsllm.console import silenced
+from sportsllm.files import atomic_write_text
 from sportsllm.models.hf_config import load_config, read_json
 from sportsllm.storage.artifact import Stage, digest, run_stage
 
 _SCORING_SAMPLES = 8
 _CUT_SAMPLES = 32
 _BRIEF_SAMPLES = 96
-_SEQUENCE = 512
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a search starts from.
-
-    Attributes:
-        teacher: an unquantized checkpoint.
-        corpus: training text; what decides between finalists is held out of it.
-        calibration: text that statistics are taken from.
-        threads: of everything; all cores if None.
-        seed: of everything random.
-        settings: further flags of every training, such as `batch_size`.
-    """
-
-    teacher: Path
-    corpus: tuple[Path, ...]
-    calibration: tuple[Path, ...]
-    threads: int | None = None
-    seed: int = 0
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def training(self) -> dict[str, Any]:
-        """Flags of the commands that train."""
-        return {"corpus": list(self.corpus), "seed": self.seed, "threads": self.threads, **self.settings}
-
-    @property
-    def sequence(self) -> int:
-        """Tokens of one piece of text."""
-        return min(int(self.settings.get("sequence") or _SEQUENCE), load_config(self.teacher).max_position_embeddings)
 
 
 @dataclass(eq=False)
@@ -84,27 +54,25 @@ class Trials:
             return teacher
         cut, tuned = self.directory / f"vocabulary-{vocab_size}", self.directory / f"teacher-{vocab_size}"
         with silenced():
-            for command, settings in vocabulary_stages(
-                self.source, teacher, cut, tuned, vocab_size, self.search_tokens
-            ):
+            for command, settings in vocabulary_stages(self.source, cut, tuned, vocab_size, self.search_tokens):
                 load_command(command)(**settings)
         return tuned
 
     def probe(self, candidate: Candidate) -> dict[str, float | None]:
         """Figures by the limits' names, measured here on an export of the candidate's shape with random weights."""
         directory = self.directory / "probes" / candidate.name
-        export = self._export(self._random(candidate), candidate.form, directory, method="rtn")
+        export = self._export(self._random(candidate), candidate.format, directory, method="rtn")
         kept = directory / "figures.json"
         key = hashlib.sha256(json.dumps([digest(export), self.source.threads]).encode()).hexdigest()
         old = read_json(kept) if kept.exists() else {}
         if old.get("fingerprint") == key:
             return dict(old["figures"])
-        figures = quick_figures(export, self.device, self.source.threads)
-        write_whole(kept, json.dumps({"fingerprint": key, "figures": figures}))
+        figures = short_bench(export, self.device, self.source.threads)
+        atomic_write_text(kept, json.dumps({"fingerprint": key, "figures": figures}))
         return figures
 
     def loss_after_cut(self, shape: Shape, vocab_size: int) -> float:
-        """Nats a token on calibration text, right after cut and repair: which shapes are worth recovering."""
+        """Nats a token on calibration text, right after cut and refit: which shapes are worth recovering."""
         name = shape_name(shape, vocab_size)
         if name not in self._losses:
             self._losses[name] = self._loss_after_cut(shape, vocab_size)
@@ -143,7 +111,7 @@ class Trials:
         """Bits per byte of the candidate, recovered briefly and packed, on text held out of the corpus."""
         student = self.recovered(candidate, self.directory / "recovered", self.search_tokens)
         with silenced():
-            packed = self._packed(student, candidate.form, self.directory / "recovered")
+            packed = self._packed(student, candidate.format, self.directory / "recovered")
         return self.score(packed)
 
     def recovered(self, candidate: Candidate, parent: Path, tokens: int) -> Path:
@@ -152,7 +120,7 @@ class Trials:
         if candidate.shape == Shape.of(load_config(teacher)):
             return teacher
         out = parent / shape_name(candidate.shape, candidate.vocab_size)
-        # A brief recovery hides what more samples of the cut would gain.
+        # More samples of the cut gain nothing that is left after a brief recovery.
         samples = _BRIEF_SAMPLES if len(self._pieces(candidate.vocab_size)) >= _BRIEF_SAMPLES else None
         with silenced():
             load_command("prune")(**prune_settings(self.source, candidate, teacher, out, tokens, samples))
@@ -185,85 +153,15 @@ class Trials:
         shape = {"shape": name, "seed": self.source.seed}
         return Path(run_stage(self.directory / "random" / name, Stage("random", shape, [teacher]), make)["out"])
 
-    def _packed(self, checkpoint: Path, form: Form, parent: Path, method: str | None = None) -> Path:
-        if form.precision == "fp32":
+    def _packed(self, checkpoint: Path, format: Stored, parent: Path, method: str | None = None) -> Path:
+        if format.precision == "fp32":
             return checkpoint
-        out = parent / f"{checkpoint.name}-{Form(form.precision, form.block_size, 0.0, form.per_row).name}"
-        load_command("quantize")(**quantize_settings(self.source, form, checkpoint, out, method))
+        out = parent / f"{checkpoint.name}-{weights_name(format)}"
+        load_command("quantize")(**quantize_settings(self.source, format, checkpoint, out, method))
         return out
 
-    def _export(self, checkpoint: Path, form: Form, parent: Path, method: str | None = None) -> Path:
+    def _export(self, checkpoint: Path, format: Stored, parent: Path, method: str | None = None) -> Path:
         with silenced():
-            packed = self._packed(checkpoint, form, parent, method)
-            load_command("export")(**export_settings(self.source, form, packed, parent / "export"))
+            packed = self._packed(checkpoint, format, parent, method)
+            load_command("export")(**export_settings(self.source, format, packed, parent / "export"))
         return parent / "export"
-
-
-def vocabulary_stages(
-    source: Source, teacher: Path, cut: Path, tuned: Path, vocab_size: int, tokens: int
-) -> list[tuple[str, dict[str, Any]]]:
-    """The commands that make a teacher with fewer tokens, with their settings."""
-    calibration = list(source.calibration)
-    return [
-        ("prune", {"checkpoint": teacher, "out": cut, "calibration": calibration, "vocab_size": vocab_size}),
-        ("train", {"init": cut, "out": tuned, "tokens": tokens, **source.training()}),
-    ]
-
-
-def prune_settings(
-    source: Source, candidate: Candidate, teacher: Path, out: Path, tokens: int, samples: int | None = None
-) -> dict[str, Any]:
-    """Flags of `prune` that make a candidate's shape.
-
-    A teacher whose vocabulary was cut was fine-tuned since, at a low rate: recovery goes by the original's.
-    """
-    from compress.cli.prune import recovery_rate
-
-    shape, training = candidate.shape, source.training()
-    if teacher != source.teacher and training.get("learning_rate") is None:
-        training["learning_rate"] = recovery_rate(source.teacher)[0]
-    return {
-        "checkpoint": teacher,
-        "out": out,
-        "calibration": list(source.calibration),
-        "hidden": shape.hidden,
-        "intermediate": shape.intermediate,
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "layers": shape.layers,
-        "samples": samples,
-        "recover": tokens,
-        **training,
-    }
-
-
-def quantize_settings(
-    source: Source, form: Form, checkpoint: Path, out: Path, method: str | None, qad: int | None = None
-) -> dict[str, Any]:
-    """Flags of `quantize` for a form."""
-    settings: dict[str, Any] = {
-        "checkpoint": checkpoint,
-        "out": out,
-        "bits": int(form.precision.removeprefix("int")),
-        "threads": source.threads,
-    }
-    if form.per_row:
-        settings["per_row"] = True
-    else:
-        settings["block_size"] = form.block_size
-    if method is not None:
-        settings["method"] = method
-    else:
-        settings["calibration"] = list(source.calibration)
-    if qad:
-        settings |= {"qad": qad, **source.training()}
-        settings.pop("learning_rate", None)  # training as rounded has a rate of its own
-    return settings
-
-
-def export_settings(source: Source, form: Form, checkpoint: Path, out: Path) -> dict[str, Any]:
-    """Flags of `export` for a form."""
-    settings: dict[str, Any] = {"checkpoint": checkpoint, "out": out, "kv_cache": form.cache, "profile": form.profile}
-    if form.cache == "int8":
-        settings["calibration"] = list(source.calibration)
-    return settings

@@ -1,10 +1,10 @@
-"""What a loss over the vocabulary costs: plain torch, which makes all logits, against the chunked and fused one.
+"""Cost of a loss over the vocabulary: plain torch, which makes all logits, against the chunked and fused one.
 
     python -m benchmarks.studies.loss_cost --tokens 4096 --vocab 32000 --hidden 768
 
-Memory: each variant in a fresh process, the largest resident memory during loss and gradients less that before; the
-gradients themselves count. Time: both variants take turns in one process, and medians are printed, so that a machine
-whose speed wanders changes both. Everything is float32.
+Memory: each variant in a fresh process, the peak resident memory during loss and gradients less that before; the
+gradients themselves count. Time: medians of both variants in turns in one process, so that a machine whose speed drifts
+changes both. Everything is float32.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.console_tables import megabytes
-from benchmarks.measure.process import run_child
+from benchmarks.console_tables import megabytes, table
+from benchmarks.measure import worker
+from benchmarks.measure.process import ChildResult, child_command, run_child
 from compress.distillation.divergences import divergence_chunk, mixed_chunk
 from sportsllm.console import output, use_stderr
 from sportsllm.errors import SportsLLMError
@@ -96,6 +97,7 @@ class Case:
 
 def measure_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Extra resident bytes of one variant, in this process."""
+    torch.set_num_threads(int(settings["threads"]))
     Case({**settings, "tokens": 8, "vocab": 64}).run(settings["variant"])  # libraries and their threads
     case = Case(settings)
     reset_peak_rss()
@@ -106,6 +108,7 @@ def measure_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def measure_time(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Seconds of both variants by turns; the first round warms up and is checked for equal gradients."""
+    torch.set_num_threads(int(settings["threads"]))
     case = Case(settings)
     # One variant's gradients are held at a time beside the other's.
     for naive, fused in zip(case.gradients("naive"), case.gradients("fused"), strict=True):
@@ -126,71 +129,59 @@ def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
         ChildFailure: a process ran out of memory, hung, or found unequal gradients.
     """
 
-    def child(mode: str, **more: Any) -> tuple[dict[str, Any], float]:
-        specification = json.dumps({**settings, "mode": mode, **more})
-        command = [sys.executable, "-P", "-m", "benchmarks.studies.loss_cost", "--child", specification]
+    def child(mode: str, **more: Any) -> ChildResult:
+        command = child_command({**settings, "mode": mode, **more}, __spec__.name)
         environment = {"OMP_NUM_THREADS": str(settings["threads"])}
-        result = run_child(command, f"{settings['loss']}, {mode}", _TIMEOUT_S, environment)
-        return result.payload, result.other_cpu_cores
+        return run_child(command, f"{settings['loss']}, {mode}", _TIMEOUT_S, environment)
 
-    memory = {variant: child("memory", variant=variant)[0]["extra_bytes"] for variant in VARIANTS}
-    timed, others = child("time")
-    seconds = {variant: statistics.median(samples) for variant, samples in timed["seconds"].items()}
+    memory = {variant: child("memory", variant=variant).payload["extra_bytes"] for variant in VARIANTS}
+    timed = child("time")
+    rounds = timed.payload["seconds"]
+    seconds = {variant: statistics.median(samples) for variant, samples in rounds.items()}
     return {
         **settings,
         "extra_bytes": memory,
         "times_less_memory": round(memory["naive"] / memory["fused"], 2),
         "seconds": seconds,
         "times_faster": round(seconds["naive"] / seconds["fused"], 2),
-        "rounds_s": timed["seconds"],
-        "other_cpu_cores": round(others, 2),
+        "rounds_s": rounds,
+        "other_cpu_cores": round(timed.other_cpu_cores, 2),
     }
 
 
 def _table(results: list[dict[str, Any]]) -> Table:
     first = results[0]
-    title = f"\n{first['tokens']:,} tokens, vocabulary {first['vocab']:,}, hidden {first['hidden']:,}, float32, "
-    title += f"{first['threads']} threads"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column("loss")
-    for header in ("naive MB", "fused MB", "less memory", "naive s", "fused s", "faster", "others' cores"):
-        table.add_column(header, justify="right")
-    for result in results:
-        memory, seconds = result["extra_bytes"], result["seconds"]
-        table.add_row(
+    title = f"{first['tokens']:,} tokens, vocabulary {first['vocab']:,}, hidden {first['hidden']:,}, float32, "
+    headers = ("loss", "naive MB", "fused MB", "less memory", "naive s", "fused s", "faster", "others' cores")
+    rows = [
+        (
             result["loss"],
-            *(megabytes(memory[variant]) for variant in VARIANTS),
+            *(megabytes(result["extra_bytes"][variant]) for variant in VARIANTS),
             f"{result['times_less_memory']:.1f}x",
-            *(f"{seconds[variant]:.3f}" for variant in VARIANTS),
+            *(f"{result['seconds'][variant]:.3f}" for variant in VARIANTS),
             f"{result['times_faster']:.2f}x",
             f"{result['other_cpu_cores']:.2f}",
         )
-    return table
+        for result in results
+    ]
+    return table(headers, rows, title=f"{title}{first['threads']} threads")
+
+
+MODES = {"memory": measure_memory, "time": measure_time}
 
 
 def main() -> None:
     """Measure the losses named on the command line and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=32_000)
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--chunk", type=int, help="Tokens at a time; as in training if not given.")
-    parser.add_argument("--loss", choices=LOSSES, action="append", help="Only this one; may be repeated.")
-    parser.add_argument("--json", action="store_true", help="One JSON object on standard output.")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--tokens", type=int, default=4096, help="Tokens of one batch. [default: %(default)s]")
+    parser.add_argument("--vocab", type=int, default=32_000, help="Size of the vocabulary. [default: %(default)s]")
+    parser.add_argument("--hidden", type=int, default=768, help="Hidden size. [default: %(default)s]")
+    parser.add_argument("--rounds", type=int, default=5, help="Timed rounds. [default: %(default)s]")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads. [default: %(default)s]")
+    parser.add_argument("--chunk", type=int, help="Tokens of one chunk. [default: as in training]")
+    parser.add_argument("--loss", choices=LOSSES, action="append", help="A loss; may be repeated. [default: all]")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object on standard output.")
     arguments = parser.parse_args()
-    if arguments.child is not None:
-        settings = json.loads(arguments.child)
-        torch.set_num_threads(int(settings["threads"]))
-        modes = {"memory": measure_memory, "time": measure_time}
-        try:
-            payload = modes[settings["mode"]](settings)
-        except SportsLLMError as error:
-            payload = {"error": str(error), "exit_code": error.exit_code}
-        print(json.dumps(payload), flush=True)
-        return
     use_stderr(arguments.json)
     names = ("tokens", "vocab", "hidden", "rounds", "threads", "chunk")
     shared = {name: getattr(arguments, name) for name in names}
@@ -201,4 +192,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1].startswith("{"):  # a process that `measure` started
+        sys.exit(worker.main(sys.argv[1:], MODES))
     main()

@@ -25,12 +25,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.console_tables import table
 from benchmarks.devices.load import load_device
 from benchmarks.devices.schema import FORMAT, Device
 from benchmarks.devices.write import write_device
 from benchmarks.measure.bench import default_threads, machine
 from benchmarks.measure.process import QUIET_CORES
-from benchmarks.measure.tables import table
 from benchmarks.predict.calibrate import Readings, describe
 from benchmarks.predict.coefficients import EFFICIENCIES, PredictionError
 from benchmarks.predict.efficiency_fit import Measured, fit_efficiency, with_efficiency

@@ -15,7 +15,7 @@ from benchmarks.measure.process import child_command, run_child, wait_for_quiet
 from benchmarks.predict.calibrate import Readings, read_round
 from benchmarks.predict.efficiency_fit import Measured
 from benchmarks.predict.model_size import Stored
-from benchmarks.spread import quiet_quarter
+from benchmarks.spread import lower_quartile
 from benchmarks.studies.prediction_models import (
     FITTED,
     FORMS,
@@ -76,7 +76,7 @@ def measure(
 ) -> tuple[list[Measured], float]:
     """Every figure of every model, and the most cores that other programs used beside one.
 
-    A time is the `quiet_quarter` of the rounds' medians, since a prediction is of a machine that does nothing else.
+    A time is the `lower_quartile` of the rounds' medians, since a prediction is of a machine that does nothing else.
 
     All models are there before the first is measured, and each round goes through all of them in an order of its own,
     so that a machine that is slower for a while, or at times as far apart as rounds, is so for all.
@@ -141,6 +141,6 @@ def _measure_one(model: Model, mode: str, threads: int) -> float:
 def _figures(model: Model) -> Iterator[Measured]:
     found = {("memory", MEMORY_TOKENS): [model.peak_rss_bytes], **model.medians}
     for (kind, tokens), values in found.items():
-        value = quiet_quarter(values)
+        value = lower_quartile(values)
         apart = 100 * (statistics.median(values) / value - 1)
         yield Measured(model.shape, model.form, model.config, model.stored, kind, tokens, value, apart)

@@ -1,10 +1,10 @@
-"""What a frozen teacher costs in each precision: memory, speed, and how far its distributions move.
+"""Cost of a frozen teacher in each precision: memory, speed, and how far its distributions move.
 
     python -m benchmarks.studies.teacher_cost --teacher DIR --text FILE --tokens 4096 [--json]
 
-Memory: a fresh process for each precision; the resident memory that loading leaves, and the peak of loading and of
-reading, both over what the process had with its libraries. Speed: the precisions take turns in one process. Distance:
-KL(fp32 || precision) in nats a token over the same text, 0 for fp32.
+Memory: a fresh process for each precision; resident memory after loading and the peaks of loading and of reading, all
+less that of the process with its libraries. Speed: the precisions take turns in one process. Distance: KL(fp32 ||
+precision) in nats a token over the same text, 0 for fp32.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import psutil
 import torch
 from rich.table import Table
 
-from benchmarks.console_tables import megabytes
-from benchmarks.measure.process import run_child
+from benchmarks.console_tables import megabytes, table
+from benchmarks.measure import worker
+from benchmarks.measure.process import child_command, run_child
 from compress.distillation.divergences import divergence_chunk
 from compress.distillation.teacher import PRECISIONS, load_teacher, teacher_logits
 from sportsllm.console import output, use_stderr
-from sportsllm.errors import SportsLLMError
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.text.documents import read_documents
@@ -48,6 +48,7 @@ def _batch(settings: Mapping[str, Any]) -> Batch:
 
 def measure_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes of one precision in this process."""
+    torch.set_num_threads(int(settings["threads"]))
     batch = _batch(settings)
     if settings["precision"] in ("int8", "nf4"):
         import bitsandbytes  # noqa: F401  a library, not the teacher
@@ -66,7 +67,8 @@ def measure_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure_rest(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds of a pass by turns, and distances, of all precisions."""
+    """Seconds of a pass in turns, and distances, of all precisions."""
+    torch.set_num_threads(int(settings["threads"]))
     batch, directory = _batch(settings), Path(settings["teacher"])
     models = {name: load_teacher(directory, name) for name in _MEASURED}
     seconds: dict[str, list[float]] = {name: [] for name in _MEASURED}
@@ -99,8 +101,7 @@ def measure(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
 
     def child(mode: str, **more: Any) -> dict[str, Any]:
-        specification = json.dumps({**settings, "mode": mode, **more})
-        command = [sys.executable, "-P", "-m", "benchmarks.studies.teacher_cost", "--child", specification]
+        command = child_command({**settings, "mode": mode, **more}, __spec__.name)
         environment = {"OMP_NUM_THREADS": str(settings["threads"])}
         return run_child(command, f"teacher, {mode}", _TIMEOUT_S, environment).payload
 
@@ -117,37 +118,32 @@ def measure(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _table(results: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("precision")
-    for header in ("loaded MB", "peak loading MB", "peak reading MB", "tokens/s", "KL from fp32, nats a token"):
-        table.add_column(header, justify="right")
-    for row in results:
-        sizes = (megabytes(row[f"{key}_bytes"]) for key in ("loaded", "peak_loading", "peak_reading"))
-        table.add_row(row["precision"], *sizes, f"{row['tokens_per_s']:,.0f}", f"{row['kl_nats_per_token']:.2e}")
-    return table
+    headers = ("precision", "loaded MB", "peak loading MB", "peak reading MB", "tokens/s", "KL from fp32, nats a token")
+    rows = [
+        (
+            row["precision"],
+            *(megabytes(row[f"{key}_bytes"]) for key in ("loaded", "peak_loading", "peak_reading")),
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['kl_nats_per_token']:.2e}",
+        )
+        for row in results
+    ]
+    return table(headers, rows)
+
+
+MODES = {"memory": measure_memory, "rest": measure_rest}
 
 
 def main() -> None:
     """Measure every precision and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--teacher", required=True)
-    parser.add_argument("--text", nargs="+", required=True, help="Text that the teacher reads.")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", action="store_true", help="One JSON object on standard output.")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    if "--child" in sys.argv:
-        settings = json.loads(sys.argv[sys.argv.index("--child") + 1])
-        torch.set_num_threads(int(settings["threads"]))
-        use_stderr(True)
-        try:
-            payload = measure_memory(settings) if settings["mode"] == "memory" else measure_rest(settings)
-        except SportsLLMError as error:
-            payload = {"error": str(error), "exit_code": error.exit_code}
-        print(json.dumps(payload), flush=True)
-        return
+    parser.add_argument("--teacher", metavar="DIR", required=True, help="An unquantized checkpoint.")
+    parser.add_argument("--text", metavar="FILE", nargs="+", required=True, help="Text that the teacher reads.")
+    parser.add_argument("--tokens", type=int, default=4096, help="Tokens to read. [default: %(default)s]")
+    parser.add_argument("--sequence", type=int, default=512, help="Tokens of one sequence. [default: %(default)s]")
+    parser.add_argument("--rounds", type=int, default=3, help="Timed rounds. [default: %(default)s]")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads. [default: %(default)s]")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object on standard output.")
     arguments = parser.parse_args()
     use_stderr(arguments.json)
     names = ("teacher", "text", "tokens", "sequence", "rounds", "threads")
@@ -158,4 +154,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1].startswith("{"):  # a process that `measure` started
+        sys.exit(worker.main(sys.argv[1:], MODES))
     main()

@@ -3,9 +3,9 @@
     python -m benchmarks.studies.train_speed tiny-1m tiny-5m small --batch-size 4 --sequence 512
     OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=3000 python -m benchmarks.studies.train_speed tiny-1m --parallel-batches 1 2
 
-Steps of the model and bursts of the product alternate in one process, and medians are printed, so that a machine whose
-speed wanders changes both. Several `--parallel-batches` take turns too, with steps of as many batches as the largest.
-The variables are those that the command line sets for its threads.
+Medians of steps of the model and bursts of the product in turns in one process, so that a machine whose speed drifts
+changes both. Several `--parallel-batches` take turns too, with steps of as many batches as the largest. The variables
+are those that the command line sets for its threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sportsllm.models.config import ModelConfig
+from benchmarks.flops import training_flops_per_token
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import preset
 from sportsllm.process_memory import peak_rss_bytes
@@ -30,16 +30,6 @@ from sportsllm.text.packing import PackedSequences, TokenizedDocuments
 from sportsllm.training.loop import TrainConfig, language_model_loss, resolve_precision, train_model
 
 _DOCUMENT_TOKENS = (100, 900)
-
-
-def flops_per_token(config: ModelConfig, document_tokens: float) -> float:
-    """Forward and backward, multiply and add counted apart: 6 a matrix's number, 12 x half the length x head width.
-
-    The embedding is a look-up and counts nothing; a tied head counts.
-    """
-    matrices = config.block_parameters + config.vocab_size * config.hidden_size
-    attention = 12 * config.num_hidden_layers * config.query_size * document_tokens / 2
-    return 6 * matrices + attention
 
 
 def random_documents(vocab_size: int, tokens: int, seed: int = 0) -> TokenizedDocuments:
@@ -98,7 +88,7 @@ def measure(
                     rates[count].append(result.tokens_per_s)
             products.append(matmul_flops(dtype))
     product = statistics.median(products)
-    average = float(np.diff(data.ends, prepend=0).mean())
+    flops = training_flops_per_token(shape, min(round(len(data.ids) / len(data.ends)), sequence))
     return [
         {
             "model": name,
@@ -112,7 +102,7 @@ def measure(
             "tokens_per_s": round(rate, 1),
             "tokens_per_s_range": [round(min(found), 1), round(max(found), 1)],
             "matmul_gflops": round(product / 1e9, 1),
-            "share_of_matmul": round(rate * flops_per_token(shape, min(average, sequence)) / product, 3),
+            "share_of_matmul": round(rate * flops / product, 3),
             "peak_rss_bytes": peak_rss_bytes(),
         }
         for count, found in rates.items()
@@ -123,26 +113,20 @@ def measure(
 def main() -> None:
     """Measure the presets named on the command line, one JSON object a line and number of parallel batches."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+")
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--precision", default="auto")
-    parser.add_argument("--optimizer", default="adamw")
-    parser.add_argument("--parallel-batches", type=int, nargs="+", default=[1])
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    for name in arguments.models:
-        for figures in measure(
-            name,
-            arguments.batch_size,
-            arguments.sequence,
-            arguments.rounds,
-            arguments.precision,
-            arguments.optimizer,
-            arguments.parallel_batches,
-        ):
+    parser.add_argument("models", metavar="PRESET", nargs="+", help="Presets to train.")
+    parser.add_argument("--batch-size", type=int, default=4, help="Sequences of one batch. [default: %(default)s]")
+    parser.add_argument("--sequence", type=int, default=512, help="Tokens of one sequence. [default: %(default)s]")
+    parser.add_argument("--rounds", type=int, default=5, help="Timed rounds. [default: %(default)s]")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads. [default: %(default)s]")
+    parser.add_argument("--precision", default="auto", help="auto, fp32, bf16 or fp16. [default: %(default)s]")
+    parser.add_argument("--optimizer", default="adamw", help="adamw or muon. [default: %(default)s]")
+    parser.add_argument(
+        "--parallel-batches", type=int, nargs="+", default=[1], help="Batches computed side by side. [default: 1]"
+    )
+    settings = vars(parser.parse_args())
+    torch.set_num_threads(settings.pop("threads"))
+    for name in settings.pop("models"):
+        for figures in measure(name, **settings):
             print(json.dumps(figures), flush=True)
 
 

@@ -8,25 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
+from benchmarks.bench import bench_model
+from benchmarks.console_results import verdict_line
 from benchmarks.devices.limits import judge_budget, predicted_figures, stored_form
 from benchmarks.devices.load import DEVICES, load_device
-from benchmarks.labels import verdict
 from benchmarks.measure import bench
-from benchmarks.measure.bench import depths_that_fit, prompts_that_fit, run_bench
+from benchmarks.measure.bandwidth_bound import bytes_read_per_token
+from benchmarks.measure.bench import BenchRequest, depths_that_fit, prompts_that_fit, short_bench
 from benchmarks.measure.cpus import choose_cpus
-from benchmarks.measure.floor import floor_bytes
-from benchmarks.measure.memory import memory_split, peak_rss_bytes
+from benchmarks.measure.memory import memory_split
 from benchmarks.measure.process import ChildFailure, child_command, run_child
-from benchmarks.measure.tables import verdict_line
 from benchmarks.predict.latency import tpot_ms
+from benchmarks.report.text import summarize_budget
 from benchmarks.spread import percentile, percentiles, spread
 from sportsllm.cli import main as cli
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import to_hf
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.process_memory import peak_rss_bytes
 from sportsllm.storage.artifact import directory_bytes
 from sportsllm.storage.checkpoint import save_checkpoint
 
@@ -62,16 +65,18 @@ def export(checkpoint: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def result(export: Path) -> dict[str, Any]:
+def result(export: Path, checkpoint: Path) -> dict[str, Any]:
+    request = BenchRequest(
+        export, threads=1, rounds=2, most_rounds=2, prompt_lengths=[64], batch_sizes=[1, 3], minutes=0.02
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "SECONDS_PER_FIGURE", 0.05)
         patch.setattr(bench, "MEMORY_ROUNDS", 1)
         patch.setattr(bench, "COLD_ROUNDS", 1)
-        patch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
-        return run_bench(
-            export, "host", threads=1, rounds=2, most_rounds=2, bits_per_byte=2.06, teacher_bits_per_byte=2.0,
-            prompt_lengths=[64], batch_sizes=[1, 3], minutes=0.02,
-        )  # fmt: skip
+        patch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
+        qualities = {export: 2.06, checkpoint: 2.0}
+        patch.setattr("benchmarks.bench.bits_per_byte", lambda directory, text, threads: qualities[directory])
+        return bench_model(request, "host", text=[Path("held-out.txt")], teacher=checkpoint).to_json()
 
 
 def python(code: str) -> list[str]:
@@ -80,7 +85,7 @@ def python(code: str) -> list[str]:
 
 @pytest.mark.parametrize("samples", [[3.0], [2.0, 1.0], [float(n * n % 17) for n in range(128)]])
 def test_percentiles_are_numpys(samples: list[float]) -> None:
-    for percent in (0, 1, 50, 90, 95, 99, 100):
+    for percent in (1, 25, 50, 90, 95, 99):
         assert percentile(samples, percent) == pytest.approx(float(np.percentile(samples, percent)), abs=1e-12)
     assert percentiles(samples) == {f"p{p}": percentile(samples, p) for p in (50, 90, 95, 99)}
 
@@ -88,8 +93,9 @@ def test_percentiles_are_numpys(samples: list[float]) -> None:
 def test_percentile_refuses_nothing_and_nonsense() -> None:
     with pytest.raises(ValueError, match="at least one"):
         percentile([], 50)
-    with pytest.raises(ValueError, match="0 to 100"):
-        percentile([1.0], 101)
+    for percent in (0, 100):
+        with pytest.raises(ValueError, match="1 to 99"):
+            percentile([1.0], percent)
 
 
 def test_spread_is_noisy_beyond_five_percent_of_the_median() -> None:
@@ -135,20 +141,30 @@ def test_a_child_that_gives_no_result_is_reported_in_one_line(code: str, kind: s
 
 
 def test_a_damaged_model_keeps_its_own_error(tmp_path: Path, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
     for path in export.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     data = tmp_path / "model.onnx.data"
     data.write_bytes(data.read_bytes()[:-16])
     with pytest.raises(ChildFailure, match="damaged") as caught:
-        run_bench(tmp_path, "host", rounds=1)
+        bench_model(BenchRequest(tmp_path, rounds=1), "host")
     assert caught.value.exit_code == 3
+
+
+def test_only_a_command_that_has_the_flag_is_told_of_it(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
+    with pytest.raises(ChildFailure, match=r"no result within 0\.01 s.*give it longer with --timeout"):
+        bench_model(BenchRequest(export, timeout_s=0.01), "host")
+    monkeypatch.setattr(bench, "DEFAULT_TIMEOUT_S", 0.01)  # as `fit` measures, which has no such flag
+    with pytest.raises(ChildFailure, match=r"no result within 0\.01 s") as caught:
+        short_bench(export, load_device("host"))
+    assert "--timeout" not in str(caught.value)
 
 
 def test_peak_memory_is_the_childs_own() -> None:
     held = b"x" * 300_000_000
     code = (
-        "import json; from benchmarks.measure.memory import peak_rss_bytes as p; {}; print(json.dumps({{'peak': p()}}))"
+        "import json; from sportsllm.process_memory import peak_rss_bytes as p; {}; print(json.dumps({{'peak': p()}}))"
     )
     small = run_child(python(code.format("pass")), "peak").payload["peak"]
     freed = run_child(python(code.format("x = b'x' * 200_000_000; del x")), "peak").payload["peak"]
@@ -159,9 +175,18 @@ def test_peak_memory_is_the_childs_own() -> None:
 
 def test_measuring_imports_neither_torch_nor_onnx() -> None:
     code = (
-        "import sys, benchmarks.measure.bench, benchmarks.measure.worker, benchmarks.measure.tables; "
-        "import benchmarks.measure.quality; "
+        "import sys, benchmarks.bench, benchmarks.measure.worker, benchmarks.console_tables; "
         "print([m for m in ('torch', 'onnx', 'safetensors', 'plotly', 'jinja2') if m in sys.modules])"
+    )
+    ran = subprocess.run(python(code), capture_output=True, text=True, cwd=Path(bench.__file__).parents[2], check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_the_measured_process_imports_numpy_alone() -> None:
+    """Whatever else it imports would count in the memory that is reported as the model's."""
+    code = (
+        "import sys, benchmarks.measure.worker; "
+        "print([m for m in ('rich', 'psutil', 'pydantic', 'filelock', 'typer', 'onnxruntime') if m in sys.modules])"
     )
     ran = subprocess.run(python(code), capture_output=True, text=True, cwd=Path(bench.__file__).parents[2], check=True)
     assert ran.stdout.strip() == "[]"
@@ -182,7 +207,7 @@ def test_every_promised_key_is_there(result: dict[str, Any], export: Path) -> No
     assert result["cpus"] == choose_cpus(1)
     assert (result["cold_load_s"] is None) == ("cold_load_s" in result["absent"])
     assert (result["joules_per_token"] is None) == ("joules_per_token" in result["absent"])
-    assert (result["memory_split"] is None) == (memory_split() is None)
+    assert (result["memory_split"] is None) == (memory_split(psutil.Process()) is None)
 
 
 def test_rows_are_decoded_together_and_for_a_while(result: dict[str, Any]) -> None:
@@ -214,10 +239,10 @@ def test_figures_are_medians_of_the_rounds_that_are_kept(result: dict[str, Any])
     assert result["clean"] in (True, False) and result["other_cpu_cores"] >= 0
 
 
-def test_memory_floor_is_bytes_over_bandwidth(result: dict[str, Any], export: Path) -> None:
+def test_the_bandwidth_bound_is_bytes_over_bandwidth(result: dict[str, Any], export: Path) -> None:
     floor = result["memory_floor"]
     # 2 layers * (key and value) * 1 head * 16 numbers * 4 bytes
-    assert floor_bytes(export, CONFIG) == {"weight_bytes": directory_bytes(export), "kv_bytes_per_token": 256}
+    assert bytes_read_per_token(export, CONFIG) == {"weight_bytes": directory_bytes(export), "kv_bytes_per_token": 256}
     best = max(one["bandwidth_bytes_per_s"] for one in result["raw"]["bandwidth"])
     assert result["memory_floor_tpot_ms"] == pytest.approx(1e3 * (directory_bytes(export) + 152 * 256) / best)
     assert floor["by_depth_ms"]["152"] == result["memory_floor_tpot_ms"] > floor["by_depth_ms"]["32"]
@@ -226,7 +251,7 @@ def test_memory_floor_is_bytes_over_bandwidth(result: dict[str, Any], export: Pa
 def test_an_untied_embedding_is_not_read_whole(export: Path) -> None:
     untied = CONFIG.with_changes(tie_word_embeddings=False)
     share = 1 - 64 * 32 / untied.parameters
-    assert floor_bytes(export, untied)["weight_bytes"] == math.floor(directory_bytes(export) * share)
+    assert bytes_read_per_token(export, untied)["weight_bytes"] == math.floor(directory_bytes(export) * share)
 
 
 def test_a_figure_that_does_not_exist_is_not_passed(result: dict[str, Any]) -> None:
@@ -242,7 +267,9 @@ def test_a_short_context_is_held_to_the_time_per_token_where_it_ends(result: dic
     assert limits["tpot_p50_ms"] == result["tpot_ms"]["152"]["p50"]
     assert result["budget"]["tpot_depth_tokens"] == 152
     assert "time per token after 152 tokens, all that the context has room for" in verdict_line(result["budget"])
-    notes = {row["label"]: row["note"] for row in verdict(result)["rows"]}
+    summary = summarize_budget(result)
+    assert summary is not None
+    notes = {row.label: row.note for row in summary.rows}
     assert notes["Median time per token"].startswith("after 152 tokens")
     pi = load_device("raspberry-pi-5-8gb")
     predicted = predicted_figures(pi, CONFIG, export)["tpot_p50_ms"]
@@ -265,7 +292,7 @@ def test_elsewhere_the_prediction_decides_and_says_so(result: dict[str, Any], ex
 
 def test_a_graphics_card_is_not_judged_by_the_cpu(export: Path) -> None:
     with pytest.raises(UsageError, match="--on-device"):
-        run_bench(export, "rtx-3060", on_device=True)
+        bench_model(BenchRequest(export), "rtx-3060", on_device=True)
 
 
 def test_stored_form_follows_the_configuration(tmp_path: Path) -> None:
@@ -302,7 +329,7 @@ def test_the_command_exits_4_when_a_limit_is_missed(
     monkeypatch.setattr(bench, "SECONDS_PER_FIGURE", 0)
     monkeypatch.setattr(bench, "MEMORY_ROUNDS", 1)
     monkeypatch.setattr(bench, "COLD_ROUNDS", 1)
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
     device = tmp_path / "strict.toml"
     text = (DEVICES / "host.toml").read_text(encoding="utf-8")
     device.write_text(text.replace("file_mb = 100\n", "file_mb = 0.01\n"), encoding="utf-8")

@@ -4,13 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.measure.cpus import choose_cpus, pin
-from benchmarks.measure.energy import EnergyMeter, surroundings, temperature_c
+from benchmarks.measure.energy import EnergyMeter, read_sensors, temperature_c
 from benchmarks.measure.memory import memory_split, watched_memory
 from benchmarks.measure.page_cache import drop_files, resident_bytes
 
@@ -40,7 +40,7 @@ class Clock:
         return self.now
 
 
-def test_energy_counters_of_all_packages_add_up_and_come_round(tmp_path: Path) -> None:
+def test_energy_counters_of_all_packages_add_up_and_wrap(tmp_path: Path) -> None:
     write(tmp_path, package(0, 999_000) | package(1, 100))
     part = "sys/class/powercap/intel-rapl:0:0"  # inside package 0: counted there
     write(tmp_path, {f"{part}/name": "core", f"{part}/energy_uj": 0, f"{part}/max_energy_range_uj": 1_000_000})
@@ -113,7 +113,7 @@ def test_several_power_sensors_are_not_guessed_between(tmp_path: Path) -> None:
 
 
 def test_temperature_and_clock_are_the_processors(tmp_path: Path) -> None:
-    assert surroundings(None, tmp_path) == {"clock_mhz": None, "clock_source": None, "temperature_c": None}
+    assert read_sensors(None, tmp_path) == {"clock_mhz": None, "clock_source": None, "temperature_c": None}
     thermal, hwmon = "sys/class/thermal/thermal_zone", "sys/class/hwmon/hwmon"
     write(tmp_path, {f"{thermal}0/type": "gpu-thermal", f"{thermal}0/temp": 90_000})
     assert temperature_c(tmp_path) is None
@@ -123,10 +123,10 @@ def test_temperature_and_clock_are_the_processors(tmp_path: Path) -> None:
     write(tmp_path, {f"{hwmon}1/name": "k10temp", f"{hwmon}1/temp1_input": 45_000, f"{hwmon}1/temp3_input": 47_000})
     assert temperature_c(tmp_path) == 47.0
     write(tmp_path, {"proc/cpuinfo": "processor\t: 0\ncpu MHz\t\t: 1000.5\n\nprocessor\t: 1\ncpu MHz\t\t: 3000.5"})
-    assert surroundings([1], tmp_path)["clock_mhz"] == 3000.5
+    assert read_sensors([1], tmp_path)["clock_mhz"] == 3000.5
     cpu = "sys/devices/system/cpu/cpu"
     write(tmp_path, {f"{cpu}{i}/cpufreq/scaling_cur_freq": khz for i, khz in enumerate((1_000_000, 2_000_000, 9))})
-    found = surroundings([0, 1], tmp_path)
+    found = read_sensors([0, 1], tmp_path)
     assert (found["clock_mhz"], found["clock_source"]) == (1500.0, "cpufreq")
 
 
@@ -154,30 +154,64 @@ def test_pinning_is_what_the_system_then_says() -> None:
     assert pin([100_000]) is None  # no such processor
 
 
-def test_memory_is_split_as_the_kernel_counts_it(tmp_path: Path) -> None:
-    rollup = {"Rss": 100, "Pss": 70, "Private_Clean": 20, "Private_Dirty": 30, "Anonymous": 40, "Private_Hugetlb": 1}
-    lines = ["55a0-7ffe ---p 00000000 00:00 0    [rollup]", *(f"{name}:  {kb} kB" for name, kb in rollup.items())]
-    write(tmp_path, {"smaps_rollup": "\n".join(lines)})
-    kilobytes = {"rss": 100, "pss": 70, "uss": 51, "anonymous": 40, "file": 60}
-    assert memory_split(tmp_path) == {f"{name}_bytes": 1024 * kb for name, kb in kilobytes.items()}
-    assert memory_split(tmp_path / "none") is None
-    with watched_memory(tmp_path / "none") as nothing:
+SPLIT = memory_split(psutil.Process()) is not None
+
+
+def child(code: str) -> subprocess.Popen[str]:
+    """A process that runs `code`, says so and then waits for a line."""
+    program = f"{code}; print(flush=True); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+@pytest.mark.skipif(not SPLIT, reason="this system does not split up memory")
+def test_memory_is_split_as_the_kernel_counts_it() -> None:
+    with child("held = bytearray(b'x') * 30_000_000") as process:
+        found = memory_split(psutil.Process(process.pid))
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+        kilobytes = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines[1:])}
+        process.communicate("\n")
+    assert found is not None
+    rss, anonymous = 1024 * kilobytes["Rss"], 1024 * kilobytes["Anonymous"]
+    # The process stands still. The kernel counts pages in batches per thread, up to 64 pages off.
+    within = 64 * 4096
+    assert found["rss_bytes"] == pytest.approx(rss, abs=within)
+    assert found["anonymous_bytes"] == pytest.approx(anonymous, abs=within)
+    assert found["file_bytes"] == pytest.approx(rss - anonymous, abs=within)
+    assert found["pss_bytes"] == pytest.approx(1024 * kilobytes["Pss"], abs=within)
+    private = sum(value for name, value in kilobytes.items() if name.startswith("Private_"))
+    assert found["uss_bytes"] == pytest.approx(1024 * private, abs=within)
+
+
+def test_of_a_process_that_has_ended_nothing_is_known() -> None:
+    ended = psutil.Popen([sys.executable, "-c", "pass"])
+    ended.wait()
+    assert memory_split(ended) is None
+    with watched_memory(ended.pid) as nothing:
         pass
     assert nothing == {}
 
 
-@pytest.mark.skipif(memory_split() is None, reason="this system does not split up memory")
+@pytest.mark.skipif(not SPLIT, reason="this system does not split up memory")
 def test_the_split_is_that_of_the_peak() -> None:
-    before = memory_split()
-    assert before is not None
-    with watched_memory(every_s=0.01) as most:
-        held = bytearray(b"x") * 80_000_000
-        time.sleep(0.1)
-        del held
-    after = memory_split()
-    assert after is not None and most["samples"] >= 2
+    code = "import sys, time; input(); held = bytearray(b'x') * 80_000_000; time.sleep(0.1); del held; print(); input()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    with child("pass") as small:
+        before = memory_split(psutil.Process(small.pid))
+        small.communicate("\n")
+    with watched_memory(process.pid, every_s=0.01) as most:
+        print(file=process.stdin, flush=True)
+        process.stdout.readline()
+        after = memory_split(psutil.Process(process.pid))
+    process.communicate("\n")
+    assert before is not None and after is not None and most["samples"] >= 2
     assert most["rss_bytes"] == most["anonymous_bytes"] + most["file_bytes"]
-    # 80 MB of our own memory, give or take what the interpreter keeps or frees meanwhile
+    # 80 MB of its own memory, give or take what the interpreter keeps or frees meanwhile
     assert 75e6 < most["anonymous_bytes"] - before["anonymous_bytes"] < 90e6
     assert after["anonymous_bytes"] < most["anonymous_bytes"] - 60e6
 

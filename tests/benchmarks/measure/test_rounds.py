@@ -1,8 +1,6 @@
 """Rounds, their interval, and what may be called clean; the sustained run's windows."""
 
-import errno
 import itertools
-import os
 import statistics
 import sys
 from pathlib import Path
@@ -10,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.files import write_whole
-from benchmarks.measure.bench import ragged_lengths, whole_numbers
+from benchmarks.commands import _numbers
+from benchmarks.console_results import unclean_line
+from benchmarks.measure.bench import ragged_lengths
 from benchmarks.measure.process import ChildFailure, run_child
-from benchmarks.measure.rounds import Payloads, Turn, looks, take_turns
+from benchmarks.measure.rounds import Payloads, Turn, stop_checks, take_turns
 from benchmarks.measure.summary import summarise
-from benchmarks.measure.sustained import measure_sustained, summarise_sustained, window_seconds
-from benchmarks.measure.tables import unclean_line
-from benchmarks.spread import coverage, rank, spread
+from benchmarks.measure.timing import measure_sustained, summarise_sustained, window_seconds
+from benchmarks.spread import interval_confidence, interval_rank, spread
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 
@@ -28,11 +26,11 @@ def test_coverage_is_what_counting_every_outcome_gives() -> None:
         below = [sum(signs) for signs in itertools.product((0, 1), repeat=count)]
         for place in range(1, count // 2 + 1):
             held = sum(place <= number <= count - place for number in below) / len(below)
-            assert coverage(count, place) == pytest.approx(held, abs=1e-12)
+            assert interval_confidence(count, place) == pytest.approx(held, abs=1e-12)
 
 
 def test_more_rounds_leave_outliers_outside() -> None:
-    assert [rank(count) for count in (1, 2, 3, 5, 7, 8, 11)] == [1, 1, 1, 1, 1, 2, 3]
+    assert [interval_rank(count) for count in (1, 2, 3, 5, 7, 8, 11)] == [1, 1, 1, 1, 1, 2, 3]
     calm = [100.0, 101.0, 100.5, 99.5, 100.2]
     assert spread(calm).noisy is False
     assert spread([*calm, 180.0]).noisy is True
@@ -48,10 +46,10 @@ def test_comparing_a_thing_with_itself_shows_what_noise_alone_gives() -> None:
     assert spread([100.0]).repeat_difference is None
 
 
-def test_looks_are_few_and_end_at_the_most() -> None:
-    assert looks(5, 11) == [5, 8, 11]
-    assert looks(5, 6) == [5, 6]
-    assert looks(1, 1) == [1] and looks(7, 3) == [7]
+def test_checks_are_few_and_end_at_the_most() -> None:
+    assert stop_checks(5, 11) == [5, 8, 11]
+    assert stop_checks(5, 6) == [5, 6]
+    assert stop_checks(1, 1) == [1] and stop_checks(7, 3) == [7]
 
 
 def turn(name: str, log: Path, code: str = "") -> Turn:
@@ -60,21 +58,21 @@ def turn(name: str, log: Path, code: str = "") -> Turn:
 
 
 def test_turns_alternate_until_they_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
     log, asked = tmp_path / "log", list[int]()
 
-    def settled(raw: Payloads) -> bool:
+    def converged(raw: Payloads) -> bool:
         asked.append(len(raw["A"]))
         return len(raw["A"]) >= 3
 
-    raw = take_turns("test", [turn("A", log), turn("B", log)], [2, 3, 4], settled, 60)
+    raw = take_turns("test", [turn("A", log), turn("B", log)], [2, 3, 4], converged, 60)
     assert log.read_text() == "ABABAB" and asked == [2, 3]
     assert [len(raw[name]) for name in "AB"] == [3, 3]
     assert all(one["other_cpu_cores"] >= 0 for one in raw["A"])
 
 
 def test_a_turn_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
     log, failures = tmp_path / "log", dict[str, ChildFailure]()
     turns = [turn("A", log), turn("B", log, "raise SystemExit(9)")]
     raw = take_turns("test", turns, [2], lambda raw: True, 60, failures.__setitem__)
@@ -82,6 +80,23 @@ def test_a_turn_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch:
     assert failures["B"].kind == "crash" and raw["B"] == [] and len(raw["A"]) == 2
     with pytest.raises(ChildFailure, match="exit code 9"):
         take_turns("test", turns, [2], lambda raw: True, 60)
+
+
+def test_what_a_turn_left_before_it_failed_does_not_hold_up_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
+    log, seen = tmp_path / "log", list[set[str]]()
+    once = f"import sys; sys.exit(9 if open({str(log)!r}).read().count('B') > 1 else 0)"
+    command = [sys.executable, "-S", "-c", f"open({str(log)!r}, 'a').write('B'); print('{{}}'); {once}"]
+    turns = [turn("A", log), Turn("B", command, "turn B")]
+
+    def converged(raw: Payloads) -> bool:
+        seen.append(set(raw))
+        return all(len(rounds) >= 2 for rounds in raw.values())
+
+    raw = take_turns("test", turns, [2, 5], converged, 60, lambda name, failure: None)
+    assert seen == [{"A"}] and [len(raw[name]) for name in "AB"] == [2, 1]
 
 
 def test_a_process_is_watched_and_its_surroundings_are_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +127,12 @@ def speed_round(step: float, others: float = 0.0) -> dict[str, Any]:
     }
 
 
-def summary(steps: list[float], others: float = 0.0) -> dict[str, Any]:
+def summary(steps: list[float], others: float | list[float] = 0.0) -> dict[str, Any]:
     memory = {"peak_rss_bytes": 1000, "context_tokens": 8, "split": None}
-    return summarise({"speed": [speed_round(step, others) for step in steps], "memory": [memory]})
+    busy = others if isinstance(others, list) else [others] * len(steps)
+    speed = [speed_round(step, cores) for step, cores in zip(steps, busy, strict=True)]
+    raw = {"speed": speed, "memory": [memory]}
+    return {**summarise(raw), "raw": raw}
 
 
 def test_only_enough_quiet_rounds_that_agree_are_clean() -> None:
@@ -130,6 +148,17 @@ def test_only_enough_quiet_rounds_that_agree_are_clean() -> None:
     wide = summary([*calm[:4], 2.2])
     assert wide["clean"] is False and "tpot_ms.32.p50" in unclean_line(wide)
     assert unclean_line(wide).startswith("NOISY, not a clean result")
+
+
+def test_the_named_reason_is_the_one_that_decided() -> None:
+    """One disturbed round is no reason; it must not be named where another one made the run unclean."""
+    calm = [2.0, 2.01, 2.02, 2.0, 1.99]
+    assert summary(calm, [0.0, 0.0, 0.0, 0.0, 1.5])["clean"] is True
+    wide = summary([*calm[:4], 2.2], [0.0, 0.0, 0.0, 0.0, 1.5])
+    assert wide["clean"] is False and "other programs" not in unclean_line(wide)
+    assert "tpot_ms.32.p50" in unclean_line(wide)
+    busy = summary(calm, [0.0, 0.0, 0.3, 0.4, 1.5])
+    assert busy["clean"] is False and "other programs" in unclean_line(busy)
 
 
 def test_what_cannot_be_read_is_absent_with_its_reason() -> None:
@@ -161,7 +190,7 @@ class Slowing:
 
 def test_windows_show_how_the_speed_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder: Any = Slowing()
-    monkeypatch.setattr("benchmarks.measure.sustained.time.perf_counter", lambda: decoder.now)
+    monkeypatch.setattr("benchmarks.measure.timing.time.perf_counter", lambda: decoder.now)
     specification = {"minutes": 0.5, "depth": 10, "steps": 20, "warm_up_steps": 5}
     payload = measure_sustained(decoder, list(range(64)), specification)
     rates = [window["tokens_per_s"] for window in payload["windows"]]
@@ -182,25 +211,11 @@ def test_batches_are_ragged_and_fit() -> None:
 
 
 def test_lists_of_numbers_are_checked() -> None:
-    assert whole_numbers("--batch-size", "4,1,4") == [1, 4]
-    assert whole_numbers("--batch-size", None) == []
+    assert _numbers("--batch-size", "4,1,4") == [1, 4]
+    assert _numbers("--batch-size", None) == []
     for wrong in ("0", "two", "1;4", "-1"):
         with pytest.raises(UsageError, match="--batch-size"):
-            whole_numbers("--batch-size", wrong)
-
-
-def test_a_result_is_written_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "new" / "bench.json"
-    write_whole(out, "whole")
-    assert out.read_text() == "whole"
-
-    def full(handle: int) -> None:
-        raise OSError(errno.ENOSPC, "no space")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="no space"):
-        write_whole(tmp_path / "new" / "second.json", "cut")
-    assert list((tmp_path / "new").iterdir()) == [out]
+            _numbers("--batch-size", wrong)
 
 
 def test_the_interval_holds_the_median_as_often_as_it_says() -> None:

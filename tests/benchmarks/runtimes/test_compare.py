@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.measure import cpus
-from benchmarks.runtimes.compare import INSTALL, Peer, best_ratios, measure_against, parse_peers, turn_depths
+from benchmarks.runtimes.compare import best_ratios, measure_against, turn_depths
+from benchmarks.runtimes.options import INSTALL, Runtime, RuntimeFlags
 from benchmarks.runtimes.worker import RUNTIMES, WARM_UP, time_turn
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -131,13 +132,13 @@ class Interpreters:
 
 @pytest.fixture
 def interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Interpreters:
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
     return Interpreters(tmp_path)
 
 
-def measure(export: Path, peers: list[Peer], timeout_s: float = 60, rounds: int = 1) -> dict[str, Any]:
-    specification = {"threads": 1, "cpus": cpus.choose_cpus(1)}
-    return measure_against(export, CONFIG, peers, specification, [rounds], timeout_s)
+def measure(export: Path, runtimes: list[Runtime], timeout_s: float = 60, rounds: int = 1) -> dict[str, Any]:
+    settings = {"threads": 1, "cpus": cpus.choose_cpus(1)}
+    return measure_against(export, CONFIG, runtimes, settings, [rounds], timeout_s)
 
 
 def test_a_turn_counts_first_token_and_rate_from_the_runtimes_times() -> None:
@@ -164,8 +165,11 @@ def test_every_adapter_drives_its_runtime(export: Path, interpreters: Interprete
     gguf = tmp_path / "model.gguf"
     gguf.touch()
     places = {"genai": export, "openvino": export, "llama.cpp": gguf}
-    peers = [Peer("other", sys.executable, export), *(Peer(name, python, place) for name, place in places.items())]
-    result = measure(export, peers)
+    runtimes = [
+        Runtime("other", sys.executable, export),
+        *(Runtime(name, python, place) for name, place in places.items()),
+    ]
+    result = measure(export, runtimes)
     against = result["against"]
     assert {name: one["status"] for name, one in against.items()} == dict.fromkeys(
         ["ours", "other", *places], "measured"
@@ -181,7 +185,7 @@ def test_every_adapter_drives_its_runtime(export: Path, interpreters: Interprete
     prompts = interpreters.logged("prompt")
     assert len(prompts) == 12 and all(len(prompt) == 32 for prompt in prompts)
     assert prompts[:4] == prompts[4:8] == prompts[8:]  # the same for all
-    assert verify_directory(export)[1] == []  # no peer changed what it read
+    assert verify_directory(export)[1] == []  # no runtime changed what it read
     assert result["against_ratios"]["decode_tokens_per_s.32"]["better"] == "higher"
     assert json.loads(json.dumps(result)) == result
 
@@ -194,9 +198,13 @@ def test_failures_are_told_apart_and_stop_nobody(export: Path, interpreters: Int
         onnxruntime_genai="raise RuntimeError('bad graph\\nmore')",
         openvino_genai="x = bytearray(1 << 60)",
     )
-    peers = [Peer("llama.cpp", python, gguf), Peer("genai", python, export), Peer("openvino", python, export)]
-    peers.append(Peer("other", sys.executable, tmp_path))  # no export there
-    result = measure(export, peers)
+    runtimes = [
+        Runtime("llama.cpp", python, gguf),
+        Runtime("genai", python, export),
+        Runtime("openvino", python, export),
+    ]
+    runtimes.append(Runtime("other", sys.executable, tmp_path))  # no export there
+    result = measure(export, runtimes)
     status = {name: one["status"] for name, one in result["against"].items()}
     assert status["ours"] == "measured"
     assert status["llama.cpp"].startswith("failed: crashed") and "SIGSEGV" in status["llama.cpp"]
@@ -213,15 +221,15 @@ def test_a_hang_another_model_and_what_is_not_there(export: Path, interpreters: 
     other = FAKES["llama_cpp.py"].replace("return 32", "return 48")
     python = interpreters.write(llama_cpp=other, onnxruntime_genai="import time; time.sleep(600)")
     (interpreters.modules / "openvino_genai.py").unlink()
-    peers = [Peer("llama.cpp", python, gguf), Peer("genai", python, export), Peer("openvino", python, None)]
-    against = measure(export, peers, timeout_s=5)["against"]
+    runtimes = [Runtime("llama.cpp", python, gguf), Runtime("genai", python, export), Runtime("openvino", python, None)]
+    against = measure(export, runtimes, timeout_s=5)["against"]
     assert against["genai"]["status"].startswith("failed: hung")
     assert "hidden_size 48, ours has 32" in against["llama.cpp"]["status"]
     if importlib.util.find_spec("openvino_genai") is None:
         assert against["openvino"]["status"] == "not installed"
         assert against["openvino"]["install"].startswith("pip install openvino-genai")
     (interpreters.modules / "openvino_genai.py").write_text("", encoding="utf-8")
-    against = measure(export, [Peer("openvino", python, None)])["against"]
+    against = measure(export, [Runtime("openvino", python, None)])["against"]
     assert "--peer-directory openvino=DIR" in against["openvino"]["status"]
 
 
@@ -233,17 +241,17 @@ def test_real_runtimes_read_the_export(export: Path, name: str, monkeypatch: pyt
         found = False
     if not found:
         pytest.skip(f"{name} is not installed")
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
-    one = measure(export, [Peer(name, sys.executable, export)], timeout_s=120)["against"][name]
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
+    one = measure(export, [Runtime(name, sys.executable, export)], timeout_s=120)["against"][name]
     assert one["status"] == "measured", one
     assert one["version"] and one["decode_tokens_per_s"]["32"] > 0
     assert verify_directory(export)[1] == []
 
 
-def test_a_peer_finds_nothing_of_this_environment(export: Path, interpreters: Interpreters) -> None:
+def test_a_runtime_finds_nothing_of_this_environment(export: Path, interpreters: Interpreters) -> None:
     leak = "import os, sys; raise RuntimeError(os.environ.get('SHOWN', '') + ' '.join(sys.path))"
     python = interpreters.write(onnxruntime_genai=leak)
-    one = measure(export, [Peer("genai", python, export)])["against"]["genai"]
+    one = measure(export, [Runtime("genai", python, export)])["against"]["genai"]
     root = Path(cpus.__file__).parents[2]
     shown = one["status"].split()
     assert str(interpreters.modules) in one["status"]
@@ -254,7 +262,7 @@ def turn(rate: float, first: float, peak: float) -> dict[str, Any]:
     return {"decode_tokens_per_s": {"32": rate}, "ttft_ms": {"32": first}, "peak_rss_bytes": peak}
 
 
-def test_ratios_are_to_the_best_peer_round_by_round() -> None:
+def test_ratios_are_to_the_best_runtime_round_by_round() -> None:
     raw = {
         "ours": [turn(200, 8, 100), turn(240, 8, 100), turn(220, 8, 100)],
         "one": [turn(100, 4, 300), turn(120, 4, 300), turn(100, 4, 300)],
@@ -277,9 +285,9 @@ def test_a_runtime_takes_part_twice_and_its_options_have_a_ratio_of_their_own(
     names = "openvino,openvino+grouped,other+same"
     places = [f"openvino={export}", f"other={export}"]
     options = ["openvino+grouped=DYNAMIC_QUANTIZATION_GROUP_SIZE=128"]
-    peers = parse_peers(names, places, [f"openvino={python}"], export, options)
-    assert [(peer.kind, peer.options) for peer in peers][1] == ("openvino", {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128})
-    result = measure(export, peers)
+    runtimes = RuntimeFlags(names, places, [f"openvino={python}"], options).runtimes(export)
+    assert [(one.kind, one.options) for one in runtimes][1] == ("openvino", {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128})
+    result = measure(export, runtimes)
     assert {name: one["status"] for name, one in result["against"].items()} == dict.fromkeys(
         ["ours", *names.split(",")], "measured"
     )
@@ -288,18 +296,18 @@ def test_a_runtime_takes_part_twice_and_its_options_have_a_ratio_of_their_own(
     # A second export of ours counts only where there is no other runtime, a runtime's options only apart.
     assert {one["peer"] for one in result["against_ratios"].values()} == {"openvino"}
     assert {one["peer"] for one in result["against_tuned_ratios"].values()} <= {"openvino", "openvino+grouped"}
-    alone = measure(export, peers[2:])
+    alone = measure(export, runtimes[2:])
     assert {one["peer"] for one in alone["against_ratios"].values()} == {"other+same"}
     assert alone["against_tuned_ratios"] == {}
 
 
 def test_flags_are_checked_before_anything_is_measured(export: Path) -> None:
-    found = parse_peers("genai, llama.cpp,genai", None, [f"genai={sys.executable}"], export)
-    assert [(peer.name, peer.directory) for peer in found] == [("genai", export), ("llama.cpp", None)]
-    assert parse_peers(None, None, None, export) == []
+    found = RuntimeFlags("genai, llama.cpp,genai", None, [f"genai={sys.executable}"]).runtimes(export)
+    assert [(one.name, one.directory) for one in found] == [("genai", export), ("llama.cpp", None)]
+    assert RuntimeFlags().runtimes(export) == []
     for option in ("genai=x=1", "openvino+a", "openvino+a=x", "openvino+a==1", "openvino=x=1"):
         with pytest.raises(UsageError, match="--peer-option"):
-            parse_peers("genai,openvino+a", [f"openvino={export}"], None, export, [option])
+            RuntimeFlags("genai,openvino+a", [f"openvino={export}"], None, [option]).runtimes(export)
     wrong: list[tuple[str | None, list[str], list[str]]] = [
         ("vllm", [], []),
         ("other", [], []),
@@ -311,7 +319,7 @@ def test_flags_are_checked_before_anything_is_measured(export: Path) -> None:
     ]
     for names, directories, pythons in wrong:
         with pytest.raises(UsageError, match=r"--against|--peer-"):
-            parse_peers(names, directories, pythons, export)
+            RuntimeFlags(names, directories, pythons).runtimes(export)
     assert set(INSTALL) | {"ours"} == set(RUNTIMES)
     assert (turn_depths(145), turn_depths(2048)) == ([32], [32, 512])
     with pytest.raises(UsageError, match="144 tokens"):

@@ -1,31 +1,34 @@
 """`fit`: what budgets let through, how measurements correct predictions, and one search from start to end."""
 
-import itertools
 import json
 import math
 import tomllib
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from benchmarks.console_results import print_fit
 from benchmarks.devices.limits import judge_budget
 from benchmarks.devices.load import DEVICES, load_device
 from benchmarks.devices.schema import Device
+from benchmarks.measure.bench import BenchRequest, BenchResult
 from benchmarks.search.candidates import (
+    FORMATS,
     Candidate,
-    all_forms,
     candidates,
     cut_by_limit,
+    format_name,
     misses,
-    pareto,
     shape_loss_percent,
 )
-from benchmarks.search.run import Effort, run_fit
+from benchmarks.search.run import finish_first_inside, run_fit
 from benchmarks.search.search import Search, compare_finalists, equal_quality, nothing_fits, start_search
-from benchmarks.search.tables import print_fit
-from benchmarks.search.trials import Source, Trials, prune_settings
+from benchmarks.search.stages import Effort, Source, Target, export_settings, prune_settings
+from benchmarks.search.trials import Trials
+from benchmarks.search.winner_recipe import write_recipe
 from compress.pruning.shapes import Shape
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, UsageError
@@ -49,15 +52,15 @@ def best(device: Device, teacher: object = TEACHER) -> Candidate:
 def test_the_whole_teacher_in_the_fastest_lossless_form_wins_where_everything_fits() -> None:
     chosen = best(load_device("laptop-x86"))
     assert chosen.shape == Shape.of(TEACHER)
-    assert chosen.form.loss_percent < 0.05
+    assert FORMATS[chosen.format] < 0.05
 
 
 def test_every_limit_only_takes_candidates_away() -> None:
     """Tightening one limit never adds a candidate, nor makes the best estimate better."""
     device = load_device("laptop-x86")
-    loose = best(device)
+    loose, every = best(device), candidates(TEACHER, device, [TEACHER.vocab_size])
     for name in ("file_mb", "peak_memory_mb", "ttft_ms", "tpot_p50_ms"):
-        values = sorted(one.predicted[name] for one in candidates(TEACHER, device, [TEACHER.vocab_size]))
+        values = sorted(one.predicted[name] for one in every)
         tight = with_limits(**{name: values[len(values) // 4]})
         search = start_search(TEACHER, tight, [TEACHER.vocab_size], on_device=False)
         inside = search.inside()
@@ -70,18 +73,15 @@ def test_a_budget_that_only_int4_can_meet_gets_int4() -> None:
     teacher = preset("tiny-5m")
     device = load_device("raspberry-pi-5")
     sizes = {
-        one.form.precision: one.predicted["file_mb"]
+        one.format.precision: one.predicted["file_mb"]
         for one in candidates(teacher, device, [teacher.vocab_size])
-        if one.shape == Shape.of(teacher) and one.form.name in ("int8-b32", "int4-b32")
+        if one.shape == Shape.of(teacher) and format_name(one.format) in ("int8-b32", "int4-b32")
     }
     tight = with_limits("raspberry-pi-5", file_mb=1.01 * sizes["int4"])
-    whole = [
-        one
-        for one in start_search(teacher, tight, [teacher.vocab_size], False).inside()
-        if one.shape == Shape.of(teacher)
-    ]
-    assert whole and {one.form.precision for one in whole} == {"int4"}
-    assert best(tight, teacher).form.precision == "int4"
+    search = start_search(teacher, tight, [teacher.vocab_size], False)
+    whole = [one for one in search.inside() if one.shape == Shape.of(teacher)]
+    assert whole and {one.format.precision for one in whole} == {"int4"}
+    assert search.front(1)[0].format.precision == "int4"
 
 
 def test_a_budget_that_only_a_shorter_cache_can_meet_gets_one() -> None:
@@ -89,14 +89,14 @@ def test_a_budget_that_only_a_shorter_cache_can_meet_gets_one() -> None:
     teacher = preset("tiny-5m")
     device = load_device("raspberry-pi-5")
     peaks = {
-        (one.form.name): one.predicted["peak_memory_mb"]
+        format_name(one.format): one.predicted["peak_memory_mb"]
         for one in candidates(teacher, device, [teacher.vocab_size])
         if one.shape == Shape.of(teacher)
     }
     least = min(value for name, value in peaks.items() if not name.endswith("-kv8"))
     tight = with_limits("raspberry-pi-5", peak_memory_mb=least - 1)
     chosen = best(tight, teacher)
-    assert chosen.form.cache == "int8" or chosen.shape.kv_heads < teacher.num_key_value_heads
+    assert chosen.format.cache == "int8" or chosen.shape.kv_heads < teacher.num_key_value_heads
 
 
 def test_what_each_limit_cuts_is_counted_one_by_one() -> None:
@@ -131,12 +131,6 @@ def test_the_estimate_is_that_of_the_log() -> None:
     assert shape_loss_percent(full, full) == 0
 
 
-def test_pareto_front_against_brute_force() -> None:
-    rows = [{"a": float(a), "b": float(b)} for a, b in itertools.product((1, 2, 3), (1, 2, 3))] + [{"a": 0.5, "b": 5.0}]
-    front = [row for row, kept in zip(rows, pareto(rows), strict=True) if kept]
-    assert front == [{"a": 1.0, "b": 1.0}, {"a": 0.5, "b": 5.0}]
-
-
 def test_what_is_measured_corrects_those_alike() -> None:
     device = load_device("host")
     found = candidates(TEACHER, device, [TEACHER.vocab_size])
@@ -144,7 +138,7 @@ def test_what_is_measured_corrects_those_alike() -> None:
     one = found[0]
     twice = {name: 2 * value for name, value in one.predicted.items()}
     search.record(one, {**twice, "quality_loss_percent": None})
-    alike = next(other for other in found if other.form == one.form and other is not one)
+    alike = next(other for other in found if other.format == one.format and other is not one)
     assert search.figures(one)["ttft_ms"] == twice["ttft_ms"]
     assert search.figures(alike)["ttft_ms"] == pytest.approx(2 * alike.predicted["ttft_ms"])
     elsewhere = Search(TEACHER, device, False, found)
@@ -176,74 +170,104 @@ def test_of_finalists_as_good_as_the_best_the_fastest_wins() -> None:
     assert ranking == [fast, slow, worse]
 
 
-def test_forms_differ_in_name() -> None:
-    names = [form.name for form in all_forms()]
-    assert len(set(names)) == len(names)
-    assert all(math.isfinite(form.loss_percent) for form in all_forms())
+def test_formats_differ_in_name() -> None:
+    names = [format_name(format) for format in FORMATS]
+    assert len(set(names)) == len(names) and "int4-b32-kv8-latency" in names and "int8-rows" in names
+    assert all(math.isfinite(loss) for loss in FORMATS.values())
 
 
-@pytest.fixture
-def line(checkpoint: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def test_the_recipe_is_toml_whatever_the_paths_and_export_gets_the_threads(tmp_path: Path, checkpoint: Path) -> None:
+    odd = tmp_path / 'a "quoted" name\x7f'  # DEL is legal in a path and must be escaped in TOML
+    candidate = replace(best(with_limits()), format=next(format for format in FORMATS if format.precision == "int4"))
+    source = Source(checkpoint, (odd,), (odd,), valid=(odd,), threads=1, settings={"learning_rate": 1e-3})
+    write_recipe(odd / "recipe.toml", candidate, source, Effort(1_000, 100), Target("host"))
+    recipe = tomllib.loads((odd / "recipe.toml").read_text(encoding="utf-8"))
+    stages = {stage["command"]: stage for stage in recipe["stage"]}
+    assert recipe["out"] == str(odd) and stages["prune"]["corpus"] == [str(odd)]
+    assert stages["prune"]["learning_rate"] == 1e-3 and stages["quantize"]["qad"] == 200
+    assert stages["bench"]["on_device"] is False and stages["bench"]["text"] == [str(odd)]
+    assert all(stages[command]["threads"] == 1 for command in ("prune", "quantize", "export", "bench"))
+    assert export_settings(source, candidate.format, odd, odd)["threads"] == 1
+
+
+@dataclass
+class Line:
     """A tiny teacher, its text, a budget that only a smaller model meets, and a clock that measures by rule."""
-    corpus = tmp_path / "corpus.jsonl"
+
+    teacher: Path
+    corpus: Path
+    budget: Path
+    out: Path
+    calls: list[Path] = field(default_factory=list)
+
+    def fit(self, **changes: Any) -> dict[str, Any]:
+        effort = changes.pop("effort", Effort(tokens=1024, search_tokens=512, finalists=2))
+        small = {"sequence": 64, "batch_size": 2, "accumulation": 1}
+        source = Source(self.teacher, (self.corpus,), (self.corpus,), settings=small)
+        return run_fit(source, Target(str(self.budget)), self.out, effort, **changes)
+
+    def measured(self, request: BenchRequest) -> BenchResult:
+        """In place of `run_bench`."""
+        self.calls.append(request.directory)
+        figures = {
+            "directory": str(request.directory),
+            "file_bytes": directory_bytes(request.directory),
+            "peak_rss_bytes": 80_000_000,
+            "ttft_ms": {"512": 100.0},
+            "tpot_ms": {"512": {"p50": 1.0, "p95": 2.0}},
+            "memory_floor": {"bandwidth_bytes_per_s": 1e10},
+            "clean": True,
+        }
+        return BenchResult(load_config(request.directory), figures, {}, {}, {})
+
+    def timed(self, directory: Path, device: Device, threads: int | None = None) -> dict[str, float | None]:
+        """In place of `short_bench`."""
+        self.calls.append(directory)
+        figures = {"file_mb": directory_bytes(directory) / 1e6, "peak_memory_mb": 80.0, "ttft_ms": 100.0}
+        return {**figures, "tpot_p50_ms": 1.0, "tpot_p95_ms": 2.0, "quality_loss_percent": None}
+
+
+@pytest.fixture(scope="module")
+def line(checkpoint: Path, texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
+    folder = tmp_path_factory.mktemp("search")
+    corpus, budget = folder / "corpus.jsonl", folder / "pocket.toml"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     whole = directory_bytes(checkpoint) / 1e6
-    budget = tmp_path / "pocket.toml"
     lines = (DEVICES / "host.toml").read_text(encoding="utf-8").splitlines()
     limits = {"name": '"pocket"', "file_mb": f"{whole / 2:.3f}", "quality_loss_percent": "100", "ttft_ms": "900"}
     budget.write_text(
         "\n".join(f"{key} = {limits[key]}" if (key := text.split(" = ")[0]) in limits else text for text in lines),
         encoding="utf-8",
     )
-    calls: list[Path] = []
-    finished: list[float] = []  # what finished models take for a first token, ms, one after another
-
-    def clock(
-        directory: Path, device: str, on_device: bool = False, threads: int | None = None, *args: Any, **settings: Any
-    ) -> dict[str, Any]:
-        calls.append(directory)
-        read = load_device(device)
-        times = {"p50": 1.0, "p95": 2.0}
-        result = {
-            "directory": str(directory),
-            "file_bytes": directory_bytes(directory),
-            "peak_rss_bytes": 80_000_000,
-            "ttft_ms": {"512": finished.pop(0) if finished else 100.0},
-            "tpot_ms": {"512": times},
-            "quality_loss_percent": 1.0,
-            "clean": True,
-        }
-        return result | {"budget": judge_budget(read, result, load_config(directory), directory, on_device)}
-
-    def quick(directory: Path, device: Device, threads: int | None = None) -> dict[str, float | None]:
-        calls.append(directory)
-        figures = {"file_mb": directory_bytes(directory) / 1e6, "peak_memory_mb": 80.0, "ttft_ms": 100.0}
-        return {**figures, "tpot_p50_ms": 1.0, "tpot_p95_ms": 2.0, "quality_loss_percent": None}
-
-    monkeypatch.setattr("benchmarks.search.trials.quick_figures", quick)
-    monkeypatch.setattr("benchmarks.measure.bench.run_bench", clock)
-    monkeypatch.setattr("benchmarks.measure.tables.print_bench", lambda *_: None)
-    return {
-        "teacher": checkpoint,
-        "corpus": corpus,
-        "budget": budget,
-        "out": tmp_path / "fit",
-        "calls": calls,
-        "finished": finished,
-    }
+    line = Line(checkpoint, corpus, budget, folder / "fit")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.search.trials.short_bench", line.timed)
+        patch.setattr("benchmarks.bench.run_bench", line.measured)
+        patch.setattr("benchmarks.console_results.print_bench", lambda *_: None)
+        yield line
 
 
-def fit(line: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    effort = changes.pop("effort", Effort(tokens=1024, search_tokens=512, finalists=2))
-    small = {"sequence": 64, "batch_size": 2, "accumulation": 1}
-    source = Source(line["teacher"], (line["corpus"],), (line["corpus"],), settings=small)
-    return run_fit(source, str(changes.pop("budget", line["budget"])), line["out"], effort, **changes)
+@pytest.fixture(scope="module")
+def searched(line: Line) -> tuple[dict[str, Any], list[Candidate]]:
+    """The result of one whole search, and the ranking whose first one it finished."""
+    rankings: list[Sequence[Candidate]] = []
+
+    def recorded(ranking: Sequence[Candidate], finish: Callable[[Candidate], dict[str, Any]]) -> dict[str, Any]:
+        rankings.append(ranking)
+        return finish_first_inside(ranking, finish)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.search.run.finish_first_inside", recorded)
+        result = line.fit()
+    return result, list(rankings[0])
 
 
-def test_a_search_from_start_to_end(line: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_from_start_to_end(
+    line: Line, searched: tuple[dict[str, Any], list[Candidate]], capsys: pytest.CaptureFixture[str]
+) -> None:
     """The winner is inside the budget as measured, the recipe makes it, and a second run does nothing anew."""
-    result = fit(line)
-    limit = load_device(str(line["budget"])).limits.file_mb
+    result = searched[0]
+    limit = load_device(str(line.budget)).limits.file_mb
     assert directory_bytes(Path(result["out"])) / 1e6 <= limit
     assert result["bench"]["budget"]["passed"] and result["decided_by"] == "measurement"
     chosen = next(one for one in result["candidates"] if one["name"] == result["chosen"])
@@ -253,27 +277,40 @@ def test_a_search_from_start_to_end(line: dict[str, Any], capsys: pytest.Capture
     assert any(one["even"] for one in compared)
     recipe = tomllib.loads(Path(result["line"]).read_text(encoding="utf-8"))
     assert [stage["command"] for stage in recipe["stage"]][-2:] == ["export", "bench"]
-    assert json.loads((line["out"] / "fit.json").read_text(encoding="utf-8"))["chosen"] == result["chosen"]
+    assert json.loads((line.out / "fit.json").read_text(encoding="utf-8"))["chosen"] == result["chosen"]
     print_fit(console.output(), result)
     shown = capsys.readouterr().out
     assert result["chosen"] in shown.replace("\n", "") and "File size" in shown
-    calls = len(line["calls"])
-    again = fit(line)
-    assert again["chosen"] == result["chosen"] and len(line["calls"]) == calls
+    calls = len(line.calls)
+    again = line.fit()
+    assert again["chosen"] == result["chosen"] and len(line.calls) == calls
     with pytest.raises(ConflictError, match="other tokens"):
-        fit(line, effort=Effort(tokens=2048, search_tokens=512, finalists=2))
+        line.fit(effort=Effort(tokens=2048, search_tokens=512, finalists=2))
 
 
 @pytest.mark.parametrize(
     ("times", "kept"), [((2000.0, 1000.0, 3000.0), 1), ((1000.0, 2000.0, 3000.0), 0), ((2000.0, 100.0), 1)]
 )
 def test_of_finalists_that_miss_as_finished_the_nearest_is_kept(
-    line: dict[str, Any], capsys: pytest.CaptureFixture[str], times: tuple[float, ...], kept: int
+    line: Line,
+    searched: tuple[dict[str, Any], list[Candidate]],
+    capsys: pytest.CaptureFixture[str],
+    times: tuple[float, ...],
+    kept: int,
 ) -> None:
-    line["finished"].extend(times)
-    result = fit(line)
-    assert not line["finished"] and result["bench"]["ttft_ms"]["512"] == times[kept]
-    others = result["gave_up"]  # the even cut is one finalist more
+    """The choice of a whole search, replayed with other times of the finished models."""
+    found, ranking = searched
+    device, export, left = load_device(str(line.budget)), Path(found["out"]), list(times)
+
+    def finish(candidate: Candidate) -> dict[str, Any]:
+        figures = {**found["bench"], "ttft_ms": {"512": left.pop(0)}}
+        budget = judge_budget(device, figures, load_config(export), export, on_device=False)
+        return {**found, "chosen": candidate.name, "bench": {**figures, "budget": budget}}
+
+    result = finish_first_inside(ranking, finish)
+    assert not left and result["bench"]["ttft_ms"]["512"] == times[kept]
+    assert len(ranking) == 3  # the even cut is one finalist more
+    others = result["gave_up"]
     assert len(others) == len(times) - 1 and result["chosen"] not in others
     assert all(missed == ["ttft_ms"] for missed in others.values())
     print_fit(console.output(), result)
@@ -283,25 +320,31 @@ def test_of_finalists_that_miss_as_finished_the_nearest_is_kept(
     assert ("that keeps to the budget once finished" if inside else "misses the budget once finished, as") in shown
 
 
-def test_a_dry_run_makes_nothing(line: dict[str, Any]) -> None:
-    result = fit(line, dry_run=True)
-    assert not line["out"].exists() and not line["calls"]
+@pytest.fixture
+def fresh(line: Line, tmp_path: Path) -> Line:
+    """The same, with nothing made yet."""
+    return replace(line, out=tmp_path / "fit", calls=[])
+
+
+def test_a_dry_run_makes_nothing(fresh: Line) -> None:
+    result = fresh.fit(dry_run=True)
+    assert not fresh.out.exists() and not fresh.calls
     assert result["chosen"] and result["inside"] < result["considered"]
 
 
-def test_a_smaller_vocabulary_is_a_candidate_and_must_be_smaller(line: dict[str, Any]) -> None:
-    result = fit(line, dry_run=True, vocabularies=[320])
-    assert result["considered"] > fit(line, dry_run=True)["considered"]
+def test_a_smaller_vocabulary_is_a_candidate_and_must_be_smaller(fresh: Line) -> None:
+    result = fresh.fit(dry_run=True, vocabularies=[320])
+    assert result["considered"] > fresh.fit(dry_run=True)["considered"]
     with pytest.raises(UsageError, match="below the teacher's 384"):
-        fit(line, vocabularies=[384])
+        fresh.fit(vocabularies=[384])
 
 
-def test_a_directory_that_holds_something_else_is_left_alone(line: dict[str, Any]) -> None:
-    line["out"].mkdir()
-    (line["out"] / "mine.txt").write_text("mine", encoding="utf-8")
+def test_a_directory_that_holds_something_else_is_left_alone(fresh: Line) -> None:
+    fresh.out.mkdir()
+    (fresh.out / "mine.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(ConflictError, match="holds no search"):
-        fit(line)
-    assert [path.name for path in line["out"].iterdir()] == ["mine.txt"]
+        fresh.fit()
+    assert [path.name for path in fresh.out.iterdir()] == ["mine.txt"]
 
 
 def test_a_cut_vocabulary_recovers_at_the_original_teachers_rate(tmp_path: Path) -> None:

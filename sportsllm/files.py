@@ -1,4 +1,4 @@
-"""A text file that is there whole or not at all. Standard library only: the smallest device writes results too."""
+"""Text files that are there whole or not at all. Standard library only: the device install writes results too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` beside `path` first, then move it there in one step; folders are made."""
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write `text` beside `path`, then move it there in one step. Missing folders are made.
+
+    Raises:
+        OSError: the file cannot be written; what was at `path` before is still there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     try:

@@ -1,32 +1,35 @@
-"""What `bench` prints for people."""
+"""Tables for people: what `bench` and `fit` print. The results themselves are plain dicts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from benchmarks.console_tables import reliability_line
-from benchmarks.labels import LIMIT_LABELS, MISSING, RATIOS, number, short_depth
-from benchmarks.measure.process import QUIET_CORES
-from benchmarks.measure.summary import decides
-from benchmarks.spread import CONFIDENCE, coverage, rank
+from benchmarks.console_tables import reliability_line, table
+from benchmarks.labels import LIMITS, MISSING, RATIOS, number, short_depth, with_unit
+from benchmarks.measure.summary import noise_reasons
+from benchmarks.search.candidates import EQUAL_PERCENT
+from benchmarks.spread import interval_confidence, interval_rank
 
-OUTCOMES = {True: "passed", False: "missed", None: "not measured"}
+_OUTCOMES = {True: "passed", False: "missed", None: "not measured"}
+_CANDIDATES_SHOWN = 12
+_CANDIDATE_FIGURES = ("file_mb", "peak_memory_mb", "ttft_ms", "tpot_p50_ms")
 
 
 def print_bench(console: Console, result: Mapping[str, Any]) -> None:
     """Figures with their noise, the decode table, what was asked for besides, what is absent, and the budget."""
+    cpus, rounds = result["cpus"], result["rounds"]
+    pinned = "not pinned" if cpus is None else f"pinned to {', '.join(map(str, cpus))}"
     console.print(
         f"{result['directory']}: {result['parameters']:,} parameters, {number(result['file_bytes'] / 1e6)} MB, "
-        f"{result['runtime']}, {threads_line(result)}, {result['rounds']} fresh processes",
+        f"{result['runtime']}, {result['threads']} threads ({pinned}), {rounds} fresh processes",
         markup=False,
     )
-    columns = ("figure", "median", "unit", interval_label(result["rounds"]))
-    console.print(table(columns, _figures(result), (0, 2)))
+    confidence = 100 * interval_confidence(rounds, interval_rank(rounds))
+    interval = f"interval of {rounds} rounds, {confidence:.0f}% sure" if confidence > 0 else "one round, no interval"
+    console.print(table(("figure", "median", "unit", interval), _figures(result), (0, 2)))
     if result["tpot_ms"]:
         headers = ("after tokens", "p50 ms", "p90 ms", "p95 ms", "p99 ms", "tokens/s", "memory floor ms")
         console.print(table(headers, _depths(result), ()))
@@ -42,33 +45,12 @@ def print_bench(console: Console, result: Mapping[str, Any]) -> None:
     print_budget(console, result["budget"])
 
 
-def threads_line(result: Mapping[str, Any]) -> str:
-    """How many threads, and which processors they are kept on."""
-    cpus = result["cpus"]
-    where = "not pinned" if cpus is None else f"pinned to {', '.join(map(str, cpus))}"
-    return f"{result['threads']} threads ({where})"
-
-
-def interval_label(rounds: int) -> str:
-    """Heading of the interval's column: what it holds and how surely (see `benchmarks.spread.spread`)."""
-    sure = 100 * coverage(rounds, rank(rounds)) if rounds > 1 else 0
-    return f"interval of {rounds} rounds, {sure:.0f}% sure" if sure > 0 else "one round, no interval"
-
-
 def unclean_line(result: Mapping[str, Any]) -> str:
     """Why a run does not count, in one loud line."""
-    reasons = []
-    unsteady = [name for name in result["noisy"] if decides(name)]
-    if unsteady:
-        reasons.append(f"the rounds differ by more than 5% in {', '.join(unsteady)}")
-    peers = [name for name, one in result.get("against", {}).items() if one.get("steady") is False]
-    if peers:
-        reasons.append(f"the turns of {', '.join(peers)} do not agree or are too few")
-    if result["other_cpu_cores"] > QUIET_CORES:
-        reasons.append(f"other programs used up to {result['other_cpu_cores']:.1f} cores")
-    if coverage(result["rounds"], rank(result["rounds"])) < CONFIDENCE:
-        reasons.append(f"{result['rounds']} rounds are too few to tell")
-    return f"NOISY, not a clean result: {'; '.join(reasons) or 'nothing was steady'}; repeat it on a quiet machine"
+    reasons = noise_reasons(result["raw"])
+    if unsteady := [name for name, one in result.get("against", {}).items() if one.get("steady") is False]:
+        reasons.append(f"the turns of {', '.join(unsteady)} do not agree or are too few")
+    return f"NOISY, not a clean result: {'; '.join(reasons)}; repeat it on a quiet machine"
 
 
 def _print_batches(console: Console, batches: Mapping[str, Mapping[str, Any]]) -> None:
@@ -136,19 +118,17 @@ def _print_against(console: Console, result: Mapping[str, Any]) -> None:
 
 def print_budget(console: Console, budget: Mapping[str, Any]) -> None:
     """Each limit with the figure that decides it, what was measured here, and the verdict in one line."""
-    rows = []
-    for limit in budget["limits"]:
-        here = budget["measured_here"][limit["name"]]
-        rows.append(
-            (
-                LIMIT_LABELS[limit["name"]],
-                _value(limit["value"], limit["unit"]),
-                _value(limit["limit"], limit["unit"]),
-                OUTCOMES[limit["passed"]],
-                limit["source"] or MISSING,
-                _value(here, limit["unit"]),
-            )
+    rows = [
+        (
+            LIMITS[limit["name"]].label,
+            with_unit(limit["value"], limit["unit"]),
+            with_unit(limit["limit"], limit["unit"]),
+            _OUTCOMES[limit["passed"]],
+            limit["source"] or MISSING,
+            with_unit(budget["measured_here"][limit["name"]], limit["unit"]),
         )
+        for limit in budget["limits"]
+    ]
     headers = ("budget", "value", "allowed", "outcome", "from", "measured here")
     console.print(table(headers, rows, (0, 3, 4)))
     console.print(verdict_line(budget), markup=False, style="bold")
@@ -158,8 +138,13 @@ def print_budget(console: Console, budget: Mapping[str, Any]) -> None:
 
 def verdict_line(budget: Mapping[str, Any]) -> str:
     """The verdict in one line: which device, what was missed, what is not known."""
-    missed = [_words(limit) for limit in budget["limits"] if limit["passed"] is False]
-    unknown = [LIMIT_LABELS[limit["name"]].lower() for limit in budget["limits"] if limit["passed"] is None]
+    labels = {limit["name"]: LIMITS[limit["name"]].label.lower() for limit in budget["limits"]}
+    missed = [
+        f"{labels[limit['name']]} {number(limit['value'])} of {number(limit['limit'])} {limit['unit']}"
+        for limit in budget["limits"]
+        if limit["passed"] is False
+    ]
+    unknown = [labels[limit["name"]] for limit in budget["limits"] if limit["passed"] is None]
     text = f"{budget['device']}: " + (f"misses the budget: {', '.join(missed)}" if missed else "no limit missed")
     if unknown:
         text += f"; not measured: {', '.join(unknown)}"
@@ -168,11 +153,6 @@ def verdict_line(budget: Mapping[str, Any]) -> str:
     if budget["decided_by"] == "prediction":
         text += " (speed and memory are predicted: this machine is not the device)"
     return text
-
-
-def _words(limit: Mapping[str, Any]) -> str:
-    label = LIMIT_LABELS[limit["name"]].lower()
-    return f"{label} {number(limit['value'])} of {number(limit['limit'])} {limit['unit']}"
 
 
 def _figures(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -191,14 +171,8 @@ def _figures(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     split = result["memory_split"]
     if split is not None:
         names = {"anonymous": "anonymous_bytes", "files": "file_bytes", "PSS": "pss_bytes", "USS": "uss_bytes"}
-        rows.append(
-            (
-                "at the most seen: " + " / ".join(names),
-                " / ".join(number(split[key] / 1e6) for key in names.values()),
-                "MB",
-                f"{split['samples']} samples",
-            )
-        )
+        sizes = " / ".join(number(split[key] / 1e6) for key in names.values())
+        rows.append(("at the most seen: " + " / ".join(names), sizes, "MB", f"{split['samples']} samples"))
     if result["cold_load_s"] is not None:
         rows.append(("load from a cold cache", number(result["cold_load_s"]), "s", ""))
     if result["prefill_tokens_per_s"] is not None:
@@ -211,21 +185,71 @@ def _depths(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for depth, times in result["tpot_ms"].items():
         mark = " (noisy)" if f"tpot_ms.{depth}.p50" in result["noisy"] else ""
         cells = [number(times[name]) for name in ("p90", "p95", "p99")]
-        floor = result["memory_floor"]["by_depth_ms"][depth]
+        bound = result["memory_floor"]["by_depth_ms"][depth]
         speed = number(result["decode_tokens_per_s"][depth])
-        rows.append((depth, number(times["p50"]) + mark, *cells, speed, number(floor)))
+        rows.append((depth, number(times["p50"]) + mark, *cells, speed, number(bound)))
     return rows
 
 
-def _value(value: float | None, unit: str) -> str:
-    return MISSING if value is None else f"{number(value)} {unit}"
+def print_fit(console: Console, result: Mapping[str, Any]) -> None:
+    """What each limit ruled out, what was tried, and why the winner won."""
+    console.print(
+        f"{result['device']}: {result['inside']:,} of {result['considered']:,} candidates inside the budget "
+        f"(decided by {result['decided_by']})",
+        markup=False,
+    )
+    cuts = [
+        (LIMITS[name].label, f"{count['misses']:,}", f"{count['alone']:,}")
+        for name, count in result["cut_by_limit"].items()
+        if count["misses"]
+    ]
+    if cuts:
+        console.print(table(("limit", "predicted to miss it", "and no other"), cuts))
+    titles = [LIMITS[name].title for name in _CANDIDATE_FIGURES]
+    headers = ("candidate", "parameters", "est. loss %", "bits/byte", *titles, "inside")
+    tried = [one for one in result["candidates"] if one["measured"] or one["bits_per_byte"] is not None]
+    tried.sort(key=lambda one: (one["bits_per_byte"] is None, one["bits_per_byte"] or 0.0))
+    shown = [*tried, *(one for one in result["candidates"] if one not in tried)][:_CANDIDATES_SHOWN]
+    rows = [_candidate(one, one["name"] == result["chosen"]) for one in shown]
+    console.print(table(headers, rows, (0, len(headers) - 1)))
+    console.print(_choice(result), markup=False)
+    if bench := result.get("bench"):
+        console.print(verdict_line(bench["budget"]), markup=False, style="bold")
+        console.print(f"{result['out']}: made by {result['line']}", markup=False)
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[int]) -> Table:
-    """A plain table; the columns in `texts` are text, the others numbers."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, header in enumerate(headers):
-        table.add_column(header, justify="left" if index in texts else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    return table
+def _candidate(one: Mapping[str, Any], chosen: bool) -> list[str]:
+    quality = MISSING if one["bits_per_byte"] is None else f"{one['bits_per_byte']:.4f}"
+    cells = [one["name"], f"{one['parameters']:,}", number(one["estimated_loss_percent"]), quality]
+    for name in _CANDIDATE_FIGURES:
+        predicted, measured = one["predicted"].get(name), (one["measured"] or {}).get(name)
+        known = predicted if measured is None else measured
+        cells.append(MISSING if known is None else f"{number(known)} {'p' if measured is None else 'm'}")
+    return [*cells, "chosen" if chosen else "yes" if one["within"] else "no"]
+
+
+def _choice(result: Mapping[str, Any]) -> str:
+    """Why the winner won, in a sentence."""
+    chosen = result["chosen"]
+    compared = [one for one in result["candidates"] if one["bits_per_byte"] is not None]
+    legend = "p: predicted for the device, m: measured on this machine with random weights."
+    if result.get("dry_run"):
+        return f"{chosen} would be tried first: the least estimated loss inside the budget. {legend}"
+    whole = " The whole teacher fits: nothing is cut." if result["whole_teacher"] else ""
+    if len(compared) < 2:
+        return f"Chosen: {chosen}, the only finalist inside the budget.{whole} {legend}"
+    best = min(compared, key=lambda one: one["bits_per_byte"])
+    if others := ", ".join(result.get("gave_up") or ()):
+        if result["bench"]["budget"]["passed"]:
+            why = f"It is the best finalist that keeps to the budget once finished ({others} did not)."
+        else:
+            why = f"It misses the budget once finished, as {others} did."
+    elif best["name"] == chosen:
+        why = f"It has the best quality of {len(compared)} finalists after a brief recovery."
+    else:
+        how = "measured" if result["decided_by"] == "measurement" else "predicted"
+        why = (
+            f"Its quality after a brief recovery is within {EQUAL_PERCENT:g}% of the best of {len(compared)} finalists "
+            f"({best['name']}), and it is the fastest of those ({how})."
+        )
+    return f"Chosen: {chosen}. {why}{whole} {legend}"

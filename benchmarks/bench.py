@@ -1,0 +1,90 @@
+"""`bench` from start to end: measure a model, alone and beside other runtimes, and hold it to a device's budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.devices.limits import check_on_device, judge_budget
+from benchmarks.devices.load import load_device
+from benchmarks.measure.bench import BenchRequest, BenchResult, run_bench
+from benchmarks.measure.process import ChildFailure
+from benchmarks.measure.roofs import machine_roofs
+from benchmarks.runtimes.compare import measure_against, turn_depths
+from benchmarks.runtimes.options import Runtime
+from sportsllm.errors import UsageError
+from sportsllm.inference.decoder import open_decoder
+from sportsllm.inference.evaluate import score_documents
+from sportsllm.models.hf_config import load_config
+from sportsllm.text.documents import read_documents
+from sportsllm.text.tokenizer import load_tokenizer
+
+
+def bench_model(
+    request: BenchRequest,
+    device_name: str,
+    on_device: bool = False,
+    text: Sequence[Path] = (),
+    teacher: Path | None = None,
+    runtimes: Sequence[Runtime] = (),
+) -> BenchResult:
+    """Measure a model and judge it by a device's budget.
+
+    Args:
+        request: what is measured.
+        device_name: a shipped device's name, or the path of a device file.
+        on_device: this machine is the device, so the measurement decides even where that cannot be recognised.
+        text: held-out text that is scored, for the quality limit.
+        teacher: the fp32 teacher that quality is compared with.
+        runtimes: other runtimes to measure in turns with this one.
+
+    Raises:
+        UsageError: no such device, or `on_device` for one that is no CPU; settings that the context has no room for.
+        ArtifactError: a directory or text is missing or damaged.
+        ChildFailure: a measuring process crashed, hung or was killed; nothing is reported then.
+    """
+    if teacher is not None and not text:
+        raise UsageError("--teacher needs --text: quality is compared on held-out text")
+    device = load_device(device_name)
+    check_on_device(device, on_device)
+    if runtimes:
+        turn_depths(load_config(request.directory).max_position_embeddings)  # refused now rather than after minutes
+    own = bits_per_byte(request.directory, text, request.threads) if text else None
+    reference = bits_per_byte(teacher, text, request.threads) if text and teacher else None
+    try:
+        result = run_bench(request)
+    except ChildFailure as failure:
+        raise failure.advising("--timeout") from None
+    if runtimes:
+        result.against = measure_against(
+            request.directory, result.config, runtimes, result.settings, request.checks, request.timeout_s
+        )
+    bandwidth = result.figures["memory_floor"]["bandwidth_bytes_per_s"]
+    result.figures["roofs"] = machine_roofs(device, bandwidth, on_device)
+    result.bits_per_byte, result.teacher_bits_per_byte = own, reference
+    figures = {**result.figures, "quality_loss_percent": result.quality_loss_percent}
+    result.budget = judge_budget(device, figures, result.config, request.directory, on_device)
+    return result
+
+
+def bits_per_byte(directory: Path, text: Sequence[Path], threads: int | None = None) -> float:
+    """Bits per byte of `directory` on the documents of `text`, as `eval` computes it.
+
+    Raises:
+        ArtifactError: the directory or a file is missing or damaged, or there is no text.
+    """
+    decoder = open_decoder(directory, threads)
+    tokenizer = load_tokenizer(directory, decoder.config)
+    documents = list(read_documents(text))
+    return score_documents(decoder, tokenizer, documents, description=f"score {directory.name}").bits_per_byte
+
+
+def advice(result: Mapping[str, Any]) -> str:
+    """What to do about a missed budget."""
+    missed = {limit["name"] for limit in result["budget"]["limits"] if limit["passed"] is False}
+    if missed == {"quality_loss_percent"}:
+        return "train or distil it longer, or cut less"
+    if missed & {"ttft_ms", "tpot_p50_ms", "tpot_p95_ms"} and not result["clean"]:
+        return "the run was noisy: repeat it on a quiet machine"
+    return "compress it further"

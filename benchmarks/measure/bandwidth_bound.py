@@ -1,0 +1,83 @@
+"""The time per token that the memory's bandwidth alone allows, from the bytes that a token reads.
+
+Apart from the probe: a measured process imports that one, and would hold 10 MB more for the imports here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.labels import BUDGET_DEPTH
+from export.paths import PROMPT_FILE
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import read_json
+from sportsllm.models.size import CACHE_BYTES, quantized_bytes
+from sportsllm.storage.artifact import directory_bytes
+from sportsllm.storage.manifest import MANIFEST, read_manifest
+
+
+def bytes_read_per_token(directory: Path, config: ModelConfig) -> dict[str, int]:
+    """Bytes that decoding one token has to read: `weight_bytes`, and `kv_bytes_per_token` for each token before it.
+
+    Weights are the files' bytes without the latency profile's second graph and without embeddings of which one row is
+    looked up: an untied one, whose share of the bytes is taken to be its share of the parameters, and the copy by rows
+    that standard operators need of a packed tied matrix. Keys and values are
+    2 * layers * kv_heads * head_dim * bytes of one number.
+
+    Raises:
+        ArtifactError: the directory's manifest is damaged.
+    """
+    settings = read_manifest(directory).get("settings", {}) if (directory / MANIFEST).exists() else {}
+    packed = read_json(directory / "config.json").get("quantization_config") or {}
+    weights = directory_bytes(directory) - prompt_graph_bytes(directory)
+    if not config.tie_word_embeddings:
+        embedding = config.parameters_by_component()["embedding"]
+        weights = int(weights * (1 - embedding / config.parameters))
+    elif settings.get("standard_ops") and "bits" in packed:
+        bits, block_size = int(packed.get("head_bits", packed["bits"])), int(packed.get("block_size", 32))
+        if bits != 32:
+            zeros = not packed.get("symmetric", True)
+            weights -= quantized_bytes(config.vocab_size, config.hidden_size, bits, block_size, zeros)
+    number_bytes = CACHE_BYTES.get(str(settings.get("kv_cache")), CACHE_BYTES["fp32"])
+    kv_bytes = 2 * config.num_hidden_layers * config.key_value_size * number_bytes
+    return {"weight_bytes": weights, "kv_bytes_per_token": kv_bytes}
+
+
+def prompt_graph_bytes(directory: Path) -> int:
+    """Size of the latency profile's second graph and its data, of which decoding reads nothing."""
+    return sum(path.stat().st_size for path in directory.glob(f"{PROMPT_FILE}*"))
+
+
+def budget_depth(depths: Iterable[int]) -> int:
+    """The depth whose time per token a budget judges: 512 tokens, or the deepest measured where the context has no room
+    for that; 0 without any."""
+    depths = list(depths)
+    return BUDGET_DEPTH if BUDGET_DEPTH in depths else max(depths, default=0)
+
+
+def bandwidth_bound(
+    read: Mapping[str, int], probes: Sequence[Mapping[str, Any]], depths: Sequence[int]
+) -> dict[str, Any]:
+    """Bytes read per token / bandwidth, in ms: the least that a step can take which reads its weights from memory.
+
+    Args:
+        read: what `bytes_read_per_token` returned.
+        probes: results of the worker's bandwidth mode. The highest bandwidth counts, since a lower one was disturbed.
+        depths: tokens already in the cache.
+    """
+    bandwidth = max(float(probe["bandwidth_bytes_per_s"]) for probe in probes)
+
+    def milliseconds(depth: int) -> float:
+        return 1000 * (read["weight_bytes"] + read["kv_bytes_per_token"] * depth) / bandwidth
+
+    return {
+        "memory_floor_tpot_ms": milliseconds(budget_depth(depths)),
+        "memory_floor": {
+            **read,
+            "by_depth_ms": {str(depth): milliseconds(depth) for depth in depths},
+            "bandwidth_bytes_per_s": bandwidth,
+            "working_set_bytes": probes[0]["working_set_bytes"],
+        },
+    }

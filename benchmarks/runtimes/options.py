@@ -1,0 +1,160 @@
+"""The flags of `bench` that name other runtimes: --against, --peer-directory, --peer-python and --peer-option."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.runtimes.worker import OTHER, WITH_OPTIONS
+from sportsllm.cli.flag_groups import FlagGroup
+from sportsllm.errors import UsageError
+
+INSTALL = {
+    "genai": "pip install onnxruntime-genai",
+    "openvino": "pip install openvino-genai",
+    "llama.cpp": "pip install llama-cpp-python",
+    "optimum": "pip install 'sportsllm-compress[optimum]' torch",
+    OTHER: "pip install sportsllm-compress",
+}
+CONVERT = {
+    "openvino": "optimum-cli export openvino --model CHECKPOINT --weight-format int4 DIR",
+    "llama.cpp": "export/gguf/convert.py CONVERT_HF_TO_GGUF.PY CHECKPOINT --outfile FILE.gguf, then llama-quantize",
+}
+"""Runtimes that cannot read our export, and the command that writes a model for them; the others can."""
+LABEL = "+"
+"""Separates a runtime's name from the label that distinguishes several entries of it."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A runtime to measure.
+
+    Attributes:
+        name: a runtime's, or one with a label, `openvino+128`, so that it can take part several times.
+        python: the interpreter that has it.
+        directory: the model it reads; None where none was named.
+        options: its own settings.
+    """
+
+    name: str
+    python: str
+    directory: Path | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The name without a label."""
+        return _kind(self.name)
+
+
+def _kind(name: str) -> str:
+    return name.partition(LABEL)[0]
+
+
+@dataclass(frozen=True)
+class RuntimeFlags(FlagGroup):
+    """Other runtimes to measure beside this one."""
+
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Runtimes to measure beside this one: genai, openvino, llama.cpp, optimum; other is a second export. "
+            "NAME+LABEL measures one several times.",
+        ),
+    ] = None
+    peer_directory: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=DIR",
+            help="The model converted for a runtime; may be repeated.",
+            show_default="the export itself",
+        ),
+    ] = None
+    peer_python: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PYTHON",
+            help="The Python interpreter that has a runtime; may be repeated.",
+            show_default="this one",
+        ),
+    ] = None
+    peer_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=KEY=VALUE",
+            help="A setting of openvino or llama.cpp, by its own name; may be repeated.",
+            show_default="the runtime's own",
+        ),
+    ] = None
+
+    def runtimes(self, export: Path) -> list[Runtime]:
+        """The runtimes that the flags ask for.
+
+        A labelled name without a directory or interpreter takes that of the plain name; options are not shared.
+
+        Args:
+            export: what runtimes read that need no model of their own.
+
+        Raises:
+            UsageError: no such runtime, a flag without its runtime, a runtime without options, or a missing path.
+        """
+        names = list(dict.fromkeys(name.strip() for name in (self.against or "").split(",") if name.strip()))
+        for name in names:
+            if _kind(name) not in INSTALL:
+                raise UsageError(f"--against {name}: no such runtime; choose from {', '.join(INSTALL)}")
+        known = {*names, *map(_kind, names)}
+        directories = dict(_pairs("--peer-directory", self.peer_directory, known))
+        pythons = dict(_pairs("--peer-python", self.peer_python, known))
+        options = _parse_options(self.peer_option, names)
+        found = []
+        for name in names:
+            directory = _directory(name, directories.get(name, directories.get(_kind(name))), export)
+            asked = pythons.get(name, pythons.get(_kind(name), sys.executable))
+            python = shutil.which(asked)
+            if python is None:
+                raise UsageError(f"--peer-python {name}={asked}: no such program; check the path")
+            found.append(Runtime(name, python, directory, options.get(name, {})))
+        return found
+
+
+def _directory(name: str, asked: str | None, export: Path) -> Path | None:
+    if _kind(name) == OTHER and asked is None:
+        raise UsageError(f"--against {name}: name the second export with --peer-directory {name}=DIR")
+    directory = Path(asked) if asked else None if _kind(name) in CONVERT else export
+    if directory is not None and not directory.exists():
+        raise UsageError(f"--peer-directory {name}={directory}: not found; check the path")
+    return directory
+
+
+def _pairs(
+    flag: str, texts: Sequence[str] | None, known: Collection[str], form: str = "NAME=PATH"
+) -> Iterator[tuple[str, str]]:
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not equals or not value or name not in known:
+            raise UsageError(f"{flag} {text}: give {form} with a NAME of --against")
+        yield name, value
+
+
+def _parse_options(texts: Sequence[str] | None, wanted: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Options by runtime; a value is JSON where it is valid JSON (`true`, `128`), else text."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, text in _pairs("--peer-option", texts, wanted, "NAME=KEY=VALUE"):
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise UsageError(f"--peer-option {name}={text}: give NAME=KEY=VALUE")
+        if _kind(name) not in WITH_OPTIONS:
+            raise UsageError(f"--peer-option {name}={text}: only {' and '.join(WITH_OPTIONS)} take options")
+        try:
+            found.setdefault(name, {})[key] = json.loads(value)
+        except ValueError:
+            found.setdefault(name, {})[key] = value
+    return found
