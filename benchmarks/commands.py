@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.measure.options import MeasuringFlags
 from benchmarks.runtimes.options import RuntimeFlags
+from benchmarks.search.options import EffortFlags
 from sportsllm.cli import flags
 from sportsllm.cli.flag_groups import expand_flag_groups
 from sportsllm.errors import UsageError
@@ -159,32 +161,7 @@ def bench(
         Path | None, typer.Option("--teacher", metavar="DIR", help="The fp32 teacher to compare quality with.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE.json", help="New file for the result.")] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=1, metavar="SECONDS", help="When a measuring process counts as hung.")
-    ] = 900.0,
-    rounds: Annotated[
-        int, typer.Option("--rounds", min=1, metavar="N", help="Fresh processes that measure each figure.")
-    ] = 5,
-    most_rounds: Annotated[
-        int,
-        typer.Option(
-            "--most-rounds",
-            min=1,
-            metavar="N",
-            help="Maximum number of rounds; more are added until results agree within 5%.",
-        ),
-    ] = 11,
-    prompt_lengths: Annotated[
-        str | None,
-        typer.Option("--prompt-lengths", metavar="N,...", help="Further prompt lengths for the time to first token."),
-    ] = None,
-    batch_size: Annotated[
-        str | None, typer.Option("--batch-size", metavar="N,...", help="Numbers of sequences to decode together.")
-    ] = None,
-    minutes: Annotated[
-        float,
-        typer.Option("--minutes", min=0, metavar="MINUTES", help="Also decode for this long, to see if speed lasts."),
-    ] = 0.0,
+    measuring: MeasuringFlags,
     others: RuntimeFlags,
 ) -> dict[str, Any]:
     """Latency, memory and size, measured in fresh processes and held to a device's budget."""
@@ -192,15 +169,13 @@ def bench(
 
     from benchmarks.bench import advice, bench_model
     from benchmarks.console_results import print_bench, verdict_line
-    from benchmarks.measure.bench import BenchRequest
     from sportsllm.console import output
     from sportsllm.errors import ConflictError, GateError
     from sportsllm.files import atomic_write_text
 
     if out is not None and out.exists():
         raise ConflictError(f"{out}: exists already; choose another --out or move it away")
-    lengths, sizes = _numbers("--prompt-lengths", prompt_lengths), _numbers("--batch-size", batch_size)
-    request = BenchRequest(directory, threads, rounds, most_rounds, timeout, lengths, sizes, minutes)
+    request = measuring.request(directory, threads)
     result = bench_model(request, device, on_device, text or [], teacher, others.runtimes(directory)).to_json()
     if out is not None:
         atomic_write_text(out, json.dumps(result, indent=1) + "\n")
@@ -211,19 +186,9 @@ def bench(
     return result
 
 
-def _numbers(flag: str, text: str | None) -> list[int]:
-    """The numbers of an option like `1,4`, each once and ascending; none where the option was not given.
-
-    Raises:
-        UsageError: the text is something else.
-    """
-    words = [word.strip() for word in (text or "").split(",") if word.strip()]
-    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise UsageError(f"{flag} {text}: give whole numbers from 1, separated by commas, for example 1,4")
-    return sorted({int(word) for word in words})
-
-
+@expand_flag_groups
 def fit(
+    *,
     teacher: Annotated[Path, typer.Option("--teacher", metavar="DIR", help="An unquantized checkpoint.")],
     device: Annotated[
         str, typer.Option("--device", metavar="NAME|FILE", help="Device whose budget the model must keep.")
@@ -244,27 +209,7 @@ def fit(
         list[int] | None,
         typer.Option(min=1, metavar="N", help="A smaller vocabulary to consider too; may be repeated."),
     ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Tokens of the winner's recovery.", show_default="5% of the teacher's training"
-        ),
-    ] = None,
-    search_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Tokens of each finalist's brief recovery.", show_default="a tenth of --tokens"
-        ),
-    ] = None,
-    finalists: Annotated[int, typer.Option(min=1, metavar="N", help="Candidates to recover briefly and compare.")] = 3,
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1,
-            metavar="MINUTES",
-            help="Time limit of the whole search; fewer finalists are compared if it runs short.",
-        ),
-    ] = None,
+    work: EffortFlags,
     sequence: flags.Sequence = None,
     batch_size: flags.BatchSize = None,
     accumulation: flags.Accumulation = None,
@@ -277,7 +222,7 @@ def fit(
     """Find and make the best model that fits a device's budget, and explain the choice."""
     from benchmarks.console_results import print_fit
     from benchmarks.search.run import complaint, passed, run_fit
-    from benchmarks.search.stages import Effort, Source, Target, recovery_settings, recovery_tokens
+    from benchmarks.search.stages import Source, Target, recovery_settings
     from compress.distillation.run import teacher_corpus
     from sportsllm.console import output
     from sportsllm.errors import ArtifactError, GateError
@@ -288,12 +233,11 @@ def fit(
         raise ArtifactError(f"{teacher}: no such directory; give a checkpoint")
     text = tuple(corpus or teacher_corpus(teacher, "corpus"))
     held_out = tuple(valid or ([] if corpus else teacher_corpus(teacher, "valid")))
-    tokens = tokens or recovery_tokens(teacher)
-    settings: dict[str, Any] = recovery_settings(teacher, tokens, sequence, batch_size, accumulation)
+    effort = work.effort(teacher)
+    settings: dict[str, Any] = recovery_settings(teacher, effort.tokens, sequence, batch_size, accumulation)
     if learning_rate is not None:
         settings["learning_rate"] = learning_rate
     source = Source(teacher, text, tuple(calibration or text), held_out, threads, seed, settings)
-    effort = Effort(tokens, search_tokens or max(1, tokens // 10), finalists, minutes)
     target = Target(device, on_device)
     result = run_fit(source, target, out, effort, vocabularies=vocab_size or [], dry_run=dry_run)
     print_fit(output(), result)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.commands import _numbers
 from benchmarks.console_results import unclean_line
 from benchmarks.measure.bench import ragged_lengths
+from benchmarks.measure.options import parse_numbers
 from benchmarks.measure.process import ChildFailure, run_child
 from benchmarks.measure.rounds import Payloads, Turn, stop_checks, take_turns
 from benchmarks.measure.summary import summarise
@@ -211,11 +211,11 @@ def test_batches_are_ragged_and_fit() -> None:
 
 
 def test_lists_of_numbers_are_checked() -> None:
-    assert _numbers("--batch-size", "4,1,4") == [1, 4]
-    assert _numbers("--batch-size", None) == []
+    assert parse_numbers("--batch-size", "4,1,4") == [1, 4]
+    assert parse_numbers("--batch-size", None) == []
     for wrong in ("0", "two", "1;4", "-1"):
         with pytest.raises(UsageError, match="--batch-size"):
-            _numbers("--batch-size", wrong)
+            parse_numbers("--batch-size", wrong)
 
 
 def test_the_interval_holds_the_median_as_often_as_it_says() -> None:

@@ -1,0 +1,71 @@
+"""The flags of `bench` that say how thoroughly to measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sportsllm.cli.flag_groups import FlagGroup
+from sportsllm.errors import UsageError
+
+if TYPE_CHECKING:
+    from benchmarks.measure.bench import BenchRequest
+
+
+@dataclass(frozen=True)
+class MeasuringFlags(FlagGroup):
+    """How often, at which lengths and for how long."""
+
+    timeout: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="When a measuring process counts as hung.")
+    ] = 900.0
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Fresh processes that measure each figure.")] = 5
+    most_rounds: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Maximum number of rounds; more are added until results agree within 5%."
+        ),
+    ] = 11
+    prompt_lengths: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Further prompt lengths for the time to first token.")
+    ] = None
+    batch_size: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Numbers of sequences to decode together.")
+    ] = None
+    minutes: Annotated[
+        float, typer.Option(min=0, metavar="MINUTES", help="Also decode for this long, to see if speed lasts.")
+    ] = 0.0
+
+    def request(self, directory: Path, threads: int | None) -> BenchRequest:
+        """What to measure of a directory.
+
+        Raises:
+            UsageError: a list of numbers holds something else.
+        """
+        from benchmarks.measure.bench import BenchRequest
+
+        return BenchRequest(
+            directory,
+            threads=threads,
+            rounds=self.rounds,
+            most_rounds=self.most_rounds,
+            timeout_s=self.timeout,
+            prompt_lengths=parse_numbers("--prompt-lengths", self.prompt_lengths),
+            batch_sizes=parse_numbers("--batch-size", self.batch_size),
+            minutes=self.minutes,
+        )
+
+
+def parse_numbers(flag: str, text: str | None) -> list[int]:
+    """The numbers of a flag like `1,4`, each once and ascending; none where the flag was not given.
+
+    Raises:
+        UsageError: the text is something else.
+    """
+    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+        raise UsageError(f"{flag} {text}: give whole numbers from 1, separated by commas, for example 1,4")
+    return sorted({int(word) for word in words})
