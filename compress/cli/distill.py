@@ -10,6 +10,7 @@ import typer
 from compress.cli import flags
 from sportsllm.cli import flags as options
 from sportsllm.cli.flag_groups import expand_flag_groups
+from sportsllm.errors import UsageError
 
 __all__ = ["distill", "sample"]
 
@@ -22,17 +23,7 @@ def distill(
     out: Annotated[Path | None, typer.Option(help="New directory; runs/<student> if not given.")] = None,
     init: Annotated[Path | None, typer.Option(help="Checkpoint whose weights the student starts from.")] = None,
     start: Annotated[
-        str | None,
-        typer.Option(
-            help="clone: from projections of the teacher's weights; fresh: random. Of a checkpoint student the shape "
-            "alone is used then."
-        ),
-    ] = None,
-    clone_init: Annotated[
-        str | None, typer.Option(help="Of --start clone: pca, or select, which starts as the pruned model.")
-    ] = None,
-    clone_weight: Annotated[
-        float | None, typer.Option(help="Of --start clone: weight of the activations' distance; 0 if not given.")
+        str | None, typer.Option(help="fresh: random weights; of a checkpoint student only the shape is used.")
     ] = None,
     text: options.TextFlags,
     distillation: flags.DistillationFlags,
@@ -43,19 +34,20 @@ def distill(
     threads: options.Threads = None,
 ) -> dict[str, Any]:
     """Train a smaller student on a teacher's next-token distribution."""
-    from compress.distillation.run import clone_start, resolve_teacher, teacher_corpus
     from compress.distillation.run import distill as run_distill
+    from compress.distillation.run import resolve_teacher, teacher_corpus
     from sportsllm.cli.commands import print_training
     from sportsllm.training.loop import TrainConfig
     from sportsllm.training.lora import adapted_rate
     from sportsllm.training.setup import set_threads
 
     set_threads(threads)
-    clone = clone_start(start, clone_init, clone_weight)
+    if start not in (None, "fresh"):
+        raise UsageError(f"--start {start!r} is not known; use fresh, or leave it out")
     defaults = TrainConfig(seed=seed, learning_rate=adapted_rate(TrainConfig.learning_rate, lora.lora_rank))
     config = training.config(defaults, length.tokens, length.steps)
     teacher_directory = resolve_teacher(teacher)
-    fresh = clone is None and init is None and (start == "fresh" or not Path(student).is_dir())
+    fresh = init is None and (start == "fresh" or not Path(student).is_dir())
     result = run_distill(
         teacher=teacher_directory,
         student=student,
@@ -66,7 +58,6 @@ def distill(
         config=config,
         objective=distillation.objective(fresh),
         adapters=lora.adapters(config.optimizer),
-        clone=clone,
         fresh=start == "fresh",
         resume=training.resume,
     )

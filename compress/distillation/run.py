@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compress.distillation.clone import INITS, clone_student
 from compress.distillation.settings import Objective
 from compress.distillation.student_loss import (
     check_teachers,
-    clone_samples,
     guidance_inputs,
     guidance_settings,
     prepare_signals,
@@ -68,43 +64,6 @@ def teacher_corpus(teacher: Path, key: str) -> list[Path]:
     return paths
 
 
-@dataclass(frozen=True)
-class CloneStart:
-    """A student that starts as a low-rank clone of its teacher (`compress.distillation.clone`).
-
-    Attributes:
-        init: `select` or `pca`.
-        weight: of the activations' distance beside the loss; 0 leaves them alone.
-        tokens: of training text that the start is computed from.
-    """
-
-    init: str = "pca"
-    weight: float = 0.0
-    tokens: int = 65_536
-
-    def __post_init__(self) -> None:
-        if self.init not in INITS:
-            raise UsageError(f"--clone-init {self.init!r} is not known; use one of {', '.join(INITS)}")
-        if not 0.0 <= self.weight < math.inf:
-            raise UsageError(f"--clone-weight {self.weight:g} must be 0 or more")
-
-
-def clone_start(start: str | None, init: str | None, weight: float | None) -> CloneStart | None:
-    """What --start, --clone-init and --clone-weight ask for; None but for --start clone.
-
-    Raises:
-        UsageError: another start than `clone` and `fresh`, or flags that belong to a clone.
-    """
-    if start is None or start == "fresh":
-        if init is not None or weight is not None:
-            raise UsageError("--clone-init and --clone-weight belong to --start clone; add it or leave them out")
-        return None
-    if start != "clone":
-        raise UsageError(f"--start {start!r} is not known; use clone or fresh, or leave it out")
-    given = {"init": init, "weight": weight}
-    return CloneStart(**{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
-
-
 def distill(
     *,
     teacher: Path,
@@ -116,7 +75,6 @@ def distill(
     config: TrainConfig,
     objective: Objective,
     adapters: Adapters | None = None,
-    clone: CloneStart | None = None,
     fresh: bool = False,
     resume: bool = False,
 ) -> dict[str, Any]:
@@ -124,7 +82,7 @@ def distill(
 
     Args:
         teacher: checkpoint directory.
-        student: a preset's name (fresh weights) or a checkpoint directory (its weights; with `fresh` or `clone` its
+        student: a preset's name (fresh weights) or a checkpoint directory (its weights; with `fresh` its
             shape alone).
         init: a checkpoint whose weights a preset student starts from.
         corpus: training text.
@@ -133,7 +91,6 @@ def distill(
         config: how to train.
         objective: what to learn.
         adapters: train these instead of all weights; the student must start from weights.
-        clone: start from the teacher's own weights.
         fresh: start from random weights.
         resume: go on from an interrupted run.
 
@@ -141,10 +98,9 @@ def distill(
         UsageError: student larger than teacher, or settings out of range.
         ArtifactError: different tokenizers, or damaged inputs.
     """
-    shape_only = fresh or clone is not None
-    if shape_only and init is not None:
-        raise UsageError(f"--start {'fresh' if fresh else 'clone'} makes its own weights; leave --init {init} out")
-    start = init or (Path(student) if Path(student).is_dir() and not shape_only else None)
+    if fresh and init is not None:
+        raise UsageError(f"--start fresh makes its own weights; leave --init {init} out")
+    start = init or (Path(student) if Path(student).is_dir() and not fresh else None)
     if adapters is not None and start is None:
         raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT or a checkpoint student")
     if init is not None and Path(student).is_dir():
@@ -167,11 +123,10 @@ def distill(
         "teacher": str(teacher),
         "student": student,
         "init": None if start is None else str(start),
-        "start": "clone" if clone else "weights" if start else "fresh",
+        "start": "weights" if start else "fresh",
         "corpus": [str(path) for path in corpus],
         "valid": [str(path) for path in valid],
         **guidance_settings(objective, teacher, adapters),
-        **({} if clone is None else {f"clone_{key}": value for key, value in dataclasses.asdict(clone).items()}),
         **dataclasses.asdict(config),
     }
     shape_file = shape_of(student)[1] if start is None else []
@@ -183,15 +138,12 @@ def distill(
         texts = load_corpus(corpus, valid)
         documents = tokenize(texts.train, words)
         copy_tokenizer(teacher, directory)
-        if clone is not None:
-            samples = clone_samples(documents, config, clone.tokens)
-            network = clone_student(load_checkpoint(teacher), shape, init=clone.init, samples=samples)
-        elif start is not None:
+        if start is not None:
             network = load_checkpoint(start)
         else:
             network = SportsLLM(shape)
             network.initialize(config.seed)
-        before = validator(texts, words)(network) if config.steps and (start or clone) else None
+        before = validator(texts, words)(network) if config.steps and start else None
         network, result, batches = train_student(
             network,
             teacher=teacher,
@@ -206,7 +158,6 @@ def distill(
             description=f"distil {student}",
             signals=signals,
             adapters=adapters,
-            clone_weight=None if clone is None else clone.weight,
         )
         save_checkpoint(directory, network)
         results = training_results(network, result, batches)

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from compress.distillation.clone import merge_clone, with_clone_loss
 from compress.distillation.divergences import KLWeight, TeacherLogits, mixed_chunk, mixed_teachers
 from compress.distillation.hidden_states import (
     HiddenMatching,
@@ -219,25 +218,23 @@ def train_student(
     description: str,
     signals: Signals | None = None,
     adapters: Adapters | None = None,
-    clone_weight: float | None = None,
 ) -> tuple[SportsLLM, TrainResult, PackedSequences]:
     """Train a student as its objective says, with the one training loop.
 
     Args:
-        student: on the CPU; an ordinary model, or a clone from `clone_student`.
+        student: on the CPU; changed.
         teacher: the main teacher's checkpoint.
         texts: what is held out; `documents` are its training texts' tokens.
         directory, identity, resume, description: see `train_model`.
         signals: from `prepare_signals`.
         adapters: train these only, and merge them.
-        clone_weight: the student is a clone, and its activations weigh so much.
 
     Returns:
         The trained model without helpers: adapters and projections are merged.
     """
     device = training_device()
     teachers: list[tuple[SportsLLM, float]] = []
-    if objective.asks_the_teacher or clone_weight:
+    if objective.asks_the_teacher:
         listed = objective.all_teachers(teacher) if signals is None else [(teacher, 1.0)]
         teachers = [(load_teacher(path, objective.teacher_precision).to(device), share) for path, share in listed]
     if adapters is not None:
@@ -262,8 +259,6 @@ def train_student(
         seed=config.seed,
         end_id=tokenizer.end_id,
     )
-    if clone_weight is not None:
-        loss = with_clone_loss(loss, teachers[0][0] if teachers else None, clone_weight)
     result = train_model(
         student,
         batches,
@@ -277,14 +272,5 @@ def train_student(
     )
     if objective.hidden_weight:
         detach(student)
-    if clone_weight is not None:
-        student = merge_clone(student)
     merge_adapters(student)
     return student, result, batches
-
-
-def clone_samples(documents: TokenizedDocuments, config: TrainConfig, tokens: int) -> list[Tensor]:
-    """About `tokens` tokens of training text that a clone starts from, (B, T) each; as many as there are at most."""
-    batches = PackedSequences(documents, config.sequence, config.batch_size, config.seed + 1)
-    count = max(1, min(tokens, batches.tokens_per_epoch) // (config.batch_size * config.sequence))
-    return [batches.batch(index).tokens for index in range(count)]

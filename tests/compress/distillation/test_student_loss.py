@@ -1,7 +1,6 @@
 """What a student is taught: every objective against naive float64 code, and through the command's own function."""
 
 import dataclasses
-import math
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,13 @@ from compress.distillation.divergences import KLWeight
 from compress.distillation.hidden_states import HiddenMatching, attach
 from compress.distillation.on_policy import is_on_policy, prompts, write, written_batch
 from compress.distillation.recovery import Recovery
-from compress.distillation.run import CloneStart, clone_start, distill
+from compress.distillation.run import distill
 from compress.distillation.settings import Objective, chosen_kl_weight, parse_teachers
 from compress.distillation.student_loss import guided_loss, train_student
 from compress.pruning.run import Cut, _mapped, prune_stage
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.models.hf_config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.artifact import read_manifest
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
@@ -27,7 +27,7 @@ from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 from sportsllm.training.loop import TrainConfig
 from sportsllm.training.lora import Adapters
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import tiny_model
 
 CONFIG = TrainConfig(steps=3, batch_size=2, accumulation=1, sequence=32, precision="fp32", warmup=0)
 FP32 = Objective(teacher_precision="fp32")
@@ -232,24 +232,14 @@ def test_recovery_matches_what_each_kept_layer_reads() -> None:
     assert _mapped(dataclasses.replace(recovery, objective=FP32), [0, 3, 4], 5) is FP32
 
 
-def test_a_clone_start_is_merged(
-    checkpoint: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_fresh_start_takes_the_shape_alone(
+    checkpoint: Path, student: Path, corpus_file: Path, tmp_path: Path
 ) -> None:
-    from sportsllm.models import presets
-
-    small = tiny_config(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1)
-    monkeypatch.setitem(presets.PRESETS, "smaller", small)
-    clone = CloneStart("select", 0.1, tokens=256)
-    result = run(checkpoint, "smaller", tmp_path / "out", corpus_file, clone=clone)
-    made = load_checkpoint(tmp_path / "out")
-    assert made.config.hidden_size == 32 and not any("parametrizations" in key for key in made.state_dict())
-    assert isinstance(result["bits_per_byte_before"], float) and math.isfinite(result["bits_per_byte_before"])
-    assert result["valid_bits_per_byte"] != result["bits_per_byte_before"]
-    assert read_manifest(tmp_path / "out")["settings"]["start"] == "clone"
-    fresh = run(checkpoint, str(tmp_path / "out"), tmp_path / "fresh", corpus_file, fresh=True)
-    assert fresh["parameters"] == result["parameters"] and "bits_per_byte_before" not in fresh
+    result = run(checkpoint, str(student), tmp_path / "fresh", corpus_file, fresh=True)
+    assert result["parameters"] == load_config(student).parameters and "bits_per_byte_before" not in result
+    assert read_manifest(tmp_path / "fresh")["settings"]["start"] == "fresh"
     with pytest.raises(UsageError, match="makes its own weights"):
-        run(checkpoint, "smaller", tmp_path / "x", corpus_file, clone=clone, init=checkpoint)
+        run(checkpoint, "tiny-300k", tmp_path / "x", corpus_file, fresh=True, init=checkpoint)
 
 
 def test_the_trained_model_has_no_helpers(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
@@ -301,19 +291,13 @@ def test_defaults_and_texts_of_flags() -> None:
     assert chosen_kl_weight(None, fresh=False) == KLWeight(0.5, 0.5)
     assert chosen_kl_weight("0.5:1", fresh=True) == KLWeight(0.5, 1.0)
     assert parse_teachers(["a=0.5", "b"]) == ((Path("a"), 0.5), (Path("b"), 1.0))
-    assert clone_start(None, None, None) is None
-    assert clone_start("clone", None, 0.5) == CloneStart(weight=0.5)
-    for wrong in ((None, "pca", None), ("copy", None, None), ("clone", "svd", None), ("clone", None, -1.0)):
-        with pytest.raises(UsageError):
-            clone_start(*wrong)
 
 
 def test_the_command_takes_all_of_it(checkpoint: Path, student: Path, corpus_file: Path, tmp_path: Path) -> None:
     result = command(
         teacher=str(checkpoint), student=str(student), corpus=[corpus_file], out=tmp_path / "out",
         kl_weight="0.5:1", divergence="skew-kl", mix=0.2, teacher_precision="fp32", hidden_weight=0.1,
-        layer_map="0:0,1:2", steps=2, batch_size=2,
-        accumulation=1, sequence=32, lora_rank=2,
+        layer_map="0:0,1:2", steps=2, batch_size=2, accumulation=1, sequence=32, lora_rank=2,
     )  # fmt: skip
     settings = read_manifest(tmp_path / "out")["settings"]
     assert result["steps"] == 2
