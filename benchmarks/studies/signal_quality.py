@@ -26,9 +26,9 @@ from rich.console import Console
 from torch import Tensor
 
 from compress.distillation.divergences import divergence_chunk
-from compress.distillation.teacher import load_teacher, teacher_logits
-from compress.teacher_cache.read import Signals, open_signals
-from compress.teacher_cache.write import make_signals
+from compress.distillation.teacher import load_teacher, running_teacher, teacher_logits
+from compress.teacher_cache.read import CacheKey, TeacherCache, open_teacher_cache
+from compress.teacher_cache.write import CacheRequest, make_teacher_cache
 from sportsllm.console import progress_bar
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.checkpoint import load_checkpoint
@@ -71,8 +71,8 @@ class Study:
 class SignalQuality:
     """What a study found.
 
-    `kl` and `loss` are nats a token, of the full KL and of the stored signals; `norm_ratio` and `relative_error` are
-    the norms of the stored signals' gradient and of its difference from the full KL's, over the full KL's norm.
+    `kl` and `loss` are nats a token, of the full KL and of the stored signals; `norm_ratio` and `relative_error`
+    compare the gradients' norms and their difference with the full KL's norm.
     """
 
     tokens: int
@@ -102,7 +102,7 @@ def full_loss(teacher: SportsLLM) -> Loss:
     return loss
 
 
-def stored_loss(signals: Signals) -> Loss:
+def stored_loss(signals: TeacherCache) -> Loss:
     """The same from stored signals."""
 
     def loss(student: SportsLLM, batch: Batch) -> Tensor:
@@ -148,19 +148,16 @@ def step_seconds(student: SportsLLM, batches: PackedSequences, losses: Sequence[
     return [statistics.median(seconds[_WARM_UP:]) for seconds in times]
 
 
-def store_signals(study: Study, directory: Path, vocab_size: int) -> tuple[dict[str, Any], Signals]:
+def store_signals(study: Study, directory: Path, vocab_size: int) -> tuple[dict[str, Any], TeacherCache]:
     """Make a study's signals in `directory`: what making them cost, and the signals."""
-    text: dict[str, Any] = {"corpus": study.corpus, "valid": [], "sequence": study.sequence, "seed": 0}
-    made = make_signals(
-        teachers=[(study.teacher, 1.0)],
-        out=directory,
-        tokens=study.batches * study.sequence * study.batch_size,
-        batch_size=study.batch_size,
+    tokens = study.batches * study.sequence * study.batch_size
+    request = CacheRequest(
+        study.teacher, study.corpus, (), tokens, study.sequence, seed=0, batch_size=study.batch_size,
         teacher_precision="fp32",
-        **text,
-    )
-    opened = open_signals(directory, teacher=study.teacher, tokenizer=study.student, vocab_size=vocab_size, **text)
-    return made, opened
+    )  # fmt: skip
+    made = make_teacher_cache(request, directory, lambda: running_teacher(study.teacher, "fp32"))
+    key = CacheKey(study.teacher, study.corpus, (), study.sequence, seed=0, vocab_size=vocab_size)
+    return made, open_teacher_cache(directory, key)
 
 
 def measure(study: Study, directory: Path) -> SignalQuality:

@@ -26,7 +26,8 @@ from benchmarks.console_tables import megabytes, table
 from benchmarks.measure import worker
 from benchmarks.measure.process import child_command, run_child
 from compress.distillation.divergences import divergence_chunk
-from compress.distillation.teacher import PRECISIONS, load_teacher, teacher_logits
+from compress.distillation.settings import TEACHER_PRECISIONS
+from compress.distillation.teacher import load_teacher, teacher_logits
 from sportsllm.console import output, use_stderr
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
 from sportsllm.storage.checkpoint import load_checkpoint
@@ -35,7 +36,7 @@ from sportsllm.text.packing import Batch, PackedSequences, tokenize
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.chunked_loss import head_loss
 
-_MEASURED = tuple(name for name in PRECISIONS if name != "auto")
+_MEASURED = tuple(name for name in TEACHER_PRECISIONS if name != "auto")
 _TIMEOUT_S = 3600.0
 
 

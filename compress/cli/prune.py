@@ -9,6 +9,7 @@ import typer
 
 from compress.cli import flags
 from sportsllm.cli import flags as options
+from sportsllm.cli.flag_groups import check_not_given, expand_flag_groups
 from sportsllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ def _recovery_defaults(seed: int, source: Path, lora_rank: int | None) -> TrainC
     return TrainConfig(seed=seed, learning_rate=rate)
 
 
+@expand_flag_groups
 def prune(
+    *,
     checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
     out: options.Out,
     calibration: options.Calibration,
@@ -94,64 +97,27 @@ def prune(
     teacher: Annotated[
         Path | None, typer.Option(help="What recovery distils from, if not the checkpoint itself.")
     ] = None,
-    corpus: options.Corpus | None = None,
-    valid: options.Valid = None,
-    teacher_precision: flags.TeacherPrecision = None,
-    extra_teacher: flags.ExtraTeacher = None,
-    divergence: flags.Divergence = None,
-    mix: flags.Mix = None,
-    temperature: flags.Temperature = None,
-    kl_weight: Annotated[
-        str | None,
-        typer.Option(
-            help="Share of the divergence in the recovery's loss, or a range such as 0.5:1; 0.5 if not given."
-        ),
-    ] = None,
-    hidden_weight: flags.HiddenWeight = None,
-    layer_map: flags.LayerMap = None,
-    attention_weight: flags.AttentionWeight = None,
-    relation_heads: flags.RelationHeads = None,
-    signals: flags.Signals = None,
-    signal_kind: flags.SignalKind = None,
-    signal_tokens: flags.SignalTokens = None,
-    on_policy: flags.OnPolicy = None,
-    on_policy_tokens: flags.OnPolicyTokens = None,
-    lora_rank: options.LoraRank = None,
-    lora_targets: options.LoraTargets = None,
-    lora_alpha: options.LoraAlpha = None,
-    sequence: options.Sequence = None,
-    batch_size: options.BatchSize = None,
-    accumulation: options.Accumulation = None,
-    learning_rate: options.LearningRate = None,
-    optimizer: options.Optimizer = None,
-    schedule: options.ScheduleKind = None,
-    precision: options.Precision = None,
-    resume: options.Resume = False,
+    documents: options.TextFlags,
+    distillation: flags.DistillationFlags,
+    lora: options.LoraFlags,
+    training: options.TrainingFlags,
     seed: options.Seed = 0,
     threads: options.Threads = None,
-    set: options.Set = None,
 ) -> dict[str, Any]:
     """Cut width, depth or vocabulary; the result is an ordinary LLaMA checkpoint."""
-    parameters = locals()
-    overrides, lessons = options.picked(parameters, options.TRAINING), options.picked(parameters, flags.OBJECTIVE)
     from compress.distillation.recovery import Recovery
     from compress.distillation.run import teacher_corpus
     from compress.pruning.plan import Plan, prune_line
     from compress.pruning.run import Cut
     from sportsllm.console import output
-    from sportsllm.training.lora import adapter_settings
-    from sportsllm.training.setup import set_threads, train_config
+    from sportsllm.training.setup import set_threads
 
     set_threads(threads)
     given = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads, "layers": layers}
-    adapted = (lora_rank, lora_targets, lora_alpha)
-    training = (set, corpus, valid, teacher, resume, kl_weight, extra_teacher, *adapted)
-    flags_given = (*training, *lessons.values(), *overrides.values())
-    training_given = any(value is not None and value is not False for value in flags_given)
-    if recover is None and training_given:
-        raise UsageError(
-            "training settings, --corpus, --teacher and --resume belong to --recover TOKENS; add it or leave them out"
-        )
+    if recover is None:
+        check_not_given("--recover TOKENS", documents, distillation, lora, training)
+        if teacher is not None:
+            raise UsageError("--teacher belongs to --recover TOKENS; add it or leave it out")
     if vocab_size is not None or min_count is not None:
         others = (params, size_mb, search, recover, scores, *given.values())
         if any(value is not None for value in others):
@@ -165,14 +131,14 @@ def prune(
     recovery = None
     if recover is not None:
         source = teacher or checkpoint
-        config = train_config(_recovery_defaults(seed, source, lora_rank), recover, overrides, set or [])
+        config = training.config(_recovery_defaults(seed, source, lora.lora_rank), recover)
         recovery = Recovery(
             config=config,
-            corpus=tuple(corpus or teacher_corpus(source, "corpus")),
-            valid=tuple(valid or ([] if corpus else teacher_corpus(source, "valid"))),
-            objective=flags.make_objective(kl_weight=kl_weight, fresh=False, extra_teacher=extra_teacher, **lessons),
+            corpus=tuple(documents.corpus or teacher_corpus(source, "corpus")),
+            valid=tuple(documents.valid or ([] if documents.corpus else teacher_corpus(source, "valid"))),
+            objective=distillation.config(fresh=False),
             teacher=teacher,
-            adapters=adapter_settings(*adapted, config.optimizer),
+            adapters=lora.adapters(config.optimizer),
         )
     result = prune_line(
         checkpoint=checkpoint,
@@ -182,7 +148,7 @@ def prune(
         calibration=calibration,
         scores=scores,
         recovery=recovery,
-        resume=resume,
+        resume=training.resume,
     )
     shape = ", ".join(f"{key} {value}" for key, value in result["shape"].items())
     output().print(

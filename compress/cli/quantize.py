@@ -145,5 +145,5 @@ def _recovery(
         config=training.config(base, tokens),
         corpus=tuple(text.corpus or teacher_corpus(checkpoint, "corpus")),
         valid=tuple(text.valid or ([] if text.corpus else teacher_corpus(checkpoint, "valid"))),
-        objective=teacher.objective(fresh=False),
+        objective=teacher.config(fresh=False),
     )

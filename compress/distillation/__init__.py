@@ -1,3 +1,1 @@
-"""Distillation: settings, teacher, divergences, the student's loss, recovery after pruning. Imports
-teacher_cache.
-"""
+"""Distillation: settings, the running teacher, divergences, the student's training, recovery. Imports teacher_cache."""

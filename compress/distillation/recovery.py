@@ -7,65 +7,48 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compress.distillation.settings import Objective
-from compress.distillation.student_loss import (
-    check_teachers,
-    guidance_inputs,
-    guidance_settings,
-    prepare_signals,
-    train_student,
-)
-from compress.teacher_cache.read import Signals
+from compress.distillation.settings import DistillationConfig
+from compress.distillation.student_training import RunState, StudentText, StudentTraining, train_student
+from compress.teacher_cache.read import TeacherCache
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.text.packing import tokenize
-from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training.loop import TrainConfig
 from sportsllm.training.lora import Adapters
-from sportsllm.training.pretrain import check_sequence
-from sportsllm.training.setup import training_results, validator
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a compressed model is trained afterwards.
+    """How a compressed model is trained afterwards; the fields are those of `StudentTraining`.
 
-    Attributes:
-        config: of the training loop.
-        corpus, valid: training and held-out text; without the latter a part of the corpus is held out.
-        objective: what to learn.
-        teacher: from whom, if not the checkpoint that was compressed.
-        adapters: train these instead of all weights, and merge them.
+    `teacher` is None where it learns from the checkpoint that was compressed.
     """
 
     config: TrainConfig
     corpus: tuple[Path, ...]
     valid: tuple[Path, ...] = ()
-    objective: Objective = field(default_factory=Objective)
+    objective: DistillationConfig = field(default_factory=DistillationConfig)
     teacher: Path | None = None
     adapters: Adapters | None = None
 
+    def training(self, checkpoint: Path) -> StudentTraining:
+        """The same with the teacher named."""
+        teacher = self.teacher or checkpoint
+        return StudentTraining(teacher, self.config, self.corpus, self.valid, self.objective, self.adapters)
+
     def settings(self, checkpoint: Path) -> dict[str, Any]:
         """For the manifest; the training loop's settings are under `recover`."""
-        return {
-            "teacher": str(self.teacher or checkpoint),
-            "corpus": [str(path) for path in self.corpus],
-            "valid": [str(path) for path in self.valid],
-            "recover": dataclasses.asdict(self.config),
-            **guidance_settings(self.objective, self.teacher or checkpoint, self.adapters),
-        }
+        return {**self.training(checkpoint).settings(), "recover": dataclasses.asdict(self.config)}
 
     def inputs(self) -> list[Path]:
-        """Everything that it reads."""
-        others = guidance_inputs(self.objective)
-        return [*([self.teacher] if self.teacher else []), *others, *self.corpus, *self.valid]
+        """Everything that it reads beside the checkpoint."""
+        signals = self.objective.signals
+        return [*([self.teacher] if self.teacher else []), *([signals] if signals else []), *self.corpus, *self.valid]
 
 
-def prepare_recovery(recovery: Recovery, checkpoint: Path, smaller: ModelConfig) -> Signals | None:
-    """Check the recovery against both models, and open or make its signals.
+def prepare_recovery(recovery: Recovery, checkpoint: Path, smaller: ModelConfig) -> TeacherCache | None:
+    """Check the recovery against both models, and open or make its teacher cache.
 
     Args:
         recovery: how to train.
@@ -75,18 +58,7 @@ def prepare_recovery(recovery: Recovery, checkpoint: Path, smaller: ModelConfig)
     source = recovery.teacher or checkpoint
     if not same_tokenizer(source, checkpoint):
         raise ArtifactError(f"{source}: its tokenizer differs from {checkpoint}'s; recovery needs the same one")
-    for shape in (load_config(source), smaller):
-        check_sequence(recovery.config.sequence, shape)
-    recovery.objective.check_models(smaller, load_config(source))
-    check_teachers(recovery.objective, source)
-    return prepare_signals(
-        recovery.objective,
-        teacher=source,
-        student=smaller,
-        corpus=recovery.corpus,
-        valid=recovery.valid,
-        config=recovery.config,
-    )
+    return recovery.training(checkpoint).prepare(smaller)
 
 
 def recover(
@@ -97,7 +69,7 @@ def recover(
     directory: Path,
     identity: str,
     resume: bool,
-    signals: Signals | None,
+    signals: TeacherCache | None,
 ) -> tuple[SportsLLM, dict[str, Any]]:
     """Train a compressed model.
 
@@ -111,22 +83,8 @@ def recover(
     Returns:
         The trained model, and results: those of every training, and `bits_per_byte_before_recovery`.
     """
-    words = load_tokenizer(checkpoint, model.config)
-    texts = load_corpus(recovery.corpus, recovery.valid)
-    before = validator(texts, words)(model)
-    model, result, batches = train_student(
-        model,
-        teacher=recovery.teacher or checkpoint,
-        objective=recovery.objective,
-        texts=texts,
-        documents=tokenize(texts.train, words),
-        tokenizer=words,
-        config=recovery.config,
-        directory=directory,
-        identity=identity,
-        resume=resume,
-        description="recover",
-        signals=signals,
-        adapters=recovery.adapters,
-    )
-    return model, {"bits_per_byte_before_recovery": before, **training_results(model, result, batches)}
+    training = recovery.training(checkpoint)
+    text = StudentText.read(training, load_tokenizer(checkpoint, model.config))
+    before = text.bits_per_byte(model)
+    results = train_student(model, training, text, signals, RunState(directory, identity, resume), "recover")
+    return model, {"bits_per_byte_before_recovery": before, **results}

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compress.distillation.settings import Objective
-from compress.distillation.student_loss import (
-    check_teachers,
-    guidance_inputs,
-    guidance_settings,
-    prepare_signals,
-    train_student,
-)
+from compress.distillation.student_training import RunState, StudentText, StudentTraining, train_student
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ModelConfig
@@ -24,13 +17,9 @@ from sportsllm.models.presets import PRESETS, preset
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
-from sportsllm.text.packing import tokenize
-from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
-from sportsllm.training.loop import TrainConfig
-from sportsllm.training.lora import Adapters
-from sportsllm.training.pretrain import check_sequence, fit_vocabulary, shape_of
-from sportsllm.training.setup import manifest_setting, training_results, validator
+from sportsllm.training.pretrain import fit_vocabulary, shape_of
+from sportsllm.training.setup import manifest_setting
 
 
 def resolve_teacher(name: str) -> Path:
@@ -64,130 +53,128 @@ def teacher_corpus(teacher: Path, key: str) -> list[Path]:
     return paths
 
 
-def distill(
-    *,
-    teacher: Path,
-    student: str,
-    init: Path | None,
-    corpus: Sequence[Path],
-    valid: Sequence[Path],
-    out: Path,
-    config: TrainConfig,
-    objective: Objective,
-    adapters: Adapters | None = None,
-    fresh: bool = False,
-    resume: bool = False,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Fresh:
+    """A student with random weights: its shape, and the file that was read from, if any."""
+
+    shape: ModelConfig
+    inputs: list[Path]
+
+    def build(self, seed: int) -> SportsLLM:
+        """The student before training."""
+        model = SportsLLM(self.shape)
+        model.initialize(seed)
+        return model
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A student that starts from a checkpoint's weights."""
+
+    shape: ModelConfig
+    inputs: list[Path]
+
+    def build(self, _seed: int) -> SportsLLM:
+        """The student before training."""
+        return load_checkpoint(self.inputs[0])
+
+
+Start = Fresh | Checkpoint
+
+
+def resolve_start(student: str, init: Path | None, start: str | None, teacher: Path) -> Start:
+    """What --student, --init and --start ask for together.
+
+    Args:
+        student: a preset's name or a checkpoint directory.
+        init: a checkpoint whose weights a preset student starts from.
+        start: `fresh` to take only the shape of a checkpoint student.
+        teacher: whose vocabulary and tokenizer the student has.
+
+    Raises:
+        UsageError: flags that do not go together.
+        ArtifactError: a quantized start, or one with another tokenizer.
+    """
+    if start not in (None, "fresh"):
+        raise UsageError(f"--start {start!r} is not known; use fresh, or leave it out")
+    has_weights = Path(student).is_dir() and start is None
+    if init is not None and start is not None:
+        raise UsageError(f"--start fresh makes random weights; leave --init {init} out")
+    if init is not None and has_weights:
+        raise UsageError(f"--student {student} has weights of its own; give a preset's name with --init, or no --init")
+    if init is None and not has_weights:
+        theirs = load_config(teacher)
+        shape, inputs = shape_of(student)
+        fitted = fit_vocabulary(shape, theirs.vocab_size, student).with_changes(
+            bos_token_id=theirs.bos_token_id, eos_token_id=theirs.eos_token_id, pad_token_id=theirs.pad_token_id
+        )
+        return Fresh(fitted, inputs)
+    directory = init or Path(student)
+    shape = _checkpoint_shape(directory, teacher)
+    if init is not None and shape.with_changes(vocab_size=preset(student).vocab_size) != preset(student):
+        say(f"the student starts from {init} and has its shape; {student!r} only names the output")
+    return Checkpoint(shape, [directory])
+
+
+def _checkpoint_shape(directory: Path, teacher: Path) -> ModelConfig:
+    if quantization_config(directory) is not None:
+        raise ArtifactError(f"{directory}: is quantized; distil into the unquantized checkpoint, then quantize")
+    shape, theirs = load_config(directory), load_config(teacher)
+    if not same_tokenizer(teacher, directory):
+        raise ArtifactError(
+            f"{directory}: its tokenizer differs from the teacher's ({teacher}); distillation needs the same one"
+        )
+    if shape.vocab_size != theirs.vocab_size:
+        raise ArtifactError(
+            f"student has {shape.vocab_size} tokens, teacher {theirs.vocab_size}; they must be the same"
+        )
+    return shape
+
+
+def distill(student: str, start: Start, training: StudentTraining, out: Path, resume: bool = False) -> dict[str, Any]:
     """Train a student on a teacher's distribution.
 
     Args:
-        teacher: checkpoint directory.
-        student: a preset's name (fresh weights) or a checkpoint directory (its weights; with `fresh` its
-            shape alone).
-        init: a checkpoint whose weights a preset student starts from.
-        corpus: training text.
-        valid: held-out text; empty to hold out part of the corpus.
+        student: its name, for the manifest.
+        start: from `resolve_start`.
+        training: how.
         out: directory to make.
-        config: how to train.
-        objective: what to learn.
-        adapters: train these instead of all weights; the student must start from weights.
-        fresh: start from random weights.
         resume: go on from an interrupted run.
+
+    Returns:
+        The results, as `distill --json` prints them.
 
     Raises:
         UsageError: student larger than teacher, or settings out of range.
-        ArtifactError: different tokenizers, or damaged inputs.
+        ArtifactError: damaged inputs.
     """
-    if fresh and init is not None:
-        raise UsageError(f"--start fresh makes its own weights; leave --init {init} out")
-    start = init or (Path(student) if Path(student).is_dir() and not fresh else None)
-    if adapters is not None and start is None:
+    config, theirs = training.config, load_config(training.teacher)
+    if training.adapters is not None and isinstance(start, Fresh):
         raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT or a checkpoint student")
-    if init is not None and Path(student).is_dir():
-        raise UsageError(f"--student {student} has weights of its own; give a preset's name with --init, or no --init")
-    teacher_config = load_config(teacher)
-    shape = _student_shape(teacher, teacher_config, student, start)
-    if init is not None and shape.with_changes(vocab_size=preset(student).vocab_size) != preset(student):
-        say(f"the student starts from {init} and has its shape; {student!r} only names the output")
-    if shape.parameters > teacher_config.parameters:
+    if start.shape.parameters > theirs.parameters:
         raise UsageError(
-            f"the student ({shape.parameters:,} parameters) is larger than the teacher "
-            f"({teacher_config.parameters:,}); choose a smaller --student"
+            f"the student ({start.shape.parameters:,} parameters) is larger than the teacher "
+            f"({theirs.parameters:,}); choose a smaller --student"
         )
-    for model_config in (shape, teacher_config):
-        check_sequence(config.sequence, model_config)
-    objective.check_models(shape, teacher_config)
-    check_teachers(objective, teacher)
-    signals = prepare_signals(objective, teacher=teacher, student=shape, corpus=corpus, valid=valid, config=config)
+    cache = training.prepare(start.shape)
+    has_weights = isinstance(start, Checkpoint)
     settings = {
-        "teacher": str(teacher),
+        **training.settings(),
         "student": student,
-        "init": None if start is None else str(start),
-        "start": "weights" if start else "fresh",
-        "corpus": [str(path) for path in corpus],
-        "valid": [str(path) for path in valid],
-        **guidance_settings(objective, teacher, adapters),
+        "init": str(start.inputs[0]) if has_weights else None,
+        "start": "weights" if has_weights else "fresh",
         **dataclasses.asdict(config),
     }
-    shape_file = shape_of(student)[1] if start is None else []
-    inputs = [teacher, *([start] if start else []), *shape_file, *guidance_inputs(objective), *corpus, *valid]
-    stage = Stage("distill", settings, inputs, seed=config.seed)
+    stage = Stage("distill", settings, [training.teacher, *start.inputs, *training.inputs()], seed=config.seed)
 
     def make(directory: Path) -> dict[str, Any]:
-        words = load_tokenizer(teacher, teacher_config)
-        texts = load_corpus(corpus, valid)
-        documents = tokenize(texts.train, words)
-        copy_tokenizer(teacher, directory)
-        if start is not None:
-            network = load_checkpoint(start)
-        else:
-            network = SportsLLM(shape)
-            network.initialize(config.seed)
-        before = validator(texts, words)(network) if config.steps and start else None
-        network, result, batches = train_student(
-            network,
-            teacher=teacher,
-            objective=objective,
-            texts=texts,
-            documents=documents,
-            tokenizer=words,
-            config=config,
-            directory=directory,
-            identity=stage.fingerprint(),
-            resume=resume,
-            description=f"distil {student}",
-            signals=signals,
-            adapters=adapters,
-        )
-        save_checkpoint(directory, network)
-        results = training_results(network, result, batches)
-        return results if before is None else {**results, "bits_per_byte_before": before}
+        text = StudentText.read(training, load_tokenizer(training.teacher, theirs))
+        copy_tokenizer(training.teacher, directory)
+        model = start.build(config.seed)
+        before = {"bits_per_byte_before": text.bits_per_byte(model)} if config.steps and has_weights else {}
+        state = RunState(directory, stage.fingerprint(), resume)
+        results = train_student(model, training, text, cache, state, f"distil {student}")
+        save_checkpoint(directory, model)
+        return {**results, **before}
 
     return run_stage(out, stage, make, resume)
-
-
-def _student_shape(teacher: Path, teacher_config: ModelConfig, student: str, start: Path | None) -> ModelConfig:
-    """The student's shape, with the teacher's vocabulary.
-
-    Raises:
-        ArtifactError: a quantized start, or one with another tokenizer.
-    """
-    if start is None:
-        shape = fit_vocabulary(shape_of(student)[0], teacher_config.vocab_size, student)
-        return shape.with_changes(
-            bos_token_id=teacher_config.bos_token_id,
-            eos_token_id=teacher_config.eos_token_id,
-            pad_token_id=teacher_config.pad_token_id,
-        )
-    if quantization_config(start) is not None:
-        raise ArtifactError(f"{start}: is quantized; distil into the unquantized checkpoint, then quantize")
-    shape = load_config(start)
-    if not same_tokenizer(teacher, start):
-        raise ArtifactError(
-            f"{start}: its tokenizer differs from the teacher's ({teacher}); distillation needs the same one"
-        )
-    if shape.vocab_size != teacher_config.vocab_size:
-        raise ArtifactError(
-            f"student has {shape.vocab_size} tokens, teacher {teacher_config.vocab_size}; they must be the same"
-        )
-    return shape

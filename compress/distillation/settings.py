@@ -1,4 +1,7 @@
-"""What a student learns from its teachers, as settings; `compress.distillation.student_loss` turns them into a loss."""
+"""What a student learns from its teacher, as settings; `compress.distillation.student_loss` makes a loss of them.
+
+Imports neither torch nor bitsandbytes.
+"""
 
 from __future__ import annotations
 
@@ -9,116 +12,57 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compress.distillation.divergences import KLWeight, check_divergence, parse_kl_weight
-from compress.distillation.hidden_states import parse_layer_map, relation_heads
-from compress.distillation.teacher import PRECISIONS
-from compress.teacher_cache.sparse import KINDS
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 
-_TEACHER_ALONE, _FRESH, _WITH_WEIGHTS = KLWeight(1.0, 1.0), KLWeight(0.9, 0.9), KLWeight(0.5, 0.5)
+DIVERGENCES: dict[str, float | None] = {
+    "forward-kl": None,
+    "reverse-kl": None,
+    "skew-kl": 0.1,
+    "skew-reverse-kl": 0.1,
+    "js": 0.5,
+}
+"""The divergences of `compress.distillation.divergences` and the default of --mix where they have one."""
+TEACHER_PRECISIONS = ("auto", "fp32", "bf16", "int8", "nf4")
+# (student's state, teacher's state), each from 0, the embedding's output, to the number of layers
+LayerMap = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Objective:
-    """How a student is taught.
+class KLWeight:
+    """Share of the divergence in the loss, on a straight line from `start` to `end` over training."""
 
-    Attributes:
-        divergence: one of `compress.distillation.divergences.DIVERGENCES`, and `mix` its share where it has one.
-        temperature: of both softmaxes.
-        kl_weight: share of the divergence; the rest is cross-entropy with the text.
-        hidden_weight: of hidden-state matching, 0 for none; `layer_map` says which states, as `0:0,2:4`.
-        attention_weight: of attention-relation matching in the last layers, 0 for none; `relation_heads` of it.
-        signals: directory of stored teacher signals to learn from instead of the running teacher; made if missing.
-        signal_kind, signal_tokens: how they are made: see `compress.teacher_cache.sparse`, and as many tokens as are
-        trained on
-            if None.
-        teachers: further teachers and their weights; the first one's is 1.
-        teacher_precision: one of `compress.distillation.teacher.PRECISIONS`.
-        on_policy: share of the batches whose text the student writes itself, `on_policy_tokens` of each row.
-    """
-
-    divergence: str = "forward-kl"
-    mix: float | None = None
-    temperature: float = 1.0
-    kl_weight: KLWeight = _TEACHER_ALONE
-    hidden_weight: float = 0.0
-    layer_map: str | None = None
-    attention_weight: float = 0.0
-    relation_heads: int | None = None
-    signals: Path | None = None
-    signal_kind: str = "sampled"
-    signal_tokens: int | None = None
-    teachers: tuple[tuple[Path, float], ...] = ()
-    teacher_precision: str = "auto"
-    on_policy: float = 0.0
-    on_policy_tokens: int = 64
+    start: float
+    end: float
 
     def __post_init__(self) -> None:
-        check_divergence(self.divergence, self.mix)
-        if not 0.0 < self.temperature < math.inf:
-            raise UsageError(f"--temperature {self.temperature:g} must be above 0")
-        for name in ("hidden_weight", "attention_weight"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name):g} must be 0 or more")
-        if not 0.0 <= self.on_policy <= 1.0:
-            raise UsageError(f"--on-policy {self.on_policy:g} must be in [0, 1]: a share of the batches")
-        if self.teacher_precision not in PRECISIONS:
-            raise UsageError(
-                f"--teacher-precision {self.teacher_precision!r} is not known; use one of {', '.join(PRECISIONS)}"
-            )
-        if self.signal_kind not in KINDS:
-            raise UsageError(f"--signal-kind {self.signal_kind!r} is not known; use one of {', '.join(KINDS)}")
-        self._check_pairs()
+        for value in (self.start, self.end):
+            if not 0.0 <= value <= 1.0:
+                raise UsageError(f"--kl-weight {value:g} must be in [0, 1]")
 
-    def _check_pairs(self) -> None:
-        if self.layer_map is not None and not self.hidden_weight:
-            raise UsageError("--layer-map belongs to --hidden-weight; add it or leave the map out")
-        if self.relation_heads is not None and not self.attention_weight:
-            raise UsageError("--relation-heads belongs to --attention-weight; add it or leave it out")
-        if self.teachers and self.temperature != 1.0 and self.signals is None:
-            raise UsageError("several teachers are mixed at temperature 1; leave --temperature out, or use --signals")
-        if self.signals is not None:
-            if self.divergence != "forward-kl" or self.on_policy:
-                raise UsageError(
-                    "--signals hold samples of the teacher on the corpus: they give forward-kl alone, and nothing "
-                    "on-policy; leave --divergence and --on-policy out"
-                )
-        elif self.signal_kind != "sampled" or self.signal_tokens is not None:
-            raise UsageError("--signal-kind and --signal-tokens belong to --signals DIR; add it or leave them out")
+    def at(self, progress: float) -> float:
+        """The share at `progress`, 0 at the first step and 1 at the last; exactly `start` and `end` there."""
+        if progress >= 1.0:
+            return self.end
+        return self.start + max(0.0, progress) * (self.end - self.start)
 
-    @property
-    def asks_the_teacher(self) -> bool:
-        """Whether a teacher runs in every step; stored signals and plain cross-entropy need none."""
-        distils = self.signals is None and (self.kl_weight.start > 0.0 or self.kl_weight.end > 0.0)
-        return bool(distils or self.hidden_weight or self.attention_weight or self.on_policy)
+    def __str__(self) -> str:
+        return f"{self.start:g}" if self.start == self.end else f"{self.start:g}:{self.end:g}"
 
-    def check_models(self, student: ModelConfig, teacher: ModelConfig) -> None:
-        """Whether the matching that is asked for fits two models.
 
-        Raises:
-            UsageError: a layer map out of range, or relation heads that do not fit.
-        """
-        if self.layer_map is not None:
-            parse_layer_map(self.layer_map, student.num_hidden_layers, teacher.num_hidden_layers)
-        if self.attention_weight:
-            relation_heads(student, teacher, self.relation_heads)
+def parse_kl_weight(text: str) -> KLWeight:
+    """`0.9`, or `0.5:1.0` for a weight that moves from the first to the second over training.
 
-    def settings(self) -> dict[str, Any]:
-        """For a manifest. The main teacher is a setting of its own; with others all are listed by `all_teachers`."""
-        start, end = self.kl_weight.start, self.kl_weight.end
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del fields["teachers"]
-        return fields | {
-            "kl_weight": start if start == end else f"{start:g}:{end:g}",
-            "signals": None if self.signals is None else str(self.signals),
-        }
-
-    def all_teachers(self, main: Path) -> list[tuple[Path, float]]:
-        """All teachers with their shares of the mixture, which add up to 1."""
-        weighted = [(main, 1.0), *self.teachers]
-        total = sum(weight for _, weight in weighted)
-        return [(path, weight / total) for path, weight in weighted]
+    Raises:
+        UsageError: neither form, or a value out of [0, 1].
+    """
+    try:
+        values = [float(part) for part in text.split(":")]
+    except ValueError:
+        values = []
+    if len(values) not in (1, 2):
+        raise UsageError(f"--kl-weight {text!r} is neither a number such as 0.9 nor a range such as 0.5:1.0")
+    return KLWeight(values[0], values[-1])
 
 
 def chosen_kl_weight(text: str | None, fresh: bool) -> KLWeight:
@@ -129,25 +73,136 @@ def chosen_kl_weight(text: str | None, fresh: bool) -> KLWeight:
     third cut and recovered on 5% of the tokens ends 2.1% behind the teacher with 1, 1.5% with 0.8, 1.4% with 0.5 and
     2.2% with 0 (docs/log.md).
     """
-    if text is None:
-        return _FRESH if fresh else _WITH_WEIGHTS
-    return parse_kl_weight(text)
+    if text is not None:
+        return parse_kl_weight(text)
+    return KLWeight(0.9, 0.9) if fresh else KLWeight(0.5, 0.5)
 
 
-def parse_teachers(texts: Sequence[str]) -> tuple[tuple[Path, float], ...]:
-    """`DIR=WEIGHT` or `DIR`, which weighs 1.
+def divergence_share(kind: str, mix: float | None) -> float:
+    """The share of the mixture inside a divergence; 0 for those that have none.
 
     Raises:
-        UsageError: a weight that is no number above 0.
+        UsageError: an unknown kind, or a mix out of (0, 1) or where the kind has none.
     """
-    found = []
-    for text in texts:
-        name, separator, number = text.rpartition("=")
-        try:
-            weight = float(number) if separator else 1.0
-        except ValueError:
-            raise UsageError(f"--extra-teacher {text!r}: write DIR=WEIGHT, for example runs/other=0.5") from None
-        if not 0.0 < weight < math.inf:
-            raise UsageError(f"--extra-teacher {text!r}: the weight must be above 0")
-        found.append((Path(name if separator else text), weight))
-    return tuple(found)
+    if kind not in DIVERGENCES:
+        raise UsageError(f"divergence {kind!r} is not known; use one of {', '.join(DIVERGENCES)}")
+    default = DIVERGENCES[kind]
+    if default is None:
+        if mix is not None:
+            shared = ", ".join(name for name, share in DIVERGENCES.items() if share is not None)
+            raise UsageError(f"--mix {mix:g} means nothing with {kind}; leave it out, or use one of {shared}")
+        return 0.0
+    share = default if mix is None else mix
+    if not 0.0 < share < 1.0:
+        raise UsageError(f"--mix is {share:g}; with {kind} it must be above 0 and below 1")
+    return share
+
+
+def default_layer_map(student_layers: int, teacher_layers: int) -> LayerMap:
+    """Every student state with the teacher state at the same share of the depth (TinyBERT's uniform map)."""
+    return tuple(
+        (layer, (2 * layer * teacher_layers + student_layers) // (2 * student_layers))
+        for layer in range(student_layers + 1)
+    )
+
+
+def check_layer_map(layer_map: Sequence[tuple[int, int]], student_layers: int, teacher_layers: int) -> LayerMap:
+    """The map itself.
+
+    Raises:
+        UsageError: it is empty, names a student's state twice or one that does not exist.
+    """
+    students = [student for student, _ in layer_map]
+    if not students or len(set(students)) < len(students):
+        shown = ",".join(f"{student}:{teacher}" for student, teacher in layer_map)
+        raise UsageError(f"--layer-map {shown!r} must name at least one student layer, and none twice")
+    for student, teacher in layer_map:
+        if not (0 <= student <= student_layers and 0 <= teacher <= teacher_layers):
+            raise UsageError(
+                f"--layer-map has {student}:{teacher}; student layers go from 0 (the embedding) to {student_layers}, "
+                f"teacher layers to {teacher_layers}"
+            )
+    return tuple(layer_map)
+
+
+def parse_layer_map(text: str, student_layers: int, teacher_layers: int) -> LayerMap:
+    """`0:0,2:4,6:12`, student layer : teacher layer.
+
+    Raises:
+        UsageError: another form, or see `check_layer_map`.
+    """
+    try:
+        pairs = [(int(student), int(teacher)) for student, teacher in (part.split(":") for part in text.split(","))]
+    except ValueError:
+        raise UsageError(f"--layer-map {text!r} is not of the form STUDENT:TEACHER,… such as 0:0,2:4") from None
+    return check_layer_map(pairs, student_layers, teacher_layers)
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """How a student is taught.
+
+    Attributes:
+        divergence: one of DIVERGENCES, and `mix` the share of the mixture in it.
+        temperature: of both softmaxes.
+        kl_weight: share of the divergence; the rest is cross-entropy with the text.
+        hidden_weight: of hidden-state matching, 0 for none; `layer_map` says which states, as `0:0,2:4`.
+        signals: directory of the teacher cache to learn from instead of the running teacher; made if missing.
+        signal_tokens: tokens to cache; as many as are trained on if None.
+        teacher_precision: one of TEACHER_PRECISIONS.
+    """
+
+    divergence: str = "forward-kl"
+    mix: float | None = None
+    temperature: float = 1.0
+    kl_weight: KLWeight = KLWeight(1.0, 1.0)
+    hidden_weight: float = 0.0
+    layer_map: str | None = None
+    signals: Path | None = None
+    signal_tokens: int | None = None
+    teacher_precision: str = "auto"
+
+    def __post_init__(self) -> None:
+        divergence_share(self.divergence, self.mix)
+        if not 0.0 < self.temperature < math.inf:
+            raise UsageError(f"--temperature {self.temperature:g} must be above 0")
+        if not 0.0 <= self.hidden_weight < math.inf:
+            raise UsageError(f"--hidden-weight {self.hidden_weight:g} must be 0 or more")
+        if self.layer_map is not None and not self.hidden_weight:
+            raise UsageError("--layer-map belongs to --hidden-weight; add it or leave the map out")
+        if self.teacher_precision not in TEACHER_PRECISIONS:
+            raise UsageError(
+                f"--teacher-precision {self.teacher_precision!r} is not known; "
+                f"use one of {', '.join(TEACHER_PRECISIONS)}"
+            )
+        if self.signals is None and self.signal_tokens is not None:
+            raise UsageError("--signal-tokens belongs to --signals DIR; add it or leave it out")
+        if self.signals is not None and self.divergence != "forward-kl":
+            raise UsageError(
+                "--signals hold samples of the teacher's probabilities: they give forward-kl alone; "
+                "leave --divergence out"
+            )
+
+    @property
+    def asks_the_teacher(self) -> bool:
+        """Whether a teacher runs in every step; a cache and plain cross-entropy need none."""
+        distils = self.signals is None and (self.kl_weight.start > 0.0 or self.kl_weight.end > 0.0)
+        return bool(distils or self.hidden_weight)
+
+    def layers(self, student: ModelConfig, teacher: ModelConfig) -> LayerMap:
+        """The pairs of states that are matched.
+
+        Raises:
+            UsageError: the map names a layer that one of them does not have.
+        """
+        depths = student.num_hidden_layers, teacher.num_hidden_layers
+        return default_layer_map(*depths) if self.layer_map is None else parse_layer_map(self.layer_map, *depths)
+
+    def settings(self) -> dict[str, Any]:
+        """For a manifest."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        start, end = self.kl_weight.start, self.kl_weight.end
+        return fields | {
+            "kl_weight": start if start == end else str(self.kl_weight),
+            "signals": None if self.signals is None else str(self.signals),
+        }

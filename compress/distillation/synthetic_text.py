@@ -1,7 +1,7 @@
-"""Text that a model writes itself, for calibration and recovery where its training text is not at hand.
+"""Synthetic text: samples from a model, to calibrate and recover it where its training text is missing.
 
-A model's own samples are drawn from the distribution that a recovered student has to learn, so they replace data that
-nobody has any more (data-free distillation with generated text: LLM-QAT, https://arxiv.org/abs/2305.17888).
+The samples come from the distribution that a recovered student has to learn (data-free distillation with generated
+text: LLM-QAT, https://arxiv.org/abs/2305.17888). Shape suffixes: B texts, P tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from compress.distillation.on_policy import write
 from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.models.attention import KVCache
 from sportsllm.models.hf_config import load_config
+from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
@@ -24,6 +26,26 @@ from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.setup import training_device
 
 CORPUS = "corpus.jsonl"
+
+
+@torch.inference_mode()
+def sample_continuations(model: SportsLLM, prompts_BP: Tensor, new_tokens: int, generator: torch.Generator) -> Tensor:
+    """Prompts with `new_tokens` sampled from the model at temperature 1 behind each, (B, P + new_tokens).
+
+    Args:
+        model: in evaluation mode.
+        prompts_BP: on the model's device.
+        generator: on the CPU, so that a seed means the same on every device.
+    """
+    count, width = prompts_BP.shape
+    cache = KVCache(model.config, count, width + new_tokens, device=prompts_BP.device)
+    read, written = prompts_BP, [prompts_BP]
+    for _ in range(new_tokens):
+        logits = model.logits(model.hidden(read, cache=cache)[:, -1])
+        chosen = torch.multinomial(torch.softmax(logits.float().cpu(), dim=-1), 1, generator=generator)
+        read = chosen.to(prompts_BP.device)
+        written.append(read)
+    return torch.cat(written, dim=1)
 
 
 def write_corpus(
@@ -34,13 +56,13 @@ def write_corpus(
     Args:
         checkpoint: unquantized.
         out: directory to make; holds corpus.jsonl, one `{"text": ...}` a line.
-        tokens: write at least so many.
+        tokens: write at least this many.
         length: most tokens of a text; the context if None.
         batch_size: texts written side by side.
         seed: of the draws.
 
     Returns:
-        documents, tokens, bytes, ended (texts that came to an end by themselves), seconds and tokens_per_s.
+        documents, tokens, bytes, ended (texts that the model ended itself), seconds and tokens_per_s.
 
     Raises:
         UsageError: a length beyond the context.
@@ -65,7 +87,7 @@ def write_corpus(
         with (directory / CORPUS).open("w", encoding="utf-8") as file, progress_bar("sample", tokens) as bar:
             while counts["tokens"] < tokens:
                 before = counts["tokens"]
-                for row in write(model, begin, longest - 1, generator)[:, 1:].tolist():
+                for row in sample_continuations(model, begin, longest - 1, generator)[:, 1:].tolist():
                     end = next((place for place, token in enumerate(row) if token in stops), len(row))
                     text = words.decode(row[:end])
                     if not text.strip():
@@ -76,10 +98,12 @@ def write_corpus(
                     counts["bytes"] += len(text.encode())
                     counts["ended"] += end < len(row)
                 if counts["tokens"] == before:
-                    raise ArtifactError(f"{checkpoint}: ends every text at once; it has nothing to say")
+                    raise ArtifactError(
+                        f"{checkpoint}: the model produced only empty texts; check the checkpoint and its tokenizer"
+                    )
                 bar.advance(min(counts["tokens"], tokens) - before)
         if not counts["ended"]:
-            say(f"no text ended by itself within {longest} tokens: all are cut off")
+            say(f"no text ended within {longest} tokens: all are cut off")
         seconds = time.perf_counter() - started
         return {**counts, "seconds": seconds, "tokens_per_s": counts["tokens"] / seconds}
 

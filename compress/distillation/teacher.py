@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compress.distillation.divergences import TeacherLogits
+from compress.distillation.settings import TEACHER_PRECISIONS
+from compress.teacher_cache.loss import TeacherLogits
 from sportsllm.console import say
 from sportsllm.errors import UsageError
 from sportsllm.models.hf_config import load_config
@@ -18,8 +20,8 @@ from sportsllm.storage.checkpoint import load_block, load_checkpoint, read_ends
 from sportsllm.storage.safetensors_files import TensorFiles, quantization_config
 from sportsllm.text.packing import Batch
 from sportsllm.training.loop import resolve_precision
+from sportsllm.training.setup import training_device
 
-PRECISIONS = ("auto", "fp32", "bf16", "int8", "nf4")
 NF4_BLOCKS = (64, 32)
 """Numbers that share a scale, the first that divides a matrix's rows: bitsandbytes 0.50's AVX512 kernel gives wrong
 numbers for blocks that run from one row into the next."""
@@ -37,8 +39,9 @@ def load_teacher(directory: Path, precision: str) -> SportsLLM:
     Raises:
         UsageError: an unknown precision.
     """
-    if precision not in PRECISIONS:
-        raise UsageError(f"--teacher-precision {precision!r} is not known; use one of {', '.join(PRECISIONS)}")
+    if precision not in TEACHER_PRECISIONS:
+        known = ", ".join(TEACHER_PRECISIONS)
+        raise UsageError(f"--teacher-precision {precision!r} is not known; use one of {known}")
     native = resolve_precision("auto", torch.device("cpu")) is not None  # emulated bfloat16 is six times slower
     if precision == "auto":
         precision = "bf16" if native else "fp32"
@@ -118,6 +121,13 @@ def _quantize_matrices(block: Block, precision: str, dtype: torch.dtype) -> None
             layer.bias = module.bias
         parent, _, leaf = name.rpartition(".")
         setattr(block.get_submodule(parent), leaf, layer.to("cpu").eval())
+
+
+def running_teacher(directory: Path, precision: str) -> Callable[[Batch], TeacherLogits]:
+    """A teacher on the training device, as a function of a batch."""
+    device = training_device()
+    model = load_teacher(directory, precision).to(device)
+    return lambda batch: teacher_logits(model, batch.to(device))
 
 
 def teacher_logits(teacher: SportsLLM, batch: Batch, states: list[Tensor] | None = None) -> TeacherLogits:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from compress.distillation.recovery import Recovery, prepare_recovery, recover
-from compress.distillation.settings import Objective
+from compress.distillation.settings import DistillationConfig
 from compress.pruning.kv_heads import KV_MERGES, convert_kv_heads
 from compress.pruning.output_selection import output_scores
 from compress.pruning.refit import reconstruct
@@ -201,7 +201,7 @@ def prune_stage(
     return run_stage(out, stage, make, resume)
 
 
-def _mapped(recovery: Recovery, kept: Sequence[int], layers: int) -> Objective:
+def _mapped(recovery: Recovery, kept: Sequence[int], layers: int) -> DistillationConfig:
     """The objective with a layer map, unless it has one: what each kept layer reads is what it read in the full model.
 
     The layer before a dropped one so learns to stand in for it, as in the repair. A teacher other than the unpruned

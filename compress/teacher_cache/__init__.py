@@ -1,3 +1,1 @@
-"""Teacher distributions stored on disk and read back as a loss. Imports distillation's divergences and
-teacher.
-"""
+"""A teacher's distributions, stored on disk once and read back as a loss. Imports no other room of this package."""

@@ -1,4 +1,4 @@
-"""The rows that signals are stored for, as training batches."""
+"""The rows that the teacher cache stores, as training batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from sportsllm.text.packing import Batch, PackedSequences, TokenizedDocuments
 
 
-class SignalBatches(PackedSequences):
+class CachedBatches(PackedSequences):
     """Rows 0 to `rows` - 1 of a packed corpus, over and over: batch i holds rows (i * batch_size + position) % rows.
 
     Row r is row r of `PackedSequences` with the same documents, length and seed, whatever its batch size; where `rows`
@@ -26,10 +26,14 @@ class SignalBatches(PackedSequences):
         """Tokens seen in one pass over the stored rows."""
         return self.rows * self.length
 
-    def batch(self, index: int) -> Batch:
-        """Batch number `index`, counted from 0 over all passes."""
+    def row_numbers(self, index: int) -> list[int]:
+        """The rows of batch `index`, counted from 0 over all passes."""
         first = index * self.batch_size
-        return self.gather([(first + position) % self.rows for position in range(self.batch_size)], index)
+        return [(first + position) % self.rows for position in range(self.batch_size)]
+
+    def batch(self, index: int) -> Batch:
+        """Batch number `index`."""
+        return self.gather(self.row_numbers(index), index)
 
     def gather(self, rows: Sequence[int], index: int = 0) -> Batch:
         """A batch of the given rows."""

@@ -1,94 +1,86 @@
-"""Stored teacher signals on disk: `signals.json` and shards of some MB, each a safetensors file of a run of rows.
+"""The teacher cache on disk: `signals.json` and shards of some MB, each a safetensors file of a run of rows.
 
 A shard's tensors, for R rows of T tokens each:
 
-    id_counts, code_counts  (R, T)      ids and codes of each token
-    ids                     uint8       ids of `id_bits` bits each, lowest bit first, every row from a fresh byte
-    codes                   uint8       see `compress.teacher_cache.sparse`
-    ends                    (R, 2)      where each row's bytes end in `ids` and `codes`
-    entropy                 (R,)        of the teacher's distributions, summed over the row's scored tokens, in nats
-    text, data              (R,)        CRC-32 of the row's text and of what is stored of it
+    id_counts, code_counts  (R, T)  ids and codes of each token
+    ids, codes              (M,), (C,)  of all tokens, see `compress.teacher_cache.sparse`
+    entropy                 (R,)    of the teacher's distributions, summed over the row's scored tokens
 
-A row is read through a memory map of its shard and checked when it is used; only the latest shards stay open.
+Whole numbers are stored in the narrowest type: ids in uint16 up to a vocabulary of 65,536, counts in uint8 as a rule.
+
+A shard is held against its SHA-256 in the manifest before it is used; only the latest shards stay in memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import zlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file
 
-from compress.teacher_cache.sparse import KINDS, Picked
+from compress.teacher_cache.sparse import SparseProbabilities
 from sportsllm.errors import ArtifactError
 from sportsllm.models.hf_config import read_json
-from sportsllm.storage.artifact import MANIFEST, read_manifest
+from sportsllm.storage.artifact import MANIFEST, file_sha256, read_manifest
 from sportsllm.storage.checkpoint import save_tensors, write_json
-from sportsllm.text.packing import Batch
 
 SIGNALS = "signals.json"
-FORMAT = 1
+FORMAT = 2
 ROWS_PER_SHARD = 256
-ROW_BYTES = 20  # ends, entropy and the two checksums
 _OPEN_SHARDS = 2
 
 
 @dataclass(frozen=True)
-class SignalsInfo:
+class CacheInfo:
     """What signals.json records.
 
     Attributes:
-        kind: one of `compress.teacher_cache.sparse.KINDS`.
-        k: ids with a code each that a token has room for.
-        bits: room of a token's ids and codes.
-        id_bits: bits of an id.
-        temperature: of the teachers' softmax.
+        teacher: digest of the checkpoint.
+        tokenizer: SHA-256 of tokenizer.json.
+        vocab_size: ids are below it.
+        corpus, valid: digests of the files that the rows were cut from and of the held-out files.
+        temperature: of the teacher's softmax.
         sequence, seed: of the packed rows, see `sportsllm.text.packing.PackedSequences`.
         rows: rows 0 to rows - 1 are stored.
-        vocab_size: ids are below it.
-        bytes_per_token: of the shards, for each of the rows' tokens.
-        teachers: digest and weight of each teacher; their probabilities were mixed with these weights.
-        tokenizer: SHA-256 of tokenizer.json.
-        corpus, valid: digests of the files that the rows were cut from and of the held-out files.
+        rows_per_shard: of every shard but the last.
     """
 
-    kind: str
-    k: int
-    bits: int
-    id_bits: int
+    teacher: str
+    tokenizer: str
+    vocab_size: int
+    corpus: tuple[str, ...]
+    valid: tuple[str, ...]
     temperature: float
     sequence: int
     seed: int
     rows: int
     rows_per_shard: int
-    vocab_size: int
-    bytes_per_token: float
-    teachers: tuple[tuple[str, float], ...]
-    tokenizer: str
-    corpus: tuple[str, ...]
-    valid: tuple[str, ...]
 
     @property
-    def shards(self) -> int:
-        """How many files hold the rows."""
-        return -(-self.rows // self.rows_per_shard)
+    def tokens(self) -> int:
+        """Tokens of all stored rows."""
+        return self.rows * self.sequence
+
+    @property
+    def shards(self) -> list[range]:
+        """The rows of each shard."""
+        step = self.rows_per_shard
+        return [range(start, min(start + step, self.rows)) for start in range(0, self.rows, step)]
 
 
 @dataclass(frozen=True)
-class StoredRow:
-    """One row's signals. `entropy` is the sum over its scored tokens, `text` the checksum of the row's text."""
+class CachedRow:
+    """What is stored of one row; `entropy` is the sum over its scored tokens."""
 
-    picked: Picked
+    sparse: SparseProbabilities
     entropy: float
-    text: int
 
 
 def shard_name(number: int) -> str:
@@ -96,93 +88,50 @@ def shard_name(number: int) -> str:
     return f"signals-{number:05d}.safetensors"
 
 
-def text_checksums(batch: Batch) -> list[int]:
-    """CRC-32 of each row's tokens and targets."""
-    both = torch.stack([batch.tokens, batch.targets], dim=1).cpu().numpy()
-    return [zlib.crc32(row.tobytes()) for row in both]
-
-
-def pack_ids(ids: npt.NDArray[np.int64], bits: int) -> npt.NDArray[np.uint8]:
-    """Ids below 2^bits as a row of bytes, lowest bit first."""
-    return np.packbits((ids[:, None] >> np.arange(bits)) & 1 > 0, bitorder="little")
-
-
-def unpack_ids(packed: npt.NDArray[np.uint8], bits: int, count: int) -> npt.NDArray[np.int64]:
-    """The inverse of `pack_ids`."""
-    spread = np.zeros((count, 32), dtype=np.uint8)
-    spread[:, :bits] = np.unpackbits(packed, count=count * bits, bitorder="little").reshape(count, bits)
-    return np.packbits(spread, axis=1, bitorder="little").view("<u4")[:, 0].astype(np.int64)
-
-
-def write_shard(path: Path, rows: Sequence[StoredRow], id_bits: int, most_ids: int) -> None:
-    """Write one shard, whole or not at all.
-
-    Args:
-        path: of the file.
-        rows: in order.
-        id_bits: of an id.
-        most_ids: of a token; counts take one byte where that fits, else two.
-    """
-    counts = np.uint8 if most_ids < 255 else np.uint16  # a token has one code more than ids
-    id_counts = np.stack([row.picked.id_counts for row in rows]).astype(counts)
-    code_counts = np.stack([row.picked.code_counts for row in rows]).astype(counts)
-    ids = [pack_ids(row.picked.ids, id_bits) for row in rows]
-    codes = [row.picked.codes for row in rows]
-    ends = np.cumsum([[len(part) for part in ids], [len(part) for part in codes]], axis=1).T.astype(np.uint32)
-    entropy = np.array([row.entropy for row in rows], dtype=np.float32)
+def write_shard(path: Path, rows: Sequence[CachedRow], vocab_size: int) -> None:
+    """Write one shard, whole or not at all."""
+    id_counts, code_counts = (
+        np.stack([getattr(row.sparse, name) for row in rows]) for name in ("id_counts", "code_counts")
+    )
     arrays: dict[str, npt.NDArray[Any]] = {
-        "id_counts": id_counts,
-        "code_counts": code_counts,
-        "ids": np.concatenate(ids),
-        "codes": np.concatenate(codes),
-        "ends": np.ascontiguousarray(ends),
-        "entropy": entropy,
-        "text": np.array([row.text for row in rows], dtype=np.uint32),
-        "data": np.array(
-            [_checksum(*parts) for parts in zip(id_counts, code_counts, ids, codes, entropy, strict=True)]
-        ).astype(np.uint32),
+        "id_counts": id_counts.astype(np.min_scalar_type(id_counts.max())),
+        "code_counts": code_counts.astype(np.min_scalar_type(code_counts.max())),
+        "ids": np.concatenate([row.sparse.ids for row in rows]).astype(np.min_scalar_type(vocab_size - 1)),
+        "codes": np.concatenate([row.sparse.codes for row in rows]),
+        "entropy": np.array([row.entropy for row in rows], dtype=np.float32),
     }
     fresh = path.with_name(f"{path.name}.part")
     save_tensors(fresh, {name: torch.from_numpy(array) for name, array in arrays.items()})
     fresh.replace(path)
 
 
-def _checksum(*parts: npt.NDArray[Any]) -> int:
-    value = 0
-    for part in parts:
-        value = zlib.crc32(part.tobytes(), value)
-    return value
-
-
-def write_info(directory: Path, info: SignalsInfo) -> None:
+def write_info(directory: Path, info: CacheInfo) -> None:
     """Write signals.json."""
     write_json(directory / SIGNALS, {"format": FORMAT, **dataclasses.asdict(info)})
 
 
-def read_info(directory: Path) -> SignalsInfo:
-    """Read signals.json of a finished directory and compare the files' sizes with its manifest.
+def read_info(directory: Path) -> CacheInfo:
+    """Read signals.json of a finished directory.
 
     Raises:
-        ArtifactError: no signals, not finished, written by a newer version, or damaged.
+        ArtifactError: no teacher cache, not finished, of another version, or damaged.
     """
     path = directory / SIGNALS
     if not path.exists():
-        raise ArtifactError(f"{directory}: holds no {SIGNALS}; give a finished directory of teacher signals")
+        raise ArtifactError(f"{directory}: holds no {SIGNALS}; give a finished teacher cache")
     data = read_json(path)
     version = data.pop("format", None)
-    if not isinstance(version, int) or version > FORMAT:
-        raise ArtifactError(f"{path}: written by a newer version (format {version}); upgrade this program")
+    if version != FORMAT:
+        raise ArtifactError(f"{path}: has format {version}, this version reads {FORMAT}; make the cache again")
     try:
-        lists = {key: tuple(data[key]) for key in ("corpus", "valid")}
-        teachers = tuple((str(digest), float(weight)) for digest, weight in data["teachers"])
-        info = SignalsInfo(**{**data, **lists, "teachers": teachers})
-        whole = info.kind in KINDS and min(info.rows, info.rows_per_shard, info.sequence) > 0
-    except (KeyError, TypeError, ValueError):
+        info = CacheInfo(**data | {key: tuple(data[key]) for key in ("corpus", "valid")})
+        whole = min(info.rows, info.rows_per_shard, info.sequence) > 0
+    except (KeyError, TypeError):
         whole = False
     if not whole:
         raise ArtifactError(f"{path}: damaged or incomplete; copy the directory again, or make it again")
     files = read_manifest(directory)["files"]
-    for name in [SIGNALS, *(shard_name(number) for number in range(info.shards))]:
+    for name in (SIGNALS, *(shard_name(number) for number in range(len(info.shards)))):
         expected = files.get(name, {}).get("bytes")
         found = (directory / name).stat().st_size if (directory / name).exists() else None
         if expected is None or found != expected:
@@ -191,50 +140,33 @@ def read_info(directory: Path) -> SignalsInfo:
     return info
 
 
-class SignalRows:
+class CachedRows:
     """The stored rows of a directory, read one at a time."""
 
-    def __init__(self, directory: Path, info: SignalsInfo) -> None:
+    def __init__(self, directory: Path, info: CacheInfo) -> None:
         self._directory, self._info = directory, info
-        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._files = read_manifest(directory)["files"]
+        self._shard = lru_cache(_OPEN_SHARDS)(self._read_shard)
 
-    def row(self, number: int) -> StoredRow:
-        """Row `number`, checked against its checksum.
+    def __getitem__(self, number: int) -> CachedRow:
+        """Row `number`.
 
         Raises:
-            ArtifactError: what is stored is damaged.
+            ArtifactError: its shard is damaged.
         """
         shard, place = divmod(number, self._info.rows_per_shard)
-        path = self._directory / shard_name(shard)
-        try:
-            return self._read(shard, place)
-        except (SafetensorError, OSError, KeyError, ValueError, IndexError) as error:
+        arrays = self._shard(shard)
+        id_counts, code_counts = (arrays[name][place].astype(np.int64) for name in ("id_counts", "code_counts"))
+        first_id, first_code = (int(arrays[name][:place].sum()) for name in ("id_counts", "code_counts"))
+        ids = arrays["ids"][first_id : first_id + int(id_counts.sum())].astype(np.int64)
+        codes = arrays["codes"][first_code : first_code + int(code_counts.sum())]
+        return CachedRow(SparseProbabilities(id_counts, code_counts, ids, codes), float(arrays["entropy"][place]))
+
+    def _read_shard(self, number: int) -> dict[str, npt.NDArray[Any]]:
+        name = shard_name(number)
+        if file_sha256(self._directory / name) != self._files[name]["sha256"]:
             raise ArtifactError(
-                f"{path}: row {number} is damaged ({error}); copy the directory again, or make it again"
-            ) from None
-
-    def _read(self, shard: int, place: int) -> StoredRow:
-        handle = self._shard(shard)
-
-        def tensor(name: str, start: int, stop: int) -> npt.NDArray[Any]:
-            return np.asarray(handle.get_slice(name)[start:stop])
-
-        ends = tensor("ends", max(place - 1, 0), place + 1).astype(np.int64)
-        (first_id, first_code), (last_id, last_code) = (ends[0] if place else np.zeros(2, dtype=np.int64)), ends[-1]
-        id_counts, code_counts = (tensor(name, place, place + 1)[0] for name in ("id_counts", "code_counts"))
-        packed, codes = tensor("ids", first_id, last_id), tensor("codes", first_code, last_code)
-        entropy, text, data = (tensor(name, place, place + 1)[0] for name in ("entropy", "text", "data"))
-        if _checksum(id_counts, code_counts, packed, codes, entropy) != int(data):
-            raise ValueError("its checksum differs")
-        ids = unpack_ids(packed, self._info.id_bits, int(id_counts.sum()))
-        picked = Picked(id_counts.astype(np.int64), code_counts.astype(np.int64), ids, codes)
-        return StoredRow(picked, float(entropy), int(text))
-
-    def _shard(self, number: int) -> Any:
-        """A mapped shard. Old ones are closed, so that memory does not grow with the directory."""
-        if number not in self._open:
-            path = self._directory / shard_name(number)
-            self._open[number] = safe_open(str(path), framework="np")
-            if len(self._open) > _OPEN_SHARDS:
-                self._open.popitem(last=False)
-        return self._open[number]
+                f"{self._directory / name}: content differs from the manifest's SHA-256; "
+                "copy the directory again, or make it again"
+            )
+        return cast("dict[str, npt.NDArray[Any]]", load_file(self._directory / name))

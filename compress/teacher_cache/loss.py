@@ -1,18 +1,18 @@
-"""Distillation losses on sparse teacher targets, at about the cost of plain cross-entropy.
+"""The distillation loss on sparse teacher targets, at about the cost of plain cross-entropy.
 
 The naive code for one token, with the teacher's sparse target t over the vocabulary and its entropy:
 
     loss = T**2 * ((t * -log_softmax(logits / T)).sum() - entropy)
     gradient = T * (t.sum() * softmax(logits / T) - t)
 
-Where E[t] = p, the expected loss is T^2 KL(p || student) and the expected gradient is that loss's gradient, that of
-`compress.distillation.divergences.divergence_chunk`. Shape suffixes: N tokens, C tokens of a chunk, V vocabulary, M
-stored ids.
+Where E[t] = p, the expected loss is T^2 KL(p || student) and the expected gradient is that loss's gradient.
+Shape suffixes: N tokens, C tokens of a chunk, V vocabulary, M stored ids.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,20 @@ from torch import Tensor
 from sportsllm.text.packing import IGNORE
 from sportsllm.training.chunked_loss import ChunkLoss, cross_entropy_chunk
 
-_TINY = torch.finfo(torch.float32).tiny
+# (first token, number of tokens) -> the teacher's finite logits for them, (C, V) float32, the caller's to overwrite
+TeacherLogits = Callable[[int, int], Tensor]
+
+
+def blended_chunk(weight: float, first: ChunkLoss, second: ChunkLoss) -> ChunkLoss:
+    """weight * first + (1 - weight) * second; keeps one (C, V) more than either."""
+
+    def chunk_loss(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+        second_loss, second_gradient_CV = second(start, logits_CV.clone())
+        loss, gradient_CV = first(start, logits_CV)
+        gradient_CV.mul_(weight).add_(second_gradient_CV, alpha=1 - weight)
+        return weight * loss + (1 - weight) * second_loss, gradient_CV
+
+    return chunk_loss
 
 
 @dataclass(frozen=True)
@@ -35,14 +48,12 @@ class SparseTargets:
         ids_M: int64.
         weights_M: float32 target of each id.
         entropy_N: float32, of the teacher's distribution in nats; 0 where nothing is stored.
-        tail_N: float32 mass of all ids that are not stored, for top-k; else None.
     """
 
     starts: npt.NDArray[np.int64]
     ids_M: Tensor
     weights_M: Tensor
     entropy_N: Tensor
-    tail_N: Tensor | None = None
 
     def part(self, start: int, count: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of `count` tokens from `start`: each id's row in the chunk, its place in (count * width,), its weight."""
@@ -58,31 +69,19 @@ def sparse_chunk(
     """kl_weight * T^2 * KL from stored targets + (1 - kl_weight) * cross-entropy, 0 where the target is IGNORE.
 
     Args:
-        sparse: made at `temperature`. With weights that are unbiased the loss is an unbiased estimate of the KL; for
-            top-k it is the KL between the k + 1 outcomes "this id" and "any other".
+        sparse: made at `temperature`; with weights that are unbiased the loss is an unbiased estimate of the KL.
         targets_N: the tokens that followed.
         kl_weight: share of the KL.
         temperature: T.
     """
-    truth = cross_entropy_chunk(targets_N)
+    entropy = cross_entropy_chunk(targets_N)
     if kl_weight == 0.0:
-        return truth
-    if kl_weight < 1.0 and temperature == 1.0 and sparse.tail_N is None:
-        return _divergence_chunk(_with_truth(sparse, targets_N, kl_weight), temperature)
-    if sparse.tail_N is None:
-        stored = _divergence_chunk(sparse, temperature)
-    else:
-        stored = _bucket_chunk(sparse, sparse.tail_N, temperature)
+        return entropy
     if kl_weight == 1.0:
-        return stored
-
-    def chunk_loss(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-        first_loss, first_gradient = truth(start, logits_CV.clone())
-        second_loss, second_gradient = stored(start, logits_CV)
-        loss = (1 - kl_weight) * first_loss + kl_weight * second_loss
-        return loss, second_gradient.mul_(kl_weight).add_(first_gradient, alpha=1 - kl_weight)
-
-    return chunk_loss
+        return _divergence_chunk(sparse, temperature)
+    if temperature == 1.0:
+        return _divergence_chunk(_with_truth(sparse, targets_N, kl_weight), temperature)
+    return blended_chunk(kl_weight, _divergence_chunk(sparse, temperature), entropy)
 
 
 def _with_truth(sparse: SparseTargets, targets_N: Tensor, kl_weight: float) -> SparseTargets:
@@ -114,32 +113,5 @@ def _divergence_chunk(sparse: SparseTargets, temperature: float) -> ChunkLoss:
         gradient = logits_CV.sub_(log_z_C[:, None]).exp_().mul_(mass_C[:, None])
         gradient.view(-1).index_add_(0, places, weights, alpha=-1)
         return loss * temperature**2, gradient if temperature == 1.0 else gradient.mul_(temperature)
-
-    return chunk_loss
-
-
-def _bucket_chunk(sparse: SparseTargets, tail_N: Tensor, temperature: float) -> ChunkLoss:
-    """KL between k + 1 outcomes. With m the stored tail, q the student's and s its softmax, the gradient by a logit is
-
-    s[v] - t[v] for a stored id, and s[v] * (1 - m / q) for any other, where 1 stands for what t and m add up to.
-    """
-
-    def chunk_loss(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-        count, width = logits_CV.shape
-        rows, places, weights = sparse.part(start, count, width)
-        tail_C = tail_N[start : start + count]
-        log_s = logits_CV.div_(temperature)
-        log_s -= log_s.logsumexp(dim=-1, keepdim=True)
-        log_kept = log_s.view(-1)[places]
-        gradient = log_s.exp_()
-        # Summed over what is left: 1 - what is kept would be rounding only where the tail is small.
-        gradient.view(-1)[places] = 0.0
-        student_C = gradient.sum(dim=-1).clamp(min=_TINY)
-        loss = (torch.xlogy(weights, weights) - weights * log_kept).sum()
-        loss += (torch.xlogy(tail_C, tail_C) - tail_C * student_C.log()).sum()
-        mass_C = tail_C.index_add(0, rows, weights)
-        gradient *= (mass_C - tail_C / student_C)[:, None]
-        gradient.view(-1)[places] = mass_C[rows] * log_kept.exp() - weights
-        return loss * temperature**2, gradient.mul_(temperature)
 
     return chunk_loss

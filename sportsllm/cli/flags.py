@@ -24,7 +24,7 @@ COMMANDS = {
     "train": "sportsllm.cli.commands",
     "distill": "compress.cli.distill",
     "prune": "compress.cli.prune",
-    "sample": "compress.cli.distill",
+    "sample": "compress.cli.sample",
     "quantize": "compress.cli.quantize",
     "export": "export.commands",
     "bench": "benchmarks.commands",
@@ -60,11 +60,6 @@ def load_command(name: str) -> Command:
         )
     function = getattr(importlib.import_module(module), name.replace("eval", "evaluate"))
     return cast(Command, function)
-
-
-def picked(parameters: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Those of a command's parameters, as `locals()` gives them, that have one of the names."""
-    return {name: parameters[name] for name in names if name in parameters}
 
 
 Out = Annotated[Path, typer.Option("--out", help="New directory to write.")]
@@ -108,10 +103,6 @@ LoraTargets = Annotated[
 LoraAlpha = Annotated[
     float | None, typer.Option("--lora-alpha", help="Adapters count alpha / rank times; 32 if not given.")
 ]
-TRAINING = (
-    "steps", "batch_size", "accumulation", "sequence", "learning_rate", "optimizer", "schedule", "precision",
-)  # fmt: skip
-"""The parameters of a command that are settings of the training loop."""
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="key=value: any other training setting, for example warmup=100."),

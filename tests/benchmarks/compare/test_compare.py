@@ -25,9 +25,9 @@ from benchmarks.compare.methods import method_name, variants
 from benchmarks.compare.page import COLUMNS, percent, short
 from benchmarks.flops import forward_flops_per_token, matmul_parameters, training_flops_per_token
 from compress.cli.prune import prune
-from compress.distillation.divergences import KLWeight
-from compress.distillation.run import distill
-from compress.distillation.settings import Objective
+from compress.distillation.run import distill, resolve_start
+from compress.distillation.settings import DistillationConfig, KLWeight
+from compress.distillation.student_training import StudentTraining
 from sportsllm.cli import main as cli
 from sportsllm.cli.recipe import load_recipe
 from sportsllm.errors import ArtifactError, UsageError
@@ -41,7 +41,7 @@ from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
 
 SEQUENCE = 32
 PER_STEP = 2 * SEQUENCE
-OBJECTIVE = Objective(kl_weight=KLWeight(0.9, 0.9), teacher_precision="fp32")
+OBJECTIVE = DistillationConfig(kl_weight=KLWeight(0.9, 0.9), teacher_precision="fp32")
 
 
 def training(steps: int, seed: int = 0) -> TrainConfig:
@@ -49,6 +49,11 @@ def training(steps: int, seed: int = 0) -> TrainConfig:
         steps=steps, batch_size=2, accumulation=1, sequence=SEQUENCE, learning_rate=3e-3, warmup=0, seed=seed,
         precision="fp32", validate_every=steps // 2,
     )  # fmt: skip
+
+
+def distilled(student: str, teacher: Path, corpus: Path, out: Path, steps: int) -> None:
+    plan = StudentTraining(teacher, training(steps), (corpus,), distillation=OBJECTIVE)
+    distill(student, resolve_start(student, None, None, teacher), plan, out)
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +72,10 @@ def runs(tokenizer_directory: Path, corpus_file: Path, tmp_path_factory: pytest.
     scratch("scratch-2", "tiny-300k", 2)
     scratch("scratch-8", "tiny-300k", 8)
     scratch("scratch-8-seed-1", "tiny-300k", 8, seed=1)
-    distill(
-        teacher=base / "teacher", student="tiny-300k", init=None, corpus=[corpus_file], valid=[],
-        out=base / "distilled", config=training(4), objective=OBJECTIVE,
-    )  # fmt: skip
+    distilled("tiny-300k", base / "teacher", corpus_file, base / "distilled", 4)
     prune(
-        base / "teacher", base / "pruned", [corpus_file], hidden=64, intermediate=192, heads=2, kv_heads=1, samples=4,
-        recover=3 * PER_STEP, corpus=[corpus_file], sequence=SEQUENCE, batch_size=2,
+        checkpoint=base / "teacher", out=base / "pruned", calibration=[corpus_file], hidden=64, intermediate=192,
+        heads=2, kv_heads=1, samples=4, recover=3 * PER_STEP, corpus=[corpus_file], sequence=SEQUENCE, batch_size=2,
         set=["accumulation=1", "precision=fp32"],
     )  # fmt: skip
     return base
@@ -245,10 +247,7 @@ def test_without_a_twin_the_teachers_own_curve_is_used_and_marked(runs: Path, tm
 
 
 def test_a_run_carries_what_it_starts_from(runs: Path, corpus_file: Path, tmp_path: Path) -> None:
-    distill(
-        teacher=runs / "teacher", student=str(runs / "pruned"), init=None, corpus=[corpus_file], valid=[],
-        out=tmp_path / "further", config=training(2), objective=OBJECTIVE,
-    )  # fmt: skip
+    distilled(str(runs / "pruned"), runs / "teacher", corpus_file, tmp_path / "further", 2)
     both = compare([runs / "pruned", tmp_path / "further"], runs / "teacher", tmp_path / "both", "T")
     alone = compare([tmp_path / "further"], runs / "teacher", tmp_path / "alone", "T")
     first, second = rows(both)["pruned"], rows(both)["further"]

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -6,10 +7,11 @@ import bitsandbytes
 import pytest
 import torch
 
-from compress.cli.flags import make_objective
-from compress.distillation.run import distill, resolve_teacher, teacher_corpus
-from compress.distillation.settings import Objective
+from compress.cli.flags import DistillationFlags
+from compress.distillation.run import distill, resolve_start, resolve_teacher, teacher_corpus
+from compress.distillation.settings import DistillationConfig
 from compress.distillation.student_loss import distillation_loss
+from compress.distillation.student_training import StudentTraining
 from compress.distillation.teacher import load_teacher
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.language_model import SportsLLM
@@ -21,20 +23,15 @@ from tests.support.bnb_models import dequantize
 from tests.support.models import tiny_config, tiny_model
 
 CONFIG = TrainConfig(steps=3, batch_size=2, accumulation=1, sequence=32, precision="fp32", warmup=0)
+FP32 = DistillationConfig(teacher_precision="fp32")
 
 
-def run(teacher: Path, student: str, out: Path, corpus: Path, **changes: object) -> dict[str, object]:
-    settings: dict[str, object] = {
-        "teacher": teacher,
-        "student": student,
-        "init": None,
-        "corpus": [corpus],
-        "valid": [],
-        "out": out,
-        "config": CONFIG,
-        "objective": Objective(teacher_precision="fp32"),
-    }
-    return distill(**{**settings, **changes})  # type: ignore[arg-type]
+def run(
+    teacher: Path, student: str, out: Path, corpus: Path, *, init: Path | None = None, **changes: object
+) -> dict[str, object]:
+    training = StudentTraining(teacher, CONFIG, (corpus,), distillation=FP32)
+    start = resolve_start(student, init, None, teacher)
+    return distill(student, start, dataclasses.replace(training, **changes), out)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -51,7 +48,7 @@ def test_loss_equals_the_naive_kl_in_float64() -> None:
     targets = torch.randint(3, 384, (2, 24), generator=torch.Generator().manual_seed(1))
     targets[0, 9] = IGNORE
     batch = Batch(tokens, targets, (10, 24, 48))
-    loss = distillation_loss(teacher, 1.0, 1.0)(student, batch)
+    loss = distillation_loss(FP32, teacher)(student, batch)
     with torch.no_grad():
         log_t = torch.log_softmax(teacher(tokens, documents=batch.documents).double(), -1)
         log_s = torch.log_softmax(student(tokens, documents=batch.documents).double(), -1)
@@ -70,7 +67,7 @@ def test_a_checkpoint_student_moves_towards_the_teacher(
     assert result["parameters"] == load_checkpoint(tmp_path / "out").config.parameters
     tokens = torch.randint(3, 384, (4, 40), generator=torch.Generator().manual_seed(0))
     batch = Batch(tokens, tokens, (40, 80, 120, 160))
-    loss = distillation_loss(load_checkpoint(checkpoint), 1.0, 1.0)
+    loss = distillation_loss(FP32, load_checkpoint(checkpoint))
     with torch.no_grad():
         assert loss(load_checkpoint(tmp_path / "out"), batch) < 0.9 * loss(load_checkpoint(student), batch)
     assert before == {p.name: p.read_bytes() for p in checkpoint.iterdir()}, "inputs are untouched"
@@ -137,7 +134,13 @@ def test_a_nf4_teacher_is_the_model_with_nf4_matrices(
 
 
 def test_a_nf4_teacher_trains_a_student(checkpoint: Path, student: Path, corpus_file: Path, tmp_path: Path) -> None:
-    result = run(checkpoint, str(student), tmp_path / "out", corpus_file, objective=Objective(teacher_precision="nf4"))
+    result = run(
+        checkpoint,
+        str(student),
+        tmp_path / "out",
+        corpus_file,
+        distillation=DistillationConfig(teacher_precision="nf4"),
+    )
     assert result["steps"] == 3
 
 
@@ -154,7 +157,7 @@ def test_another_tokenizer_is_refused(
         run(checkpoint, str(student), tmp_path / "out", corpus_file)
 
 
-def test_an_objective_out_of_range(tmp_path: Path) -> None:
+def test_flags_out_of_range(tmp_path: Path) -> None:
     for settings, message in (
         ({"kl_weight": "1.5"}, "--kl-weight"),
         ({"kl_weight": "often"}, "--kl-weight"),
@@ -164,17 +167,11 @@ def test_an_objective_out_of_range(tmp_path: Path) -> None:
         ({"mix": 0.5}, "--mix"),
         ({"hidden_weight": -1.0}, "--hidden-weight"),
         ({"layer_map": "0:0"}, "--hidden-weight"),
-        ({"relation_heads": 2}, "--attention-weight"),
-        ({"on_policy": 1.5}, "--on-policy"),
-        ({"signal_kind": "top-k"}, "--signals"),
-        ({"signals": tmp_path, "signal_kind": "best"}, "--signal-kind"),
+        ({"signal_tokens": 5}, "--signals"),
         ({"signals": tmp_path, "divergence": "js"}, "forward-kl alone"),
-        ({"extra_teacher": ["runs/other=much"]}, "DIR=WEIGHT"),
-        ({"extra_teacher": ["runs/other=0"]}, "above 0"),
-        ({"extra_teacher": ["runs/other"], "temperature": 2.0}, "temperature 1"),
     ):
         with pytest.raises(UsageError, match=message):
-            make_objective(**{"kl_weight": None, "fresh": True, "extra_teacher": None, **settings})  # type: ignore[arg-type]
+            DistillationFlags(**settings).config(fresh=True)  # type: ignore[arg-type]
 
 
 def test_a_missing_preset_teacher_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

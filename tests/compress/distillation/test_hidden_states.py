@@ -1,6 +1,5 @@
-"""Hidden-state and attention-relation matching against plain float64 code and autograd."""
+"""Hidden-state matching against plain float64 code and autograd."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,30 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.distillation import hidden_states as matching
-from compress.distillation.hidden_states import (
-    HiddenMatching,
-    attach,
-    attention_matching_loss,
-    default_layer_map,
-    detach,
-    hidden_matching_loss,
-    parse_layer_map,
-    projected,
-    relation_heads,
-    relation_loss,
-)
+from compress.distillation.hidden_states import HiddenMatching, attached, hidden_matching_loss
+from compress.distillation.settings import default_layer_map, parse_layer_map
 from sportsllm.errors import UsageError
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences, TokenizedDocuments
 from sportsllm.training.loop import TrainConfig, train_model
 from sportsllm.training.optimizers import build_optimizers
-from tests.sportsllm.training.test_chunked_loss import Sizes
 from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
 
 # Sums of ~1,000 float32 terms, each right to 6e-8 of its size.
 LOSS_RTOL, GRADIENT_ATOL = 1e-5, 1e-5
-DOCUMENTS = (1, 14, 37)
 
 
 def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -50,20 +36,6 @@ def naive_hidden(student: Tensor, teacher: Tensor, targets: Tensor, projection: 
     predicted = student if projection is None else student @ projection.double().T
     errors = (predicted - teacher).square().mean(-1) / teacher.square().mean(-1)
     return errors[targets.flatten() != IGNORE].sum()
-
-
-def naive_relation(student: Tensor, teacher: Tensor, targets: Tensor, documents: Sequence[int], heads: int) -> Tensor:
-    """The whole (heads, N, N) of the packed row, with a mask for order and documents."""
-    number = torch.bucketize(torch.arange(len(student)), torch.tensor(documents), right=True)
-    seen = (number[:, None] == number[None, :]).tril()
-
-    def log_relation(x: Tensor) -> Tensor:
-        split = x.double().view(len(x), heads, -1).transpose(0, 1)
-        scores = split @ split.mT / split.shape[-1] ** 0.5
-        return scores.masked_fill(~seen, -torch.inf).log_softmax(-1).masked_fill(~seen, 0.0)
-
-    log_p, log_q = log_relation(teacher), log_relation(student)
-    return (log_p.exp() * (log_p - log_q)).sum(-1).mean(0)[targets.flatten() != IGNORE].sum()
 
 
 def assert_same(ours: Tensor, exact: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
@@ -106,36 +78,6 @@ def test_a_state_of_zeros_costs_1_and_the_teachers_own_costs_0() -> None:
     assert torch.isfinite(hidden_matching_loss(teacher, torch.zeros(9, 8), targets))
 
 
-@pytest.mark.parametrize("scores", [1, 3 * 23 * 5, 2**20])  # one query row at a time, five in the longest, all
-@pytest.mark.parametrize("heads", [1, 3])
-def test_relations_equal_float64(scores: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "_RELATION_SCORES", scores)
-    student, teacher = drawn((37, 12), (37, 18))
-    targets = some_targets(37)
-    s, s64 = leaves(student)
-    ours = relation_loss(s, teacher, targets, DOCUMENTS, heads)
-    assert_same(ours, naive_relation(s64, teacher, targets, DOCUMENTS, heads), (s, s64))
-
-
-def test_sharp_relations_stay_finite_and_right() -> None:
-    student, teacher = drawn((37, 12), (37, 12))
-    targets = some_targets(37)
-    ours = relation_loss(30 * student, 30 * teacher, targets, DOCUMENTS, 2)  # scores of some 1,000
-    exact = naive_relation(30 * student, 30 * teacher, targets, DOCUMENTS, 2)
-    assert exact > 1e3
-    torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=0)
-    assert float(relation_loss(teacher, teacher, targets, DOCUMENTS, 2)) == 0.0
-
-
-def test_nothing_of_length_times_length_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, heads = 600, 4
-    monkeypatch.setattr(matching, "_RELATION_SCORES", 40_000)
-    student, teacher = drawn((tokens, 16), (tokens, 16))
-    with Sizes() as sizes:
-        relation_loss(student.requires_grad_(), teacher, some_targets(tokens), (tokens,), heads).backward()
-    assert sizes.largest <= 40_000 < heads * tokens * tokens
-
-
 def batch_of(length: int = 16) -> Batch:
     rng = np.random.default_rng(0)
     lengths = rng.integers(3, 20, 40)
@@ -143,11 +85,10 @@ def batch_of(length: int = 16) -> Batch:
     return PackedSequences(TokenizedDocuments(ids, np.cumsum(lengths), 4 * len(ids)), length, 2, 0).batch(0)
 
 
-def run(model: SportsLLM, batch: Batch, layer: int) -> tuple[list[Tensor], matching.Projected]:
+def states_of(model: SportsLLM, batch: Batch) -> list[Tensor]:
     states: list[Tensor] = []
-    with projected(model, layer) as caught:
-        model.hidden(batch.tokens, batch.documents, states=states)
-    return states, caught
+    model.hidden(batch.tokens, batch.documents, states=states)
+    return states
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -156,26 +97,19 @@ def test_the_gradient_reaches_every_matrix_of_the_student(checkpointed: bool) ->
     student.train().checkpoint_activations = checkpointed
     batch = batch_of()
     with torch.inference_mode():
-        teacher_states, teacher_qkv = run(teacher, batch, 3)
-    module = HiddenMatching(student.config, teacher.config)
-    assert module.layer_map == ((0, 0), (1, 2), (2, 4)) and len(module.projections) == 3
-    heads = relation_heads(student.config, teacher.config)
-    assert heads == 1  # the student's keys are 16 wide
+        teacher_states = states_of(teacher, batch)
+    layers = default_layer_map(2, 4)
+    module = HiddenMatching(student.config, teacher.config, layers)
+    assert layers == ((0, 0), (1, 2), (2, 4)) and len(module.projections) == 3
 
     def gradients(naive: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        states, qkv = run(student, batch, 1)
+        states = states_of(student, batch)
         if naive:
-            pairs = zip(module.layer_map, module.projections, strict=True)
+            pairs = zip(layers, module.projections, strict=True)
             losses = [naive_hidden(states[s], teacher_states[t], batch.targets, p) for (s, t), p in pairs]
-            loss = torch.stack(losses).mean() + sum(
-                naive_relation(
-                    qkv[n].flatten(0, 1), teacher_qkv[n].flatten(0, 1), batch.targets, batch.documents, heads
-                )
-                for n in "qkv"
-            )
+            loss = torch.stack(losses).mean()
         else:
             loss = module(states, teacher_states, batch.targets)
-            loss = loss + attention_matching_loss(qkv, teacher_qkv, batch.targets, batch.documents, heads)
         loss.backward()
         named = {**dict(student.named_parameters()), **dict(module.named_parameters())}
         found = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
@@ -193,25 +127,14 @@ def test_the_gradient_reaches_every_matrix_of_the_student(checkpointed: bool) ->
         torch.testing.assert_close(gradient, exact[1][name], rtol=0, atol=2e-5 * scale)
 
 
-def test_the_hooks_go_with_the_block() -> None:
-    model, batch = tiny_model(), batch_of()
-    with pytest.raises(ZeroDivisionError), projected(model, 0) as caught:
-        model.hidden(batch.tokens, batch.documents)
-        raise ZeroDivisionError
-    assert {name: part.shape[-1] for name, part in caught.items()} == {"q": 64, "k": 32, "v": 32}
-    assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_projections_are_learned_only_where_sizes_differ_or_they_are_asked_for() -> None:
-    config = tiny_config()
-    assert not list(HiddenMatching(config, config).parameters())
-    asked = HiddenMatching(config, config, always_project=True)
-    assert all(torch.equal(p, torch.eye(64)) for p in asked.projections) and len(asked.projections) == 3
-    wider = HiddenMatching(config, tiny_config(hidden_size=96), seed=7)
+def test_projections_are_learned_only_where_sizes_differ() -> None:
+    config, layers = tiny_config(), default_layer_map(2, 2)
+    assert not list(HiddenMatching(config, config, layers).parameters())
+    wider = HiddenMatching(config, tiny_config(hidden_size=96), layers, seed=7)
     for matrix in wider.projections:
         # Orthogonal columns: lengths are kept but for float32's rounding.
         torch.testing.assert_close(matrix.T @ matrix, torch.eye(64), rtol=0, atol=1e-5)
-    again = HiddenMatching(config, tiny_config(hidden_size=96), seed=7)
+    again = HiddenMatching(config, tiny_config(hidden_size=96), layers, seed=7)
     assert torch.equal(again.projections[2], wider.projections[2])
     assert not torch.equal(wider.projections[0], wider.projections[1])
 
@@ -220,32 +143,31 @@ def test_projections_are_learned_only_where_sizes_differ_or_they_are_asked_for()
 def test_the_training_loop_trains_the_projections_too(optimizer: str, tmp_path: Path) -> None:
     teacher, student = tiny_model(seed=1), tiny_model(hidden_size=32)
     names = set(student.state_dict())
-    module = HiddenMatching(student.config, teacher.config)
+    module = HiddenMatching(student.config, teacher.config, default_layer_map(2, 2))
     before = [projection.detach().clone() for projection in module.projections]
-    attach(student, module)
-    with pytest.raises(ValueError, match="already"):
-        attach(student, module)
-    adamw = build_optimizers(student, optimizer, 1e-3, 0.02, 0.0)[0]
-    taken = {id(parameter) for group in adamw.param_groups for parameter in group["params"]}
-    assert all(id(projection) in taken for projection in module.projections)
     rng = np.random.default_rng(0)
     ids = rng.integers(3, TINY_VOCAB, 400).astype(np.uint32)
     batches = PackedSequences(TokenizedDocuments(ids, np.arange(20, 401, 20), 1600), 32, 2, seed=0)
 
     def loss(model: SportsLLM, batch: Batch) -> Tensor:
         with torch.no_grad():
-            teacher_states, _ = run(teacher, batch, 1)
-        return module(run(model, batch, 1)[0], teacher_states, batch.targets)
+            teacher_states = states_of(teacher, batch)
+        return module(states_of(model, batch), teacher_states, batch.targets)
 
     config = TrainConfig(
         steps=12, batch_size=2, accumulation=1, sequence=32, learning_rate=3e-3, warmup=0, optimizer=optimizer,
         clip_norm=0.5, log_every=1, precision="fp32",
     )  # fmt: skip
-    train_model(student, batches, loss, config, tmp_path)
+    with attached(student, module):
+        with pytest.raises(ValueError, match="already"), attached(student, module):
+            pass
+        adamw = build_optimizers(student, optimizer, 1e-3, 0.02, 0.0)[0]
+        taken = {id(parameter) for group in adamw.param_groups for parameter in group["params"]}
+        assert all(id(projection) in taken for projection in module.projections)
+        train_model(student, batches, loss, config, tmp_path)
     assert all(not torch.equal(old, new) for old, new in zip(before, module.projections, strict=True))
     losses = [float(line.split('"loss": ')[1].split(",")[0]) for line in (tmp_path / "metrics.jsonl").open()]
     assert losses[-1] < 0.97 * losses[0]
-    detach(student)
     assert set(student.state_dict()) == names and not hasattr(student, "matching")
 
 
@@ -262,16 +184,3 @@ def test_layer_maps() -> None:
             parse_layer_map(text, 2, 4)
     with pytest.raises(UsageError, match="none twice"):
         parse_layer_map("1:2,1:3", 2, 4)
-    with pytest.raises(UsageError, match="teacher layers to 2"):
-        HiddenMatching(tiny_config(), tiny_config(), [(0, 3)])
-
-
-def test_relation_heads_divide_all_widths() -> None:
-    small = tiny_config(num_attention_heads=3, num_key_value_heads=3, head_dim=16)  # 48 and 48
-    large = tiny_config(num_attention_heads=6, num_key_value_heads=2, head_dim=48)  # 288 and 96
-    assert relation_heads(small, large) == 3
-    assert relation_heads(small, large, 12) == 12
-    assert relation_heads(large, large) == 6  # 96 / 16
-    for heads in (0, 5, 96):
-        with pytest.raises(UsageError, match=rf"--relation-heads {heads} .*48, 48, 288, 96 wide.*divisor of 48"):
-            relation_heads(small, large, heads)

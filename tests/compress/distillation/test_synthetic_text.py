@@ -2,13 +2,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from compress.cli.distill import sample
-from compress.distillation.synthetic_text import CORPUS, write_corpus
+from compress.cli.sample import sample
+from compress.distillation.synthetic_text import CORPUS, sample_continuations, write_corpus
 from sportsllm.errors import UsageError
 from sportsllm.models.hf_config import load_config
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.tokenizer import load_tokenizer
+from tests.support.models import tiny_model
 
 
 def test_a_model_writes_a_corpus(checkpoint: Path, tmp_path: Path) -> None:
@@ -42,3 +44,23 @@ def test_texts_end_at_a_stop_token(checkpoint: Path, tokenizer_directory: Path, 
 def test_a_length_beyond_the_context_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="context"):
         write_corpus(checkpoint=checkpoint, out=tmp_path / "x", tokens=10, length=100_000)
+
+
+def test_what_is_written_follows_the_models_probabilities() -> None:
+    # One prompt, many rows: the second token drawn must be distributed as softmax(model) says.
+    model = tiny_model(3, vocab_size=16).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(0.3)  # so that several tokens are likely, and none surely
+    rows = 4_000
+    text = sample_continuations(model, torch.full((rows, 3), 5), 2, torch.Generator().manual_seed(0))
+    first = text[:, 3]
+    common = int(first.mode().values)
+    second = text[first == common, 4]
+    with torch.no_grad():
+        expected = torch.softmax(model(torch.tensor([[5, 5, 5, common]]))[0, -1], -1)
+    counts = torch.bincount(second, minlength=16)
+    # Chi-squared with 15 degrees of freedom is above 45 once in ten thousand draws.
+    enough = expected * len(second) > 5
+    assert enough.sum() >= 4
+    statistic = ((counts - expected * len(second)) ** 2 / (expected * len(second)))[enough].sum()
+    assert statistic < 45

@@ -469,7 +469,9 @@ def test_impossible_sizes(checkpoint: Path, tmp_path: Path, settings: dict[str, 
 
 
 def test_the_command_cuts_the_vocabulary_alone(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
-    result = prune(checkpoint, tmp_path / "out", [corpus_file], vocab_size=320, text=[corpus_file])
+    result = prune(
+        checkpoint=checkpoint, out=tmp_path / "out", calibration=[corpus_file], vocab_size=320, text=[corpus_file]
+    )
     assert load_config(tmp_path / "out").vocab_size == result["vocab_size"] == 320
     for settings, message in (
         ({"vocab_size": 320, "params": 0.5}, "cut alone"),
@@ -479,5 +481,5 @@ def test_the_command_cuts_the_vocabulary_alone(checkpoint: Path, corpus_file: Pa
         ({"params": 0.5, "text": [corpus_file]}, "--text belongs to --vocab-size"),
     ):
         with pytest.raises(UsageError, match=message):
-            prune(checkpoint, tmp_path / "x", [corpus_file], **settings)  # type: ignore[arg-type]
+            prune(checkpoint=checkpoint, out=tmp_path / "x", calibration=[corpus_file], **settings)  # type: ignore[arg-type]
     assert not (tmp_path / "x").exists()

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from compress.distillation.divergences import KLWeight
 from compress.distillation.recovery import Recovery
-from compress.distillation.settings import Objective
+from compress.distillation.settings import DistillationConfig, KLWeight
 from compress.quantization.aware_training import RoundedLinear, pack_trained, round_in_training
 from compress.quantization.packed_checkpoint import PackedTensors, Precision, round_weight
 from compress.quantization.run import quantize
@@ -106,7 +105,7 @@ def test_only_the_layers_and_the_last_norm_are_trained() -> None:
 
 def test_the_stage_recovers_quality_and_stays_on_the_grid(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     config = TrainConfig(steps=60, batch_size=2, accumulation=1, sequence=64, learning_rate=1e-3, warmup=2)
-    recovery = Recovery(config, (corpus_file,), (corpus_file,), Objective(kl_weight=KLWeight(1.0, 1.0)))
+    recovery = Recovery(config, (corpus_file,), (corpus_file,), DistillationConfig(kl_weight=KLWeight(1.0, 1.0)))
     results = quantize(
         checkpoint=checkpoint, out=tmp_path / "out", precision=Precision(4, 64, 32), method="rtn", recovery=recovery
     )
