@@ -79,23 +79,23 @@ class Trials:
         return self._losses[name]
 
     def _loss_after_cut(self, shape: Shape, vocab_size: int) -> float:
-        from compress.pruning.run import Cut, cut_to_shape
-        from compress.pruning.search import loss_per_token
+        from compress.pruning.kept_units import loss_per_token
+        from compress.pruning.run import PruneConfig, prune_to_shape
 
         model, scores, samples = self._measured_teacher(vocab_size)
         if shape == Shape.of(model.config):
             return loss_per_token(model, samples[:_SCORING_SAMPLES])
-        pruned, _ = cut_to_shape(model, scores, shape, Cut(), samples)
-        return loss_per_token(pruned, samples[:_SCORING_SAMPLES])
+        pruned = prune_to_shape(model, scores, shape, PruneConfig(), samples)
+        return loss_per_token(pruned.model, samples[:_SCORING_SAMPLES])
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - one search, and it ends with the process
     def _measured_teacher(self, vocab_size: int) -> tuple[Any, Any, Any]:
-        from compress.pruning.run import Cut, make_scores
+        from compress.pruning.run import PruneConfig, measure_scores
         from sportsllm.storage.checkpoint import load_checkpoint
 
         model = load_checkpoint(self.teacher_with(vocab_size))
         samples = self._pieces(vocab_size)[:_CUT_SAMPLES]
-        return model, make_scores(model, Cut(), samples, None), samples
+        return model, measure_scores(model, PruneConfig(), samples), samples
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - as above
     def _pieces(self, vocab_size: int) -> list[Any]:

@@ -2,22 +2,93 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from compress.cli import flags
+from compress.cli.prune_vocabulary import VocabularyFlags, prune_vocabulary
 from sportsllm.cli import flags as options
-from sportsllm.cli.flag_groups import check_not_given, expand_flag_groups
+from sportsllm.cli.flag_groups import FlagGroup, check_not_given, expand_flag_groups
 from sportsllm.errors import UsageError
 
 if TYPE_CHECKING:
+    from compress.distillation.recovery import Recovery
+    from compress.pruning.plan import PruneTarget
+    from compress.pruning.run import PruneConfig
     from sportsllm.training.loop import TrainConfig
-
 
 _SHARE_OF_PEAK = 0.25
 _UNKNOWN_PEAK_RATE = 3e-4
+
+
+@dataclass(frozen=True)
+class SizeFlags(FlagGroup):
+    """How small."""
+
+    params: Annotated[float | None, typer.Option(help="Share of the non-embedding parameters to keep.")] = None
+    size_mb: Annotated[float | None, typer.Option(help="Size of the float32 weights to reach, in MB (10^6).")] = None
+    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden channels to keep.")] = None
+    intermediate: Annotated[int | None, typer.Option(min=1, help="FFN neurons to keep in each layer.")] = None
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads to keep in each layer.")] = None
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="Key/value heads; with fewer and the same --heads they are merged.")
+    ] = None
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers to keep; one contiguous run is dropped.")] = None
+    search: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="With --params or --size-mb: recover the best shapes on this many tokens, take the winner."
+        ),
+    ] = None
+    finalists: Annotated[int, typer.Option(min=1, help="Shapes that --search recovers.")] = 4
+
+    def target(self) -> PruneTarget:
+        """What to prune to."""
+        from compress.pruning.plan import PruneTarget
+        from compress.pruning.shapes import FIELDS
+
+        dimensions = {name: getattr(self, name) for name in FIELDS}
+        return PruneTarget(self.params, self.size_mb, dimensions, self.search, self.finalists)
+
+
+@dataclass(frozen=True)
+class ChoiceFlags(FlagGroup):
+    """How units are chosen, and what is done for those that stay."""
+
+    importance: Annotated[
+        str, typer.Option(help="output, activation (Minitron's), or the baselines magnitude and random.")
+    ] = "output"
+    repair: Annotated[
+        bool, typer.Option("--repair/--no-repair", help="Refit what stays to the full model's values.")
+    ] = True
+    kv_merge: Annotated[str, typer.Option(hidden=True)] = "pca"
+    scores: Annotated[Path | None, typer.Option(help="importance.safetensors of an earlier run, or its directory.")] = (
+        None
+    )
+    samples: Annotated[int | None, typer.Option(min=1, help="Pieces of calibration text; up to 256 if not given.")] = (
+        None
+    )
+
+    def config(self, seed: int) -> PruneConfig:
+        """The settings of the cut."""
+        from compress.pruning.run import PruneConfig
+
+        if self.kv_merge != "pca":
+            raise UsageError(f"--kv-merge {self.kv_merge} was dropped, since pca keeps more; leave --kv-merge out")
+        return PruneConfig(self.importance, self.repair, self.samples, seed)
+
+
+@dataclass(frozen=True)
+class RecoverFlags(FlagGroup):
+    """Training after the cut."""
+
+    recover: Annotated[int | None, typer.Option(min=1, help="Distil from the unpruned model on this many tokens.")] = (
+        None
+    )
+    teacher: Annotated[Path | None, typer.Option(help="The teacher of --recover, if not the checkpoint itself.")] = None
 
 
 def recovery_rate(source: Path) -> tuple[float, bool]:
@@ -31,7 +102,7 @@ def recovery_rate(source: Path) -> tuple[float, bool]:
 def _recovery_defaults(seed: int, source: Path, lora_rank: int | None) -> TrainConfig:
     """AdamW at a quarter of the peak rate that the teacher was trained with, ten times that for adapters.
 
-    Found by experiment on a repaired model (docs/log.md); Minitron's recipe is about a fifth.
+    Found by experiment on a refitted model (docs/log.md); Minitron's recipe is about a fifth.
     """
     from sportsllm.console import say
     from sportsllm.training.loop import TrainConfig
@@ -51,105 +122,69 @@ def prune(
     checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
     out: options.Out,
     calibration: options.Calibration,
-    params: Annotated[float | None, typer.Option(help="Share of the non-embedding parameters to keep.")] = None,
-    size_mb: Annotated[float | None, typer.Option(help="Size of the float32 weights to reach, in MB (10^6).")] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden channels to keep.")] = None,
-    intermediate: Annotated[int | None, typer.Option(min=1, help="FFN neurons to keep in each layer.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Query heads to keep in each layer.")] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="Key/value heads; with fewer and the same --heads they are merged.")
-    ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers to keep; one contiguous run is dropped.")] = None,
-    vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Instead: tokens to keep, those that the calibration text needs most.")
-    ] = None,
-    min_count: Annotated[
-        int | None, typer.Option(min=1, help="Instead: keep tokens that spare the calibration text so many others.")
-    ] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(help="With --vocab-size or --min-count: held-out text to score before and after."),
-    ] = None,
-    search: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="With --params or --size-mb: recover the best shapes on so many tokens, take the winner."
-        ),
-    ] = None,
-    finalists: Annotated[int, typer.Option(min=1, help="Shapes that --search recovers.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Cut and recover in so many steps; --recover is shared out.")] = 1,
-    importance: Annotated[
-        str, typer.Option(help="output, activation (Minitron's), or the baselines magnitude and random.")
-    ] = "output",
-    repair: Annotated[
-        bool, typer.Option("--repair/--no-repair", help="Refit what stays to the full model's values.")
-    ] = True,
-    kv_merge: Annotated[str, typer.Option(help="How key/value heads are merged: pca, mean or select.")] = "pca",
-    scores: Annotated[
-        Path | None, typer.Option(help="importance.safetensors of an earlier run, or its directory.")
-    ] = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Pieces of calibration text; up to 256 if not given.")
-    ] = None,
-    recover: Annotated[
-        int | None, typer.Option(min=1, help="Distil from the unpruned model on so many tokens.")
-    ] = None,
-    teacher: Annotated[
-        Path | None, typer.Option(help="What recovery distils from, if not the checkpoint itself.")
-    ] = None,
-    documents: options.TextFlags,
+    size: SizeFlags,
+    choice: ChoiceFlags,
+    recover: RecoverFlags,
+    corpora: options.TextFlags,
     distillation: flags.DistillationFlags,
     lora: options.LoraFlags,
     training: options.TrainingFlags,
+    vocabulary: VocabularyFlags,
     seed: options.Seed = 0,
     threads: options.Threads = None,
 ) -> dict[str, Any]:
-    """Cut width, depth or vocabulary; the result is an ordinary LLaMA checkpoint."""
-    from compress.distillation.recovery import Recovery
-    from compress.distillation.run import teacher_corpus
-    from compress.pruning.plan import Plan, prune_line
-    from compress.pruning.run import Cut
-    from sportsllm.console import output
+    """Cut width, depth or key/value heads; the result is an ordinary checkpoint."""
+    from compress.pruning.plan import prune_run
+    from compress.pruning.run import PruneJob
     from sportsllm.training.setup import set_threads
 
     set_threads(threads)
-    given = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads, "layers": layers}
-    if recover is None:
-        check_not_given("--recover TOKENS", documents, distillation, lora, training)
-        if teacher is not None:
-            raise UsageError("--teacher belongs to --recover TOKENS; add it or leave it out")
-    if vocab_size is not None or min_count is not None:
-        others = (params, size_mb, search, recover, scores, *given.values())
-        if any(value is not None for value in others):
+    if recover.recover is None:
+        check_not_given("--recover TOKENS", recover, corpora, distillation, lora, training)
+    if vocabulary.vocab_size is not None or vocabulary.min_count is not None:
+        if size.given() or recover.recover is not None or choice.scores is not None:
             raise UsageError(
                 "the vocabulary is cut alone, since the result no longer shares its teacher's tokens: cut it first "
-                "(--vocab-size or --min-count), fine-tune it with train --init, then prune that"
+                "(prune-vocabulary), fine-tune it with train --init, then prune that"
             )
-        return _prune_vocabulary(checkpoint, out, vocab_size, min_count, calibration, text or [])
-    if text:
-        raise UsageError("--text belongs to --vocab-size or --min-count; recovery is scored on --valid")
+        return prune_vocabulary(checkpoint=checkpoint, out=out, calibration=calibration, **vars(vocabulary))
+    check_not_given("--vocab-size or --min-count", vocabulary)
     recovery = None
-    if recover is not None:
-        source = teacher or checkpoint
-        config = training.config(_recovery_defaults(seed, source, lora.lora_rank), recover)
-        recovery = Recovery(
-            config=config,
-            corpus=tuple(documents.corpus or teacher_corpus(source, "corpus")),
-            valid=tuple(documents.valid or ([] if documents.corpus else teacher_corpus(source, "valid"))),
-            objective=distillation.config(fresh=False),
-            teacher=teacher,
-            adapters=lora.adapters(config.optimizer),
-        )
-    result = prune_line(
-        checkpoint=checkpoint,
-        out=out,
-        plan=Plan(params, size_mb, given, rounds, search, finalists),
-        how=Cut(importance, repair, kv_merge, samples, seed),
-        calibration=calibration,
-        scores=scores,
-        recovery=recovery,
-        resume=training.resume,
+    if recover.recover is not None:
+        source = recover.teacher or checkpoint
+        config = training.config(_recovery_defaults(seed, source, lora.lora_rank), recover.recover)
+        recovery = _recovery(source, recover.teacher, config, corpora, distillation, lora)
+    job = PruneJob(checkpoint, tuple(calibration), choice.config(seed), choice.scores, recovery)
+    result = prune_run(job, size.target(), out, resume=training.resume)
+    _print_result(out, result)
+    return result
+
+
+def _recovery(
+    source: Path,
+    teacher: Path | None,
+    config: TrainConfig,
+    corpora: options.TextFlags,
+    distillation: flags.DistillationFlags,
+    lora: options.LoraFlags,
+) -> Recovery:
+    """How to train after the cut; `source` is the teacher, or the checkpoint where none is named."""
+    from compress.distillation.recovery import Recovery
+    from compress.distillation.run import teacher_corpus
+
+    return Recovery(
+        config=config,
+        corpus=tuple(corpora.corpus or teacher_corpus(source, "corpus")),
+        valid=tuple(corpora.valid or ([] if corpora.corpus else teacher_corpus(source, "valid"))),
+        objective=distillation.config(fresh=False),
+        teacher=teacher,
+        adapters=lora.adapters(config.optimizer),
     )
+
+
+def _print_result(out: Path, result: dict[str, Any]) -> None:
+    from sportsllm.console import output
+
     shape = ", ".join(f"{key} {value}" for key, value in result["shape"].items())
     output().print(
         f"{out}: {result['parameters']:,} parameters ({shape}), "
@@ -160,29 +195,3 @@ def prune(
             f"bits per byte {result['bits_per_byte_before_recovery']:.4f} after the cut, "
             f"{result['valid_bits_per_byte']:.4f} recovered on {result['tokens']:,} tokens"
         )
-    return result
-
-
-def _prune_vocabulary(
-    checkpoint: Path,
-    out: Path,
-    vocab_size: int | None,
-    min_count: int | None,
-    calibration: list[Path],
-    text: list[Path],
-) -> dict[str, Any]:
-    from compress.pruning.vocabulary_run import prune_vocabulary
-    from sportsllm.console import output
-
-    result = prune_vocabulary(
-        checkpoint=checkpoint, out=out, vocab_size=vocab_size, min_count=min_count, calibration=calibration, text=text
-    )
-    output().print(
-        f"{out}: {result['vocab_size']:,} of {result['vocab_size_before']:,} tokens, {result['parameters']:,} "
-        f"parameters; {result['tokens_per_byte_before']:.4f} -> {result['tokens_per_byte_after']:.4f} tokens per byte"
-    )
-    if text:
-        output().print(
-            f"bits per byte {result['bits_per_byte_before']:.4f} -> {result['bits_per_byte_after']:.4f} held out"
-        )
-    return result

@@ -1,8 +1,8 @@
-"""Importance by what the others cannot replace: neurons and heads picked one by one for the output they explain.
+"""Rank units by greedy selection: each step picks the unit that most reduces the error of the layer's output.
 
-Scores of single units, however they are made, keep twins and drop what has no substitute. Here the matrix behind the
-units, W, tells what they are for, and the repair after the cut (`compress.pruning.refit`) tells what is lost: with the
-kept columns S refitted, the least error of all tokens' outputs is
+Scores of single units, however they are made, keep twins and drop units that nothing can replace. Here the matrix W
+that reads the units tells what they are for, and the refit after the cut (`compress.pruning.refit`) tells what is lost.
+With the picked columns S refitted, the least error of all tokens' outputs is
 
     min_B sum |W a - B a_S|^2 = tr W (G - G_:S G_SS^-1 G_S:) W^T        G = sum a a^T
 
@@ -15,24 +15,24 @@ Shape suffixes: N tokens, U inputs of a matrix, O outputs, K units, S inputs of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from compress.pruning.scores import Scores, importance_scores
+from compress.pruning.activations import second_moments
+from compress.pruning.scores import Scores, importance_scores, scored_units
 from sportsllm.console import progress_bar
 from sportsllm.models.language_model import Block, SportsLLM
 
-_STEPS = 512  # picks; of more units than that several are picked at once
-_RIDGE = 1e-6  # of the mean square of an input, so that what is explained already divides by something
+_STEPS = 512  # picks; where there are more units, several are picked at once
+_RIDGE = 1e-6  # of the mean square of an input, so that an input that is fully explained still has a divisor
 
 
 @torch.no_grad()
 def output_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
-    """Scores of neurons and heads by selection; channels and layers as in `importance_scores`, from the same pass.
+    """Scores of units by selection; channels and layers as in `importance_scores`, from the same pass.
 
     Args:
         model: read, never changed.
@@ -42,34 +42,22 @@ def output_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
         ArtifactError: there are no samples.
     """
     blocks = cast("list[Block]", list(model.model.layers))
-    with _grams([block.mlp.down_proj for block in blocks] + [block.self_attn.o_proj for block in blocks]) as grams:
+    readers = {
+        (name, layer): block.get_submodule(matrix)
+        for name, (_, matrix) in scored_units(model.config).items()
+        for layer, block in enumerate(blocks)
+    }
+    with second_moments(readers) as grams:
         scores = importance_scores(model, samples)
-    intermediate, heads = [], []
-    with progress_bar("selection", len(blocks)) as bar:
-        for number, block in enumerate(blocks):
-            down, out = cast(nn.Linear, block.mlp.down_proj), cast(nn.Linear, block.self_attn.o_proj)
-            intermediate.append(pick_order(grams[number], down.weight, 1))
-            heads.append(pick_order(grams[len(blocks) + number], out.weight, model.config.head_dim))
-            bar.advance()
-    return dataclasses.replace(scores, intermediate=intermediate, heads=heads)
-
-
-@contextmanager
-def _grams(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Sums of a a^T over all tokens that pass through each module inside the `with`, (U, U) float32."""
-    sums = [torch.zeros(())] * len(modules)
-
-    def catch(place: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: Any) -> None:
-            a_NU = args[0].flatten(0, -2).float()
-            sums[place] = sums[place] + a_NU.T @ a_NU
-
-        return hook
-
-    with ExitStack() as hooks:
-        for place, module in enumerate(modules):
-            hooks.callback(module.register_forward_pre_hook(catch(place)).remove)
-        yield sums
+    picked: dict[str, list[Tensor]] = {}
+    with progress_bar("selection", len(readers)) as bar:
+        for name, (unit, matrix) in scored_units(model.config).items():
+            picked[name] = []
+            for layer, block in enumerate(blocks):
+                weight = block.get_parameter(f"{matrix}.weight")
+                picked[name].append(pick_order(grams.pop((name, layer)), weight, unit.size))
+                bar.advance()
+    return dataclasses.replace(scores, units=picked)
 
 
 def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:
@@ -89,7 +77,7 @@ def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:
     at_once = -(-count // _STEPS)
     place = count
     while place:
-        gain = _explained(residual, cross_OU, size).masked_fill(~left, -torch.inf)
+        gain = _explained(residual, cross_OU, size, left)
         for unit in gain.topk(min(at_once, place)).indices.tolist():
             scores[unit], left[unit], place = float(place), False, place - 1
             own = slice(unit * size, (unit + 1) * size)
@@ -99,18 +87,21 @@ def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:
     return scores
 
 
-def _explained(residual_UU: Tensor, cross_OU: Tensor, size: int) -> Tensor:
-    """(K,) by how much each unit would lower the error: tr C_S G_SS^-1 C_S^T."""
+def _explained(residual_UU: Tensor, cross_OU: Tensor, size: int, left_K: Tensor) -> Tensor:
+    """(K,) by how much each unit that is left would lower the error, tr C_S G_SS^-1 C_S^T; -inf for picked ones."""
+    gain = torch.full((len(left_K),), -torch.inf, dtype=residual_UU.dtype)
     if size == 1:
         least = torch.finfo(residual_UU.dtype).tiny
-        return cross_OU.square().sum(dim=0) / residual_UU.diagonal().clamp(min=least)
-    units = len(residual_UU) // size
-    blocks = residual_UU.view(units, size, units, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    crosses_KOS = cross_OU.view(-1, units, size).transpose(0, 1)
-    solved = torch.linalg.solve(torch.stack([_damped(block) for block in blocks]), crosses_KOS.mT)
-    return cast(Tensor, (crosses_KOS.mT * solved).sum(dim=(1, 2)))
+        gain[left_K] = (cross_OU.square().sum(dim=0) / residual_UU.diagonal().clamp(min=least))[left_K]
+        return gain
+    units = len(left_K)
+    blocks = residual_UU.view(units, size, units, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)[left_K]
+    crosses_KOS = cross_OU.view(-1, units, size).transpose(0, 1)[left_K]
+    solved = torch.linalg.solve(_damped(blocks), crosses_KOS.mT)
+    gain[left_K] = (crosses_KOS.mT * solved).sum(dim=(1, 2))
+    return gain
 
 
-def _damped(block_SS: Tensor) -> Tensor:
-    """Of a unit that was picked nothing is left; it divides by this instead of by 0."""
-    return block_SS + torch.finfo(torch.float64).eps * torch.eye(len(block_SS), device=block_SS.device).double()
+def _damped(blocks_SS: Tensor) -> Tensor:
+    """(..., S, S); what the units picked before explain fully would else leave nothing to divide by."""
+    return blocks_SS + torch.finfo(torch.float64).eps * torch.eye(blocks_SS.shape[-1], device=blocks_SS.device).double()

@@ -1,147 +1,101 @@
-"""From flags to pruned checkpoints: find the shape, then one stage, or several rounds of cutting and recovering.
+"""From flags to a pruned checkpoint: find the shape, then cut.
 
-Each round and each shape that a search recovers is a directory of its own beside the output (`OUT.round1`,
-`OUT.search/...`), a finished stage like any other: a second run finds them up to date, an interrupted one goes on.
+Each shape that a search recovers is a directory of its own beside the output (`OUT.search/...`), a finished stage
+like any other: a second run finds them up to date, an interrupted one goes on.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compress.distillation.recovery import Recovery
-from compress.pruning.run import Cut, make_scores, prune_stage, target_shape
-from compress.pruning.search import finalists, rounds_to, search_shape
-from compress.pruning.shapes import Shape, share_for_megabytes
-from sportsllm.console import say
+from compress.pruning.run import PruneJob, prune_checkpoint
+from compress.pruning.search import search_shape
+from compress.pruning.shapes import Shape, shape_for_share, share_for_megabytes
 from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.storage.artifact import STATE_DIRECTORY, partial_directory
-from sportsllm.storage.checkpoint import load_checkpoint
-from sportsllm.storage.safetensors_files import quantization_config
-from sportsllm.text.calibration import calibration_samples
-from sportsllm.text.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How small, and on which way.
+class PruneTarget:
+    """How small; one of the first three.
 
     Attributes:
         share: of the non-embedding parameters to keep, or None.
         megabytes: of float32 weights to reach, or None.
-        given: dimensions to keep; None means all of it.
-        rounds: of cutting and recovering.
+        dimensions: to keep, by name; None or left out means all of it.
         search_tokens: brief recovery of each finalist; None does not search.
         finalists: shapes that a search recovers.
     """
 
-    share: float | None
-    megabytes: float | None
-    given: dict[str, int | None]
-    rounds: int = 1
+    share: float | None = None
+    megabytes: float | None = None
+    dimensions: Mapping[str, int | None] = field(default_factory=dict)
     search_tokens: int | None = None
     finalists: int = 4
 
+    def shape(self, config: ModelConfig) -> Shape:
+        """The shape that is asked for, where nothing is searched.
 
-def prune_line(
-    *,
-    checkpoint: Path,
-    out: Path,
-    plan: Plan,
-    how: Cut,
-    calibration: Sequence[Path],
-    scores: Path | None,
-    recovery: Recovery | None,
-    resume: bool,
-) -> dict[str, Any]:
-    """Prune `checkpoint` into `out` as planned; arguments as in `prune_stage`.
+        Raises:
+            UsageError: none or several of a share, a size and dimensions, or a shape that does not exist.
+        """
+        given = {key: value for key, value in self.dimensions.items() if value is not None}
+        ways = [
+            *(["--params"] if self.share is not None else []),
+            *(["--size-mb"] if self.megabytes is not None else []),
+            *([", ".join("--" + key.replace("_", "-") for key in given)] if given else []),
+        ]
+        if len(ways) > 1:
+            raise UsageError(f"give one of {' and '.join(ways)}, not both")
+        share = self.share_of(config)
+        if share is not None:
+            return shape_for_share(config, share)
+        if not given:
+            raise UsageError(
+                "say how small: --params SHARE, --size-mb MB, or --hidden, --intermediate, --heads, --kv-heads, "
+                "--layers"
+            )
+        return dataclasses.replace(Shape.of(config), **given)
+
+    def share_of(self, config: ModelConfig) -> float | None:
+        """The share of the non-embedding parameters to keep; None where dimensions are given."""
+        return self.share if self.megabytes is None else share_for_megabytes(config, self.megabytes)
+
+
+def prune_run(job: PruneJob, target: PruneTarget, out: Path, *, resume: bool = False) -> dict[str, Any]:
+    """Prune a checkpoint to a target.
+
+    Args:
+        job: what is pruned and how.
+        target: how small.
+        out: directory to make.
+        resume: go on with an interrupted recovery.
+
+    Returns:
+        The results, as `prune --json` prints them.
 
     Raises:
         UsageError: flags that do not go together, or an impossible shape.
     """
-    if plan.rounds > 1 and recovery is None:
-        raise UsageError(f"--rounds {plan.rounds} recovers after every cut; give --recover TOKENS too")
-    config = load_config(checkpoint)
-    shape = target_shape(config, plan.share, plan.megabytes, plan.given)
-    extra: dict[str, Any] = {}
-    common: dict[str, Any] = {"how": how, "calibration": calibration}
-    if plan.search_tokens is not None:
-        share = plan.share if plan.megabytes is None else share_for_megabytes(config, plan.megabytes)
-        if share is None or recovery is None:
+    config = load_config(job.checkpoint)
+    shape = target.shape(config)
+    tried: list[dict[str, Any]] = []
+    if target.search_tokens is not None:
+        share = target.share_of(config)
+        if share is None or job.recovery is None:
             raise UsageError("--search needs a size (--params or --size-mb) and --recover TOKENS")
-        if recovery.objective.signals is not None:
+        if job.recovery.objective.signals is not None:
             raise UsageError(
                 "--search judges shapes on text held out of the corpus, which signals were made with; "
                 "search first, then give the shape found and --signals"
             )
-        shape, extra["search"] = _search(checkpoint, out, plan, share, scores, recovery, common)
-    shapes = rounds_to(config, shape, plan.rounds)
-    if recovery is not None:
-        brief = dataclasses.replace(recovery.config, steps=math.ceil(recovery.config.steps / len(shapes)))
-        recovery = dataclasses.replace(recovery, config=brief)
-    source = checkpoint
-    for number, step in enumerate(shapes, start=1):
-        last = number == len(shapes)
-        target = out if last else out.with_name(f"{out.name}.round{number}")
-        if not last:
-            say(f"round {number} of {len(shapes)}: {target}")
-        result = prune_stage(
-            **common,
-            checkpoint=source,
-            out=target,
-            shape=step,
-            scores=scores if source == checkpoint else None,
-            recovery=_from(recovery, None if source == checkpoint else checkpoint),
-            resume=resume and (partial_directory(target) / STATE_DIRECTORY).exists(),
-            extra=extra if last else {},
-        )
-        source = target
-    return result
-
-
-def _from(recovery: Recovery | None, teacher: Path | None) -> Recovery | None:
-    """A recovery from a teacher, unless it names its own."""
-    if recovery is None or recovery.teacher is not None:
-        return recovery
-    return dataclasses.replace(recovery, teacher=teacher)
-
-
-def _search(
-    checkpoint: Path,
-    out: Path,
-    plan: Plan,
-    share: float,
-    scores: Path | None,
-    recovery: Recovery,
-    common: dict[str, Any],
-) -> tuple[Shape, list[dict[str, Any]]]:
-    if quantization_config(checkpoint) is not None:
-        raise UsageError(f"{checkpoint}: is quantized; prune the unquantized checkpoint")
-    assert plan.search_tokens is not None
-    how: Cut = common["how"]
-    model = load_checkpoint(checkpoint)
-    words = load_tokenizer(checkpoint, model.config)
-    samples = calibration_samples(common["calibration"], words, model.config, how.samples, recovery.config.sequence)
-    measured = make_scores(model, how, samples, scores)
-    rows = finalists(model, measured, share, how, samples, plan.finalists)
-    steps = -(-plan.search_tokens // recovery.config.tokens_per_step)
-    # Without held-out text of its own a stage holds out a part of the corpus by hash.
-    brief = dataclasses.replace(recovery, config=dataclasses.replace(recovery.config, steps=steps), valid=())
-
-    def recovered(shape: Shape, directory: Path) -> dict[str, Any]:
-        return prune_stage(
-            **common,
-            checkpoint=checkpoint,
-            out=directory,
-            shape=shape,
-            scores=scores,
-            recovery=brief,
-            resume=(partial_directory(directory) / STATE_DIRECTORY).exists(),
-        )
-
-    return search_shape(rows, out.with_name(f"{out.name}.search"), recovered)
+        beside = out.with_name(f"{out.name}.search")
+        shape, tried = search_shape(job, job.recovery, share, target.search_tokens, target.finalists, beside)
+    interrupted = (partial_directory(out) / STATE_DIRECTORY).exists()
+    return prune_checkpoint(job, shape, out, resume=resume and interrupted, search=tried)

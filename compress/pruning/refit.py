@@ -1,13 +1,13 @@
-"""Repair after a cut, without gradients: each matrix is fitted anew to what the full model computes.
+"""Refit after a cut, without gradients: each matrix is fitted by least squares to what the full model computes.
 
-Layer by layer both models read the calibration text. For each projection of the cut model, with its own inputs a
+Layer by layer both models read the calibration text. For each matrix of the cut model, with its own inputs a
 (drifted by every cut before it) and the values t that it should give, the weights become
 
     argmin_W  sum over tokens |t - W a|^2 + ridge * mean(|a|^2) * |W - W_cut|^2
 
-    q, k, v, gate, up   t = the full model's values of the rows that stay
-    o_proj              t = the full model's residual stream after attention, less the cut model's before it
-    down_proj           t = the full model's residual stream at the next kept layer, less the cut model's before it
+    matrices that write to   t = the full model's residual stream after this half of the block (after the block's last
+    the residual stream          half: at the next kept layer), less the cut model's before it
+    all others               t = the full model's values of the rows that stay
 
 so each layer also takes back what the layers before it lost, and the layer before a dropped one stands in for it.
 The structured form of optimal brain compression's update (https://arxiv.org/abs/2208.11580).
@@ -16,37 +16,42 @@ Shape suffixes: N tokens, I inputs, O outputs, B samples, T tokens of one, D hid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from compress.pruning.slicing import Kept, unit_rows
+from compress.pruning.kept_units import KeptUnits
 from sportsllm.console import progress_bar
-from sportsllm.models.language_model import Block, SportsLLM
+from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import NORMS, input_groups
+from sportsllm.models.language_model import Block, Rope, SportsLLM
+from sportsllm.models.parts import Matrix
 
 RIDGE = 1e-3
-Rope = tuple[Tensor, Tensor]
-_INPUT_SIDE = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 @dataclass
-class Fit:
+class LeastSquares:
     """Sums of a regression; float32 products, summed in float64."""
 
     gram_II: Tensor
     cross_OI: Tensor
 
     @staticmethod
-    def over(samples: Iterable[tuple[Tensor, Tensor]]) -> Fit:
+    def over(samples: Iterable[tuple[Tensor, Tensor]]) -> LeastSquares:
         """Sums over pairs of inputs (..., I) and targets (..., O)."""
-        sums: Fit | None = None
+        sums: LeastSquares | None = None
         for inputs, targets in samples:
             inputs_NI, targets_NO = inputs.flatten(0, -2), targets.flatten(0, -2)
             gram, cross = (inputs_NI.T @ inputs_NI).double(), (targets_NO.T @ inputs_NI).double()
-            sums = Fit(gram, cross) if sums is None else Fit(sums.gram_II.add_(gram), sums.cross_OI.add_(cross))
+            if sums is None:
+                sums = LeastSquares(gram, cross)
+            else:
+                sums = LeastSquares(sums.gram_II.add_(gram), sums.cross_OI.add_(cross))
         assert sums is not None, "there are samples"
         return sums
 
@@ -58,51 +63,90 @@ class Fit:
         return cast(Tensor, weight + change).float()
 
 
-Solve = Callable[[str, nn.Linear, Fit], None]
+Solve = Callable[[str, nn.Linear, LeastSquares], None]
+
+
+class Streams(NamedTuple):
+    """Residual streams of every sample, (B, T, D) each.
+
+    Attributes:
+        full: the full model's before a layer.
+        changed: the changed model's before it.
+        target: the full model's that the changed layer should lead to.
+    """
+
+    full: Sequence[Tensor]
+    changed: Sequence[Tensor]
+    target: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class LayerPair:
+    """A layer that is fitted, and the full model's layer that it is fitted to.
+
+    Attributes:
+        block: the layer that changes.
+        source: the full model's.
+        config: the full model's.
+        rope: cosine and sine tables, (context, E / 2) each.
+        rows: of each matrix that stay, by its name in the block; all if None.
+    """
+
+    block: Block
+    source: Block
+    config: ModelConfig
+    rope: Rope
+    rows: Mapping[str, Tensor] | None = None
+
+    def kept_rows(self, matrix: str) -> Tensor | slice:
+        """Rows of a matrix that stay."""
+        return slice(None) if self.rows is None else self.rows[matrix]
 
 
 @torch.no_grad()
-def reconstruct(
-    pruned: SportsLLM, model: SportsLLM, kept: Kept, samples: Sequence[Tensor], ridge: float = RIDGE
+def refit_layers(
+    pruned: SportsLLM, model: SportsLLM, kept: KeptUnits, samples: Sequence[Tensor], ridge: float = RIDGE
 ) -> None:
     """Fit the cut model's matrices to the full model, in place.
 
     Args:
-        pruned: from `cut(model, kept)`; its embedding, norms and biases stay as they are.
+        pruned: from `slice_model(model, kept)`; its embedding, norms and biases stay as they are.
         model: the full one; read only.
         kept: what stayed.
         samples: calibration token ids, each (B, T); several times more tokens than the widest input.
         ridge: pull towards the cut weights, as a share of the inputs' mean square.
     """
 
-    def solve(_name: str, linear: nn.Linear, sums: Fit) -> None:
+    def solve(_name: str, linear: nn.Linear, sums: LeastSquares) -> None:
         linear.weight.data = sums.solve(linear.weight, ridge)
 
+    rope = model.rope_cos, model.rope_sin
+    blocks, cut_blocks = (cast("list[Block]", list(one.model.layers)) for one in (model, pruned))
     full_BTD = [model.model.embed_tokens(tokens) for tokens in samples]
     cut_BTD = [pruned.model.embed_tokens(tokens) for tokens in samples]
-    old = 0
-    with progress_bar("reconstruct", len(kept.layers)) as bar:
-        for new, layer in enumerate(kept.layers):
-            full_BTD = _through(model, full_BTD, range(old, layer))
-            after = kept.layers[new + 1] if new + 1 < len(kept.layers) else model.config.num_hidden_layers
-            following = _through(model, full_BTD, range(layer, after))
-            pair = cast(Block, pruned.model.layers[new]), cast(Block, model.model.layers[layer])
-            rows, _ = unit_rows(kept, new, model.config.head_dim)
-            fit_layer(*pair, (model.rope_cos, model.rope_sin), (full_BTD, cut_BTD, following), solve, rows, kept.hidden)
-            cut_BTD = _through(pruned, cut_BTD, range(new, new + 1))
-            full_BTD, old = following, after
+    following = [*kept.layers[1:], len(blocks)]
+    full_BTD = run_layers(blocks[: kept.layers[0]], full_BTD, rope)
+    with progress_bar("refit", len(kept.layers)) as bar:
+        for new, (layer, after) in enumerate(zip(kept.layers, following, strict=True)):
+            target_BTD = run_layers(blocks[layer:after], full_BTD, rope)
+            rows = kept.rows(model.config, new)
+            pair = LayerPair(cut_blocks[new], blocks[layer], model.config, rope, rows)
+            refit_block(pair, Streams(full_BTD, cut_BTD, target_BTD), solve)
+            cut_BTD = run_layer(cut_blocks[new], cut_BTD, rope)
+            full_BTD = target_BTD
             bar.advance()
 
 
-def _through(model: SportsLLM, states_BTD: list[Tensor], layers: range) -> list[Tensor]:
-    for layer in layers:
-        states_BTD = through(cast(Block, model.model.layers[layer]), states_BTD, (model.rope_cos, model.rope_sin))
+def run_layers(blocks: Sequence[Block], states_BTD: list[Tensor], rope: Rope) -> list[Tensor]:
+    """The residual stream after several layers."""
+    for block in blocks:
+        states_BTD = run_layer(block, states_BTD, rope)
     return states_BTD
 
 
-def through(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
-    """A layer's outputs."""
-    return [block(x, first_positions(rope, x), None, None) for x in states_BTD]
+def run_layer(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
+    """The residual stream after a layer."""
+    return [block(x, first_positions(rope, x)) for x in states_BTD]
 
 
 def first_positions(rope: Rope, x_BTD: Tensor) -> Rope:
@@ -111,82 +155,88 @@ def first_positions(rope: Rope, x_BTD: Tensor) -> Rope:
     return rope[0][:length], rope[1][:length]
 
 
-def fit_layer(
-    block: Block,
-    source: Block,
-    rope: Rope,
-    states_BTD: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
-    solve: Solve,
-    rows: Mapping[str, Tensor] | None = None,
-    hidden: Tensor | slice = slice(None),
-) -> None:
+def refit_block(pair: LayerPair, streams: Streams, solve: Solve) -> None:
     """Fit the matrices of one layer to what the full model computes, those that read the same input together.
 
     Args:
-        block: changed in place by `solve`; later matrices see what earlier ones became.
-        source: the full model's layer.
-        rope: cosine and sine tables, (context, E / 2) each.
-        states_BTD: for every sample the full model's residual stream before the layer, the changed model's before
-            it, and the full model's where the changed layer should lead.
-        solve: is given a projection's name, its matrix and the sums, and sets the matrix's weight.
-        rows: of each projection that stay; all if not given.
-        hidden: channels of the residual stream that stay.
+        pair: its layer is changed by `solve`; later matrices see what earlier ones became.
+        streams: before the layer and after it.
+        solve: is given a matrix's name in the block, the matrix and the sums, and sets the matrix's weight.
+
+    Raises:
+        UsageError: several matrices of a half write to the residual stream, so that none has a target of its own.
     """
-    full_BTD, cut_BTD, following_BTD = states_BTD
+    full_BTD, changed_BTD = streams.full, streams.changed
+    for half in NORMS:
+        groups = [group for group in input_groups(pair.config) if group[0].name.startswith(f"{half}.")]
+        writers = [matrix.name for group in groups for matrix in group if matrix.writes_residual]
+        if len(writers) != 1:
+            raise UsageError(
+                f"{' and '.join(writers) or half}: refit needs one matrix that writes to the residual stream; "
+                "leave it out with --no-repair"
+            )
+        last = half == list(NORMS)[-1]
+        after_BTD = streams.target if last else _after_half(pair.source, half, full_BTD, pair.rope)
+        for group in groups:
+            _refit_group(pair, half, group, Streams(full_BTD, changed_BTD, after_BTD), solve)
+        if not last:
+            changed_BTD = _after_half(pair.block, half, changed_BTD, pair.rope)
+            full_BTD = after_BTD
 
-    def stay(name: str) -> Tensor | slice:
-        return slice(None) if rows is None else rows[name]
 
-    projections = cast(dict[str, nn.Linear], {**block.self_attn._modules, **block.mlp._modules})
-    wanted = cast(dict[str, nn.Linear], {**source.self_attn._modules, **source.mlp._modules})
+def _refit_group(pair: LayerPair, half: str, group: Sequence[Matrix], streams: Streams, solve: Solve) -> None:
+    """Fit matrices of one half that read the same input."""
 
-    def fit_readers(names: Sequence[str], pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Matrices that read the same input; a pair is the changed model's and the full one's.
+    def inputs(block: Block, states_BTD: Sequence[Tensor]) -> Iterator[Tensor]:
+        return (matrix_input(block, half, group[0].name, x, pair.rope) for x in states_BTD)
 
-        What the full model gives is W times its input, so that one sum of products of inputs serves them all. Biases
-        are the same on both sides.
-        """
-        sums = Fit.over(pairs)
-        for name in names:
-            cross_OI = wanted[name].weight.double() @ sums.cross_OI
-            solve(name, projections[name], Fit(sums.gram_II, cross_OI[stay(name)]))
+    inner = [matrix for matrix in group if not matrix.writes_residual]
+    if inner:
+        # The full model gives W times its input: one sum of products of inputs serves all. Biases are the same.
+        pairs = zip(inputs(pair.block, streams.changed), inputs(pair.source, streams.full), strict=True)
+        shared = LeastSquares.over(pairs)
+        for matrix in inner:
+            weight_OI = pair.source.get_parameter(f"{matrix.name}.weight").double()
+            cross_OI = (weight_OI @ shared.cross_OI)[pair.kept_rows(matrix.name)]
+            solve(matrix.name, _linear(pair.block, matrix.name), LeastSquares(shared.gram_II, cross_OI))
+    for matrix in group:
+        if matrix.writes_residual:
+            linear, channels = _linear(pair.block, matrix.name), pair.kept_rows(matrix.name)
+            bias = 0.0 if linear.bias is None else linear.bias
+            ends = zip(streams.target, streams.changed, strict=True)
+            targets = (after[..., channels] - before - bias for after, before in ends)
+            solve(
+                matrix.name,
+                linear,
+                LeastSquares.over(zip(inputs(pair.block, streams.changed), targets, strict=True)),
+            )
 
-    def fit_writer(
-        name: str, inputs: Callable[[int], Tensor], after: Sequence[Tensor], before: Sequence[Tensor]
-    ) -> None:
-        """The matrix that leads the residual stream from `before` to `after`."""
-        bias = projections[name].bias
-        solve(
-            name,
-            projections[name],
-            Fit.over(
-                (inputs(number), after[number][..., hidden] - before[number] - (0.0 if bias is None else bias))
-                for number in range(len(before))
-            ),
-        )
 
-    def mixed_values(x_BTD: Tensor) -> Tensor:
-        """The input of o_proj."""
-        caught: list[Tensor] = []
-        handle = block.self_attn.o_proj.register_forward_pre_hook(lambda _module, args: caught.append(args[0]))
-        block.self_attn(block.input_layernorm(x_BTD), first_positions(rope, x_BTD), None, None)
+def _after_half(block: Block, half: str, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
+    return [block.add_half(half, x, first_positions(rope, x)) for x in states_BTD]
+
+
+class _InputFound(Exception):
+    """Ends a forward pass whose rest is not needed."""
+
+
+def matrix_input(block: Block, half: str, matrix: str, x_BTD: Tensor, rope: Rope) -> Tensor:
+    """What a matrix of a block reads, where its half of the block reads the residual stream x."""
+    found: list[Tensor] = []
+
+    def stop(_module: nn.Module, args: Any) -> None:
+        found.append(args[0])
+        raise _InputFound
+
+    handle = block.get_submodule(matrix).register_forward_pre_hook(stop)
+    try:
+        block.add_half(half, x_BTD, first_positions(rope, x_BTD))
+    except _InputFound:
+        pass
+    finally:
         handle.remove()
-        return caught[0]
+    return found[0]
 
-    def after_attention(owner: Block, x_BTD: Tensor) -> Tensor:
-        attended = owner.self_attn(owner.input_layernorm(x_BTD), first_positions(rope, x_BTD), None, None)
-        return cast(Tensor, x_BTD + attended)
 
-    middle_BTD = [after_attention(source, x) for x in full_BTD]
-    attention_inputs = zip(map(block.input_layernorm, cut_BTD), map(source.input_layernorm, full_BTD), strict=True)
-    fit_readers(_INPUT_SIDE[0], attention_inputs)
-    fit_writer("o_proj", lambda number: mixed_values(cut_BTD[number]), middle_BTD, cut_BTD)
-    cut_middle = [after_attention(block, x) for x in cut_BTD]
-    norms = block.post_attention_layernorm, source.post_attention_layernorm
-    fit_readers(_INPUT_SIDE[1], zip(map(norms[0], cut_middle), map(norms[1], middle_BTD), strict=True))
-
-    def neurons(number: int) -> Tensor:
-        normed = block.post_attention_layernorm(cut_middle[number])
-        return cast(Tensor, nn.functional.silu(projections["gate_proj"](normed)) * projections["up_proj"](normed))
-
-    fit_writer("down_proj", neurons, following_BTD, cut_middle)
+def _linear(block: Block, name: str) -> nn.Linear:
+    return cast(nn.Linear, block.get_submodule(name))

@@ -2,30 +2,33 @@
 
 Score of a unit = sqrt(sum over samples of (mean over tokens of |a|) ** 2), Minitron (https://arxiv.org/abs/2407.14679):
     hidden channel  a = the outputs of every RMSNorm, scores added up
-    FFN neuron      a = the input of down_proj
-    query head      a = the input of o_proj, its L2 norm over head_dim
+    other units     a = the input of the matrix whose columns they are, its L2 norm over the columns of a unit:
+                    FFN neurons at down_proj, query heads at o_proj
 Distance of a run of layers = 1 - E[cos(x before, x after)], ShortGPT's block influence (https://arxiv.org/abs/2403.03853)
 for one layer, and its form for several (https://arxiv.org/abs/2403.17887).
-Shape suffixes: B samples, T tokens, D hidden_size, F intermediate_size, H query heads, E head_dim, L layers.
+Shape suffixes: B samples, T tokens, D hidden_size, U units or inputs, S inputs of a unit, L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from compress.pruning.activations import Statistic, summed
+from compress.pruning.shapes import dimension_of
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import NORMS, block_matrices, block_units
 from sportsllm.models.language_model import Block, SportsLLM
+from sportsllm.models.parts import HIDDEN, Unit
 from sportsllm.storage.checkpoint import save_tensors
 
 IMPORTANCES = ("output", "activation", "magnitude", "random")
@@ -39,15 +42,23 @@ class Scores:
 
     Attributes:
         hidden: (D,) of the residual stream's channels.
-        intermediate: (F,) a layer.
-        heads: (H,) a layer.
+        units: by the unit's name, one (U,) a layer.
         layer_distance: (L + 1, L + 1); [i, j] is how far layers i..j-1 together move the residual stream.
     """
 
     hidden: Tensor
-    intermediate: list[Tensor]
-    heads: list[Tensor]
+    units: dict[str, list[Tensor]]
     layer_distance: Tensor
+
+
+def scored_units(config: ModelConfig) -> dict[str, tuple[Unit, str]]:
+    """The units that are columns of a matrix in a block, and the last such matrix; the feed-forward's come first."""
+    units = block_units(config)
+    found: dict[str, tuple[Unit, str]] = {}
+    for matrix in reversed(block_matrices(config)):
+        if matrix.column_unit != HIDDEN:
+            found.setdefault(matrix.column_unit, (units[matrix.column_unit], matrix.name))
+    return found
 
 
 @torch.no_grad()
@@ -63,61 +74,47 @@ def importance_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
     """
     if not samples:
         raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
-    config = model.config
-    squares: dict[str, Tensor] = {}
-    layers = config.num_hidden_layers
+    units, layers = scored_units(model.config), model.config.num_hidden_layers
+    modules: dict[tuple[str, int], nn.Module] = {}
+    statistics: dict[tuple[str, int], Statistic] = {}
+    for number, block in enumerate(cast("list[Block]", list(model.model.layers))):
+        for norm in NORMS.values():
+            modules[norm, number] = block.get_submodule(norm)
+            statistics[norm, number] = lambda _input, output: _squares(output)
+        for name, (unit, matrix) in units.items():
+            modules[name, number] = block.get_submodule(matrix)
+            statistics[name, number] = _unit_squares(unit.size)
+    modules["norm", layers] = model.model.norm
+    statistics["norm", layers] = lambda _input, output: _squares(output)
     cosines = torch.zeros(layers + 1, layers + 1)
-    stream: list[Tensor] = []
-
-    def add(key: str, activations_BTU: Tensor) -> None:
-        value = activations_BTU.float().abs().mean(dim=1).square().sum(dim=0)
-        squares[key] = squares[key] + value if key in squares else value
-
-    def norm_output(_module: nn.Module, _args: Any, output: Tensor) -> None:
-        add(f"hidden.{id(_module)}", output)
-
-    def neuron_input(layer: int) -> Callable[..., None]:
-        return lambda _module, args: add(f"intermediate.{layer}", args[0])
-
-    def head_input(layer: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: Any) -> None:
-            add(f"heads.{layer}", args[0].unflatten(-1, (-1, config.head_dim)).float().norm(dim=-1))
-
-        return hook
-
-    def block_input(_module: nn.Module, args: Any) -> None:
-        stream.append(args[0])
-
-    def last_output(_module: nn.Module, _args: Any, output: Tensor) -> None:
-        stream.append(output)
-
-    with ExitStack() as hooks, progress_bar("importance", len(samples)) as bar:
-
-        def keep(handle: Any) -> None:
-            hooks.callback(handle.remove)
-
-        backbone = model.model
-        keep(backbone.norm.register_forward_hook(norm_output))
-        for number, block in enumerate(cast("list[Block]", list(backbone.layers))):
-            keep(block.input_layernorm.register_forward_hook(norm_output))
-            keep(block.post_attention_layernorm.register_forward_hook(norm_output))
-            keep(block.mlp.down_proj.register_forward_pre_hook(neuron_input(number)))
-            keep(block.self_attn.o_proj.register_forward_pre_hook(head_input(number)))
-            keep(block.register_forward_pre_hook(block_input))
-        keep(backbone.layers[-1].register_forward_hook(last_output))
+    with summed(modules, statistics) as sums, progress_bar("importance", len(samples)) as bar:
         for tokens_BT in samples:
-            stream.clear()
-            model.hidden(tokens_BT)
-            states = torch.nn.functional.normalize(torch.stack(stream).flatten(1, 2).float(), dim=-1)
+            stream: list[Tensor] = []
+            model.hidden(tokens_BT, states=stream)
+            states = nn.functional.normalize(torch.stack(stream).flatten(1, 2).float(), dim=-1)
             cosines += torch.einsum("itd,jtd->ij", states, states) / states.shape[1]
             bar.advance()
-    hidden = torch.stack([value.sqrt() for key, value in squares.items() if key.startswith("hidden.")]).sum(dim=0)
+    norms = {*NORMS.values(), "norm"}
     return Scores(
-        hidden=hidden,
-        intermediate=[squares[f"intermediate.{layer}"].sqrt() for layer in range(layers)],
-        heads=[squares[f"heads.{layer}"].sqrt() for layer in range(layers)],
+        hidden=torch.stack([value.sqrt() for (name, _), value in sums.items() if name in norms]).sum(dim=0),
+        units={name: [sums[name, layer].sqrt() for layer in range(layers)] for name in units},
         layer_distance=1 - cosines / len(samples),
     )
+
+
+def _squares(activations_BTU: Tensor) -> Tensor:
+    """(U,) sum over samples of (mean over tokens of |a|) ** 2."""
+    return activations_BTU.float().abs().mean(dim=1).square().sum(dim=0)
+
+
+def _unit_squares(size: int) -> Statistic:
+    """`_squares` of the L2 norm of each unit's inputs, `size` of them side by side."""
+
+    def statistic(inputs_BTI: Tensor, _output: Tensor) -> Tensor:
+        parts = inputs_BTI.float().view(*inputs_BTI.shape[:-1], -1, size)
+        return _squares(parts[..., 0] if size == 1 else parts.norm(dim=-1))
+
+    return statistic
 
 
 @torch.no_grad()
@@ -126,28 +123,31 @@ def magnitude_scores(model: SportsLLM) -> Scores:
 
     `layer_distance` of a run of layers is the norm of its matrices' weights.
     """
-    blocks = cast("list[Block]", list(model.model.layers))
-    config = model.config
+    matrices, units = block_matrices(model.config), scored_units(model.config)
     hidden = cast(Tensor, model.model.embed_tokens.weight).square().sum(dim=0)
-    intermediate, heads, sizes = [], [], [torch.zeros(())]
-    for block in blocks:
-        weights = {name: module.weight for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-        rows = [weights[f"self_attn.{name}"] for name in ("q_proj", "k_proj", "v_proj")]
-        rows += [weights["mlp.gate_proj"], weights["mlp.up_proj"]]
-        columns = [weights["self_attn.o_proj"], weights["mlp.down_proj"]]
-        hidden = hidden + sum(w.square().sum(dim=0) for w in rows) + sum(w.square().sum(dim=1) for w in columns)
-        neurons = sum(w.square().sum(dim=1) for w in rows[3:]) + columns[1].square().sum(dim=0)
-        queries = rows[0].square().sum(dim=1) + columns[0].square().sum(dim=0)
-        intermediate.append(neurons.sqrt())
-        heads.append(queries.view(-1, config.head_dim).sum(dim=1).sqrt())
-        sizes.append(sum((w.square().sum() for w in weights.values()), torch.zeros(())))
+    scores: dict[str, list[Tensor]] = {name: [] for name in units}
+    sizes = [torch.zeros(())]
+    for block in cast("list[Block]", list(model.model.layers)):
+        squares = {matrix.name: block.get_parameter(f"{matrix.name}.weight").square() for matrix in matrices}
+
+        def owned(unit: str, squares: dict[str, Tensor] = squares) -> tuple[Tensor | int, Tensor | int]:
+            """Sums over the columns of a unit, and over its rows."""
+            columns = sum(squares[matrix.name].sum(dim=0) for matrix in matrices if matrix.column_unit == unit)
+            return columns, sum(squares[matrix.name].sum(dim=1) for matrix in matrices if matrix.row_unit == unit)
+
+        columns, rows = owned(HIDDEN)
+        hidden = hidden + columns + rows
+        for name, (unit, _) in units.items():
+            columns, rows = owned(name)
+            scores[name].append(cast(Tensor, rows + columns).view(-1, unit.size).sum(dim=1).sqrt())
+        sizes.append(sum((weights.sum() for weights in squares.values()), torch.zeros(())))
     reach = torch.stack(sizes).cumsum(dim=0)
     distance = (reach[None, :] - reach[:, None]).clamp(min=0).sqrt()
-    return Scores(hidden.sqrt(), intermediate, heads, distance)
+    return Scores(hidden.sqrt(), scores, distance)
 
 
 def random_scores(config: ModelConfig, seed: int) -> Scores:
-    """The other baseline: every unit is worth a number out of a hat, uniform in [0, 1)."""
+    """The other baseline: random scores, uniform in [0, 1)."""
     generator = torch.Generator().manual_seed(seed)
     layers = config.num_hidden_layers
 
@@ -156,17 +156,17 @@ def random_scores(config: ModelConfig, seed: int) -> Scores:
 
     return Scores(
         draw(config.hidden_size),
-        [draw(config.intermediate_size) for _ in range(layers)],
-        [draw(config.num_attention_heads) for _ in range(layers)],
+        {name: [draw(unit.count) for _ in range(layers)] for name, (unit, _) in scored_units(config).items()},
         draw(layers + 1, layers + 1),
     )
 
 
-def save_scores(directory: Path, scores: Scores) -> None:
+def save_scores(directory: Path, scores: Scores, config: ModelConfig) -> None:
     """Write scores beside a checkpoint, so that other shapes can be cut without reading the text again."""
     tensors = {"hidden": scores.hidden, "layer_distance": scores.layer_distance}
-    for layer, (neurons, heads) in enumerate(zip(scores.intermediate, scores.heads, strict=True)):
-        tensors |= {f"intermediate.{layer}": neurons, f"heads.{layer}": heads}
+    for name, (unit, _) in scored_units(config).items():
+        for layer, score in enumerate(scores.units[name]):
+            tensors[_key(unit, layer)] = score
     save_tensors(directory / SCORES_FILE, {name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
@@ -181,24 +181,23 @@ def load_scores(path: Path, config: ModelConfig) -> Scores:
         ArtifactError: missing, damaged, or of a model of another shape.
     """
     file = path / SCORES_FILE if path.is_dir() else path
+    layers = config.num_hidden_layers
+    units = scored_units(config)
     try:
         tensors = load_file(str(file))
-        layers = range(config.num_hidden_layers)
-        scores = Scores(
-            tensors["hidden"],
-            [tensors[f"intermediate.{layer}"] for layer in layers],
-            [tensors[f"heads.{layer}"] for layer in layers],
-            tensors["layer_distance"],
-        )
+        wanted = {"hidden": (config.hidden_size,), "layer_distance": (layers + 1, layers + 1)}
+        wanted |= {_key(unit, layer): (unit.count,) for unit, _ in units.values() for layer in range(layers)}
+        found = {name: tuple(tensors[name].shape) for name in wanted}
     except (SafetensorError, OSError, KeyError) as error:
         raise ArtifactError(
             f"{file}: holds no importance scores ({error}); make them with prune --calibration"
         ) from None
-    wanted = random_scores(config, 0)
-    if (scores.hidden.shape, [t.shape for t in scores.intermediate], [t.shape for t in scores.heads]) != (
-        wanted.hidden.shape,
-        [t.shape for t in wanted.intermediate],
-        [t.shape for t in wanted.heads],
-    ) or scores.layer_distance.shape != wanted.layer_distance.shape:
+    if found != wanted:
         raise ArtifactError(f"{file}: scores of a model of another shape; make them from this one with --calibration")
-    return scores
+    per_unit = {name: [tensors[_key(unit, layer)] for layer in range(layers)] for name, (unit, _) in units.items()}
+    return Scores(tensors["hidden"], per_unit, tensors["layer_distance"])
+
+
+def _key(unit: Unit, layer: int) -> str:
+    """A tensor's name in the file."""
+    return f"{dimension_of(unit) or unit.name}.{layer}"

@@ -5,15 +5,33 @@ Widths are multiples of 32, the smallest block of the integer kernels; key/value
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import NORMS, block_matrices, block_units, halves
+from sportsllm.models.parts import Matrix, Unit
 
+# Each dimension of a shape, as flags and files name it, and the field of `ModelConfig` that it changes.
+FIELDS = {
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "layers": "num_hidden_layers",
+}
+_DIMENSIONS = {field: dimension for dimension, field in FIELDS.items()}
 _WIDTH_STEP = 32
 _SLACK = 0.02  # a shape this much below the target counts as meeting it
 _BYTES_PER_PARAMETER = 4  # checkpoints are float32
+_ONE = ""  # a dimension that is always 1
+
+
+def dimension_of(unit: Unit) -> str | None:
+    """The dimension of a shape that counts a unit; None for a unit that pruning leaves whole."""
+    return _DIMENSIONS.get(unit.field)
 
 
 @dataclass(frozen=True)
@@ -29,13 +47,12 @@ class Shape:
     @staticmethod
     def of(config: ModelConfig) -> Shape:
         """A model's own shape."""
-        return Shape(
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            layers=config.num_hidden_layers,
-        )
+        return Shape(**{dimension: getattr(config, field) for dimension, field in FIELDS.items()})
+
+    def count(self, unit: Unit) -> int:
+        """How many of a unit stay."""
+        dimension = dimension_of(unit)
+        return unit.count if dimension is None else int(getattr(self, dimension))
 
     def merges_kv_heads(self, config: ModelConfig) -> bool:
         """Whether key/value heads must be merged: more query heads a group than the model has."""
@@ -45,30 +62,90 @@ class Shape:
         """The config of the pruned model.
 
         Raises:
-            UsageError: a dimension grows, falls below 1, or breaks the key/value grouping.
+            UsageError: a dimension grows, falls below 1, belongs to no unit of this model, or breaks the grouping.
         """
+        full = Shape.of(config)
+        cuttable = {"layers", *map(dimension_of, block_units(config).values())}
         for name, value in asdict(self).items():
-            limit = asdict(Shape.of(config))[name]
+            flag, limit = f"--{name.replace('_', '-')}", getattr(full, name)
             if not 1 <= value <= limit:
-                raise UsageError(f"--{name.replace('_', '-')} is {value}; the model has {limit}, choose 1 to {limit}")
+                raise UsageError(f"{flag} is {value}; the model has {limit}, choose 1 to {limit}")
+            if value != limit and name not in cuttable:
+                raise UsageError(f"{flag}: {config.attention_kind} and {config.mlp_kind} have nothing of it to cut")
         groups = config.num_key_value_heads
-        if self.heads % self.kv_heads or (self.merges_kv_heads(config) and groups % self.kv_heads):
+        merges = self.merges_kv_heads(config)
+        if self.heads % self.kv_heads or (merges and groups % self.kv_heads):
             raise UsageError(
                 f"--heads {self.heads} with --kv-heads {self.kv_heads} breaks the grouping: --heads must be a multiple "
                 f"of --kv-heads, and --kv-heads must divide the model's {groups} where they are merged "
                 f"(more than {config.num_attention_heads // groups} query heads each)"
             )
-        return config.with_changes(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            num_hidden_layers=self.layers,
+        if merges:
+            check_kv_merge(config)
+        return config.with_changes(**{FIELDS[name]: value for name, value in asdict(self).items()})
+
+
+def can_merge_kv_heads(config: ModelConfig) -> bool:
+    """Whether key/value heads of this model can be merged; norms of queries and keys do not commute with it."""
+    return config.attention_kind == "grouped_query" and not config.qk_norm
+
+
+def check_kv_merge(config: ModelConfig) -> None:
+    """Refuse to merge key/value heads where that is not possible.
+
+    Raises:
+        UsageError: another kind of attention than grouped queries, or one with q/k norms.
+    """
+    if not can_merge_kv_heads(config):
+        kind = f"{config.attention_kind} attention" + " with q/k norms" * config.qk_norm
+        raise UsageError(f"--kv-heads: {kind} cannot merge key/value heads; cut --heads as much as --kv-heads")
+
+
+def unit_span(matrix: Matrix, unit: Unit, length: int) -> int:
+    """Rows or columns of a matrix that belong to one of its units.
+
+    Raises:
+        UsageError: the side of the matrix is not made of whole units.
+    """
+    if length != unit.count * unit.size:
+        raise UsageError(
+            f"{matrix.name}: {length} rows or columns are not {unit.count} x {unit.size} of unit {unit.name!r}; "
+            "pruning has no rule for it"
         )
+    return unit.size
+
+
+def block_counter(config: ModelConfig) -> Callable[[Shape], int]:
+    """`ModelConfig.block_parameters` of a model cut to a shape, by arithmetic.
+
+    Every matrix has a product of two unit counts as its number of weights, so that a layer is a sum of a few products.
+    """
+    units = block_units(config)
+    terms: Counter[tuple[str, str]] = Counter()
+
+    def side(matrix: Matrix, unit: Unit, length: int) -> tuple[str, int]:
+        span, dimension = unit_span(matrix, unit, length), dimension_of(unit)
+        return (_ONE, length) if dimension is None else (dimension, span)
+
+    for matrix in block_matrices(config):
+        rows, height = side(matrix, units[matrix.row_unit], matrix.rows)
+        columns, width = side(matrix, units[matrix.column_unit], matrix.columns)
+        terms[rows, columns] += height * width
+        terms[rows, _ONE] += height * matrix.bias
+    terms["hidden", _ONE] += len(NORMS)
+    terms[_ONE, _ONE] += sum(vector.size for kind in halves(config).values() for vector in kind.vectors(config))
+    products = [(rows, columns, numbers) for (rows, columns), numbers in terms.items() if numbers]
+
+    def count(shape: Shape) -> int:
+        sizes = {**vars(shape), _ONE: 1}
+        layer: int = sum(numbers * sizes[rows] * sizes[columns] for rows, columns, numbers in products)
+        return shape.layers * layer + shape.hidden  # the last norm
+
+    return count
 
 
 def share_for_megabytes(config: ModelConfig, megabytes: float) -> float:
-    """The share of the non-embedding parameters that fits a float32 checkpoint of so many MB (10^6 bytes).
+    """The share of the non-embedding parameters that fits a float32 checkpoint of a size in MB (10^6 bytes).
 
     Raises:
         UsageError: the embedding alone is larger, or the model is small enough already.
@@ -78,11 +155,11 @@ def share_for_megabytes(config: ModelConfig, megabytes: float) -> float:
     if left <= 0:
         raise UsageError(
             f"--size-mb {megabytes:g}: embedding and head alone take {fixed * _BYTES_PER_PARAMETER / 1e6:.2f} MB; "
-            "cut --vocab-size first"
+            "cut the vocabulary first (prune-vocabulary)"
         )
     if left >= config.block_parameters:
         size = config.parameters * _BYTES_PER_PARAMETER / 1e6
-        raise UsageError(f"--size-mb {megabytes:g}: the model has {size:.2f} MB already, nothing is to be cut")
+        raise UsageError(f"--size-mb {megabytes:g}: the model has {size:.2f} MB already; choose a smaller size")
     return left / config.block_parameters
 
 
@@ -108,11 +185,8 @@ def even_shapes(config: ModelConfig, shares: Sequence[float]) -> list[Shape | No
         UsageError: a share is not in (0, 1].
     """
     full = Shape.of(config)
-    per_group = full.heads // full.kv_heads
-    sizes: dict[Shape, int] = {}
-    for shape in _smaller_shapes(config, max(shares), [full.layers]):
-        if shape.heads == shape.kv_heads * per_group:
-            sizes[shape] = shape.applied_to(config).block_parameters
+    smaller = _smaller_shapes(config, max(shares), [full.layers])
+    sizes = {shape: size for shape, size in smaller if shape.heads * full.kv_heads == shape.kv_heads * full.heads}
     spreads = {}
     for shape in sizes:
         kept = (shape.hidden / full.hidden, shape.intermediate / full.intermediate, shape.kv_heads / full.kv_heads)
@@ -138,40 +212,46 @@ def candidate_shapes(config: ModelConfig, share: float) -> list[Shape]:
     Raises:
         UsageError: share is not in (0, 1], or no shape is that small.
     """
-    largest: dict[tuple[int, int, int, int], Shape] = {}
-    for shape in _smaller_shapes(config, share, range(1, config.num_hidden_layers + 1)):
+    largest: dict[tuple[int, int, int, int], tuple[Shape, int]] = {}
+    for shape, size in _smaller_shapes(config, share, range(1, config.num_hidden_layers + 1)):
         key = (shape.hidden, shape.heads, shape.kv_heads, shape.layers)
-        if key not in largest or largest[key].intermediate < shape.intermediate:
-            largest[key] = shape
+        if key not in largest or largest[key][0].intermediate < shape.intermediate:
+            largest[key] = shape, size
     if not largest:
         raise UsageError(f"--params {share:g}: no shape that small is left")
-    sizes = {shape: shape.applied_to(config).block_parameters for shape in largest.values()}
-    floor = min(0.95 * share * config.block_parameters, max(sizes.values()))
+    sizes = dict(largest.values())
+    least = min(0.95 * share * config.block_parameters, max(sizes.values()))
     full = config.intermediate_size
-    used = [shape for shape, size in sizes.items() if size >= floor or shape.intermediate < full]
+    used = [shape for shape, size in sizes.items() if size >= least or shape.intermediate < full]
     return sorted(used, key=lambda shape: -sizes[shape])
 
 
-def _smaller_shapes(config: ModelConfig, share: float, depths: Iterable[int]) -> Iterator[Shape]:
+def _smaller_shapes(config: ModelConfig, share: float, depths: Iterable[int]) -> Iterator[tuple[Shape, int]]:
+    """Shapes of at most a share of the non-embedding parameters, with how many they have."""
     if not 0 < share <= 1:
         raise UsageError(f"--params is {share:g}; it must be above 0 and at most 1")
-    full = Shape.of(config)
+    full, count = Shape.of(config), block_counter(config)
     target = share * config.block_parameters
     for layers in depths:
         for hidden in _widths(full.hidden):
-            for heads, kv_heads in _head_counts(full):
+            for heads, kv_heads in _head_counts(config):
                 for intermediate in _widths(full.intermediate):
                     shape = Shape(hidden, intermediate, heads, kv_heads, layers)
-                    if shape.applied_to(config).block_parameters <= target:
-                        yield shape
+                    size = count(shape)
+                    if size <= target:
+                        yield shape, size
 
 
-def _head_counts(full: Shape) -> list[tuple[int, int]]:
+def _head_counts(config: ModelConfig) -> list[tuple[int, int]]:
     """(heads, kv_heads): whole groups cut, heads cut inside every group, or groups merged with all heads kept."""
+    full = Shape.of(config)
+    if not {"heads", "kv_heads"} <= {dimension_of(unit) for unit in block_units(config).values()}:
+        return [(full.heads, full.kv_heads)]
     per_group = full.heads // full.kv_heads
     counts = {(kv * per_group, kv) for kv in range(1, full.kv_heads + 1)}
     counts |= {(full.kv_heads * heads, full.kv_heads) for heads in range(1, per_group + 1)}
-    counts |= {(full.heads, kv) for kv in range(1, full.kv_heads) if full.kv_heads % kv == 0}
+    if can_merge_kv_heads(config):
+        counts |= {(full.heads, kv) for kv in range(1, full.kv_heads) if full.kv_heads % kv == 0}
     return sorted(counts)
 
 

@@ -117,9 +117,9 @@ def _check_ids(ids: Mapping[str, int], read: Mapping[str, int], where: str) -> N
     owners: dict[int, str] = {}
     for token, number in ids.items():
         if read.get(token) != number:
-            raise ArtifactError(f"{where}: gives {token!r} id {number}, but is read as {read.get(token)}; mend it")
+            raise ArtifactError(f"{where}: gives {token!r} id {number}, but is read as {read.get(token)}; fix it")
         if number in owners:
-            raise ArtifactError(f"{where}: {owners[number]!r} and {token!r} both have id {number}; mend it")
+            raise ArtifactError(f"{where}: {owners[number]!r} and {token!r} both have id {number}; fix it")
         owners[number] = token
 
 

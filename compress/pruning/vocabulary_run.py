@@ -8,9 +8,11 @@ the two no longer agree on what a token is. Prune first, quantize afterwards.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from compress.pruning.vocabulary import (
 )
 from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.inference.evaluate import TextScore, score_documents
+from sportsllm.inference.evaluate import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config, read_json
@@ -106,7 +108,7 @@ def _tokens_named_by(path: Path, vocabulary: Vocabulary) -> set[int]:
     try:
         decoder = {entry["content"]: int(number) for number, entry in data.get("added_tokens_decoder", {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise ArtifactError(f"{path}: added_tokens_decoder is not a table of ids and tokens; mend it") from None
+        raise ArtifactError(f"{path}: added_tokens_decoder is not a table of ids and tokens; fix it") from None
     wrong = next((token for token, number in decoder.items() if vocabulary.ids.get(token) != number), None)
     if wrong is not None:
         raise ArtifactError(
@@ -164,11 +166,11 @@ def write_tokenizer(checkpoint: Path, directory: Path, vocabulary: Vocabulary, k
 
 
 def target_size(vocab_size: int | None, min_count: int | None, saved: npt.NDArray[np.int64], fixed: set[int]) -> int:
-    """How many rows stay, a multiple of 32 where the model has so many; says so where that is another number.
+    """How many rows stay: a multiple of 32, at most all of them. A line says so if that is not the number asked for.
 
     Args:
         vocab_size: tokens to keep, or None for `min_count`.
-        min_count: keep what would cost the calibration text at least so many tokens.
+        min_count: keep tokens that save the calibration text at least this many tokens.
         saved: (V,) from `saved_tokens`.
         fixed: ids that always stay.
 
@@ -190,6 +192,45 @@ def target_size(vocab_size: int | None, min_count: int | None, saved: npt.NDArra
     return size
 
 
+@dataclass(frozen=True)
+class Counted:
+    """A figure of the model before and after."""
+
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class VocabularyResult:
+    """What pruning a vocabulary did.
+
+    Attributes:
+        parameters: of the result.
+        vocab_size, vocab_size_before: rows of the embedding.
+        bits_per_byte: of held-out text, or None where there is none.
+        tokens_per_byte: of that text, or else of the calibration text.
+        seconds: it took.
+    """
+
+    parameters: int
+    vocab_size: int
+    vocab_size_before: int
+    bits_per_byte: Counted | None
+    tokens_per_byte: Counted
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As `prune-vocabulary --json` prints it."""
+        values: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Counted):
+                values |= {f"{item.name}_{key}": number for key, number in dataclasses.asdict(value).items()}
+            elif value is not None:
+                values[item.name] = value
+        return values
+
+
 def prune_vocabulary(
     *,
     checkpoint: Path,
@@ -208,14 +249,14 @@ def prune_vocabulary(
         checkpoint: unquantized.
         out: directory to make.
         vocab_size: tokens to keep, rounded up to a multiple of 32.
-        min_count: instead of it: keep each token without which the calibration text would grow by at least so many
-            tokens, as many as the times it is used, also on the way to longer ones.
+        min_count: instead of it: keep each token that saves the calibration text at least this many tokens, counting
+            also its use on the way to longer ones.
         calibration: the domain's text, where usage is counted.
         text: held-out text, its first 65,536 tokens, to measure bits per byte on before and after; empty to leave
             that out.
 
     Returns:
-        The results, as `prune --json` prints them.
+        The results, as `prune-vocabulary --json` prints them.
 
     Raises:
         UsageError: neither or both of vocab_size and min_count, or an impossible one.
@@ -255,23 +296,19 @@ def prune_vocabulary(
         fewer = load_tokenizer(directory, pruned.config)
         after = tokenize(documents, fewer)
         _check_round_trip(where, (words, before), (fewer, after))
-        results: dict[str, Any] = {
-            "parameters": pruned.config.parameters,
-            "vocab_size": len(kept),
-            "vocab_size_before": config.vocab_size,
-        }
         if text:
-            scores = _scores(((model, words), (pruned, fewer)), list(read_documents(text)))
-            results |= {f"bits_per_byte_{key}": score.bits_per_byte for key, score in scores.items()}
-            results |= {f"tokens_per_byte_{key}": score.tokens / score.bytes for key, score in scores.items()}
+            bits, tokens = _held_out(((model, words), (pruned, fewer)), list(read_documents(text)))
         else:
-            around = len(documents) * (1 if words.end_id is None else 2)  # begin and end tokens
-            results |= {
-                f"tokens_per_byte_{key}": (counted.ids.size - around) / counted.text_bytes
-                for key, counted in (("before", before), ("after", after))
-            }
-        results["seconds"] = time.perf_counter() - started
-        return results
+            ends = len(documents) * (1 if words.end_id is None else 2)  # begin and end tokens
+            bits, tokens = None, Counted(*((side.ids.size - ends) / side.text_bytes for side in (before, after)))
+        return VocabularyResult(
+            parameters=pruned.config.parameters,
+            vocab_size=len(kept),
+            vocab_size_before=config.vocab_size,
+            bits_per_byte=bits,
+            tokens_per_byte=tokens,
+            seconds=time.perf_counter() - started,
+        ).to_json()
 
     stage = Stage("prune", settings, [checkpoint, *calibration, *text])
     return run_stage(out, stage, make)
@@ -295,8 +332,8 @@ def _check_round_trip(where: Path, *sides: tuple[TextTokenizer, TokenizedDocumen
             bar.advance()
 
 
-def _scores(sides: Sequence[tuple[SportsLLM, TextTokenizer]], documents: Sequence[str]) -> dict[str, TextScore]:
-    """Scores before and after, of the same documents: the first that make about 65,536 of the old tokens."""
+def _held_out(sides: Sequence[tuple[SportsLLM, TextTokenizer]], documents: Sequence[str]) -> tuple[Counted, Counted]:
+    """Bits and tokens per byte before and after, of the same documents: the first 65,536 or so of the old tokens."""
     tokens, part = 0, []
     for text in documents:
         if tokens < _SCORED_TOKENS:
@@ -304,7 +341,9 @@ def _scores(sides: Sequence[tuple[SportsLLM, TextTokenizer]], documents: Sequenc
             tokens += len(sides[0][1].encode(text))
     if len(part) < len(documents):
         say(f"bits per byte: on the first {len(part):,} of {len(documents):,} held-out documents")
-    return {
-        key: score_documents(TorchDecoder(model), words, part, description=f"score {key}")
+    before, after = (
+        score_documents(TorchDecoder(model), words, part, description=f"score {key}")
         for key, (model, words) in zip(("before", "after"), sides, strict=True)
-    }
+    )
+    bits = Counted(before.bits_per_byte, after.bits_per_byte)
+    return bits, Counted(before.tokens / before.bytes, after.tokens / after.bytes)

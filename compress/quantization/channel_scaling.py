@@ -23,11 +23,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from compress.pruning.refit import Rope, first_positions
+from compress.pruning.refit import first_positions
 from compress.quantization.gptq import output_error
 from compress.quantization.grid import fit_grid
 from compress.quantization.packed_checkpoint import Precision
-from sportsllm.models.language_model import Block
+from sportsllm.models.language_model import Block, Rope
 
 RULES = ("awq", "smooth")
 _ALPHAS = torch.linspace(0, 1, 11).tolist()

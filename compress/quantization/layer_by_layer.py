@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compress.pruning.refit import Fit, fit_layer, through
+from compress.pruning.refit import LayerPair, LeastSquares, Streams, refit_block, run_layer
 from compress.quantization.channel_scaling import scale_block
 from compress.quantization.gptq import gptq_weight
 from compress.quantization.grid import fit_grid
@@ -67,18 +67,19 @@ def quantize_calibrated(
             if scaled is not None:
                 scale_block(source, full_BTD, (rope[0], rope[1]), packed.precision, prefix, scaled)
             block = copy.deepcopy(source)
-            following = through(source, full_BTD, (rope[0], rope[1]))
+            following = run_layer(source, full_BTD, (rope[0], rope[1]))
             names = {id(module): f"{prefix}.{name}" for name, module in block.named_modules()}
 
-            def solve(_name: str, linear: nn.Linear, sums: Fit, names: dict[int, str] = names) -> None:
+            def solve(_name: str, linear: nn.Linear, sums: LeastSquares, names: dict[int, str] = names) -> None:
                 wanted = sums.solve(linear.weight, ridge) if fitted else linear.weight
                 linear.weight.data = _add(packed, names[id(linear)], wanted, sums.gram_II.float(), fitted)
 
-            fit_layer(block, source, (rope[0], rope[1]), (full_BTD, cut_BTD, following), solve)
+            pair = LayerPair(block, source, config, (rope[0], rope[1]))
+            refit_block(pair, Streams(full_BTD, cut_BTD, following), solve)
             for name, parameter in block.named_parameters():
                 if parameter.ndim == 1:
                     packed.add(f"{prefix}.{name}", parameter)
-            cut_BTD = through(block, cut_BTD, (rope[0], rope[1]))
+            cut_BTD = run_layer(block, cut_BTD, (rope[0], rope[1]))
             full_BTD = following
             bar.advance()
     for name, tensor in ends.items():

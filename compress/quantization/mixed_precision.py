@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from compress.pruning.refit import through
+from compress.pruning.refit import run_layer
 from compress.quantization.packed_checkpoint import EMBEDDING, HEAD, Precision, packed_bytes, round_weight
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
@@ -80,7 +80,7 @@ def measure_groups(model: SportsLLM, precision: Precision, samples: Sequence[Ten
     blocks = cast("list[Block]", list(model.model.layers))
     states = [[cast(Tensor, model.model.embed_tokens(tokens)) for tokens in samples]]
     for block in blocks:
-        states.append(through(block, states[-1], rope))
+        states.append(run_layer(block, states[-1], rope))
     groups = []
     with progress_bar("sensitivity", 4 * len(blocks)) as bar:
         for number, block in enumerate(blocks):
@@ -93,7 +93,7 @@ def measure_groups(model: SportsLLM, precision: Precision, samples: Sequence[Ten
                         linear.weight.data = torch.from_numpy(rounded.dequantize())
                     found = states[number]
                     for later in blocks[number:]:
-                        found = through(later, found, rope)
+                        found = run_layer(later, found, rope)
                     for linear, weight in zip(linears, kept, strict=True):
                         linear.weight.data = weight
                     groups.append(

@@ -24,6 +24,7 @@ COMMANDS = {
     "train": "sportsllm.cli.commands",
     "distill": "compress.cli.distill",
     "prune": "compress.cli.prune",
+    "prune-vocabulary": "compress.cli.prune_vocabulary",
     "sample": "compress.cli.sample",
     "quantize": "compress.cli.quantize",
     "export": "export.commands",
@@ -58,7 +59,7 @@ def load_command(name: str) -> Command:
             f"package {package!r} does not lie beside 'sportsllm' in {here}; another package may hide it: "
             "install sportsllm-compress into an environment of its own"
         )
-    function = getattr(importlib.import_module(module), name.replace("eval", "evaluate"))
+    function = getattr(importlib.import_module(module), name.replace("eval", "evaluate").replace("-", "_"))
     return cast(Command, function)
 
 

@@ -74,8 +74,9 @@ def runs(tokenizer_directory: Path, corpus_file: Path, tmp_path_factory: pytest.
     scratch("scratch-8-seed-1", "tiny-300k", 8, seed=1)
     distilled("tiny-300k", base / "teacher", corpus_file, base / "distilled", 4)
     prune(
-        checkpoint=base / "teacher", out=base / "pruned", calibration=[corpus_file], hidden=64, intermediate=192,
-        heads=2, kv_heads=1, samples=4, recover=3 * PER_STEP, corpus=[corpus_file], sequence=SEQUENCE, batch_size=2,
+        checkpoint=base / "teacher", out=base / "pruned", calibration=[corpus_file],
+        hidden=64, intermediate=192, heads=2, kv_heads=1, samples=4,
+        recover=3 * PER_STEP, corpus=[corpus_file], sequence=SEQUENCE, batch_size=2,
         set=["accumulation=1", "precision=fp32"],
     )  # fmt: skip
     return base
@@ -142,16 +143,17 @@ def test_cross_entropy_recovery_counts_no_teacher() -> None:
 
 def test_repair_costs_about_what_it_is_said_to() -> None:
     """An estimate, so within a quarter; a tenth is the counter's attention, over all T x T pairs."""
-    from compress.pruning.refit import reconstruct
+    from compress.pruning.kept_units import choose_units
+    from compress.pruning.refit import refit_layers
     from compress.pruning.scores import importance_scores
     from compress.pruning.shapes import Shape
-    from compress.pruning.slicing import choose, cut
+    from compress.pruning.slicing import slice_model
 
     model, samples = tiny_model(), [torch.randint(3, TINY_VOCAB, (1, 64)) for _ in range(3)]
-    kept = choose(model.config, importance_scores(model, samples), Shape(32, 64, 2, 1, 2), [0, 1])
-    pruned = cut(model, kept)
+    kept = choose_units(model.config, importance_scores(model, samples), Shape(32, 64, 2, 1, 2), [0, 1])
+    pruned = slice_model(model, kept)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        reconstruct(pruned, model, kept, samples)
+        refit_layers(pruned, model, kept, samples)
     assert repair_flops_per_token(model.config, pruned.config, 64) * 3 * 64 == pytest.approx(
         counter.get_total_flops(), rel=0.25
     )

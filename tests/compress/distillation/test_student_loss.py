@@ -14,7 +14,7 @@ from compress.distillation.run import Checkpoint, Fresh, distill, resolve_start
 from compress.distillation.settings import DistillationConfig, KLWeight, chosen_kl_weight, default_layer_map
 from compress.distillation.student_loss import distillation_loss
 from compress.distillation.student_training import RunState, StudentText, StudentTraining, train_student
-from compress.pruning.run import Cut, _mapped, prune_stage
+from compress.pruning.run import PruneConfig, PruneJob, map_kept_layers, prune_checkpoint
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.language_model import SportsLLM
@@ -130,10 +130,8 @@ def test_signals_are_made_once_and_serve_pruning_too(
     made = (tmp_path / "signals" / "signals.json").stat().st_mtime_ns
     recovery = Recovery(CONFIG, (corpus_file,), objective=objective)
     shape = Shape(hidden=64, intermediate=64, heads=4, kv_heads=2, layers=1)
-    result = prune_stage(
-        checkpoint=checkpoint, out=tmp_path / "two", shape=shape, how=Cut(samples=2), calibration=[corpus_file],
-        recovery=recovery,
-    )  # fmt: skip
+    job = PruneJob(checkpoint, [corpus_file], PruneConfig(samples=2), recovery=recovery)
+    result = prune_checkpoint(job, shape, tmp_path / "two")
     assert result["steps"] == CONFIG.steps
     assert (tmp_path / "signals" / "signals.json").stat().st_mtime_ns == made
     with pytest.raises(ArtifactError, match="another --corpus"):
@@ -146,11 +144,11 @@ def test_signals_are_made_once_and_serve_pruning_too(
 def test_recovery_matches_what_each_kept_layer_reads() -> None:
     objective = dataclasses.replace(FP32, hidden_weight=1.0)
     recovery = Recovery(CONFIG, (), objective=objective)
-    assert _mapped(recovery, [0, 3, 4], 5).layer_map == "0:0,1:3,2:4,3:5"
+    assert map_kept_layers(recovery, [0, 3, 4], 5).layer_map == "0:0,1:3,2:4,3:5"
     own = dataclasses.replace(objective, layer_map="3:5")
-    assert _mapped(dataclasses.replace(recovery, objective=own), [0, 3, 4], 5) is own
-    assert _mapped(dataclasses.replace(recovery, teacher=Path("other")), [0, 3, 4], 5) is objective
-    assert _mapped(dataclasses.replace(recovery, objective=FP32), [0, 3, 4], 5) is FP32
+    assert map_kept_layers(dataclasses.replace(recovery, objective=own), [0, 3, 4], 5) is own
+    assert map_kept_layers(dataclasses.replace(recovery, teacher=Path("other")), [0, 3, 4], 5) is objective
+    assert map_kept_layers(dataclasses.replace(recovery, objective=FP32), [0, 3, 4], 5) is FP32
 
 
 def test_a_fresh_start_takes_the_shape_of_a_checkpoint_alone(

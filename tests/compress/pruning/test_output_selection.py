@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.pruning.kept_units import choose_units
 from compress.pruning.output_selection import output_scores, pick_order
-from compress.pruning.refit import reconstruct
+from compress.pruning.refit import refit_layers
 from compress.pruning.scores import importance_scores, magnitude_scores
 from compress.pruning.shapes import Shape
-from compress.pruning.slicing import choose, cut
+from compress.pruning.slicing import slice_model
 from sportsllm.errors import ArtifactError
 from tests.support.models import tiny_model
 
@@ -79,15 +80,15 @@ def test_a_model_keeps_more_of_its_outputs_than_by_single_scores() -> None:
     shape = Shape(hidden=64, intermediate=48, heads=4, kv_heads=2, layers=2)
 
     def distance(scores: object) -> float:
-        kept = choose(model.config, scores, shape)  # type: ignore[arg-type]
-        pruned = cut(model, kept)
-        reconstruct(pruned, model, kept, samples)
+        kept = choose_units(model.config, scores, shape)  # type: ignore[arg-type]
+        pruned = slice_model(model, kept)
+        refit_layers(pruned, model, kept, samples)
         with torch.no_grad():
             return float((pruned(samples[0]) - model(samples[0])).square().mean())
 
     ours = output_scores(model, samples)
     # Half of the neurons carry everything: with one of each pair kept and refitted, nothing but the ridge is lost.
-    assert all(len({int(n) // 2 for n in kept.topk(48).indices}) == 48 for kept in ours.intermediate)
+    assert all(len({int(n) // 2 for n in kept.topk(48).indices}) == 48 for kept in ours.units["neuron"])
     assert distance(ours) < 0.05 * distance(magnitude_scores(model))
     plain = importance_scores(model, samples)
     assert torch.equal(ours.hidden, plain.hidden) and torch.equal(ours.layer_distance, plain.layer_distance)

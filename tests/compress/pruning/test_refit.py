@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from compress.pruning.refit import reconstruct
+from compress.pruning.kept_units import choose_units
+from compress.pruning.refit import refit_layers
 from compress.pruning.scores import importance_scores
 from compress.pruning.shapes import Shape
-from compress.pruning.slicing import choose, cut
+from compress.pruning.slicing import slice_model
 from sportsllm.models.language_model import SportsLLM
 from tests.support.models import tiny_model
 
@@ -25,19 +26,19 @@ def distance(first: SportsLLM, second: SportsLLM, tokens: torch.Tensor) -> float
 
 def test_a_model_that_lost_nothing_stays_as_it_is() -> None:
     model = tiny_model(attention_bias=True, mlp_bias=True, qk_norm=False)
-    kept = choose(model.config, importance_scores(model, samples()), Shape.of(model.config))
-    same = cut(model, kept)
-    reconstruct(same, model, kept, samples())
+    kept = choose_units(model.config, importance_scores(model, samples()), Shape.of(model.config))
+    same = slice_model(model, kept)
+    refit_layers(same, model, kept, samples())
     assert distance(same, model, samples(1, seed=9)[0]) < 1e-8  # squares of float32 rounding
 
 
 def test_down_proj_is_the_least_squares_solution() -> None:
     """One layer, FFN neurons cut only: against lstsq in float64 on the concatenated tokens."""
     model = tiny_model(num_hidden_layers=1)
-    kept = choose(model.config, importance_scores(model, samples()), Shape(64, 64, 4, 2, 1))
-    pruned = cut(model, kept)
+    kept = choose_units(model.config, importance_scores(model, samples()), Shape(64, 64, 4, 2, 1))
+    pruned = slice_model(model, kept)
     plain = pruned.model.layers[0].mlp.down_proj.weight.detach().clone()
-    reconstruct(pruned, model, kept, samples(), ridge=1e-10)
+    refit_layers(pruned, model, kept, samples(), ridge=1e-10)
     full, inputs = [], []
     block = model.model.layers[0]
     handle = block.mlp.down_proj.register_forward_hook(lambda m, a, o: full.append(o) or inputs.append(a[0]))
@@ -45,7 +46,7 @@ def test_down_proj_is_the_least_squares_solution() -> None:
         for tokens in samples():
             model.hidden(tokens)
     handle.remove()
-    a = torch.cat([x.flatten(0, 1) for x in inputs]).double()[:, kept.neurons[0]]
+    a = torch.cat([x.flatten(0, 1) for x in inputs]).double()[:, kept.units[0]["neuron"]]
     t = torch.cat([x.flatten(0, 1) for x in full]).double()
     expected = torch.linalg.lstsq(a, t).solution.T
     found = pruned.model.layers[0].mlp.down_proj.weight.detach().double()
@@ -63,11 +64,11 @@ def test_a_redundant_neuron_and_head_cost_nothing() -> None:
                 weight = getattr(block.mlp, name).weight
                 weight[64:] = weight[:32]
     scores = importance_scores(model, samples())
-    for neurons in scores.intermediate:
+    for neurons in scores.units["neuron"]:
         neurons[64:] = 0
-    kept = choose(model.config, scores, Shape(64, 64, 4, 2, 2))
-    plain, fitted = cut(model, kept), cut(model, kept)
-    reconstruct(fitted, model, kept, samples(), ridge=1e-8)
+    kept = choose_units(model.config, scores, Shape(64, 64, 4, 2, 2))
+    plain, fitted = slice_model(model, kept), slice_model(model, kept)
+    refit_layers(fitted, model, kept, samples(), ridge=1e-8)
     held_out = samples(1, seed=5)[0]
     assert distance(plain, model, held_out) > 1e-2
     assert distance(fitted, model, held_out) < 1e-5
@@ -77,8 +78,8 @@ def test_a_redundant_neuron_and_head_cost_nothing() -> None:
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}, {"qk_norm": True}], ids=str)
 def test_it_lowers_the_error_on_other_text(shape: Shape, changes: dict[str, object]) -> None:
     model = tiny_model(**changes)
-    kept = choose(model.config, importance_scores(model, samples()), shape)
-    plain, fitted = cut(model, kept), cut(model, kept)
-    reconstruct(fitted, model, kept, samples(12))
+    kept = choose_units(model.config, importance_scores(model, samples()), shape)
+    plain, fitted = slice_model(model, kept), slice_model(model, kept)
+    refit_layers(fitted, model, kept, samples(12))
     held_out = samples(1, seed=5)[0]
     assert distance(fitted, model, held_out) < distance(plain, model, held_out)

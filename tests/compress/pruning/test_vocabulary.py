@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from compress.cli.prune import prune
+from compress.cli.prune_vocabulary import prune_vocabulary as command
 from compress.pruning.vocabulary import kept_tokens, read_vocabulary, saved_tokens, with_halves
 from compress.pruning.vocabulary_run import prune_vocabulary
 from sportsllm.errors import ArtifactError, UsageError
@@ -469,17 +470,17 @@ def test_impossible_sizes(checkpoint: Path, tmp_path: Path, settings: dict[str, 
 
 
 def test_the_command_cuts_the_vocabulary_alone(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
-    result = prune(
-        checkpoint=checkpoint, out=tmp_path / "out", calibration=[corpus_file], vocab_size=320, text=[corpus_file]
-    )
+    given = {"checkpoint": checkpoint, "calibration": [corpus_file], "text": [corpus_file], "vocab_size": 320}
+    result = command(**given, out=tmp_path / "out")
     assert load_config(tmp_path / "out").vocab_size == result["vocab_size"] == 320
+    assert prune(**given, out=tmp_path / "out")["cached"]  # `prune` understands the flags too
     for settings, message in (
         ({"vocab_size": 320, "params": 0.5}, "cut alone"),
         ({"min_count": 2, "recover": 100}, "cut alone"),
         ({"vocab_size": 320, "seed": 1, "kl_weight": "1"}, "belong to --recover"),
         ({"params": 0.5, "temperature": 0.0}, "belong to --recover"),
-        ({"params": 0.5, "text": [corpus_file]}, "--text belongs to --vocab-size"),
+        ({"params": 0.5, "text": [corpus_file]}, "belong to --vocab-size or --min-count: --text"),
     ):
         with pytest.raises(UsageError, match=message):
-            prune(checkpoint=checkpoint, out=tmp_path / "x", calibration=[corpus_file], **settings)  # type: ignore[arg-type]
+            prune(checkpoint=checkpoint, out=tmp_path / "x", calibration=[corpus_file], **settings)
     assert not (tmp_path / "x").exists()

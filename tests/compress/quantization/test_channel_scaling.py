@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from compress.pruning.refit import through
+from compress.pruning.refit import run_layer
 from compress.quantization.channel_scaling import RULES, scale_block
 from compress.quantization.packed_checkpoint import Precision, round_weight
 from sportsllm.storage.packed_weights import ROW_BITS
@@ -32,11 +32,11 @@ def test_the_layer_computes_the_same(changes: dict[str, bool], kv_heads: int, ru
     draw = torch.Generator().manual_seed(0)
     states = [torch.randn(1, length, 64, generator=draw) for length in (40, 25)]
     block = model.model.layers[1]
-    before, weights = through(block, states, rope), copy.deepcopy(block.state_dict())
+    before, weights = run_layer(block, states, rope), copy.deepcopy(block.state_dict())
     scale_block(block, states, rope, PRECISIONS[rule], "model.layers.1", rule)
     changed = [name for name, value in block.state_dict().items() if not torch.equal(value, weights[name])]
     assert {"self_attn.q_proj.weight", "input_layernorm.weight", "mlp.up_proj.weight"} <= set(changed)
-    for found, wanted in zip(through(block, states, rope), before, strict=True):
+    for found, wanted in zip(run_layer(block, states, rope), before, strict=True):
         assert torch.allclose(found, wanted, atol=1e-4 * float(wanted.abs().max()))
 
 
@@ -46,7 +46,7 @@ def test_strong_inputs_get_finer_steps() -> None:
     uneven(model)
     rope = (model.rope_cos, model.rope_sin)
     states = [torch.randn(1, 60, 64, generator=torch.Generator().manual_seed(0))]
-    wanted = through(model.model.layers[0], states, rope)[0]
+    wanted = run_layer(model.model.layers[0], states, rope)[0]
     errors = []
     for scaled in (False, True):
         block = copy.deepcopy(model.model.layers[0])
@@ -56,7 +56,7 @@ def test_strong_inputs_get_finer_steps() -> None:
             if isinstance(module, torch.nn.Linear):
                 rounded = round_weight(module.weight, 4, Precision(), search=False)
                 module.weight.data = torch.from_numpy(rounded.dequantize())
-        errors.append(float((through(block, states, rope)[0] - wanted).square().mean()))
+        errors.append(float((run_layer(block, states, rope)[0] - wanted).square().mean()))
     assert errors[1] < 0.7 * errors[0]
 
 
@@ -82,7 +82,7 @@ def test_smoothing_makes_rounded_inputs_cost_less() -> None:
     rope = (model.rope_cos, model.rope_sin)
     draw = torch.Generator().manual_seed(0)
     seen, unseen = ([torch.randn(1, 60, 64, generator=draw)] for _ in range(2))
-    wanted = through(model.model.layers[0], unseen, rope)[0]
+    wanted = run_layer(model.model.layers[0], unseen, rope)[0]
     errors = []
     for smoothed in (False, True):
         block = copy.deepcopy(model.model.layers[0])
@@ -91,5 +91,5 @@ def test_smoothing_makes_rounded_inputs_cost_less() -> None:
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
             parent, _, leaf = name.rpartition(".")
             setattr(block.get_submodule(parent), leaf, RoundedInputs(block.get_submodule(name)))
-        errors.append(float((through(block, unseen, rope)[0] - wanted).square().mean()))
+        errors.append(float((run_layer(block, unseen, rope)[0] - wanted).square().mean()))
     assert errors[1] < 0.6 * errors[0]

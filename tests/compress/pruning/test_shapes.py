@@ -1,0 +1,106 @@
+"""Shapes: which are possible, how many parameters they have, which meet a size."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from compress.pruning.plan import PruneTarget
+from compress.pruning.shapes import Shape, block_counter, candidate_shapes, shape_for_share, share_for_megabytes
+from sportsllm.errors import UsageError
+from sportsllm.models.presets import preset
+from tests.support import gelu_kind
+from tests.support.models import tiny_config
+
+
+@pytest.fixture
+def gelu() -> Iterator[str]:
+    """A feed-forward of two matrices with biases."""
+    with gelu_kind.registered() as name:
+        yield name
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (Shape(65, 96, 4, 2, 2), "--hidden is 65"),
+        (Shape(64, 0, 4, 2, 2), "--intermediate is 0"),
+        (Shape(64, 96, 3, 2, 2), "breaks the grouping"),
+        (Shape(64, 96, 6, 4, 2), "--heads is 6"),
+        (Shape(64, 96, 4, 2, 0), "--layers is 0"),
+    ],
+)
+def test_impossible_shapes(shape: Shape, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        shape.applied_to(tiny_config())
+
+
+def test_heads_that_cannot_be_merged_are_refused_before_anything_is_read() -> None:
+    shape = Shape(64, 96, 4, 1, 2)
+    assert shape.applied_to(tiny_config()).num_key_value_heads == 1
+    config = tiny_config(qk_norm=True)
+    with pytest.raises(UsageError, match="grouped_query attention with q/k norms cannot merge"):
+        shape.applied_to(config)
+    assert not any(found.merges_kv_heads(config) for found in candidate_shapes(config, 0.8))
+    assert any(found.merges_kv_heads(tiny_config()) for found in candidate_shapes(tiny_config(), 0.8))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"qk_norm": True, "tie_word_embeddings": False},
+        {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+        {"mlp_kind": "gelu"},
+    ],
+    ids=str,
+)
+def test_counting_by_arithmetic_is_counting_a_config(gelu: str, changes: dict[str, object]) -> None:
+    config = tiny_config(**changes)
+    count = block_counter(config)
+    for hidden, inner, layers in itertools.product((32, 48, 64), (1, 31, 96), (1, 2)):
+        for heads, kv_heads in ((4, 2), (2, 2), (2, 1), (1, 1)):
+            shape = Shape(hidden, inner, heads, kv_heads, layers)
+            assert count(shape) == shape.applied_to(config).block_parameters
+
+
+@pytest.mark.parametrize("share", [0.75, 0.5, 1 / 3])
+@pytest.mark.parametrize("name", ["tiny-1m", "tiny-5m", "small"])
+def test_share_is_met_and_shapes_fit_the_kernels(name: str, share: float) -> None:
+    config = preset(name)
+    shape = shape_for_share(config, share)
+    found = shape.applied_to(config).block_parameters / config.block_parameters
+    assert 0.85 * share < found <= share
+    assert shape.hidden % 32 == 0 and shape.intermediate % 32 == 0 and shape.layers == config.num_hidden_layers
+    assert shape.heads * config.num_key_value_heads == shape.kv_heads * config.num_attention_heads
+
+
+def test_share_and_dimensions_exclude_each_other() -> None:
+    with pytest.raises(UsageError, match="not both"):
+        PruneTarget(0.5, dimensions={"hidden": 32}).shape(tiny_config())
+    with pytest.raises(UsageError, match="say how small"):
+        PruneTarget(dimensions={"hidden": None}).shape(tiny_config())
+    with pytest.raises(UsageError, match="at most 1"):
+        shape_for_share(tiny_config(), 1.5)
+
+
+def test_a_size_is_a_share_and_impossible_ones_are_refused() -> None:
+    full = tiny_config()
+    fixed, blocks = full.parameters - full.block_parameters, full.block_parameters
+    assert share_for_megabytes(full, (fixed + 0.7 * blocks) * 4 / 1e6) == pytest.approx(0.7)
+    with pytest.raises(UsageError, match="embedding and head alone"):
+        share_for_megabytes(full, 0.001)
+    with pytest.raises(UsageError, match="already"):
+        share_for_megabytes(full, 1_000)
+
+
+def test_every_candidate_meets_the_share_and_no_larger_ffn_fits() -> None:
+    config = preset("tiny-1m")
+    shapes = candidate_shapes(config, 0.6)
+    assert len(shapes) > 5 and len({shape.layers for shape in shapes}) > 1
+    for shape in shapes:
+        size = shape.applied_to(config).block_parameters / config.block_parameters
+        assert size <= 0.6 and (size >= 0.57 or shape.intermediate < config.intermediate_size)
+        if shape.intermediate < config.intermediate_size:
+            wider = Shape(shape.hidden, shape.intermediate + 32, shape.heads, shape.kv_heads, shape.layers)
+            assert wider.applied_to(config).block_parameters > 0.6 * config.block_parameters
