@@ -129,11 +129,6 @@ def export_checkpoint(checkpoint: Path, out: Path, options: ExportOptions) -> di
     return run_stage(out, stage, lambda directory: _make(checkpoint, directory, options).to_json())
 
 
-def run_export(checkpoint: Path, out: Path, dtype: str | None = None, threads: int | None = None) -> dict[str, Any]:
-    """`export_checkpoint` with all other options at their defaults."""
-    return export_checkpoint(checkpoint, out, ExportOptions(dtype, threads))
-
-
 def _make(checkpoint: Path, directory: Path, options: ExportOptions) -> ExportResult:
     started = time.perf_counter()
     written = _write(checkpoint, directory, options)

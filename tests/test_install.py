@@ -66,11 +66,11 @@ def device(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from compress.quantization.packed_checkpoint import Precision
     from compress.quantization.run import quantize
-    from export.export import run_export
+    from export.export import ExportOptions, export_checkpoint
 
     base = tmp_path_factory.mktemp("exported")
     quantize(checkpoint=checkpoint, out=base / "q4", precision=Precision())
-    run_export(base / "q4", base / "onnx", None, 2)
+    export_checkpoint(base / "q4", base / "onnx", ExportOptions(threads=2))
     return base / "onnx"
 
 

@@ -57,10 +57,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def export(checkpoint: Path) -> Path:
-    from export.export import run_export
+    from export.export import ExportOptions, export_checkpoint
 
     directory = checkpoint.parent / "export"
-    run_export(checkpoint, directory)
+    export_checkpoint(checkpoint, directory, ExportOptions())
     return directory
 
 

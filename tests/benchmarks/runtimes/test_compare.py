@@ -97,14 +97,14 @@ class Llama:
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from export.export import run_export
+    from export.export import ExportOptions, export_checkpoint
 
     directory = tmp_path_factory.mktemp("against")
     model = SportsLLM(CONFIG)
     model.initialize(0)
     (directory / "checkpoint").mkdir()
     save_checkpoint(directory / "checkpoint", model)
-    run_export(directory / "checkpoint", directory / "export")
+    export_checkpoint(directory / "checkpoint", directory / "export", ExportOptions())
     return directory / "export"
 
 

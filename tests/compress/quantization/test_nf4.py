@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from compress.quantization.nf4 import nf4_weight
 from compress.quantization.packed_checkpoint import Precision
 from compress.quantization.run import quantize
-from export.export import run_export
+from export.export import ExportOptions, export_checkpoint
 from export.runtime.decoder import open as open_export
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
@@ -95,7 +95,7 @@ def test_the_line(checkpoint: Path, tmp_path: Path, changes: dict[str, Any], hea
         if isinstance(module, QuantizedLinear):
             weight = model.model.layers.get_submodule(name).weight.detach()
             assert np.array_equal(module.weight.numpy(), nf4_weight(weight, block).dequantize()), name
-    assert run_export(tmp_path / "nf4", tmp_path / "onnx", None, 2)["precision"] == "nf4"
+    assert export_checkpoint(tmp_path / "nf4", tmp_path / "onnx", ExportOptions(threads=2))["precision"] == "nf4"
     parity = json.loads((tmp_path / "onnx" / "parity.json").read_text(encoding="utf-8"))
     exact = next(item for item in parity["passes"] if item["name"] == "exact")
     assert max(item["relative_error"] for item in exact["comparisons"]) < 3e-5

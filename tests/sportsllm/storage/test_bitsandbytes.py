@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from compress.quantization.packed_checkpoint import Precision
 from compress.quantization.run import quantize
-from export.export import run_export
+from export.export import ExportOptions, export_checkpoint
 from sportsllm.cli.main import main
 from sportsllm.errors import ArtifactError
 from sportsllm.models.hf_config import load_config, packed_by_bitsandbytes
@@ -224,7 +224,7 @@ def test_awq_moves_scales_so_that_its_loss_is_not_stated(packed: Path, tmp_path:
 def test_exports_dense_and_leaves_no_trace_of_the_packing(
     packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = run_export(packed, tmp_path / "onnx", None, 2)
+    result = export_checkpoint(packed, tmp_path / "onnx", ExportOptions(threads=2))
     assert "stored its matrices as NF4; they are exported dense, in fp32" in capsys.readouterr().err
     assert result["precision"] == "fp32" and result["parity"]["passed"]
     config = json.loads((tmp_path / "onnx" / "config.json").read_text(encoding="utf-8"))
