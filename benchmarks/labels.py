@@ -39,8 +39,6 @@ LIMITS = {
     "tpot_p95_ms": Limit("ms", "95th-percentile time per token", "TPOT p95 ms", f"after {BUDGET_DEPTH} tokens"),
     "quality_loss_percent": Limit("%", "Quality loss", "loss %", "bits per byte over the fp32 teacher's"),
 }
-LIMIT_LABELS = {name: limit.label for name, limit in LIMITS.items()}
-LIMIT_NOTES = {name: limit.note for name, limit in LIMITS.items()}
 
 
 def number(value: float) -> str:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.devices.schema import LIMIT_UNITS
-from benchmarks.labels import LIMIT_LABELS, MISSING, number, with_unit
+from benchmarks.labels import LIMITS, MISSING, number, with_unit
 from benchmarks.report.text import Table
 from sportsllm.errors import ArtifactError
 from sportsllm.models.hf_config import read_json
@@ -111,8 +110,8 @@ def fit_tables(fits: Sequence[Fit], first_number: int) -> list[Table]:
         tables.append(Table(f"Candidates for {fit.device}", headers, rows, (1, 2, 9), caption))
         cut = [
             (
-                LIMIT_LABELS[name],
-                with_unit(fit.limits[name], LIMIT_UNITS[name]),
+                LIMITS[name].label,
+                with_unit(fit.limits[name], LIMITS[name].unit),
                 f"{count['misses']:,}, {count['alone']:,} of them alone",
             )
             for name, count in fit.cut_by_limit.items()

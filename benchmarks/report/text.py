@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.labels import LIMIT_LABELS, LIMIT_NOTES, MISSING, RATIOS, is_number, number, short_depth, with_unit
-
-BUDGET_DEPTH = 512  # tokens before the token that a budget's time per token is for
+from benchmarks.labels import BUDGET_DEPTH, LIMITS, MISSING, RATIOS, is_number, number, short_depth, with_unit
 
 MEMORY_PARTS = {
     "pss_bytes": ("memory_split", "pss_bytes"),
@@ -110,7 +108,7 @@ def summarize_budget(bench: Mapping[str, Any] | None) -> BudgetSummary | None:
         return None
     rows = [
         BudgetRow(
-            label=LIMIT_LABELS.get(limit["name"], limit["name"]),
+            label=LIMITS[limit["name"]].label,
             note=_note(limit["name"], short_depth(budget)),
             value=with_unit(limit["value"], limit["unit"]),
             limit=with_unit(limit["limit"], limit["unit"]),
@@ -127,7 +125,7 @@ def summarize_budget(bench: Mapping[str, Any] | None) -> BudgetSummary | None:
 def _note(name: str, depth: int | None) -> str:
     if depth and name.startswith("tpot_"):
         return f"after {depth} tokens: the context has no room for {BUDGET_DEPTH} and more"
-    return LIMIT_NOTES.get(name, "")
+    return LIMITS[name].note
 
 
 def measurement_rows(bench: Mapping[str, Any] | None) -> list[tuple[str, str]]:
