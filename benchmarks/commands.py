@@ -14,9 +14,7 @@ from sportsllm.cli import flags
 from sportsllm.cli.flag_groups import expand_flag_groups
 from sportsllm.errors import UsageError
 
-OnDevice = Annotated[
-    bool, typer.Option("--on-device", help="This machine is the device: its measurements decide, not predictions.")
-]
+OnDevice = Annotated[bool, typer.Option(help="This machine is the device: its measurements decide, not predictions.")]
 
 
 def plan(
@@ -118,18 +116,15 @@ def devices(
 
 
 def calibrate(
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.toml", help="New device file.")],
+    out: Annotated[Path, typer.Option(metavar="FILE.toml", help="New device file.")],
     name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="The device's name.", show_default="the file's")
+        str | None, typer.Option(metavar="NAME", help="The device's name.", show_default="the file's")
     ] = None,
     threads: flags.Threads = None,
-    limits_from: Annotated[
-        str, typer.Option("--limits-from", metavar="NAME|FILE", help="Device whose limits are copied.")
-    ] = "host",
+    limits_from: Annotated[str, typer.Option(metavar="NAME|FILE", help="Device whose limits are copied.")] = "host",
     rounds: Annotated[
         int,
         typer.Option(
-            "--rounds",
             min=1,
             metavar="N",
             help="Number of rounds; the lower quartile of each timing is used. Increase on a noisy machine.",
@@ -155,12 +150,12 @@ def bench(
     threads: flags.Threads = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option("--text", metavar="FILE", help="Held-out text to score, for the quality limit; may be repeated."),
+        typer.Option(metavar="FILE", help="Held-out text to score, for the quality limit; may be repeated."),
     ] = None,
     teacher: Annotated[
-        Path | None, typer.Option("--teacher", metavar="DIR", help="The fp32 teacher to compare quality with.")
+        Path | None, typer.Option(metavar="DIR", help="The fp32 teacher to compare quality with.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.json", help="New file for the result.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="New file for the result.")] = None,
     measuring: MeasuringFlags,
     others: RuntimeFlags,
 ) -> dict[str, Any]:
@@ -189,15 +184,12 @@ def bench(
 @expand_flag_groups
 def fit(
     *,
-    teacher: Annotated[Path, typer.Option("--teacher", metavar="DIR", help="An unquantized checkpoint.")],
-    device: Annotated[
-        str, typer.Option("--device", metavar="NAME|FILE", help="Device whose budget the model must keep.")
-    ],
+    teacher: Annotated[Path, typer.Option(metavar="DIR", help="An unquantized checkpoint.")],
+    device: Annotated[str, typer.Option(metavar="NAME|FILE", help="Device whose budget the model must keep.")],
     out: flags.Out = Path("runs/fit"),
     corpus: Annotated[
         list[Path] | None,
         typer.Option(
-            "--corpus",
             metavar="PATH",
             help="Training text, files or folders; may be repeated.",
             show_default="the teacher's",
@@ -257,15 +249,12 @@ def report(
         ),
     ],
     out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="File to write; .html, .md or .csv selects the format.")
+        Path, typer.Option(metavar="FILE", help="File to write; .html, .md or .csv selects the format.")
     ] = Path("report.html"),
-    title: Annotated[str, typer.Option("--title", metavar="TEXT", help="Heading of the page.")] = (
-        "sportsllm-compress report"
-    ),
+    title: Annotated[str, typer.Option(metavar="TEXT", help="Heading of the page.")] = ("sportsllm-compress report"),
     format: Annotated[
         str | None,
         typer.Option(
-            "--format",
             metavar="html,md,csv",
             help="Write several formats, one file each.",
             show_default="that of --out",
@@ -274,7 +263,6 @@ def report(
     sample: Annotated[
         list[str] | None,
         typer.Option(
-            "--sample",
             metavar="TEXT",
             help="Prompt that the first and the last stage continue, to compare them; may be repeated.",
         ),
@@ -320,9 +308,9 @@ def compare(
             metavar="DIR...", help="Finished trainings: outputs of train, distill, prune --recover.", show_default=False
         ),
     ],
-    teacher: Annotated[Path, typer.Option("--teacher", metavar="DIR", help="The training to compare them with.")],
+    teacher: Annotated[Path, typer.Option(metavar="DIR", help="The training to compare them with.")],
     out: flags.Out,
-    title: Annotated[str, typer.Option("--title", metavar="TEXT", help="Heading of table and page.")] = (
+    title: Annotated[str, typer.Option(metavar="TEXT", help="Heading of table and page.")] = (
         "Compression at equal cost"
     ),
 ) -> dict[str, Any]:

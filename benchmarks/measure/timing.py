@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -155,21 +154,6 @@ def measure_energy(decoder: Decoder, tokens: Sequence[int], depth: int, steps: i
     return {"absent": meter.reason}
 
 
-@dataclass(frozen=True)
-class Window:
-    """A stretch of a sustained run: its start (s), tokens a second, clock, temperature and joules a token.
-
-    Reading prompts in between is left out of the rate, not out of the time. None is what cannot be read.
-    """
-
-    start_s: float
-    tokens_per_s: float
-    tokens: int
-    clock_mhz: float | None
-    temperature_c: float | None
-    joules_per_token: float | None
-
-
 def window_seconds(minutes: float) -> float:
     """Length of one window: a thirtieth of the run, but 1 to 30 s."""
     return min(MOST_WINDOW_S, max(LEAST_WINDOW_S, 60 * minutes / WINDOWS))
@@ -184,13 +168,14 @@ def measure_sustained(decoder: Decoder, tokens: Sequence[int], specification: Ma
         specification: `minutes`, `depth`, `steps`, `warm_up_steps`, `cpus`.
 
     Returns:
-        `windows` (see `Window`), `depth` and `energy_source`. A window has at least `window_seconds` of decoding, and
-        none begins less than half of that before the end.
+        `depth`, `energy_source`, and `windows`: start in s, tokens a second (without the prompts), tokens, clock,
+        temperature and joules a token, None for what cannot be read. A window has at least `window_seconds` of
+        decoding, and none begins less than half of that before the end.
     """
     depth, seconds = int(specification["depth"]), 60 * float(specification["minutes"])
     room = depth + int(specification["warm_up_steps"]) + int(specification["steps"])
     length, meter = window_seconds(float(specification["minutes"])), EnergyMeter()
-    windows: list[Window] = []
+    windows: list[dict[str, Any]] = []
     source = meter.source
     decode_for(decoder, tokens, depth, room, 0.0, meter)  # warm-up
     started = time.perf_counter()
@@ -198,9 +183,17 @@ def measure_sustained(decoder: Decoder, tokens: Sequence[int], specification: Ma
         begin = time.perf_counter() - started
         count, busy, joules = decode_for(decoder, tokens, depth, room, length, meter)
         now = read_sensors(specification.get("cpus"))
-        per_token = None if joules is None else joules / count
-        windows.append(Window(begin, count / busy, count, now["clock_mhz"], now["temperature_c"], per_token))
-    return {"windows": [asdict(window) for window in windows], "depth": depth, "energy_source": source}
+        windows.append(
+            {
+                "start_s": begin,
+                "tokens_per_s": count / busy,
+                "tokens": count,
+                "clock_mhz": now["clock_mhz"],
+                "temperature_c": now["temperature_c"],
+                "joules_per_token": None if joules is None else joules / count,
+            }
+        )
+    return {"windows": windows, "depth": depth, "energy_source": source}
 
 
 def summarise_sustained(payload: Mapping[str, Any], minutes: float) -> dict[str, Any]:
