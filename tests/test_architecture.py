@@ -26,6 +26,14 @@ FLOORS: dict[str, list[set[str]]] = {
         {"training"},
         {"cli"},
     ],
+    "export": [
+        {"__init__", "paths", "metadata", "gguf"},
+        {"cache_scales", "loader_files", "runtime"},
+        {"graph"},
+        {"parity"},
+        {"export"},
+        {"commands"},
+    ],
 }
 """The rooms of each package from the lowest floor up; a room imports lower floors only."""
 LONGEST = 152
