@@ -132,8 +132,9 @@ def make_export(checkpoint: Path, form: Form, directory: Path) -> Stored:
 
     import torch
 
-    from compress.quantization.packed_checkpoint import PackedTensors, Precision
-    from compress.quantization.run import quantize_text_free
+    from compress.quantization.config import QuantizationConfig
+    from compress.quantization.layer_by_layer import quantize_without_data
+    from compress.quantization.packed_checkpoint import PackedCheckpoint
     from export.cache_scales import CacheScales
     from export.graph.decoder import write_graph
     from export.graph.prefill_graph import write_prompt_graph
@@ -145,9 +146,9 @@ def make_export(checkpoint: Path, form: Form, directory: Path) -> Stored:
     if form.bits != 32:
         source = directory / "packed"
         source.mkdir()
-        packed = PackedTensors(Precision(form.bits, form.block_size))
-        quantize_text_free(checkpoint, config, packed, search=False)
-        write_checkpoint(source, config, packed.tensors, quantization=packed.record())
+        packed = PackedCheckpoint(config, QuantizationConfig(form.bits, form.block_size))
+        quantize_without_data(checkpoint, config, packed, search=False)
+        write_checkpoint(source, config, packed.tensors, quantization=packed.record("rtn"))
     scales = None
     if form.cache == "int8":
         full = torch.full((config.num_hidden_layers, config.num_key_value_heads, config.head_dim), 0.05)

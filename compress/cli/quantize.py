@@ -10,14 +10,13 @@ import typer
 from compress.cli import flags
 from sportsllm.cli import flags as options
 from sportsllm.cli.flag_groups import check_not_given, expand_flag_groups
-from sportsllm.errors import UsageError
 
 if TYPE_CHECKING:
     from compress.distillation.recovery import Recovery
 
 _QAD_RATE = 1e-4
 PADDING_TOLD = 10.0
-"""Percent of padding from which on it is worth a line."""
+"""Percent of padding from which on a line is printed."""
 
 
 @expand_flag_groups
@@ -27,39 +26,43 @@ def quantize(
         Path, typer.Argument(help="An unquantized checkpoint, or one of bitsandbytes.", show_default=False)
     ],
     out: options.Out,
-    bits: Annotated[int, typer.Option(help="Bits of the blocks' matrices: 8 or 4.")] = 4,
+    bits: Annotated[int, typer.Option(help="Bits of the layers' matrices: 8 or 4.")] = 4,
     method: Annotated[
         str | None,
         typer.Option(
-            help="rtn (round to nearest), mse (best grid first), nf4 (bitsandbytes' 4-bit codes; slow to run), or with "
-            "calibration text awq, smooth, gptq, awq+gptq or smooth+gptq. "
-            "[default: gptq with --calibration or --qad (smooth+gptq per row), else mse]"
+            help="rtn (round to nearest) or mse (grid of least squared error); with calibration text awq, gptq, smooth "
+            "or smooth+gptq. [default: gptq with --calibration or --qad, smooth+gptq with --per-row too, else mse]"
         ),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Numbers that share a scale: 16, 32, 64, 128 or 256.")] = 32,
     per_row: Annotated[
         bool,
         typer.Option(
-            "--per-row", help="INT8 with a scale a row, multiplied in whole numbers: faster, a little less exact."
+            "--per-row", help="INT8 with one scale for each row: faster integer products, slightly less exact."
         ),
     ] = False,
-    head_bits: Annotated[int, typer.Option(help="Bits of embedding and head: 4, 8, or 32 for none.")] = 8,
+    head_bits: Annotated[int, typer.Option(help="Bits of embedding and head: 4, 8, or 32 to keep float32.")] = 8,
     symmetric: Annotated[
         bool,
-        typer.Option("--symmetric/--asymmetric", help="Zero in the middle of the range, or a zero point a block."),
+        typer.Option("--symmetric/--asymmetric", help="Zero in the middle of the range, or a zero point per block."),
     ] = True,
     bits_per_weight: Annotated[
-        float | None, typer.Option(help="Mix 4 and 8 bits, by measurement, to so many on average in the layers.")
+        float | None,
+        typer.Option(help="Mix 4 and 8 bits by measured sensitivity: average bits per weight of the layers."),
     ] = None,
     size_mb: Annotated[
-        float | None, typer.Option(help="Mix 4 and 8 bits, by measurement, to weights of so many MB (10^6) in all.")
+        float | None,
+        typer.Option(help="Mix 4 and 8 bits by measured sensitivity: size of all packed weights in MB (10^6 bytes)."),
     ] = None,
     calibration: options.CalibrationText = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Pieces of calibration text; up to 64 if not given.")
-    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Pieces of calibration text. [default: up to 64]")] = None,
     qad: Annotated[
-        int | None, typer.Option("--qad", min=1, help="Train on so many tokens as rounded, towards the full model.")
+        int | None,
+        typer.Option(
+            "--qad",
+            min=1,
+            help="After rounding, train the quantized model on this many tokens to match the full-precision model.",
+        ),
     ] = None,
     text: options.TextFlags,
     teacher: flags.TeacherFlags,
@@ -68,43 +71,47 @@ def quantize(
     threads: options.Threads = None,
 ) -> dict[str, Any]:
     """Pack the matrices as INT8 or INT4 blocks, exactly as the runtime reads them."""
-    from compress.quantization.packed_checkpoint import Precision
-    from compress.quantization.run import NF4
+    from compress.quantization.config import Granularity, QuantizationConfig
+    from compress.quantization.mixed_precision import SizeBudget
+    from compress.quantization.run import CalibrationText
     from compress.quantization.run import quantize as run_quantize
-    from sportsllm.console import output
-    from sportsllm.models.hf_config import load_config
-    from sportsllm.models.size import block_numbers
-    from sportsllm.storage.packed_weights import BITS, ROW_BITS
     from sportsllm.training.setup import set_threads
 
     set_threads(threads)
-    if per_row and bits != 8:
-        raise UsageError(f"--per-row is a form of INT8, not of --bits {bits}; add --bits 8")
-    if bits not in BITS:
-        raise UsageError(f"--bits is {bits}; choose one of {', '.join(map(str, BITS))}")
     if qad is None:
         check_not_given("--qad TOKENS", text, teacher, training)
+    granularity = Granularity.PER_CHANNEL if per_row else Granularity.BLOCK
+    mixed = bits_per_weight is not None or size_mb is not None
     result = run_quantize(
-        checkpoint=checkpoint,
-        out=out,
-        precision=Precision(ROW_BITS if per_row else bits, block_size, head_bits, symmetric),
-        method=method,
-        calibration=calibration or [],
-        samples=samples,
-        bits_per_weight=bits_per_weight,
-        size_mb=size_mb,
+        checkpoint,
+        out,
+        QuantizationConfig(bits, block_size, head_bits, symmetric, granularity=granularity),
+        method,
+        text=CalibrationText(tuple(calibration or ()), samples),
+        budget=SizeBudget(bits_per_weight, size_mb) if mixed else None,
         recovery=None if qad is None else _recovery(checkpoint, qad, seed, text, teacher, training),
         resume=training.resume,
     )
+    _print(out, result)
+    return result
+
+
+def _print(out: Path, result: dict[str, Any]) -> None:
+    """The lines that the command ends with; adds `padding_percent` to the result."""
+    from sportsllm.console import output
+    from sportsllm.models.hf_config import load_config
+    from sportsllm.models.size import block_numbers
+
+    bits, block_size = result["bits"], result["block_size"]
+    grid = "rows" if result["per_row"] else f"blocks of {block_size}"
     output().print(
         f"{out}: {result['parameters']:,} parameters in {result['size_bytes'] / 1e6:.2f} MB, "
-        f"{'NF4' if method == NF4 else f'INT{bits}'} {'rows' if per_row else f'blocks of {block_size}'} "
-        f"by {result['method']}, "
-        f"{result['bits_per_weight']:.2f} bits a weight with scales, embedding and head {head_bits} bits"
+        f"INT{bits} {grid} by {result['method']}, {result['bits_per_weight']:.2f} bits a weight with scales, "
+        f"embedding and head {result['head_bits']} bits"
     )
-    if not per_row and method != NF4:
-        config = load_config(out)
-        result["padding_percent"] = 100 * (block_numbers(config, block_size) / block_numbers(config) - 1)
+    if not result["per_row"]:
+        model = load_config(out)
+        result["padding_percent"] = 100 * (block_numbers(model, block_size) / block_numbers(model) - 1)
         if result["padding_percent"] >= PADDING_TOLD:
             output().print(
                 f"blocks of {block_size} do not divide the rows: {result['padding_percent']:.0f}% more numbers are "
@@ -122,9 +129,8 @@ def quantize(
     if result.get("valid_bits_per_byte"):
         output().print(
             f"bits per byte {result['bits_per_byte_before_recovery']:.4f} rounded, "
-            f"{result['valid_bits_per_byte']:.4f} after training as rounded on {result['tokens']:,} tokens"
+            f"{result['valid_bits_per_byte']:.4f} after quantization-aware training on {result['tokens']:,} tokens"
         )
-    return result
 
 
 def _recovery(
@@ -139,7 +145,7 @@ def _recovery(
     from compress.distillation.run import teacher_corpus
     from sportsllm.training.loop import TrainConfig
 
-    # Full-precision twins are near their place and decay would only pull them away from it.
+    # Master weights start near their final values, and decay would only pull them away.
     base = TrainConfig(seed=seed, learning_rate=_QAD_RATE, weight_decay=0.0)
     return Recovery(
         config=training.config(base, tokens),

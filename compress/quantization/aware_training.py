@@ -1,7 +1,7 @@
-"""Quantization-aware distillation: train the model as it will be rounded, on the runtime's exact grid.
+"""Quantization-aware training: train the quantized model on the runtime's exact grid.
 
-Every matrix of a layer keeps a full-precision twin. The forward pass multiplies by the twin rounded to the grid, and
-the gradient reaches the twin as if nothing had been rounded, unless the number lies beyond the grid's ends
+Every matrix of a layer has a full-precision master weight. The forward pass multiplies by its rounding to the grid, and
+the gradient reaches it as if nothing had been rounded, unless the number lies beyond the grid's ends
 (straight-through estimation, https://arxiv.org/abs/1308.3432). Scales and zero points stay: letting scales move by the
 rounding's own derivative (https://arxiv.org/abs/1902.08153) gained nothing (docs/log.md). So do embedding and head.
 Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row.
@@ -16,24 +16,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.quantization.grid import Grid, nearest
-from compress.quantization.packed_checkpoint import PackedTensors
+from compress.quantization.packed_checkpoint import PackedCheckpoint
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.packed_weights import QuantizedWeight
 from sportsllm.storage.quantized_layers import QuantizedLinear
 
-# A twin starts where the packed number is, leaning towards the full-precision one by less than half a step: the
-# first forward pass is that of the packed model.
-_LEAN = 0.45
+# Each master weight starts at the quantized value, moved towards the original one by less than half a quantization
+# step: the first forward pass is that of the packed model.
+_HALF_STEP = 0.45
 
 
-class _Rounded(torch.autograd.Function):
-    """(N, K) twin, scale and zero point of every column to the numbers of the grid."""
+class _FakeQuantize(torch.autograd.Function):
+    """(N, K) master weights, scale and zero point of every column to the numbers of the grid."""
 
     @staticmethod
-    def forward(ctx: Any, twin_NK: Tensor, scale_NK: Tensor, zero_NK: Tensor, bits: int) -> Tensor:
-        steps = twin_NK / scale_NK
+    def forward(ctx: Any, weight_NK: Tensor, scale_NK: Tensor, zero_NK: Tensor, bits: int) -> Tensor:
+        steps = weight_NK / scale_NK
         ctx.save_for_backward((steps >= -zero_NK - 0.5) & (steps <= 2.0**bits - 0.5 - zero_NK))
-        return (nearest(twin_NK, scale_NK, zero_NK, bits) - zero_NK) * scale_NK
+        return (nearest(weight_NK, scale_NK, zero_NK, bits) - zero_NK) * scale_NK
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -41,7 +41,7 @@ class _Rounded(torch.autograd.Function):
         return gradient * inside, None, None, None
 
 
-class RoundedLinear(nn.Module):
+class FakeQuantLinear(nn.Module):
     """y = x Q(W)^T + b, Q rounding W to the grid of a packed matrix."""
 
     scales_NG: Tensor
@@ -53,7 +53,7 @@ class RoundedLinear(nn.Module):
         Args:
             packed: the matrix and its grid.
             bias: (N,).
-            full_NK: the full-precision matrix, which the twin leans towards, if there is one.
+            full_NK: the original matrix, if there is one, which the master weights are moved towards.
         """
         super().__init__()
         self.bits, self.block_size = packed.bits, packed.block_size
@@ -63,30 +63,30 @@ class RoundedLinear(nn.Module):
         self.register_buffer("zeros_NG", torch.from_numpy(packed.zero_point_values()))
         start = torch.from_numpy(packed.dequantize())
         full_NK = start if full_NK is None else full_NK
-        reach = _LEAN * self._columns(self.scales_NG).abs()
-        self.twin_NK = nn.Parameter(start + torch.clamp(full_NK - start, -reach, reach))
+        reach = _HALF_STEP * self._columns(self.scales_NG).abs()
+        self.weight = nn.Parameter(start + torch.clamp(full_NK - start, -reach, reach))
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         scale, zero = self._columns(self.scales_NG), self._columns(self.zeros_NG)
-        weight = cast(Tensor, cast(Any, _Rounded).apply(self.twin_NK, scale, zero, self.bits))
-        return F.linear(x, weight, self.bias)
+        rounded = cast(Tensor, cast(Any, _FakeQuantize).apply(self.weight, scale, zero, self.bits))
+        return F.linear(x, rounded, self.bias)
 
     def pack(self) -> QuantizedWeight:
         """The matrix that the forward pass multiplies by."""
         grid = Grid(self.scales_NG.cpu(), self.zeros_NG.cpu(), self.bits, self.block_size, self.symmetric)
-        return grid.pack(grid.round(self.twin_NK.detach().cpu()))
+        return grid.pack(grid.round(self.weight.detach().cpu()))
 
     def _columns(self, by_block_NG: Tensor) -> Tensor:
         return by_block_NG.repeat_interleave(self.block_size, dim=1)[:, : self.in_features]
 
 
-def round_in_training(model: SportsLLM, full: SportsLLM | None) -> None:
+def make_trainable(model: SportsLLM, full: SportsLLM | None) -> None:
     """Make the layers' packed matrices of `model` trainable, in place; its embedding and head are not trained.
 
     Args:
         model: quantized.
-        full: the model that it was quantized from; None where its matrices were scaled first and have no counterpart.
+        full: the model that it was quantized from; None where its matrices were scaled first and differ from those.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -94,22 +94,22 @@ def round_in_training(model: SportsLLM, full: SportsLLM | None) -> None:
         if isinstance(module, QuantizedLinear):
             parent, _, leaf = name.rpartition(".")
             original = None if full is None else cast(nn.Linear, full.model.layers.get_submodule(name)).weight.detach()
-            rounded = RoundedLinear(_quantized(module), module.bias, original)
-            setattr(model.model.layers.get_submodule(parent), leaf, rounded)
+            trained = FakeQuantLinear(_quantized(module), module.bias, original)
+            setattr(model.model.layers.get_submodule(parent), leaf, trained)
     for parameter in (*model.model.layers.parameters(), *model.model.norm.parameters()):
         parameter.requires_grad_(True)
 
 
-def pack_trained(model: SportsLLM, packed: PackedTensors) -> None:
-    """Write a trained model's tensors over those that it started from."""
+def pack_trained(model: SportsLLM, packed: PackedCheckpoint) -> None:
+    """Replace the tensors that a model started from by its trained ones."""
     for name, module in model.named_modules():
-        if isinstance(module, RoundedLinear):
+        if isinstance(module, FakeQuantLinear):
             packed.add_packed(name, module.pack())
             if module.bias is not None:
-                packed.add(f"{name}.bias", module.bias.cpu())
+                packed.add_vector(f"{name}.bias", module.bias.cpu())
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 and name in packed.tensors:
-            packed.add(name, parameter.cpu())
+            packed.add_vector(name, parameter.cpu())
 
 
 def _quantized(module: QuantizedLinear) -> QuantizedWeight:

@@ -1,11 +1,8 @@
 """Scaling before rounding: strong inputs made weaker and their weights stronger, at no cost when the model runs.
 
-A column of a matrix is multiplied by s, and what makes that input divides by s, so that the layer computes the same:
-
-    q, k, v      the norm before them          o      rows of v (a key/value group's heads share them)
-    gate, up     the norm before them          down   rows of up
-
-Two rules for s, alpha being the best of eleven by the error of the outputs:
+A column of a matrix is multiplied by s, and what makes that input divides by s, so that the layer computes the same.
+That is the norm for matrices that read the residual stream, and a matrix's `scale_source` for others; matrices that
+have neither stay as they are. Two rules for s, alpha being the best of eleven by the error of the outputs:
 
     awq     (mean |x|) ** alpha, after rounding the weights (https://arxiv.org/abs/2306.00978)
     smooth  (max |x|) ** alpha / (max |w|) ** (1 - alpha), after rounding the weights, and the inputs to 8 bits of the
@@ -18,26 +15,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from compress.pruning.refit import first_positions
+from compress.quantization.config import GridSpec, QuantizationConfig
 from compress.quantization.gptq import output_error
 from compress.quantization.grid import fit_grid
-from compress.quantization.packed_checkpoint import Precision
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import NORMS, block_matrices, block_units, input_groups
 from sportsllm.models.language_model import Block, Rope
+from sportsllm.models.parts import HIDDEN, Matrix
 
 RULES = ("awq", "smooth")
 _ALPHAS = torch.linspace(0, 1, 11).tolist()
 _INPUT_STEPS = 255  # of the 8 bits that DynamicQuantizeMatMul rounds a whole tensor of inputs to
-_READERS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
-_BESIDE = {"self_attn.q_proj": ("self_attn.k_proj", "self_attn.v_proj"), "mlp.gate_proj": ("mlp.up_proj",)}
 
 
 @dataclass
-class _Inputs:
+class InputStatistics:
     """What a matrix reads: sum of x x^T, sum of |x|; of every piece its tokens, smallest and largest x."""
 
     gram_KK: Tensor
@@ -46,7 +44,13 @@ class _Inputs:
     low_PK: list[Tensor] = field(default_factory=list)
     high_PK: list[Tensor] = field(default_factory=list)
 
+    @staticmethod
+    def empty(width: int) -> InputStatistics:
+        """Of no piece yet."""
+        return InputStatistics(torch.zeros(width, width).double(), torch.zeros(width).double())
+
     def add(self, x: Tensor) -> None:
+        """One piece's inputs, (..., K)."""
         flat = x.flatten(0, -2)
         self.gram_KK += (flat.T @ flat).double()
         self.size_K += flat.abs().sum(dim=0).double()
@@ -54,7 +58,7 @@ class _Inputs:
         self.low_PK.append(flat.amin(dim=0))
         self.high_PK.append(flat.amax(dim=0))
 
-    def rounding(self, scale_K: Tensor) -> float:
+    def rounding_noise(self, scale_K: Tensor) -> float:
         """Sum over tokens of the variance that rounding x / s to the range of its piece adds to each number."""
         low_P = (torch.stack(self.low_PK) / scale_K).amin(dim=1).clamp(max=0)
         high_P = (torch.stack(self.high_PK) / scale_K).amax(dim=1).clamp(min=0)
@@ -64,69 +68,113 @@ class _Inputs:
 
 @torch.no_grad()
 def scale_block(
-    block: Block, states_BTD: Sequence[Tensor], rope: Rope, precision: Precision, prefix: str, rule: str
+    block: Block,
+    model: ModelConfig,
+    states_BTD: Sequence[Tensor],
+    rope: Rope,
+    config: QuantizationConfig,
+    prefix: str,
+    rule: str,
 ) -> None:
     """Scale a layer's matrices for rounding, in place; the layer computes what it computed before.
 
     Args:
         block: float32.
+        model: its shape.
         states_BTD: the residual stream before the layer, for every sample.
         rope: cosine and sine tables.
-        precision: bits of the layer's matrices.
+        config: grids of the layer's matrices.
         prefix: of their names, for example `model.layers.0`.
         rule: one of RULES.
     """
-    inputs = _measured(block, states_BTD, rope)
-    for reader in _READERS:
-        linears = [cast(nn.Linear, block.get_submodule(name)) for name in (reader, *_BESIDE.get(reader, ()))]
-        found = inputs[reader]
-        weights = [linear.weight for linear in linears]
-        size_K = found.size_K if rule == "awq" else torch.stack([*found.low_PK, *found.high_PK]).abs().amax(dim=0)
-        strength_K = torch.ones(len(size_K)) if rule == "awq" else torch.cat(weights).abs().amax(dim=0)
-        if reader == "self_attn.o_proj":
-            size_K, strength_K = _shared(size_K, block), _shared(strength_K, block)
-        how = precision.grid(f"{prefix}.{reader}", len(size_K))
-        scale_K = _best_scale(weights, size_K.float(), strength_K, found, how, rule)
+    groups = [group for group in input_groups(model) if group[0].column_unit == HIDDEN or group[0].scale_source]
+    statistics = _measured(block, [group[0] for group in groups], states_BTD, rope)
+    for group in groups:
+        linears = [cast(nn.Linear, block.get_submodule(matrix.name)) for matrix in group]
+        found, weights = statistics[group[0].name], [linear.weight for linear in linears]
+        rows_K = source_rows(model, group[0])
+        if rule == "awq":
+            size_K, strength_K = found.size_K, torch.ones(group[0].columns)
+        else:
+            size_K = torch.stack([*found.low_PK, *found.high_PK]).abs().amax(dim=0)
+            strength_K = torch.cat(weights).abs().amax(dim=0)
+        size_K, strength_K = _shared(size_K, rows_K), _shared(strength_K, rows_K)
+        spec = config.grid_for(f"{prefix}.{group[0].name}", group[0].columns)
+        scale_K = best_scale(weights, size_K.float(), strength_K, found, spec, rule)
         for linear in linears:
             linear.weight.data = linear.weight * scale_K
-        _divide(block, reader, scale_K)
+        _divide(block, group[0], scale_K, rows_K)
 
 
-def _measured(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> dict[str, _Inputs]:
-    found: dict[str, _Inputs] = {}
-    handles = []
-    for reader in _READERS:
-        linear = cast(nn.Linear, block.get_submodule(reader))
-        width = linear.in_features
-        sums = found[reader] = _Inputs(torch.zeros(width, width).double(), torch.zeros(width).double())
-        handles.append(linear.register_forward_pre_hook(lambda _module, args, sums=sums: sums.add(args[0])))
+def source_rows(model: ModelConfig, reader: Matrix) -> Tensor:
+    """(K,) the row of the reader's scale source, or the norm's channel, that makes each of its columns.
+
+    Query heads read the values of their group's key/value head, so that several columns share a row.
+    """
+    if reader.scale_source is None:
+        return torch.arange(reader.columns)
+    units = block_units(model)
+    (source,) = (matrix for matrix in block_matrices(model) if matrix.name == reader.scale_source)
+    unit = units[reader.column_unit]
+    if source.row_unit == reader.column_unit:
+        return torch.arange(reader.columns)
+    assert unit.group == source.row_unit, f"{reader.name} reads {source.name}, whose units do not group its own"
+    members = unit.count // units[source.row_unit].count
+    return torch.arange(source.rows).view(-1, 1, unit.size).expand(-1, members, -1).reshape(-1)
+
+
+def _shared(value_K: Tensor, rows_K: Tensor) -> Tensor:
+    """The mean over all columns that share a row of the source."""
+    count_R = torch.bincount(rows_K)
+    sums_R = value_K.new_zeros(len(count_R)).index_add_(0, rows_K, value_K)
+    return (sums_R / count_R)[rows_K]
+
+
+def _divide(block: Block, reader: Matrix, scale_K: Tensor, rows_K: Tensor) -> None:
+    """Take the scale out of what makes the reader's inputs."""
+    if reader.scale_source is None:
+        norm = block.get_submodule(NORMS[reader.name.partition(".")[0]])
+        norm.weight = nn.Parameter(cast(Tensor, norm.weight) / scale_K, requires_grad=False)
+        return
+    source = cast(nn.Linear, block.get_submodule(reader.scale_source))
+    scale_R = torch.ones(source.out_features).index_copy_(0, rows_K, scale_K)
+    source.weight.data = source.weight / scale_R[:, None]
+    if source.bias is not None:
+        source.bias.data = source.bias / scale_R
+
+
+def _measured(
+    block: Block, readers: Sequence[Matrix], states_BTD: Sequence[Tensor], rope: Rope
+) -> dict[str, InputStatistics]:
+    found = {matrix.name: InputStatistics.empty(matrix.columns) for matrix in readers}
+
+    def catch(name: str) -> Any:
+        return lambda _module, args: found[name].add(args[0])
+
+    handles = [block.get_submodule(name).register_forward_pre_hook(catch(name)) for name in found]
     for x_BTD in states_BTD:
-        block(x_BTD, first_positions(rope, x_BTD), None, None)
+        block(x_BTD, first_positions(rope, x_BTD))
     for handle in handles:
         handle.remove()
     return found
 
 
-def _best_scale(
+def best_scale(
     weights_NK: Sequence[Tensor],
     size_K: Tensor,
     strength_K: Tensor,
-    inputs: _Inputs,
-    how: tuple[int, int, bool],
+    inputs: InputStatistics,
+    spec: GridSpec,
     rule: str,
 ) -> Tensor:
-    relative_K, strength_K = ((t / t.mean()).clamp(min=1e-4) for t in (size_K, strength_K))
+    """(K,) the scale of least error of the outputs after rounding; ones if none is better."""
     best_K, least = torch.ones_like(size_K), torch.inf
-    for alpha in (None, *_ALPHAS):
-        scale_K = torch.ones_like(size_K)
-        if alpha is not None:
-            scale_K = relative_K**alpha / strength_K ** (1 - alpha)
-            scale_K = scale_K / (scale_K.max() * scale_K.min()).sqrt()
-        noise = inputs.rounding(scale_K) if rule == "smooth" else 0.0
+    for scale_K in candidate_scales(size_K, strength_K):
+        noise = inputs.rounding_noise(scale_K) if rule == "smooth" else 0.0
         error = 0.0
         for weight_NK in weights_NK:
             scaled = weight_NK * scale_K
-            grid = fit_grid(scaled, *how, search=False)
+            grid = fit_grid(scaled, *spec, search=False)
             error += output_error(weight_NK - grid.values(grid.round(scaled)) / scale_K, inputs.gram_KK.float())
             error += noise * float(scaled.square().sum())
         if error < least:
@@ -134,34 +182,11 @@ def _best_scale(
     return best_K
 
 
-def _shared(size_HE: Tensor, block: Block) -> Tensor:
-    """Sizes of o_proj's inputs, the mean of all query heads that read the same row of v."""
-    return _repeated(_by_group(size_HE, block).mean(dim=1), block)
-
-
-def _by_group(channels: Tensor, block: Block) -> Tensor:
-    """(query heads x head_dim,) as (key/value heads, query heads of each, head_dim)."""
-    attention = block.self_attn
-    groups = cast(nn.Linear, attention.v_proj).out_features // attention.config.head_dim
-    return channels.view(groups, -1, attention.config.head_dim)
-
-
-def _repeated(by_group_KE: Tensor, block: Block) -> Tensor:
-    attention = block.self_attn
-    heads = cast(nn.Linear, attention.o_proj).in_features // attention.config.head_dim
-    return by_group_KE[:, None].expand(-1, heads // len(by_group_KE), -1).reshape(-1)
-
-
-def _divide(block: Block, reader: str, scale_K: Tensor) -> None:
-    """Take the scale out of what makes the reader's inputs."""
-    if reader == "self_attn.q_proj":
-        block.input_layernorm.weight.data = block.input_layernorm.weight / scale_K
-    elif reader == "mlp.gate_proj":
-        block.post_attention_layernorm.weight.data = block.post_attention_layernorm.weight / scale_K
-    else:
-        of_values = reader == "self_attn.o_proj"
-        maker = cast(nn.Linear, block.self_attn.v_proj if of_values else block.mlp.up_proj)
-        scale = _by_group(scale_K, block)[:, 0].reshape(-1) if of_values else scale_K
-        maker.weight.data = maker.weight / scale[:, None]
-        if maker.bias is not None:
-            maker.bias.data = maker.bias / scale
+def candidate_scales(size_K: Tensor, strength_K: Tensor) -> list[Tensor]:
+    """Ones, and size ** alpha / strength ** (1 - alpha) for every alpha, centred around 1."""
+    relative_K, strength_K = ((t / t.mean()).clamp(min=1e-4) for t in (size_K, strength_K))
+    scales = [torch.ones_like(size_K)]
+    for alpha in _ALPHAS:
+        scale_K = relative_K**alpha / strength_K ** (1 - alpha)
+        scales.append(scale_K / (scale_K.max() * scale_K.min()).sqrt())
+    return scales

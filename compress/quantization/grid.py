@@ -11,22 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sportsllm.errors import UsageError
-from sportsllm.models.size import BLOCK_SIZES
-from sportsllm.storage.packed_weights import BITS, ROW_BITS, QuantizedWeight, pack
+from sportsllm.storage.packed_weights import ROW_BITS, QuantizedWeight, pack
 
 # Ranges that are tried, as shares of the range that holds every number. At 4 bits a block without outliers may also
 # gain from a wider one, since the symmetric grid reaches 8 steps to one side and 7 to the other.
 # Whole rows have more outliers to cut off.
 _SHARES = {4: (0.5, 1.15, 27), ROW_BITS: (0.6, 1.02, 15), 8: (0.9, 1.02, 7)}
-
-
-def check_grid(bits: int, block_size: int) -> None:
-    """Refuse what the runtime has no kernel for."""
-    if bits not in (*BITS, ROW_BITS):
-        raise UsageError(f"--bits is {bits}; choose one of {', '.join(map(str, BITS))}")
-    if block_size not in BLOCK_SIZES:
-        raise UsageError(f"--block-size is {block_size}; choose one of {', '.join(map(str, BLOCK_SIZES))}")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Mixed precision by measurement: which matrices earn 8 bits, when the file may be a little larger than all 4 would be.
+"""Mixed precision by measurement: which matrices get 8 bits, when the file may be a little larger than with 4 bits.
 
-Matrices that the runtime multiplies in one piece (q, k, v; gate, up) share their bits. Each group alone is rounded to
-the low precision, and what that costs is the mean KL from the full model over calibration tokens. Groups then go to
-8 bits in the order of KL saved per byte, as long as they fit.
+Matrices that the runtime multiplies in one piece, since they read the same input, share their bits. Each group alone is
+rounded to the low precision, and its cost is the mean KL from the full model over calibration tokens. Groups then go
+to 8 bits in the order of KL saved per byte, as long as they fit.
 """
 
 from __future__ import annotations
@@ -10,27 +10,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from compress.pruning.refit import run_layer
-from compress.quantization.packed_checkpoint import EMBEDDING, HEAD, Precision, packed_bytes, round_weight
+from compress.quantization.config import QuantizationConfig, bits_per_weight, matrix_bytes, matrix_weights
+from compress.quantization.packed_checkpoint import round_weight
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import input_groups
 from sportsllm.models.language_model import Block, SportsLLM
 
 HIGH_BITS = 8
-_GROUPS = {
-    "self_attn": (("q_proj", "k_proj", "v_proj"), ("o_proj",)),
-    "mlp": (("gate_proj", "up_proj"), ("down_proj",)),
-}
 
 
 @dataclass(frozen=True)
-class Group:
+class SensitivityGroup:
     """Matrices that share their bits.
 
     Attributes:
@@ -43,74 +41,92 @@ class Group:
     kl: float
     extra_bytes: int
 
-
-def matrix_shapes(config: ModelConfig, layers_only: bool = False) -> dict[str, tuple[int, int]]:
-    """(N, K) of every matrix by its module's name."""
-    with torch.device("meta"):
-        parameters = dict(SportsLLM(config).named_parameters())
-    shapes = {name.removesuffix(".weight"): (len(p), p.shape[1]) for name, p in parameters.items() if p.ndim == 2}
-    return {name: shape for name, shape in shapes.items() if not layers_only or name not in (EMBEDDING, HEAD)}
+    def to_json(self, config: QuantizationConfig) -> dict[str, Any]:
+        """With the bits that the group got."""
+        return dataclasses.asdict(self) | {"bits": config.bits_for(self.modules[0])}
 
 
-def stored_bytes(config: ModelConfig, precision: Precision, layers_only: bool = False) -> int:
-    """Bytes of all matrices, scales and zero points counted."""
-    shapes = matrix_shapes(config, layers_only)
-    return sum(packed_bytes(*shape, precision.of(name), precision) for name, shape in shapes.items())
+@dataclass(frozen=True)
+class SizeBudget:
+    """What the weights may take, one of two ways.
 
+    Attributes:
+        bits_per_weight: of the layers' matrices on average, scales and zero points counted.
+        size_mb: of all weights, in 10^6 bytes; vectors count 4 bytes a number.
+    """
 
-def bits_of_layers(config: ModelConfig, precision: Precision) -> float:
-    """Bits that a number of the layers' matrices takes on average, scales and zero points counted."""
-    return 8 * stored_bytes(config, precision, layers_only=True) / _weights(config, layers_only=True)
+    bits_per_weight: float | None = None
+    size_mb: float | None = None
 
+    def spare_bytes(self, model: ModelConfig, config: QuantizationConfig) -> int:
+        """Bytes beyond the low precision.
 
-def _weights(config: ModelConfig, layers_only: bool = False) -> int:
-    return sum(rows * columns for rows, columns in matrix_shapes(config, layers_only).values())
+        Args:
+            model: its shape.
+            config: the low precision.
+
+        Raises:
+            UsageError: both or neither given, not 4 bits, or less than the low precision takes.
+        """
+        if (self.bits_per_weight is None) == (self.size_mb is None):
+            raise UsageError("give one of --bits-per-weight and --size-mb, not both")
+        if config.bits >= HIGH_BITS:
+            raise UsageError("--bits-per-weight and --size-mb mix 4 and 8 bits; leave --bits 8 out")
+        if self.bits_per_weight is not None:
+            least, smallest = matrix_bytes(model, config, layers_only=True), f"{bits_per_weight(model, config):.3f}"
+            budget = int(self.bits_per_weight * matrix_weights(model, layers_only=True) / 8)
+            flag = f"--bits-per-weight {self.bits_per_weight:g}"
+        else:
+            assert self.size_mb is not None, "one of both is given"
+            least = matrix_bytes(model, config) + 4 * (model.parameters - matrix_weights(model))
+            smallest, budget = f"{least / 1e6:.3f}", int(self.size_mb * 1e6)
+            flag = f"--size-mb {self.size_mb:g}"
+        if budget < least:
+            raise UsageError(
+                f"{flag} is less than INT{config.bits} takes with blocks of {config.block_size}, {smallest}; "
+                "ask for more, or take a larger --block-size"
+            )
+        return budget - least
 
 
 @torch.inference_mode()
-def measure_groups(model: SportsLLM, precision: Precision, samples: Sequence[Tensor]) -> list[Group]:
-    """What rounding each group to `precision.bits` costs.
+def measure_groups(model: SportsLLM, config: QuantizationConfig, samples: Sequence[Tensor]) -> list[SensitivityGroup]:
+    """The cost of rounding each group to `config.bits`.
 
     Args:
         model: float32; unchanged at the end.
-        precision: the low one.
+        config: the low precision.
         samples: calibration token ids, each (1, T).
     """
-    rope = (model.rope_cos, model.rope_sin)
+    high = dataclasses.replace(config, bits=HIGH_BITS)
+    rope, groups = (model.rope_cos, model.rope_sin), input_groups(model.config)
     blocks = cast("list[Block]", list(model.model.layers))
     states = [[cast(Tensor, model.model.embed_tokens(tokens)) for tokens in samples]]
     for block in blocks:
         states.append(run_layer(block, states[-1], rope))
-    groups = []
-    with progress_bar("sensitivity", 4 * len(blocks)) as bar:
+    found = []
+    with progress_bar("sensitivity", len(groups) * len(blocks)) as bar:
         for number, block in enumerate(blocks):
-            for owner, parts in _GROUPS.items():
-                for names in parts:
-                    linears = [cast(nn.Linear, block.get_submodule(f"{owner}.{name}")) for name in names]
-                    kept = [linear.weight.data for linear in linears]
-                    for linear in linears:
-                        rounded = round_weight(linear.weight, precision.bits, precision, search=True)
-                        linear.weight.data = torch.from_numpy(rounded.dequantize())
-                    found = states[number]
-                    for later in blocks[number:]:
-                        found = run_layer(later, found, rope)
-                    for linear, weight in zip(linears, kept, strict=True):
-                        linear.weight.data = weight
-                    groups.append(
-                        Group(
-                            tuple(f"model.layers.{number}.{owner}.{name}" for name in names),
-                            _distance(model, states[-1], found),
-                            sum(_extra(weight, precision) for weight in kept),
-                        )
-                    )
-                    bar.advance()
-    return groups
-
-
-def _extra(weight_NK: Tensor, precision: Precision) -> int:
-    rows, columns = weight_NK.shape
-    low, high = (packed_bytes(rows, columns, bits, precision) for bits in (precision.bits, HIGH_BITS))
-    return high - low
+            for group in groups:
+                modules = {
+                    f"model.layers.{number}.{m.name}": cast(nn.Linear, block.get_submodule(m.name)) for m in group
+                }
+                kept = [linear.weight.data for linear in modules.values()]
+                for name, linear in modules.items():
+                    rounded = round_weight(linear.weight, config.grid_for(name, linear.in_features), search=True)
+                    linear.weight.data = torch.from_numpy(rounded.dequantize())
+                changed = states[number]
+                for later in blocks[number:]:
+                    changed = run_layer(later, changed, rope)
+                for linear, weight in zip(modules.values(), kept, strict=True):
+                    linear.weight.data = weight
+                extra = sum(
+                    high.bytes_for(name, *weight.shape) - config.bytes_for(name, *weight.shape)
+                    for name, weight in zip(modules, kept, strict=True)
+                )
+                found.append(SensitivityGroup(tuple(modules), _distance(model, states[-1], changed), extra))
+                bar.advance()
+    return found
 
 
 def _distance(model: SportsLLM, full: Sequence[Tensor], found: Sequence[Tensor]) -> float:
@@ -123,11 +139,11 @@ def _distance(model: SportsLLM, full: Sequence[Tensor], found: Sequence[Tensor])
     return max(total / tokens, 0.0)
 
 
-def choose_bits(precision: Precision, groups: Sequence[Group], spare_bytes: int) -> Precision:
+def choose_bits(config: QuantizationConfig, groups: Sequence[SensitivityGroup], spare_bytes: int) -> QuantizationConfig:
     """Give 8 bits to the groups that save most KL for their bytes.
 
     Args:
-        precision: the low one.
+        config: the low precision.
         groups: of `measure_groups`.
         spare_bytes: what may be added to it.
     """
@@ -136,40 +152,4 @@ def choose_bits(precision: Precision, groups: Sequence[Group], spare_bytes: int)
         if group.extra_bytes <= spare_bytes:
             spare_bytes -= group.extra_bytes
             chosen |= dict.fromkeys(group.modules, HIGH_BITS)
-    return dataclasses.replace(precision, modules=chosen)
-
-
-def spare_bytes(
-    config: ModelConfig, precision: Precision, bits_per_weight: float | None, megabytes: float | None
-) -> int:
-    """Bytes that a budget leaves beyond the low precision.
-
-    Args:
-        config: the model's shape.
-        precision: the low one.
-        bits_per_weight: of the layers' matrices on average, scales and zero points counted.
-        megabytes: of all weights, 10^6 bytes; vectors count 4 bytes a number.
-
-    Raises:
-        UsageError: both or neither given, not 4 bits, or less than the low precision takes.
-    """
-    if (bits_per_weight is None) == (megabytes is None):
-        raise UsageError("give one of --bits-per-weight and --size-mb, not both")
-    if precision.bits >= HIGH_BITS:
-        raise UsageError("--bits-per-weight and --size-mb mix 4 and 8 bits; leave --bits 8 out")
-    if bits_per_weight is not None:
-        least, smallest = stored_bytes(config, precision, layers_only=True), f"{bits_of_layers(config, precision):.3f}"
-        budget, said = (
-            int(bits_per_weight * _weights(config, layers_only=True) / 8),
-            f"--bits-per-weight {bits_per_weight:g}",
-        )
-    else:
-        assert megabytes is not None, "one of both is given"
-        least = stored_bytes(config, precision) + 4 * (config.parameters - _weights(config))
-        budget, said, smallest = int(megabytes * 1e6), f"--size-mb {megabytes:g}", f"{least / 1e6:.3f}"
-    if budget < least:
-        raise UsageError(
-            f"{said} is less than INT{precision.bits} takes with blocks of {precision.block_size}, {smallest}; "
-            "ask for more, or take a larger --block-size"
-        )
-    return budget - least
+    return dataclasses.replace(config, modules=chosen)

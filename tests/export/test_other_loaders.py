@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.quantization.packed_checkpoint import Precision
+from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
 from sportsllm.inference.decoder import open_decoder
@@ -55,7 +55,7 @@ def test_optimum_generates_the_same_tokens(exported: Path, checkpoint: Path) -> 
 def test_optimum_runs_standard_operators_with_padding_on_the_left(checkpoint: Path, tmp_path: Path) -> None:
     """Each row as if it were alone, packed or not."""
     optimum = pytest.importorskip("optimum.onnxruntime", reason="needs the extra [optimum]")
-    quantize(checkpoint=checkpoint, out=tmp_path / "int4", precision=Precision())
+    quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
     long, short = PROMPT, [0, 99]
     for source in (checkpoint, tmp_path / "int4"):
         directory = tmp_path / f"{source.name}-onnx"
@@ -73,7 +73,7 @@ def test_optimum_runs_standard_operators_with_padding_on_the_left(checkpoint: Pa
 
 def test_onnxruntime_genai_generates_the_same_tokens(exported: Path, checkpoint: Path, tmp_path: Path) -> None:
     genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra [genai]")
-    quantize(checkpoint=checkpoint, out=tmp_path / "int4", precision=Precision())
+    quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
     export_checkpoint(tmp_path / "int4", tmp_path / "int4-onnx", ExportOptions(threads=2))
     export_checkpoint(checkpoint, tmp_path / "standard-onnx", ExportOptions(threads=2, standard_ops=True))
     for directory in (exported, tmp_path / "int4-onnx", tmp_path / "standard-onnx"):

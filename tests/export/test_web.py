@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from compress.quantization.packed_checkpoint import Precision
+from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
 from export.graph.decoder import write_graph
@@ -36,7 +36,7 @@ def test_layout(precision: str, standard_ops: bool, checkpoint: Path, tmp_path: 
     source, out = checkpoint, tmp_path / "web"
     if precision.startswith("int"):
         source = tmp_path / "packed"
-        quantize(checkpoint=checkpoint, out=source, precision=Precision(bits=int(precision[3:])))
+        quantize(checkpoint=checkpoint, out=source, config=QuantizationConfig(bits=int(precision[3:])))
     dtype = "fp16" if precision == "fp16" else None
     result = export_checkpoint(source, out, ExportOptions(dtype=dtype, threads=1, standard_ops=standard_ops, web=True))
 

@@ -9,8 +9,9 @@ import torch
 
 from compress.distillation.recovery import Recovery
 from compress.distillation.settings import DistillationConfig, KLWeight
-from compress.quantization.aware_training import RoundedLinear, pack_trained, round_in_training
-from compress.quantization.packed_checkpoint import PackedTensors, Precision, round_weight
+from compress.quantization.aware_training import FakeQuantLinear, make_trainable, pack_trained
+from compress.quantization.config import GridSpec, QuantizationConfig
+from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from compress.quantization.run import quantize
 from sportsllm.simulator import simulate
 from sportsllm.storage.checkpoint import load_checkpoint
@@ -25,21 +26,21 @@ from tests.support.models import tiny_model
 
 def packed_matrix(bits: int = 4, symmetric: bool = True, columns: int = 72) -> tuple[torch.Tensor, QuantizedWeight]:
     weight = torch.randn(10, columns, generator=torch.Generator().manual_seed(0))
-    return weight, round_weight(weight, bits, Precision(bits, 16, 8, symmetric), search=True)
+    return weight, round_weight(weight, GridSpec(bits, 16, symmetric), search=True)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_it_starts_as_the_packed_matrix_and_packs_what_it_multiplies_by(bits: int, symmetric: bool) -> None:
     weight, packed = packed_matrix(bits, symmetric)
-    layer = RoundedLinear(packed, None, weight)
+    layer = FakeQuantLinear(packed, None, weight)
     x = torch.eye(72)
     assert torch.allclose(layer(x).T, torch.from_numpy(packed.dequantize()), atol=1e-6)
     again = layer.pack()
     assert np.array_equal(again.packed, packed.packed) and np.array_equal(again.scales, packed.scales)
     assert (again.zero_points is None) == symmetric
     with torch.no_grad():
-        layer.twin_NK += 0.3 * torch.randn(layer.twin_NK.shape, generator=torch.Generator().manual_seed(1))
+        layer.weight += 0.3 * torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(1))
     moved = layer.pack()
     assert not np.array_equal(moved.packed, packed.packed)
     assert torch.allclose(layer(x).T, torch.from_numpy(moved.dequantize()), atol=1e-6)
@@ -49,45 +50,45 @@ def test_it_starts_as_the_packed_matrix_and_packs_what_it_multiplies_by(bits: in
 def test_gradients_are_straight_through(symmetric: bool) -> None:
     """The product's inside the grid, none beyond its ends."""
     weight, packed = packed_matrix(symmetric=symmetric)
-    layer = RoundedLinear(packed, None, weight)
+    layer = FakeQuantLinear(packed, None, weight)
     with torch.no_grad():
-        layer.twin_NK[0, 0] = 100.0  # beyond the grid
+        layer.weight[0, 0] = 100.0  # beyond the grid
     by_weight = torch.randn(10, 72, generator=torch.Generator().manual_seed(2))
     (layer(torch.eye(72)).T * by_weight).sum().backward()
-    twin = layer.twin_NK.detach().double().numpy()
+    master = layer.weight.detach().double().numpy()
     scales, zeros = packed.scales.astype(np.float64), packed.zero_point_values().astype(np.float64)
-    by_twin = np.zeros((10, 72))
+    by_master = np.zeros((10, 72))
     for row, column in np.ndindex(10, 72):
         group = column // 16
         scale, zero = scales[row, group], zeros[row, group]
-        steps = twin[row, column] / scale
+        steps = master[row, column] / scale
         inside = -zero - 0.5 <= steps <= 15.5 - zero
-        by_twin[row, column] = float(by_weight[row, column]) * inside
-    assert layer.twin_NK.grad is not None
-    assert by_twin[0, 0] == 0
-    assert np.allclose(layer.twin_NK.grad.numpy(), by_twin, atol=1e-6)
+        by_master[row, column] = float(by_weight[row, column]) * inside
+    assert layer.weight.grad is not None
+    assert by_master[0, 0] == 0
+    assert np.allclose(layer.weight.grad.numpy(), by_master, atol=1e-6)
 
 
 def test_only_the_layers_and_the_last_norm_are_trained() -> None:
     full = tiny_model(attention_bias=True)
     model = tiny_model(attention_bias=True)
-    packed = PackedTensors(Precision())
+    packed = PackedCheckpoint(full.config, QuantizationConfig())
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear):
-            matrix = round_weight(module.weight.detach(), 4, Precision(), search=False)
+            matrix = round_weight(module.weight.detach(), GridSpec(4, 32, True), search=False)
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, QuantizedLinear(matrix, module.bias))
             packed.add_packed(name, matrix)
-    packed.add("model.norm.weight", model.model.norm.weight)
+    packed.add_vector("model.norm.weight", model.model.norm.weight)
     tokens = torch.randint(0, 384, (2, 20), generator=torch.Generator().manual_seed(0))
     before = model(tokens)
-    round_in_training(model, full)
+    make_trainable(model, full)
     assert torch.allclose(model(tokens), before, atol=1e-4)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert "model.embed_tokens.weight" not in trained
     assert {
         "model.norm.weight",
-        "model.layers.1.mlp.up_proj.twin_NK",
+        "model.layers.1.mlp.up_proj.weight",
         "model.layers.0.self_attn.q_proj.bias",
     } <= trained
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0)
@@ -106,10 +107,8 @@ def test_only_the_layers_and_the_last_norm_are_trained() -> None:
 def test_the_stage_recovers_quality_and_stays_on_the_grid(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     config = TrainConfig(steps=60, batch_size=2, accumulation=1, sequence=64, learning_rate=1e-3, warmup=2)
     recovery = Recovery(config, (corpus_file,), (corpus_file,), DistillationConfig(kl_weight=KLWeight(1.0, 1.0)))
-    results = quantize(
-        checkpoint=checkpoint, out=tmp_path / "out", precision=Precision(4, 64, 32), method="rtn", recovery=recovery
-    )
-    plain = quantize(checkpoint=checkpoint, out=tmp_path / "rtn", precision=Precision(4, 64, 32), method="rtn")
+    results = quantize(checkpoint, tmp_path / "out", QuantizationConfig(4, 64, 32), "rtn", recovery=recovery)
+    plain = quantize(checkpoint, tmp_path / "rtn", QuantizationConfig(4, 64, 32), "rtn")
     assert results["tokens"] == 60 * 128 and results["size_bytes"] == plain["size_bytes"]
     full, rounded, trained = (load_checkpoint(path) for path in (checkpoint, tmp_path / "rtn", tmp_path / "out"))
     words = load_tokenizer(checkpoint, full.config)
@@ -136,8 +135,8 @@ def test_scaled_matrices_start_at_their_packed_numbers() -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear):
             parent, _, leaf = name.rpartition(".")
-            matrix = round_weight(module.weight.detach() * 3, 4, Precision(), search=False)
+            matrix = round_weight(module.weight.detach() * 3, GridSpec(4, 32, True), search=False)
             setattr(model.get_submodule(parent), leaf, QuantizedLinear(matrix, module.bias))
     stored = model.get_submodule("model.layers.1.mlp.up_proj").weight.clone()
-    round_in_training(model, None)
-    assert torch.equal(model.get_parameter("model.layers.1.mlp.up_proj.twin_NK"), stored)
+    make_trainable(model, None)
+    assert torch.equal(model.get_parameter("model.layers.1.mlp.up_proj.weight"), stored)

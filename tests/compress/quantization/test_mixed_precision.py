@@ -7,19 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.quantization.mixed_precision import (
-    Group,
-    bits_of_layers,
-    choose_bits,
-    matrix_shapes,
-    measure_groups,
-    spare_bytes,
-    stored_bytes,
-)
-from compress.quantization.packed_checkpoint import PackedTensors, Precision, round_weight
-from compress.quantization.run import quantize
-from export.export import ExportOptions, export_checkpoint
+from compress.quantization.config import QuantizationConfig, bits_per_weight, matrix_bytes, matrix_weights
+from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget, choose_bits, measure_groups
+from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
+from compress.quantization.run import CalibrationText, quantize
+from export.export import run_export
 from sportsllm.errors import UsageError
+from sportsllm.models.kinds import matrix_shapes
 from tests.support.models import tiny_config, tiny_model
 
 
@@ -30,9 +24,9 @@ def samples() -> list[torch.Tensor]:
 
 @torch.inference_mode()
 def test_a_group_costs_what_rounding_it_alone_costs() -> None:
-    model, precision = tiny_model(qk_norm=True), Precision(4, 32, 8)
+    model, config = tiny_model(qk_norm=True), QuantizationConfig(4, 32, 8)
     before = copy.deepcopy(model.state_dict())
-    groups = measure_groups(model, precision, samples())
+    groups = measure_groups(model, config, samples())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert [len(group.modules) for group in groups] == [3, 1, 2, 1] * 2
     assert sorted(name for group in groups for name in group.modules) == sorted(matrix_shapes(model.config, True))
@@ -40,7 +34,8 @@ def test_a_group_costs_what_rounding_it_alone_costs() -> None:
         other = copy.deepcopy(model)
         for name in group.modules:
             linear = other.get_submodule(name)
-            linear.weight.data = torch.from_numpy(round_weight(linear.weight, 4, precision, search=True).dequantize())
+            rounded = round_weight(linear.weight, config.grid_for(name, linear.in_features), search=True)
+            linear.weight.data = torch.from_numpy(rounded.dequantize())
         total = 0.0
         for tokens in samples():
             log_p, log_q = (m(tokens).double().log_softmax(-1) for m in (model, other))
@@ -51,19 +46,20 @@ def test_a_group_costs_what_rounding_it_alone_costs() -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_bytes_are_those_that_are_stored(symmetric: bool) -> None:
     model = tiny_model(intermediate_size=104, tie_word_embeddings=False)
-    precision = Precision(4, 32, 8, symmetric, {"model.layers.0.mlp.up_proj": 8})
-    packed = PackedTensors(precision)
+    config = QuantizationConfig(4, 32, 8, symmetric, {"model.layers.0.mlp.up_proj": 8})
+    packed = PackedCheckpoint(model.config, config)
     for name in matrix_shapes(model.config):
         packed.add_matrix(name, model.get_submodule(name).weight.detach(), search=False)
-    assert sum(t.numel() * t.element_size() for t in packed.tensors.values()) == stored_bytes(model.config, precision)
+    assert sum(t.numel() * t.element_size() for t in packed.tensors.values()) == matrix_bytes(model.config, config)
 
 
 def test_the_best_bargains_are_taken_as_long_as_they_fit() -> None:
-    groups = [Group(("a",), 1.0, 100), Group(("b", "c"), 1.5, 100), Group(("d",), 0.1, 1), Group(("e",), 0.2, 150)]
-    assert choose_bits(Precision(), groups, 0).modules == {}
-    assert choose_bits(Precision(), groups, 101).modules == {"d": 8, "b": 8, "c": 8}
-    assert choose_bits(Precision(), groups, 160).modules == {"d": 8, "b": 8, "c": 8}
-    assert set(choose_bits(Precision(), groups, 351).modules) == {"a", "b", "c", "d", "e"}
+    costs = {("a",): (1.0, 100), ("b", "c"): (1.5, 100), ("d",): (0.1, 1), ("e",): (0.2, 150)}
+    groups = [SensitivityGroup(names, *cost) for names, cost in costs.items()]
+    assert choose_bits(QuantizationConfig(), groups, 0).modules == {}
+    assert choose_bits(QuantizationConfig(), groups, 101).modules == {"d": 8, "b": 8, "c": 8}
+    assert choose_bits(QuantizationConfig(), groups, 160).modules == {"d": 8, "b": 8, "c": 8}
+    assert set(choose_bits(QuantizationConfig(), groups, 351).modules) == {"a", "b", "c", "d", "e"}
 
 
 @pytest.mark.parametrize("method", ["mse", "gptq"])
@@ -71,13 +67,12 @@ def test_the_stage_keeps_the_budget_and_its_export_is_faithful(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, method: str
 ) -> None:
     result = quantize(
-        checkpoint=checkpoint,
-        out=tmp_path / "out",
-        precision=Precision(4, 64, 8),
-        method=method,
-        calibration=[corpus_file],
-        samples=8,
-        bits_per_weight=6.5,
+        checkpoint,
+        tmp_path / "out",
+        QuantizationConfig(4, 64, 8),
+        method,
+        text=CalibrationText((corpus_file,), 8),
+        budget=SizeBudget(bits_per_weight=6.5),
     )
     assert 5.0 < result["bits_per_weight"] <= 6.5
     config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
@@ -85,16 +80,15 @@ def test_the_stage_keeps_the_budget_and_its_export_is_faithful(
     for group in result["sensitivity"]:
         assert {bits[name] for name in group["modules"]} == {group["bits"]}
     assert set(bits.values()) == {4, 8}
-    assert export_checkpoint(tmp_path / "out", tmp_path / "onnx", ExportOptions(threads=1))["parity"]["passed"]
+    assert run_export(tmp_path / "out", tmp_path / "onnx", threads=1)["parity"]["passed"]
 
 
 def test_a_size_counts_everything(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
-    config, low = tiny_config(), Precision(4, 32, 8)
-    matrices = sum(rows * columns for rows, columns in matrix_shapes(config).values())
-    least = stored_bytes(config, low) + 4 * (config.parameters - matrices)
+    config, low = tiny_config(), QuantizationConfig(4, 32, 8)
+    least = matrix_bytes(config, low) + 4 * (config.parameters - matrix_weights(config))
     wanted = (least + 5_000) / 1e6
     result = quantize(
-        checkpoint=checkpoint, out=tmp_path / "out", precision=low, calibration=[corpus_file], samples=2, size_mb=wanted
+        checkpoint, tmp_path / "out", low, text=CalibrationText((corpus_file,), 2), budget=SizeBudget(size_mb=wanted)
     )
     assert any(group["bits"] == 8 for group in result["sensitivity"])
     header = 8 + int.from_bytes((tmp_path / "out" / "model.safetensors").read_bytes()[:8], "little")
@@ -103,12 +97,12 @@ def test_a_size_counts_everything(checkpoint: Path, corpus_file: Path, tmp_path:
 
 def test_budgets_that_cannot_be_kept() -> None:
     config = tiny_config()
-    assert bits_of_layers(config, Precision(4, 32, 8)) == pytest.approx(5.0)
+    assert bits_per_weight(config, QuantizationConfig(4, 32, 8)) == pytest.approx(5.0)
     with pytest.raises(UsageError, match=r"--bits-per-weight 4\.5 is less than INT4 takes with blocks of 32, 5\.000"):
-        spare_bytes(config, Precision(), 4.5, None)
+        SizeBudget(4.5).spare_bytes(config, QuantizationConfig())
     with pytest.raises(UsageError, match=r"--size-mb 0\.01 is less"):
-        spare_bytes(config, Precision(), None, 0.01)
+        SizeBudget(None, 0.01).spare_bytes(config, QuantizationConfig())
     with pytest.raises(UsageError, match="not both"):
-        spare_bytes(config, Precision(), 5.0, 1.0)
+        SizeBudget(5.0, 1.0).spare_bytes(config, QuantizationConfig())
     with pytest.raises(UsageError, match="leave --bits 8 out"):
-        spare_bytes(config, Precision(bits=8), 9.0, None)
+        SizeBudget(9.0).spare_bytes(config, QuantizationConfig(bits=8))

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress.quantization.packed_checkpoint import Precision
-from compress.quantization.run import quantize
+from compress.quantization.config import QuantizationConfig
+from compress.quantization.run import CalibrationText, quantize
 from export.export import ExportOptions, export_checkpoint
 from sportsllm.cli.main import main
 from sportsllm.errors import ArtifactError
@@ -192,7 +192,7 @@ def test_other_methods_stay_refused(packed: Path, tmp_path: Path, value: Any) ->
 def test_quantize_says_that_it_rounds_again_and_what_that_costs(
     packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = quantize(checkpoint=packed, out=tmp_path / "out", precision=Precision(4, 32, 8), method="rtn")
+    result = quantize(checkpoint=packed, out=tmp_path / "out", config=QuantizationConfig(4, 32, 8), method="rtn")
     assert "stored its matrices as NF4; they are rounded again" in capsys.readouterr().err
     stored, now = TensorFiles(packed), load_checkpoint(tmp_path / "out").state_dict()
     model = load_checkpoint(tmp_path / "out")
@@ -208,7 +208,7 @@ def test_quantize_says_that_it_rounds_again_and_what_that_costs(
     recorded = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     assert recorded["quant_method"] == "sportsllm-nbits" and "load_in_4bit" not in recorded
     # Eight bits hold what four held.
-    eight = quantize(checkpoint=packed, out=tmp_path / "eight", precision=Precision(8, 32, 8), method="rtn")
+    eight = quantize(checkpoint=packed, out=tmp_path / "eight", config=QuantizationConfig(8, 32, 8), method="rtn")
     assert eight["regrid_relative_error"] < 0.01
     with pytest.raises(SystemExit) as stopped:
         main(["quantize", str(tmp_path / "out"), "--out", str(tmp_path / "again")])
@@ -216,8 +216,8 @@ def test_quantize_says_that_it_rounds_again_and_what_that_costs(
 
 
 def test_awq_moves_scales_so_that_its_loss_is_not_stated(packed: Path, tmp_path: Path, corpus_file: Path) -> None:
-    text = {"calibration": [corpus_file], "samples": 2}
-    result = quantize(checkpoint=packed, out=tmp_path / "out", precision=Precision(), method="awq", **text)
+    text = CalibrationText((corpus_file,), 2)
+    result = quantize(packed, tmp_path / "out", method="awq", text=text)
     assert result["regridded_from"] == "NF4" and result["regrid_relative_error"] is None
 
 

@@ -1,0 +1,118 @@
+"""How a model is quantized: the bits and the grid of every matrix, and what they take on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import EMBEDDING, HEAD, matrix_shapes
+from sportsllm.models.size import BLOCK_SIZES, quantized_bytes
+from sportsllm.storage.packed_weights import BITS, ROW_BITS, stored_bits
+
+HEAD_BITS = (4, 8, 32)
+UNPACKED = 32
+"""Bits of a matrix that stays float32."""
+
+
+class Granularity(Enum):
+    """Which numbers of a matrix share a scale."""
+
+    BLOCK = "block"
+    PER_CHANNEL = "channel"
+
+
+class GridSpec(NamedTuple):
+    """The grid of one matrix: bits of a whole number, numbers that share a scale, and whether zero is in the middle.
+
+    `bits` is 4 or 8, or ROW_BITS where the matrix has one block a row: numbers of reduced range, stored in bytes.
+    """
+
+    bits: int
+    block_size: int
+    symmetric: bool
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """Bits and grid of every matrix.
+
+    Attributes:
+        bits: of the layers' matrices, 4 or 8.
+        block_size: numbers that share a scale, of all matrices that are stored in blocks.
+        head_bits: of embedding and head; 32 leaves them alone.
+        symmetric: zero in the middle of the range, or a zero point a block.
+        modules: bits of single matrices of the layers, by name, where they are others.
+        granularity: of the layers' matrices; PER_CHANNEL is for 8 bits, and the runtime multiplies whole numbers.
+    """
+
+    bits: int = 4
+    block_size: int = 32
+    head_bits: int = 8
+    symmetric: bool = True
+    modules: Mapping[str, int] = field(default_factory=dict)
+    granularity: Granularity = Granularity.BLOCK
+
+    def __post_init__(self) -> None:
+        for flag, value, known in (
+            ("--bits", self.bits, BITS),
+            ("--block-size", self.block_size, BLOCK_SIZES),
+            ("--head-bits", self.head_bits, HEAD_BITS),
+        ):
+            if value not in known:
+                raise UsageError(f"{flag} is {value}; choose one of {', '.join(map(str, known))}")
+        if self.per_channel and self.bits != 8:
+            raise UsageError(f"--per-row is a form of INT8, not of --bits {self.bits}; add --bits 8")
+        if self.per_channel and not self.symmetric:
+            raise UsageError("--per-row has no zero points; leave --asymmetric out")
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether a row of the layers' matrices has a single scale."""
+        return self.granularity is Granularity.PER_CHANNEL
+
+    def bits_for(self, module: str) -> int:
+        """Bits of a matrix, for example of `model.layers.0.mlp.up_proj`."""
+        return self.head_bits if module in (EMBEDDING, HEAD) else self.modules.get(module, self.bits)
+
+    def grid_for(self, module: str, columns: int) -> GridSpec:
+        """The grid of a matrix with this many columns that is packed."""
+        if self.per_channel and module not in (EMBEDDING, HEAD):
+            return GridSpec(ROW_BITS, columns, self.symmetric)
+        return GridSpec(self.bits_for(module), self.block_size, self.symmetric)
+
+    def bytes_for(self, module: str, rows: int, columns: int) -> int:
+        """What a matrix takes on disk, scales and zero points counted."""
+        if self.bits_for(module) == UNPACKED:
+            return 4 * rows * columns
+        grid = self.grid_for(module, columns)
+        return quantized_bytes(rows, columns, stored_bits(grid.bits), grid.block_size, not grid.symmetric)
+
+    def record(self) -> dict[str, Any]:
+        """For manifests, config.json and results."""
+        return {
+            "bits": self.bits,
+            "per_row": self.per_channel,
+            "block_size": self.block_size,
+            "head_bits": self.head_bits,
+            "symmetric": self.symmetric,
+        }
+
+
+def matrix_bytes(model: ModelConfig, config: QuantizationConfig, layers_only: bool = False) -> int:
+    """Bytes of all matrices of a model, scales and zero points counted."""
+    shapes = matrix_shapes(model, layers_only)
+    return sum(config.bytes_for(name, *shape) for name, shape in shapes.items())
+
+
+def matrix_weights(model: ModelConfig, layers_only: bool = False) -> int:
+    """Numbers in all matrices of a model."""
+    return sum(rows * columns for rows, columns in matrix_shapes(model, layers_only).values())
+
+
+def bits_per_weight(model: ModelConfig, config: QuantizationConfig) -> float:
+    """Bits that a number of the layers' matrices takes on average, scales and zero points counted."""
+    return 8 * matrix_bytes(model, config, layers_only=True) / matrix_weights(model, layers_only=True)
