@@ -11,7 +11,7 @@ from compress.quantization.config import QuantizationConfig, bits_per_weight, ma
 from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget, choose_bits, measure_groups
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from compress.quantization.run import CalibrationText, quantize
-from export.export import run_export
+from export.export import ExportOptions, export_checkpoint
 from sportsllm.errors import UsageError
 from sportsllm.models.kinds import matrix_shapes
 from tests.support.models import tiny_config, tiny_model
@@ -80,7 +80,7 @@ def test_the_stage_keeps_the_budget_and_its_export_is_faithful(
     for group in result["sensitivity"]:
         assert {bits[name] for name in group["modules"]} == {group["bits"]}
     assert set(bits.values()) == {4, 8}
-    assert run_export(tmp_path / "out", tmp_path / "onnx", threads=1)["parity"]["passed"]
+    assert export_checkpoint(tmp_path / "out", tmp_path / "onnx", ExportOptions(threads=1))["parity"]["passed"]
 
 
 def test_a_size_counts_everything(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
