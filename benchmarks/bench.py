@@ -11,6 +11,7 @@ from benchmarks.devices.load import load_device
 from benchmarks.measure.bench import BenchRequest, BenchResult, run_bench
 from benchmarks.measure.process import ChildFailure
 from benchmarks.measure.roofs import machine_roofs
+from benchmarks.predict.latency import predict_directory
 from benchmarks.runtimes.compare import measure_against, turn_depths
 from benchmarks.runtimes.options import Runtime
 from sportsllm.errors import UsageError
@@ -64,7 +65,7 @@ def bench_model(
     result.figures["roofs"] = machine_roofs(device, bandwidth, on_device)
     result.bits_per_byte, result.teacher_bits_per_byte = own, reference
     figures = {**result.figures, "quality_loss_percent": result.quality_loss_percent}
-    result.budget = judge_budget(device, figures, result.config, request.directory, on_device)
+    result.budget = judge_budget(device, figures, result.config, request.directory, on_device, predict_directory)
     return result
 
 

@@ -45,13 +45,9 @@ def plan(
     ] = 32,
     head_bits: Annotated[int, typer.Option(metavar="N", help="Bits of embedding and head at int8 and int4.")] = 8,
     kv_cache: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="Format of the key/value cache in predictions: fp32, fp16 or int8.",
-            show_default="the device's own",
-        ),
-    ] = None,
+        str,
+        typer.Option(metavar="FORMAT", help="Format of the key/value cache in predictions: fp32 or int8."),
+    ] = "fp32",
     optimizer: flags.Optimizer = None,
     precision: flags.Precision = None,
 ) -> dict[str, Any]:
@@ -86,7 +82,8 @@ def devices(
 ) -> dict[str, Any]:
     """List the device budgets, or explain one with the source of every figure."""
     from benchmarks.console_tables import print_device, print_devices
-    from benchmarks.devices.load import is_this_machine, list_devices, load_device
+    from benchmarks.devices.load import list_devices, load_device
+    from benchmarks.devices.recognise import is_this_machine
     from benchmarks.labels import LIMITS
     from sportsllm.console import output
 
@@ -131,7 +128,7 @@ def calibrate(
         ),
     ] = 3,
 ) -> dict[str, Any]:
-    """Measure this machine, in one to three minutes, and write it as a device file."""
+    """Time small models here, in about two minutes, and write this machine as a device file."""
     from benchmarks.console_tables import print_calibration
     from benchmarks.predict.calibrate import run_calibrate
     from sportsllm.console import output

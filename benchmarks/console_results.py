@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.console_tables import reliability_line, table
+from benchmarks.console_tables import band, reliability_line, table
 from benchmarks.labels import LIMITS, MISSING, RATIOS, number, short_depth, with_unit
 from benchmarks.measure.summary import noise_reasons
 from benchmarks.search.candidates import EQUAL_PERCENT
@@ -210,7 +210,7 @@ def print_fit(console: Console, result: Mapping[str, Any]) -> None:
     tried = [one for one in result["candidates"] if one["measured"] or one["bits_per_byte"] is not None]
     tried.sort(key=lambda one: (one["bits_per_byte"] is None, one["bits_per_byte"] or 0.0))
     shown = [*tried, *(one for one in result["candidates"] if one not in tried)][:_CANDIDATES_SHOWN]
-    rows = [_candidate(one, one["name"] == result["chosen"]) for one in shown]
+    rows = [_candidate(one, one["name"] == result["chosen"], result["band"]) for one in shown]
     console.print(table(headers, rows, (0, len(headers) - 1)))
     console.print(_choice(result), markup=False)
     if bench := result.get("bench"):
@@ -218,13 +218,18 @@ def print_fit(console: Console, result: Mapping[str, Any]) -> None:
         console.print(f"{result['out']}: made by {result['line']}", markup=False)
 
 
-def _candidate(one: Mapping[str, Any], chosen: bool) -> list[str]:
+def _candidate(one: Mapping[str, Any], chosen: bool, factors: Mapping[str, float]) -> list[str]:
     quality = MISSING if one["bits_per_byte"] is None else f"{one['bits_per_byte']:.4f}"
     cells = [one["name"], f"{one['parameters']:,}", number(one["estimated_loss_percent"]), quality]
     for name in _CANDIDATE_FIGURES:
         predicted, measured = one["predicted"].get(name), (one["measured"] or {}).get(name)
-        known = predicted if measured is None else measured
-        cells.append(MISSING if known is None else f"{number(known)} {'p' if measured is None else 'm'}")
+        if measured is not None:
+            cells.append(f"{number(measured)} m")
+        elif predicted is not None:
+            factor = factors.get(name, 1.0)
+            cells.append(f"{band(predicted / factor, predicted * factor)} p")
+        else:
+            cells.append(MISSING)
     return [*cells, "chosen" if chosen else "yes" if one["within"] else "no"]
 
 

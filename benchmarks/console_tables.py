@@ -9,11 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.devices.figures import Fact, Figure
-from benchmarks.devices.schema import Device
+from benchmarks.devices.schema import Device, Quantity, SourcedText
 from benchmarks.labels import LIMITS
-from benchmarks.predict.coefficients import Efficiency
-from benchmarks.predict.latency import reliability
+from benchmarks.predict.coefficients import reliability
 
 _LIMIT_TITLES = tuple(limit.title for limit in LIMITS.values())
 
@@ -91,16 +89,17 @@ def _print_predictions(console: Console, result: Mapping[str, Any]) -> None:
         (
             row["precision"],
             f"{row['depth']:,}",
-            f"{row['ttft_ms']:,.0f}",
-            f"{row['tpot_ms']:.2f}",
-            f"{1000 / row['tpot_ms']:,.0f}",
-            megabytes(row["peak_rss_bytes"]),
+            band(row["ttft_ms_low"], row["ttft_ms_high"]),
+            band(row["tpot_ms_low"], row["tpot_ms_high"]),
+            band(1000 / row["tpot_ms_high"], 1000 / row["tpot_ms_low"]),
+            band(row["peak_rss_bytes_low"] / 1e6, row["peak_rss_bytes_high"] / 1e6),
         )
         for row in result["predicted"]
     ]
-    prompt = result["predicted"][0]["prompt_tokens"]
-    headers = ("precision", "depth", f"TTFT({prompt}) ms", "TPOT ms", "tokens/s", "peak MB")
-    console.print(table(headers, rows, title=f"predicted on {result['device']} (nothing was run)"))
+    if rows:  # in a very short context no step is timed
+        prompt = result["predicted"][0]["prompt_tokens"]
+        headers = ("precision", "depth", f"TTFT({prompt}) ms", "TPOT ms", "tokens/s", "peak MB")
+        console.print(table(headers, rows, title=f"predicted on {result['device']} (the model was not run)"))
     budgets = [
         (precision, "fits" if budget["passed"] else "misses", *map(_judged, budget["limits"]))
         for precision, budget in result["predicted_budget"].items()
@@ -112,24 +111,27 @@ def _print_predictions(console: Console, result: Mapping[str, Any]) -> None:
 
 def _judged(limit: Mapping[str, Any]) -> str:
     value = "?" if limit["value"] is None else f"{limit['value']:,.4g}"
+    if limit["source"] == "predicted":
+        value = band(limit["low"], limit["high"])
     return f"{'!' if limit['passed'] is False else ''}{value} [{limit['limit']:,g}]"
 
 
+def band(low: float, high: float) -> str:
+    """The two ends of a prediction, such as 0.41-0.62; one number where they are equal."""
+    ends = [f"{value:,.0f}" if value >= 100 else f"{value:.2g}" for value in (low, high)]
+    return ends[0] if ends[0] == ends[1] else "-".join(ends)
+
+
 def reliability_line(efficiency: Mapping[str, Any]) -> str:
-    """How far predictions are off, as `benchmarks.predict.latency.reliability` gives it, in one sentence."""
-    error = efficiency["error"]
-    made_with = f"{efficiency['source']}, {efficiency['date']}, {efficiency['kind']}"
-    if error is None:
-        return f"Error of these predictions: not measured (efficiencies: {made_with})."
-    parts = []
-    for name, words in (("decode", "time per token"), ("ttft", "first token"), ("memory", "memory")):
-        median, largest = error[f"{name}_median_percent"], error[f"{name}_largest_percent"]
-        known = median is not None and largest is not None
-        parts.append(f"{words} {median:.0f}% (at most {largest:.0f}%)" if known else f"{words} not measured")
-    where = "" if efficiency["own"] else ", another machine: no error is known for this one"
+    """What the bands mean, from `benchmarks.predict.coefficients.reliability`, in one or two sentences."""
+    factors = efficiency["band"]
+    words = {"tpot": "time per token", "ttft": "first token", "memory": "memory"}
+    parts = ", ".join(f"{factors[name]:g} ({meaning})" for name, meaning in words.items())
+    meaning = "hold 90% of measured figures" if factors["measured"] else "are estimates"
+    advice = "" if efficiency["own"] else " `calibrate` measures the coefficients of the machine it runs on."
     return (
-        f"Error of such predictions, median (largest): {', '.join(parts)}; {error['combinations']} combinations that "
-        f"were not fitted, on {error['machine']}, {error['date']}{where}. Efficiencies: {made_with}."
+        f"Bands {meaning}: a factor, either way, of {parts}; {factors['source']}. "
+        f"Coefficients: {efficiency['source']}, {efficiency['date']}, {efficiency['kind']}.{advice}"
     )
 
 
@@ -149,58 +151,46 @@ def print_devices(console: Console, devices: Sequence[Device], here: Sequence[st
 
 
 def print_calibration(console: Console, result: Mapping[str, Any]) -> None:
-    """What `calibrate` measured, where it stands, and what it could not read."""
-    curve = [(size, f"{speed:,.1f}") for size, speed in result["bandwidth_gb_per_s"].items()]
-    console.print(table(("working set MB", "GB/s"), curve, title="memory bandwidth"))
-    rates = [
-        (form.replace("_", " "), *(f"{rate:,.4g}" for rate in by_rows.values()))
-        for form, by_rows in result["gop_per_s"].items()
-    ]
-    rows = next(iter(result["gop_per_s"].values()))
-    console.print(table(("form", *(f"{count} rows" for count in rows)), rates, title="products, GOP/s"))
+    """The coefficients that `calibrate` fitted, and where the file lies."""
+    console.print(table(("coefficient", "value"), _coefficients(result["coefficients"])))
     if not result["clean"]:
         used = f"{result['other_cpu_cores']:.1f} cores"
-        console.print(f"noisy: other programs used up to {used}; repeat it on a quiet machine", style="yellow")
-    absent = f"; cannot be read here: {', '.join(result['absent'])}" if result["absent"] else ""
+        console.print(f"noisy: other programs used up to {used}; run it again on a quiet machine", style="yellow")
     made = f"{result['out']}: device {result['device']}, {result['threads']} threads"
-    took = f"limits of {result['limits_from']}, {result['seconds']:.0f} s"
-    console.print(f"\n{made}, {took}{absent}", markup=False)
+    console.print(f"\n{made}, limits of {result['limits_from']}, {result['seconds']:.0f} s", markup=False)
 
 
 def print_device(console: Console, device: Device) -> None:
     """Everything a device file says."""
     console.print(Text(device.title, style="bold"))
     console.print(device.description.strip(), markup=False)
-    figures = [(name, getattr(device.hardware, name)) for name in type(device.hardware).model_fields]
-    rows = [_evidence(name.replace("_", " "), figure) for name, figure in figures if isinstance(figure, Figure | Fact)]
-    rows += [
-        _evidence(f"bandwidth, {figure.working_set_mb:,g} MB read again and again", figure)
-        for figure in device.hardware.bandwidth_by_working_set
-    ]
+    rows = [_evidence(name.replace("_", " "), each) for name, each in device.hardware or () if each is not None]
     rows += [_evidence(published.what, published) for published in device.published]
     headers = ("figure", "value", "kind", "date", "source")
-    console.print(table(headers, rows, range(5), "figures", ratios=(3, 2, 1, 1, 5)))
-    if device.efficiency is not None:
-        console.print(table(("share or cost", "value"), _efficiency(device.efficiency), (0, 1), "efficiency"))
-    console.print(f"\n{reliability_line(reliability(device))}", markup=False)
+    if device.hardware is not None:
+        console.print(table(headers, rows, range(5), "figures", ratios=(3, 2, 1, 1, 5)))
+    if device.coefficients is not None:
+        fitted = _coefficients(device.coefficients.model_dump(mode="json"))
+        console.print(table(("coefficient", "value"), fitted, title="coefficients of predictions"))
+    if device.hardware is not None:
+        console.print(f"\n{reliability_line(reliability(device))}", markup=False)
     limits = device.limits
     allowed = [(name, f"{getattr(limits, name):,g} {limit.unit}", limit.note) for name, limit in LIMITS.items()]
     console.print(table(("limit", "at most", "measured"), allowed, (0, 1, 2), "limits (1 MB = 10^6 bytes)"))
     console.print(f"\n{limits.reason}\n{limits.source}, {limits.date}.", markup=False)
 
 
-def _efficiency(efficiency: Efficiency) -> list[tuple[str, str]]:
+def _coefficients(coefficients: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
-    for name, value in efficiency.model_dump(exclude={"source", "date", "kind", "error"}, exclude_none=True).items():
-        words = name.replace("_", " ")
-        if isinstance(value, dict):
-            rows += [(f"{words}, {form.replace('_', ' ')}", f"{share:,.3g}") for form, share in value.items()]
-        else:
-            rows.append((words, value if isinstance(value, str) else f"{value:,.3g}"))
+    for name, value in coefficients.items():
+        if isinstance(value, float | int):
+            rows.append((name, f"{value:,.3g}"))
+        elif isinstance(value, dict) and name != "band":
+            rows += [(f"{name}, {each}", f"{number:,.3g}") for each, number in value.items()]
     return rows
 
 
-def _evidence(name: str, figure: Any) -> tuple[str, str, str, str, str]:
-    value = f"{figure.value:,g} {figure.unit}" if isinstance(figure, Figure) else str(figure.value)
+def _evidence(name: str, figure: Quantity | SourcedText) -> tuple[str, str, str, str, str]:
+    value = f"{figure.value:,g} {figure.unit}" if isinstance(figure, Quantity) else str(figure.value)
     source = f"{figure.source} ({figure.note})" if figure.note else figure.source
     return name, value, figure.kind, str(figure.date), source

@@ -128,7 +128,7 @@ def test_the_device_modules_need_no_torch() -> None:
         "import sys\nimport export.runtime, sportsllm.inference.sampling, sportsllm.inference.evaluate\n"
         "import sportsllm.storage.artifact, sportsllm.text.documents, sportsllm.text.tokenizer\n"
         "import benchmarks.measure.bench, benchmarks.measure.worker\n"
-        "import benchmarks.predict.calibrate, benchmarks.predict.probes, benchmarks.console_tables\n"
+        "import benchmarks.predict.calibrate, benchmarks.predict.small_models, benchmarks.console_tables\n"
         "print(sorted({'torch', 'onnx', 'onnx_ir', 'safetensors'} & set(sys.modules)))"
     )
     assert run(code).strip() == "[]"

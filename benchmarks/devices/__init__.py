@@ -1,1 +1,1 @@
-"""Device files: their schema, reading and writing them, recognising a machine, judging limits."""
+"""Device files, recognising this machine, and judging limits. Imports no other room."""

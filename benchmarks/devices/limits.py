@@ -1,21 +1,130 @@
-"""Hold a measured model to a device's budget: by the measurement on the device itself, else by the prediction."""
+"""Judge a model by a device's limits: for `bench`, `plan` and `fit` alike.
+
+A limit is kept, missed or unknown: unknown where there is no figure, or where the model's context is too short for
+the tokens that the limit speaks of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from benchmarks.devices.load import is_this_machine, judge
-from benchmarks.devices.schema import Device
-from benchmarks.measure.bandwidth_bound import budget_depth
-from benchmarks.predict.latency import DEEPEST_LEAVES, predict_figures, reliability
-from benchmarks.predict.model_size import packed_as, stored_form
+from benchmarks.devices.recognise import is_this_machine
+from benchmarks.devices.schema import Device, Limits
+from benchmarks.labels import LIMITS
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 
-# Facts about the files, the same wherever they are measured.
-MACHINE_INDEPENDENT = ("file_mb", "quality_loss_percent")
+TIMED_STEPS = 148
+"""Tokens decoded after a depth to time it, 20 of them to warm up: the deepest depth leaves room for them."""
+MACHINE_INDEPENDENT = ("file_mb", "quality_loss_percent")  # figures of the files themselves
+
+Figures = Mapping[str, float | None]
+
+
+class Lengths(NamedTuple):
+    """Tokens at which a model is held to the limits; None where its context is too short."""
+
+    ttft_prompt: int | None
+    tpot_depth: int | None
+    memory_context: int
+
+
+def limit_lengths(limits: Limits, context: int) -> Lengths:
+    """Where the figures for the limits are taken, for a model with a context of `context` tokens.
+
+    The time per token is that of the deepest step there is room for, at most the limit's depth; memory is that of a
+    full context, at most the limit's. A shorter prompt than the limit's says nothing about it.
+    """
+    deepest = context - TIMED_STEPS
+    return Lengths(
+        ttft_prompt=limits.ttft_prompt_tokens if limits.ttft_prompt_tokens <= context else None,
+        tpot_depth=min(limits.tpot_depth_tokens, deepest) if deepest >= 1 else None,
+        memory_context=min(limits.memory_context_tokens, context),
+    )
+
+
+def depths_that_fit(context: int, depths: Iterable[int] = (32, 512)) -> list[int]:
+    """The depths, in tokens, that leave room for timed steps, and the deepest of all; none in a very short context."""
+    deepest = context - TIMED_STEPS
+    return sorted({depth for depth in (*depths, deepest) if 1 <= depth <= deepest})
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predictions by the limits' names.
+
+    Attributes:
+        figures: by limit; None where unknown.
+        band: factors, either way, that hold 90% of such predictions; 1 where a figure is computed exactly.
+        made_with: the coefficients' source and band, for the result.
+    """
+
+    figures: Figures
+    band: Mapping[str, float] = field(default_factory=dict)
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+
+    def known(self) -> dict[str, float]:
+        """The figures that are not None."""
+        return {name: value for name, value in self.figures.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class LimitResult:
+    """One limit, its figure, and the ends of a prediction's band; None where there is no figure."""
+
+    name: str
+    limit: float
+    value: float | None
+    unit: str
+    passed: bool | None
+    source: Literal["measured", "predicted"] | None
+    low: float | None = None
+    high: float | None = None
+
+
+def misses(figures: Figures, device: Device) -> dict[str, float]:
+    """The limits that known figures miss, with value / limit. A value equal to its limit keeps it."""
+    found = {}
+    for name in LIMITS:
+        value, limit = figures.get(name), getattr(device.limits, name)
+        if value is not None and not value <= limit:  # NaN keeps no limit
+            found[name] = value / limit
+    return found
+
+
+def judge(device: Device, measured: Figures, predicted: Predicted | None = None) -> dict[str, Any]:
+    """Compare figures with a device's limits.
+
+    Args:
+        device: the budget.
+        measured: values by the limit's name (`file_mb`, `ttft_ms`, ...); absent or None is unknown.
+        predicted: values that stand in where nothing was measured.
+
+    Returns:
+        `device`, `limits` (a `LimitResult` each, as a dict) and `passed`: no known figure misses its limit.
+
+    Raises:
+        ValueError: a figure that no limit has.
+    """
+    predicted, results = predicted or Predicted({}), []
+    if unknown := (set(measured) | set(predicted.figures)) - set(LIMITS):
+        raise ValueError(f"no limit is called {sorted(unknown)}; the limits are {list(LIMITS)}")
+    for name, words in LIMITS.items():
+        limit, value = float(getattr(device.limits, name)), measured.get(name)
+        if value is not None:
+            results.append(LimitResult(name, limit, value, words.unit, not misses({name: value}, device), "measured"))
+        elif (value := predicted.figures.get(name)) is not None:
+            factor = predicted.band.get(name, 1.0)
+            ends = {"low": value / factor, "high": value * factor}
+            passed = not misses({name: value}, device)
+            results.append(LimitResult(name, limit, value, words.unit, passed, "predicted", **ends))
+        else:
+            results.append(LimitResult(name, limit, None, words.unit, None, None))
+    kept = all(each.passed is not False for each in results)
+    return {"device": device.name, "limits": [asdict(each) for each in results], "passed": kept}
 
 
 def check_on_device(device: Device, on_device: bool) -> None:
@@ -32,73 +141,50 @@ def check_on_device(device: Device, on_device: bool) -> None:
 
 
 def judge_budget(
-    device: Device, result: Mapping[str, Any], config: ModelConfig, directory: Path, on_device: bool
+    device: Device,
+    result: Mapping[str, Any],
+    config: ModelConfig,
+    directory: Path,
+    on_device: bool,
+    predict: Callable[[Device, ModelConfig, Path], Predicted] | None = None,
 ) -> dict[str, Any]:
-    """The `budget` part of a bench result.
+    """The `budget` part of a bench result: by the measurement on the device itself, else by the prediction.
 
     Args:
         device: the budget.
         result: figures as `run_bench` collects them.
         config: the model's shape.
-        directory: the model's files, for the form its weights are stored in.
+        directory: the model's files.
         on_device: this machine is the device, whether it is recognised or not.
+        predict: makes the predictions for another device; without it only the files' own figures are known there.
 
     Returns:
-        `device`, `limits` (one record each; `value` and `passed` are None where nothing is known), `passed`
-        (no known figure misses), `complete` (every limit had a figure), `tpot_depth_tokens`, which a short context
-        makes less than the limits', and `decided_by`; where that is the prediction, `efficiency` says what it was made
-        with and how far such predictions were off.
+        The keys of `judge`, `complete` (every limit had a figure), `tpot_depth_tokens`, `decided_by`, `measured_here`,
+        and `efficiency`, what a prediction that decides was made with.
     """
-    measured = measured_figures(device, result)
+    lengths = limit_lengths(device.limits, config.max_position_embeddings)
+    measured = measured_figures(result, lengths)
     here = on_device or is_this_machine(device)
-    if here:
-        outcome = judge(device.limits, measured)
-    else:
-        facts = {name: measured[name] for name in MACHINE_INDEPENDENT}
-        outcome = judge(device.limits, facts, predicted_figures(device, config, directory))
+    predicted = None if here or predict is None else predict(device, config, directory)
+    outcome = judge(device, measured if here else {name: measured[name] for name in MACHINE_INDEPENDENT}, predicted)
     return {
-        **({} if here else {"efficiency": reliability(device)}),
-        **outcome.as_dict(device.name),
-        "complete": outcome.complete,
-        "tpot_depth_tokens": _depth(result),
+        **({} if predicted is None else {"efficiency": dict(predicted.made_with)}),
+        **outcome,
+        "complete": all(limit["passed"] is not None for limit in outcome["limits"]),
+        "tpot_depth_tokens": lengths.tpot_depth or 0,
         "decided_by": "measurement" if here else "prediction",
         "measured_here": measured,
     }
 
 
-def measured_figures(device: Device, result: Mapping[str, Any]) -> dict[str, float | None]:
-    """A bench result's figures by the budget's names; None where the model cannot give one.
-
-    A context with no room for the depth of the limits gives the time per token at the deepest that was measured.
-    """
-    limits = device.limits
-    per_token = result["tpot_ms"].get(str(_depth(result)), {})
+def measured_figures(result: Mapping[str, Any], lengths: Lengths) -> dict[str, float | None]:
+    """A bench result's figures by the limits' names; None where the context is too short for one."""
+    per_token = result["tpot_ms"].get(str(lengths.tpot_depth), {})
     return {
         "file_mb": result["file_bytes"] / 1e6,
         "peak_memory_mb": result["peak_rss_bytes"] / 1e6,
-        "ttft_ms": result["ttft_ms"].get(str(limits.ttft_prompt_tokens)),
+        "ttft_ms": result["ttft_ms"].get(str(lengths.ttft_prompt)),
         "tpot_p50_ms": per_token.get("p50"),
         "tpot_p95_ms": per_token.get("p95"),
         "quality_loss_percent": result["quality_loss_percent"],
     }
-
-
-def _depth(result: Mapping[str, Any]) -> int:
-    """Tokens that a result's time per token for the budget stands behind; 0 where it has none."""
-    return budget_depth(int(depth) for depth in result["tpot_ms"])
-
-
-def predicted_figures(device: Device, config: ModelConfig, directory: Path) -> dict[str, float | None]:
-    """Predictions by the budget's names; None where the model's context is too short for what a limit asks.
-
-    Of NF4 no more than the file's size: its operator unpacks every matrix anew, which the roofline does not describe.
-    """
-    figures: dict[str, float | None] = dict(predict_figures(config, device, stored_form(directory)))
-    if packed_as(directory).get("method") == "nf4":
-        return dict.fromkeys(figures) | {"file_mb": figures["file_mb"]}
-    context, limits = config.max_position_embeddings, device.limits
-    if context < limits.ttft_prompt_tokens:
-        figures["ttft_ms"] = None
-    if context <= DEEPEST_LEAVES:
-        figures["tpot_p50_ms"] = figures["tpot_p95_ms"] = None
-    return figures

@@ -1,96 +1,160 @@
-"""What a device file may say: the figures of a device, each with its evidence, and the limits of a budget.
+"""What a device file holds: hardware figures, each with its evidence, coefficients of predictions, and limits.
 
-Every figure carries its value, unit, source, date and kind. `date` is the day the source was published or the
-measurement made (the first day where only a month or a year is known), and where that is not known the day it
-was read. 1 MB = 10^6 bytes everywhere.
+`date` is the day the source was published or the measurement made (the first day where only a month or a year is
+known), else the day it was read. 1 MB = 10^6 bytes everywhere.
 """
 
 from __future__ import annotations
 
 from datetime import date
-from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from benchmarks.devices.figures import (
-    Bandwidth,
-    BandwidthAt,
-    Clock,
-    Cores,
-    Fact,
-    Figure,
-    FloatRate,
-    IntegerRate,
-    Memory,
-    Overhead,
-    Power,
-    Published,
-    Share,
-    Strict,
-    Text,
-)
-from benchmarks.predict.coefficients import Efficiency
+FORMAT = 7
 
-__all__ = ["FORMAT", "LIMIT_UNITS", "Device", "Figure", "Hardware", "Limits", "Published", "Recognise"]
-
-FORMAT = 6
-"""2 added `efficiency`, `hardware.bandwidth_by_working_set`, `recognise.processor` and `recognise.instruction_set`, and
-made `hardware.power` optional; 3 counts outputs and scores in the rates of `efficiency`, 4 adds
-reading and multiplying up for one row, 5 has a share of the bandwidth for each form, and tells apart what caches hold
-of a model and what growing caches and standard operators cost."""
-EFFICIENCY_FORMAT = 4
-"""The first whose `efficiency` means what it does now."""
-
-LIMIT_UNITS = {
-    "file_mb": "MB",
-    "peak_memory_mb": "MB",
-    "ttft_ms": "ms",
-    "tpot_p50_ms": "ms",
-    "tpot_p95_ms": "ms",
-    "quality_loss_percent": "%",
+HARDWARE_RANGES = {
+    "memory_total": ("MB", 16, 4e6),
+    "memory_usable": ("MB", 16, 4e6),
+    "cores": ("cores", 1, 100_000),
+    "clock": ("GHz", 0.1, 10),
+    "memory_bandwidth": ("GB/s", 0.1, 20_000),
+    "int8_matmul_rate": ("GOP/s", 1, 1e7),
+    "fp32_matmul_rate": ("GFLOP/s", 1, 1e7),
+    "power": ("W", 0.1, 2_000),
+    "bandwidth_share": ("share", 0.01, 1),
+    "layer_overhead": ("us", 0, 100_000),
 }
+"""Unit, lowest and highest value of each hardware figure; outside this range a unit was mistaken."""
+
+Kind = Literal["spec", "measured", "estimated"]
+Text = Annotated[str, Field(min_length=1)]
+WeightFormat = Literal["fp32", "fp16", "int8", "int4", "int8_rows"]
+"""`int8` and `int4` have a scale for each block of weights (MatMulNBits), `int8_rows` one for each row."""
+CacheFormat = Literal["fp32", "int8"]
+Rate = Annotated[float, Field(ge=1e-3, le=1e7)]
+Copies = Annotated[float, Field(ge=0.1, le=10)]
+Microseconds = Annotated[float, Field(ge=0, le=100_000)]
+Factor = Annotated[float, Field(ge=1, le=10)]
+
+
+class Strict(BaseModel):
+    """Part of a device file: unknown fields and numbers written as text are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Quantity(Strict):
+    """A number that somebody can check: `kind` says whether it is specified, measured or estimated."""
+
+    value: float
+    unit: Text
+    source: Text
+    date: date
+    kind: Kind
+    note: str = ""
+
+
+class SourcedText(Strict):
+    """A text with the same evidence as a quantity."""
+
+    value: Text
+    source: Text
+    date: date
+    kind: Kind
+    note: str = ""
+
+
+class Published(Quantity):
+    """A result somebody measured on this device, to check predictions against."""
+
+    what: Text
 
 
 class Hardware(Strict):
     """The figures that predictions are made from.
 
-    `memory_usable` is what a model may take beside the system. `memory_bandwidth` is that beyond every cache, and
-    `bandwidth_by_working_set`, where known, what smaller working sets reach. The matmul rates are the processor's
-    peaks; in a file that `calibrate` wrote the highest that an operator of the runtime reached.
-    `bandwidth_share` (of the bandwidth, beside multiplying) and `layer_overhead` (time a layer adds to each token)
-    replace the defaults of `benchmarks.predict.coefficients` where they are known for the device.
+    `memory_usable` is what a model may take beside the system. The bandwidth is that beyond every cache, and the
+    matmul rates are the processor's peaks. `bandwidth_share` (of the bandwidth, reading weights) and `layer_overhead`
+    (of a layer, for each token) replace those of `benchmarks.predict.coefficients` where the device's are known.
     """
 
-    memory_total: Memory
-    memory_usable: Memory
-    cores: Cores
-    clock: Clock | None = None
-    instruction_set: Fact
-    memory_bandwidth: Bandwidth
-    int8_matmul_rate: IntegerRate
-    fp32_matmul_rate: FloatRate
-    power: Power | None = None
-    bandwidth_share: Share | None = None
-    layer_overhead: Overhead | None = None
-    bandwidth_by_working_set: tuple[BandwidthAt, ...] = Field(default=(), strict=False)
+    memory_total: Quantity
+    memory_usable: Quantity
+    cores: Quantity
+    clock: Quantity | None = None
+    instruction_set: SourcedText
+    memory_bandwidth: Quantity
+    int8_matmul_rate: Quantity
+    fp32_matmul_rate: Quantity
+    power: Quantity | None = None
+    bandwidth_share: Quantity | None = None
+    layer_overhead: Quantity | None = None
+
+    @field_validator(*HARDWARE_RANGES)
+    @classmethod
+    def _in_range(cls, quantity: Quantity | None, info: ValidationInfo) -> Quantity | None:
+        unit, low, high = HARDWARE_RANGES[str(info.field_name)]
+        if quantity is not None and quantity.unit != unit:
+            raise ValueError(f"is in {quantity.unit!r}; give it in {unit}")
+        if quantity is not None and not low <= quantity.value <= high:
+            raise ValueError(f"{quantity.value:g} {unit} is not between {low:g} and {high:g}")
+        return quantity
 
     @field_validator("memory_usable")
     @classmethod
-    def _part_of_total(cls, figure: Figure, info: ValidationInfo) -> Figure:
+    def _part_of_total(cls, quantity: Quantity, info: ValidationInfo) -> Quantity:
         total = info.data.get("memory_total")
-        if total is not None and figure.value > total.value:
-            raise ValueError(f"{figure.value:g} MB is more than memory_total, {total.value:g} MB")
-        return figure
+        if total is not None and quantity.value > total.value:
+            raise ValueError(f"{quantity.value:g} MB is more than memory_total, {total.value:g} MB")
+        return quantity
 
-    @field_validator("bandwidth_by_working_set")
-    @classmethod
-    def _sizes_rise(cls, figures: tuple[BandwidthAt, ...]) -> tuple[BandwidthAt, ...]:
-        sizes = [figure.working_set_mb for figure in figures]
-        for smaller, larger in pairwise(sizes):
-            if larger <= smaller:
-                raise ValueError(f"working_set_mb {larger:g} follows {smaller:g}: working sets must rise")
-        return figures
+
+class Band(Strict):
+    """The factor, either way, that holds 90% of predictions: 1.3 means from value / 1.3 to value * 1.3.
+
+    `source` says where the factors come from, and `measured` whether they do from measurements.
+    """
+
+    tpot: Factor
+    ttft: Factor
+    memory: Factor
+    source: Text
+    measured: bool
+
+
+class Coefficients(Strict):
+    """What a runtime reaches on a device, for the formulas of `benchmarks.predict.latency`.
+
+    Attributes:
+        weights_gb_per_s: weights read and multiplied by one row, by their format.
+        cache_gb_per_s: keys and values read while decoding, by their format.
+        attention_gmac_per_s: multiply-adds of attention for one new token.
+        pass_us, layer_us: fixed time of a pass through the model, and of each of its layers.
+        standard_layer_us: what a layer of standard ONNX operators takes on top.
+        prefill_gmac_per_s: multiply-adds with many rows, by the weights' format.
+        prefill_attention_gmac_per_s: multiply-adds of attention over a prompt.
+        elementwise_gb_per_s: inputs and outputs of the products of a prompt, which other operators read and write.
+        runtime_mb: the process without weights.
+        weight_copies: memory that weights take at the peak, as a multiple of their bytes in the file.
+        band: how far predictions made with these are off.
+    """
+
+    source: Text
+    date: date
+    kind: Kind
+    weights_gb_per_s: dict[WeightFormat, Rate]
+    cache_gb_per_s: dict[CacheFormat, Rate]
+    attention_gmac_per_s: Rate
+    pass_us: Microseconds
+    layer_us: Microseconds
+    standard_layer_us: Microseconds
+    prefill_gmac_per_s: dict[WeightFormat, Rate]
+    prefill_attention_gmac_per_s: Rate
+    elementwise_gb_per_s: Rate
+    runtime_mb: Annotated[float, Field(ge=1, le=100_000)]
+    weight_copies: dict[WeightFormat, Copies]
+    band: Band
 
 
 class Limits(Strict):
@@ -146,7 +210,7 @@ class Recognise(Strict):
     """How a program running on the device can tell. Everything given must hold; `always` needs nothing.
 
     `device_tree_model` and `android_product` are parts of the names that boards and phones have. `processor` and
-    `instruction_set` are a whole processor's, as `calibrate` found them.
+    `instruction_set` are a processor's whole names, as `calibrate` found them.
     """
 
     always: bool = False
@@ -159,17 +223,17 @@ class Recognise(Strict):
 
 
 class Device(Strict):
-    """One device file."""
+    """One device file. One that is always recognised has no `hardware`: predictions measure this machine instead."""
 
-    format: int = Field(ge=1)
+    format: int
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
     title: Text
     kind: Text
     description: Text
     processor: Literal["cpu", "gpu"]
     recognise: Recognise | None = None
-    hardware: Hardware
-    efficiency: Efficiency | None = None
+    hardware: Hardware | None = Field(default=None, validate_default=True)
+    coefficients: Coefficients | None = None
     published: tuple[Published, ...] = Field(default=(), strict=False)
     limits: Limits
 
@@ -178,29 +242,20 @@ class Device(Strict):
     def _known_format(cls, value: int) -> int:
         if value > FORMAT:
             raise ValueError(f"{value} is newer than this program's {FORMAT}; upgrade sportsllm-compress")
+        if value < FORMAT:
+            raise ValueError(f"{value} is older than this program's {FORMAT}; make the file anew, or with `calibrate`")
         return value
 
     @field_validator("hardware")
     @classmethod
-    def _share_of_reading(cls, hardware: Hardware, info: ValidationInfo) -> Hardware:
-        if hardware.bandwidth_share is not None and info.data.get("format", FORMAT) < EFFICIENCY_FORMAT:
-            raise ValueError(
-                f"bandwidth_share is that of reading beside multiplying since format {EFFICIENCY_FORMAT}; leave it "
-                f"out, or give what it means now and format = {EFFICIENCY_FORMAT}"
-            )
+    def _of_this_device(cls, hardware: Hardware | None, info: ValidationInfo) -> Hardware | None:
+        rule = info.data.get("recognise")
+        always = rule is not None and rule.always
+        if hardware is None and not always and "recognise" in info.data:
+            raise ValueError("is missing; only a device that is always recognised can leave it out")
+        if hardware is not None and always:
+            raise ValueError("has figures of one machine, but every machine is recognised as this one; leave it out")
         return hardware
-
-    @field_validator("efficiency")
-    @classmethod
-    def _said_once(cls, efficiency: Efficiency | None, info: ValidationInfo) -> Efficiency | None:
-        hardware = info.data.get("hardware")
-        if efficiency is not None and info.data.get("format", FORMAT) < EFFICIENCY_FORMAT:
-            raise ValueError("belongs to an older way of predicting; leave it out, or make the file anew: calibrate")
-        if efficiency is not None and hardware is not None:
-            for name in ("bandwidth_share", "layer_overhead"):
-                if getattr(hardware, name) is not None:
-                    raise ValueError(f"hardware.{name} says the same thing again; leave it out beside efficiency")
-        return efficiency
 
     @field_validator("limits")
     @classmethod

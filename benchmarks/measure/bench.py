@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.devices.limits import TIMED_STEPS, depths_that_fit, limit_lengths
 from benchmarks.devices.recognise import processor_name
 from benchmarks.devices.schema import Device
 from benchmarks.measure.bandwidth_bound import bandwidth_bound, budget_depth, bytes_read_per_token
@@ -36,11 +37,8 @@ MOST_ROUNDS = 11
 MEMORY_ROUNDS = 2
 COLD_ROUNDS = 3
 PROMPTS = (128, 512)
-DEPTHS = (32, 512)
-WARM_UP_STEPS = 20
 STEPS = 128  # as llama-bench's tg128
-TIMED_STEPS = WARM_UP_STEPS + STEPS
-"""Tokens of context that timing takes after the depth it is for."""
+WARM_UP_STEPS = TIMED_STEPS - STEPS
 REPEATS = 4  # at least 12 prompts over the rounds
 SECONDS_PER_FIGURE = 0.25
 MEMORY_CONTEXT_TOKENS = 1024
@@ -197,14 +195,13 @@ def short_bench(directory: Path, device: Device, threads: int | None = None) -> 
     Raises:
         ChildFailure: a measuring process crashed, hung or was killed.
     """
-    context, limits = load_config(directory).max_position_embeddings, device.limits
-    prompt, depth = limits.ttft_prompt_tokens, min(limits.tpot_depth_tokens, context - TIMED_STEPS)
+    prompt, depth, memory_context = limit_lengths(device.limits, load_config(directory).max_position_embeddings)
     settings = {
         **_settings(directory, threads or default_threads()),
         **SHORT,
-        "prompts": [prompt] if prompt <= context else [],
-        "depths": [depth] if depth >= 1 else [],
-        "context_tokens": min(limits.memory_context_tokens, context),
+        "prompts": [] if prompt is None else [prompt],
+        "depths": [] if depth is None else [depth],
+        "context_tokens": memory_context,
     }
     speed, memory = (take_turn(_turn(settings, mode), DEFAULT_TIMEOUT_S) for mode in ("speed", "memory"))
     figures = round_figures(speed)
@@ -228,12 +225,6 @@ def prompts_that_fit(context: int, asked: Sequence[int] = ()) -> list[int]:
         if not 0 < prompt <= context:
             raise UsageError(f"--prompt-lengths {prompt}: must be from 1 to the context of {context} tokens")
     return sorted({*asked, *(prompt for prompt in PROMPTS if prompt <= context)})
-
-
-def depths_that_fit(context: int) -> list[int]:
-    """Depths, in tokens, that decoding is measured at: 32, 512 and the last one with room for every step."""
-    deepest = context - TIMED_STEPS
-    return sorted({depth for depth in (*DEPTHS, deepest) if 1 <= depth <= deepest})
 
 
 def ragged_lengths(rows: int, context: int) -> list[int]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.devices.load import is_this_machine
+from benchmarks.devices.recognise import is_this_machine
 from benchmarks.devices.schema import Device
 
 
 def machine_roofs(device: Device, bandwidth_bytes_per_s: float, on_device: bool) -> dict[str, Any]:
     """What limits the measured rates, for the result's `roofs`.
 
-    Another device's figures say nothing about this machine, and those of `host`, which is any machine, were read off
-    one of its kind: then the bandwidth is the one measured here, and no peak rate is known.
+    Another device's figures say nothing about this machine, and `host`, which is any machine, has none: then the
+    bandwidth is the one measured here, and no peak rate is known.
 
     Args:
         device: whose budget the result is judged by.
@@ -22,11 +22,10 @@ def machine_roofs(device: Device, bandwidth_bytes_per_s: float, on_device: bool)
     Returns:
         `bandwidth_gb_s`, `int8_gops` and `fp32_gflops` (None where not known), and `source`: the device, or "measured".
     """
-    any_machine = device.recognise is not None and device.recognise.always
-    if any_machine or not (on_device or is_this_machine(device)):
+    hardware = device.hardware
+    if hardware is None or not (on_device or is_this_machine(device)):
         roofs = {"bandwidth_gb_s": bandwidth_bytes_per_s / 1e9, "int8_gops": None, "fp32_gflops": None}
         return roofs | {"source": "measured"}
-    hardware = device.hardware
     return {
         "bandwidth_gb_s": hardware.memory_bandwidth.value,
         "int8_gops": hardware.int8_matmul_rate.value,

@@ -1,1 +1,1 @@
-"""Predicting size, latency and memory from a device file, and calibrating one. Imports devices and measure."""
+"""Size, latency and memory of a model on a device, and `calibrate`. Imports devices and measure."""

@@ -1,311 +1,289 @@
-"""Measure this machine: what its memory and ONNX Runtime's operators reach on it, as a device file.
+"""Measure this machine: time small models of several shapes and formats, and fit the coefficients to them.
 
-Every figure comes from a process of its own. What a model costs here is put together from them by
-`benchmarks.predict.latency`; how far off that is, only models can tell: see `benchmarks.studies.prediction_error`.
+The models are whole decoders, run as `bench` runs an export, each in fresh processes. The fit minimises
+
+    sum of ln(predicted / measured)^2  +  RIDGE * sum of ln(coefficient / start)^2
+
+over the formulas of `benchmarks.predict.latency`, so that a factor counts alike wherever it is, and what the
+measurements do not tell stays where the shipped coefficients put it.
 """
 
 from __future__ import annotations
 
+import math
+import random
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 from pydantic import ValidationError
 
 from benchmarks.devices.load import list_devices, load_device
-from benchmarks.devices.recognise import instruction_set
-from benchmarks.devices.schema import FORMAT, Device
+from benchmarks.devices.schema import FORMAT, Coefficients, Device
 from benchmarks.devices.write import write_device
 from benchmarks.measure.bench import default_threads, machine
 from benchmarks.measure.process import QUIET_CORES, child_command, run_child, wait_for_quiet
-from benchmarks.predict import calibrate_figures as figures
-from benchmarks.predict.coefficients import CPU_CACHES, CPU_FORMS
-from benchmarks.predict.probes import attention, chain, gated, layers, product
-from benchmarks.predict.small_models import ProbeGraph
-from benchmarks.spread import lower_quartile
-from sportsllm import console
-from sportsllm.errors import ConflictError, ResourceError, UsageError
+from benchmarks.predict.coefficients import CALIBRATED_BAND, costs, resolve, with_costs
+from benchmarks.predict.hardware import this_machine
+from benchmarks.predict.latency import KNOWN_BYTES, Terms, memory_terms, total, tpot_terms, ttft_terms
+from benchmarks.predict.model_size import ModelFormat
+from benchmarks.predict.small_models import write_small_model
+from benchmarks.spread import lower_quartile, percentile
+from sportsllm.console import progress_bar
+from sportsllm.errors import ConflictError, UsageError
+from sportsllm.models.config import ModelConfig
 
-SECONDS_PER_FIGURE = 0.25
-TIMEOUT_S = 300.0
-ROUNDS = 3  # over all that is timed: other programs, and where pages lie, halve some rates
-MOST_OF_MEMORY = 0.1  # of what is free, for a chain's weights: they are drawn, packed, mapped and prepacked
-FOOTPRINT_BYTES, FOOTPRINT_WIDTH = 50_000_000, 1_536
+ROUNDS, TIMEOUT_S = 3, 300.0
+SHARE_OF_MEMORY = 0.1  # of what is free, for the float32 weights of a shape
+RIDGE = 0.03  # coefficients are known within a factor of 2 (ln 2 = 0.7), models deviate by 12%: (0.12 / 0.7)^2
+MOST_CHANGE = 6.0  # of a coefficient, as a factor: more is noise
+ITERATIONS = 50
+CONTEXT, PROMPTS, DEPTHS, STEPS, WARM_UP_STEPS = 1_024, (128, 512), (32, 900), 48, 6
+SHORT_BENCH = {"seed": 0, "prompts": PROMPTS, "depths": DEPTHS, "steps": STEPS, "warm_up_steps": WARM_UP_STEPS,
+               "repeats": 3, "seconds_per_figure": 0.1, "context_tokens": CONTEXT, "memory_steps": 8}  # fmt: skip
+
+
+def shape(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
+    """A decoder with a context of `CONTEXT`."""
+    return ModelConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=CONTEXT,
+    )
+
+
+# Few and many layers, shared and separate keys, inside a processor's caches and (48M parameters) beyond most.
+SHAPES = (
+    shape(2_000, 128, 384, 4, 4, 4),
+    shape(8_000, 384, 1_024, 10, 6, 2),
+    shape(8_000, 768, 2_048, 6, 12, 12),
+)
+INT8, INT4, INT8_ROWS = ModelFormat("int8", 128), ModelFormat("int4", 128), ModelFormat("int8", 128, per_row=True)
+FORMATS = (ModelFormat("fp32"), INT8, INT4, INT8_ROWS)
+INT8_CACHE = ModelFormat("int4", 128, cache="int8")
 
 
 @dataclass(frozen=True)
-class Probe:
-    """A graph to make, and what the process that runs it is told besides."""
+class Figure:
+    """One measured figure of a model: `tpot` (ms at depth `tokens`), `ttft` (ms for so many) or `memory` (bytes)."""
 
-    make: Callable[[], ProbeGraph]
-    mode: str = "time"
-    end: int = 0
+    kind: str
+    config: ModelConfig
+    stored: ModelFormat
+    tokens: int
+    value: float
+
+    def terms(self) -> Terms:
+        """Of the formula for it."""
+        formulas = {"tpot": tpot_terms, "ttft": ttft_terms, "memory": memory_terms}
+        return formulas[self.kind](self.config, self.stored, self.tokens)
 
 
-@dataclass
-class Readings:
-    """What the probes gave.
+@dataclass(frozen=True)
+class MeasuredModel:
+    """An export that is measured: its figures so far, one a round, by kind and tokens."""
 
-    Attributes:
-        seconds: of one run, by probe; `lower_quartile` of the rounds.
-        footprints: peak memory and weight bytes, by form and `none`.
-        rounds: what each round took, in seconds, by the same keys.
-        other_cpu_cores: the most that other programs used beside a probe.
+    config: ModelConfig
+    stored: ModelFormat
+    directory: Path
+    rounds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+
+    def figures(self) -> list[Figure]:
+        """Of each, the lower quartile of the rounds: a prediction is of a machine that does nothing else."""
+        found = self.rounds.items()
+        return [Figure(kind, self.config, self.stored, tokens, lower_quartile(each)) for (kind, tokens), each in found]
+
+    def measure(self, mode: str, threads: int) -> float:
+        """Add the figures of a fresh process; returns the cores that other programs used beside it.
+
+        Of times the 10th percentile: other programs only ever add time to runs as short as these.
+
+        Raises:
+            ChildFailure: the process crashed, hung or was killed.
+        """
+        specification = {**SHORT_BENCH, "mode": mode, "directory": str(self.directory), "threads": threads}
+        what, variables = f"{self.directory.name} ({mode})", {"OMP_NUM_THREADS": str(threads)}
+        child = run_child(child_command(specification), what, TIMEOUT_S, variables)
+        if mode == "memory":
+            found = {("memory", CONTEXT): float(child.payload["peak_rss_bytes"])}
+        else:
+            found = {("ttft", prompt): percentile(child.payload["ttft_ms"][str(prompt)], 10) for prompt in PROMPTS}
+            for depth in DEPTHS:
+                steps = [step for sweep in child.payload["step_ms"][str(depth)] for step in sweep]
+                found["tpot", depth + WARM_UP_STEPS + STEPS // 2] = percentile(steps, 10)
+        for key, value in found.items():
+            self.rounds.setdefault(key, []).append(value)
+        return child.other_cpu_cores
+
+
+def measure_models(models: Sequence[MeasuredModel], threads: int, rounds: int) -> tuple[list[Figure], float]:
+    """Every figure of every model, and the most cores that other programs used beside one.
+
+    Each round goes through all models in an order of its own, so that a machine that is slower for a while is so for
+    all of them alike.
     """
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    footprints: dict[str, tuple[int, int]] = field(default_factory=dict)
-    other_cpu_cores: float = 0.0
-    rounds: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, name: str, seconds: float) -> None:
-        """Another round's time of a probe."""
-        self.rounds.setdefault(name, []).append(seconds)
-        self.seconds[name] = lower_quartile(self.rounds[name])
-
-
-def probes() -> dict[str, Probe]:
-    """What is run, by the names that `benchmarks.predict.calibrate_figures` reads."""
-    found = {"footprint.none": Probe(partial(chain, "int4", figures.BLOCK, 1), "footprint")}
-    width = figures.STEP_WIDTH
-    for form in CPU_FORMS:
-        for count in figures.EMPTY_COUNTS:
-            found[f"empty.{form}.{count}"] = Probe(partial(chain, form, figures.EMPTY_WIDTH[form], count))
-        for rows in figures.PROMPT_ROWS:
-            found[f"product.{form}.{rows}"] = Probe(partial(product, form, rows, *figures.PRODUCT))
-        for count in figures.STEP_COUNTS:
-            found[f"step.{form}.{count}"] = Probe(partial(chain, form, width, count))
-        count = max(2, round(FOOTPRINT_BYTES / (figures.BYTES[form] * FOOTPRINT_WIDTH**2)))
-        found[f"footprint.{form}"] = Probe(partial(chain, form, FOOTPRINT_WIDTH, count), "footprint")
-    free = psutil.virtual_memory().available * MOST_OF_MEMORY
-    for narrow, count in figures.READS:
-        if (narrow, count) in figures.READS[:2] or figures.read_bytes("fp32", narrow, count) <= free:
-            found[f"read.{narrow}.{count}"] = Probe(partial(chain, "fp32", narrow, count))
-    for narrow, count in figures.LAYERS:
-        if f"read.{narrow}.{count}" in found:
-            found[f"layers.{narrow}.{count}"] = Probe(partial(layers, narrow, count), end=figures.LAYER_DEPTH)
-    if free >= figures.FAR_BYTES:
-        for form in figures.FAR_FORMS:
-            found[f"far.{form}"] = Probe(partial(chain, form, width, figures.far_count(form)))
-    found["between"] = Probe(partial(gated, *figures.GATED))
-    heads, size = figures.HEADS, figures.HEAD_DIM
-    new, end, deep = figures.PROMPT_NEW, figures.PROMPT_END, figures.DEEP
-    for cache in CPU_CACHES:
-        found[f"prompt.{cache}"] = Probe(partial(attention, cache, new, end, heads, heads, size), end=end)
-        for shared in figures.KV_HEADS:
-            found[f"attention.{cache}.{shared}"] = Probe(
-                partial(attention, cache, 1, deep, heads, shared, size), end=deep
-            )
-    return found
-
-
-def read_machine(threads: int, rounds: int = ROUNDS, seconds_per_figure: float = SECONDS_PER_FIGURE) -> Readings:
-    """Run every probe, each in a process of its own, and what is timed several times over.
-
-    Args:
-        threads: CPU threads.
-        rounds: through everything that is timed.
-        seconds_per_figure: of timing each graph.
-
-    Raises:
-        ChildFailure: a process crashed, hung or was killed.
-        OSError: no room for 300 MB in the temporary folder.
-    """
-    readings, wanted = Readings(), probes()
-    timed = sum(probe.mode == "time" for probe in wanted.values())
-    total = len(wanted) - timed + rounds * timed
+    busiest = 0.0
     wait_for_quiet()
-    with console.progress_bar("calibrate", total) as progress:
-        for _ in range(rounds):
-            for name in read_round(readings, threads, seconds_per_figure):
-                progress.advance(1, name)
-    return readings
+    with progress_bar("small models", len(models) * (rounds + 1)) as progress:
+        for turn, mode in enumerate(["speed"] * rounds + ["memory"]):
+            for model in random.Random(turn).sample(models, len(models)):
+                busiest = max(busiest, model.measure(mode, threads))
+                progress.advance(1, f"{mode} of {model.directory.name}")
+    return [figure for model in models for figure in model.figures()], busiest
 
 
-def read_round(readings: Readings, threads: int, seconds_per_figure: float = SECONDS_PER_FIGURE) -> Iterator[str]:
-    """Run every probe once more and add that to `readings`; memory is read the first time only.
+def fit(figures: Sequence[Figure], start: Coefficients) -> Coefficients:
+    """The coefficients that describe the figures best, see the module; by Gauss and Newton's method."""
+    cost, rows = costs(start), [figure.terms() for figure in figures]
+    names = sorted({name for terms in rows for name in terms} - {KNOWN_BYTES})
+    amounts = np.array([[terms.get(name, 0.0) for name in names] for terms in rows])
+    known = np.array([terms.get(KNOWN_BYTES, 0.0) for terms in rows])
+    measured = np.array([figure.value for figure in figures])
+    first = np.log([max(cost[name], 1e-12) for name in names])
+    logs, most = first.copy(), math.log(MOST_CHANGE)
+    for _ in range(ITERATIONS):
+        parts = amounts * np.exp(logs)
+        predicted = parts.sum(axis=1) + known
+        slopes = np.vstack([parts / predicted[:, None], math.sqrt(RIDGE) * np.eye(len(names))])
+        errors = np.concatenate([np.log(predicted / measured), math.sqrt(RIDGE) * (logs - first)])
+        logs -= np.clip(np.linalg.lstsq(slopes, errors, rcond=None)[0], -0.5, 0.5)
+        logs = np.clip(logs, first - most, first + most)
+    return with_costs(start, dict(zip(names, np.exp(logs).tolist(), strict=True)))
 
-    Yields:
-        What was read, after each.
+
+def band_of(coefficients: Coefficients, figures: Sequence[Figure]) -> dict[str, float]:
+    """The factor, either way, that holds 90% of the figures of each kind."""
+    cost, found = costs(coefficients), dict[str, list[float]]()
+    for figure in figures:
+        found.setdefault(figure.kind, []).append(abs(math.log(total(figure.terms(), cost) / figure.value)))
+    return {kind: round(math.exp(percentile(errors, 90)), 2) for kind, errors in found.items()}
+
+
+def write_models(folder: Path, wanted: Iterable[tuple[ModelConfig, ModelFormat]]) -> list[MeasuredModel]:
+    """A directory with random weights for each shape and format."""
+    models = []
+    for number, (config, stored) in enumerate(wanted):
+        directory = folder / f"{number}-{config.parameters / 1e6:.0f}m-{stored.name}"
+        write_small_model(directory, config, stored)
+        models.append(MeasuredModel(config, stored, directory))
+    return models
+
+
+def calibrate(threads: int, rounds: int) -> tuple[Coefficients, float]:
+    """This machine's coefficients, and the most cores that other programs used beside the measurements.
+
+    The band is that of calibrated predictions, or of the fit itself where that is wider.
 
     Raises:
-        ChildFailure, OSError: see `read_machine`.
+        ChildFailure: a measuring process failed.
+        OSError: no room for 500 MB in the temporary folder.
     """
+    free = psutil.virtual_memory().available
+    shapes = [each for each in SHAPES if 4 * each.parameters <= SHARE_OF_MEMORY * free] or SHAPES[:1]
+    wanted = [(config, stored) for config in shapes for stored in FORMATS]
+    wanted += [(config, INT8_CACHE) for config in shapes[:2]]
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
-        graph = Path(folder) / "probe.onnx"
-        for name, probe in probes().items():
-            form = name.partition(".")[2]
-            if probe.mode == "footprint" and form in readings.footprints:
-                continue
-            weights = probe.make().write(graph)
-            specification = {"mode": probe.mode, "graph": str(graph), "threads": threads, "end": probe.end}
-            specification["seconds_per_figure"] = seconds_per_figure
-            payload = _run(readings, specification, name)
-            if probe.mode == "footprint":
-                readings.footprints[form] = (int(payload["peak_rss_bytes"]), weights)
-            else:
-                readings.add(name, float(payload["seconds"]))
-            yield name
-
-
-def _run(readings: Readings, specification: dict[str, Any], what: str) -> dict[str, Any]:
-    variables = {"OMP_NUM_THREADS": str(specification["threads"]), "OPENBLAS_NUM_THREADS": "1"}
-    child = run_child(
-        child_command(specification, "benchmarks.predict.probes"), f"calibrate ({what})", TIMEOUT_S, variables
-    )
-    readings.other_cpu_cores = max(readings.other_cpu_cores, child.other_cpu_cores)
-    return child.payload
+        figures, busiest = measure_models(write_models(Path(folder), wanted), threads, rounds)
+    host = load_device("host").model_copy(update={"hardware": this_machine(threads)})
+    fitted, noisy = fit(figures, resolve(host)), ", other programs running" if busiest > QUIET_CORES else ""
+    within = band_of(fitted, figures)
+    changes = {
+        "source": f"`calibrate`: {len(wanted)} models, {threads} threads{noisy}",
+        "date": datetime.now(UTC).date(),
+        "kind": "measured",
+        "band": CALIBRATED_BAND.model_copy(
+            update={kind: max(factor, getattr(CALIBRATED_BAND, kind)) for kind, factor in within.items()}
+        ),
+    }
+    return fitted.model_copy(update=changes), busiest
 
 
 def run_calibrate(
-    out: Path,
-    name: str | None = None,
-    threads: int | None = None,
-    limits_from: str = "host",
-    rounds: int = ROUNDS,
+    out: Path, name: str | None = None, threads: int | None = None, limits_from: str = "host", rounds: int = ROUNDS
 ) -> dict[str, Any]:
     """Measure this machine and write it as a device file.
 
     Args:
         out: the file to write, .toml.
-        name: the device's; the file's where not given.
-        threads: CPU threads; all physical cores where not given.
-        limits_from: the device whose limits the file gets: they are decisions, never taken from what was measured.
-        rounds: through everything that is timed; `lower_quartile` counts.
+        name: the device's; the file's if not given.
+        threads: CPU threads; all physical cores if not given.
+        limits_from: the device whose limits the file gets: they are decisions, never taken from measurements.
+        rounds: fresh processes for each model; the lower quartile of each figure counts.
 
     Returns:
-        `out`, `device`, `limits_from`, `threads`, `rounds`, `bandwidth_gb_per_s` by MB of the working set, `gop_per_s`
-        by form and rows, `efficiency`, `absent` (figures that cannot be read here), `clean`, `other_cpu_cores` and
-        `seconds`.
+        `out`, `device`, `limits_from`, `threads`, `rounds`, `coefficients`, `clean`, `other_cpu_cores`, `seconds`.
 
     Raises:
-        UsageError: a name or ending that cannot be, no such device, or limits that cannot hold here.
+        UsageError: an invalid name or ending, no such device, or limits that cannot hold here.
         ConflictError: `out` exists.
-        ChildFailure: a measuring process failed; nothing is written then.
-        ResourceError: figures that cannot be.
+        ChildFailure, OSError: see `calibrate`; nothing is written then.
     """
     if out.suffix != ".toml":
         raise UsageError(f"--out {out}: a device file ends in .toml; call it {out.with_suffix('.toml').name}")
     if out.exists():
         raise ConflictError(f"{out}: exists already; choose another --out or move it away")
-    name = _checked_name(name or re.sub(r"[^a-z0-9.-]+", "-", out.stem.lower()).strip("-."))
-    decided, started = load_device(limits_from), time.perf_counter()
-    out.parent.mkdir(parents=True, exist_ok=True)  # a place that cannot be written is no news after a minute
-    threads = threads or default_threads()
-    readings = read_machine(threads, rounds)
-    device, absent = describe(readings, name, threads, decided)
+    name = name or re.sub(r"[^a-z0-9.-]+", "-", out.stem.lower()).strip("-.")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
+        raise UsageError(f"--name {name!r}: use small letters, digits, dots and hyphens, for example my-machine")
+    if name in list_devices():
+        raise UsageError(f"--name {name}: is a shipped device's; choose another --name")
+    decided, started, threads = load_device(limits_from), time.perf_counter(), threads or default_threads()
+    out.parent.mkdir(parents=True, exist_ok=True)  # fail now if it cannot be written, not after two minutes
+    device = describe(name, threads, decided)
+    coefficients, busiest = calibrate(threads, rounds)
+    device = device.model_copy(update={"coefficients": coefficients})
     write_device(device, out, f"Written by `calibrate`. The limits are those of {decided.name}, not measured.")
-    assert device.efficiency is not None
-    by_form, curve = figures.rates(readings.seconds), figures.read_curve(readings.seconds)
     return {
         "out": str(out),
         "device": name,
         "limits_from": decided.name,
         "threads": threads,
         "rounds": rounds,
-        "bandwidth_gb_per_s": {f"{size / 1e6:.4g}": speed / 1e9 for size, speed in curve.items()},
-        "gop_per_s": {
-            form: {str(rows): rate / 1e9 for rows, rate in by_rows.items()} for form, by_rows in by_form.items()
-        },
-        "efficiency": device.efficiency.model_dump(mode="json"),
-        "absent": absent,
-        "clean": readings.other_cpu_cores <= QUIET_CORES,
-        "other_cpu_cores": round(readings.other_cpu_cores, 2),
+        "coefficients": coefficients.model_dump(mode="json"),
+        "clean": busiest <= QUIET_CORES,
+        "other_cpu_cores": round(busiest, 2),
         "seconds": round(time.perf_counter() - started, 1),
     }
 
 
-def _checked_name(name: str) -> str:
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
-        raise UsageError(f"--name {name!r}: use small letters, digits, dots and hyphens, for example my-machine")
-    if name in list_devices():
-        raise UsageError(f"--name {name}: is a shipped device's; choose another --name")
-    return name
+def describe(name: str, threads: int, decided: Device) -> Device:
+    """This machine as a device with the limits of `decided`.
 
-
-def describe(readings: Readings, name: str, threads: int, decided: Device) -> tuple[Device, list[str]]:
-    """The device file's content, and the names of figures that this machine does not tell.
-
-    Args:
-        readings: what the probes gave.
-        name: the device's.
-        threads: that they ran on.
-        decided: the device whose limits are taken over.
+    It is recognised by processor, instruction set and memory; not at all where the system names no processor.
 
     Raises:
         UsageError: the limits cannot hold here.
-        ResourceError: figures that cannot be.
     """
-    import onnxruntime
-
-    here, today = machine(), datetime.now(UTC).date()
-    disturbed = "" if readings.other_cpu_cores <= QUIET_CORES else ", other programs running"
-    source = f"`calibrate`, ONNX Runtime {onnxruntime.__version__}, {threads} threads{disturbed}"
-
-    def figure(value: float, unit: str, how: str = source, **more: Any) -> dict[str, Any]:
-        evidence = {"unit": unit, "source": how, "date": today, "kind": "measured"}
-        return {"value": float(f"{value:.4g}"), **evidence, **more}
-
-    by_form, curve = figures.rates(readings.seconds), figures.read_curve(readings.seconds)
-    integer, real = figures.peaks(by_form)
-    notes = {form: "/".join(f"{rate / 1e9:.4g}" for rate in rates.values()) for form, rates in by_form.items()}
-    quantized = ", ".join(f"{form} {notes[form]}" for form in CPU_FORMS if form != "fp32")
-    best = "the highest rate that an operator reached; at 1, 128 and 512 rows"
-    memory, instructions = psutil.virtual_memory(), instruction_set()
-    hardware: dict[str, Any] = {
-        "memory_total": figure(memory.total / 1e6, "MB", "the operating system, by psutil"),
-        "memory_usable": figure(memory.available / 1e6, "MB", "what was free when `calibrate` ran, by psutil"),
-        "cores": figure(threads, "cores", f"threads that were used; {default_threads()} physical cores, by psutil"),
-        "instruction_set": {"value": instructions, "source": "/proc/cpuinfo, or Python's platform module",
-                            "date": today, "kind": "measured"},
-        "memory_bandwidth": figure(curve[max(curve)] / 1e9, "GB/s"),
-        "int8_matmul_rate": figure(integer / 1e9, "GOP/s", note=f"{best}: {quantized}"),
-        "fp32_matmul_rate": figure(real / 1e9, "GFLOP/s", note=f"{best}: {notes['fp32']}"),
-        "bandwidth_by_working_set": [
-            figure(speed / 1e9, "GB/s", working_set_mb=float(f"{size / 1e6:.4g}"))
-            for size, speed in sorted(curve.items())
-        ],
-    }  # fmt: skip
-    if here["clock_mhz"]:
-        hardware["clock"] = figure(here["clock_mhz"] / 1e3, "GHz", "the clock when `calibrate` ran, by psutil")
+    here, hardware = machine(), this_machine(threads)
+    rule, memory_mb = None, hardware.memory_total.value
+    if here["processor"] != here["architecture"]:
+        rule = {"processor": here["processor"], "instruction_set": hardware.instruction_set.value}
+        rule |= {"min_memory_mb": 0.98 * memory_mb, "max_memory_mb": 1.02 * memory_mb}
+    fields = {
+        "format": FORMAT,
+        "name": name,
+        "title": f"{here['processor']}, {threads} threads",
+        "kind": "calibrated machine",
+        "description": f"Measured by `calibrate` on {here['system']}.",
+        "processor": "cpu",
+        "recognise": rule,
+        "hardware": hardware,
+        "limits": decided.limits,
+    }
     try:
-        efficiency = figures.derive(readings.seconds, readings.footprints, curve, source, today, threads)
-        device = Device.model_validate(
-            {
-                "format": FORMAT,
-                "name": name,
-                "title": f"{here['processor']}, {threads} threads",
-                "kind": "calibrated machine",
-                "description": f"Measured by `calibrate` on {here['system']}.",
-                "processor": "cpu",
-                "recognise": _recognise(here["processor"], here["architecture"], instructions, memory.total / 1e6),
-                "hardware": hardware,
-                "efficiency": efficiency,
-                "limits": decided.limits,
-            }
-        )
+        return Device.model_validate(fields)
     except ValidationError as error:
-        raise _refusal(error, decided.name) from None
-    return device, [each for each in ("clock", "power") if each not in hardware]
-
-
-def _recognise(processor: str, architecture: str, instructions: str, memory_mb: float) -> dict[str, Any] | None:
-    """How this machine is told from others; not at all where the system gives no more than the architecture."""
-    if processor == architecture:
-        return None
-    near = {"min_memory_mb": round(0.98 * memory_mb), "max_memory_mb": round(1.02 * memory_mb)}
-    return {"processor": processor, "instruction_set": instructions, **near}
-
-
-def _refusal(error: ValidationError, limits_from: str) -> UsageError | ResourceError:
-    problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
-    if all(item["loc"][:1] == ("limits",) for item in error.errors()):
-        return UsageError(f"--limits-from {limits_from}: {'; '.join(problems)}; choose another device's limits")
-    return ResourceError(f"calibrate: figures that cannot be ({'; '.join(problems)}); close other programs and repeat")
+        problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise UsageError(f"--limits-from {decided.name}: {problems}; choose another device's limits") from None

@@ -1,4 +1,4 @@
-"""How a model is kept, and what of it one token reads: bytes and numbers, by the form of its matrices."""
+"""What a stored model consists of: bytes and multiply-adds (MACs) by the format of its matrices."""
 
 from __future__ import annotations
 
@@ -7,58 +7,38 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from export.paths import PROMPT_FILE
+from benchmarks.measure.bandwidth_bound import prompt_graph_bytes
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import packed_by_bitsandbytes, read_json
-from sportsllm.models.kinds import block_matrices
-from sportsllm.models.size import (
-    CACHE_BYTES,
-    PRECISIONS,
-    block_numbers,
-    kv_cache_bytes_per_token,
-    weight_bytes,
-)
-from sportsllm.storage.artifact import MANIFEST, directory_bytes, read_manifest
+from sportsllm.models.kinds import block_matrices, halves
+from sportsllm.models.size import PRECISIONS, block_numbers, kv_cache_bytes_per_token, weight_bytes
+from sportsllm.storage.artifact import directory_bytes
+from sportsllm.storage.manifest import MANIFEST, read_manifest
 
-GRAPH_BYTES = 4_000
-LAYER_GRAPH_BYTES = 5_000
-INT8_CACHE_GRAPH_BYTES = 8_000
-STANDARD_GRAPH_BYTES = 7_600
-PROMPT_GRAPH_BYTES = 5_600
-"""The graph without its weights, names and nodes: once, and for each layer, what a layer takes more where the cache is
-INT8 (beside its scales) or the operators are standard ones, and what the second graph of the latency profile takes.
-Graphs of 2 to 12 layers, 96 to 384 wide, took 4,200 to 5,600 a layer, 7,900 to 8,000, 7,400 to 8,400,
-5,100 to 6,200."""
-SCALE_NUMBERS = 16
-"""What a block's scale costs beside its numbers, in numbers. MatMulNBits at 4 bits and blocks of 32, 64, 128 and 256
-took 25, 22, 19 and 18 us with one row and 2.04, 1.90, 1.53 and 1.36 ns for 1,000 operations with 512: 15 and 20."""
-OUTPUT_NUMBERS = {"fp32": 0, "fp16": 0, "int8": 150, "int4": 150, "int8_rows": 75}
-"""What an output of a product with many rows costs beside the numbers that make it, in numbers. By a line through the
-times of 128 rows by 768 outputs of 64 to 2,048 numbers, scales counted (2 threads, AVX512-VNNI): MatMul -9; MatMulNBits
-110 and 210 at 4 bits in blocks of 32 and 128, 90 and 190 at 8 bits; DynamicQuantizeMatMul 78."""
-SCORE_NUMBERS = 32
-"""What a score of attention over a prompt costs beside its products, in numbers of a head. 128 tokens after 0 to 384
-took 1.40, 1.67, 2.34 and 4.29 ns a score with heads of 16, 32, 64 and 128, on the same machine."""
-USUAL_BLOCK = 128
-"""The block of the matrices that shares of a bandwidth were found with."""
-_HEAD_FORMS = {4: "int4", 8: "int8", 32: "fp32"}
+CACHES = ("fp32", "int8")
+# The graph file without its weights: once, and for each layer; more for each layer with an INT8 cache (beside its
+# scales) or standard operators; and for each layer of the latency profile's second graph. Measured: 4,200 to 5,600 a
+# layer, 7,900 to 8,000, 7,400 to 8,400, and 5,100 to 6,200.
+GRAPH_BYTES, LAYER_GRAPH_BYTES = 4_000, 5_000
+INT8_CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES, PREFILL_GRAPH_BYTES = 8_000, 7_600, 5_600
+_HEAD_FORMATS = {4: "int4", 8: "int8", 32: "fp32"}
 
 
 @dataclass(frozen=True)
-class Stored:
-    """How a model is kept.
+class ModelFormat:
+    """How a model is stored.
 
     Attributes:
         precision: of the layers' matrices, one of `sportsllm.models.size.PRECISIONS`.
-        block_size: numbers of a quantized matrix that share a scale.
-        head_bits: of embedding and head where the rest is quantized.
+        block_size: weights of a quantized matrix that share a scale.
+        head_bits: of embedding and head where the layers are quantized.
         zero_points: whether each block stores one.
-        cache: precision of the key/value cache, None for the device's usual one.
+        cache: format of keys and values.
         file_bytes: where a file exists, its size replaces the computed one.
-        prompt_bytes: of these the latency profile's second graph, which decoding does not read.
-        per_row: int8 with a scale a row in the layers; head and embedding in blocks.
-        standard: standard ONNX operators alone: a growing cache, and a packed tied matrix by rows and by columns.
+        prompt_bytes: of these, the latency profile's second graph, which decoding does not read.
+        per_row: int8 with a scale for each row in the layers; head and embedding in blocks.
+        standard: standard ONNX operators only: a growing cache, and a tied quantized matrix stored twice.
         latency: the latency profile, where there is no file to tell.
     """
 
@@ -66,7 +46,7 @@ class Stored:
     block_size: int = 32
     head_bits: int = 8
     zero_points: bool = False
-    cache: str | None = None
+    cache: str = "fp32"
     file_bytes: int | None = None
     prompt_bytes: int = 0
     per_row: bool = False
@@ -76,11 +56,11 @@ class Stored:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise UsageError(f"precision {self.precision!r} is not known; use one of {', '.join(PRECISIONS)}")
-        if self.cache is not None and self.cache not in CACHE_BYTES:
-            raise UsageError(f"cache {self.cache!r} is not known; use one of {', '.join(CACHE_BYTES)}")
+        if self.cache not in CACHES:
+            raise UsageError(f"no export has a cache of {self.cache!r}; use one of {', '.join(CACHES)}")
         if self.per_row and self.precision != "int8":
-            raise UsageError(f"precision {self.precision!r} has no form with one scale a row; use int8")
-        if self.reads_prompts_apart and (self.per_row or self.standard or not self.quantized):
+            raise UsageError(f"precision {self.precision!r} has no format with one scale a row; use int8")
+        if (self.latency or self.prompt_bytes) and (self.per_row or self.standard or not self.quantized):
             raise UsageError("the latency profile is for matrices in blocks and the runtime's own operators")
 
     @property
@@ -89,33 +69,36 @@ class Stored:
         return self.precision in ("int8", "int4")
 
     @property
-    def reads_prompts_apart(self) -> bool:
-        """Whether a second graph reads prompts."""
-        return self.latency or self.prompt_bytes > 0
-
-    @property
-    def form(self) -> str:
-        """Of the layers' matrices, one of `benchmarks.predict.coefficients.FORMS`."""
+    def layer_format(self) -> str:
+        """Of the layers' matrices, a `benchmarks.devices.schema.WeightFormat`."""
         return "int8_rows" if self.per_row else self.precision
 
     @property
-    def head_form(self) -> str:
+    def weights_name(self) -> str:
+        """Of the weights alone, for people and directories, such as int4-b32 and int8-rows."""
+        if self.per_row:
+            return f"{self.precision}-rows"
+        return f"{self.precision}-b{self.block_size}" if self.quantized else self.precision
+
+    @property
+    def name(self) -> str:
+        """Such as int4-b32-kv8-latency."""
+        parts = {"-kv8": self.cache == "int8", "-latency": self.latency, "-standard": self.standard}
+        return self.weights_name + "".join(part for part, given in parts.items() if given)
+
+    @property
+    def head_format(self) -> str:
         """Of embedding and head."""
-        return _HEAD_FORMS[self.head_bits] if self.quantized else self.precision
+        return _HEAD_FORMATS[self.head_bits] if self.quantized else self.precision
 
 
 @dataclass(frozen=True)
-class Part:
-    """Matrices of one form: the bytes they take in the file, and the numbers multiplied by for each token.
+class WeightGroup:
+    """Matrices of one format: their bytes in the file, and the MACs of their products for each token."""
 
-    In blocks the last one of a row counts whole, and each scale as `SCALE_NUMBERS` further ones. `outputs` are their
-    rows, what products give for each token; 0 where they are not multiplied by.
-    """
-
-    form: str
+    weight_format: str
     bytes: float
-    numbers: float
-    outputs: int
+    macs: int
 
 
 @dataclass(frozen=True)
@@ -123,98 +106,106 @@ class Sizes:
     """What a stored model consists of.
 
     Attributes:
-        body: the layers, norms and biases counted with their matrices.
-        head: the matrix that makes logits; where it is the embedding too, once.
-        looked_up: an embedding that is stored by itself, of which decoding reads a row.
-        prompt: the latency profile's layers a second time, without the last one's but for keys and values.
+        layers: their matrices, norms and biases.
+        head: the matrix that makes logits; a tied one is the embedding too.
+        embedding: bytes of an embedding that is stored separately, of which decoding reads one row.
+        prefill: the latency profile's layers a second time, of the last one only keys and values.
         rest: bytes of the rotary table, the graph and the scales of an INT8 cache.
     """
 
-    body: Part
-    head: Part
-    looked_up: Part | None
-    prompt: Part | None
+    layers: WeightGroup
+    head: WeightGroup
+    embedding: float
+    prefill: WeightGroup | None
     rest: float
-
-    @property
-    def decoding(self) -> tuple[Part, Part]:
-        """What one token reads."""
-        return self.body, self.head
-
-    @property
-    def total(self) -> float:
-        """Bytes of all files."""
-        parts = (self.body, self.head, self.looked_up, self.prompt)
-        return sum(part.bytes for part in parts if part is not None) + self.rest
 
 
 @lru_cache(maxsize=1_024)
-def sizes(config: ModelConfig, stored: Stored) -> Sizes:
+def sizes(config: ModelConfig, stored: ModelFormat) -> Sizes:
     """The parts of a model, as large as its file where there is one.
 
     Raises:
         UsageError: an unknown block size or number of bits.
     """
-    table, body = _table_bytes(config, stored), _body_bytes(config, stored)
+    tied, untied = (
+        weight_bytes(
+            config.with_changes(tie_word_embeddings=tied),
+            stored.precision,
+            stored.block_size,
+            stored.head_bits,
+            stored.zero_points,
+        )
+        for tied in (True, False)
+    )
+    table, macs, scale = untied - tied, block_numbers(config), 1.0
+    layers = tied - table
+    if stored.per_row:
+        layers = macs + 4 * (_layer_rows(config) * config.num_hidden_layers + config.block_parameters - macs)
     # By columns for the head, since only so the runtime multiplies it packed, and by rows for the embedding.
     twice = not config.tie_word_embeddings or (stored.standard and stored.quantized and stored.head_bits != 32)
-    looked_up = table if twice else 0
     rest = 4 * config.max_position_embeddings * config.head_dim + _graph_bytes(config, stored)
-    prompt = stored.prompt_bytes or (_prompt_bytes(config) if stored.latency else 0)
-    scale = 1.0
     if stored.file_bytes is not None:
-        scale = (stored.file_bytes - stored.prompt_bytes) / (body + table + looked_up + rest)
+        scale = (stored.file_bytes - stored.prompt_bytes) / (layers + table * (1 + twice) + rest)
     return Sizes(
-        body=Part(
-            stored.form,
-            scale * body,
-            _multiplied(config, stored),
-            config.num_hidden_layers * sum(matrix.rows for matrix in block_matrices(config)),
-        ),
-        head=Part(
-            stored.head_form,
-            scale * table,
-            config.vocab_size * config.hidden_size * _with_scales(stored.head_form, stored),
-            config.vocab_size,
-        ),
-        looked_up=Part(stored.head_form, scale * looked_up, 0, 0) if looked_up else None,
-        prompt=Part("int8_rows", prompt, _prompt_numbers(config), _prompt_outputs(config)) if prompt else None,
+        layers=WeightGroup(stored.layer_format, scale * layers, macs),
+        head=WeightGroup(stored.head_format, scale * table, config.vocab_size * config.hidden_size),
+        embedding=scale * table * twice,
+        prefill=_prefill(config, stored.prompt_bytes) if stored.latency or stored.prompt_bytes else None,
         rest=scale * rest,
     )
 
 
-def file_bytes(config: ModelConfig, stored: Stored) -> int:
+def file_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     """Size of the exported files: weights, rotary table and graph."""
-    return stored.file_bytes if stored.file_bytes is not None else round(sizes(config, stored).total)
+    parts = sizes(config, stored)
+    prefill = 0 if parts.prefill is None else parts.prefill.bytes
+    computed = round(parts.layers.bytes + parts.head.bytes + parts.embedding + prefill + parts.rest)
+    return computed if stored.file_bytes is None else stored.file_bytes
 
 
-def stored_form(directory: Path) -> Stored:
+def cache_bytes(config: ModelConfig, stored: ModelFormat) -> int:
+    """Bytes of keys and values for one token."""
+    return kv_cache_bytes_per_token(config)[stored.cache]
+
+
+def mixing_macs(config: ModelConfig, depth: int) -> int:
+    """MACs outside the matrices, in all layers, of one token that sees `depth` tokens: scores, and sums of values."""
+    return config.num_hidden_layers * sum(kind.mixing_macs(config, depth) for kind in halves(config).values())
+
+
+def layer_activations(config: ModelConfig) -> int:
+    """Values that the products of one layer read and write for each token."""
+    return sum(matrix.rows + matrix.columns for matrix in block_matrices(config))
+
+
+def stored_format(directory: Path) -> ModelFormat:
     """How a directory stores its model, from config.json's quantization_config and the manifest.
 
-    Of matrices with different bits (`quantize --bits-per-weight`) those that most have count for all.
+    Matrices of mixed bits (`quantize --bits-per-weight`) count as the bits that most of them have.
 
     Raises:
         ArtifactError: config.json or the manifest is damaged.
     """
-    size, packed = directory_bytes(directory), packed_as(directory)
+    packed = packed_as(directory)
     settings = read_manifest(directory).get("settings", {}) if (directory / MANIFEST).exists() else {}
-    cache, standard = settings.get("kv_cache"), bool(settings.get("standard_ops"))
+    cache = settings.get("kv_cache") or "fp32"
     if packed_by_bitsandbytes(packed) is not None:
-        return Stored("fp32", cache=cache)  # read as dense: the file's size says nothing of what is moved
-    if packed:
-        return Stored(
-            precision=f"int{packed['bits']}",
-            block_size=int(packed.get("block_size", 32)),
-            head_bits=int(packed.get("head_bits", packed["bits"])),
-            zero_points=not packed.get("symmetric", True),
-            cache=cache,
-            file_bytes=size,
-            prompt_bytes=prompt_graph_bytes(directory),
-            per_row=bool(packed.get("per_row")),
-            standard=standard,
-        )
-    precision = "fp16" if settings.get("dtype") == "fp16" else "fp32"
-    return Stored(precision, cache=cache, file_bytes=size, standard=standard)
+        return ModelFormat("fp32", cache=cache)  # read as dense: the file's size says nothing of what is moved
+    size, standard = directory_bytes(directory), bool(settings.get("standard_ops"))
+    if not packed:
+        precision = "fp16" if settings.get("dtype") == "fp16" else "fp32"
+        return ModelFormat(precision, cache=cache, file_bytes=size, standard=standard)
+    return ModelFormat(
+        precision=f"int{packed['bits']}",
+        block_size=int(packed.get("block_size", 32)),
+        head_bits=int(packed.get("head_bits", packed["bits"])),
+        zero_points=not packed.get("symmetric", True),
+        cache=cache,
+        file_bytes=size,
+        prompt_bytes=prompt_graph_bytes(directory),
+        per_row=bool(packed.get("per_row")),
+        standard=standard,
+    )
 
 
 def packed_as(directory: Path) -> dict[str, Any]:
@@ -223,76 +214,24 @@ def packed_as(directory: Path) -> dict[str, Any]:
     return found or {}
 
 
-def prompt_graph_bytes(directory: Path) -> int:
-    """Size of the latency profile's second graph and its data, of which decoding reads nothing."""
-    return sum(path.stat().st_size for path in directory.glob(f"{PROMPT_FILE}*"))
-
-
-def cache_bytes(config: ModelConfig, precision: str) -> int:
-    """Bytes of keys and values for one token."""
-    return kv_cache_bytes_per_token(config)[precision]
-
-
-def _graph_bytes(config: ModelConfig, stored: Stored) -> int:
+def _graph_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     """The decoding graph with the scales of an INT8 cache, one for each channel of keys and values."""
-    a_layer = LAYER_GRAPH_BYTES + (STANDARD_GRAPH_BYTES if stored.standard else 0)
+    a_layer = LAYER_GRAPH_BYTES + STANDARD_GRAPH_BYTES * stored.standard
     if stored.cache == "int8":
         a_layer += INT8_CACHE_GRAPH_BYTES + 2 * 4 * config.key_value_size
     return GRAPH_BYTES + config.num_hidden_layers * a_layer
 
 
-def _multiplied(config: ModelConfig, stored: Stored) -> float:
-    """Numbers of the layers' matrices as `Part` counts them."""
-    if stored.form not in ("int8", "int4"):
-        return block_numbers(config)
-    return block_numbers(config, stored.block_size) * _with_scales(stored.form, stored)
+def _layer_rows(config: ModelConfig) -> int:
+    return sum(matrix.rows for matrix in block_matrices(config))
 
 
-def _with_scales(form: str, stored: Stored) -> float:
-    return 1 + SCALE_NUMBERS / stored.block_size if form in ("int8", "int4") else 1.0
+def _prefill(config: ModelConfig, file_bytes: int) -> WeightGroup:
+    """The latency profile's second graph, of whose last layer only keys and values are needed.
 
-
-def slower_reading(form: str, block_size: int) -> float:
-    """How much longer a byte of such blocks takes to read than one of `USUAL_BLOCK` with one row: scales hold it up.
-
-    What reading takes goes with the numbers, scales counted as further ones, and not with the bytes: chains of 1 to
-    100 MB at 4 bits took 1.2 to 2.3, mostly 1.4, times as long a number in blocks of 32 as in ones of 128 (a Zen 5,
-    2 threads), where they have 1.18 times the bytes and 1.33 times these numbers.
+    Without a file, a byte for each weight, a float32 scale for each row, and the graph itself.
     """
-
-    def numbers_a_byte(block: int) -> float:
-        return (block + SCALE_NUMBERS) / (block * (0.5 if form == "int4" else 1.0) + 4)  # a scale is a float32
-
-    return numbers_a_byte(block_size) / numbers_a_byte(USUAL_BLOCK)
-
-
-def _body_bytes(config: ModelConfig, stored: Stored) -> int:
-    if stored.per_row:
-        scales = config.num_hidden_layers * sum(matrix.rows for matrix in block_matrices(config))
-        return block_numbers(config) + 4 * scales + 4 * (config.block_parameters - block_numbers(config))
-    return _all_bytes(config, stored, tied=True) - _table_bytes(config, stored)
-
-
-def _table_bytes(config: ModelConfig, stored: Stored) -> int:
-    """Embedding or head: what a model that has both by themselves has more than one where they are tied."""
-    return _all_bytes(config, stored, tied=False) - _all_bytes(config, stored, tied=True)
-
-
-def _all_bytes(config: ModelConfig, stored: Stored, tied: bool) -> int:
-    shape = config.with_changes(tie_word_embeddings=tied)
-    return weight_bytes(shape, stored.precision, stored.block_size, stored.head_bits, stored.zero_points)
-
-
-def _prompt_numbers(config: ModelConfig) -> int:
-    """Of the last layer the graph that reads prompts needs keys and values only."""
-    last = block_numbers(config) // config.num_hidden_layers
-    return block_numbers(config) - last + 2 * config.key_value_size * config.hidden_size
-
-
-def _prompt_outputs(config: ModelConfig) -> int:
-    a_layers = sum(matrix.rows for matrix in block_matrices(config))
-    return (config.num_hidden_layers - 1) * a_layers + 2 * config.key_value_size
-
-
-def _prompt_bytes(config: ModelConfig) -> int:
-    return _prompt_numbers(config) + 4 * _prompt_outputs(config) + config.num_hidden_layers * PROMPT_GRAPH_BYTES
+    layers, table = config.num_hidden_layers, 2 * config.key_value_size
+    macs = block_numbers(config) // layers * (layers - 1) + table * config.hidden_size
+    rows = (layers - 1) * _layer_rows(config) + table
+    return WeightGroup("int8_rows", file_bytes or macs + 4 * rows + layers * PREFILL_GRAPH_BYTES, macs)

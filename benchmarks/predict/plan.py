@@ -6,8 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.devices.load import judge, load_device
-from benchmarks.predict.latency import Stored, predict, predict_figures, reliability
+from benchmarks.devices.limits import judge
+from benchmarks.devices.load import load_device
+from benchmarks.predict.coefficients import reliability
+from benchmarks.predict.latency import predict, predict_figures
+from benchmarks.predict.model_size import CACHES, ModelFormat
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
@@ -48,7 +51,7 @@ def plan_model(
     shapes: bool = False,
     block_size: int = 32,
     head_bits: int = 8,
-    kv_cache: str | None = None,
+    kv_cache: str = "fp32",
     optimizer: str = "adamw",
     precision: str = "bf16",
 ) -> dict[str, Any]:
@@ -56,24 +59,23 @@ def plan_model(
 
     Args:
         model: a preset's name, or a checkpoint or export directory.
-        device: a device's name or file, or None for no predictions.
-        batch: sequences in memory at once, for the training step and the shapes.
-        length: tokens of a sequence, likewise; 512 or the context where that is shorter if not given.
+        device: a device's name or file; no predictions if not given.
+        batch, length: sequences of a training step, and tokens of each: 512, or the context where that is shorter.
         shapes: whether to list every tensor along the way.
-        block_size: numbers that share a scale at int8 and int4.
-        head_bits: bits of embedding and head there.
-        kv_cache: precision of the cache in predictions; the device's usual one where not given.
-        optimizer: adamw or muon, for the training step.
-        precision: fp32, bf16 or fp16, for the training step.
+        block_size, head_bits: of int8 and int4: weights that share a scale, and bits of embedding and head.
+        kv_cache: format of the cache in predictions.
+        optimizer, precision: adamw or muon, and fp32, bf16 or fp16, for the training step.
 
     Returns:
         Sizes in bytes, times in ms. `training_memory_bytes` is without activation checkpointing;
         `training_memory` has its parts and the sum with it.
 
     Raises:
-        UsageError: a name or value that is not known, or a length beyond the context.
+        UsageError: an unknown name or value, or a length beyond the context.
         ArtifactError: a damaged directory or device file.
     """
+    if kv_cache not in CACHES:
+        raise UsageError(f"--kv-cache {kv_cache}: no export has such a cache; use {' or '.join(CACHES)}")
     config, directory = read_model(model)
     context = config.max_position_embeddings
     length = min(DEFAULT_LENGTH, context) if length is None else length
@@ -111,19 +113,16 @@ def plan_model(
     return result
 
 
-def _predictions(
-    config: ModelConfig, name: str, block_size: int, head_bits: int, kv_cache: str | None
-) -> dict[str, Any]:
+def _predictions(config: ModelConfig, name: str, block_size: int, head_bits: int, kv_cache: str) -> dict[str, Any]:
     device = load_device(name)
-    predicted, budgets = [], {}
+    rows, budgets = [], {}
     for precision in PRECISIONS:
-        stored = Stored(precision, block_size, head_bits, cache=kv_cache)
-        predicted += [asdict(row) for row in predict(config, device, stored)]
-        figures = predict_figures(config, device, stored)
-        budgets[precision] = judge(device.limits, {}, figures).as_dict(device.name)
+        stored = ModelFormat(precision, block_size, head_bits, cache=kv_cache)
+        rows += predict(config, device, stored)
+        budgets[precision] = judge(device, {}, predict_figures(config, device, stored))
     return {
         "device": device.name,
-        "predicted": predicted,
+        "predicted": rows,
         "predicted_budget": budgets,
         "efficiency": reliability(device),
     }

@@ -1,126 +1,155 @@
-"""Graphs of a few operators for ONNX Runtime, written byte by byte, for a device has no package that makes them.
+"""Write a decoder with random weights as an export directory, without torch or onnx, so that it runs on a device.
 
-ONNX is protocol buffers (https://protobuf.dev/programming-guides/encoding/): a field is its number and wire type, then
-a varint (type 0), or a length and so many bytes (type 2). Numbers of fields are those of onnx.proto
-(https://github.com/onnx/onnx/blob/main/onnx/onnx.proto). Weights lie in a file beside the graph, as an export's do, so
-that the runtime reads, prepacks and keeps them in the same way.
+The graph is that of `export.graph.decoder` with ONNX Runtime's own operators; times and memory do not depend on the
+values of the weights. Shape suffixes: N rows (outputs), K columns (inputs) of a matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
-MS = "com.microsoft"
-IR_VERSION, OPSETS = 10, {"": 21, MS: 1}  # as `export.graph.builder` writes them
-ALIGNMENT = 4096
-_TYPES = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7}  # TensorProto.DataType
-_INTEGER, _STRING, _EXTERNAL = 2, 3, 1  # AttributeProto.INT and .STRING; TensorProto.EXTERNAL
+from benchmarks.predict.model_size import ModelFormat
+from benchmarks.predict.onnx_writer import MS, OnnxGraph
+from export.metadata import KEEP_LOGITS
+from export.paths import GRAPH_FILE
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import to_hf
+from sportsllm.models.rope import rope_tables
 
-
-def _varint(number: int) -> bytes:
-    """Seven bits a byte, lowest first; the highest bit says that more follow."""
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*out, number])
+TABLE = "lm_head"  # the tied matrix of embedding and head
 
 
-def _field(number: int, value: int | str | bytes) -> bytes:
-    if isinstance(value, int):
-        return _varint(number << 3) + _varint(value)
-    data = value.encode() if isinstance(value, str) else value
-    return _varint(number << 3 | 2) + _varint(len(data)) + data
+def write_small_model(directory: Path, config: ModelConfig, stored: ModelFormat) -> None:
+    """Write graph, weights and config.json of a model with tied embeddings, without biases.
 
+    Args:
+        directory: a new directory.
+        config: the shape; heads of a multiple of 16, widths of a multiple of the block size.
+        stored: float32, INT8 or INT4 blocks, or INT8 rows, with either cache.
 
-@dataclass
-class ProbeGraph:
-    """Collects nodes, inputs, outputs and weights; shapes are fixed.
-
-    Attributes:
-        nodes, inputs, outputs, weights: encoded, in order.
-        data: what the weights consist of, by name; a name used twice is stored once.
+    Raises:
+        OSError: the files cannot be written.
     """
-
-    nodes: list[bytes] = field(default_factory=list)
-    inputs: list[bytes] = field(default_factory=list)
-    outputs: list[bytes] = field(default_factory=list)
-    data: dict[str, Array] = field(default_factory=dict)
-
-    def input(self, name: str, dtype: str, shape: Sequence[int]) -> str:
-        """A graph input, for example ("x", "float32", (1, 768)); returns its name."""
-        self.inputs.append(_value(name, dtype, shape))
-        return name
-
-    def output(self, name: str, dtype: str, shape: Sequence[int]) -> None:
-        """Make a value a graph output."""
-        self.outputs.append(_value(name, dtype, shape))
-
-    def weight(self, name: str, array: Array) -> str:
-        """A tensor that lies in the data file; returns its name."""
-        self.data[name] = np.ascontiguousarray(array)
-        return name
-
-    def node(
-        self,
-        op: str,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-        domain: str = "",
-        attributes: Mapping[str, int | str] | None = None,
-    ) -> str:
-        """Add an operator; an empty input name leaves an optional input out. Returns the first output's name."""
-        parts = [_field(1, name) for name in inputs] + [_field(2, name) for name in outputs]
-        parts += [_field(3, outputs[0]), _field(4, op), _field(7, domain)]
-        for name, value in (attributes or {}).items():
-            content = _field(3, value) if isinstance(value, int) else _field(4, value)
-            kind = _INTEGER if isinstance(value, int) else _STRING
-            parts.append(_field(5, _field(1, name) + content + _field(20, kind)))
-        self.nodes.append(b"".join(parts))
-        return outputs[0]
-
-    def write(self, path: Path) -> int:
-        """Write the graph to `path` and its weights beside it, as `<path>.data`.
-
-        Returns:
-            Bytes of all weights.
-
-        Raises:
-            OSError: the files cannot be written.
-        """
-        data_path, tensors, total = path.with_name(f"{path.name}.data"), [], 0
-        with data_path.open("wb") as stream:
-            for name, array in self.data.items():
-                stream.write(bytes(-stream.tell() % ALIGNMENT))
-                offset = stream.tell()
-                stream.write(array.data)
-                tensors.append(_external(name, array, data_path.name, offset))
-                total += array.nbytes
-        graph = [_field(1, node) for node in self.nodes] + [_field(2, "probe")]
-        graph += [_field(5, tensor) for tensor in tensors]
-        graph += [_field(11, value) for value in self.inputs] + [_field(12, value) for value in self.outputs]
-        opsets = [_field(8, _field(1, domain) + _field(2, version)) for domain, version in OPSETS.items()]
-        path.write_bytes(_field(1, IR_VERSION) + _field(7, b"".join(graph)) + b"".join(opsets))
-        return total
+    directory.mkdir(parents=True)
+    graph = _SmallModel(directory / GRAPH_FILE, config, stored)
+    graph.add_model()
+    graph.write()
+    (directory / "config.json").write_text(json.dumps(to_hf(config)), encoding="utf-8")
 
 
-def _value(name: str, dtype: str, shape: Sequence[int]) -> bytes:
-    """ValueInfoProto: a name, and a tensor type with its shape."""
-    dimensions = b"".join(_field(1, _field(1, size)) for size in shape)
-    tensor = _field(1, _TYPES[dtype]) + _field(2, dimensions)
-    return _field(1, name) + _field(2, _field(1, tensor))
+class _SmallModel(OnnxGraph):
+    def __init__(self, path: Path, config: ModelConfig, stored: ModelFormat) -> None:
+        super().__init__(path)
+        self.config, self.stored, self.random = config, stored, np.random.default_rng(0)
 
+    def add_model(self) -> None:
+        config, hidden, layers = self.config, self.config.hidden_size, self.config.num_hidden_layers
+        tokens = self.input("input_ids", "int64", ("batch", "new"))
+        lengths = self._lengths(self.input("attention_mask", "int64", ("batch", "all")))
+        keep = self.input(self.constant(KEEP_LOGITS, np.zeros(1, np.int64)), "int64", (1,))
+        x, residual = self._embedding(tokens), ""
+        for layer in range(layers):
+            x, residual = self._norm(f"{layer}.norm", x, residual)
+            x = self._attention(layer, x, lengths)
+            if layer == layers - 1:  # nothing reads what the last layer does with positions that are not kept
+                end = self.constant("end", np.array([np.iinfo(np.int64).max], np.int64))
+                start = self.node("Neg", [keep], "start")
+                x, residual = (
+                    self.node("Slice", [value, start, end, "axis_1"], f"{value}.kept") for value in (x, residual)
+                )
+            x = self._product(f"{layer}.o", x, hidden, config.query_size)
+            x, residual = self._norm(f"{layer}.norm2", x, residual)
+            x = self._feed_forward(layer, x)
+        x, _ = self._norm("norm", x, residual)
+        logits = self._product(TABLE, x, config.vocab_size, hidden)
+        self.output(logits, "float32", ("batch", "new", config.vocab_size))
 
-def _external(name: str, array: Array, location: str, offset: int) -> bytes:
-    """TensorProto whose numbers lie in a file."""
-    entries = {"location": location, "offset": str(offset), "length": str(array.nbytes)}
-    parts = [_field(1, size) for size in array.shape] + [_field(2, _TYPES[array.dtype.name]), _field(8, name)]
-    parts += [_field(13, _field(1, key) + _field(2, value)) for key, value in entries.items()]
-    return b"".join([*parts, _field(14, _EXTERNAL)])
+    def _lengths(self, mask: str) -> list[str]:
+        """What GroupQueryAttention needs beside keys and values: lengths and rotary tables."""
+        for name, value in (("one", 1), ("scalar", []), ("axis_1", [1]), ("axis_-1", [-1])):
+            self.constant(name, np.array(value, np.int64))
+        tokens = self.node("ReduceSum", [mask, "axis_1"], "lengths", keepdims=0)
+        total = self.node("Reshape", [self.node("Shape", [mask], "width", start=1, end=2), "scalar"], "width_scalar")
+        last = self.node("Cast", [self.node("Sub", [tokens, "one"], "last")], "seqlens_k", to=6)
+        cos, sin = rope_tables(self.config, self.config.max_position_embeddings)
+        return [last, self.node("Cast", [total], "total", to=6), self.weight("cos", cos), self.weight("sin", sin)]
+
+    def _embedding(self, tokens: str) -> str:
+        rows, columns, bits = self.config.vocab_size, self.config.hidden_size, self.stored.head_bits
+        weights = self._weights(TABLE, rows, columns, bits if self.stored.quantized else 32)
+        if not self.stored.quantized:
+            return self.node("Gather", [*weights, tokens], "embedded")
+        flat = self.view("embedding", weights[0], (rows, columns * bits // 8))
+        sizes = {"bits": bits, "block_size": self.stored.block_size, "gather_axis": 0, "quantize_axis": 1}
+        return self.node("GatherBlockQuantized", [flat, tokens, weights[1]], "embedded", MS, **sizes)
+
+    def _norm(self, name: str, x: str, residual: str) -> tuple[str, str]:
+        """RMSNorm of x + residual, and the sum; the first one in standard operators, which the runtime fuses."""
+        gamma, epsilon = (
+            self.weight(f"{name}.gamma", np.ones(self.config.hidden_size, np.float32)),
+            self.config.rms_norm_eps,
+        )
+        if residual:
+            outputs = [name, "", "", f"{name}.sum"]
+            self.node("SkipSimplifiedLayerNormalization", [x, residual, gamma], outputs, MS, epsilon=epsilon)
+            return name, f"{name}.sum"
+        squared = self.node("Pow", [x, self.constant("two", np.array(2, np.float32))], f"{name}.squared")
+        mean = self.node("ReduceMean", [squared, "axis_-1"], f"{name}.mean", keepdims=1)
+        shifted = self.node("Add", [mean, self.constant("epsilon", np.array(epsilon, np.float32))], f"{name}.shifted")
+        scaled = self.node("Div", [x, self.node("Sqrt", [shifted], f"{name}.root")], f"{name}.scaled")
+        return self.node("Mul", [scaled, gamma], name), x
+
+    def _attention(self, layer: int, x: str, lengths: list[str]) -> str:
+        config, int8 = self.config, self.stored.cache == "int8"
+        heads, size, dtype = config.num_key_value_heads, config.head_dim, "int8" if int8 else "float32"
+        query = self._product(f"{layer}.qkv", x, config.query_size + 2 * config.key_value_size, config.hidden_size)
+        inputs, outputs = [query, "", ""], [f"{layer}.attended"]
+        for name in (f"{layer}.key", f"{layer}.value"):
+            inputs.append(self.input(f"past_key_values.{name}", dtype, ("batch", heads, "past", size)))
+            outputs.append(self.output(f"present.{name}", dtype, ("batch", heads, "all", size)))
+        inputs += lengths
+        attributes: dict[str, float | str] = {"num_heads": config.num_attention_heads, "kv_num_heads": heads}
+        if int8:
+            scale = np.full((1, heads, 1, size), 0.02, np.float32)
+            inputs += ["", "", "", *(self.weight(f"{layer}.{part}_scale", scale) for part in "kv")]
+            attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+        return self.node("GroupQueryAttention", inputs, outputs, MS, do_rotary=1, **attributes)
+
+    def _feed_forward(self, layer: int, x: str) -> str:
+        inner, hidden = self.config.intermediate_size, self.config.hidden_size
+        both = self._product(f"{layer}.gate_up", x, 2 * inner, hidden)
+        sizes = self.constant(f"{layer}.sizes", np.array([inner, inner], np.int64))
+        self.node("Split", [both, sizes], [f"{layer}.gate", f"{layer}.up"], axis=-1)
+        silu = self.node("QuickGelu", [f"{layer}.gate"], f"{layer}.silu", MS, alpha=1.0)
+        return self._product(f"{layer}.down", self.node("Mul", [silu, f"{layer}.up"], f"{layer}.inner"), hidden, inner)
+
+    def _product(self, name: str, x: str, rows: int, columns: int) -> str:
+        """x W^T; the head's matrix is the one that the embedding has stored."""
+        stored, y = self.stored, "logits" if name == TABLE else f"{name}.product"
+        if stored.per_row and name != TABLE:
+            matrix_KN = self.weight(f"{name}.rows", self.random.integers(-63, 64, (columns, rows), np.int8))
+            scale = self.weight(f"{name}.scale", np.full(rows, columns**-0.5 / 37, np.float32))
+            return self.node("DynamicQuantizeMatMul", [x, matrix_KN, scale], y, MS)
+        bits = {"int8": 8, "int4": 4}.get(stored.precision, 32)
+        if name == TABLE:
+            bits = stored.head_bits if stored.quantized else 32
+            weights = [f"{name}.weight", f"{name}.scale"] if stored.quantized else [f"{name}.weight"]
+        else:
+            weights = self._weights(name, rows, columns, bits)
+        if bits == 32:
+            return self.node("FusedMatMul", [x, *weights], y, MS, transB=1)
+        sizes = {"N": rows, "K": columns, "block_size": stored.block_size, "bits": bits, "accuracy_level": 4}
+        return self.node("MatMulNBits", [x, *weights], y, MS, **sizes)
+
+    def _weights(self, name: str, rows: int, columns: int, bits: int) -> list[str]:
+        """A random matrix, of blocks with their scales; products keep the spread of their inputs."""
+        spread, groups = np.float32(3.5 * columns**-0.5), columns // self.stored.block_size
+        if bits == 32:
+            matrix_NK = spread * (self.random.random((rows, columns), np.float32) - np.float32(0.5))
+            return [self.weight(f"{name}.weight", matrix_NK)]
+        packed = self.random.integers(0, 256, (rows, groups, self.stored.block_size * bits // 8), np.uint8)
+        scale = np.full((rows, groups), spread / 2**bits, np.float32)
+        return [self.weight(f"{name}.weight", packed), self.weight(f"{name}.scale", scale)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.flops import forward_flops_per_token, matmul_parameters
 from benchmarks.labels import is_number
-from benchmarks.predict.model_size import prompt_graph_bytes
+from benchmarks.measure.bandwidth_bound import prompt_graph_bytes
 from benchmarks.report.charts import Chart, Plot, chart, color, line, log_axis, marks, placeholder_chart
 from benchmarks.report.inputs import StageSummary, bench_command
 from benchmarks.report.text import get_nested

@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from benchmarks.devices.limits import misses
 from benchmarks.devices.schema import Device
 from benchmarks.labels import LIMITS
+from benchmarks.predict.coefficients import resolve
 from benchmarks.predict.latency import predict_figures
-from benchmarks.predict.model_size import Stored
+from benchmarks.predict.model_size import ModelFormat
 from compress.pruning.shapes import Shape, even_shapes
 from sportsllm.console import progress_bar
 from sportsllm.models.config import ModelConfig
@@ -34,17 +36,17 @@ _VOCABULARY_WEIGHT = 40.0
 
 
 _WEIGHT_LOSS_PERCENT = {
-    Stored("fp32"): 0.0,
-    Stored("int8"): 0.02,
-    Stored("int8", per_row=True): 0.12,
-    Stored("int4", 32): 0.6,
-    Stored("int4", 128): 0.8,
+    ModelFormat("fp32"): 0.0,
+    ModelFormat("int8"): 0.02,
+    ModelFormat("int8", per_row=True): 0.12,
+    ModelFormat("int4", 32): 0.6,
+    ModelFormat("int4", 128): 0.8,
 }
 _CACHE_LOSS_PERCENT = {"fp32": 0.0, "int8": 0.01}
 _LATENCY_LOSS_PERCENT = 0.02  # of the latency profile, which takes matrices in blocks
 
 
-def _all_formats() -> Iterator[tuple[Stored, float]]:
+def _all_formats() -> Iterator[tuple[ModelFormat, float]]:
     for weights, loss in _WEIGHT_LOSS_PERCENT.items():
         for cache, cache_loss in _CACHE_LOSS_PERCENT.items():
             yield replace(weights, cache=cache), loss + cache_loss
@@ -57,18 +59,6 @@ FORMATS = dict(_all_formats())
 (docs/log.md)."""
 
 
-def weights_name(format: Stored) -> str:
-    """Of the weights alone, for people and directories, such as int4-b32."""
-    if format.per_row:
-        return f"{format.precision}-rows"
-    return f"{format.precision}-b{format.block_size}" if format.quantized else format.precision
-
-
-def format_name(format: Stored) -> str:
-    """Such as int4-b32-kv8-latency."""
-    return weights_name(format) + ("-kv8" if format.cache == "int8" else "") + ("-latency" if format.latency else "")
-
-
 @dataclass(frozen=True)
 class Candidate:
     """One model that could be made.
@@ -79,12 +69,12 @@ class Candidate:
         format: how it is stored, a key of `FORMATS`.
         parameters: their number.
         loss_percent: estimated rise of bits per byte over the teacher.
-        predicted: figures on the device, by the limits' names.
+        predicted: known figures on the device, by the limits' names.
     """
 
     shape: Shape
     vocab_size: int
-    format: Stored
+    format: ModelFormat
     parameters: int
     loss_percent: float
     predicted: Mapping[str, float]
@@ -92,14 +82,14 @@ class Candidate:
     @property
     def name(self) -> str:
         """Unique, for tables and directories."""
-        return f"{shape_name(self.shape, self.vocab_size)}-{format_name(self.format)}"
+        return f"{shape_name(self.shape, self.vocab_size)}-{self.format.name}"
 
     def record(self) -> dict[str, Any]:
         """For the result's `candidates`."""
         return {
             "name": self.name,
             "shape": {**asdict(self.shape), "vocab_size": self.vocab_size},
-            "precision": format_name(self.format),
+            "precision": self.format.name,
             "parameters": self.parameters,
             "estimated_loss_percent": round(self.loss_percent, 3),
             "predicted": {name: float(f"{value:.5g}") for name, value in self.predicted.items()},
@@ -121,6 +111,7 @@ def candidates(teacher: ModelConfig, device: Device, vocabularies: Sequence[int]
         vocabularies: numbers of tokens to consider.
     """
     shapes, found = list(_shapes(teacher)), list[Candidate]()
+    device = device.model_copy(update={"coefficients": resolve(device)})  # once, not for each candidate
     with progress_bar("candidates", len(shapes) * len(vocabularies)) as bar:
         for vocab_size in vocabularies:
             for shape in shapes:
@@ -144,7 +135,7 @@ def even_cuts(teacher: ModelConfig, device: Device, vocabularies: Sequence[int])
 
 
 def _candidates(
-    teacher: ModelConfig, device: Device, shape: Shape, vocab_size: int, formats: Iterable[Stored] = FORMATS
+    teacher: ModelConfig, device: Device, shape: Shape, vocab_size: int, formats: Iterable[ModelFormat] = FORMATS
 ) -> list[Candidate]:
     config = shape.applied_to(teacher).with_changes(vocab_size=vocab_size)
     loss = shape_loss_percent(Shape.of(teacher), shape)
@@ -156,7 +147,7 @@ def _candidates(
             format=format,
             parameters=config.parameters,
             loss_percent=loss + FORMATS[format],
-            predicted=predict_figures(config, device, format),
+            predicted=predict_figures(config, device, format).known(),
         )
         for format in formats
     ]
@@ -168,7 +159,7 @@ def ranked(found: Sequence[Candidate]) -> list[Candidate]:
     def key(candidate: Candidate) -> tuple[int, float, float]:
         return (
             round(candidate.loss_percent / EQUAL_PERCENT),
-            candidate.predicted["tpot_p50_ms"],
+            candidate.predicted.get("tpot_p50_ms", math.inf),  # unknown in a very short context
             candidate.predicted["file_mb"],
         )
 
@@ -184,13 +175,6 @@ def shape_loss_percent(full: Shape, shape: Shape) -> float:
     ratios = {name: kept[name] / whole[name] for name in _SHAPE_WEIGHTS}
     ratios["kv_heads"] = min(1.0, ratios["kv_heads"] / ratios["heads"])
     return sum(weight * math.log(ratios[name]) ** 2 for name, weight in _SHAPE_WEIGHTS.items())
-
-
-def misses(figures: Mapping[str, float | None], device: Device) -> dict[str, float]:
-    """The limits that known figures miss, with value / limit."""
-    known = ((name, figures.get(name)) for name in LIMITS)
-    shares = {name: value / getattr(device.limits, name) for name, value in known if value is not None}
-    return {name: share for name, share in shares.items() if share > 1}
 
 
 def widened(candidate: Candidate, teacher: ModelConfig, device: Device) -> Candidate:

@@ -11,16 +11,19 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.devices.load import is_this_machine
+from benchmarks.devices.limits import misses
+from benchmarks.devices.recognise import is_this_machine
 from benchmarks.devices.schema import Device
 from benchmarks.labels import LIMITS
-from benchmarks.predict.model_size import Stored
+from benchmarks.predict.latency import limit_band
+from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.candidates import (
     EQUAL_PERCENT,
     FORMATS,
@@ -28,10 +31,8 @@ from benchmarks.search.candidates import (
     candidates,
     cut_by_limit,
     even_cuts,
-    misses,
     nearest_miss,
     ranked,
-    weights_name,
     widened,
 )
 from benchmarks.search.trials import Trials
@@ -66,8 +67,8 @@ class Search:
     measured: dict[str, dict[str, float | None]] = field(default_factory=dict)
     quality: dict[str, float] = field(default_factory=dict)
     even: frozenset[str] = frozenset()
-    _ratios: dict[Stored | None, list[dict[str, float]]] = field(default_factory=dict)
-    _corrections: dict[Stored | None, dict[str, float]] = field(default_factory=dict)
+    _ratios: dict[ModelFormat | None, list[dict[str, float]]] = field(default_factory=dict)
+    _corrections: dict[ModelFormat | None, dict[str, float]] = field(default_factory=dict)
 
     def figures(self, candidate: Candidate) -> Mapping[str, float | None]:
         """A candidate's figures: measured where that decides, else predicted, corrected by what was measured."""
@@ -99,7 +100,7 @@ class Search:
         kinds: dict[tuple[Any, ...], Candidate] = {}
         for candidate in self.inside():
             shape = candidate.shape
-            kind = (shape.layers, shape.hidden, candidate.vocab_size, weights_name(candidate.format))
+            kind = (shape.layers, shape.hidden, candidate.vocab_size, candidate.format.weights_name)
             kinds.setdefault(kind, candidate)
             if len(kinds) == count:
                 break
@@ -230,7 +231,7 @@ def compare_finalists(
     def place(one: Candidate) -> tuple[float, float, float]:
         figures = {**one.predicted, **known(search.figures(one))}
         quality = search.quality[one.name]
-        return (0.0 if quality <= equal else quality, figures["tpot_p50_ms"], figures["file_mb"])
+        return (0.0 if quality <= equal else quality, figures.get("tpot_p50_ms", math.inf), figures["file_mb"])
 
     return sorted(compared, key=place)
 
@@ -294,6 +295,7 @@ def summary(search: Search, chosen: Candidate, shown: int = 40) -> dict[str, Any
         "inside": len(search.inside()),
         "cut_by_limit": cut_by_limit(search.found, search.device),
         "candidates": records,
+        "band": limit_band(search.device),
         "chosen": chosen.name,
         "whole_teacher": chosen.shape == Shape.of(search.teacher),
     }

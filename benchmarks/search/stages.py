@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.predict.model_size import Stored
+from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.candidates import Candidate
 from sportsllm.console import say
 from sportsllm.models.hf_config import load_config
@@ -117,7 +117,7 @@ def prune_settings(
 
 
 def quantize_settings(
-    source: Source, format: Stored, checkpoint: Path, out: Path, method: str | None = None, qad: int | None = None
+    source: Source, format: ModelFormat, checkpoint: Path, out: Path, method: str | None = None, qad: int | None = None
 ) -> dict[str, Any]:
     """Flags of `quantize` for a format: with a method that needs no text, or calibrated and trained on `qad` tokens."""
     settings: dict[str, Any] = {
@@ -134,7 +134,7 @@ def quantize_settings(
     return settings
 
 
-def export_settings(source: Source, format: Stored, checkpoint: Path, out: Path) -> dict[str, Any]:
+def export_settings(source: Source, format: ModelFormat, checkpoint: Path, out: Path) -> dict[str, Any]:
     """Flags of `export` for a format."""
     return {
         "checkpoint": checkpoint,

@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.devices.schema import Device
 from benchmarks.measure.bench import short_bench
-from benchmarks.predict.model_size import Stored
-from benchmarks.search.candidates import Candidate, shape_name, weights_name
+from benchmarks.predict.model_size import ModelFormat
+from benchmarks.search.candidates import Candidate, shape_name
 from benchmarks.search.stages import Source, export_settings, prune_settings, quantize_settings, vocabulary_stages
 from compress.pruning.shapes import Shape
 from sportsllm.cli.flags import load_command
@@ -153,14 +153,14 @@ class Trials:
         shape = {"shape": name, "seed": self.source.seed}
         return Path(run_stage(self.directory / "random" / name, Stage("random", shape, [teacher]), make)["out"])
 
-    def _packed(self, checkpoint: Path, format: Stored, parent: Path, method: str | None = None) -> Path:
+    def _packed(self, checkpoint: Path, format: ModelFormat, parent: Path, method: str | None = None) -> Path:
         if format.precision == "fp32":
             return checkpoint
-        out = parent / f"{checkpoint.name}-{weights_name(format)}"
+        out = parent / f"{checkpoint.name}-{format.weights_name}"
         load_command("quantize")(**quantize_settings(self.source, format, checkpoint, out, method))
         return out
 
-    def _export(self, checkpoint: Path, format: Stored, parent: Path, method: str | None = None) -> Path:
+    def _export(self, checkpoint: Path, format: ModelFormat, parent: Path, method: str | None = None) -> Path:
         with silenced():
             packed = self._packed(checkpoint, format, parent, method)
             load_command("export")(**export_settings(self.source, format, packed, parent / "export"))

@@ -13,21 +13,22 @@ import pytest
 
 from benchmarks.bench import bench_model
 from benchmarks.console_results import verdict_line
-from benchmarks.devices.limits import judge_budget, predicted_figures, stored_form
+from benchmarks.devices.limits import depths_that_fit, judge_budget
 from benchmarks.devices.load import DEVICES, load_device
 from benchmarks.measure import bench
 from benchmarks.measure.bandwidth_bound import bytes_read_per_token
-from benchmarks.measure.bench import BenchRequest, depths_that_fit, prompts_that_fit, short_bench
+from benchmarks.measure.bench import BenchRequest, prompts_that_fit, short_bench
 from benchmarks.measure.cpus import choose_cpus
 from benchmarks.measure.memory import memory_split
 from benchmarks.measure.process import ChildFailure, child_command, run_child
-from benchmarks.predict.latency import tpot_ms
+from benchmarks.predict.coefficients import costs, resolve
+from benchmarks.predict.latency import predict_directory, total, tpot_terms
+from benchmarks.predict.model_size import stored_format
 from benchmarks.report.text import summarize_budget
 from benchmarks.spread import percentile, percentiles, spread
 from sportsllm.cli import main as cli
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import to_hf
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes
 from sportsllm.storage.artifact import directory_bytes
@@ -272,14 +273,15 @@ def test_a_short_context_is_held_to_the_time_per_token_where_it_ends(result: dic
     notes = {row.label: row.note for row in summary.rows}
     assert notes["Median time per token"].startswith("after 152 tokens")
     pi = load_device("raspberry-pi-5-8gb")
-    predicted = predicted_figures(pi, CONFIG, export)["tpot_p50_ms"]
-    assert predicted == tpot_ms(CONFIG, pi, stored_form(export), 152)
-    assert predicted_figures(pi, CONFIG.with_changes(max_position_embeddings=148), export)["tpot_p50_ms"] is None
+    predicted = predict_directory(pi, CONFIG, export).figures["tpot_p50_ms"]
+    assert predicted == total(tpot_terms(CONFIG, stored_format(export), 152), costs(resolve(pi)))
+    short = CONFIG.with_changes(max_position_embeddings=148)
+    assert predict_directory(pi, short, export).figures["tpot_p50_ms"] is None
 
 
 def test_elsewhere_the_prediction_decides_and_says_so(result: dict[str, Any], export: Path) -> None:
     pi = load_device("raspberry-pi-5-8gb")
-    budget = judge_budget(pi, result, CONFIG, export, on_device=False)
+    budget = judge_budget(pi, result, CONFIG, export, on_device=False, predict=predict_directory)
     sources = {limit["name"]: limit["source"] for limit in budget["limits"]}
     assert budget["decided_by"] == "prediction"
     assert sources["peak_memory_mb"] == "predicted" and sources["file_mb"] == "measured"
@@ -293,26 +295,6 @@ def test_elsewhere_the_prediction_decides_and_says_so(result: dict[str, Any], ex
 def test_a_graphics_card_is_not_judged_by_the_cpu(export: Path) -> None:
     with pytest.raises(UsageError, match="--on-device"):
         bench_model(BenchRequest(export), "rtx-3060", on_device=True)
-
-
-def test_stored_form_follows_the_configuration(tmp_path: Path) -> None:
-    config = to_hf(CONFIG)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert stored_form(tmp_path).precision == "fp32"
-    config["quantization_config"] = {"bits": 4, "block_size": 64, "head_bits": 8, "symmetric": False}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    stored = stored_form(tmp_path)
-    assert (stored.precision, stored.block_size, stored.head_bits, stored.zero_points) == ("int4", 64, 8, True)
-    device = load_device("raspberry-pi-5")
-    assert predicted_figures(device, CONFIG, tmp_path)["peak_memory_mb"] is not None
-    config["quantization_config"]["method"] = "nf4"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert {name for name, value in predicted_figures(device, CONFIG, tmp_path).items() if value is not None} == {
-        "file_mb"
-    }
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert stored_form(tmp_path).precision == "fp32"
 
 
 def test_a_pytorch_checkpoint_is_measured_too(checkpoint: Path) -> None:

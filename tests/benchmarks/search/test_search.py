@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.console_results import print_fit
-from benchmarks.devices.limits import judge_budget
+from benchmarks.devices.limits import judge_budget, misses
 from benchmarks.devices.load import DEVICES, load_device
 from benchmarks.devices.schema import Device
 from benchmarks.measure.bench import BenchRequest, BenchResult
@@ -20,8 +21,6 @@ from benchmarks.search.candidates import (
     Candidate,
     candidates,
     cut_by_limit,
-    format_name,
-    misses,
     shape_loss_percent,
 )
 from benchmarks.search.run import finish_first_inside, run_fit
@@ -32,12 +31,18 @@ from benchmarks.search.winner_recipe import write_recipe
 from compress.pruning.shapes import Shape
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, UsageError
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf_config import load_config, to_hf
 from sportsllm.models.presets import preset
 from sportsllm.storage.artifact import directory_bytes
 from tests.support.models import tiny_config
 
-TEACHER = tiny_config(num_hidden_layers=4, intermediate_size=256, hidden_size=128, num_attention_heads=8)
+TEACHER = tiny_config(
+    num_hidden_layers=4,
+    intermediate_size=256,
+    hidden_size=128,
+    num_attention_heads=8,
+    max_position_embeddings=1_024,  # room for the tokens that limits speak of
+)
 
 
 def with_limits(name: str = "laptop-x86", **limits: float) -> Device:
@@ -75,7 +80,7 @@ def test_a_budget_that_only_int4_can_meet_gets_int4() -> None:
     sizes = {
         one.format.precision: one.predicted["file_mb"]
         for one in candidates(teacher, device, [teacher.vocab_size])
-        if one.shape == Shape.of(teacher) and format_name(one.format) in ("int8-b32", "int4-b32")
+        if one.shape == Shape.of(teacher) and one.format.name in ("int8-b32", "int4-b32")
     }
     tight = with_limits("raspberry-pi-5", file_mb=1.01 * sizes["int4"])
     search = start_search(teacher, tight, [teacher.vocab_size], False)
@@ -89,7 +94,7 @@ def test_a_budget_that_only_a_shorter_cache_can_meet_gets_one() -> None:
     teacher = preset("tiny-5m")
     device = load_device("raspberry-pi-5")
     peaks = {
-        format_name(one.format): one.predicted["peak_memory_mb"]
+        one.format.name: one.predicted["peak_memory_mb"]
         for one in candidates(teacher, device, [teacher.vocab_size])
         if one.shape == Shape.of(teacher)
     }
@@ -171,7 +176,7 @@ def test_of_finalists_as_good_as_the_best_the_fastest_wins() -> None:
 
 
 def test_formats_differ_in_name() -> None:
-    names = [format_name(format) for format in FORMATS]
+    names = [format.name for format in FORMATS]
     assert len(set(names)) == len(names) and "int4-b32-kv8-latency" in names and "int8-rows" in names
     assert all(math.isfinite(loss) for loss in FORMATS.values())
 
@@ -230,6 +235,9 @@ class Line:
 @pytest.fixture(scope="module")
 def line(checkpoint: Path, texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
     folder = tmp_path_factory.mktemp("search")
+    checkpoint = shutil.copytree(checkpoint, folder / "teacher")  # with room for the tokens that limits speak of
+    config = load_config(checkpoint).with_changes(max_position_embeddings=1_024)
+    (checkpoint / "config.json").write_text(json.dumps(to_hf(config)), encoding="utf-8")
     corpus, budget = folder / "corpus.jsonl", folder / "pocket.toml"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     whole = directory_bytes(checkpoint) / 1e6

@@ -1,0 +1,142 @@
+"""The parts of a stored model against the graph that `export` writes, and formats that do not exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from benchmarks.measure.bandwidth_bound import bytes_read_per_token, prompt_graph_bytes
+from benchmarks.predict.model_size import (
+    ModelFormat,
+    cache_bytes,
+    file_bytes,
+    layer_activations,
+    mixing_macs,
+    sizes,
+    stored_format,
+)
+from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import to_hf
+from sportsllm.models.presets import PRESETS
+from tests.support.untrained import FORMATS, make_checkpoint, make_export
+
+SMALL = PRESETS["small"]
+PRODUCTS = {"MatMulNBits", "DynamicQuantizeMatMul", "FusedMatMul", "MatMul", "DequantizeLinear"}
+# Large enough for the tensors to lie in the data file.
+SHAPE = ModelConfig(
+    vocab_size=500,
+    hidden_size=256,
+    intermediate_size=384,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=256,
+)
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(SHAPE, tmp_path_factory.mktemp("untrained") / "checkpoint")
+
+
+def _sizes_on_disk(directory: Path) -> tuple[int, int]:
+    """Bytes of a graph's large tensors, and of those that no product reads, from the graph itself."""
+    graph = onnx.load(str(directory / "model.onnx"), load_external_data=False).graph
+    stored: dict[str, int] = {}
+    seen = set()
+    for tensor in graph.initializer:
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        if entries and not tensor.name.endswith("_cache") and entries["offset"] not in seen:
+            seen.add(entries["offset"])  # the same bytes may have two names and shapes
+            stored[tensor.name] = int(entries["length"])
+    reads = {name for node in graph.node if node.op_type in PRODUCTS for name in node.input}
+    unread = sum(size for name, size in stored.items() if "embed_tokens" in name and not reads & {name})
+    return sum(stored.values()), unread
+
+
+@pytest.mark.parametrize("stored", FORMATS, ids=lambda stored: stored.name)
+def test_the_parts_of_a_format_are_those_of_its_graph(stored: ModelFormat, untrained: Path, tmp_path: Path) -> None:
+    directory = tmp_path / stored.name
+    make_export(untrained, stored, directory)
+    parts, (everything, by_rows) = sizes(SHAPE, stored), _sizes_on_disk(directory)
+    weights = parts.layers.bytes + parts.head.bytes + parts.embedding
+    assert weights == pytest.approx(everything, rel=0.01)  # tensors below 1 KiB stay in the graph
+    # Small models too, of which the graph is a good part; config.json is no part of a model.
+    files = sum(path.stat().st_size for path in directory.glob("*.onnx*"))
+    pages = 20 * 4_096 if stored.latency else 0  # tensors of the second graph begin on whole pages in the file
+    assert file_bytes(SHAPE, stored) == pytest.approx(files, rel=0.02, abs=pages)
+    if stored.standard:  # the tied matrix by rows, for the embedding alone: a token reads one row of it
+        assert parts.embedding == pytest.approx(by_rows, rel=0.01) and by_rows > 0.05 * everything
+        manifest = {"format": 1, "command": "export", "settings": {"standard_ops": True}, "files": {}}
+        (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+        assert bytes_read_per_token(directory, SHAPE)["weight_bytes"] == files - by_rows
+    else:
+        assert parts.embedding == 0
+    assert (parts.prefill is not None) == stored.latency
+    if parts.prefill is not None:
+        assert -20 * 4_096 <= parts.prefill.bytes - prompt_graph_bytes(directory) <= 0.01 * files
+
+
+def test_counts_by_hand() -> None:
+    """Two layers: q and o 256 x 256, k and v 128 x 256, gate, up and down 384 x 256."""
+    layers = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 384 * 256)
+    parts = sizes(SHAPE, ModelFormat("int4"))
+    assert (parts.layers.macs, parts.head.macs) == (layers, 500 * 256)
+    assert mixing_macs(SHAPE, 7) == 7 * 2 * 2 * 256
+    assert layer_activations(SHAPE) == 2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 384)
+    assert cache_bytes(SHAPE, ModelFormat("fp32")) == 2 * 2 * 128 * 4
+    assert cache_bytes(SHAPE, ModelFormat("fp32", cache="int8")) == 2 * 2 * 128
+
+
+@pytest.mark.parametrize(
+    ("stored", "megabytes"),
+    [(ModelFormat("fp32"), 389.56), (ModelFormat("int8"), 110.06), (ModelFormat("int4", 128, 4), 52.39)],
+)
+def test_file_size(stored: ModelFormat, megabytes: float) -> None:
+    assert file_bytes(SMALL, stored) / 1e6 == pytest.approx(megabytes, rel=5e-3)
+
+
+def test_a_file_scales_what_decoding_reads_and_not_the_second_graph() -> None:
+    plain = sizes(SMALL, ModelFormat("int4"))
+    whole = file_bytes(SMALL, ModelFormat("int4"))
+    given = sizes(SMALL, ModelFormat("int4", file_bytes=2 * whole + 1_000, prompt_bytes=1_000))
+    assert given.layers.bytes == pytest.approx(2 * plain.layers.bytes, rel=1e-6)
+    assert given.prefill is not None and given.prefill.bytes == 1_000
+
+
+def test_the_stored_format_follows_the_configuration(tmp_path: Path) -> None:
+    config = to_hf(SHAPE)
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert stored_format(tmp_path).precision == "fp32"
+    config["quantization_config"] = {"bits": 4, "block_size": 64, "head_bits": 8, "symmetric": False}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    stored = stored_format(tmp_path)
+    assert (stored.precision, stored.block_size, stored.head_bits, stored.zero_points) == ("int4", 64, 8, True)
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert stored_format(tmp_path).precision == "fp32"
+    assert stored.name == "int4-b64" and dataclasses.replace(stored, cache="int8").name == "int4-b64-kv8"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"precision": "int4", "per_row": True},
+        {"precision": "fp32", "latency": True},
+        {"precision": "int8", "per_row": True, "latency": True},
+        {"precision": "int4", "standard": True, "latency": True},
+        {"precision": "int3"},
+        {"precision": "int4", "cache": "int2"},
+        {"precision": "int4", "cache": "fp16"},  # no export has one
+    ],
+)
+def test_formats_that_do_not_exist(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        ModelFormat(**arguments)

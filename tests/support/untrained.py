@@ -1,0 +1,62 @@
+"""Exports of untrained models in any format, as `export` writes them but without the parity gate."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from benchmarks.predict.model_size import ModelFormat
+from compress.quantization.config import QuantizationConfig
+from compress.quantization.layer_by_layer import quantize_without_data
+from compress.quantization.packed_checkpoint import PackedCheckpoint
+from export.cache_scales import CacheScales
+from export.graph.decoder import write_graph
+from export.graph.prefill_graph import write_prompt_graph
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.storage.checkpoint import save_checkpoint, write_checkpoint
+from sportsllm.storage.packed_weights import ROW_BITS
+
+FORMATS = (
+    ModelFormat("fp32"),
+    ModelFormat("int8", 128),
+    ModelFormat("int4", 128),
+    ModelFormat("int8", 128, per_row=True),
+    ModelFormat("int4", 32),
+    ModelFormat("int4", 128, cache="int8"),
+    ModelFormat("int4", 128, latency=True),
+    ModelFormat("int4", 128, standard=True),
+)
+
+
+def make_checkpoint(config: ModelConfig, directory: Path) -> Path:
+    """An untrained checkpoint, without a tokenizer."""
+    model = SportsLLM(config)
+    model.initialize(0)
+    directory.mkdir(parents=True)
+    save_checkpoint(directory, model)
+    return directory
+
+
+def make_export(checkpoint: Path, stored: ModelFormat, directory: Path) -> None:
+    """Export a checkpoint, its weights rounded to nearest."""
+    config, source = load_config(checkpoint), checkpoint
+    directory.mkdir(parents=True)
+    if stored.quantized:
+        source = directory / "packed"
+        source.mkdir()
+        bits = {"int8": 8, "int4": 4, "int8_rows": ROW_BITS}[stored.layer_format]
+        packed = PackedCheckpoint(config, QuantizationConfig(bits, stored.block_size))
+        quantize_without_data(checkpoint, config, packed, search=False)
+        write_checkpoint(source, config, packed.tensors, quantization=packed.record("rtn"))
+    full = torch.full((config.num_hidden_layers, config.num_key_value_heads, config.head_dim), 0.05)
+    scales = CacheScales(full, full) if stored.cache == "int8" else None
+    tensors = write_graph(source, directory, scales=scales, standard=stored.standard)
+    if stored.latency:
+        write_prompt_graph(source, directory, tensors, scales)
+    shutil.copyfile(source / "config.json", directory / "config.json")
+    if source != checkpoint:
+        shutil.rmtree(source)
