@@ -29,9 +29,9 @@ from benchmarks.devices.load import list_devices, load_device
 from benchmarks.devices.schema import FORMAT, Coefficients, Device
 from benchmarks.devices.write import write_device
 from benchmarks.measure.bench import default_threads, machine
+from benchmarks.measure.hardware import this_machine
 from benchmarks.measure.process import QUIET_CORES, child_command, run_child, wait_for_quiet
 from benchmarks.predict.coefficients import CALIBRATED_BAND, costs, resolve, with_costs
-from benchmarks.predict.hardware import this_machine
 from benchmarks.predict.latency import KNOWN_BYTES, Terms, memory_terms, total, tpot_terms, ttft_terms
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.predict.small_models import write_small_model
@@ -53,14 +53,7 @@ SHORT_BENCH = {"seed": 0, "prompts": PROMPTS, "depths": DEPTHS, "steps": STEPS, 
 def shape(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
     """A decoder with a context of `CONTEXT`."""
     return ModelConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=CONTEXT,
+        vocab, hidden, inner, layers, heads, kv_heads, head_dim=hidden // heads, max_position_embeddings=CONTEXT
     )
 
 
@@ -175,9 +168,8 @@ def write_models(folder: Path, wanted: Iterable[tuple[ModelConfig, ModelFormat]]
     """A directory with random weights for each shape and format."""
     models = []
     for number, (config, stored) in enumerate(wanted):
-        directory = folder / f"{number}-{config.parameters / 1e6:.0f}m-{stored.name}"
-        write_small_model(directory, config, stored)
-        models.append(MeasuredModel(config, stored, directory))
+        models.append(MeasuredModel(config, stored, folder / f"{number}-{config.parameters / 1e6:.0f}m-{stored.name}"))
+        write_small_model(models[-1].directory, config, stored)
     return models
 
 
@@ -198,16 +190,10 @@ def calibrate(threads: int, rounds: int) -> tuple[Coefficients, float]:
         figures, busiest = measure_models(write_models(Path(folder), wanted), threads, rounds)
     host = load_device("host").model_copy(update={"hardware": this_machine(threads)})
     fitted, noisy = fit(figures, resolve(host)), ", other programs running" if busiest > QUIET_CORES else ""
-    within = band_of(fitted, figures)
-    changes = {
-        "source": f"`calibrate`: {len(wanted)} models, {threads} threads{noisy}",
-        "date": datetime.now(UTC).date(),
-        "kind": "measured",
-        "band": CALIBRATED_BAND.model_copy(
-            update={kind: max(factor, getattr(CALIBRATED_BAND, kind)) for kind, factor in within.items()}
-        ),
-    }
-    return fitted.model_copy(update=changes), busiest
+    within = {kind: max(each, getattr(CALIBRATED_BAND, kind)) for kind, each in band_of(fitted, figures).items()}
+    source = f"`calibrate`: {len(wanted)} models, {threads} threads{noisy}"
+    changes = {"source": source, "date": datetime.now(UTC).date(), "kind": "measured"}
+    return fitted.model_copy(update={**changes, "band": CALIBRATED_BAND.model_copy(update=within)}), busiest
 
 
 def run_calibrate(
@@ -235,8 +221,6 @@ def run_calibrate(
     if out.exists():
         raise ConflictError(f"{out}: exists already; choose another --out or move it away")
     name = name or re.sub(r"[^a-z0-9.-]+", "-", out.stem.lower()).strip("-.")
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
-        raise UsageError(f"--name {name!r}: use small letters, digits, dots and hyphens, for example my-machine")
     if name in list_devices():
         raise UsageError(f"--name {name}: is a shipped device's; choose another --name")
     decided, started, threads = load_device(limits_from), time.perf_counter(), threads or default_threads()
@@ -245,17 +229,9 @@ def run_calibrate(
     coefficients, busiest = calibrate(threads, rounds)
     device = device.model_copy(update={"coefficients": coefficients})
     write_device(device, out, f"Written by `calibrate`. The limits are those of {decided.name}, not measured.")
-    return {
-        "out": str(out),
-        "device": name,
-        "limits_from": decided.name,
-        "threads": threads,
-        "rounds": rounds,
-        "coefficients": coefficients.model_dump(mode="json"),
-        "clean": busiest <= QUIET_CORES,
-        "other_cpu_cores": round(busiest, 2),
-        "seconds": round(time.perf_counter() - started, 1),
-    }
+    result = {"out": str(out), "device": name, "limits_from": decided.name, "threads": threads, "rounds": rounds}
+    result |= {"coefficients": coefficients.model_dump(mode="json"), "clean": busiest <= QUIET_CORES}
+    return result | {"other_cpu_cores": round(busiest, 2), "seconds": round(time.perf_counter() - started, 1)}
 
 
 def describe(name: str, threads: int, decided: Device) -> Device:
@@ -264,26 +240,20 @@ def describe(name: str, threads: int, decided: Device) -> Device:
     It is recognised by processor, instruction set and memory; not at all where the system names no processor.
 
     Raises:
-        UsageError: the limits cannot hold here.
+        UsageError: an invalid name, or limits that cannot hold here.
     """
     here, hardware = machine(), this_machine(threads)
     rule, memory_mb = None, hardware.memory_total.value
     if here["processor"] != here["architecture"]:
         rule = {"processor": here["processor"], "instruction_set": hardware.instruction_set.value}
         rule |= {"min_memory_mb": 0.98 * memory_mb, "max_memory_mb": 1.02 * memory_mb}
-    fields = {
-        "format": FORMAT,
-        "name": name,
-        "title": f"{here['processor']}, {threads} threads",
-        "kind": "calibrated machine",
-        "description": f"Measured by `calibrate` on {here['system']}.",
-        "processor": "cpu",
-        "recognise": rule,
-        "hardware": hardware,
-        "limits": decided.limits,
-    }
+    fields = {"format": FORMAT, "name": name, "kind": "calibrated machine", "processor": "cpu", "recognise": rule}
+    fields |= {"title": f"{here['processor']}, {threads} threads", "hardware": hardware, "limits": decided.limits}
     try:
-        return Device.model_validate(fields)
+        return Device.model_validate(fields | {"description": f"Measured by `calibrate` on {here['system']}."})
     except ValidationError as error:
+        if any(each["loc"] == ("name",) for each in error.errors()):
+            advice = "use small letters, digits, dots and hyphens, for example my-machine"
+            raise UsageError(f"--name {name!r}: {advice}") from None
         problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise UsageError(f"--limits-from {decided.name}: {problems}; choose another device's limits") from None

@@ -7,7 +7,7 @@ from datetime import date
 from typing import Any
 
 from benchmarks.devices.schema import Band, Coefficients, Device
-from benchmarks.predict.hardware import this_machine
+from benchmarks.measure.hardware import this_machine
 
 BYTES_PER_WEIGHT = {"fp32": 4.0, "fp16": 2.0, "int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128, "int8_rows": 1.0}
 STANDARD_LAYERS = 5.0

@@ -30,7 +30,6 @@ from benchmarks.predict.model_size import (
     file_bytes,
     layer_activations,
     mixing_macs,
-    packed_as,
     sizes,
     stored_format,
 )
@@ -171,10 +170,5 @@ def limit_band(device: Device) -> dict[str, float]:
 
 
 def predict_directory(device: Device, config: ModelConfig, directory: Path) -> Predicted:
-    """Predictions for a model as a directory stores it, with what they were made with.
-
-    For NF4 the file's size alone: its operator unpacks every matrix anew, which no formula here describes.
-    """
-    found = predict_figures(config, device, stored_format(directory))
-    figures = {"file_mb": found.figures["file_mb"]} if packed_as(directory).get("method") == "nf4" else found.figures
-    return replace(found, figures=figures, made_with=reliability(device))
+    """Predictions for a model as a directory stores it, with what they were made with."""
+    return replace(predict_figures(config, device, stored_format(directory)), made_with=reliability(device))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from benchmarks.measure.bandwidth_bound import prompt_graph_bytes
 from sportsllm.errors import UsageError
@@ -35,11 +34,10 @@ class ModelFormat:
         head_bits: of embedding and head where the layers are quantized.
         zero_points: whether each block stores one.
         cache: format of keys and values.
-        file_bytes: where a file exists, its size replaces the computed one.
-        prompt_bytes: of these, the latency profile's second graph, which decoding does not read.
+        file_bytes: of the file, if there is one; `prompt_bytes` of them are the latency profile's second graph.
         per_row: int8 with a scale for each row in the layers; head and embedding in blocks.
         standard: standard ONNX operators only: a growing cache, and a tied quantized matrix stored twice.
-        latency: the latency profile, where there is no file to tell.
+        latency: the latency profile.
     """
 
     precision: str
@@ -103,14 +101,10 @@ class WeightGroup:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a stored model consists of.
+    """What a stored model consists of: the layers, with norms and biases, and the head, which may be the embedding too.
 
-    Attributes:
-        layers: their matrices, norms and biases.
-        head: the matrix that makes logits; a tied one is the embedding too.
-        embedding: bytes of an embedding that is stored separately, of which decoding reads one row.
-        prefill: the latency profile's layers a second time, of the last one only keys and values.
-        rest: bytes of the rotary table, the graph and the scales of an INT8 cache.
+    `embedding` is the bytes of one that is stored separately, of which decoding reads a row. `prefill` is the layers a
+    second time, for the latency profile. `rest` is the rotary table, the graph and the scales of an INT8 cache.
     """
 
     layers: WeightGroup
@@ -127,20 +121,12 @@ def sizes(config: ModelConfig, stored: ModelFormat) -> Sizes:
     Raises:
         UsageError: an unknown block size or number of bits.
     """
-    tied, untied = (
-        weight_bytes(
-            config.with_changes(tie_word_embeddings=tied),
-            stored.precision,
-            stored.block_size,
-            stored.head_bits,
-            stored.zero_points,
-        )
-        for tied in (True, False)
-    )
+    kept = (stored.precision, stored.block_size, stored.head_bits, stored.zero_points)
+    tied, untied = (weight_bytes(config.with_changes(tie_word_embeddings=tied), *kept) for tied in (True, False))
     table, macs, scale = untied - tied, block_numbers(config), 1.0
     layers = tied - table
     if stored.per_row:
-        layers = macs + 4 * (_layer_rows(config) * config.num_hidden_layers + config.block_parameters - macs)
+        layers = macs + 4 * (config.num_hidden_layers * _layer_rows(config) + config.block_parameters - macs)
     # By columns for the head, since only so the runtime multiplies it packed, and by rows for the embedding.
     twice = not config.tie_word_embeddings or (stored.standard and stored.quantized and stored.head_bits != 32)
     rest = 4 * config.max_position_embeddings * config.head_dim + _graph_bytes(config, stored)
@@ -186,7 +172,7 @@ def stored_format(directory: Path) -> ModelFormat:
     Raises:
         ArtifactError: config.json or the manifest is damaged.
     """
-    packed = packed_as(directory)
+    packed = read_json(directory / "config.json").get("quantization_config") or {}
     settings = read_manifest(directory).get("settings", {}) if (directory / MANIFEST).exists() else {}
     cache = settings.get("kv_cache") or "fp32"
     if packed_by_bitsandbytes(packed) is not None:
@@ -206,12 +192,6 @@ def stored_format(directory: Path) -> ModelFormat:
         per_row=bool(packed.get("per_row")),
         standard=standard,
     )
-
-
-def packed_as(directory: Path) -> dict[str, Any]:
-    """config.json's quantization_config; empty where nothing is packed."""
-    found: dict[str, Any] | None = read_json(directory / "config.json").get("quantization_config")
-    return found or {}
 
 
 def _graph_bytes(config: ModelConfig, stored: ModelFormat) -> int:

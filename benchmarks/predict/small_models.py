@@ -19,8 +19,6 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import to_hf
 from sportsllm.models.rope import rope_tables
 
-TABLE = "lm_head"  # the tied matrix of embedding and head
-
 
 def write_small_model(directory: Path, config: ModelConfig, stored: ModelFormat) -> None:
     """Write graph, weights and config.json of a model with tied embeddings, without biases.
@@ -50,7 +48,9 @@ class _SmallModel(OnnxGraph):
         tokens = self.input("input_ids", "int64", ("batch", "new"))
         lengths = self._lengths(self.input("attention_mask", "int64", ("batch", "all")))
         keep = self.input(self.constant(KEEP_LOGITS, np.zeros(1, np.int64)), "int64", (1,))
-        x, residual = self._embedding(tokens), ""
+        bits = self.stored.head_bits if self.stored.quantized else 32
+        table = self._weights("lm_head", config.vocab_size, hidden, bits)  # of embedding and head
+        x, residual = self._embedding(tokens, table, config.vocab_size, hidden, bits), ""
         for layer in range(layers):
             x, residual = self._norm(f"{layer}.norm", x, residual)
             x = self._attention(layer, x, lengths)
@@ -64,7 +64,7 @@ class _SmallModel(OnnxGraph):
             x, residual = self._norm(f"{layer}.norm2", x, residual)
             x = self._feed_forward(layer, x)
         x, _ = self._norm("norm", x, residual)
-        logits = self._product(TABLE, x, config.vocab_size, hidden)
+        logits = self._multiply("logits", x, table, config.vocab_size, hidden, bits)
         self.output(logits, "float32", ("batch", "new", config.vocab_size))
 
     def _lengths(self, mask: str) -> list[str]:
@@ -77,14 +77,12 @@ class _SmallModel(OnnxGraph):
         cos, sin = rope_tables(self.config, self.config.max_position_embeddings)
         return [last, self.node("Cast", [total], "total", to=6), self.weight("cos", cos), self.weight("sin", sin)]
 
-    def _embedding(self, tokens: str) -> str:
-        rows, columns, bits = self.config.vocab_size, self.config.hidden_size, self.stored.head_bits
-        weights = self._weights(TABLE, rows, columns, bits if self.stored.quantized else 32)
-        if not self.stored.quantized:
-            return self.node("Gather", [*weights, tokens], "embedded")
-        flat = self.view("embedding", weights[0], (rows, columns * bits // 8))
+    def _embedding(self, tokens: str, table: list[str], rows: int, columns: int, bits: int) -> str:
+        if bits == 32:
+            return self.node("Gather", [*table, tokens], "embedded")
+        flat = self.view("embedding", table[0], (rows, columns * bits // 8))
         sizes = {"bits": bits, "block_size": self.stored.block_size, "gather_axis": 0, "quantize_axis": 1}
-        return self.node("GatherBlockQuantized", [flat, tokens, weights[1]], "embedded", MS, **sizes)
+        return self.node("GatherBlockQuantized", [flat, tokens, table[1]], "embedded", MS, **sizes)
 
     def _norm(self, name: str, x: str, residual: str) -> tuple[str, str]:
         """RMSNorm of x + residual, and the sum; the first one in standard operators, which the runtime fuses."""
@@ -127,21 +125,18 @@ class _SmallModel(OnnxGraph):
         return self._product(f"{layer}.down", self.node("Mul", [silu, f"{layer}.up"], f"{layer}.inner"), hidden, inner)
 
     def _product(self, name: str, x: str, rows: int, columns: int) -> str:
-        """x W^T; the head's matrix is the one that the embedding has stored."""
-        stored, y = self.stored, "logits" if name == TABLE else f"{name}.product"
-        if stored.per_row and name != TABLE:
+        if self.stored.per_row:
             matrix_KN = self.weight(f"{name}.rows", self.random.integers(-63, 64, (columns, rows), np.int8))
             scale = self.weight(f"{name}.scale", np.full(rows, columns**-0.5 / 37, np.float32))
-            return self.node("DynamicQuantizeMatMul", [x, matrix_KN, scale], y, MS)
-        bits = {"int8": 8, "int4": 4}.get(stored.precision, 32)
-        if name == TABLE:
-            bits = stored.head_bits if stored.quantized else 32
-            weights = [f"{name}.weight", f"{name}.scale"] if stored.quantized else [f"{name}.weight"]
-        else:
-            weights = self._weights(name, rows, columns, bits)
+            return self.node("DynamicQuantizeMatMul", [x, matrix_KN, scale], f"{name}.product", MS)
+        bits = {"int8": 8, "int4": 4}.get(self.stored.precision, 32)
+        return self._multiply(f"{name}.product", x, self._weights(name, rows, columns, bits), rows, columns, bits)
+
+    def _multiply(self, y: str, x: str, weights: list[str], rows: int, columns: int, bits: int) -> str:
+        """y = x W^T."""
         if bits == 32:
             return self.node("FusedMatMul", [x, *weights], y, MS, transB=1)
-        sizes = {"N": rows, "K": columns, "block_size": stored.block_size, "bits": bits, "accuracy_level": 4}
+        sizes = {"N": rows, "K": columns, "block_size": self.stored.block_size, "bits": bits, "accuracy_level": 4}
         return self.node("MatMulNBits", [x, *weights], y, MS, **sizes)
 
     def _weights(self, name: str, rows: int, columns: int, bits: int) -> list[str]:

@@ -24,6 +24,7 @@ from benchmarks.console_tables import table
 from benchmarks.devices.load import load_device
 from benchmarks.devices.schema import Coefficients
 from benchmarks.measure.bench import default_threads, machine
+from benchmarks.measure.hardware import this_machine
 from benchmarks.measure.process import QUIET_CORES
 from benchmarks.predict.calibrate import (
     FORMATS,
@@ -36,7 +37,6 @@ from benchmarks.predict.calibrate import (
     write_models,
 )
 from benchmarks.predict.coefficients import costs, resolve
-from benchmarks.predict.hardware import this_machine
 from benchmarks.predict.latency import total
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.spread import percentile
@@ -45,6 +45,8 @@ from sportsllm.errors import ConflictError, SportsLLMError
 from sportsllm.models.config import ModelConfig
 
 SHAPE_COUNT, SEED, MOST_PARAMETERS = 20, 20261123, 60_000_000
+DIMENSIONS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+              "num_key_value_heads")  # fmt: skip
 ALL_FORMATS = (*FORMATS, ModelFormat("int4", 32), INT8_CACHE)
 
 
@@ -66,19 +68,9 @@ def compare(figures: Sequence[Figure], sets: Mapping[str, Coefficients]) -> list
     """A row a figure: what was measured, and what each set of coefficients predicts."""
     rows = []
     for figure in figures:
-        config, predictions = figure.config, {name: total(figure.terms(), costs(each)) for name, each in sets.items()}
-        row: dict[str, Any] = {
-            "vocab_size": config.vocab_size,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "layers": config.num_hidden_layers,
-            "heads": config.num_attention_heads,
-            "kv_heads": config.num_key_value_heads,
-            "format": figure.stored.name,
-            "figure": figure.kind,
-            "tokens": figure.tokens,
-        }
-        numbers = {"measured": figure.value, **predictions}
+        row: dict[str, Any] = {name: getattr(figure.config, name) for name in DIMENSIONS}
+        row |= {"format": figure.stored.name, "figure": figure.kind, "tokens": figure.tokens}
+        numbers = {"measured": figure.value} | {name: total(figure.terms(), costs(each)) for name, each in sets.items()}
         rows.append(row | {name: float(f"{number:.5g}") for name, number in numbers.items()})
     return rows
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.predict.model_size import ModelFormat
-from compress.quantization.config import QuantizationConfig
+from compress.quantization.config import Granularity, QuantizationConfig
 from compress.quantization.layer_by_layer import quantize_without_data
 from compress.quantization.packed_checkpoint import PackedCheckpoint
 from export.cache_scales import CacheScales
@@ -18,7 +18,6 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.checkpoint import save_checkpoint, write_checkpoint
-from sportsllm.storage.packed_weights import ROW_BITS
 
 FORMATS = (
     ModelFormat("fp32"),
@@ -48,8 +47,9 @@ def make_export(checkpoint: Path, stored: ModelFormat, directory: Path) -> None:
     if stored.quantized:
         source = directory / "packed"
         source.mkdir()
-        bits = {"int8": 8, "int4": 4, "int8_rows": ROW_BITS}[stored.layer_format]
-        packed = PackedCheckpoint(config, QuantizationConfig(bits, stored.block_size))
+        granularity = Granularity.PER_CHANNEL if stored.per_row else Granularity.BLOCK
+        bits = {"int8": 8, "int4": 4}[stored.precision]
+        packed = PackedCheckpoint(config, QuantizationConfig(bits, stored.block_size, granularity=granularity))
         quantize_without_data(checkpoint, config, packed, search=False)
         write_checkpoint(source, config, packed.tensors, quantization=packed.record("rtn"))
     full = torch.full((config.num_hidden_layers, config.num_key_value_heads, config.head_dim), 0.05)

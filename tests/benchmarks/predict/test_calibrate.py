@@ -35,6 +35,7 @@ from benchmarks.predict.calibrate import (
 from benchmarks.predict.coefficients import costs, resolve, with_costs
 from benchmarks.predict.latency import total
 from benchmarks.predict.model_size import ModelFormat
+from benchmarks.studies.prediction_error import DIMENSIONS
 from sportsllm.cli import main as cli
 from sportsllm.errors import ConflictError, UsageError
 from tests.support.devices import reference_machine
@@ -120,11 +121,10 @@ def _recorded() -> list[Figure]:
     with RECORDED.open(encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
     assert len(rows) == 276
-    dimensions = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads")
     return [
         Figure(
             row["figure"],
-            shape(*(int(row[name]) for name in dimensions)).with_changes(max_position_embeddings=2_048),
+            shape(*(int(row[name]) for name in DIMENSIONS)).with_changes(max_position_embeddings=2_048),
             formats[row["format"]],
             int(row["tokens"]),
             float(row["measured"]),

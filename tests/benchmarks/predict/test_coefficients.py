@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.devices.load import load_device
 from benchmarks.devices.schema import Hardware
+from benchmarks.measure import hardware
 from benchmarks.predict import coefficients as module
-from benchmarks.predict import hardware
 from benchmarks.predict.coefficients import costs, reliability, resolve, with_costs
 from tests.support.devices import reference_machine
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -298,15 +297,15 @@ def test_a_row_has_the_band_of_the_coefficients() -> None:
     assert predict_figures(SMALL, DEVICE, INT4).band["tpot_p95_ms"] == KNOWN.band.tpot
 
 
-def test_of_nf4_only_the_size_is_known(tmp_path: Path) -> None:
-    packed: dict[str, Any] = {"bits": 4, "block_size": 64, "head_bits": 8}
-    for method, known in (("gptq", {"file_mb", "peak_memory_mb", "ttft_ms", "tpot_p50_ms", "tpot_p95_ms"}),
-                          ("nf4", {"file_mb"})):  # fmt: skip
-        config = {**to_hf(SMALL), "quantization_config": {**packed, "method": method}}
-        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        found = predict_directory(DEVICE, SMALL, tmp_path)
-        assert {name for name, value in found.figures.items() if value is not None} == known
-        assert found.made_with["own"] and found.made_with["band"]["tpot"] == KNOWN.band.tpot
+def test_a_directory_is_predicted_as_it_is_stored(tmp_path: Path) -> None:
+    packed = {"bits": 4, "block_size": 128, "head_bits": 8, "method": "gptq"}
+    config = {**to_hf(SMALL), "quantization_config": packed}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "model.onnx.data").write_bytes(bytes(50_000_000))
+    found = predict_directory(DEVICE, SMALL, tmp_path)
+    expected = predict_figures(SMALL, DEVICE, dataclasses.replace(INT4, file_bytes=50_000_000))
+    assert found.figures == expected.figures and found.figures["file_mb"] == 50
+    assert found.made_with["own"] and found.made_with["band"]["tpot"] == KNOWN.band.tpot
 
 
 def test_prompts_are_read_in_the_runtimes_pieces() -> None:
