@@ -73,11 +73,7 @@ def choose(logits: Logits, seen: Sequence[int], sampling: Sampling, rng: np.rand
 
 
 def generate(
-    decoder: Decoder,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    sampling: Sampling,
-    stop_tokens: Sequence[int] = (),
+    decoder: Decoder, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_tokens: Sequence[int] = ()
 ) -> Iterator[int]:
     """Yield new tokens one by one until a stop token (not yielded), the context's end or `max_new_tokens`.
 

@@ -93,12 +93,7 @@ def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = rest.pop(key, None)
         values[key] = tuple(value) if isinstance(value, list) else value
-    for key in (
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "mlp_bias",
-        "dropout",
-    ):
+    for key in ("max_position_embeddings", "rms_norm_eps", "mlp_bias", "dropout"):
         if key in rest:
             values[key] = rest.pop(key)
     if rest:

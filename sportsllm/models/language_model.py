@@ -84,12 +84,7 @@ class Block(nn.Module):
         return x_BTD
 
     def add_half(
-        self,
-        half: str,
-        x_BTD: Tensor,
-        rope: Rope,
-        documents: Sequence[int] | None = None,
-        cache: KVCache | None = None,
+        self, half: str, x_BTD: Tensor, rope: Rope, documents: Sequence[int] | None = None, cache: KVCache | None = None
     ) -> Tensor:
         """The residual stream after one of `NORMS`: x + half(norm(x))."""
         normed = self.get_submodule(NORMS[half])(x_BTD)

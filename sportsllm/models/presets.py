@@ -5,14 +5,7 @@ from sportsllm.models.config import ModelConfig
 
 
 def _shape(
-    vocab: int,
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    context: int,
-    tied: bool = True,
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, context: int, tied: bool = True
 ) -> ModelConfig:
     return ModelConfig(
         vocab_size=vocab,

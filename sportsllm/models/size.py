@@ -56,11 +56,7 @@ def quantized_bytes(rows: int, columns: int, bits: int, block_size: int, zero_po
 
 
 def weight_bytes(
-    config: ModelConfig,
-    precision: str,
-    block_size: int = 32,
-    head_bits: int = 8,
-    zero_points: bool = False,
+    config: ModelConfig, precision: str, block_size: int = 32, head_bits: int = 8, zero_points: bool = False
 ) -> int:
     """Bytes of all weights on disk; a tied embedding counts once.
 

@@ -225,10 +225,7 @@ def _finish(partial: Path, out: Path, stage: Stage) -> None:
         if path.is_file() and STATE_DIRECTORY not in path.relative_to(partial).parts[:-1]:
             path.chmod(0o644)  # safetensors writes 0600
             _fsync(path)
-            files[str(path.relative_to(partial))] = {
-                "sha256": file_sha256(path),
-                "bytes": path.stat().st_size,
-            }
+            files[str(path.relative_to(partial))] = {"sha256": file_sha256(path), "bytes": path.stat().st_size}
     manifest["files"] = files
     path = partial / MANIFEST
     path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -272,10 +269,7 @@ def _card(manifest: Mapping[str, Any]) -> str:
     lines += [f"| {name} | {value} |" for name, value in _rows(manifest["settings"])]
     lines += ["", "| result | value |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in _rows(manifest["results"])]
-    lines += [
-        "",
-        "Made from: " + (", ".join(parent["path"] for parent in manifest["parents"]) or "nothing else") + ".",
-    ]
+    lines += ["", "Made from: " + (", ".join(parent["path"] for parent in manifest["parents"]) or "nothing else") + "."]
     return "\n".join(lines) + "\n"
 
 

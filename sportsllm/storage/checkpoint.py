@@ -173,10 +173,7 @@ def _install_packed(
 
 
 def save_checkpoint(
-    directory: Path,
-    model: SportsLLM,
-    tokenizer_from: Path | None = None,
-    quantization: Mapping[str, Any] | None = None,
+    directory: Path, model: SportsLLM, tokenizer_from: Path | None = None, quantization: Mapping[str, Any] | None = None
 ) -> None:
     """Write config, weights (float32, packed matrices as bytes) and tokenizer files into `directory`.
 
@@ -232,13 +229,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 def write_generation_config(directory: Path, config: ModelConfig) -> None:
     """Sampling defaults and special tokens, as Hugging Face's loaders read them."""
-    data: dict[str, Any] = {
-        "do_sample": True,
-        "temperature": 0.7,
-        "top_k": 50,
-        "top_p": 0.9,
-        "max_new_tokens": 100,
-    }
+    data: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "max_new_tokens": 100}
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(config, name)
         if value is not None:

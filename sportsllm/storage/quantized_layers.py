@@ -22,11 +22,7 @@ class QuantizedMatrix(nn.Module):
 
     def __init__(self, quantized: QuantizedWeight | Nf4Weight) -> None:
         super().__init__()
-        self.bits, self.block_size, self.in_features = (
-            quantized.bits,
-            quantized.block_size,
-            quantized.in_features,
-        )
+        self.bits, self.block_size, self.in_features = (quantized.bits, quantized.block_size, quantized.in_features)
         self.register_buffer("weight_packed", torch.from_numpy(quantized.packed))
         self.register_buffer("weight_scale", torch.from_numpy(quantized.scales))
         if quantized.zero_points is not None:

@@ -77,10 +77,7 @@ def build_optimizers(
             matrices.append(parameter)
         else:
             others.append(parameter)
-    groups = [
-        {"params": others, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": others, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.95), foreach=True)
     ]

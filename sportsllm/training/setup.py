@@ -36,11 +36,7 @@ def validator(corpus: TextSplit, tokenizer: TextTokenizer) -> Validate:
 
     def validate(model: SportsLLM) -> float:
         score = score_documents(
-            TorchDecoder(model),
-            tokenizer,
-            corpus.held_out,
-            max_tokens=_VALIDATION_TOKENS,
-            description="validate",
+            TorchDecoder(model), tokenizer, corpus.held_out, max_tokens=_VALIDATION_TOKENS, description="validate"
         )
         return score.bits_per_byte
 
@@ -48,11 +44,7 @@ def validator(corpus: TextSplit, tokenizer: TextTokenizer) -> Validate:
 
 
 def train_config(
-    base: TrainConfig,
-    tokens: int | None,
-    overrides: Mapping[str, Any],
-    settings: Sequence[str],
-    parallel: bool = False,
+    base: TrainConfig, tokens: int | None, overrides: Mapping[str, Any], settings: Sequence[str], parallel: bool = False
 ) -> TrainConfig:
     """A TrainConfig from flags that were given and `--set key=value` pairs.
 
