@@ -1,7 +1,5 @@
 """Text files that are there whole or not at all. Standard library only: the device install writes results too."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

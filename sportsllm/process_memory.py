@@ -1,7 +1,5 @@
 """Peak memory of the process, and returning freed memory to the system."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import resource

@@ -96,17 +96,15 @@ def train(
             say(f"no --learning-rate given: {rate:g} for {'all weights' if lora.lora_rank is None else 'adapters'}")
     config = training.config(start, length.tokens, length.steps, parallel=True)
     adapters = lora.adapters(config.optimizer)
-    shared: dict[str, Any] = {
-        "corpus": text.corpus or _default_corpus(),
-        "valid": text.valid or ([] if text.corpus else [DEFAULT_CORPUS / "valid.jsonl"]),
-        "config": config,
-        "resume": training.resume,
-    }
+    if not out:
+        out = Path("runs") / (f"{init.resolve().name}-tuned" if init else str(model))
+    corpus = text.corpus or _default_corpus()
+    valid = text.valid or ([] if text.corpus else [DEFAULT_CORPUS / "valid.jsonl"])
+    run = pretrain.Pretraining(corpus, valid, out, config, training.resume)
     if init is not None:
-        tuned = Path("runs") / f"{init.resolve().name}-tuned"
-        result = pretrain.fine_tune(init=init, out=out or tuned, adapters=adapters, **shared)
-    elif model is not None:
-        result = pretrain.train_base(model=model, out=out or Path("runs") / model, tokenizer=tokenizer, **shared)
+        result = pretrain.fine_tune(init, run, adapters)
+    else:
+        result = pretrain.train_base(str(model), run, tokenizer)
     print_training(result)
     if result.get("bits_per_byte_before") is not None:
         output().print(

@@ -5,8 +5,6 @@ never scored. A document longer than the context is read in windows of the conte
 of every window after the first only the new half counts.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Sampling and generation over any `Decoder` (numpy only)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A PyTorch checkpoint behind the `Decoder` protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast

@@ -3,8 +3,6 @@
 Shape suffixes: B sequences, T tokens, H query heads, K key/value heads, E head_dim, L cache length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Hugging Face's config.json: read into a `ModelConfig`, and written from one. Imports no large library."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields

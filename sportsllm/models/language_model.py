@@ -5,8 +5,6 @@ Shape suffixes: B sequences, T tokens, D hidden_size, E head_dim, V vocabulary.
 Module names are Hugging Face's, so a state dict is a checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -3,8 +3,6 @@
 Imports no torch. Letters: B sequences, T tokens, D hidden_size, L layers, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

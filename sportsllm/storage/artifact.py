@@ -5,8 +5,6 @@ and SHA-256 of every file, so that a later stage, or `verify`, can tell a damage
 Imports no torch: the device install verifies too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 Every tensor is checked for name, shape and type.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

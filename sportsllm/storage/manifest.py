@@ -1,8 +1,6 @@
 """Reads what `sportsllm.storage.artifact` writes last into a directory; the runtime does so, and holds no more than
 that."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

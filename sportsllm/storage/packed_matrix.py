@@ -1,7 +1,5 @@
 """Packed matrices of a checkpoint: from its tensors to `sportsllm.storage.packed_weights`'s forms."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast

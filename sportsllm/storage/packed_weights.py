@@ -8,8 +8,6 @@ NF4 instead looks numbers up:  w[i] = NF4[code[i]] * scale[i // block_size], i =
 Source: ONNX Runtime contrib operators, MatMulNBits and MatMulBnb4. Algorithms that choose q live in `compress`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, cast
 

@@ -4,8 +4,6 @@ They hold the packed bytes, which are saved, and for speed the dequantized float
 The memory saving is the exported model's; these modules exist to be exact.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ Those that bitsandbytes quantized read as dense ones, see `sportsllm.storage.bit
 pickle runs code. Every tensor is checked for finiteness.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calibration samples: text for importance scores, refits and scales. Never held-out text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

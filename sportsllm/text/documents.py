@@ -1,7 +1,5 @@
 """Documents out of files and folders: .txt, .md, .jsonl (a `text` field), each also as .gz, and .parquet."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import zlib

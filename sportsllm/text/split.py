@@ -4,8 +4,6 @@ A document goes to the held-out set by the hash of its own text, so the split su
 and two copies of a document never end up on both sides.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

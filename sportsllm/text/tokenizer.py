@@ -1,7 +1,5 @@
 """Byte-level BPE: trained here, or read from any checkpoint's tokenizer.json (the `tokenizers` library)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

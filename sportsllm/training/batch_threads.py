@@ -6,8 +6,6 @@ cores (docs/log.md). PyTorch's operators give the interpreter's lock back while 
 in the thread that asks for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

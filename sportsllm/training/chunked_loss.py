@@ -12,8 +12,6 @@ cross-entropy (https://arxiv.org/abs/2411.09009).
 Shape suffixes: N tokens, C tokens of a chunk, D hidden_size, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The only training loop. The loss is an argument, so distillation and recovery add no second one."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal
@@ -12,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +22,7 @@ from sportsllm.text.packing import IGNORE, Batch, PackedSequences
 from sportsllm.training.batch_threads import batch_threads, check_parallel
 from sportsllm.training.chunked_loss import cross_entropy
 from sportsllm.training.optimizers import OPTIMIZERS, SCHEDULES, Schedule, build_optimizers, computes_in_bfloat16
-from sportsllm.training.state import Progress, load_state, save_state
+from sportsllm.training.state import RunState
 
 # (model, batch) -> loss summed over the batch's scored tokens, in nats
 Loss = Callable[[SportsLLM, Batch], Tensor]
@@ -149,93 +146,89 @@ def train_model(
     """
     reset_peak_rss()
     run = _Run(model, config, directory, identity)
+    state = run.state
     if resume:
-        run.load()
-    progress, started = run.progress, time.perf_counter()
-    tokens_before, last_save, paused = progress.step * config.tokens_per_step, started, 0.0
+        state.load()
+        _drop_metrics_after(directory / METRICS, state.step)
+    first_step, started = state.step, time.perf_counter()
+    last_save, paused = started, 0.0  # `paused` are the seconds that validating and saving took
     model.checkpoint_activations = config.checkpoint_activations
+
+    def tokens_per_s() -> float:
+        trained = (state.step - first_step) * config.tokens_per_step
+        return trained / max(time.perf_counter() - started - paused, 1e-9)
+
     with (
         (directory / METRICS).open("a", encoding="utf-8") as metrics,
-        progress_bar(description, (config.steps - progress.step) * config.tokens_per_step) as bar,
+        progress_bar(description, (config.steps - first_step) * config.tokens_per_step) as bar,
         _interrupt_flag() as interrupted,
         batch_threads(config.parallel_batches) as run.threads,
     ):
 
-        def write(record: dict[str, Any]) -> None:
-            metrics.write(json.dumps(record) + "\n")
+        def write(**record: float | None) -> None:
+            step = {"step": state.step, "tokens": state.step * config.tokens_per_step}
+            metrics.write(json.dumps(step | record) + "\n")
             metrics.flush()
 
-        while progress.step < config.steps:
+        while state.step < config.steps:
             step_loss, learning_rate, norm = run.take_step(batches, loss)
-            step, last = progress.step, progress.step == config.steps
-            tokens = step * config.tokens_per_step
-            rate = (tokens - tokens_before) / (time.perf_counter() - started - paused)
+            last, rate = state.step == config.steps, tokens_per_s()
             bar.advance(config.tokens_per_step, f"loss {step_loss:.3f} · {rate:,.0f} tokens/s")
-            if step % config.log_every == 0 or last:
-                record = {"step": step, "tokens": tokens, "loss": run.mean_loss(), "lr": learning_rate}
-                write(record | {"grad_norm": norm, "tokens_per_s": round(rate, 1)})
+            if state.step % config.log_every == 0 or last:
+                write(loss=state.mean_loss, lr=learning_rate, grad_norm=norm, tokens_per_s=round(rate, 1))
             pause = time.perf_counter()
-            if validate is not None and (last or (config.validate_every and step % config.validate_every == 0)):
-                progress.valid_bits_per_byte = validate(model)
-                write({"step": step, "tokens": tokens, "valid_bits_per_byte": progress.valid_bits_per_byte})
+            if validate is not None and (last or (config.validate_every and state.step % config.validate_every == 0)):
+                state.valid_bits_per_byte = validate(model)
+                write(valid_bits_per_byte=state.valid_bits_per_byte)
             if interrupted.is_set() and not last:
-                run.save()
+                state.save()
                 raise InterruptedRun(
-                    f"interrupted after step {step} of {config.steps}; the state is saved in {directory}, "
+                    f"interrupted after step {state.step} of {config.steps}; the state is saved in {directory}, "
                     "run the same command with --resume to continue"
                 )
             if time.perf_counter() - last_save > _SAVE_EVERY_S:
-                run.save()
+                state.save()
                 last_save = time.perf_counter()
             paused += time.perf_counter() - pause
     model.eval()
-    return run.result(tokens_before, time.perf_counter() - started, paused)
+    return TrainResult(
+        steps=state.step,
+        tokens=state.step * config.tokens_per_step,
+        tokens_per_s=tokens_per_s(),
+        loss=state.mean_loss,
+        valid_bits_per_byte=state.valid_bits_per_byte,
+        seconds=time.perf_counter() - started,
+        peak_rss_bytes=peak_rss_bytes(),
+    )
 
 
 class _Run:
-    """Model, optimizers and progress of a run."""
+    """A model, its state, and how to take a step."""
 
     def __init__(self, model: SportsLLM, config: TrainConfig, directory: Path, identity: str) -> None:
-        self.model, self.config, self.directory, self.identity = model, config, directory, identity
-        self.progress = Progress()
+        self.model, self.config = model, config
         self.schedule = Schedule(config.schedule, config.steps, config.warmup)
-        self.optimizers = build_optimizers(
-            model, config.optimizer, config.learning_rate, config.muon_learning_rate, config.weight_decay
-        )
         self.device = model.head_weight.device
         self.dtype = resolve_precision(config.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        self.optimizers = build_optimizers(
+            model, config.optimizer, config.learning_rate, config.muon_learning_rate, config.weight_decay
+        )
+        self.state = RunState(directory, model, self.optimizers, self.scaler, identity, config)
         self.threads: ThreadPoolExecutor | None = None
         if config.parallel_batches > 1:
             check_parallel(model, self.device)
         torch.manual_seed(config.seed)
 
-    def mean_loss(self) -> float:
-        """Mean loss of the steps since the last logged one, at most `log_every`."""
-        return sum(self.progress.losses) / len(self.progress.losses)
-
-    def result(self, tokens_before: int, seconds: float, paused: float) -> TrainResult:
-        """The result; `paused` are the seconds that validating and saving took."""
-        trained = self.progress.step * self.config.tokens_per_step
-        return TrainResult(
-            steps=self.progress.step,
-            tokens=trained,
-            tokens_per_s=(trained - tokens_before) / max(seconds - paused, 1e-9),
-            loss=self.mean_loss() if self.progress.losses else None,
-            valid_bits_per_byte=self.progress.valid_bits_per_byte,
-            seconds=seconds,
-            peak_rss_bytes=peak_rss_bytes(),
-        )
-
     def take_step(self, batches: PackedSequences, loss: Loss) -> tuple[float, float, float]:
         """One optimizer step; returns its loss in nats a token, the learning rate and the gradient norm."""
         config = self.config
         self.model.train()
-        factor = self.schedule.factor(self.progress.step)
+        factor = self.schedule.factor(self.state.step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
-        first = self.progress.step * config.accumulation
+        first = self.state.step * config.accumulation
         chosen = [batches.batch(first + i).to(self.device) for i in range(config.accumulation)]
         scored = sum(int((batch.targets != IGNORE).sum()) for batch in chosen)
         total = self._add_gradients(chosen, scored, loss)
@@ -243,15 +236,13 @@ class _Run:
             self.scaler.unscale_(optimizer)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm))
         if not math.isfinite(norm) and not self.scaler.is_enabled():
-            raise DivergedError(
-                f"step {self.progress.step + 1}: the gradient norm is {norm}; use a lower --learning-rate"
-            )
+            raise DivergedError(f"step {self.state.step + 1}: the gradient norm is {norm}; use a lower --learning-rate")
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self.scaler.update()
-        self.progress.step += 1
-        self.progress.losses = [*self.progress.losses, total][-config.log_every :]
+        self.state.step += 1
+        self.state.losses = [*self.state.losses, total][-config.log_every :]
         return total, config.learning_rate * factor, norm
 
     def _add_gradients(self, chosen: list[Batch], scored: int, loss: Loss) -> float:
@@ -292,19 +283,10 @@ class _Run:
         value = float(objective.detach())
         if not math.isfinite(value):
             raise DivergedError(
-                f"step {self.progress.step + 1}: the loss of batch {batch.index} is {value}; the step was not taken, "
+                f"step {self.state.step + 1}: the loss of batch {batch.index} is {value}; the step was not taken, "
                 "use a lower --learning-rate or look at that batch's text"
             )
         return objective
-
-    def save(self) -> None:
-        """Write `state/`; see `sportsllm.training.state`."""
-        save_state(self.directory, self.model, self.optimizers, self.scaler, self.progress, self.identity, self.config)
-
-    def load(self) -> None:
-        """Take up the saved state."""
-        load_state(self.directory, self.model, self.optimizers, self.scaler, self.progress, self.identity, self.config)
-        _drop_metrics_after(self.directory / METRICS, self.progress.step)
 
 
 def _drop_metrics_after(path: Path, step: int) -> None:

@@ -12,8 +12,6 @@ fine-tuning.
 Shape suffixes: D inputs of a matrix, O its outputs, R rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ AVX512-BF16) that takes longer than the whole rest of a small model's step, so t
 matrices of one shape go through the iteration together.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizers and learning-rate schedules: AdamW, or Muon for hidden matrices with AdamW for the rest."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,9 +1,8 @@
 """The base-model trainer: corpus in, checkpoint directory out; from scratch, or from another checkpoint's weights."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,60 +15,81 @@ from sportsllm.models.presets import preset
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
+from sportsllm.text.packing import PackedSequences, tokenize
 from sportsllm.text.split import TextSplit, load_corpus
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from sportsllm.training.loop import TrainConfig, language_model_loss, train_model
 from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
-from sportsllm.training.setup import packed_sequences, training_device, training_results, validator
+from sportsllm.training.setup import training_device, training_results, validator
 
 # Peak rates, about a third of those from scratch; higher ones undo earlier training.
 FINE_TUNING_LEARNING_RATE = 1e-4
 FINE_TUNING_MUON_LEARNING_RATE = 0.007
 
 
-def train_base(
-    *,
-    model: str,
-    corpus: Sequence[Path],
-    valid: Sequence[Path],
-    out: Path,
-    tokenizer: Path | None,
-    config: TrainConfig,
-    resume: bool = False,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Pretraining:
+    """Text, output and settings of a training, whatever weights it starts from.
+
+    Part of `corpus` is held out where `valid` is empty. 0 steps write the weights as they start.
+    """
+
+    corpus: Sequence[Path]
+    valid: Sequence[Path]
+    out: Path
+    config: TrainConfig
+    resume: bool = False
+
+    def stage(self, start: dict[str, Any], options: dict[str, Any], inputs: Sequence[Path]) -> Stage:
+        """The stage that starts from `start`, for example {"model": "small"}."""
+        texts = {"corpus": [str(path) for path in self.corpus], "valid": [str(path) for path in self.valid]}
+        settings = {**start, **texts, **options, **dataclasses.asdict(self.config)}
+        return Stage("train", settings, inputs, seed=self.config.seed)
+
+    def fit(
+        self, network: SportsLLM, texts: TextSplit, words: TextTokenizer, directory: Path, stage: Stage
+    ) -> dict[str, Any]:
+        """Minimise next-token cross-entropy in place; the results that every training command reports."""
+        batches = PackedSequences(
+            tokenize(texts.train, words), self.config.sequence, self.config.batch_size, self.config.seed
+        )
+        result = train_model(
+            network,
+            batches,
+            language_model_loss,
+            self.config,
+            directory,
+            validate=validator(texts, words) if self.config.steps else None,
+            identity=stage.fingerprint(),
+            resume=self.resume,
+            description=str(stage.settings.get("model") or stage.settings["init"]),
+        )
+        return training_results(network, result, batches)
+
+
+def train_base(model: str, training: Pretraining, tokenizer: Path | None = None) -> dict[str, Any]:
     """Train a preset, or a checkpoint's shape, from scratch.
 
     Args:
         model: the preset's name, or a checkpoint directory whose shape alone is used.
-        corpus: training text.
-        valid: held-out text; empty to hold out part of the corpus.
-        out: directory to make.
+        training: text, output and settings.
         tokenizer: directory of a tokenizer to use; one is trained on the corpus if None.
-        config: how to train; 0 steps write the untrained model.
-        resume: continue an interrupted run.
 
     Returns:
         The results, as `train --json` prints them.
     """
     shape, shape_file = shape_of(model)
-    settings = {
-        "model": model,
-        "corpus": [str(path) for path in corpus],
-        "valid": [str(path) for path in valid],
-        "tokenizer": None if tokenizer is None else str(tokenizer),
-        **dataclasses.asdict(config),
-    }
-    inputs = [*corpus, *valid, *([tokenizer / "tokenizer.json"] if tokenizer else []), *shape_file]
-    stage = Stage("train", settings, inputs, seed=config.seed)
+    config, own_tokenizer = training.config, [] if tokenizer is None else [tokenizer / "tokenizer.json"]
+    inputs = [*training.corpus, *training.valid, *own_tokenizer, *shape_file]
+    stage = training.stage({"model": model}, {"tokenizer": None if tokenizer is None else str(tokenizer)}, inputs)
 
     def make(directory: Path) -> dict[str, Any]:
-        texts = load_corpus(corpus, valid)
-        if not (directory / "tokenizer.json").exists():
-            if tokenizer is None:
-                say(f"training a tokenizer of {shape.vocab_size:,} entries")
-                train_tokenizer(texts.train, shape.vocab_size, directory)
-            else:
-                copy_tokenizer(tokenizer, directory)
+        texts = load_corpus(training.corpus, training.valid)
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, directory)
+        elif not (directory / "tokenizer.json").exists():
+            say(f"training a tokenizer of {shape.vocab_size:,} entries")
+            train_tokenizer(texts.train, shape.vocab_size, directory)
         words = load_tokenizer(directory)
         fitted = fit_vocabulary(shape, words.vocab_size, model).with_changes(
             bos_token_id=words.begin_id, eos_token_id=words.end_id, pad_token_id=words.pad_id
@@ -77,33 +97,20 @@ def train_base(
         check_sequence(config.sequence, fitted)
         network = SportsLLM(fitted)
         network.initialize(config.seed)
-        results = _fit(network.to(training_device()), texts, words, config, directory, stage, resume)
+        results = training.fit(network.to(training_device()), texts, words, directory, stage)
         save_checkpoint(directory, network)
         return results
 
-    return run_stage(out, stage, make, resume)
+    return run_stage(training.out, stage, make, training.resume)
 
 
-def fine_tune(
-    *,
-    init: Path,
-    corpus: Sequence[Path],
-    valid: Sequence[Path],
-    out: Path,
-    config: TrainConfig,
-    adapters: Adapters | None = None,
-    resume: bool = False,
-) -> dict[str, Any]:
+def fine_tune(init: Path, training: Pretraining, adapters: Adapters | None = None) -> dict[str, Any]:
     """Train a checkpoint on another corpus, with its own tokenizer.
 
     Args:
         init: an unquantized checkpoint directory; read, never changed.
-        corpus: training text.
-        valid: held-out text; empty to hold out part of the corpus.
-        out: directory to make, a checkpoint of the same shape.
-        config: how to train; 0 steps write the weights as they are.
+        training: text, output and settings.
         adapters: train these instead of all weights, and merge them at the end.
-        resume: continue an interrupted run.
 
     Returns:
         The results, as `train --json` prints them: those of `train_base`, `trained_parameters`, and
@@ -115,56 +122,25 @@ def fine_tune(
     """
     if quantization_config(init) is not None:
         raise ArtifactError(f"{init}: is quantized; fine-tune the unquantized checkpoint, then quantize")
-    shape = load_config(init)
+    shape, config = load_config(init), training.config
     check_sequence(config.sequence, shape)
-    settings = {
-        "init": str(init),
-        "corpus": [str(path) for path in corpus],
-        "valid": [str(path) for path in valid],
-        "lora": None if adapters is None else dataclasses.asdict(adapters),
-        **dataclasses.asdict(config),
-    }
-    stage = Stage("train", settings, [init, *corpus, *valid], seed=config.seed)
+    options = {"lora": None if adapters is None else dataclasses.asdict(adapters)}
+    stage = training.stage({"init": str(init)}, options, [init, *training.corpus, *training.valid])
 
     def make(directory: Path) -> dict[str, Any]:
         network, words = load_checkpoint(init), load_tokenizer(init, shape)
         trained = shape.parameters
         if adapters is not None:
             trained = add_adapters(network, adapters.rank, adapters.targets, adapters.alpha, config.seed)
-        texts = load_corpus(corpus, valid)
+        texts = load_corpus(training.corpus, training.valid)
         network = network.to(training_device())
         before = validator(texts, words)(network) if config.steps else None
-        results = _fit(network, texts, words, config, directory, stage, resume)
+        results = training.fit(network, texts, words, directory, stage)
         merge_adapters(network)
         save_checkpoint(directory, network, init)
         return {**results, "trained_parameters": trained, "bits_per_byte_before": before}
 
-    return run_stage(out, stage, make, resume)
-
-
-def _fit(
-    network: SportsLLM,
-    texts: TextSplit,
-    words: TextTokenizer,
-    config: TrainConfig,
-    directory: Path,
-    stage: Stage,
-    resume: bool,
-) -> dict[str, Any]:
-    """Minimise next-token cross-entropy in place; the results that every training command reports."""
-    batches = packed_sequences(texts, words, config)
-    result = train_model(
-        network,
-        batches,
-        language_model_loss,
-        config,
-        directory,
-        validate=validator(texts, words) if config.steps else None,
-        identity=stage.fingerprint(),
-        resume=resume,
-        description=str(stage.settings.get("model") or stage.settings["init"]),
-    )
-    return training_results(network, result, batches)
+    return run_stage(training.out, stage, make, training.resume)
 
 
 def shape_of(name: str) -> tuple[ModelConfig, list[Path]]:

@@ -1,11 +1,9 @@
 """Shared by the training commands: batches, validation, settings, and the record of the result."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -15,20 +13,12 @@ from sportsllm.inference.evaluate import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.artifact import read_manifest
-from sportsllm.text.packing import PackedSequences, tokenize
+from sportsllm.text.packing import PackedSequences
 from sportsllm.text.split import TextSplit
 from sportsllm.text.tokenizer import TextTokenizer
 from sportsllm.training.loop import TrainConfig, TrainResult, Validate
 
 _VALIDATION_TOKENS = 65_536
-
-T = TypeVar("T")
-
-
-def packed_sequences(corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig) -> PackedSequences:
-    """The training batches of a corpus."""
-    documents = tokenize(corpus.train, tokenizer)
-    return PackedSequences(documents, config.sequence, config.batch_size, config.seed)
 
 
 def validator(corpus: TextSplit, tokenizer: TextTokenizer) -> Validate:

@@ -1,12 +1,9 @@
 """The state of an interrupted run on disk; a CPU run continues from it bit for bit."""
 
-from __future__ import annotations
-
-import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,88 +17,86 @@ from sportsllm.models.hf_config import read_json
 from sportsllm.storage.artifact import STATE_DIRECTORY, replace_state
 from sportsllm.storage.checkpoint import save_tensors
 
+_PROGRESS = ("step", "losses", "valid_bits_per_byte")
+
 
 @dataclass
-class Progress:
-    """How far a run is: steps taken, losses since the last logged step, the last validation."""
+class RunState:
+    """Everything that a run changes, and what a saved state must agree with.
 
+    Attributes:
+        directory: of the run; the state lies in its `state/`.
+        identity: fingerprint of the run.
+        config: its settings, a dataclass.
+        step: steps taken.
+        losses: those since the last logged step, at most as many as it logs together.
+        valid_bits_per_byte: of the last validation.
+    """
+
+    directory: Path
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler
+    identity: str
+    config: Any
     step: int = 0
     losses: list[float] = field(default_factory=list)
     valid_bits_per_byte: float | None = None
 
+    @property
+    def mean_loss(self) -> float | None:
+        """Mean of `losses`, in nats a token."""
+        return sum(self.losses) / len(self.losses) if self.losses else None
 
-def save_state(
-    directory: Path,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    scaler: torch.amp.GradScaler,
-    progress: Progress,
-    identity: str,
-    config: Any,
-) -> None:
-    """Write `directory`/state, replacing an older one only when the new one is whole.
+    def save(self) -> None:
+        """Write `state/`, replacing an older one only when the new one is whole."""
+        fresh = self.directory / f"{STATE_DIRECTORY}.new"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir()
+        save_tensors(fresh / "model.safetensors", _contiguous(self.model.state_dict()))
+        for number, optimizer in enumerate(self.optimizers):
+            tensors = {
+                f"{parameter}.{key}": torch.as_tensor(value)
+                for parameter, state in optimizer.state_dict()["state"].items()
+                for key, value in state.items()
+            }
+            save_tensors(fresh / f"optimizer{number}.safetensors", _contiguous(tensors))
+        save_tensors(fresh / "rng.safetensors", {"torch": torch.get_rng_state()})
+        state = {"identity": self.identity, "config": asdict(self.config), "scaler": self.scaler.state_dict()}
+        state |= {name: getattr(self, name) for name in _PROGRESS}
+        (fresh / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        replace_state(self.directory, fresh)
 
-    Args:
-        directory: of the run.
-        model, optimizers, scaler, progress: saved.
-        identity: fingerprint of the run.
-        config: the run's settings, a dataclass.
-    """
-    fresh = directory / f"{STATE_DIRECTORY}.new"
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir()
-    save_tensors(fresh / "model.safetensors", _contiguous(model.state_dict()))
-    for number, optimizer in enumerate(optimizers):
-        tensors = {
-            f"{parameter}.{key}": torch.as_tensor(value)
-            for parameter, state in optimizer.state_dict()["state"].items()
-            for key, value in state.items()
-        }
-        save_tensors(fresh / f"optimizer{number}.safetensors", _contiguous(tensors))
-    save_tensors(fresh / "rng.safetensors", {"torch": torch.get_rng_state()})
-    state = {"identity": identity, "config": dataclasses.asdict(config), "scaler": scaler.state_dict()}
-    (fresh / "state.json").write_text(json.dumps(state | dataclasses.asdict(progress)), encoding="utf-8")
-    replace_state(directory, fresh)
+    def load(self) -> None:
+        """Restore what `save` wrote, in place.
 
-
-def load_state(
-    directory: Path,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    scaler: torch.amp.GradScaler,
-    progress: Progress,
-    identity: str,
-    config: Any,
-) -> None:
-    """Restore what `save_state` wrote, in place.
-
-    Raises:
-        UsageError: the state belongs to a run with other settings.
-        ArtifactError: it is damaged.
-    """
-    source = directory / STATE_DIRECTORY
-    state = read_json(source / "state.json")
-    try:
-        if state["config"] != dataclasses.asdict(config) or state["identity"] != identity:
-            raise UsageError(
-                f"{source}: was saved by a run with other settings or inputs; resume with the same ones, "
-                f"or remove {directory}"
-            )
-        model.load_state_dict(load_file(str(source / "model.safetensors")))
-        for number, optimizer in enumerate(optimizers):
-            layout = optimizer.state_dict()
-            layout["state"] = {}
-            for name, tensor in load_file(str(source / f"optimizer{number}.safetensors")).items():
-                parameter, _, key = name.partition(".")
-                layout["state"].setdefault(int(parameter), {})[key] = tensor
-            optimizer.load_state_dict(layout)
-        torch.set_rng_state(load_file(str(source / "rng.safetensors"))["torch"])
-        for key in ("step", "losses", "valid_bits_per_byte"):
-            setattr(progress, key, state[key])
-        if state["scaler"]:
-            scaler.load_state_dict(state["scaler"])
-    except (SafetensorError, KeyError, RuntimeError) as error:
-        raise ArtifactError(f"{source}: damaged ({error}); remove {directory} and start again") from None
+        Raises:
+            UsageError: the state belongs to a run with other settings.
+            ArtifactError: it is damaged.
+        """
+        source = self.directory / STATE_DIRECTORY
+        state = read_json(source / "state.json")
+        try:
+            if state["config"] != asdict(self.config) or state["identity"] != self.identity:
+                raise UsageError(
+                    f"{source}: was saved by a run with other settings or inputs; resume with the same ones, "
+                    f"or remove {self.directory}"
+                )
+            self.model.load_state_dict(load_file(str(source / "model.safetensors")))
+            for number, optimizer in enumerate(self.optimizers):
+                layout = optimizer.state_dict()
+                layout["state"] = {}
+                for name, tensor in load_file(str(source / f"optimizer{number}.safetensors")).items():
+                    parameter, _, key = name.partition(".")
+                    layout["state"].setdefault(int(parameter), {})[key] = tensor
+                optimizer.load_state_dict(layout)
+            torch.set_rng_state(load_file(str(source / "rng.safetensors"))["torch"])
+            for name in _PROGRESS:
+                setattr(self, name, state[name])
+            if state["scaler"]:
+                self.scaler.load_state_dict(state["scaler"])
+        except (SafetensorError, KeyError, RuntimeError) as error:
+            raise ArtifactError(f"{source}: damaged ({error}); remove {self.directory} and start again") from None
 
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ from sportsllm.models.presets import preset
 from sportsllm.storage.artifact import MANIFEST, Stage, digest, output_directory
 from sportsllm.training import setup as stages
 from sportsllm.training.loop import TrainConfig
-from sportsllm.training.pretrain import train_base
+from sportsllm.training.pretrain import Pretraining, train_base
 from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
 
 SEQUENCE = 32
@@ -62,10 +62,7 @@ def runs(tokenizer_directory: Path, corpus_file: Path, tmp_path_factory: pytest.
     base = tmp_path_factory.mktemp("runs")
 
     def scratch(name: str, model: str, steps: int, seed: int = 0) -> None:
-        train_base(
-            model=model, corpus=[corpus_file], valid=[], out=base / name, tokenizer=tokenizer_directory,
-            config=training(steps, seed),
-        )  # fmt: skip
+        train_base(model, Pretraining([corpus_file], [], base / name, training(steps, seed)), tokenizer_directory)
 
     scratch("teacher", "tiny-1m", 12)
     scratch("half", "tiny-1m", 6)

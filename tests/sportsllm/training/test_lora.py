@@ -19,7 +19,7 @@ from sportsllm.text.packing import IGNORE, Batch, PackedSequences, tokenize
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.loop import TrainConfig, language_model_loss, train_model
 from sportsllm.training.lora import ALPHA, Adapters, LoRALinear, add_adapters, merge_adapters, parse_targets
-from sportsllm.training.pretrain import fine_tune
+from sportsllm.training.pretrain import Pretraining, fine_tune
 from tests.sportsllm.cli.test_main import call, complains
 from tests.support.models import tiny_model
 
@@ -194,15 +194,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     save_checkpoint(init, tiny_model(dropout=0.1), tokenizer_directory)
 
     def run(out: str, resume: bool = False) -> dict[str, Any]:
-        return fine_tune(
-            init=init,
-            corpus=[kitchen[0]],
-            valid=[kitchen[1]],
-            out=tmp_path / out,
-            config=CONFIG,
-            adapters=Adapters(4),
-            resume=resume,
-        )
+        return fine_tune(init, Pretraining([kitchen[0]], [kitchen[1]], tmp_path / out, CONFIG, resume), Adapters(4))
 
     whole = run("whole")
     calls = 0
@@ -261,7 +253,7 @@ def trained(
     """The tiny checkpoint after a little training on matches."""
     out = tmp_path_factory.mktemp("trained") / "matches"
     config = TrainConfig(steps=50, batch_size=4, accumulation=1, sequence=64, learning_rate=5e-3, precision="fp32")
-    fine_tune(init=checkpoint, corpus=[corpus_file], valid=[kitchen[1]], out=out, config=config)
+    fine_tune(checkpoint, Pretraining([corpus_file], [kitchen[1]], out, config))
     return out
 
 
