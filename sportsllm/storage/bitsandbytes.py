@@ -13,20 +13,22 @@ Sources: bitsandbytes' QuantState, arXiv 2305.14314 (NF4), 2208.07339 (LLM.int8)
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sportsllm.errors import ArtifactError
-from sportsllm.storage.packed_weights import NF4
 
-# Values of the 16 codes, as shares of a block's largest number.
+# Values of the 16 codes, as shares of a block's largest number; NF4's are quantiles of a normal distribution.
 TABLES = {
-    "nf4": tuple(NF4.tolist()),
+    "nf4": (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
     "fp4": tuple(sign * twelfths / 12 for sign in (1, -1) for twelfths in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
-}
+}  # fmt: skip
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _STATE = "quant_state."
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -94,31 +96,32 @@ def _four_bits(name: str, packed: Tensor, states: list[str], beside: frozenset[s
     if len(states) != 1:
         raise ArtifactError(f"{where}: {name!r} is packed but has {len(states)} quant_state beside it; save it again")
     state = _parse(states[0], read(states[0]), where)
+    kind, shape, nested_blocksize = state["quant_type"], state["shape"], state["nested_blocksize"]
     absmax = _part(f"{name}.absmax", beside, read, where)
     if absmax.dtype == torch.uint8:
-        if state.nested_blocksize is None:
+        if nested_blocksize is None:
             raise ArtifactError(f"{where}: '{name}.absmax' is quantized, but the quant_state does not say how")
         largest = _part(f"{name}.nested_absmax", beside, read, where)
         table = _part(f"{name}.nested_quant_map", beside, read, where)
         if table.numel() != 256:
             raise ArtifactError(f"{where}: '{name}.nested_quant_map' has {table.numel()} numbers instead of 256")
-        _check_blocks(f"{name}.nested_absmax", absmax.numel(), state.nested_blocksize, largest, where)
-        absmax = _scaled(table.float()[absmax.flatten().int()], largest, state.nested_blocksize) + state.nested_offset
+        _check_blocks(f"{name}.nested_absmax", absmax.numel(), nested_blocksize, largest, where)
+        absmax = _scaled(table.float()[absmax.flatten().int()], largest, nested_blocksize) + state["nested_offset"]
     map_16 = _part(f"{name}.quant_map", beside, read, where).float()
-    known_16 = torch.tensor(TABLES[state.quant_type])
+    known_16 = torch.tensor(TABLES[kind])
     # The library ignores the stored table, so another one would be read as something else there than here.
     if map_16.shape != known_16.shape or not torch.allclose(map_16, known_16, rtol=0, atol=1e-5):
-        raise ArtifactError(f"{where}: '{name}.quant_map' is not {state.quant_type.upper()}'s table; save it again")
-    count = state.shape[0] * state.shape[1]
+        raise ArtifactError(f"{where}: '{name}.quant_map' is not {kind.upper()}'s table; save it again")
+    count = shape[0] * shape[1]
     pairs = packed.contiguous().flatten().view(torch.uint8)  # some are stored under a float type
     if pairs.numel() != -(-count // 2):
         raise ArtifactError(
-            f"{where}: {name!r} has {pairs.numel()} bytes, not {-(-count // 2)} for shape {state.shape}; save it again"
+            f"{where}: {name!r} has {pairs.numel()} bytes, not {-(-count // 2)} for shape {shape}; save it again"
         )
-    _check_blocks(f"{name}.absmax", count, state.blocksize, absmax, where)
+    _check_blocks(f"{name}.absmax", count, state["blocksize"], absmax, where)
     both = torch.stack([map_16.repeat_interleave(16), map_16.repeat(16)], dim=1)  # of the 256 bytes
     numbers = both.index_select(0, pairs.int()).flatten()[:count]
-    return _scaled(numbers, absmax, state.blocksize).view(state.shape).to(state.dtype)
+    return _scaled(numbers, absmax, state["blocksize"]).view(shape).to(_DTYPES[state["dtype"]])
 
 
 def _scaled(numbers: Tensor, absmax: Tensor, blocksize: int) -> Tensor:
@@ -144,19 +147,8 @@ def _check_blocks(name: str, count: int, blocksize: int, absmax: Tensor, where: 
         )
 
 
-@dataclass(frozen=True)
-class _State:
-    """A parsed quant_state; `nested_blocksize` is None without double quantization."""
-
-    quant_type: str
-    blocksize: int
-    dtype: torch.dtype
-    shape: tuple[int, int]
-    nested_blocksize: int | None
-    nested_offset: float
-
-
-def _parse(name: str, stored: Tensor, where: str) -> _State:
+def _parse(name: str, stored: Tensor, where: str) -> dict[str, Any]:
+    """A quant_state, its fields checked; `nested_blocksize` is None without double quantization."""
     try:
         data = json.loads(stored.numpy().tobytes())
     except ValueError:
@@ -167,7 +159,8 @@ def _parse(name: str, stored: Tensor, where: str) -> _State:
     def positive(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
-    shape, nested = data.get("shape"), data.get("nested_blocksize")
+    state = {"nested_blocksize": None} | data
+    shape, nested = data.get("shape"), state["nested_blocksize"]
     checks = {
         "quant_type": str(data.get("quant_type")) in TABLES,
         "dtype": str(data.get("dtype")) in _DTYPES,
@@ -179,11 +172,4 @@ def _parse(name: str, stored: Tensor, where: str) -> _State:
     for field, good in checks.items():
         if not good:
             raise ArtifactError(f"{where}: {name!r} has {field} {data.get(field)!r}, which is not supported")
-    return _State(
-        quant_type=data["quant_type"],
-        blocksize=data["blocksize"],
-        dtype=_DTYPES[data["dtype"]],
-        shape=cast("tuple[int, int]", tuple(cast(Any, shape))),
-        nested_blocksize=nested,
-        nested_offset=0.0 if nested is None else float(data["nested_offset"]),
-    )
+    return state | {"shape": tuple(data["shape"])}

@@ -2,23 +2,18 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from sportsllm.errors import ArtifactError
 from sportsllm.models.size import BLOCK_SIZES
-from sportsllm.storage.packed_weights import BITS, ROW_BITS, Nf4Weight, QuantizedWeight, stored_bits
+from sportsllm.storage.packed_weights import BITS, ROW_BITS, QuantizedWeight, stored_bits
 from sportsllm.storage.safetensors_files import check_shape, quantization_config
 
-NF4_CODES = "nf4"  # a matrix's `codes` in quantization_config; plain whole numbers where it has none
 
-
-def read_packed(
-    tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], directory: Path
-) -> QuantizedWeight | Nf4Weight:
-    """One packed matrix of a checkpoint; bits and block size follow from the tensors' shapes, or are NF4's as recorded.
+def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], directory: Path) -> QuantizedWeight:
+    """One packed matrix of a checkpoint; bits and block size follow from the tensors' shapes.
 
     Args:
         tensors: the checkpoint's tensors.
@@ -30,11 +25,8 @@ def read_packed(
     if f"{name}.weight_scale" not in tensors:
         raise ArtifactError(f"{directory}: {name}.weight_scale is missing beside the packed matrix")
     scales = tensors[f"{name}.weight_scale"]
-    record = _module_record(directory, name)
-    if record.get("codes") == NF4_CODES:
-        return _read_nf4(packed, scales, name, shape, record.get("block_size"), directory)
     zero = tensors.get(f"{name}.weight_zero_point")
-    recorded = record.get("bits")
+    recorded = (quantization_config(directory) or {}).get("modules", {}).get(name, {}).get("bits")
     for bits in (*BITS, ROW_BITS):
         if recorded not in (None, bits):
             continue
@@ -58,22 +50,3 @@ def read_packed(
                 in_features=shape[1],
             )
     raise ArtifactError(f"{directory}: packed tensor of {name!r} does not fit shape {shape}; make it again")
-
-
-def _read_nf4(
-    packed: Tensor, scales: Tensor, name: str, shape: tuple[int, ...], block_size: Any, directory: Path
-) -> Nf4Weight:
-    if block_size not in BLOCK_SIZES:
-        raise ArtifactError(f"{directory / 'config.json'}: NF4 block_size of {name!r} is {block_size!r}; make it again")
-    block, count = int(block_size), shape[0] * shape[1]
-    check_shape(packed, (-(-count // 2),), f"{name}.weight_packed", directory)
-    check_shape(scales, (-(-count // block),), f"{name}.weight_scale", directory)
-    if packed.dtype != torch.uint8:
-        raise ArtifactError(f"{directory}: tensor '{name}.weight_packed' holds {packed.dtype}, not bytes")
-    return Nf4Weight(packed.numpy(), scales.float().numpy(), block, *shape)
-
-
-def _module_record(directory: Path, name: str) -> dict[str, Any]:
-    """One matrix's entry in config.json's quantization_config: `bits`, `block_size`, `codes` for NF4."""
-    data = quantization_config(directory) or {}
-    return cast("dict[str, Any]", data.get("modules", {}).get(name, {}))

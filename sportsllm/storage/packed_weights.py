@@ -1,15 +1,14 @@
-"""The quantized matrix: representation only, laid out byte for byte as MatMulNBits and MatMulBnb4 read it.
+"""The quantized matrix: representation only, laid out byte for byte as MatMulNBits reads it.
 
 N rows (outputs), K columns (inputs), G = ceil(K / block_size) blocks a row. The numbers of a block share one
 scale and one zero point:  w[n, k] = (q[n, k] - zero_point[n, g]) * scale[n, g].
-A third form, for DynamicQuantizeMatMul, has one block a row and a byte for each number, of which 7 bits are used:
+Another form, for DynamicQuantizeMatMul, has one block a row and a byte for each number, of which 7 bits are used:
 processors without dot-product instructions add two products of bytes in 16 bits, and 8 bits would not fit.
-NF4 instead looks numbers up:  w[i] = NF4[code[i]] * scale[i // block_size], i = n K + k.
-Source: ONNX Runtime contrib operators, MatMulNBits and MatMulBnb4. Algorithms that choose q live in `compress`.
+Source: ONNX Runtime contrib operators, MatMulNBits. Algorithms that choose q live in `compress`.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +18,6 @@ FloatArray = npt.NDArray[np.float32]
 
 BITS = (4, 8)
 ROW_BITS = 7
-# Quantiles of a normal distribution, as shares of a block's largest number (arXiv 2305.14314).
-NF4 = np.array(
-    [
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ],
-    np.float32,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,46 +72,6 @@ class QuantizedWeight:
 def stored_bits(bits: int) -> int:
     """Bits that a number takes in a file."""
     return 4 if bits == 4 else 8
-
-
-@dataclass(frozen=True)
-class Nf4Weight:
-    """A packed (N, K) matrix of 4-bit codes, as MatMulBnb4 reads it and bitsandbytes writes it.
-
-    Blocks run on from one row into the next, and the last one may be short, so any shape is exact.
-
-    Attributes:
-        packed: (ceil(N K / 2),) uint8, row after row; the even element is the high nibble.
-        scales: (ceil(N K / block_size),) float32, the largest number of each block in size.
-        block_size: numbers that share a scale.
-        out_features: N.
-        in_features: K.
-    """
-
-    packed: ByteArray
-    scales: FloatArray
-    block_size: int
-    out_features: int
-    in_features: int
-    bits: ClassVar[int] = 4
-    zero_points: ClassVar[None] = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on disk: codes and scales."""
-        return self.packed.nbytes + self.scales.nbytes
-
-    @property
-    def joinable(self) -> bool:
-        """Whether another matrix may follow in the same blocks and bytes."""
-        return self.out_features * self.in_features % self.block_size == 0
-
-    def dequantize(self) -> FloatArray:
-        """The matrix the runtime multiplies by, (N, K) float32."""
-        count = self.out_features * self.in_features
-        codes = np.stack([self.packed >> 4, self.packed & 0x0F], axis=-1).reshape(-1)[:count]
-        values = NF4[codes] * np.repeat(self.scales, self.block_size)[:count]
-        return cast(FloatArray, values.reshape(self.out_features, self.in_features))
 
 
 def pack(quants: ByteArray, bits: int) -> ByteArray:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sportsllm.storage.packed_weights import Nf4Weight, QuantizedWeight
+from sportsllm.storage.packed_weights import QuantizedWeight
 
 SUFFIXES = ("_packed", "_scale", "_zero_point")
 
@@ -18,9 +18,9 @@ class QuantizedMatrix(nn.Module):
 
     weight: Tensor
 
-    def __init__(self, quantized: QuantizedWeight | Nf4Weight) -> None:
+    def __init__(self, quantized: QuantizedWeight) -> None:
         super().__init__()
-        self.bits, self.block_size, self.in_features = (quantized.bits, quantized.block_size, quantized.in_features)
+        self.bits, self.block_size, self.in_features = quantized.bits, quantized.block_size, quantized.in_features
         self.register_buffer("weight_packed", torch.from_numpy(quantized.packed))
         self.register_buffer("weight_scale", torch.from_numpy(quantized.scales))
         if quantized.zero_points is not None:
@@ -31,7 +31,7 @@ class QuantizedMatrix(nn.Module):
 class QuantizedLinear(QuantizedMatrix):
     """y = x W^T + b with a packed W; (..., K) to (..., N)."""
 
-    def __init__(self, quantized: QuantizedWeight | Nf4Weight, bias: Tensor | None = None) -> None:
+    def __init__(self, quantized: QuantizedWeight, bias: Tensor | None = None) -> None:
         super().__init__(quantized)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
