@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sportsllm.errors import ArtifactError
 from sportsllm.storage.packed_matrix import read_packed
-from sportsllm.storage.packed_weights import ROW_BITS, Nf4Weight
+from sportsllm.storage.packed_weights import ROW_BITS
 from sportsllm.storage.safetensors_files import TensorFiles
 
 Array = npt.NDArray[Any]
@@ -67,10 +67,7 @@ class Weights:
             found = None
             if f"{module}.weight_packed" in self._tensors:
                 weight = read_packed(self._tensors, module, shape, self._directory)
-                if isinstance(weight, Nf4Weight):
-                    found = Packing(weight.bits, weight.block_size, False, nf4=True, joinable=weight.joinable)
-                else:
-                    found = Packing(weight.bits, weight.block_size, weight.zero_points is not None)
+                found = Packing(weight.bits, weight.block_size, weight.zero_points is not None)
             self._packings[module] = found
         return self._packings[module]
 
