@@ -6,7 +6,7 @@ Imports neither torch nor any other large library: the device install reads it t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from sportsllm.errors import UsageError
@@ -57,16 +57,7 @@ class ModelConfig:
     mlp_kind: str = "swiglu"
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
+        for name in (field.name for field in fields(self) if field.type == "int"):  # the sizes
             value = getattr(self, name)
             least = 2 if name == "max_position_embeddings" else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

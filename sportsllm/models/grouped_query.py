@@ -22,13 +22,8 @@ class GroupedQuery:
     """Query, key, value and output matrices, rotary positions; see `sportsllm.models.parts.Kind`."""
 
     def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
-        hidden, queries, keys, bias = (
-            config.hidden_size,
-            config.query_size,
-            config.key_value_size,
-            config.attention_bias,
-        )
-        out_bias = config.attention_output_bias
+        hidden, queries, keys = config.hidden_size, config.query_size, config.key_value_size
+        bias, out_bias = config.attention_bias, config.attention_output_bias
         return (
             Matrix("q_proj", queries, hidden, "query_head", HIDDEN, HIDDEN, bias=bias),
             Matrix("k_proj", keys, hidden, "kv_head", HIDDEN, HIDDEN, bias=bias),

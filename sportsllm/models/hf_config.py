@@ -25,17 +25,14 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "is_decoder": (False, True),
     "use_mrope": (False,),
 }
-_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+_SIZES = ("num_attention_heads", "hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers")
+_MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 OWN_MODEL_TYPE = "sportsllm"
 """For kinds of attention or feed-forward that have no layout of Hugging Face's: every field under its own name."""
 
 
 def config_from_hf(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """Read a Hugging Face config of a LLaMA-family model.
-
-    Args:
-        data: the parsed config.json.
-        where: the file's name, for messages.
+    """Read the parsed config.json of a LLaMA-family model; `where` is the file's name, for messages.
 
     Raises:
         ArtifactError: a field this program does not know or cannot honour; its name is in the message.
@@ -64,36 +61,29 @@ def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:
         raise ArtifactError(f"{where}: layer_types has {sorted(set(layer_types))}; only 'full_attention' is supported")
 
     try:
-        heads, hidden = rest["num_attention_heads"], rest["hidden_size"]
-        values: dict[str, Any] = {
-            "vocab_size": rest.pop("vocab_size"),
-            "intermediate_size": rest.pop("intermediate_size"),
-            "num_hidden_layers": rest.pop("num_hidden_layers"),
-        }
+        values: dict[str, Any] = {name: rest.pop(name) for name in _SIZES}
     except KeyError as error:
         raise ArtifactError(f"{where}: field {error} is missing") from None
     rope = dict(rest.pop("rope_parameters", None) or {})  # transformers 5 keeps theta and scaling together
     scaling = rest.pop("rope_scaling", None) or rope
-    default_head_dim = 128 if model_type == "qwen3" else hidden // heads
+    heads = values["num_attention_heads"]
+    default_head_dim = 128 if model_type == "qwen3" else values["hidden_size"] // heads
+    bias = bool(rest.pop("attention_bias", model_type == "qwen2"))
     values |= {
-        "hidden_size": rest.pop("hidden_size"),
-        "num_attention_heads": rest.pop("num_attention_heads"),
         "num_key_value_heads": rest.pop("num_key_value_heads", None) or heads,
         "head_dim": rest.pop("head_dim", None) or default_head_dim,
         "tie_word_embeddings": rest.pop("tie_word_embeddings", False),
         "rope_theta": rest.pop("rope_theta", None) or rope.get("rope_theta", 10_000.0),
         "rope_scaling": _rope_scaling(scaling, where),
         "qk_norm": model_type == "qwen3",
+        "attention_bias": bias,
+        "attention_output_bias": bias and model_type != "qwen2",
     }
-    bias = rest.pop("attention_bias", model_type == "qwen2")
-    values["attention_bias"] = bool(bias)
-    values["attention_output_bias"] = bool(bias) and model_type != "qwen2"
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = rest.pop(key, None)
         values[key] = tuple(value) if isinstance(value, list) else value
-    for key in ("max_position_embeddings", "rms_norm_eps", "mlp_bias", "dropout"):
-        if key in rest:
-            values[key] = rest.pop(key)
+    own_defaults = ("max_position_embeddings", "rms_norm_eps", "mlp_bias", "dropout")
+    values |= {key: rest.pop(key) for key in own_defaults if key in rest}
     if rest:
         raise ArtifactError(f"{where}: unknown field {sorted(rest)[0]!r}; remove it or use a supported model")
     return _checked(values, where)
@@ -134,8 +124,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     if (config.attention_kind, config.mlp_kind) != (ModelConfig.attention_kind, ModelConfig.mlp_kind):
         return {"architectures": ["SportsLLM"], "model_type": OWN_MODEL_TYPE} | asdict(config)
     model_type = _model_type(config)
-    names = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-    data: dict[str, Any] = {"architectures": [names[model_type]], "model_type": model_type}
+    data: dict[str, Any] = {"architectures": [_MODEL_TYPES[model_type]], "model_type": model_type}
     ours = {"attention_output_bias", "qk_norm", "dropout", "attention_kind", "mlp_kind", "rope_scaling"}
     for field in fields(config):
         if field.name not in ours:
@@ -146,16 +135,13 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     if model_type != "llama":
         del data["mlp_bias"]
         data["use_sliding_window"] = False
-    if config.rope_scaling is not None:
-        scaling = asdict(config.rope_scaling)
-        if config.rope_scaling.rope_type == "linear":
-            scaling = {"rope_type": "linear", "factor": config.rope_scaling.factor}
-        data["rope_scaling"] = scaling
+    scaling = config.rope_scaling
+    if scaling is not None:
+        linear = {"rope_type": "linear", "factor": scaling.factor}
+        data["rope_scaling"] = linear if scaling.rope_type == "linear" else asdict(scaling)
     if config.dropout:
         data["dropout"] = config.dropout
-    data["hidden_act"] = "silu"
-    data["torch_dtype"] = "float32"
-    return data
+    return data | {"hidden_act": "silu", "torch_dtype": "float32"}
 
 
 def _model_type(config: ModelConfig) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices, block_state, halves
-from sportsllm.models.parts import Activation, Matrix
+from sportsllm.models.parts import Matrix
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -68,34 +68,23 @@ def weight_bytes(
     Raises:
         UsageError: an unknown precision, block size or number of bits.
     """
-    tables = 1 if config.tie_word_embeddings else 2
-    return _body_bytes(config, precision, block_size, zero_points) + tables * _table_bytes(
-        config, precision, block_size, head_bits, zero_points
-    )
-
-
-def _body_bytes(config: ModelConfig, precision: str, block_size: int, zero_points: bool) -> int:
     if precision in _DENSE_BYTES:
-        return config.block_parameters * _DENSE_BYTES[precision]
+        return config.parameters * _DENSE_BYTES[precision]
     if precision not in _MATRIX_BITS:
         raise UsageError(f"precision {precision!r} is not known; use one of {', '.join(PRECISIONS)}")
     if block_size not in BLOCK_SIZES:
         sizes = ", ".join(str(size) for size in BLOCK_SIZES)
         raise UsageError(f"block size {block_size} is not supported; use one of {sizes}")
+    if head_bits not in (4, 8, 32):
+        raise UsageError(f"head bits {head_bits} are not supported; use 4, 8 or 32")
     bits = _MATRIX_BITS[precision]
     a_block = sum(quantized_bytes(m.rows, m.columns, bits, block_size, zero_points) for m in block_matrices(config))
-    return config.num_hidden_layers * a_block + 4 * (config.block_parameters - block_numbers(config))
-
-
-def _table_bytes(config: ModelConfig, precision: str, block_size: int, head_bits: int, zero_points: bool) -> int:
-    numbers = config.vocab_size * config.hidden_size
-    if precision in _DENSE_BYTES:
-        return numbers * _DENSE_BYTES[precision]
-    if head_bits == 32:
-        return 4 * numbers
-    if head_bits not in (4, 8):
-        raise UsageError(f"head bits {head_bits} are not supported; use 4, 8 or 32")
-    return quantized_bytes(config.vocab_size, config.hidden_size, head_bits, block_size, zero_points)
+    table = 4 * config.vocab_size * config.hidden_size
+    if head_bits != 32:
+        table = quantized_bytes(config.vocab_size, config.hidden_size, head_bits, block_size, zero_points)
+    tables = 1 if config.tie_word_embeddings else 2
+    norms_and_biases = config.block_parameters - block_numbers(config)
+    return config.num_hidden_layers * a_block + 4 * norms_and_biases + tables * table
 
 
 def kv_cache_bytes_per_token(config: ModelConfig) -> dict[str, int]:
@@ -125,16 +114,13 @@ class TrainingMemory:
     @property
     def total(self) -> int:
         """Bytes without activation checkpointing."""
-        return self._fixed + self.activations
+        fixed = self.weights + self.master_weights + self.gradients + self.optimizer_states + self.loss
+        return fixed + self.activations
 
     @property
     def total_checkpointed(self) -> int:
         """Bytes with activation checkpointing."""
-        return self._fixed + self.activations_checkpointed
-
-    @property
-    def _fixed(self) -> int:
-        return self.weights + self.master_weights + self.gradients + self.optimizer_states + self.loss
+        return self.total - self.activations + self.activations_checkpointed
 
 
 def training_memory(
@@ -206,47 +192,35 @@ class TensorShape(NamedTuple):
 
 
 def tensor_shapes(config: ModelConfig, batch: int, length: int, element_bytes: int = 4) -> list[TensorShape]:
-    """Every tensor along the way for a batch and length, weights first used where they stand.
+    """Every tensor along the way for B = `batch` and T = `length`, in order of use.
 
-    Args:
-        config: the model.
-        batch: B.
-        length: T.
-        element_bytes: bytes of one number of a weight or activation; token ids have 8.
-
-    Returns:
-        Tensors in order of use. `bytes` is one tensor's size and `layers` how many of it there are.
+    `bytes` is one tensor's size and `layers` how many of it there are. A number of a weight or activation has
+    `element_bytes`, a token id 8.
     """
     hidden, vocab, layers, steps = config.hidden_size, config.vocab_size, config.num_hidden_layers, (batch, length)
-    table, width = ("weight", (vocab, hidden)), config.head_dim // 2
-    rows: list[tuple[str, str, tuple[int, ...], int, bool]] = [
-        ("embed_tokens.weight", *table, 1, True),
-        ("hidden", "activation", (*steps, hidden), 1, True),
-        ("rope cos, sin", "table", (2, length, width), 1, True),
-    ]
-    for (half, kind), result in zip(halves(config).items(), ("attention", "feed-forward"), strict=True):
-        rows.append((NORMS[half], "activation", (*steps, hidden), layers, True))
-        rows += [_described(item, batch, length, layers) for item in kind.tensors(config)]
-        rows.append((f"hidden + {result}", "activation", (*steps, hidden), layers, True))
-    rows.append(("norm", "activation", (*steps, hidden), 1, True))
-    if not config.tie_word_embeddings:
-        rows.append(("lm_head.weight", *table, 1, True))
-    rows.append(("logits, in chunks", "activation", (min(batch * length, LOSS_CHUNK_TOKENS), vocab), 1, True))
-    rows.append(("logits, whole", "activation", (*steps, vocab), 1, False))
     shapes = [TensorShape("token ids", "input", steps, 8 * batch * length)]
-    for name, kind_of, shape, layers_with_it, held in rows:
-        shapes.append(TensorShape(name, kind_of, shape, math.prod(shape) * element_bytes, layers_with_it, held))
+
+    def add(name: str, kind: str, shape: tuple[int, ...], layers: int = 1, held: bool = True) -> None:
+        shapes.append(TensorShape(name, kind, shape, math.prod(shape) * element_bytes, layers, held))
+
+    add("embed_tokens.weight", "weight", (vocab, hidden))
+    add("hidden", "activation", (*steps, hidden))
+    add("rope cos, sin", "table", (2, length, config.head_dim // 2))
+    for (half, described), result in zip(halves(config).items(), ("attention", "feed-forward"), strict=True):
+        add(NORMS[half], "activation", (*steps, hidden), layers)
+        for item in described.tensors(config):
+            if isinstance(item, Matrix):
+                add(f"{item.name}.weight", "weight", (item.rows, item.columns), layers)
+            elif item.kind == "cache":
+                add(item.name, "cache", (batch, *item.shape[:-1], length, item.shape[-1]), layers, item.held)
+            elif item.kind == "scores":
+                add(item.name, "activation", (batch, *item.shape, length, length), layers, item.held)
+            else:
+                add(item.name, "activation", (*steps, *item.shape), layers, item.held)
+        add(f"hidden + {result}", "activation", (*steps, hidden), layers)
+    add("norm", "activation", (*steps, hidden))
+    if not config.tie_word_embeddings:
+        add("lm_head.weight", "weight", (vocab, hidden))
+    add("logits, in chunks", "activation", (min(batch * length, LOSS_CHUNK_TOKENS), vocab))
+    add("logits, whole", "activation", (*steps, vocab), held=False)
     return shapes
-
-
-def _described(
-    item: Matrix | Activation, batch: int, length: int, layers: int
-) -> tuple[str, str, tuple[int, ...], int, bool]:
-    """A row of `tensor_shapes`: name, kind, whole shape, layers, held."""
-    if isinstance(item, Matrix):
-        return f"{item.name}.weight", "weight", (item.rows, item.columns), layers, True
-    if item.kind == "cache":
-        return item.name, "cache", (batch, *item.shape[:-1], length, item.shape[-1]), layers, item.held
-    if item.kind == "scores":
-        return item.name, "activation", (batch, *item.shape, length, length), layers, item.held
-    return item.name, "activation", (batch, length, *item.shape), layers, item.held

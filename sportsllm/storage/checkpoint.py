@@ -45,23 +45,12 @@ def load_checkpoint(directory: Path) -> SportsLLM:
     """
     config = load_config(directory)
     tensors = TensorFiles(directory)
-    quantization = quantization_config(directory)
+    quantization_config(directory)  # refuses the formats of others
+    names = _model_names(config, tensors)
     with torch.device("meta"):
         model = SportsLLM(config)
-    remaining = _model_names(config, tensors)
-    for name, module in list(model.named_modules()):
-        if f"{name}.weight_packed" in remaining:
-            if quantization is None:
-                raise ArtifactError(f"{directory}: {name} is packed but config.json has no quantization_config")
-            _install_packed(model, name, module, tensors, directory)
-            remaining -= {f"{name}.weight{suffix}" for suffix in SUFFIXES}
-    for name, parameter in list(model.named_parameters()):
-        if not parameter.is_meta:
-            remaining.discard(name)
-            continue
-        _set(model, name, nn.Parameter(_read(tensors, name, tuple(parameter.shape))))
-        remaining.discard(name)
-    _refuse_unknown(remaining, directory)
+    _fill(model, tensors)
+    _refuse_unknown(names - model.state_dict().keys(), directory)
     return model.eval()
 
 
@@ -91,15 +80,8 @@ def load_block(tensors: TensorFiles, config: ModelConfig, layer: int) -> Block:
     """
     with torch.device("meta"):
         block = Block(config, layer)
-    prefix = f"model.layers.{layer}."
-    for name, module in list(block.named_modules()):
-        if f"{prefix}{name}.weight_packed" in tensors:
-            _install_packed(block, name, module, tensors, tensors.directory, prefix)
-    for name, parameter in list(block.named_parameters()):
-        if parameter.is_meta:
-            read = _read(tensors, prefix + name, tuple(parameter.shape))
-            _set(block, name, nn.Parameter(read, requires_grad=False))
-    return block.eval()
+    _fill(block, tensors, f"model.layers.{layer}.")
+    return block.eval().requires_grad_(False)
 
 
 def load_table(tensors: TensorFiles, config: ModelConfig, module: str) -> Tensor:
@@ -153,21 +135,27 @@ def _refuse_unknown(names: set[str], directory: Path) -> None:
         raise ArtifactError(f"{directory}: tensor {sorted(names)[0]!r} belongs to no part of this model")
 
 
-def _set(model: nn.Module, name: str, value: nn.Parameter | nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, value)
+def _fill(model: nn.Module, tensors: TensorFiles, prefix: str = "") -> None:
+    """Give a model on the meta device its weights; packed matrices become modules that hold them."""
 
+    def put(name: str, value: nn.Parameter | nn.Module) -> None:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, value)
 
-def _install_packed(
-    model: nn.Module, name: str, module: nn.Module, tensors: TensorFiles, directory: Path, prefix: str = ""
-) -> None:
-    shape = tuple(cast(Tensor, module.weight).shape)
-    quantized = read_packed(tensors, prefix + name, shape, directory)
-    if isinstance(module, nn.Embedding):
-        _set(model, name, QuantizedEmbedding(quantized))
-        return
-    bias = _read(tensors, f"{prefix}{name}.bias", (shape[0],)) if cast(Any, module).bias is not None else None
-    _set(model, name, QuantizedLinear(quantized, bias))
+    for name, module in list(model.named_modules()):
+        if f"{prefix}{name}.weight_packed" not in tensors:
+            continue
+        shape = tuple(cast(Tensor, module.weight).shape)
+        quantized = read_packed(tensors, prefix + name, shape, tensors.directory)
+        if isinstance(module, nn.Embedding):
+            put(name, QuantizedEmbedding(quantized))
+        else:
+            has_bias = cast(Any, module).bias is not None
+            bias = _read(tensors, f"{prefix}{name}.bias", (shape[0],)) if has_bias else None
+            put(name, QuantizedLinear(quantized, bias))
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            put(name, nn.Parameter(_read(tensors, prefix + name, tuple(parameter.shape))))
 
 
 def save_checkpoint(

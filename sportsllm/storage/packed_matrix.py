@@ -26,7 +26,10 @@ def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
         raise ArtifactError(f"{directory}: {name}.weight_scale is missing beside the packed matrix")
     scales = tensors[f"{name}.weight_scale"]
     zero = tensors.get(f"{name}.weight_zero_point")
-    recorded = (quantization_config(directory) or {}).get("modules", {}).get(name, {}).get("bits")
+    record = quantization_config(directory)
+    if record is None:
+        raise ArtifactError(f"{directory}: {name} is packed but config.json has no quantization_config")
+    recorded = record.get("modules", {}).get(name, {}).get("bits")
     for bits in (*BITS, ROW_BITS):
         if recorded not in (None, bits):
             continue
