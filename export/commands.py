@@ -22,8 +22,7 @@ def export(
     ] = "fp32",
     calibration: flags.CalibrationText = None,
     profile: Annotated[
-        str,
-        typer.Option(help="memory, or latency: a second graph with INT8 weights reads prompts faster."),
+        str, typer.Option(help="memory, or latency: a second graph with INT8 weights reads prompts faster.")
     ] = "memory",
     standard_ops: Annotated[
         bool,

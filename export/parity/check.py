@@ -86,11 +86,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
 
 
 def run_pass(
-    name: str,
-    decoder: OnnxDecoder,
-    sequences: Sequence[Sequence[int]],
-    expected: Sequence[Logits],
-    limits: Limits,
+    name: str, decoder: OnnxDecoder, sequences: Sequence[Sequence[int]], expected: Sequence[Logits], limits: Limits
 ) -> Pass:
     """Read the sequences in every way and compare with the expected logits.
 

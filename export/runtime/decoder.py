@@ -52,11 +52,7 @@ class OnnxDecoder:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        threads: int | None = None,
-        graph: bytes | None = None,
-        prompt_graph: bytes | None = None,
+        self, directory: Path, threads: int | None = None, graph: bytes | None = None, prompt_graph: bytes | None = None
     ) -> None:
         """Load the graph.
 
