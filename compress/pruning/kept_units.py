@@ -6,14 +6,14 @@ Shape suffixes: T tokens, U units or hidden channels.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from compress.pruning.scores import Scores
-from compress.pruning.shapes import FIELDS, Shape, dimension_of, unit_span
+from compress.pruning.shapes import Shape, dimension_of, unit_span
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_matrices, block_units
@@ -40,13 +40,10 @@ class KeptUnits:
 
     def shape(self, config: ModelConfig) -> Shape:
         """The shape of what stays; `config` is the full model's."""
-        kept = {FIELDS[name]: len(indices) for name, indices in self._counted(config).items()}
-        return Shape.of(config.with_changes(num_hidden_layers=len(self.layers), **kept))
-
-    def _counted(self, config: ModelConfig) -> dict[str, Tensor]:
-        dimensions = {unit.name: dimension_of(unit) for unit in block_units(config).values()}
         kept = {HIDDEN: self.hidden, **self.units[0]}
-        return {dimension: kept[name] for name, dimension in dimensions.items() if dimension is not None}
+        dimensions = {dimension_of(unit): len(kept[name]) for name, unit in block_units(config).items()}
+        counts = {name: count for name, count in dimensions.items() if name is not None}
+        return replace(Shape.of(config), layers=len(self.layers), **counts)
 
     def of_matrix(self, config: ModelConfig, matrix: Matrix, layer: int) -> tuple[Tensor, Tensor]:
         """Rows and columns of a matrix of kept layer number `layer` that stay."""

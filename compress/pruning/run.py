@@ -67,8 +67,13 @@ class PruneConfig:
 
     def settings(self) -> dict[str, Any]:
         """For the manifest, under the names of the flags."""
-        values = dataclasses.asdict(self)
-        return values | {"repair": values.pop("refit"), "kv_merge": "pca"}  # the one way to merge, `kv_heads`
+        return {
+            "importance": self.importance,
+            "repair": self.refit,
+            "kv_merge": "pca",  # the only way there is
+            "samples": self.samples,
+            "seed": self.seed,
+        }
 
 
 @dataclass(frozen=True)
@@ -250,10 +255,10 @@ def prune_checkpoint(
 
 
 def map_kept_layers(recovery: Recovery, kept: Sequence[int], layers: int) -> DistillationConfig:
-    """The objective with a layer map, unless it has one: what each kept layer reads is what it read in the full model.
+    """The recovery's objective, with a layer map that matches each kept layer's input to its input in the full model.
 
-    The layer before a dropped one so learns to stand in for it, as in the refit. A teacher other than the unpruned
-    model has layers of its own, and gets the evenly spread map.
+    So the layer before a dropped one learns to stand in for it, as in the refit. A given map stays, and so does the
+    evenly spread one of a teacher other than the unpruned model, which has layers of its own.
     """
     objective = recovery.objective
     if not objective.hidden_weight or objective.layer_map is not None or recovery.teacher is not None:

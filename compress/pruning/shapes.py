@@ -71,7 +71,8 @@ class Shape:
             if not 1 <= value <= limit:
                 raise UsageError(f"{flag} is {value}; the model has {limit}, choose 1 to {limit}")
             if value != limit and name not in cuttable:
-                raise UsageError(f"{flag}: {config.attention_kind} and {config.mlp_kind} have nothing of it to cut")
+                kinds = f"{config.attention_kind} attention and {config.mlp_kind} feed-forward"
+                raise UsageError(f"{flag} cannot be cut in a model of {kinds}; leave it out")
         groups = config.num_key_value_heads
         merges = self.merges_kv_heads(config)
         if self.heads % self.kv_heads or (merges and groups % self.kv_heads):
@@ -102,7 +103,7 @@ def check_kv_merge(config: ModelConfig) -> None:
 
 
 def unit_span(matrix: Matrix, unit: Unit, length: int) -> int:
-    """Rows or columns of a matrix that belong to one of its units.
+    """Consecutive rows, or columns, of a matrix that belong to one of its units; `length` is how many it has in all.
 
     Raises:
         UsageError: the side of the matrix is not made of whole units.

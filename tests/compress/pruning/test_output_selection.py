@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compress.pruning.kept_units import choose_units
-from compress.pruning.output_selection import output_scores, pick_order
+from compress.pruning.output_selection import _explained, output_scores, pick_order
 from compress.pruning.refit import refit_layers
 from compress.pruning.scores import importance_scores, magnitude_scores
 from compress.pruning.shapes import Shape
@@ -66,6 +66,53 @@ def test_many_units_are_picked_several_at_once(monkeypatch: pytest.MonkeyPatch) 
     together = pick_order(inputs.T @ inputs, weight, 1)
     assert sorted(together.tolist()) == sorted(one_by_one.tolist()) == [float(n) for n in range(1, 13)]
     assert together.argmax() == one_by_one.argmax()
+
+
+def test_units_that_share_nothing_are_ranked_by_what_they_write() -> None:
+    """Worked by hand: of inputs that are orthogonal, each explains |w_u|^2 |a_u|^2 whatever was picked before."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.linalg.qr(torch.randn(50, 8, generator=generator, dtype=torch.float64)).Q
+    inputs = inputs * torch.linspace(0.5, 4, 8, dtype=torch.float64)[torch.randperm(8, generator=generator)]
+    weight = torch.randn(5, 8, generator=generator, dtype=torch.float64)
+    written = inputs.square().sum(0) * weight.square().sum(0)
+    scores = pick_order(inputs.T @ inputs, weight, 1)
+    assert scores.argsort().tolist() == written.argsort().tolist()
+    pairs = pick_order(inputs.T @ inputs, weight, 2)
+    assert pairs.argsort().tolist() == written.view(4, 2).sum(1).argsort().tolist()
+
+
+def test_picked_units_are_not_divided_by_again() -> None:
+    """Rounding leaves a picked unit's inputs with any values, here two that are the same: a singular block."""
+    residual = torch.eye(4, dtype=torch.float64)
+    residual[:2, :2] = 4.0
+    gain = _explained(residual, torch.ones(5, 4, dtype=torch.float64), 2, torch.tensor([False, True]))
+    assert gain.tolist() == [-torch.inf, pytest.approx(10.0)]  # 5 outputs x 2 inputs of size 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "matrix", "size"), [("neuron", "mlp.down_proj", 1), ("query_head", "self_attn.o_proj", 16)]
+)
+def test_a_models_units_are_picked_as_brute_force_picks_them(name: str, matrix: str, size: int) -> None:
+    """The first picks of the second layer, from the inputs and the matrix that the model itself has there."""
+    model = tiny_model(intermediate_size=16)
+    samples = [torch.randint(3, 384, (2, 48), generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    scores = output_scores(model, samples)
+    caught: list[Tensor] = []
+    module = model.model.layers[1].get_submodule(matrix)
+    handle = module.register_forward_pre_hook(lambda _module, args: caught.append(args[0].flatten(0, 1).double()))
+    for tokens in samples:
+        model.hidden(tokens)
+    handle.remove()
+    inputs, weight = torch.cat(caught), module.weight.double()
+    order = scores.units[name][1].argsort(descending=True).tolist()
+    for step in range(3):
+        errors = {
+            unit: error(inputs, weight, columns_of([*order[:step], unit], size))
+            for unit in range(len(order))
+            if unit not in order[:step]
+        }
+        assert errors[order[step]] <= min(errors.values()) * (1 + 1e-4)  # the ridge, as above
 
 
 def test_a_model_keeps_more_of_its_outputs_than_by_single_scores() -> None:

@@ -2,12 +2,17 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from compress.pruning.plan import PruneTarget
 from compress.pruning.shapes import Shape, block_counter, candidate_shapes, shape_for_share, share_for_megabytes
 from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.grouped_query import GroupedQuery
+from sportsllm.models.kinds import ATTENTION
+from sportsllm.models.parts import Unit
 from sportsllm.models.presets import preset
 from tests.support import gelu_kind
 from tests.support.models import tiny_config
@@ -35,12 +40,33 @@ def test_impossible_shapes(shape: Shape, message: str) -> None:
         shape.applied_to(tiny_config())
 
 
-def test_heads_that_cannot_be_merged_are_refused_before_anything_is_read() -> None:
+class WholeHeads(GroupedQuery):
+    """Attention with heads that no dimension of a shape counts."""
+
+    def units(self, config: ModelConfig) -> tuple[Unit, ...]:
+        return tuple(replace(unit, field=f"{unit.name}s") for unit in super().units(config))
+
+
+def test_units_that_no_dimension_counts_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ATTENTION, "whole", WholeHeads())
+    config = tiny_config(attention_kind="whole")
+    with pytest.raises(UsageError, match="--heads cannot be cut in a model of whole attention"):
+        Shape(64, 96, 2, 2, 2).applied_to(config)
+    shapes = candidate_shapes(config, 0.6)
+    assert {(shape.heads, shape.kv_heads) for shape in shapes} == {(4, 2)}
+    count = block_counter(config)
+    assert all(count(shape) == shape.applied_to(config).block_parameters for shape in shapes)
+
+
+def test_heads_that_cannot_be_merged_are_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(64, 96, 4, 1, 2)
     assert shape.applied_to(tiny_config()).num_key_value_heads == 1
     config = tiny_config(qk_norm=True)
     with pytest.raises(UsageError, match="grouped_query attention with q/k norms cannot merge"):
         shape.applied_to(config)
+    monkeypatch.setitem(ATTENTION, "other", GroupedQuery())
+    with pytest.raises(UsageError, match="--kv-heads: other attention cannot merge"):
+        shape.applied_to(tiny_config(attention_kind="other"))
     assert not any(found.merges_kv_heads(config) for found in candidate_shapes(config, 0.8))
     assert any(found.merges_kv_heads(tiny_config()) for found in candidate_shapes(tiny_config(), 0.8))
 

@@ -470,7 +470,9 @@ def test_impossible_sizes(checkpoint: Path, tmp_path: Path, settings: dict[str, 
 
 
 def test_the_command_cuts_the_vocabulary_alone(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
-    given = {"checkpoint": checkpoint, "calibration": [corpus_file], "text": [corpus_file], "vocab_size": 320}
+    (tmp_path / "held_out.txt").write_text("a late goal", encoding="utf-8")
+    text = [tmp_path / "held_out.txt"]
+    given = {"checkpoint": checkpoint, "calibration": [corpus_file], "text": text, "vocab_size": 320}
     result = command(**given, out=tmp_path / "out")
     assert load_config(tmp_path / "out").vocab_size == result["vocab_size"] == 320
     assert prune(**given, out=tmp_path / "out")["cached"]  # `prune` understands the flags too
