@@ -17,12 +17,8 @@ PERCENTILES = (50, 90, 95, 99)
 def percentile(samples: Sequence[float], percent: int) -> float:
     """The value below which `percent` % of the samples lie, interpolated linearly (Hyndman and Fan's type 7).
 
-    Args:
-        samples: in any order and unit; not empty.
-        percent: from 1 to 99.
-
     Raises:
-        ValueError: there are no samples, or `percent` is out of range.
+        ValueError: there are no samples, or `percent` is not from 1 to 99.
     """
     if not samples:
         raise ValueError("a percentile needs at least one sample")
@@ -39,11 +35,8 @@ def percentiles(samples: Sequence[float]) -> dict[str, float]:
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
-    """The 25th percentile of the rounds' times, for a machine that is shared.
-
-    Other programs only ever add time, and the median includes that. The minimum is luck where caches are shared: 0.64
-    ms once, and 0.71 to 0.76 ms in the eight rounds after it.
-    """
+    """The 25th percentile of the rounds' times: other programs only add time, and on shared caches the minimum is luck
+    (0.64 ms once, 0.71 to 0.76 ms in the eight rounds after it)."""
     return percentile(seconds, 25)
 
 
@@ -51,16 +44,10 @@ def lower_quartile(seconds: Sequence[float]) -> float:
 class Spread:
     """How far a figure moved when the same thing was measured again in fresh processes (an A/A comparison).
 
-    Attributes:
-        low: lower end of the interval that holds the median of all such processes (see `interval_rank`).
-        high: its upper end.
-        width: `high` - `low` as a share of the rounds' median.
-        noisy: whether `width` or `repeat_difference` exceeds `NOISY_WIDTH`; None where neither does but there are too
-            few rounds to say.
-        rounds: how many there are.
-        confidence: probability that the interval holds the median.
-        repeat_difference: distance between the medians of the even and the odd rounds as a share of the whole median,
-            the difference that comparing the thing with itself would show; None for a single round.
+    `low` to `high` holds the median of all such processes with probability `confidence` (see `interval_rank`); `width`
+    is its length as a share of the rounds' median. `repeat_difference` is the distance between the medians of the even
+    and the odd rounds as a share of the whole median, None for a single round. `noisy` says whether `width` or
+    `repeat_difference` exceeds `NOISY_WIDTH`; None where neither does but the rounds are too few to say.
     """
 
     low: float
@@ -91,23 +78,14 @@ def interval_rank(count: int) -> int:
 
 
 def spread(rounds: Sequence[float]) -> Spread:
-    """The interval that the rounds' figures cover.
-
-    Raises:
-        ValueError: there are no rounds.
-    """
-    if not rounds:
-        raise ValueError("a spread needs at least one round")
+    """The interval that the rounds' figures, at least one, cover."""
     ordered, count, middle = sorted(rounds), len(rounds), statistics.median(rounds)
     rank = interval_rank(count)
     low, high = ordered[rank - 1], ordered[-rank]
+    confidence, difference = interval_confidence(count, rank), None
     width = (high - low) / middle if middle > 0 else 0.0
-    difference = None
     if count > 1:
         halves = abs(statistics.median(rounds[::2]) - statistics.median(rounds[1::2]))
         difference = halves / middle if middle > 0 else 0.0
-    confidence = interval_confidence(count, rank)
-    noisy: bool | None = max(width, difference or 0.0) > NOISY_WIDTH
-    if not noisy and confidence < CONFIDENCE:
-        noisy = None
+    noisy = True if max(width, difference or 0.0) > NOISY_WIDTH else False if confidence >= CONFIDENCE else None
     return Spread(low, high, width, noisy, count, confidence, difference)

@@ -17,9 +17,8 @@ Slice = np.ndarray[Any, Any]
 def measure_bandwidth(specification: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes per second at which this machine's cores read a working set of `working_set_bytes` again and again.
 
-    Every thread owns a slice and reads it with numpy's `max` and with `dot` of the slice with itself, which load each
-    number once; the faster of the two counts. A working set of the model's size stays in the same caches, or misses
-    them, as the model's weights do from token to token.
+    Each thread reads its slice by numpy's `max` and with `dot` of the slice with itself, which load each number once;
+    the faster counts. A working set of the model's size hits or misses the caches as the model's weights do.
     """
     threads = int(specification["threads"])
     count = max(1, int(specification["working_set_bytes"]) // 4 // threads)

@@ -23,15 +23,12 @@ def bytes_read_per_token(directory: Path, config: ModelConfig) -> dict[str, int]
 
     Weights are the files' bytes without the latency profile's second graph and without embeddings of which one row is
     looked up: an untied one, whose share of the bytes is taken to be its share of the parameters, and the copy by rows
-    that standard operators need of a packed tied matrix. Keys and values are
-    2 * layers * kv_heads * head_dim * bytes of one number.
-
-    Raises:
-        ArtifactError: the directory's manifest is damaged.
+    that standard operators need of a packed tied matrix. kv = 2 * layers * kv_heads * head_dim * bytes of one number.
     """
     settings = read_manifest(directory).get("settings", {}) if (directory / MANIFEST).exists() else {}
     packed = read_json(directory / "config.json").get("quantization_config") or {}
-    weights = directory_bytes(directory) - prompt_graph_bytes(directory)
+    weights = directory_bytes(directory)
+    weights -= sum(path.stat().st_size for path in directory.glob(f"{PROMPT_FILE}*"))  # the latency profile's graph
     if not config.tie_word_embeddings:
         embedding = config.parameters_by_component()["embedding"]
         weights = int(weights * (1 - embedding / config.parameters))
@@ -45,14 +42,8 @@ def bytes_read_per_token(directory: Path, config: ModelConfig) -> dict[str, int]
     return {"weight_bytes": weights, "kv_bytes_per_token": kv_bytes}
 
 
-def prompt_graph_bytes(directory: Path) -> int:
-    """Size of the latency profile's second graph and its data, of which decoding reads nothing."""
-    return sum(path.stat().st_size for path in directory.glob(f"{PROMPT_FILE}*"))
-
-
 def budget_depth(depths: Iterable[int]) -> int:
-    """The depth whose time per token a budget judges: 512 tokens, or the deepest measured where the context has no room
-    for that; 0 without any."""
+    """The depth whose time per token a budget judges: 512 tokens, else the deepest measured, 0 without any."""
     depths = list(depths)
     return BUDGET_DEPTH if BUDGET_DEPTH in depths else max(depths, default=0)
 
@@ -60,12 +51,10 @@ def budget_depth(depths: Iterable[int]) -> int:
 def bandwidth_bound(
     read: Mapping[str, int], probes: Sequence[Mapping[str, Any]], depths: Sequence[int]
 ) -> dict[str, Any]:
-    """Bytes read per token / bandwidth, in ms: the least that a step can take which reads its weights from memory.
+    """The least that a step can take: bytes read per token / bandwidth, in ms by depth.
 
-    Args:
-        read: what `bytes_read_per_token` returned.
-        probes: results of the worker's bandwidth mode. The highest bandwidth counts, since a lower one was disturbed.
-        depths: tokens already in the cache.
+    `read` comes from `bytes_read_per_token`, `probes` from the worker's bandwidth mode: the highest bandwidth counts,
+    since a lower one was disturbed.
     """
     bandwidth = max(float(probe["bandwidth_bytes_per_s"]) for probe in probes)
 

@@ -13,11 +13,11 @@ CPU_FOLDER = Path("/sys/devices/system/cpu")
 def choose_cpus(threads: int, allowed: Collection[int] | None = None, folder: Path = CPU_FOLDER) -> list[int] | None:
     """`threads` logical processors, one a core while cores last, the strongest first.
 
-    Two threads on one core share its arithmetic, and a phone or a board has strong and weak cores. Left to itself the
-    scheduler moves threads between them, and the figure with them.
+    Two threads on one core share its arithmetic, and phones have strong and weak cores; left to itself the scheduler
+    moves threads between them.
 
     Args:
-        threads: how many are wanted; all that are allowed where there are fewer.
+        threads: how many are wanted; all of `allowed` where there are fewer.
         allowed: those this process may use; the system's answer where None.
         folder: where Linux describes processors.
 
@@ -35,19 +35,14 @@ def choose_cpus(threads: int, allowed: Collection[int] | None = None, folder: Pa
         core_id = read_integer(described / "topology" / "core_id")
         package = read_integer(described / "topology" / "physical_package_id") or 0
         core = (package, cpu if core_id is None else core_id)
-        place = siblings[core] = siblings.get(core, -1) + 1
-        strength = read_integer(described / "cpu_capacity")
-        strength = strength or read_integer(described / "cpufreq" / "cpuinfo_max_freq") or 0
-        ranked.append((place, -strength, cpu))
+        siblings[core] = siblings.get(core, -1) + 1
+        strength = read_integer(described / "cpu_capacity") or read_integer(described / "cpufreq/cpuinfo_max_freq") or 0
+        ranked.append((siblings[core], -strength, cpu))
     return sorted(cpu for _, _, cpu in sorted(ranked)[:threads])
 
 
 def pin(cpus: Sequence[int] | None) -> list[int] | None:
-    """Keep this process, and the threads it starts from now on, on `cpus`.
-
-    Returns:
-        The processors it may use from now on, as the system says; None where it could not be pinned.
-    """
+    """Keep this process on `cpus`; returns those the system then allows, None where it cannot be pinned."""
     if cpus is None or not hasattr(os, "sched_setaffinity"):
         return None
     try:

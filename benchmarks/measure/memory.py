@@ -46,13 +46,12 @@ def watched_memory(pid: int, every_s: float = SAMPLE_S) -> Iterator[dict[str, in
     stop = threading.Event()
 
     def sample() -> None:
-        samples = 0
         try:
             process = psutil.Process(pid)
         except psutil.Error:
             return
         while (now := memory_split(process)) is not None:
-            samples += 1
+            samples = largest.get("samples", 0) + 1
             if now["rss_bytes"] >= largest.get("rss_bytes", 0):
                 largest.update(now)
             largest["samples"] = samples

@@ -15,19 +15,16 @@ ALLOWED_SHARE = 0.01
 
 
 def drop_files(paths: Sequence[Path]) -> str | None:
-    """Ask the system to forget the pages of `paths` (`man 2 posix_fadvise`), and check that it did.
+    """Drop the pages of `paths` (`man 2 posix_fadvise`) and check it: None where they are cold now, else why not.
 
-    What lies below, the disk's own cache or a virtual machine's host, is out of reach.
-
-    Returns:
-        None where they are cold now; else why not, for people.
+    The disk's own cache and that of a virtual machine's host are out of reach.
     """
     if not hasattr(os, "posix_fadvise"):
         return "this system cannot drop a file from its cache"
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(handle)  # only pages that lie on the disk can be dropped
+            os.fsync(handle)  # only written pages can be dropped
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             return f"{path.name}: {error.strerror}"
