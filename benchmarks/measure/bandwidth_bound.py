@@ -27,8 +27,7 @@ def bytes_read_per_token(directory: Path, config: ModelConfig) -> dict[str, int]
     """
     settings = read_manifest(directory).get("settings", {}) if (directory / MANIFEST).exists() else {}
     packed = read_json(directory / "config.json").get("quantization_config") or {}
-    weights = directory_bytes(directory)
-    weights -= sum(path.stat().st_size for path in directory.glob(f"{PROMPT_FILE}*"))  # the latency profile's graph
+    weights = directory_bytes(directory) - prompt_graph_bytes(directory)
     if not config.tie_word_embeddings:
         embedding = config.parameters_by_component()["embedding"]
         weights = int(weights * (1 - embedding / config.parameters))
@@ -40,6 +39,11 @@ def bytes_read_per_token(directory: Path, config: ModelConfig) -> dict[str, int]
     number_bytes = CACHE_BYTES.get(str(settings.get("kv_cache")), CACHE_BYTES["fp32"])
     kv_bytes = 2 * config.num_hidden_layers * config.key_value_size * number_bytes
     return {"weight_bytes": weights, "kv_bytes_per_token": kv_bytes}
+
+
+def prompt_graph_bytes(directory: Path) -> int:
+    """Size of the latency profile's second graph and its data, of which decoding reads nothing."""
+    return sum(path.stat().st_size for path in directory.glob(f"{PROMPT_FILE}*"))
 
 
 def budget_depth(depths: Iterable[int]) -> int:

@@ -133,12 +133,10 @@ def train_model(
         model: float32 weights; on the device it is to be trained on.
         batches: where step i reads batches i * accumulation and following.
         loss: summed loss of one batch; its mean over the step's scored tokens is minimised.
-        config: how.
         directory: gets metrics.jsonl, and `state/` when the run is interrupted or every ten minutes.
         validate: bits per byte of the model on held-out text; run every `validate_every` steps and at the end.
         identity: fingerprint of the run; a state saved by another run is refused.
         resume: continue from `directory`/state, bit for bit on a CPU.
-        description: shown beside the progress bar.
 
     Raises:
         DivergedError: the loss is not finite; the step was not taken.
@@ -150,16 +148,16 @@ def train_model(
     if resume:
         state.load()
         _drop_metrics_after(directory / METRICS, state.step)
-    first_step, started = state.step, time.perf_counter()
-    last_save, paused = started, 0.0  # `paused` are the seconds that validating and saving took
+    first_step, started, paused = state.step, time.perf_counter(), 0.0  # paused: seconds of validating and saving
+    last_save = started
     model.checkpoint_activations = config.checkpoint_activations
 
     def tokens_per_s() -> float:
-        trained = (state.step - first_step) * config.tokens_per_step
-        return trained / max(time.perf_counter() - started - paused, 1e-9)
+        seconds = max(time.perf_counter() - started - paused, 1e-9)
+        return (state.step - first_step) * config.tokens_per_step / seconds
 
     with (
-        (directory / METRICS).open("a", encoding="utf-8") as metrics,
+        (directory / METRICS).open("a", buffering=1, encoding="utf-8") as metrics,
         progress_bar(description, (config.steps - first_step) * config.tokens_per_step) as bar,
         _interrupt_flag() as interrupted,
         batch_threads(config.parallel_batches) as run.threads,
@@ -168,7 +166,6 @@ def train_model(
         def write(**record: float | None) -> None:
             step = {"step": state.step, "tokens": state.step * config.tokens_per_step}
             metrics.write(json.dumps(step | record) + "\n")
-            metrics.flush()
 
         while state.step < config.steps:
             step_loss, learning_rate, norm = run.take_step(batches, loss)
@@ -182,10 +179,8 @@ def train_model(
                 write(valid_bits_per_byte=state.valid_bits_per_byte)
             if interrupted.is_set() and not last:
                 state.save()
-                raise InterruptedRun(
-                    f"interrupted after step {state.step} of {config.steps}; the state is saved in {directory}, "
-                    "run the same command with --resume to continue"
-                )
+                at = f"interrupted after step {state.step} of {config.steps}; the state is saved in {directory}"
+                raise InterruptedRun(f"{at}, run the same command with --resume to continue")
             if time.perf_counter() - last_save > _SAVE_EVERY_S:
                 state.save()
                 last_save = time.perf_counter()
