@@ -34,9 +34,19 @@ FLOORS: dict[str, list[set[str]]] = {
         {"export"},
         {"commands"},
     ],
+    "compress": [{"__init__"}, {"teacher_cache"}, {"distillation"}, {"pruning"}, {"quantization"}, {"cli"}],
+    "benchmarks": [
+        {"__init__", "labels", "spread", "flops", "pareto"},
+        {"devices"},
+        {"measure"},
+        {"predict", "runtimes", "report"},
+        {"bench", "search", "compare", "console_tables"},
+        {"console_results", "studies"},
+        {"commands"},
+    ],
 }
 """The rooms of each package from the lowest floor up; a room imports lower floors only."""
-LONGEST = 152
+LONGEST = 81
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
 
 
