@@ -43,8 +43,7 @@ from sportsllm.models.config import ModelConfig
 ROUNDS, TIMEOUT_S = 3, 300.0
 SHARE_OF_MEMORY = 0.1  # of what is free, for the float32 weights of a shape
 RIDGE = 0.03  # coefficients are known within a factor of 2 (ln 2 = 0.7), models deviate by 12%: (0.12 / 0.7)^2
-MOST_CHANGE = 6.0  # of a coefficient, as a factor: more is noise
-ITERATIONS = 50
+MOST_CHANGE, ITERATIONS = 6.0, 50  # of a coefficient, as a factor: more is noise
 CONTEXT, PROMPTS, DEPTHS, STEPS, WARM_UP_STEPS = 1_024, (128, 512), (32, 900), 48, 6
 SHORT_BENCH = {"seed": 0, "prompts": PROMPTS, "depths": DEPTHS, "steps": STEPS, "warm_up_steps": WARM_UP_STEPS,
                "repeats": 3, "seconds_per_figure": 0.1, "context_tokens": CONTEXT, "memory_steps": 8}  # fmt: skip
@@ -66,6 +65,7 @@ SHAPES = (
 INT8, INT4, INT8_ROWS = ModelFormat("int8", 128), ModelFormat("int4", 128), ModelFormat("int8", 128, per_row=True)
 FORMATS = (ModelFormat("fp32"), INT8, INT4, INT8_ROWS)
 INT8_CACHE = ModelFormat("int4", 128, cache="int8")
+FORMULAS = {"tpot": tpot_terms, "ttft": ttft_terms, "memory": memory_terms}
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,7 @@ class Figure:
 
     def terms(self) -> Terms:
         """Of the formula for it."""
-        formulas = {"tpot": tpot_terms, "ttft": ttft_terms, "memory": memory_terms}
-        return formulas[self.kind](self.config, self.stored, self.tokens)
+        return FORMULAS[self.kind](self.config, self.stored, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -102,9 +101,6 @@ class MeasuredModel:
         """Add the figures of a fresh process; returns the cores that other programs used beside it.
 
         Of times the 10th percentile: other programs only ever add time to runs as short as these.
-
-        Raises:
-            ChildFailure: the process crashed, hung or was killed.
         """
         specification = {**SHORT_BENCH, "mode": mode, "directory": str(self.directory), "threads": threads}
         what, variables = f"{self.directory.name} ({mode})", {"OMP_NUM_THREADS": str(threads)}
@@ -124,8 +120,7 @@ class MeasuredModel:
 def measure_models(models: Sequence[MeasuredModel], threads: int, rounds: int) -> tuple[list[Figure], float]:
     """Every figure of every model, and the most cores that other programs used beside one.
 
-    Each round goes through all models in an order of its own, so that a machine that is slower for a while is so for
-    all of them alike.
+    Each round goes through the models in an order of its own: a machine that is slow for a while is so for all alike.
     """
     busiest = 0.0
     wait_for_quiet()
@@ -176,11 +171,7 @@ def write_models(folder: Path, wanted: Iterable[tuple[ModelConfig, ModelFormat]]
 def calibrate(threads: int, rounds: int) -> tuple[Coefficients, float]:
     """This machine's coefficients, and the most cores that other programs used beside the measurements.
 
-    The band is that of calibrated predictions, or of the fit itself where that is wider.
-
-    Raises:
-        ChildFailure: a measuring process failed.
-        OSError: no room for 500 MB in the temporary folder.
+    The band is that of calibrated predictions, or of the fit itself if wider. Takes 500 MB of temporary files.
     """
     free = psutil.virtual_memory().available
     shapes = [each for each in SHAPES if 4 * each.parameters <= SHARE_OF_MEMORY * free] or SHAPES[:1]
@@ -208,13 +199,10 @@ def run_calibrate(
         limits_from: the device whose limits the file gets: they are decisions, never taken from measurements.
         rounds: fresh processes for each model; the lower quartile of each figure counts.
 
-    Returns:
-        `out`, `device`, `limits_from`, `threads`, `rounds`, `coefficients`, `clean`, `other_cpu_cores`, `seconds`.
-
     Raises:
         UsageError: an invalid name or ending, no such device, or limits that cannot hold here.
         ConflictError: `out` exists.
-        ChildFailure, OSError: see `calibrate`; nothing is written then.
+        ChildFailure, OSError: a measuring process failed, or the disk is full; nothing is written then.
     """
     if out.suffix != ".toml":
         raise UsageError(f"--out {out}: a device file ends in .toml; call it {out.with_suffix('.toml').name}")

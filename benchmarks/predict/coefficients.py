@@ -10,14 +10,12 @@ from benchmarks.devices.schema import Band, Coefficients, Device
 from benchmarks.measure.hardware import this_machine
 
 BYTES_PER_WEIGHT = {"fp32": 4.0, "fp16": 2.0, "int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128, "int8_rows": 1.0}
-STANDARD_LAYERS = 5.0
-"""A layer of standard operators (59 of them, beside 10 of ONNX Runtime's own) takes this many `layer_us` more."""
+STANDARD_LAYERS = 5.0  # `layer_us` more for a layer of standard operators, 59 beside 10 of ONNX Runtime's own
 _STUDY = "`benchmarks.studies.prediction_error`"
 CALIBRATED_BAND = Band(tpot=1.5, ttft=1.5, memory=1.2, source=_STUDY, measured=True)
 
 # Fields are those of `Coefficients`, rates as shares of the hardware's figures. Weights are read at `reading` of the
 # bandwidth and then multiplied by one row at `multiply` of the peak rate.
-#
 # Between two machines, ONNX Runtime 1.31.1, 2 threads, 2026-11. A quiet Zen 5 with AVX512-VNNI; peaks 2,060 GOP/s and
 # 510 GFLOP/s, bandwidth 50 to 81 GB/s. `small` decoded 52 MB (int4, block 128) in 1.7 ms, 100 MB (int8) in 3.05 ms and
 # 389 MB (fp32) in 10.6 ms; from depth 32 to 512 it took 0.92 ms more with a float32 cache (35 MB) and 0.49 ms more

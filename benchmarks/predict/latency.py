@@ -24,17 +24,10 @@ from typing import Any
 from benchmarks.devices.limits import Predicted, depths_that_fit, limit_lengths
 from benchmarks.devices.schema import Device
 from benchmarks.predict.coefficients import costs, reliability, resolve
-from benchmarks.predict.model_size import (
-    ModelFormat,
-    cache_bytes,
-    file_bytes,
-    layer_activations,
-    mixing_macs,
-    sizes,
-    stored_format,
-)
+from benchmarks.predict.model_size import ModelFormat, file_bytes, layer_activations, mixing_macs, sizes, stored_format
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.size import kv_cache_bytes_per_token
 
 PROMPT_TOKENS, DEPTHS = 512, (32, 512, 1_024)
 PREFILL_CHUNK_TOKENS = 128  # pieces in which `export.runtime.decoder` reads a prompt
@@ -47,7 +40,7 @@ Terms = Mapping[str, float]
 
 def tpot_terms(config: ModelConfig, stored: ModelFormat, depth: int) -> Terms:
     """Of the time per token after `depth` others, in ms."""
-    parts, cached = sizes(config, stored), depth * cache_bytes(config, stored)
+    parts, cached = sizes(config, stored), depth * kv_cache_bytes_per_token(config)[stored.cache]
     terms = _pass_terms(config, stored, cached)
     for group in (parts.layers, parts.head):
         terms[f"weights_gb_per_s.{group.weight_format}"] += group.bytes
@@ -73,13 +66,13 @@ def ttft_terms(config: ModelConfig, stored: ModelFormat, prompt: int) -> Terms:
         # Scores of each new token with all so far, masked ones too, and their product with the values.
         terms["prefill_attention_gmac_per_s"] += new * mixing_macs(config, end)
         terms["elementwise_gb_per_s"] += 4 * new * config.num_hidden_layers * layer_activations(config)
-        _add(terms, _pass_terms(config, stored, end * cache_bytes(config, stored)))
+        _add(terms, _pass_terms(config, stored, end * kv_cache_bytes_per_token(config)[stored.cache]))
     return terms
 
 
 def memory_terms(config: ModelConfig, stored: ModelFormat, depth: int) -> Terms:
     """Of the process's peak memory (on a GPU: the card's) with `depth` tokens in the cache, in bytes."""
-    parts, cached = sizes(config, stored), depth * cache_bytes(config, stored)
+    parts, cached = sizes(config, stored), depth * kv_cache_bytes_per_token(config)[stored.cache]
     terms = defaultdict[str, float](float, runtime_mb=1)
     for group in (parts.layers, parts.head, parts.prefill):
         if group is not None:

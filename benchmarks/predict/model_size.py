@@ -11,14 +11,13 @@ from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import packed_by_bitsandbytes, read_json
 from sportsllm.models.kinds import block_matrices, halves
-from sportsllm.models.size import PRECISIONS, block_numbers, kv_cache_bytes_per_token, weight_bytes
+from sportsllm.models.size import PRECISIONS, block_numbers, weight_bytes
 from sportsllm.storage.artifact import directory_bytes
 from sportsllm.storage.manifest import MANIFEST, read_manifest
 
 CACHES = ("fp32", "int8")
-# The graph file without its weights: once, and for each layer; more for each layer with an INT8 cache (beside its
-# scales) or standard operators; and for each layer of the latency profile's second graph. Measured: 4,200 to 5,600 a
-# layer, 7,900 to 8,000, 7,400 to 8,400, and 5,100 to 6,200.
+# The graph file without its weights: once, and a layer; a layer more with an INT8 cache (beside its scales) or standard
+# operators; and a layer of the latency profile's second graph. Measured: 4,200 to 5,600 a layer, 7,900 to 8,000, ...
 GRAPH_BYTES, LAYER_GRAPH_BYTES = 4_000, 5_000
 INT8_CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES, PREFILL_GRAPH_BYTES = 8_000, 7_600, 5_600
 _HEAD_FORMATS = {4: "int4", 8: "int8", 32: "fp32"}
@@ -116,17 +115,14 @@ class Sizes:
 
 @lru_cache(maxsize=1_024)
 def sizes(config: ModelConfig, stored: ModelFormat) -> Sizes:
-    """The parts of a model, as large as its file where there is one.
-
-    Raises:
-        UsageError: an unknown block size or number of bits.
-    """
+    """The parts of a model, as large as its file where there is one."""
     kept = (stored.precision, stored.block_size, stored.head_bits, stored.zero_points)
     tied, untied = (weight_bytes(config.with_changes(tie_word_embeddings=tied), *kept) for tied in (True, False))
     table, macs, scale = untied - tied, block_numbers(config), 1.0
     layers = tied - table
     if stored.per_row:
-        layers = macs + 4 * (config.num_hidden_layers * _layer_rows(config) + config.block_parameters - macs)
+        scales = config.num_hidden_layers * sum(matrix.rows for matrix in block_matrices(config))
+        layers = macs + 4 * (scales + config.block_parameters - macs)
     # By columns for the head, since only so the runtime multiplies it packed, and by rows for the embedding.
     twice = not config.tie_word_embeddings or (stored.standard and stored.quantized and stored.head_bits != 32)
     rest = 4 * config.max_position_embeddings * config.head_dim + _graph_bytes(config, stored)
@@ -149,11 +145,6 @@ def file_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     return computed if stored.file_bytes is None else stored.file_bytes
 
 
-def cache_bytes(config: ModelConfig, stored: ModelFormat) -> int:
-    """Bytes of keys and values for one token."""
-    return kv_cache_bytes_per_token(config)[stored.cache]
-
-
 def mixing_macs(config: ModelConfig, depth: int) -> int:
     """MACs outside the matrices, in all layers, of one token that sees `depth` tokens: scores, and sums of values."""
     return config.num_hidden_layers * sum(kind.mixing_macs(config, depth) for kind in halves(config).values())
@@ -165,9 +156,7 @@ def layer_activations(config: ModelConfig) -> int:
 
 
 def stored_format(directory: Path) -> ModelFormat:
-    """How a directory stores its model, from config.json's quantization_config and the manifest.
-
-    Matrices of mixed bits (`quantize --bits-per-weight`) count as the bits that most of them have.
+    """How a directory stores its model. Matrices of mixed bits count as the bits that most of them have.
 
     Raises:
         ArtifactError: config.json or the manifest is damaged.
@@ -195,23 +184,16 @@ def stored_format(directory: Path) -> ModelFormat:
 
 
 def _graph_bytes(config: ModelConfig, stored: ModelFormat) -> int:
-    """The decoding graph with the scales of an INT8 cache, one for each channel of keys and values."""
+    """The decoding graph, with an INT8 cache's scale for each channel."""
     a_layer = LAYER_GRAPH_BYTES + STANDARD_GRAPH_BYTES * stored.standard
     if stored.cache == "int8":
         a_layer += INT8_CACHE_GRAPH_BYTES + 2 * 4 * config.key_value_size
     return GRAPH_BYTES + config.num_hidden_layers * a_layer
 
 
-def _layer_rows(config: ModelConfig) -> int:
-    return sum(matrix.rows for matrix in block_matrices(config))
-
-
 def _prefill(config: ModelConfig, file_bytes: int) -> WeightGroup:
-    """The latency profile's second graph, of whose last layer only keys and values are needed.
-
-    Without a file, a byte for each weight, a float32 scale for each row, and the graph itself.
-    """
+    """The latency profile's second graph, in INT8 rows; of its last layer only keys and values are needed."""
     layers, table = config.num_hidden_layers, 2 * config.key_value_size
     macs = block_numbers(config) // layers * (layers - 1) + table * config.hidden_size
-    rows = (layers - 1) * _layer_rows(config) + table
+    rows = (layers - 1) * sum(matrix.rows for matrix in block_matrices(config)) + table
     return WeightGroup("int8_rows", file_bytes or macs + 4 * rows + layers * PREFILL_GRAPH_BYTES, macs)

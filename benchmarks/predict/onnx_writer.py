@@ -1,8 +1,8 @@
 """Write an ONNX graph byte by byte, for a device has no package that does.
 
-ONNX is protocol buffers (https://protobuf.dev/programming-guides/encoding/): a field is its number and wire type, then
-a varint (type 0), four bytes (type 5), or a length and that many bytes (type 2). Field numbers are those of onnx.proto
-(https://github.com/onnx/onnx/blob/main/onnx/onnx.proto).
+ONNX is protocol buffers (https://protobuf.dev/programming-guides/encoding/) with the field numbers of onnx.proto
+(https://github.com/onnx/onnx/blob/main/onnx/onnx.proto). A field is its number and wire type, then a varint (type 0),
+four bytes (type 5), or a length and that many bytes (type 2).
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ _EXTERNAL = 1  # TensorProto.DataLocation
 
 
 class OnnxGraph:
-    """Collects nodes, inputs, outputs and small tensors. Weights go straight to the data file `<path>.data`."""
+    """Collects a graph for the file `path`. Weights go straight to the data file `<path>.data`."""
 
     def __init__(self, path: Path) -> None:
-        """Start a graph that `write` will put at `path`."""
         self._path, self._data = path, path.with_name(f"{path.name}.data").open("wb")
         self._fields = [_field(2, "graph")]
         self._placed: dict[str, tuple[str, bytes]] = {}
@@ -77,11 +76,7 @@ class OnnxGraph:
         return names[0]
 
     def write(self) -> None:
-        """Write the graph and close the data file.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Write the graph and close the data file."""
         self._data.close()
         opsets = [_field(8, _field(1, domain) + _field(2, version)) for domain, version in OPSETS.items()]
         self._path.write_bytes(_field(1, IR_VERSION) + _field(7, b"".join(self._fields)) + b"".join(opsets))

@@ -12,17 +12,11 @@ from benchmarks.predict.coefficients import reliability
 from benchmarks.predict.latency import predict, predict_figures
 from benchmarks.predict.model_size import CACHES, ModelFormat
 from sportsllm.errors import UsageError
+from sportsllm.models import size
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.presets import PRESETS
-from sportsllm.models.size import (
-    PRECISIONS,
-    block_parameters,
-    kv_cache_bytes_per_token,
-    tensor_shapes,
-    training_memory,
-    weight_bytes,
-)
+from sportsllm.models.size import PRECISIONS
 from sportsllm.storage.artifact import directory_bytes
 
 DEFAULT_LENGTH = 512
@@ -67,8 +61,7 @@ def plan_model(
         optimizer, precision: adamw or muon, and fp32, bf16 or fp16, for the training step.
 
     Returns:
-        Sizes in bytes, times in ms. `training_memory_bytes` is without activation checkpointing;
-        `training_memory` has its parts and the sum with it.
+        Sizes in bytes, times in ms; `training_memory_bytes` is without activation checkpointing.
 
     Raises:
         UsageError: an unknown name or value, or a length beyond the context.
@@ -81,33 +74,28 @@ def plan_model(
     length = min(DEFAULT_LENGTH, context) if length is None else length
     if length > context:
         raise UsageError(f"--sequence {length} is longer than the context of {context} tokens")
-    needed = training_memory(config, batch, length, precision, optimizer)
+    needed = size.training_memory(config, batch, length, precision, optimizer)
+    training = {"batch": batch, "length": length, "precision": precision, "optimizer": optimizer}
+    training |= {f"{name}_bytes": count for name, count in asdict(needed).items()}
+    training |= {"total_bytes": needed.total, "total_checkpointed_bytes": needed.total_checkpointed}
     result: dict[str, Any] = {
         "model": model,
         "layers": config.num_hidden_layers,
         "context_length": context,
         "parameters": config.parameters,
         "parameters_by_component": config.parameters_by_component(),
-        "parameters_per_block": block_parameters(config),
-        "weight_bytes": {name: weight_bytes(config, name, block_size, head_bits) for name in PRECISIONS},
+        "parameters_per_block": size.block_parameters(config),
+        "weight_bytes": {name: size.weight_bytes(config, name, block_size, head_bits) for name in PRECISIONS},
         "block_size": block_size,
         "head_bits": head_bits,
-        "kv_cache_bytes_per_token": kv_cache_bytes_per_token(config),
+        "kv_cache_bytes_per_token": size.kv_cache_bytes_per_token(config),
         "training_memory_bytes": needed.total,
-        "training_memory": {
-            "batch": batch,
-            "length": length,
-            "precision": precision,
-            "optimizer": optimizer,
-            **{f"{name}_bytes": size for name, size in asdict(needed).items()},
-            "total_bytes": needed.total,
-            "total_checkpointed_bytes": needed.total_checkpointed,
-        },
+        "training_memory": training,
     }
     if directory is not None:
         result["file_bytes"] = directory_bytes(directory)
     if shapes:
-        result["shapes"] = [shape._asdict() for shape in tensor_shapes(config, batch, length)]
+        result["shapes"] = [shape._asdict() for shape in size.tensor_shapes(config, batch, length)]
     if device is not None:
         result |= _predictions(config, device, block_size, head_bits, kv_cache)
     return result
@@ -115,14 +103,12 @@ def plan_model(
 
 def _predictions(config: ModelConfig, name: str, block_size: int, head_bits: int, kv_cache: str) -> dict[str, Any]:
     device = load_device(name)
-    rows, budgets = [], {}
-    for precision in PRECISIONS:
-        stored = ModelFormat(precision, block_size, head_bits, cache=kv_cache)
-        rows += predict(config, device, stored)
-        budgets[precision] = judge(device, {}, predict_figures(config, device, stored))
+    formats = [ModelFormat(precision, block_size, head_bits, cache=kv_cache) for precision in PRECISIONS]
     return {
         "device": device.name,
-        "predicted": rows,
-        "predicted_budget": budgets,
+        "predicted": [row for stored in formats for row in predict(config, device, stored)],
+        "predicted_budget": {
+            stored.precision: judge(device, {}, predict_figures(config, device, stored)) for stored in formats
+        },
         "efficiency": reliability(device),
     }

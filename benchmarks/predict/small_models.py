@@ -27,9 +27,6 @@ def write_small_model(directory: Path, config: ModelConfig, stored: ModelFormat)
         directory: a new directory.
         config: the shape; heads of a multiple of 16, widths of a multiple of the block size.
         stored: float32, INT8 or INT4 blocks, or INT8 rows, with either cache.
-
-    Raises:
-        OSError: the files cannot be written.
     """
     directory.mkdir(parents=True)
     graph = _SmallModel(directory / GRAPH_FILE, config, stored)

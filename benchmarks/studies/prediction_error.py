@@ -1,11 +1,11 @@
 """How far predictions are off on this machine, on shapes that nothing was fitted to.
 
-    python -m benchmarks.studies.prediction_error --out DIR [--device my-machine.toml] [--threads N] [--rounds 5]
+    python -m benchmarks.studies.prediction_error --out DIR [--rounds 5]
 
-Measures models of 20 random shapes, each in two formats, and compares them with predictions made with this machine's
-calibrated coefficients (of `--device`, or calibrated first) and with the shipped ones. Writes into DIR
-`prediction.csv`, a line a figure, and `summary.csv`: for each kind of figure and set of coefficients the factor, either
-way, that holds 90% of the figures, which is the band of predictions, and the factor that holds half of them.
+Calibrates, measures models of 20 random shapes, each in two formats, and compares them with predictions made with the
+calibrated and with the shipped coefficients. Writes into DIR `prediction.csv`, a line a figure, and `summary.csv`: for
+each kind of figure and set of coefficients the factor, either way, that holds 90% of the figures, which is the band of
+predictions, and the factor that holds half of them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -86,27 +87,22 @@ def summarise(rows: Sequence[Mapping[str, Any]], sets: Sequence[str]) -> list[di
     return found
 
 
-def run_study(out: Path, device_file: Path | None, threads: int, rounds: int) -> list[dict[str, Any]]:
-    """Calibrate where no file is given, measure, compare and write; see the module. Returns the summary.
+def run_study(out: Path, rounds: int) -> list[dict[str, Any]]:
+    """Calibrate, measure, compare and write; see the module. Returns the summary.
 
     Raises:
         ConflictError: `out` exists and is not empty.
-        UsageError: the device file has no coefficients.
         ChildFailure: a measuring process failed; nothing is written then.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConflictError(f"{out}: exists already; choose another --out or move it away")
-    own = resolve(load_device(str(device_file))) if device_file else calibrate(threads, rounds)[0]
+    threads = default_threads()
     shipped = resolve(load_device("host").model_copy(update={"hardware": this_machine(threads)}))
-    count = len(ALL_FORMATS)
+    sets = {"calibrated": calibrate(threads, rounds)[0], "shipped": shipped}
     with tempfile.TemporaryDirectory(prefix="prediction-") as folder:
-        wanted = [
-            (config, ALL_FORMATS[(index + offset) % count])
-            for index, config in enumerate(random_shapes())
-            for offset in (0, count // 2)
-        ]
+        orders = ALL_FORMATS, ALL_FORMATS[3:] + ALL_FORMATS[:3]  # two formats for each shape
+        wanted = [pair for order in orders for pair in zip(random_shapes(), cycle(order), strict=False)]
         figures, busiest = measure_models(write_models(Path(folder), wanted), threads, rounds)
-    sets = {"calibrated": own, "shipped": shipped}
     rows, here = compare(figures, sets), machine()
     summary = summarise(rows, list(sets))
     noisy = "" if busiest <= QUIET_CORES else f", noisy: other programs used up to {busiest:.1f} cores"
@@ -124,13 +120,10 @@ def main() -> int:
     """Run the study and print its summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="New folder for the results.")
-    parser.add_argument("--device", type=Path, help="This machine's calibrated file; calibrated first if not given.")
-    parser.add_argument("--threads", type=int, help="CPU threads; all physical cores if not given.")
     parser.add_argument("--rounds", type=int, default=5, help="Fresh processes for each model.")
     arguments = parser.parse_args()
     try:
-        threads = arguments.threads or default_threads()
-        summary = run_study(arguments.out, arguments.device, threads, arguments.rounds)
+        summary = run_study(arguments.out, arguments.rounds)
     except SportsLLMError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

@@ -13,7 +13,6 @@ import pytest
 from benchmarks.measure.bandwidth_bound import bytes_read_per_token, prompt_graph_bytes
 from benchmarks.predict.model_size import (
     ModelFormat,
-    cache_bytes,
     file_bytes,
     layer_activations,
     mixing_macs,
@@ -91,8 +90,6 @@ def test_counts_by_hand() -> None:
     assert (parts.layers.macs, parts.head.macs) == (layers, 500 * 256)
     assert mixing_macs(SHAPE, 7) == 7 * 2 * 2 * 256
     assert layer_activations(SHAPE) == 2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 384)
-    assert cache_bytes(SHAPE, ModelFormat("fp32")) == 2 * 2 * 128 * 4
-    assert cache_bytes(SHAPE, ModelFormat("fp32", cache="int8")) == 2 * 2 * 128
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.devices.write import write_device
 from benchmarks.predict import calibrate
 from benchmarks.predict.calibrate import SHAPES, Figure, shape
 from benchmarks.predict.coefficients import costs, resolve, with_costs
@@ -59,6 +58,8 @@ def two_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = shape(256, 128, 128, 1, 2, 1).with_changes(max_position_embeddings=128)
     monkeypatch.setattr(prediction_error, "random_shapes", lambda: [tiny])
     monkeypatch.setattr(prediction_error, "this_machine", lambda threads: DEVICE.hardware)
+    monkeypatch.setattr(prediction_error, "calibrate", lambda threads, rounds: (resolve(DEVICE), 0.0))
+    monkeypatch.setattr(prediction_error, "default_threads", lambda: 1)
     monkeypatch.setattr(calibrate, "PROMPTS", (32,))
     monkeypatch.setattr(calibrate, "DEPTHS", (16,))
     short = {"prompts": (32,), "depths": (16,), "context_tokens": 100, "seconds_per_figure": 0.0}
@@ -68,9 +69,7 @@ def two_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("two_tiny_models")
 def test_a_study_from_start_to_end(tmp_path: Path) -> None:
     """Real models, processes and files; whether the predictions are good depends on the machine and is not asked."""
-    own = DEVICE.model_copy(update={"coefficients": resolve(DEVICE)})
-    write_device(own, tmp_path / "own.toml", "For a test.")
-    summary = run_study(tmp_path / "out", tmp_path / "own.toml", threads=1, rounds=1)
+    summary = run_study(tmp_path / "out", rounds=1)
     with (tmp_path / "out" / "prediction.csv").open(encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
     assert {row["format"] for row in rows} == {"fp32", "int8-rows"} and len(rows) == 2 * 3
@@ -83,4 +82,4 @@ def test_a_study_from_start_to_end(tmp_path: Path) -> None:
     with (tmp_path / "out" / "summary.csv").open(encoding="utf-8") as stream:
         assert "1 rounds" in next(csv.DictReader(stream))["machine"]
     with pytest.raises(ConflictError, match="exists already"):
-        run_study(tmp_path / "out", None, threads=1, rounds=1)
+        run_study(tmp_path / "out", rounds=1)
