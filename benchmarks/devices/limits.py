@@ -7,9 +7,9 @@ the tokens that the limit speaks of.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.devices.recognise import is_this_machine
 from benchmarks.devices.schema import Device, Limits
@@ -71,20 +71,6 @@ class Predicted:
         return {name: value for name, value in self.figures.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class LimitResult:
-    """One limit, its figure, and the ends of a prediction's band; None where there is no figure."""
-
-    name: str
-    limit: float
-    value: float | None
-    unit: str
-    passed: bool | None
-    source: Literal["measured", "predicted"] | None
-    low: float | None = None
-    high: float | None = None
-
-
 def misses(figures: Figures, device: Device) -> dict[str, float]:
     """The limits that known figures miss, with value / limit. A value equal to its limit keeps it."""
     found = {}
@@ -104,27 +90,26 @@ def judge(device: Device, measured: Figures, predicted: Predicted | None = None)
         predicted: values that stand in where nothing was measured.
 
     Returns:
-        `device`, `limits` (a `LimitResult` each, as a dict) and `passed`: no known figure misses its limit.
+        `device`; `limits`, for each `name`, `limit`, `value`, `unit`, `passed`, `source` (measured or predicted), and
+        `low` and `high`, the ends of a prediction's band, all None where unknown; and `passed`: no known figure misses.
 
     Raises:
         ValueError: a figure that no limit has.
     """
-    predicted, results = predicted or Predicted({}), []
+    predicted, results = predicted or Predicted({}), list[dict[str, Any]]()
     if unknown := (set(measured) | set(predicted.figures)) - set(LIMITS):
         raise ValueError(f"no limit is called {sorted(unknown)}; the limits are {list(LIMITS)}")
     for name, words in LIMITS.items():
-        limit, value = float(getattr(device.limits, name)), measured.get(name)
-        if value is not None:
-            results.append(LimitResult(name, limit, value, words.unit, not misses({name: value}, device), "measured"))
-        elif (value := predicted.figures.get(name)) is not None:
+        value, source, low, high = measured.get(name), "measured", None, None
+        if value is None and (value := predicted.figures.get(name)) is not None:
             factor = predicted.band.get(name, 1.0)
-            ends = {"low": value / factor, "high": value * factor}
-            passed = not misses({name: value}, device)
-            results.append(LimitResult(name, limit, value, words.unit, passed, "predicted", **ends))
-        else:
-            results.append(LimitResult(name, limit, None, words.unit, None, None))
-    kept = all(each.passed is not False for each in results)
-    return {"device": device.name, "limits": [asdict(each) for each in results], "passed": kept}
+            source, low, high = "predicted", value / factor, value * factor
+        known = value is not None
+        record = {"name": name, "limit": float(getattr(device.limits, name)), "value": value, "unit": words.unit}
+        record |= {"passed": not misses({name: value}, device) if known else None, "source": source if known else None}
+        results.append(record | {"low": low, "high": high})
+    kept = all(each["passed"] is not False for each in results)
+    return {"device": device.name, "limits": results, "passed": kept}
 
 
 def check_on_device(device: Device, on_device: bool) -> None:
