@@ -7,9 +7,10 @@ standard error.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 
 _to_stderr = False
 _silent = False
@@ -48,12 +49,9 @@ def say(message: str) -> None:
 
 @contextmanager
 def progress_bar(description: str, total: float | None, note: str = "") -> Iterator["ProgressBar"]:
-    """A progress bar on standard error, silent where that is no terminal.
+    """A progress bar on standard error, silent where that is no terminal; `note` stands at its right.
 
-    Args:
-        description: shown beside the bar.
-        total: the number of steps, or None where it is unknown.
-        note: first text of the free column at the right.
+    `total` is the number of steps, or None where it is unknown.
     """
     columns: list[ProgressColumn] = [
         TextColumn("{task.description}"),
@@ -65,20 +63,16 @@ def progress_bar(description: str, total: float | None, note: str = "") -> Itera
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not sys.stderr.isatty(), transient=True) as progress:
         task = progress.add_task(description, total=total, note=note)
-        yield ProgressBar(progress, int(task))
+        yield ProgressBar(progress, task)
 
 
 class ProgressBar:
     """Handle that `progress_bar` yields."""
 
-    def __init__(self, progress: Progress, task: int) -> None:
+    def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
 
     def advance(self, amount: float = 1, note: str | None = None) -> None:
         """Move on by `amount` and, where given, replace the note at the right."""
-        from rich.progress import TaskID
-
-        if note is None:
-            self._progress.advance(TaskID(self._task), amount)
-        else:
-            self._progress.update(TaskID(self._task), advance=amount, note=note)
+        changes: dict[str, Any] = {} if note is None else {"note": note}
+        self._progress.update(self._task, advance=amount, **changes)

@@ -29,18 +29,15 @@ class Decoder(Protocol):
             rows: token ids of each prompt; lengths may differ.
             max_length: room to keep in the cache, prompt included; the context length where not given.
         """
-        ...
 
     def step(self, tokens: Sequence[int]) -> Logits:
         """Read one further token a sequence and return the logits after it, (B, V)."""
-        ...
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Natural-log probability of every token given those before it, per row; shape (len(row) - 1,).
 
         Uses no cache and leaves it alone.
         """
-        ...
 
 
 def is_onnx_directory(directory: Path) -> bool:
@@ -56,9 +53,7 @@ def web_graphs(directory: Path) -> list[Path]:
 def open_decoder(directory: Path, threads: int | None = None) -> Decoder:
     """Open a checkpoint (PyTorch) or an export (ONNX Runtime) for generation and scoring.
 
-    Args:
-        directory: the output of `train`, `distill`, `prune`, `quantize` or `export`, or a Hugging Face checkpoint.
-        threads: CPU threads; the library's own choice where not given.
+    `threads` are the CPU's; the library chooses where it is not given.
 
     Raises:
         ArtifactError: no such directory, or its files are damaged.

@@ -53,12 +53,8 @@ def score_documents(
     """Score whole documents, each from its begin token.
 
     Args:
-        decoder: the model.
-        tokenizer: the model's tokenizer.
-        documents: texts.
         first_window: score only the first context-length tokens of each document, begin token included.
         max_tokens: stop after the document that reaches this many tokens.
-        description: shown beside the progress bar.
 
     Raises:
         ArtifactError: there is nothing to score.

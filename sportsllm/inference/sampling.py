@@ -75,12 +75,7 @@ def generate(
 ) -> Iterator[int]:
     """Yield new tokens one by one until a stop token (not yielded), the context's end or `max_new_tokens`.
 
-    Args:
-        decoder: the model; its cache is used.
-        prompt: ids, begin token included.
-        max_new_tokens: at most this many.
-        sampling: how to choose.
-        stop_tokens: ids that end the text.
+    The prompt begins with the begin token. The decoder's cache is used.
 
     Raises:
         UsageError: the prompt leaves no room in the context.

@@ -72,16 +72,10 @@ def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, causal: bool, mask: T
 
 
 def attend_documents(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Sequence[int]) -> Tensor:
-    """Causal attention inside each document of a packed batch, never across.
+    """Causal attention inside each document of a packed batch, never across; (B, T, H, E).
 
-    One attention call a document: no mask of (T, T) exists, and the work is that of the documents alone,
-    not of the whole row.
-
-    Args:
-        documents: ends of the documents in the batch read as one row of B * T tokens, rising, the last B * T.
-
-    Returns:
-        (B, T, H, E).
+    `documents` are their ends in the batch read as one row of B * T tokens, rising, the last B * T. One attention
+    call a document: no mask of (T, T) exists, and the work is that of the documents alone, not of the whole row.
     """
     # `split`, not slices: the backward of n slices fills n tensors of the whole batch's size.
     lengths = [end - start for start, end in zip((0, *documents), documents, strict=False)]

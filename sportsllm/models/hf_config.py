@@ -145,12 +145,13 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _model_type(config: ModelConfig) -> str:
+    one_bias = config.attention_bias == config.attention_output_bias
     if config.qk_norm:
-        kind, possible = "qwen3", config.attention_bias == config.attention_output_bias and not config.mlp_bias
-    elif config.attention_bias and not config.attention_output_bias:
+        kind, possible = "qwen3", one_bias and not config.mlp_bias
+    elif config.attention_bias and not one_bias:
         kind, possible = "qwen2", not config.mlp_bias
     else:
-        kind, possible = "llama", config.attention_bias == config.attention_output_bias
+        kind, possible = "llama", one_bias
     if not possible:
         raise UsageError(
             "config: this mix of attention_bias, attention_output_bias, mlp_bias and qk_norm belongs to "

@@ -96,11 +96,8 @@ def matrix_shapes(config: ModelConfig, layers_only: bool = False) -> dict[str, t
     Everything that must know what a matrix is asks here.
     """
     roles = ("matrix",) if layers_only else ("matrix", "embedding", "head")
-    return {
-        item.name.removesuffix(".weight"): (item.shape[0], item.shape[1])
-        for item in parameters(config)
-        if item.role in roles
-    }
+    found = [item for item in parameters(config) if item.role in roles]
+    return {item.name.removesuffix(".weight"): (item.shape[0], item.shape[1]) for item in found}
 
 
 def check_parameters(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -95,22 +95,25 @@ class Activation(NamedTuple):
 
 
 class Kind(Protocol):
-    """One kind of attention or feed-forward; `sportsllm.models.kinds` lists them."""
+    """One kind of attention or feed-forward, without norms and cache by default; see `sportsllm.models.kinds`."""
 
     def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
         """Its matrices, in the order in which they are used."""
 
     def vectors(self, config: ModelConfig) -> tuple[Vector, ...]:
         """Its norms."""
+        return ()
 
     def units(self, config: ModelConfig) -> tuple[Unit, ...]:
         """Its units, the ones that group others first."""
 
     def state(self, config: ModelConfig) -> tuple[State, ...]:
         """The tensors it caches."""
+        return ()
 
     def mixing_macs(self, config: ModelConfig, depth: int) -> int:
         """Multiply-adds of one token outside the matrices, where it sees `depth` tokens."""
+        return 0
 
     def activation_bytes(self, config: ModelConfig, mixed: bool) -> int:
         """Bytes it keeps of each token for the backward pass, its input not counted; `mixed` is mixed precision."""

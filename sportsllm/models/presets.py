@@ -35,11 +35,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str) -> ModelConfig:
-    """The shape called `name`.
-
-    Raises:
-        UsageError: no such preset; the message lists them.
-    """
+    """The shape called `name`; the error for an unknown name lists them."""
     if name not in PRESETS:
         raise UsageError(f"model {name!r} is not a preset; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -59,11 +59,8 @@ def weight_bytes(
     """Bytes of all weights on disk; a tied embedding counts once.
 
     Args:
-        config: the model.
         precision: fp32 or fp16 (everything), int8 or int4 (the blocks' matrices; norms and biases stay fp32).
-        block_size: numbers that share a scale.
         head_bits: bits of embedding and head when the rest is quantized: 4, 8, or 32 for float32.
-        zero_points: whether each block stores a zero point.
 
     Raises:
         UsageError: an unknown precision, block size or number of bits.
@@ -137,12 +134,8 @@ def training_memory(
 
     Temporary results of single operators and the allocator's own losses are not counted.
 
-    Args:
-        config: the model; P is its parameters.
-        batch: B, sequences in memory at once (accumulation does not count).
-        length: T, tokens of a sequence.
-        precision: fp32, bf16 or fp16 (autocast over float32 weights).
-        optimizer: adamw or muon.
+    P is the model's parameters, B = `batch` the sequences in memory at once (accumulation does not count) and T =
+    `length` their tokens. bf16 and fp16 are autocast over float32 weights.
 
     Raises:
         UsageError: an unknown precision or optimizer, or a batch or length below 1.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from sportsllm.models.parts import HIDDEN, Activation, Matrix, State, Unit, Vector
+from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, Unit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
 
 
-class SwiGLU:
+class SwiGLU(Kind):
     """Three matrices around a gate; see `sportsllm.models.parts.Kind`."""
 
     def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
@@ -23,17 +23,8 @@ class SwiGLU:
             Matrix("down_proj", hidden, inner, HIDDEN, "neuron", "inner", True, bias, scale_source="up_proj"),
         )
 
-    def vectors(self, config: ModelConfig) -> tuple[Vector, ...]:
-        return ()
-
     def units(self, config: ModelConfig) -> tuple[Unit, ...]:
         return (Unit("neuron", "intermediate_size", config.intermediate_size),)
-
-    def state(self, config: ModelConfig) -> tuple[State, ...]:
-        return ()
-
-    def mixing_macs(self, config: ModelConfig, depth: int) -> int:
-        return 0
 
     def activation_bytes(self, config: ModelConfig, mixed: bool) -> int:
         """gate, silu(gate), up and their product."""

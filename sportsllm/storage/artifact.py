@@ -11,9 +11,10 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,17 +45,15 @@ class Stage:
     inputs: Sequence[Path] = ()
     seed: int | None = None
     results: dict[str, Any] = field(default_factory=dict)
-    _digests: list[str] | None = None
 
+    @cached_property
     def input_digests(self) -> list[str]:
         """Digests of the inputs, taken before the work."""
-        if self._digests is None:
-            self._digests = [digest(path) for path in self.inputs]
-        return self._digests
+        return [digest(path) for path in self.inputs]
 
     def fingerprint(self) -> str:
         """Equal for two runs that must give the same directory."""
-        parts = [self.command, self.settings, self.seed, self.input_digests()]
+        parts = [self.command, self.settings, self.seed, self.input_digests]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -117,11 +116,6 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
     A block that raises leaves nothing behind, except where it saved resumable state: then the
     `.partial` stays, and only a run with `resume` continues in it.
 
-    Args:
-        out: the directory to make. Check `finished_manifest` first.
-        stage: the run; `stage.results` is written into the manifest.
-        resume: continue in the `.partial` of an interrupted run.
-
     Raises:
         ConflictError: another run holds it, or an interrupted run's state lies there.
     """
@@ -182,14 +176,8 @@ def _settle_state(partial: Path) -> None:
 def run_stage(out: Path, stage: Stage, make: Callable[[Path], dict[str, Any]], resume: bool = False) -> dict[str, Any]:
     """Make `out` with `make`, unless it is there already from the same inputs.
 
-    Args:
-        out: the directory to make.
-        stage: the settings and inputs that decide its content.
-        make: writes into the directory it is given and returns the results.
-        resume: continue an interrupted run.
-
     Returns:
-        `out`, `cached` and the results, as the command prints them under `--json`.
+        `out`, `cached` and the results that `make` returns, as the command prints them under `--json`.
     """
     manifest = finished_manifest(out, stage)
     if manifest is not None:
@@ -212,8 +200,7 @@ def _finish(partial: Path, out: Path, stage: Stage) -> None:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": _versions(),
         "parents": [
-            {"path": str(path), "sha256": value}
-            for path, value in zip(stage.inputs, stage.input_digests(), strict=True)
+            {"path": str(path), "sha256": value} for path, value in zip(stage.inputs, stage.input_digests, strict=True)
         ],
         "results": json.loads(json.dumps(stage.results, default=str)),
     }
@@ -248,25 +235,16 @@ def _fsync(path: Path) -> None:
 def _versions() -> dict[str, str]:
     versions = {"sportsllm-compress": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
 def _card(manifest: Mapping[str, Any]) -> str:
-    lines = [
-        "# Model card",
-        "",
-        f"Made by `sportsllm-compress {manifest['command']}` on {manifest['created']}.",
-        "",
-        "| setting | value |",
-        "|---|---|",
-    ]
-    lines += [f"| {name} | {value} |" for name, value in _rows(manifest["settings"])]
-    lines += ["", "| result | value |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in _rows(manifest["results"])]
+    lines = ["# Model card", "", f"Made by `sportsllm-compress {manifest['command']}` on {manifest['created']}."]
+    for kind in ("setting", "result"):
+        lines += ["", f"| {kind} | value |", "|---|---|"]
+        lines += [f"| {name} | {value} |" for name, value in _rows(manifest[f"{kind}s"])]
     lines += ["", "Made from: " + (", ".join(parent["path"] for parent in manifest["parents"]) or "nothing else") + "."]
     return "\n".join(lines) + "\n"
 

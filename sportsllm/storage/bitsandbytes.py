@@ -52,13 +52,9 @@ def companions(names: Iterable[str]) -> frozenset[str]:
 
 
 def read_dense(name: str, beside: frozenset[str], read: Read, where: str) -> Tensor:
-    """A tensor of such a checkpoint, dequantized if it is packed.
+    """The tensor `name` of such a checkpoint, dequantized if it is packed.
 
-    Args:
-        name: of the tensor, for example `model.norm.weight`.
-        beside: of `companions`.
-        read: gives a stored tensor by its name.
-        where: the file, for messages.
+    `beside` are the checkpoint's `companions`, `read` gives a stored tensor, and `where` is the file, for messages.
 
     Returns:
         The tensor itself where it is not packed; else (N, K): of 4 bits in the type that the model had, of 8 bits in

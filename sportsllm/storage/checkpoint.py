@@ -26,19 +26,13 @@ from sportsllm.storage.quantized_layers import SUFFIXES, QuantizedEmbedding, Qua
 from sportsllm.storage.safetensors_files import QUANT_METHOD, WEIGHTS, TensorFiles, check_shape, quantization_config
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     "chat_template.jinja",
-)
+)  # fmt: skip
 
 
 def load_checkpoint(directory: Path) -> SportsLLM:
     """Open a checkpoint as a float32 model in evaluation mode; packed matrices stay packed.
-
-    Args:
-        directory: config.json and model.safetensors (or an index and shards).
 
     Raises:
         ArtifactError: a file is missing, damaged, of the wrong shape, not finite, or not supported.
@@ -73,11 +67,7 @@ def _model_names(config: ModelConfig, tensors: TensorFiles) -> set[str]:
 
 
 def load_block(tensors: TensorFiles, config: ModelConfig, layer: int) -> Block:
-    """One layer of a checkpoint, so that a model can be read layer by layer; float32, packed matrices stay packed.
-
-    Raises:
-        ArtifactError: a tensor is missing, or of another shape than the config asks for.
-    """
+    """One layer of a checkpoint, so that a model can be read layer by layer; float32, packed matrices stay packed."""
     with torch.device("meta"):
         block = Block(config, layer)
     _fill(block, tensors, f"model.layers.{layer}.")
@@ -85,11 +75,7 @@ def load_block(tensors: TensorFiles, config: ModelConfig, layer: int) -> Block:
 
 
 def load_table(tensors: TensorFiles, config: ModelConfig, module: str) -> Tensor:
-    """The embedding's or the head's matrix, packed or not, (V, D) float32.
-
-    Raises:
-        ArtifactError: it is missing or of another shape.
-    """
+    """The embedding's or the head's matrix, packed or not, (V, D) float32."""
     shape = (config.vocab_size, config.hidden_size)
     if f"{module}.weight_packed" in tensors:
         return torch.from_numpy(read_packed(tensors, module, shape, tensors.directory).dequantize())
@@ -161,11 +147,9 @@ def _fill(model: nn.Module, tensors: TensorFiles, prefix: str = "") -> None:
 def save_checkpoint(
     directory: Path, model: SportsLLM, tokenizer_from: Path | None = None, quantization: Mapping[str, Any] | None = None
 ) -> None:
-    """Write config, weights (float32, packed matrices as bytes) and tokenizer files into `directory`.
+    """Write config and weights, packed matrices as bytes, into `directory`.
 
     Args:
-        directory: exists; usually the `.partial` of `output_directory`.
-        model: written as it is.
         tokenizer_from: a directory whose tokenizer and generation files are copied.
         quantization: recorded as config.json's quantization_config.
     """
@@ -200,8 +184,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         code = re.search(r"os error (\d+)", str(error))
         if code is None:
             raise
-        number = int(code.group(1))
-        raise OSError(number, os.strerror(number), str(path)) from None
+        raise OSError(int(code.group(1)), os.strerror(int(code.group(1))), str(path)) from None
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -13,13 +13,9 @@ from sportsllm.storage.safetensors_files import check_shape, quantization_config
 
 
 def read_packed(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], directory: Path) -> QuantizedWeight:
-    """One packed matrix of a checkpoint; bits and block size follow from the tensors' shapes.
+    """The packed matrix of the module `name`, of the shape (N, K) that the config asks for.
 
-    Args:
-        tensors: the checkpoint's tensors.
-        name: the module's name; its tensors are `name`.weight_packed, _scale and _zero_point.
-        shape: (N, K) that the config asks for.
-        directory: for messages.
+    Bits and block size follow from the shapes of its tensors weight_packed, weight_scale and weight_zero_point.
     """
     packed = tensors[f"{name}.weight_packed"]
     if f"{name}.weight_scale" not in tensors:

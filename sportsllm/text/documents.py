@@ -24,25 +24,22 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
         if path.is_dir() and (path / "manifest.json").exists() and (path / "train.jsonl").exists():
             files.append(path / "train.jsonl")  # what `simulate` wrote: the rest is held out
         elif path.is_dir():
-            found = [item for item in sorted(path.rglob("*")) if _readable(item)]
+            found = [item for item in sorted(path.rglob("*")) if item.is_file() and _kind(item)]
             if not found:
                 raise ArtifactError(f"{path}: holds no {', '.join(_SUFFIXES)} file (or .gz of one)")
             files += found
         elif not path.exists():
             raise ArtifactError(f"{path}: not found; give a text file or a folder")
-        elif _kind(path) not in _SUFFIXES or path.name.endswith(".parquet.gz"):
+        elif _kind(path) is None:
             raise ArtifactError(f"{path}: kind of file not known; use {', '.join(_SUFFIXES)} (or .gz of one)")
         else:
             files.append(path)
     return files
 
 
-def _readable(path: Path) -> bool:
-    return path.is_file() and _kind(path) in _SUFFIXES and not path.name.endswith(".parquet.gz")
-
-
-def _kind(path: Path) -> str:
-    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+def _kind(path: Path) -> str | None:
+    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    return kind if kind in _SUFFIXES and not path.name.endswith(".parquet.gz") else None
 
 
 def read_documents(paths: Sequence[Path]) -> Iterator[str]:
@@ -56,16 +53,12 @@ def read_documents(paths: Sequence[Path]) -> Iterator[str]:
         if kind == ".parquet":
             documents = _parquet(path)
         else:
-            with _open(path) as stream:
+            with cast(IO[bytes], gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as stream:
                 try:
                     documents = iter(list(_jsonl(path, stream) if kind == ".jsonl" else _plain(path, stream)))
                 except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                     raise ArtifactError(f"{path}: damaged gzip file ({error}); copy it again") from None
         yield from (text for text in documents if text.strip())
-
-
-def _open(path: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))
 
 
 def _decode(data: bytes, path: Path, offset: int) -> str:

@@ -74,7 +74,8 @@ def tokenize(documents: Sequence[str], tokenizer: TextTokenizer) -> TokenizedDoc
     path = _kept / f"{_fingerprint(documents, tokenizer)}.safetensors"
     if path.exists():
         try:
-            return _read(path, size)
+            with safe_open(str(path), framework="numpy") as tensors:
+                return TokenizedDocuments(tensors.get_tensor("ids"), tensors.get_tensor("ends"), size)
         except (SafetensorError, KeyError, OSError) as error:
             say(f"{path}: damaged ({error}); the corpus is tokenized again")
     found = _tokenize(documents, tokenizer, size)
@@ -106,11 +107,6 @@ def _fingerprint(documents: Sequence[str], tokenizer: TextTokenizer) -> str:
         digest.update(f"{len(text)}:".encode())
         digest.update(text.encode())
     return digest.hexdigest()
-
-
-def _read(path: Path, size: int) -> TokenizedDocuments:
-    with safe_open(str(path), framework="numpy") as tensors:
-        return TokenizedDocuments(tensors.get_tensor("ids"), tensors.get_tensor("ends"), size)
 
 
 def _write(path: Path, documents: TokenizedDocuments) -> None:
@@ -163,8 +159,7 @@ class PackedSequences:
 
     def batch(self, index: int) -> Batch:
         """Batch number `index`, counted from 0 over all epochs."""
-        rows, ends = [], []
-        targets = []
+        rows, targets, ends = [], [], []
         for position in range(self.batch_size):
             ids, boundaries = self._row(*divmod(index * self.batch_size + position, self.rows_per_epoch))
             target = ids[1:].astype(np.int64)

@@ -42,14 +42,10 @@ def load_corpus(corpus: Sequence[Path], valid: Sequence[Path]) -> TextSplit:
     return TextSplit(train, held_out)
 
 
-def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the held-out part, by the SHA-256 of its text."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) < fraction * 2**64
-
-
 def split_documents(documents: Iterable[str], fraction: float) -> tuple[list[str], list[str]]:
-    """Training and held-out documents; about `fraction` of them are held out."""
+    """Training and held-out documents; about `fraction` of them are held out, by the SHA-256 of their text."""
     parts: tuple[list[str], list[str]] = ([], [])
     for text in documents:
-        parts[is_held_out(text, fraction)].append(text)
+        draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+        parts[draw < fraction * 2**64].append(text)
     return parts

@@ -63,15 +63,10 @@ class TextTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> TextTokenizer:
-    """Train byte-level BPE on `texts` and save it as tokenizer.json and tokenizer_config.json.
+    """Train byte-level BPE on `texts` and save it in `directory` as tokenizer.json and tokenizer_config.json.
 
-    Any UTF-8 text survives encode and decode, since all 256 bytes are tokens.
-
-    Args:
-        texts: training documents.
-        vocab_size: entries in all, 259 or more. Where a small corpus gives fewer, reserved tokens that no text
-            makes fill it up, so that a preset keeps its shape.
-        directory: existing directory to write into.
+    Any UTF-8 text survives encode and decode, since all 256 bytes are tokens. Where a small corpus gives fewer than
+    `vocab_size` entries, reserved tokens that no text makes fill it up, so that a preset keeps its shape.
 
     Raises:
         UsageError: vocab_size is too small.
@@ -106,12 +101,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> T
 
 
 def load_tokenizer(directory: Path, config: ModelConfig | None = None) -> TextTokenizer:
-    """Read a directory's tokenizer.json.
+    """Read the tokenizer.json of a checkpoint or an export.
 
-    Args:
-        directory: a checkpoint or an export.
-        config: the model's config, which names the begin and end tokens and bounds the ids; where it is not
-            given, tokenizer_config.json names the tokens.
+    The model's config names the begin and end tokens and bounds the ids; without it tokenizer_config.json names them.
 
     Raises:
         ArtifactError: missing, damaged, or it makes ids the embedding does not have.
@@ -147,8 +139,7 @@ def _special_ids(directory: Path, tokenizer: Tokenizer, config: ModelConfig | No
         text = token.get("content") if isinstance(token, dict) else token
         return tokenizer.token_to_id(text) if text else None
 
-    end = identify("eos_token")
-    begin = identify("bos_token")
+    begin, end = identify("bos_token"), identify("eos_token")
     return (begin if begin is not None else end), end
 
 

@@ -92,13 +92,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def head_loss(hidden_ND: Tensor, weight_VD: Tensor, chunk_loss: ChunkLoss, chunk: int | None = None) -> Tensor:
-    """Sum over tokens of a loss on hidden @ weight.T, made chunk by chunk.
-
-    Args:
-        hidden_ND: final hidden states.
-        weight_VD: the head, or the tied embedding.
-        chunk_loss: summed loss and its gradient with respect to one chunk's logits.
-        chunk: tokens at a time; `chunk_tokens` of the vocabulary if None.
+    """Sum over tokens of a loss on hidden @ weight.T, made `chunk` (or `chunk_tokens`) tokens at a time.
 
     Returns:
         A float32 scalar; its gradient reaches hidden states and weight, once.
@@ -142,12 +136,5 @@ def cross_entropy_chunk(targets_N: Tensor) -> ChunkLoss:
 
 
 def cross_entropy(hidden: Tensor, weight_VD: Tensor, targets: Tensor, chunk: int | None = None) -> Tensor:
-    """Summed next-token cross-entropy in nats.
-
-    Args:
-        hidden: (..., D) final hidden states.
-        weight_VD: the head.
-        targets: (...) token ids, IGNORE where nothing is scored.
-        chunk: tokens at a time; see `head_loss`.
-    """
+    """Summed next-token cross-entropy in nats of hidden states (..., D) and targets (...), not scored where IGNORE."""
     return head_loss(hidden.flatten(0, -2), weight_VD, cross_entropy_chunk(targets.flatten()), chunk)

@@ -131,7 +131,7 @@ def train_model(
 
     Args:
         model: float32 weights; on the device it is to be trained on.
-        batches: where step i reads batches i * accumulation and following.
+        batches: step i reads batches i * accumulation and following.
         loss: summed loss of one batch; its mean over the step's scored tokens is minimised.
         directory: gets metrics.jsonl, and `state/` when the run is interrupted or every ten minutes.
         validate: bits per byte of the model on held-out text; run every `validate_every` steps and at the end.

@@ -82,12 +82,9 @@ def parse_targets(text: str) -> tuple[str, ...]:
 
 
 def adapter_settings(rank: int | None, targets: str | None, alpha: float | None, optimizer: str) -> Adapters | None:
-    """The adapters of --lora-rank, --lora-targets and --lora-alpha; None without --lora-rank.
+    """The adapters of --lora-rank, --lora-targets and --lora-alpha, None where not given; None without --lora-rank.
 
-    Args:
-        rank, targets, alpha: the flags; None means not given.
-        optimizer: of the training; Muon is refused, since it evens out all directions of a whole matrix's change,
-            which says nothing about the two factors of one.
+    Muon is refused: it evens out all directions of a whole matrix's change, which says nothing about its two factors.
 
     Raises:
         UsageError: flags that do not go together, or no targets.
@@ -107,7 +104,7 @@ def adapted_rate(rate: float, rank: int | None) -> float:
 
 
 def add_adapters(
-    model: SportsLLM, rank: int, targets: Sequence[str] | None = None, alpha: float | None = None, seed: int = 0
+    model: SportsLLM, rank: int, targets: Sequence[str] | None = None, alpha: float = ALPHA, seed: int = 0
 ) -> int:
     """Freeze a model and put adapters on its matrices, in place. Its output does not change yet.
 
@@ -115,7 +112,7 @@ def add_adapters(
         model: unquantized; every other parameter is frozen, norms and biases too.
         rank: at least 1, at most the smallest dimension of the adapted matrices.
         targets: which matrices of a block, by the last part of their names; all if None.
-        alpha: the adapters count alpha / rank times; `ALPHA` if None.
+        alpha: the adapters count alpha / rank times.
         seed: of the random A, uniform in +-1 / sqrt(D); B starts at zero.
 
     Returns:
@@ -124,9 +121,8 @@ def add_adapters(
     Raises:
         UsageError: rank, targets or alpha are out of range, or the model is quantized or has adapters.
     """
-    scale = ALPHA if alpha is None else alpha
-    if not 0.0 < scale < math.inf:
-        raise UsageError(f"--lora-alpha is {scale}; it must be above 0")
+    if not 0.0 < alpha < math.inf:
+        raise UsageError(f"--lora-alpha is {alpha}; it must be above 0")
     chosen = list(_matrices(model, targets))
     smallest = min(min(base.weight.shape) for _, _, base in chosen)
     if not 1 <= rank <= smallest:
@@ -134,7 +130,7 @@ def add_adapters(
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for parent, name, base in chosen:
-        setattr(parent, name, LoRALinear(base, rank, scale, generator).train(base.training))
+        setattr(parent, name, LoRALinear(base, rank, alpha, generator).train(base.training))
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 

@@ -18,11 +18,7 @@ def newton_schulz(matrices_NRC: Tensor, coefficients: tuple[float, float, float]
 
     x <- a x + (b (x x^T) + c (x x^T)^2) x, from x = m / |m|  (https://kellerjordan.github.io/posts/muon/).
 
-    Args:
-        matrices_NRC: N matrices of R rows and C columns; the iteration runs in their type.
-        coefficients: a, b, c.
-        steps: iterations.
-        eps: smallest norm divided by.
+    The iteration runs in the type of the N matrices (R, C); `coefficients` are a, b, c, and norms are at least `eps`.
     """
     a, b, c = coefficients
     tall = matrices_NRC.shape[-2] > matrices_NRC.shape[-1]

@@ -65,16 +65,10 @@ def build_optimizers(
     if kind not in OPTIMIZERS:
         raise UsageError(f"optimizer {kind!r} is not known; use one of {', '.join(OPTIMIZERS)}")
     for_muon = {id(weight) for weight in block_weights(model)} if kind == "muon" else set()
-    matrices, others, vectors = [], [], []
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.ndim < 2:
-            vectors.append(parameter)
-        elif id(parameter) in for_muon:
-            matrices.append(parameter)
-        else:
-            others.append(parameter)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    matrices = [parameter for parameter in trained if id(parameter) in for_muon]
+    others = [parameter for parameter in trained if parameter.ndim >= 2 and id(parameter) not in for_muon]
     groups = [{"params": others, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.95), foreach=True)

@@ -72,7 +72,6 @@ def train_base(model: str, training: Pretraining, tokenizer: Path | None = None)
 
     Args:
         model: the preset's name, or a checkpoint directory whose shape alone is used.
-        training: text, output and settings.
         tokenizer: directory of a tokenizer to use; one is trained on the corpus if None.
 
     Returns:
@@ -109,7 +108,6 @@ def fine_tune(init: Path, training: Pretraining, adapters: Adapters | None = Non
 
     Args:
         init: an unquantized checkpoint directory; read, never changed.
-        training: text, output and settings.
         adapters: train these instead of all weights, and merge them at the end.
 
     Returns:
@@ -144,12 +142,7 @@ def fine_tune(init: Path, training: Pretraining, adapters: Adapters | None = Non
 
 
 def shape_of(name: str) -> tuple[ModelConfig, list[Path]]:
-    """The shape of a preset or of a checkpoint directory, and the file it was read from, if any.
-
-    Raises:
-        UsageError: neither.
-        ArtifactError: the directory's config.json is missing or damaged.
-    """
+    """The shape of a preset or of a checkpoint directory, and the file it was read from, if any."""
     directory = Path(name)
     if directory.is_dir():
         return load_config(directory), [directory / "config.json"]

@@ -36,14 +36,10 @@ def validator(corpus: TextSplit, tokenizer: TextTokenizer) -> Validate:
 def train_config(
     base: TrainConfig, tokens: int | None, overrides: Mapping[str, Any], settings: Sequence[str], parallel: bool = False
 ) -> TrainConfig:
-    """A TrainConfig from flags that were given and `--set key=value` pairs.
+    """A command's defaults changed by the flags that are not None and by `--set key=value` pairs.
 
-    Args:
-        base: the command's defaults.
-        tokens: a number of tokens instead of steps, rounded up to whole steps.
-        overrides: flag values; None means not given.
-        settings: `key=value` texts.
-        parallel: whether the command's loss can be computed for several batches side by side.
+    `tokens` stand instead of steps and are rounded up to whole ones. `parallel` tells whether the command's loss can
+    be computed for several batches side by side.
 
     Raises:
         UsageError: an unknown key, a value of the wrong kind, or batches side by side where they cannot be.
@@ -95,10 +91,9 @@ def set_threads(threads: int | None) -> None:
 
 def training_results(model: SportsLLM, result: TrainResult, batches: PackedSequences) -> dict[str, Any]:
     """The keys that every training command reports."""
-    parameters = model.config.parameters
     return {
-        "parameters": parameters,
-        "tokens_per_parameter": round(result.tokens / parameters, 2),
+        "parameters": model.config.parameters,
+        "tokens_per_parameter": round(result.tokens / model.config.parameters, 2),
         "epochs": round(result.tokens / batches.tokens_per_epoch, 2),
         **dataclasses.asdict(result),
     }

@@ -22,15 +22,9 @@ _PROGRESS = ("step", "losses", "valid_bits_per_byte")
 
 @dataclass
 class RunState:
-    """Everything that a run changes, and what a saved state must agree with.
+    """Everything that a run changes, and the `identity` and `config` that a saved state must agree with.
 
-    Attributes:
-        directory: of the run; the state lies in its `state/`.
-        identity: fingerprint of the run.
-        config: its settings, a dataclass.
-        step: steps taken.
-        losses: those since the last logged step, at most as many as it logs together.
-        valid_bits_per_byte: of the last validation.
+    `step` counts the steps taken, `losses` are those of the last few, and `directory` is the run's.
     """
 
     directory: Path
