@@ -83,8 +83,7 @@ class Builder:
     ) -> list[ir.Value]:
         """Add an operator; an empty output name leaves an optional output out."""
         values = [ir.Value(name=output) for output in outputs]
-        node = ir.node(op, inputs, attributes, domain=domain, outputs=values, name=name)
-        self._nodes.append(node)
+        self._nodes.append(ir.node(op, inputs, attributes, domain=domain, outputs=values, name=name))
         return values
 
     def if_else(
@@ -94,14 +93,10 @@ class Builder:
         branches: Mapping[str, Callable[[], Sequence[ir.Value]]],
         outputs: Mapping[str, ir.DataType],
     ) -> list[ir.Value]:
-        """An `If`: two branches with the same outputs, of which one runs.
+        """An `If`: of two branches with the same outputs, given by name and type, one runs.
 
-        Args:
-            name: of the node.
-            condition: one boolean.
-            branches: `then_branch` and `else_branch`; each adds its nodes and returns values in the order of `outputs`.
-                A branch may use any value of the graph but no node name of it. Weights and constants stay the graph's.
-            outputs: names and types of the outputs.
+        `then_branch` and `else_branch` add their nodes and return values in the order of `outputs`. They may use any
+        value of the graph but no node name of it. Weights and constants stay the graph's.
         """
         graphs = {}
         for branch, make in branches.items():
@@ -143,18 +138,9 @@ class Builder:
     def write(
         self, files: GraphFiles, shared: Mapping[str, ir.TensorProtocol] | None = None
     ) -> dict[str, ir.TensorProtocol]:
-        """Write the graph and its data.
+        """Write the graph and its data; returns the stored tensors by name.
 
-        Args:
-            files: where to; their directory exists.
-            shared: tensors that another graph in the directory has stored; those of the same name are not stored again.
-
-        Returns:
-            The stored tensors by name.
-
-        Raises:
-            ArtifactError: whatever reading a weight raises.
-            OSError: the files cannot be written.
+        Tensors in `shared`, which another graph in the directory has stored under the same name, are not stored again.
         """
         with files.data.open("wb") as stream:
             for name, value in self._initializers.items():
@@ -165,13 +151,9 @@ class Builder:
             length = stream.tell()
         used = [value for value in self._initializers.values() if value.uses() or value in self._inputs]
         domains = {node.domain for node in self._nodes}
+        opsets = {domain: version for domain, version in OPSETS.items() if domain in domains}
         graph = ir.Graph(
-            self._inputs,
-            self._outputs,
-            nodes=self._nodes,
-            initializers=used,
-            opset_imports={domain: version for domain, version in OPSETS.items() if domain in domains},
-            name=self._name,
+            self._inputs, self._outputs, nodes=self._nodes, initializers=used, opset_imports=opsets, name=self._name
         )
         model = ir.Model(
             graph,

@@ -13,32 +13,22 @@ Operators are ONNX Runtime's own where it has them: GroupQueryAttention, MatMulN
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
+from export import metadata
 from export.cache_scales import CacheScales
 from export.graph.builder import Builder
 from export.graph.kinds import half_builders
 from export.graph.layer import LayerBuilder, OrtLayerBuilder, Sequences, StandardLayerBuilder
 from export.graph.matmul import Matmul
-from export.graph.precision import graph_precision
 from export.graph.standard_matmul import StandardEmbedding, StandardMatmul
 from export.graph.weights import Weights
-from export.metadata import (
-    ATTENTION_MASK,
-    CACHE_KEY,
-    CONCAT_CACHE,
-    IN_PLACE_CACHE,
-    INPUT_IDS,
-    KEEP_LOGITS,
-    LOGITS,
-    past_name,
-    present_name,
-)
 from export.paths import plain_files, web_files
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
@@ -46,21 +36,16 @@ from sportsllm.models.kinds import EMBEDDING, HEAD, NORMS, block_state
 from sportsllm.models.parts import HIDDEN, Matrix
 
 FLOAT, INT8, INT64 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.INT64
+_PACKED_TYPES = {ir.DataType.INT4, ir.DataType.UINT4, INT8, ir.DataType.UINT8}
 
 
 @dataclass(frozen=True)
 class WrittenGraph:
-    """A graph on disk.
+    """A graph on disk."""
 
-    Attributes:
-        tensors: the stored tensors by name, see `Builder.write`.
-        residual: names of values whose sum is the residual stream: after the embedding, and after each layer.
-        precision: see `graph_precision`.
-    """
-
-    tensors: Mapping[str, ir.TensorProtocol]
-    residual: Sequence[tuple[str, ...]]
-    precision: str
+    tensors: Mapping[str, ir.TensorProtocol]  # the stored ones by name, see `Builder.write`
+    residual: Sequence[tuple[str, ...]]  # values whose sum is the residual stream: after embedding and each layer
+    precision: str  # see `graph_precision`
 
 
 def write_graph(
@@ -71,15 +56,14 @@ def write_graph(
     standard: bool = False,
     web: bool = False,
 ) -> WrittenGraph:
-    """Write the graph of a checkpoint and its data into `directory`.
+    """Write the graph of a checkpoint, packed or not, and its data into `directory`, which exists.
 
     Packed matrices are copied byte for byte, except that INT8 per row is transposed, and for standard operators all of
     them are. Dense ones become float32, or float16 that is widened to float32 before use. Vectors (norms, biases) stay
     float32. Writing twice gives identical files.
 
     Args:
-        checkpoint: a checkpoint directory, packed or not.
-        directory: exists; files of these names are replaced.
+        checkpoint, directory: the source; files of these names are replaced in the other.
         half: store dense matrices in float16.
         scales: of an INT8 cache; a float32 one if not given.
         standard: use standard ONNX operators alone; they know no INT8 cache.
@@ -90,25 +74,9 @@ def write_graph(
         UsageError: a kind of the model has no graph.
     """
     config, weights = load_config(checkpoint), Weights(checkpoint)
-    graph, residual = build_graph(config, weights, half, scales, standard, web)
-    precision = graph_precision(graph.nodes, graph.weights)
-    files = web_files(directory, precision) if web else plain_files(directory)
-    files.graph.parent.mkdir(exist_ok=True)
-    return WrittenGraph(graph.write(files), residual, precision)
-
-
-def build_graph(
-    config: ModelConfig,
-    weights: Weights,
-    half: bool = False,
-    scales: CacheScales | None = None,
-    standard: bool = False,
-    web: bool = False,
-) -> tuple[Builder, list[tuple[str, ...]]]:
-    """The graph of a model, whose weights are read when it is written, and `WrittenGraph.residual`."""
-    graph = Builder("sportsllm", {CACHE_KEY: CONCAT_CACHE if standard else IN_PLACE_CACHE})
+    graph = Builder("sportsllm", {metadata.CACHE_KEY: metadata.CONCAT_CACHE if standard else metadata.IN_PLACE_CACHE})
     tokens_BT, mask_BS, pasts = add_inputs(graph, config, scales)
-    keep = graph.input_with_default(KEEP_LOGITS, np.array([0], np.int64))
+    keep = graph.input_with_default(metadata.KEEP_LOGITS, np.array([0], np.int64))
     layers: LayerBuilder
     if standard:
         matmul: Matmul = StandardMatmul(graph, weights, half)
@@ -121,36 +89,42 @@ def build_graph(
     stream = add_layers(layers, pasts, keep)
     x_BTD, _ = layers.norm("model.norm", stream.x_BTD, stream.residual_BTD)
     logits = matmul.product(HEAD, x_BTD, [_table(config, EMBEDDING if config.tie_word_embeddings else HEAD)])
-    graph.output(logits, LOGITS, FLOAT, ["batch_size", "sequence_length", config.vocab_size])
+    graph.output(logits, metadata.LOGITS, FLOAT, ["batch_size", "sequence_length", config.vocab_size])
     add_presents(graph, config, scales, stream.presents)
-    return graph, stream.residual
+    precision = graph_precision(graph.nodes, graph.weights)
+    files = web_files(directory, precision) if web else plain_files(directory)
+    files.graph.parent.mkdir(exist_ok=True)
+    return WrittenGraph(graph.write(files), stream.residual, precision)
 
 
-@dataclass(frozen=True)
-class Stream:
-    """What comes out of the layers.
+def graph_precision(nodes: Iterable[ir.Node], weights: Iterable[ir.Value]) -> str:
+    """`int4`, `int8`, `fp16` or `fp32`: the narrowest numbers that a graph's matrices are stored in."""
+    stored = {weight.dtype for weight in weights}
+    bits = {dtype.bitwidth for dtype in stored if dtype in _PACKED_TYPES}
+    for node in nodes:
+        if node.op_type == "BitShift":
+            bits.add(4)  # an embedding's numbers, two of them in a byte
+        if "bits" in node.attributes:
+            bits.add(node.attributes["bits"].as_int())
+    if bits:
+        return f"int{min(bits)}"
+    return "fp16" if ir.DataType.FLOAT16 in stored else "fp32"
 
-    Attributes:
-        x_BTD: what the last half adds.
-        residual_BTD: the residual stream before it.
-        presents: what each layer caches.
-        residual: see `WrittenGraph`.
-    """
 
-    x_BTD: ir.Value
-    residual_BTD: ir.Value | None
-    presents: list[list[ir.Value]]
-    residual: list[tuple[str, ...]]
+class Stream(NamedTuple):
+    """What comes out of the layers."""
+
+    x_BTD: ir.Value  # what the last half adds
+    residual_BTD: ir.Value | None  # the residual stream before it
+    presents: list[list[ir.Value]]  # what each layer caches
+    residual: list[tuple[str, ...]]  # see `WrittenGraph`
 
 
 def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: ir.Value | None) -> Stream:
-    """Embedding and layers.
+    """Embedding and layers, which read what each has cached.
 
-    Args:
-        layers: gets them.
-        pasts: what each layer has cached.
-        keep: how many last positions are wanted behind the last layer, 0 for all; None where only the cache is, and the
-            graph ends when the last layer's is known.
+    `keep` positions are wanted behind the last layer, 0 for all; None where only the cache is, and the graph then ends
+    when the last layer's is known.
     """
     halves = half_builders(layers)
     last_cached = [half for half in halves if half.states][-1]
@@ -196,15 +170,11 @@ def add_inputs(
     graph: Builder, config: ModelConfig, scales: CacheScales | None
 ) -> tuple[ir.Value, ir.Value, list[list[ir.Value]]]:
     """Token ids, attention mask, and what each layer has cached."""
-    tokens_BT = graph.input(INPUT_IDS, INT64, ["batch_size", "sequence_length"])
-    mask_BS = graph.input(ATTENTION_MASK, INT64, ["batch_size", "total_sequence_length"])
-    pasts = [
-        [
-            graph.input(past_name(layer, name), _cache_type(scales), shape)
-            for name, shape in _cache_shapes(config, "past_sequence_length").items()
-        ]
-        for layer in range(config.num_hidden_layers)
-    ]
+    tokens_BT = graph.input(metadata.INPUT_IDS, INT64, ["batch_size", "sequence_length"])
+    mask_BS = graph.input(metadata.ATTENTION_MASK, INT64, ["batch_size", "total_sequence_length"])
+    shapes, layers = _cache_shapes(config, "past_sequence_length"), range(config.num_hidden_layers)
+    dtype = _cache_type(scales)
+    pasts = [[graph.input(metadata.past_name(i, name), dtype, shape) for name, shape in shapes.items()] for i in layers]
     return tokens_BT, mask_BS, pasts
 
 
@@ -215,7 +185,7 @@ def add_presents(
     shapes = _cache_shapes(config, "total_sequence_length")
     for layer, present in enumerate(presents):
         for (name, shape), value in zip(shapes.items(), present, strict=True):
-            graph.output(value, present_name(layer, name), _cache_type(scales), shape)
+            graph.output(value, metadata.present_name(layer, name), _cache_type(scales), shape)
 
 
 def _cache_shapes(config: ModelConfig, length: str) -> dict[str, list[object]]:

@@ -15,15 +15,10 @@ from sportsllm.models.kinds import halves
 
 
 class HalfBuilder(ABC):
-    """Adds one half of every layer to a graph; made once, before the layers, for nodes that all of them share.
-
-    Attributes:
-        layers, graph, config: of the graph; see `LayerBuilder`.
-        half: the name of the half's module, `self_attn` or `mlp`.
-        states: what it caches.
-    """
+    """Adds one half of every layer to a graph; made once, before the layers, for nodes that all of them share."""
 
     def __init__(self, layers: LayerBuilder, half: str) -> None:
+        """Read from the kind of `half`, the module `self_attn` or `mlp`, which matrices it has and what it caches."""
         self.layers, self.graph, self.config, self.half = layers, layers.graph, layers.config, half
         kind = halves(self.config)[half]
         self._matrices, self.states = kind.matrices(self.config), kind.state(self.config)
@@ -46,14 +41,7 @@ class HalfBuilder(ABC):
         return f"model.layers.{layer}.{self.half}"
 
     def products(self, layer: int, read: str, x: ir.Value, split: bool = True) -> list[ir.Value]:
-        """x W^T + b for every matrix that reads the same input, joined where they are stored alike.
-
-        Args:
-            layer: number of the layer.
-            read: the `Matrix.input` of the matrices.
-            x: that input.
-            split: see `Matmul.products`.
-        """
+        """`Matmul.products` of a layer's matrices whose `Matrix.input` is `read`, the name of x."""
         name, found = self.name(layer), [matrix for matrix in self._matrices if matrix.input == read]
         joined = f"{name}.{_joined([matrix.name for matrix in found])}"
         return self.layers.matmul.products(joined, x, [m._replace(name=f"{name}.{m.name}") for m in found], split)

@@ -21,16 +21,11 @@ HALF_BUILDERS: dict[str, Callable[[LayerBuilder, str], HalfBuilder]] = {
     "grouped_query": _grouped_query,
     "swiglu": SwiGLU,
 }
-INT8_CACHE_KINDS = ("grouped_query",)
-"""Kinds of attention whose builder takes the scales of an INT8 cache."""
+INT8_CACHE_KINDS = ("grouped_query",)  # of attention, whose builder takes the scales of an INT8 cache
 
 
 def half_builders(layers: LayerBuilder) -> list[HalfBuilder]:
-    """The builders of a model's halves, in their order.
-
-    Raises:
-        UsageError: see `check_kinds`.
-    """
+    """The builders of a model's halves, in their order; raises as `check_kinds` does."""
     check_kinds(layers.config)
     return [HALF_BUILDERS[kind](layers, half) for half, kind in _kinds(layers.config).items()]
 

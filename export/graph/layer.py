@@ -20,33 +20,18 @@ from sportsllm.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Sequences:
-    """What a graph reads.
-
-    Attributes:
-        tokens_BT: ids of the new tokens.
-        mask_BS: attention mask.
-        scales: of an INT8 cache; None for a float32 one.
-        separate_prefill_branch: read long prompts into an INT8 cache as `export.graph.int8_cache_prefill` does.
-    """
+    """What a graph reads: ids of the new tokens, and the attention mask."""
 
     tokens_BT: ir.Value
     mask_BS: ir.Value
-    scales: CacheScales | None = None
-    separate_prefill_branch: bool = True
+    scales: CacheScales | None = None  # of an INT8 cache
+    separate_prefill_branch: bool = True  # read long prompts into that as `export.graph.int8_cache_prefill` does
 
 
 class LayerBuilder(ABC):
-    """Adds the parts of layers to a graph.
+    """Adds the parts of layers to a graph."""
 
-    Attributes:
-        standard: whether all operators are ONNX's own.
-        graph: gets the nodes.
-        config: the model's shape.
-        matmul: what multiplies.
-        sequences: what the graph reads.
-    """
-
-    standard: ClassVar[bool]
+    standard: ClassVar[bool]  # whether all operators are ONNX's own
 
     def __init__(self, graph: Builder, config: ModelConfig, matmul: Matmul, sequences: Sequences) -> None:
         self.graph, self.config, self.matmul, self.sequences = graph, config, matmul, sequences
@@ -77,9 +62,8 @@ class LayerBuilder(ABC):
         """x * sigmoid(x)."""
 
     @abstractmethod
-    def _add_and_norm(
-        self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value
-    ) -> tuple[ir.Value, ir.Value]: ...
+    def _add_and_norm(self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """See `norm`."""
 
 
 class OrtLayerBuilder(LayerBuilder):
@@ -88,17 +72,12 @@ class OrtLayerBuilder(LayerBuilder):
     standard = False
 
     def silu(self, name: str, x: ir.Value) -> ir.Value:
-        """See `LayerBuilder.silu`."""
         return self.graph.node(name, "QuickGelu", [x], MS, alpha=1.0)  # x * sigmoid(1.0 * x)
 
     def _add_and_norm(self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value) -> tuple[ir.Value, ir.Value]:
+        op, outputs = "SkipSimplifiedLayerNormalization", (name, "", "", f"{name}/sum")
         normed, _, _, total = self.graph.node_with_outputs(
-            name,
-            "SkipSimplifiedLayerNormalization",
-            [x, residual, gamma],
-            (name, "", "", f"{name}/sum"),
-            MS,
-            epsilon=self._epsilon,
+            name, op, [x, residual, gamma], outputs, MS, epsilon=self._epsilon
         )
         return normed, total
 
@@ -109,7 +88,6 @@ class StandardLayerBuilder(LayerBuilder):
     standard = True
 
     def silu(self, name: str, x: ir.Value) -> ir.Value:
-        """See `LayerBuilder.silu`."""
         return self.graph.node(name, "Mul", [x, self.graph.node(f"{name}/sigmoid", "Sigmoid", [x])])
 
     def _add_and_norm(self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value) -> tuple[ir.Value, ir.Value]:

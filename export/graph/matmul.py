@@ -6,11 +6,12 @@ Shape suffixes: B sequences, T tokens, N rows (outputs), K columns (inputs), G b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 
-from export.graph.builder import MS, Builder
+from export.graph.builder import MS, Array, Builder
 from export.graph.weights import Packing, Weights
 from sportsllm.models.parts import Matrix
 
@@ -20,7 +21,6 @@ FAST_ACCURACY = 4
 # Rounds its whole input to 8 bits and multiplies whole numbers.
 PER_ROW_PRODUCT = "DynamicQuantizeMatMul"
 FLAT = "_flat"  # suffix of a packed table whose rows are not divided into blocks
-NF4_TYPE = 1  # of MatMulBnb4, which computes in float32
 
 
 class Matmul:
@@ -50,35 +50,22 @@ class Matmul:
         packed, scales, zero_points = self._packed(table.name, [table], packing)
         count = -(-width // packing.block_size) * packing.block_size * packing.bits // 8
         flat = graph.alias(f"{table.name}.weight_packed{FLAT}", packed, (table.rows, count))
-        found = graph.node(
-            "embed/rows",
-            "GatherBlockQuantized",
-            [flat, tokens, scales, *zero_points],
-            MS,
-            bits=packing.bits,
-            block_size=packing.block_size,
-            gather_axis=0,
-            quantize_axis=1,
-        )
+        inputs = [flat, tokens, scales, *zero_points]
+        sizes = {"bits": packing.bits, "block_size": packing.block_size, "gather_axis": 0, "quantize_axis": 1}
+        found = graph.node("embed/rows", "GatherBlockQuantized", inputs, MS, **sizes)
         if width % packing.block_size == 0:
             return found
         start, end = (graph.constant(f"embed/{n}", np.array([i], np.int64)) for n, i in (("start", 0), ("end", width)))
         return graph.node("embed/unpadded", "Slice", [found, start, end, graph.axis(2)])
 
     def products(self, name: str, x: ir.Value, matrices: Sequence[Matrix], split: bool = True) -> list[ir.Value]:
-        """x W^T + b for matrices that read the same input: one product where they are stored alike.
-
-        Args:
-            name: of the joined matrix.
-            x: the input, (B, T, K).
-            matrices: by their modules' full names.
-            split: give the result of each matrix.
+        """x W^T + b for matrices that read the same input: one product, called `name`, where they are stored alike.
 
         Returns:
             One value for each matrix; or a single one with all rows, without `split` and where they are joined.
         """
         formats = {(self._packing(matrix), matrix.bias) for matrix in matrices}
-        if len(matrices) == 1 or len(formats) > 1 or not all(p is None or p.joinable for p, _ in formats):
+        if len(matrices) == 1 or len(formats) > 1:
             return [self.product(matrix.name, x, [matrix]) for matrix in matrices]
         y = self.product(name, x, matrices)
         if not split:
@@ -94,12 +81,11 @@ class Matmul:
         if not matrices[0].bias:
             return y
         biases = [(f"{matrix.name}.bias", (matrix.rows,)) for matrix in matrices]
-        vector = self._graph.weight(
-            f"{name}.bias",
-            FLOAT,
-            (sum(matrix.rows for matrix in matrices),),
-            lambda: np.concatenate([self._weights.read(*bias) for bias in biases]),
-        )
+
+        def read() -> Array:
+            return np.concatenate([self._weights.read(*bias) for bias in biases])
+
+        vector = self._graph.weight(f"{name}.bias", FLOAT, (_shape(matrices)[0],), read)
         return self._graph.node(f"{name}/biased", "Add", [y, vector])
 
     def _multiply(self, name: str, x: ir.Value, matrices: Sequence[Matrix]) -> ir.Value:
@@ -125,48 +111,29 @@ class Matmul:
             scale = graph.weight(f"{stored}.weight_rows_scale", FLOAT, (rows,), lambda: read_scales(modules))
             return graph.node(f"{name}/product", PER_ROW_PRODUCT, [x, matrix, scale], MS)
         packed, scales, zero_points = self._packed(stored, matrices, packing)
-        sizes = {"N": rows, "K": columns, "block_size": packing.block_size}
-        if packing.nf4:
-            return graph.node(f"{name}/product", "MatMulBnb4", [x, packed, scales], MS, **sizes, quant_type=NF4_TYPE)
-        return graph.node(
-            f"{name}/product",
-            "MatMulNBits",
-            [x, packed, scales, *zero_points],
-            MS,
-            **sizes,
-            bits=packing.bits,
-            accuracy_level=FAST_ACCURACY,
-        )
+        sizes = {"N": rows, "K": columns, "block_size": packing.block_size, "bits": packing.bits}
+        inputs = [x, packed, scales, *zero_points]
+        return graph.node(f"{name}/product", "MatMulNBits", inputs, MS, **sizes, accuracy_level=FAST_ACCURACY)
 
     def _packing(self, matrix: Matrix) -> Packing | None:
         return self._weights.packing(matrix.name, (matrix.rows, matrix.columns))
 
     def _dense(self, stored: str, matrices: Sequence[Matrix]) -> ir.Value:
         shapes = {matrix.name: (matrix.rows, matrix.columns) for matrix in matrices}
-        dtype = HALF if self._half else FLOAT
-        return self._graph.weight(
-            f"{stored}.weight", dtype, _shape(matrices), lambda: self._weights.read_stacked(shapes, self._half)
-        )
+        dtype, read = HALF if self._half else FLOAT, partial(self._weights.read_stacked, shapes, self._half)
+        return self._graph.weight(f"{stored}.weight", dtype, _shape(matrices), read)
 
     def _packed(
         self, stored: str, matrices: Sequence[Matrix], packing: Packing
     ) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
-        """Packed numbers (N, G, bytes), scales (N, G), and zero points if there are any, one under the other.
-
-        Those of NF4 are flat.
-        """
+        """Packed numbers (N, G, bytes), scales (N, G), and zero points if there are any, one under the other."""
         rows, columns = _shape(matrices)
         groups, modules = -(-columns // packing.block_size), [matrix.name for matrix in matrices]
 
         def part(name: str, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
-            return self._graph.weight(
-                f"{stored}.weight_{name}", dtype, shape, lambda: self._weights.read_packed(modules, name)
-            )
+            read = partial(self._weights.read_packed, modules, name)
+            return self._graph.weight(f"{stored}.weight_{name}", dtype, shape, read)
 
-        if packing.nf4:
-            count = rows * columns
-            packed = part("packed", UINT8, (-(-count // 2),))
-            return packed, part("scale", FLOAT, (-(-count // packing.block_size),)), []
         packed = part("packed", UINT8, (rows, groups, packing.block_size * packing.bits // 8))
         scales = part("scale", FLOAT, (rows, groups))
         if not packing.asymmetric:

@@ -23,7 +23,6 @@ from export.graph.matmul import Matmul
 from export.graph.weights import Packing, Weights
 from export.metadata import CACHE_KEY, IN_PLACE_CACHE
 from export.paths import prompt_files
-from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.storage.packed_weights import ROW_BITS
 
@@ -38,18 +37,15 @@ class PerRowWeights(Weights):
         self._shapes: dict[str, tuple[int, int]] = {}
 
     def packing(self, module: str, shape: tuple[int, int]) -> Packing | None:
-        """See `Weights.packing`."""
         if not module.startswith("model.layers."):
             return super().packing(module, shape)
         self._shapes[module] = shape
         return Packing(ROW_BITS, shape[1], asymmetric=False)
 
     def read_per_row(self, modules: Sequence[str]) -> npt.NDArray[np.int8]:
-        """See `Weights.read_per_row`."""
         return np.ascontiguousarray(np.concatenate([self._rows(module)[0] for module in modules]).T)
 
     def read_per_row_scales(self, modules: Sequence[str]) -> npt.NDArray[np.float32]:
-        """See `Weights.read_per_row_scales`."""
         return np.concatenate([self._rows(module)[1] for module in modules])
 
     def _rows(self, module: str) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
@@ -61,7 +57,7 @@ class PerRowWeights(Weights):
 
 
 def write_prompt_graph(checkpoint: Path, directory: Path, model: WrittenGraph, scales: CacheScales | None) -> None:
-    """Write `prompt.onnx` and its data into `directory`.
+    """Write `prompt.onnx` and its data into `directory`; operators and names are those of `export.graph.decoder`.
 
     Args:
         checkpoint: a packed checkpoint.
@@ -69,15 +65,10 @@ def write_prompt_graph(checkpoint: Path, directory: Path, model: WrittenGraph, s
         model: that graph, written there.
         scales: the same as that graph's.
     """
-    graph = build_prompt_graph(load_config(checkpoint), PerRowWeights(checkpoint), scales)
-    graph.write(prompt_files(directory), model.tensors)
-
-
-def build_prompt_graph(config: ModelConfig, weights: Weights, scales: CacheScales | None) -> Builder:
-    """Token ids in, what is cached out; operators and names are those of `export.graph.decoder`."""
+    config = load_config(checkpoint)
     graph = Builder("sportsllm-prompt", {CACHE_KEY: IN_PLACE_CACHE})
     tokens_BT, mask_BS, pasts = add_inputs(graph, config, scales)
-    matmul, sequences = Matmul(graph, weights, half=False), Sequences(tokens_BT, mask_BS, scales)
+    matmul, sequences = Matmul(graph, PerRowWeights(checkpoint), half=False), Sequences(tokens_BT, mask_BS, scales)
     stream = add_layers(OrtLayerBuilder(graph, config, matmul, sequences), pasts, keep=None)
     add_presents(graph, config, scales, stream.presents)
-    return graph
+    graph.write(prompt_files(directory), model.tensors)

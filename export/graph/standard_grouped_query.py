@@ -9,7 +9,6 @@ E head_dim, X = E / 2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -22,21 +21,14 @@ from sportsllm.models.parts import HIDDEN
 from sportsllm.models.rope import rope_tables
 
 
-@dataclass(frozen=True)
-class _Positions:
-    """Positions of the new tokens and what they attend to, which all layers share.
+def _positions(
+    graph: Builder, config: ModelConfig, tokens_BT: ir.Value, mask_BS: ir.Value
+) -> tuple[list[ir.Value], ir.Value]:
+    """What all layers share: the new tokens' rows of the rotary tables, and whether new token t attends to column s.
 
-    Attributes:
-        cos_BT1X, sin_BT1X: their rows of the rotary tables.
-        seen_B1TS: whether new token t attends to column s.
+    Returns:
+        Cosine and sine, (B, T, 1, X); and (B, 1, T, S).
     """
-
-    cos_BT1X: ir.Value
-    sin_BT1X: ir.Value
-    seen_B1TS: ir.Value
-
-
-def _positions(graph: Builder, config: ModelConfig, tokens_BT: ir.Value, mask_BS: ir.Value) -> _Positions:
     zero, one = graph.constant("zero", np.array(0, np.int64)), graph.constant("one", np.array(1, np.int64))
     scalar = graph.constant("scalar_shape", np.array([], np.int64))
     end = graph.constant("end", np.array([np.iinfo(np.int64).max], np.int64))
@@ -62,8 +54,7 @@ def _positions(graph: Builder, config: ModelConfig, tokens_BT: ir.Value, mask_BS
     real_BS = graph.node("places/real", "Cast", [mask_BS], to=ir.DataType.BOOL.value)
     middle_axes = graph.constant("axes_1_2", np.array([1, 2], np.int64))
     real_B11S = graph.node("places/real_row", "Unsqueeze", [real_BS, middle_axes])
-    cos, sin = tables
-    return _Positions(cos, sin, graph.node("places/seen", "And", [earlier_TS, real_B11S]))
+    return tables, graph.node("places/seen", "And", [earlier_TS, real_B11S])
 
 
 class StandardGroupedQuery(HalfBuilder):
@@ -72,10 +63,10 @@ class StandardGroupedQuery(HalfBuilder):
     def __init__(self, layers: LayerBuilder, half: str) -> None:
         super().__init__(layers, half)
         assert layers.sequences.scales is None, "no standard operator reads an INT8 cache"
-        self._positions = _positions(self.graph, self.config, layers.sequences.tokens_BT, layers.sequences.mask_BS)
+        tokens_BT, mask_BS = layers.sequences.tokens_BT, layers.sequences.mask_BS
+        self._tables_BT1X, self._seen_B1TS = _positions(self.graph, self.config, tokens_BT, mask_BS)
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
-        """See `HalfBuilder.emit`."""
         graph, config, name = self.graph, self.config, self.name(layer)
         heads, shared, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         query, key, value = self.products(layer, HIDDEN, x_BTD)
@@ -102,12 +93,11 @@ class StandardGroupedQuery(HalfBuilder):
         # The least number instead of minus infinity: a padding token that attends to nothing stays a number.
         least = graph.constant("attention_least", np.array(np.finfo(np.float32).min, np.float32))
         scores_BHTS = shaped("scores_by_head", scores, heads, 0)
-        masked = graph.node(f"{name}/masked", "Where", [self._positions.seen_B1TS, scores_BHTS, least])
+        masked = graph.node(f"{name}/masked", "Where", [self._seen_B1TS, scores_BHTS, least])
         weights = graph.node(f"{name}/weights", "Softmax", [masked], axis=-1)
         mixed = graph.node(f"{name}/mixed", "MatMul", [shaped("weights_shared", weights, shared, 0), values])
-        mixed_BTHE = graph.node(
-            f"{name}/by_token", "Transpose", [shaped("mixed_by_head", mixed, heads, size)], perm=[0, 2, 1, 3]
-        )
+        mixed_BHTE = shaped("mixed_by_head", mixed, heads, size)
+        mixed_BTHE = graph.node(f"{name}/by_token", "Transpose", [mixed_BHTE], perm=[0, 2, 1, 3])
         flat = graph.constant("attention_flat", np.array([0, 0, heads * size], np.int64))
         return graph.node(f"{name}/attended", "Reshape", [mixed_BTHE, flat]), present
 
@@ -122,15 +112,14 @@ class StandardGroupedQuery(HalfBuilder):
 
     def _rotated(self, name: str, x_BTHE: ir.Value) -> ir.Value:
         """Each pair of channels, half a head apart, turned by the angle of the token's place."""
-        graph, cos, sin = self.graph, self._positions.cos_BT1X, self._positions.sin_BT1X
+        graph, (cos, sin) = self.graph, self._tables_BT1X
         outputs = [f"{name}/first", f"{name}/second"]
         first, second = graph.node_with_outputs(f"{name}/halves", "Split", [x_BTHE], outputs, axis=-1, num_outputs=2)
 
-        def product(half: ir.Value, table: str, factor: ir.Value) -> ir.Value:
-            return graph.node(f"{half.name}_{table}", "Mul", [half, factor])
+        def turned(half: str, op: str, own: ir.Value, other: ir.Value) -> ir.Value:
+            by_cos = graph.node(f"{own.name}_cos", "Mul", [own, cos])
+            by_sin = graph.node(f"{other.name}_sin", "Mul", [other, sin])
+            return graph.node(f"{name}/turned_{half}", op, [by_cos, by_sin])
 
-        turned = [
-            graph.node(f"{name}/turned_first", "Sub", [product(first, "cos", cos), product(second, "sin", sin)]),
-            graph.node(f"{name}/turned_second", "Add", [product(second, "cos", cos), product(first, "sin", sin)]),
-        ]
-        return graph.node(f"{name}/turned", "Concat", turned, axis=-1)
+        both = [turned("first", "Sub", first, second), turned("second", "Add", second, first)]
+        return graph.node(f"{name}/turned", "Concat", both, axis=-1)

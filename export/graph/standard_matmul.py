@@ -20,12 +20,7 @@ from sportsllm.models.parts import Matrix
 from sportsllm.storage.packed_weights import unpack
 
 # A block around zero needs no zero points as signed numbers, which more runtimes take.
-_BLOCK_TYPES = {
-    (4, False): ir.DataType.INT4,
-    (4, True): ir.DataType.UINT4,
-    (8, False): ir.DataType.INT8,
-    (8, True): ir.DataType.UINT8,
-}
+_BLOCK_TYPES = {4: (ir.DataType.INT4, ir.DataType.UINT4), 8: (ir.DataType.INT8, ir.DataType.UINT8)}  # [asymmetric]
 
 
 class StandardEmbedding(Matmul):
@@ -86,7 +81,7 @@ class StandardMatmul(StandardEmbedding):
     ) -> ir.Value:
         graph, modules = self._graph, [matrix.name for matrix in matrices]
         rows, width = sum(matrix.rows for matrix in matrices), matrices[0].columns
-        groups, dtype = -(-width // packing.block_size), _BLOCK_TYPES[packing.bits, packing.asymmetric]
+        groups, dtype = -(-width // packing.block_size), _BLOCK_TYPES[packing.bits][packing.asymmetric]
 
         def columns(part: str, count: int) -> ir.Value:
             read = partial(self._columns, modules, part, packing, count)
@@ -108,5 +103,5 @@ class StandardMatmul(StandardEmbedding):
         numbers_NK = unpack(bytes_N.reshape(len(bytes_N), -1), packing.bits)[:, :count]
         if not packing.asymmetric:
             numbers_NK = numbers_NK.astype(np.int16) - 2 ** (packing.bits - 1)
-        dtype = _BLOCK_TYPES[packing.bits, packing.asymmetric]
+        dtype = _BLOCK_TYPES[packing.bits][packing.asymmetric]
         return np.ascontiguousarray(numbers_NK.T).astype(dtype.numpy())

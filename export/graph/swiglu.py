@@ -14,7 +14,6 @@ class SwiGLU(HalfBuilder):
     """silu(gate(x)) * up(x)."""
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
-        """See `HalfBuilder.emit`."""
         gate, up = self.products(layer, HIDDEN, x_BTD)
         silu = self.layers.silu(f"{self.name(layer)}/silu", gate)
         return self.graph.node(f"{self.name(layer)}/inner", "Mul", [silu, up]), ()

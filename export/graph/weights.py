@@ -9,35 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
+from export.graph.builder import Array
 from sportsllm.errors import ArtifactError
 from sportsllm.storage.packed_matrix import read_packed
 from sportsllm.storage.packed_weights import ROW_BITS
 from sportsllm.storage.safetensors_files import TensorFiles
 
-Array = npt.NDArray[Any]
-
 
 @dataclass(frozen=True)
 class Packing:
-    """How a packed matrix is laid out; see `sportsllm.storage.packed_weights`.
-
-    Attributes:
-        bits, block_size: of its numbers.
-        asymmetric: whether there are zero points.
-        nf4: whether the numbers are NF4 codes, stored flat.
-        joinable: whether another matrix may be stacked under it.
-    """
+    """How a packed matrix is laid out; see `sportsllm.storage.packed_weights`."""
 
     bits: int
     block_size: int
-    asymmetric: bool
-    nf4: bool = False
-    joinable: bool = True
+    asymmetric: bool  # whether there are zero points
 
     @property
     def per_row(self) -> bool:
@@ -54,20 +44,16 @@ class Weights:
         self._packings: dict[str, Packing | None] = {}
 
     def packing(self, module: str, shape: tuple[int, int]) -> Packing | None:
-        """Layout of the module's matrix, or None where it is dense.
-
-        Args:
-            module: for example `model.layers.0.mlp.up_proj`.
-            shape: (N, K) that the config asks for.
+        """Layout of a module's matrix, or None where it is dense.
 
         Raises:
-            ArtifactError: its tensors are incomplete or do not fit the shape.
+            ArtifactError: its tensors are incomplete or do not fit the (N, K) that the config asks for.
         """
         if module not in self._packings:
             found = None
             if f"{module}.weight_packed" in self._tensors:
                 weight = read_packed(self._tensors, module, shape, self._directory)
-                found = Packing(weight.bits, weight.block_size, weight.zero_points is not None)
+                found = Packing(weight.bits, weight.block_size, f"{module}.weight_zero_point" in self._tensors)
             self._packings[module] = found
         return self._packings[module]
 
@@ -112,12 +98,7 @@ class Weights:
         return _stack([read(f"{name}.weight", shape) for name, shape in shapes.items()])
 
     def read_packed(self, modules: Sequence[str], part: str) -> Array:
-        """One part of packed matrices with equal packing, one under the other.
-
-        Args:
-            modules: their names; `packing` must be the same for all.
-            part: `packed`, `scale` or `zero_point`.
-        """
+        """One part, `packed`, `scale` or `zero_point`, of matrices with equal packing, one under the other."""
         tensors = [self._tensors[f"{name}.weight_{part}"] for name in modules]
         return _stack([(t.float() if t.is_floating_point() else t).numpy() for t in tensors])
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from export.cache_scales import CacheScales
+from export.graph.decoder import graph_precision
 from export.graph.matmul import FLAT, PER_ROW_PRODUCT
-from export.graph.precision import graph_precision
 from export.parity.comparison import Limits
 from export.parity.limits import DEPLOYED, DEPLOYED_PER_ROW, EXACT, EXACT_INT8_CACHE
 from export.paths import find_files
@@ -39,23 +39,14 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class GateInputs:
-    """What the gate compares, without the weights.
+    """What the gate compares, without the weights."""
 
-    Attributes:
-        graph: the exported one.
-        config: the model's shape, the same on both sides.
-        precision: see `graph_precision`.
-        scales: of an INT8 cache.
-        sequences: see `make_sequences`.
-        tokenizer: the checkpoint's, if it has one.
-    """
-
-    graph: ir.Model
-    config: ModelConfig
-    precision: str
-    scales: CacheScales | None
-    sequences: list[list[int]]
-    tokenizer: TextTokenizer | None
+    graph: ir.Model  # the exported one
+    config: ModelConfig  # the same on both sides
+    precision: str  # see `graph_precision`
+    scales: CacheScales | None  # of an INT8 cache
+    sequences: list[list[int]]  # see `make_sequences`
+    tokenizer: TextTokenizer | None  # the checkpoint's, if it has one
 
     @staticmethod
     def read(checkpoint: Path, export: Path) -> GateInputs:
@@ -81,20 +72,15 @@ class GateInputs:
 
     @property
     def deployed_limits(self) -> Limits:
-        """Of the deployed pass."""
-        return DEPLOYED_PER_ROW if multiplies_per_row(self.graph) else DEPLOYED[self.precision]
+        """Of the deployed pass; wider where a product rounds its input with one scale for the whole tensor."""
+        per_row = any(node.op_type == PER_ROW_PRODUCT for node in self.graph.graph)
+        return DEPLOYED_PER_ROW if per_row else DEPLOYED[self.precision]
 
     def tokenizer_changes(self) -> tuple[str, ...] | None:
         """Texts that do not survive encoding and decoding; None without a tokenizer."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
+        if (tokenizer := self.tokenizer) is None:
             return None
         return tuple(text for text in TEXTS if tokenizer.decode(tokenizer.encode(text)) != text)
-
-
-def multiplies_per_row(graph: ir.Model) -> bool:
-    """Whether a product rounds its input with one scale for the whole tensor."""
-    return any(node.op_type == PER_ROW_PRODUCT for node in graph.graph)
 
 
 def graph_cache_scales(graph: ir.Model, config: ModelConfig) -> CacheScales | None:
@@ -143,13 +129,7 @@ def round_to_half(matrices: Iterable[Tensor]) -> None:
 
 
 def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Names of stored tables, embedding and, where the model has them, rotary, that differ from the model's.
-
-    Args:
-        graph: the exported one.
-        config: its shape.
-        tensors: the checkpoint's, each read when it is asked for.
-    """
+    """Names of stored tables, embedding and, where the model has them, rotary, that differ from the checkpoint's."""
     rotary = dict(zip(("cos_cache", "sin_cache"), rope_tables(config, config.max_position_embeddings), strict=True))
     for name in (*rotary, *(name for name in tensors if name.startswith(f"{EMBEDDING}."))):
         found = graph.graph.initializers
