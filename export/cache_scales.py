@@ -41,6 +41,11 @@ class CacheScales:
     keys: Tensor
     values: Tensor
 
+    def rounded(self, layer: int, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values as an INT8 cache returns them."""
+        scale = self.keys[layer][None, :, None], self.values[layer][None, :, None]
+        return _rounded(k_BKSE, scale[0]), _rounded(v_BKSE, scale[1])
+
 
 class RoundedCache(KVCache):
     """A float32 cache that returns what an INT8 cache would: the reference of the exported graph."""
@@ -50,9 +55,7 @@ class RoundedCache(KVCache):
         self._scales = scales
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        k_BKTE, v_BKTE = new
-        keys, values = self._scales.keys[layer][None, :, None], self._scales.values[layer][None, :, None]
-        return super().append(layer, _rounded(k_BKTE, keys), _rounded(v_BKTE, values))
+        return super().append(layer, *self._scales.rounded(layer, *new))
 
 
 class LayerCache(KVCache):
@@ -67,12 +70,8 @@ class LayerCache(KVCache):
         self.length, self._scales = 0, scales
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        k_BKTE, v_BKTE = new
-        self.keys, self.values = k_BKTE, v_BKTE
-        if self._scales is None:
-            return k_BKTE, v_BKTE
-        keys, values = self._scales.keys[layer][None, :, None], self._scales.values[layer][None, :, None]
-        return _rounded(k_BKTE, keys), _rounded(v_BKTE, values)
+        self.keys, self.values = new
+        return new if self._scales is None else self._scales.rounded(layer, *new)
 
 
 def _rounded(x: Tensor, scale: Tensor) -> Tensor:
@@ -80,10 +79,10 @@ def _rounded(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def cache_scales(checkpoint: Path, calibration: Sequence[Path]) -> CacheScales:
-    """Scales for a checkpoint, with one layer at a time in memory.
+    """Scales for a checkpoint, measured on its own keys and values, with one layer at a time in memory.
 
     Args:
-        checkpoint: packed or not; scales are measured on its own keys and values.
+        checkpoint: packed or not.
         calibration: text files, never held-out ones; the checkpoint's training text if there are none.
 
     Raises:
@@ -110,8 +109,7 @@ def measure_scales(config: ModelConfig, blocks: Iterable[nn.Module], states: lis
     """The scales of least squared error over what each layer caches of sample texts, a channel at a time.
 
     Args:
-        config: the model's shape.
-        blocks: its layers, one of which is in use at a time.
+        config, blocks: the model's shape and its layers, one of which is in use at a time.
         states: the embedded samples, (1, S, D) each; overwritten.
 
     Raises:

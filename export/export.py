@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from export.graph.prefill_graph import write_prompt_graph
 from export.loader_files import write_loader_files
 from export.parity.by_layer import check_parity_by_layer
 from export.parity.check import check_parity
-from export.parity.comparison import ParityReport
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, GateError, ResourceError, UsageError
 from sportsllm.models.hf_config import load_config
@@ -34,72 +33,28 @@ _REPORTED = ("max_abs_logit_error", "kl", "greedy_match", "passed", "tokenizer_c
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How to export.
+    """How to export."""
 
-    Attributes:
-        dtype: `fp32` (where not given) or `fp16` storage of an unpacked checkpoint. A packed one keeps its own.
-        threads: CPU threads of the gate.
-        kv_cache: `fp32`, or `int8`: a quarter of the memory, scales measured on calibration text.
-        calibration: text for `int8`; the checkpoint's training text if not given.
-        profile: `memory`, one copy of the weights; or `latency`, a second graph with weights of its own that reads
-            prompts faster, see `export.graph.prefill_graph`.
-        standard_ops: use standard ONNX operators alone, for runtimes that do not have ONNX Runtime's own.
-        web: write the files that transformers.js looks for in a browser.
-        max_ram_mb: the most memory (MB, 10^6 bytes) that this process may take; the gate then goes layer by layer.
-    """
-
-    dtype: str | None = None
-    threads: int | None = None
-    kv_cache: str = "fp32"
-    calibration: Sequence[Path] = ()
-    profile: str = "memory"
-    standard_ops: bool = False
-    web: bool = False
-    max_ram_mb: int | None = None
+    dtype: str | None = None  # `fp32` (if None) or `fp16` storage of an unpacked checkpoint; a packed one keeps its own
+    threads: int | None = None  # CPU threads of the gate
+    kv_cache: str = "fp32"  # or `int8`: a quarter of the memory, scales measured on calibration text
+    calibration: Sequence[Path] = ()  # text for `int8`; the checkpoint's training text if empty
+    profile: str = "memory"  # or `latency`: a second graph that reads prompts faster, see `export.graph.prefill_graph`
+    standard_ops: bool = False  # standard ONNX operators alone, for runtimes that do not have ONNX Runtime's own
+    web: bool = False  # write the files that transformers.js looks for in a browser
+    max_ram_mb: int | None = None  # the most memory (MB, 10^6 bytes) of this process; the gate then goes layer by layer
 
     def settings(self, checkpoint: Path) -> dict[str, Any]:
         """What decides the content of the export, for its manifest; defaults that came later are left out."""
         stored = "packed" if quantization_config(checkpoint) is not None else self.dtype or "fp32"
-        settings: dict[str, Any] = {"dtype": stored, "kv_cache": self.kv_cache}
-        if self.profile != "memory":
-            settings["profile"] = self.profile
-        if self.standard_ops:
-            settings["standard_ops"] = True
-        if self.web:
-            settings["web"] = True
-        if self.calibration:
-            settings["calibration"] = [str(path) for path in self.calibration]
-        return settings
-
-
-@dataclass(frozen=True)
-class ExportResult:
-    """What an export came to.
-
-    Attributes:
-        parameters: of the model.
-        precision: the narrowest that matrices are stored in: `fp32`, `fp16`, `int8`, `int4` or `nf4`.
-        kv_cache, profile: as in `ExportOptions`.
-        build_seconds: without the gate.
-        seconds: with it.
-        peak_rss_bytes: of this process.
-        parity: the gate's report.
-    """
-
-    parameters: int
-    precision: str
-    kv_cache: str
-    profile: str
-    build_seconds: float
-    seconds: float
-    peak_rss_bytes: int
-    parity: ParityReport
-
-    def to_json(self) -> dict[str, Any]:
-        """As the manifest keeps it."""
-        parity = self.parity.to_dict()
-        fields = {name: value for name, value in vars(self).items() if name != "parity"}
-        return {**fields, "parity": {key: parity[key] for key in _REPORTED}}
+        later = {
+            "profile": self.profile if self.profile != "memory" else None,
+            "standard_ops": self.standard_ops,
+            "web": self.web,
+            "calibration": [str(path) for path in self.calibration],
+        }
+        given = {name: value for name, value in later.items() if value}
+        return {"dtype": stored, "kv_cache": self.kv_cache, **given}
 
 
 def export_checkpoint(checkpoint: Path, out: Path, options: ExportOptions) -> dict[str, Any]:
@@ -111,7 +66,9 @@ def export_checkpoint(checkpoint: Path, out: Path, options: ExportOptions) -> di
         options: how to export.
 
     Returns:
-        `out`, `cached`, `size_bytes` and the fields of `ExportResult`.
+        `out`, `cached` and `size_bytes`; `parameters`, and `precision`, the narrowest that matrices are stored in;
+        `kv_cache` and `profile` as asked for; `build_seconds` without the gate and `seconds` with it;
+        `peak_rss_bytes` of this process; and the main figures of `parity.json` as `parity`.
 
     Raises:
         UsageError: an unknown dtype or profile, one that does not fit the checkpoint, options that exclude each
@@ -126,10 +83,10 @@ def export_checkpoint(checkpoint: Path, out: Path, options: ExportOptions) -> di
     _check_options(checkpoint, options)
     stage = Stage("export", options.settings(checkpoint), [checkpoint, *options.calibration])
     _check_memory(checkpoint, options)
-    return run_stage(out, stage, lambda directory: _make(checkpoint, directory, options).to_json())
+    return run_stage(out, stage, lambda directory: _make(checkpoint, directory, options))
 
 
-def _make(checkpoint: Path, directory: Path, options: ExportOptions) -> ExportResult:
+def _make(checkpoint: Path, directory: Path, options: ExportOptions) -> dict[str, Any]:
     started = time.perf_counter()
     written = _write(checkpoint, directory, options)
     built = time.perf_counter()
@@ -149,17 +106,18 @@ def _make(checkpoint: Path, directory: Path, options: ExportOptions) -> ExportRe
             f"{checkpoint}: the export does not match the model ({'; '.join(failures[:3])}); nothing was "
             "published, please report it with this line"
         )
-    write_json(directory / "parity.json", report.to_dict())
-    return ExportResult(
-        parameters=load_config(checkpoint).parameters,
-        precision=report.precision,
-        kv_cache=options.kv_cache,
-        profile=options.profile,
-        build_seconds=round(built - started, 3),
-        seconds=round(time.perf_counter() - started, 3),
-        peak_rss_bytes=peak,
-        parity=report,
-    )
+    parity = report.to_dict()
+    write_json(directory / "parity.json", parity)
+    return {
+        "parameters": load_config(checkpoint).parameters,
+        "precision": report.precision,
+        "kv_cache": options.kv_cache,
+        "profile": options.profile,
+        "build_seconds": round(built - started, 3),
+        "seconds": round(time.perf_counter() - started, 3),
+        "peak_rss_bytes": peak,
+        "parity": {key: parity[key] for key in _REPORTED},
+    }
 
 
 def _write(checkpoint: Path, directory: Path, options: ExportOptions) -> WrittenGraph:
@@ -174,51 +132,42 @@ def _write(checkpoint: Path, directory: Path, options: ExportOptions) -> Written
     written = write_graph(checkpoint, directory, dtype == "fp16", scales, options.standard_ops, options.web)
     if options.profile == "latency":
         write_prompt_graph(checkpoint, directory, written, scales)
-    write_loader_files(
-        checkpoint, directory, in_place=not options.standard_ops, web=written.precision if options.web else None
-    )
+    web = written.precision if options.web else None
+    write_loader_files(checkpoint, directory, in_place=not options.standard_ops, web=web)
     return written
 
 
 def _check_options(checkpoint: Path, options: ExportOptions) -> None:
     """Refuse options that are unknown, exclude each other or do not fit the checkpoint."""
-    _check_cache(options)
-    _check_format(checkpoint, options)
-    packed = quantization_config(checkpoint) is not None
-    if options.dtype is not None and options.dtype not in DTYPES:
-        raise UsageError(f"--dtype {options.dtype!r}: choose {' or '.join(DTYPES)}")
-    if options.dtype is not None and packed:
+    choices = (
+        ("--kv-cache", options.kv_cache, CACHE_PRECISIONS),
+        ("--profile", options.profile, PROFILES),
+        ("--dtype", options.dtype, DTYPES),
+    )
+    for flag, value, known in choices:
+        if value is not None and value not in known:
+            raise UsageError(f"{flag} {value!r}: choose {' or '.join(known)}")
+    if options.calibration and options.kv_cache == "fp32":
+        raise UsageError("--calibration belongs to --kv-cache int8; leave it out, or add that")
+    if options.standard_ops and options.kv_cache != "fp32":
+        raise UsageError(
+            f"--standard-ops with --kv-cache {options.kv_cache}: no standard operator reads such a cache; leave one of "
+            "them out"
+        )
+    packed = quantization_config(checkpoint)
+    if options.standard_ops and packed and packed.get("per_row"):
+        raise UsageError(f"--standard-ops: {checkpoint} has INT8 per row, which has no standard operators; use blocks")
+    if options.profile == "latency":
+        _check_latency(checkpoint, options, packed)
+    if options.dtype is not None and packed is not None:
         raise UsageError(
             f"--dtype {options.dtype}: {checkpoint} is packed already and is exported as it is; leave --dtype out"
         )
     check_kinds(load_config(checkpoint), int8_cache=options.kv_cache == "int8")
 
 
-def _check_cache(options: ExportOptions) -> None:
-    kv_cache = options.kv_cache
-    if kv_cache not in CACHE_PRECISIONS:
-        raise UsageError(f"--kv-cache {kv_cache!r}: choose {' or '.join(CACHE_PRECISIONS)}")
-    if options.calibration and kv_cache == "fp32":
-        raise UsageError("--calibration belongs to --kv-cache int8; leave it out, or add that")
-    if options.standard_ops and kv_cache != "fp32":
-        raise UsageError(
-            f"--standard-ops with --kv-cache {kv_cache}: no standard operator reads such a cache; leave one of them out"
-        )
-
-
-def _check_format(checkpoint: Path, options: ExportOptions) -> None:
-    """Refuse weight formats that the asked graphs do not have."""
-    if options.profile not in PROFILES:
-        raise UsageError(f"--profile {options.profile!r}: choose {' or '.join(PROFILES)}")
-    packed = quantization_config(checkpoint) or {}
-    per_row, nf4 = bool(packed.get("per_row")), packed.get("method") == "nf4"
-    if options.standard_ops and (per_row or nf4):
-        stored = "INT8 per row" if per_row else "NF4"
-        raise UsageError(f"--standard-ops: {checkpoint} has {stored}, which has no standard operators; use blocks")
-    if options.web and nf4:
-        raise UsageError(f"--web: {checkpoint} has NF4, which browsers do not run; quantize it to INT4")
-    if options.profile == "memory":
-        return
+def _check_latency(checkpoint: Path, options: ExportOptions, packed: Mapping[str, Any] | None) -> None:
+    """Refuse the latency profile where the graph or the checkpoint's weights have no second form."""
     if options.standard_ops or options.web:
         raise UsageError("--profile latency is for this program's runtime; leave out --standard-ops and --web")
     if not packed:
@@ -226,7 +175,7 @@ def _check_format(checkpoint: Path, options: ExportOptions) -> None:
             f"--profile latency reads prompts in INT8, and {checkpoint} is not quantized; quantize it first, or leave "
             "the option out"
         )
-    if per_row:
+    if packed.get("per_row"):
         raise UsageError(
             f"--profile latency: {checkpoint} is stored per row already, as prompts would be; leave the option out"
         )

@@ -43,7 +43,9 @@ def write_loader_files(checkpoint: Path, directory: Path, in_place: bool = True,
     if quantization_config(checkpoint) is None and settings.pop("quantization_config", None) is not None:
         write_json(directory / "config.json", settings)
     if web is not None:
-        settings["transformers.js_config"] = web_config(directory, web)
+        # The dtype that is loaded where the page names none, and the graph that has a data file beside it.
+        graph = web_files(directory, web).graph.name
+        settings["transformers.js_config"] = {"dtype": WEB_NAMES[web][0], "use_external_data_format": {graph: 1}}
         write_json(directory / "config.json", settings)
         return
     if [state.name for state in block_state(config)] == ["key", "value"]:
@@ -51,25 +53,8 @@ def write_loader_files(checkpoint: Path, directory: Path, in_place: bool = True,
         write_json(directory / "genai_config.json", genai_config(config, model_type, in_place))
 
 
-def web_config(directory: Path, precision: str) -> dict[str, Any]:
-    """The dtype that transformers.js loads where the page names none, and which graph has a data file beside it.
-
-    Args:
-        directory: the export.
-        precision: of the graph.
-    """
-    graph = web_files(directory, precision).graph.name
-    return {"dtype": WEB_NAMES[precision].dtype, "use_external_data_format": {graph: 1}}
-
-
 def genai_config(config: ModelConfig, model_type: str, in_place: bool = True) -> dict[str, Any]:
-    """The settings that onnxruntime-genai opens the directory with.
-
-    Args:
-        config: the model's shape.
-        model_type: Hugging Face's name of the family, as in config.json.
-        in_place: see `write_loader_files`.
-    """
+    """The settings that onnxruntime-genai opens the directory with; `model_type` as in config.json."""
     context = config.max_position_embeddings
     model: dict[str, Any] = {
         # Read as "a decoder"; genai refuses names that it does not know.

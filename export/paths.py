@@ -14,21 +14,9 @@ DATA_FILE = "model.onnx.data"
 PROMPT_FILE = "prompt.onnx"
 
 
-@dataclass(frozen=True)
-class WebNames:
-    """transformers.js's name for a precision, and its suffix of the file name."""
-
-    dtype: str
-    suffix: str
-
-
-# Source: DEFAULT_DTYPE_SUFFIX_MAPPING in src/utils/dtypes.js of @huggingface/transformers 4.3.1.
-WEB_NAMES = {
-    "fp32": WebNames("fp32", ""),
-    "fp16": WebNames("fp16", "_fp16"),
-    "int8": WebNames("q8", "_quantized"),
-    "int4": WebNames("q4", "_q4"),
-}
+# By precision: transformers.js's name of it, and its suffix of the file name. Source: DEFAULT_DTYPE_SUFFIX_MAPPING in
+# src/utils/dtypes.js of @huggingface/transformers 4.3.1.
+WEB_NAMES = {"fp32": ("fp32", ""), "fp16": ("fp16", "_fp16"), "int8": ("q8", "_quantized"), "int4": ("q4", "_q4")}
 
 
 @dataclass(frozen=True)
@@ -50,13 +38,8 @@ def prompt_files(directory: Path) -> GraphFiles:
 
 
 def web_files(directory: Path, precision: str) -> GraphFiles:
-    """Paths that `export --web` writes.
-
-    Args:
-        directory: the export.
-        precision: `fp32`, `fp16`, `int8` or `int4`.
-    """
-    graph = directory / "onnx" / f"model{WEB_NAMES[precision].suffix}.onnx"
+    """Paths that `export --web` writes."""
+    graph = directory / "onnx" / f"model{WEB_NAMES[precision][1]}.onnx"
     return GraphFiles(graph, graph.with_name(f"{graph.name}_data"))
 
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 GPT2 = "gpt-2"
-METHOD = "get_vocab_base_pre"
-"""The converter's method that names a tokenizer's pre-tokenizer."""
+METHOD = "get_vocab_base_pre"  # of the converter; names a tokenizer's pre-tokenizer
 USAGE = "usage: convert.py LLAMA_CPP/convert_hf_to_gguf.py CHECKPOINT [the converter's flags]"
 
 

@@ -108,6 +108,11 @@ class Builder:
             self._nodes = around
         return self.node_with_outputs(name, "If", [condition], list(outputs), **graphs)
 
+    def split(self, name: str, x: ir.Value, sizes: Sequence[int], outputs: Sequence[str]) -> list[ir.Value]:
+        """x cut along its last axis."""
+        lengths = self.constant("split_" + "_".join(map(str, sizes)), np.array(sizes, np.int64))
+        return self.node_with_outputs(name, "Split", [x, lengths], outputs, axis=-1)
+
     def constant(self, name: str, array: Array) -> ir.Value:
         """A small tensor; the same name gives the same tensor."""
         return self.weight(name, ir.DataType.from_numpy(array.dtype), array.shape, lambda: array)

@@ -173,7 +173,7 @@ def add_inputs(
     tokens_BT = graph.input(metadata.INPUT_IDS, INT64, ["batch_size", "sequence_length"])
     mask_BS = graph.input(metadata.ATTENTION_MASK, INT64, ["batch_size", "total_sequence_length"])
     shapes, layers = _cache_shapes(config, "past_sequence_length"), range(config.num_hidden_layers)
-    dtype = _cache_type(scales)
+    dtype = FLOAT if scales is None else INT8
     pasts = [[graph.input(metadata.past_name(i, name), dtype, shape) for name, shape in shapes.items()] for i in layers]
     return tokens_BT, mask_BS, pasts
 
@@ -182,16 +182,12 @@ def add_presents(
     graph: Builder, config: ModelConfig, scales: CacheScales | None, presents: Sequence[Sequence[ir.Value]]
 ) -> None:
     """What each layer caches, as outputs."""
-    shapes = _cache_shapes(config, "total_sequence_length")
+    shapes, dtype = _cache_shapes(config, "total_sequence_length"), FLOAT if scales is None else INT8
     for layer, present in enumerate(presents):
         for (name, shape), value in zip(shapes.items(), present, strict=True):
-            graph.output(value, metadata.present_name(layer, name), _cache_type(scales), shape)
+            graph.output(value, metadata.present_name(layer, name), dtype, shape)
 
 
 def _cache_shapes(config: ModelConfig, length: str) -> dict[str, list[object]]:
     """Names and shapes of what one layer caches, tokens on the last axis but one."""
     return {s.name: ["batch_size", *s.shape[:-1], length, s.shape[-1]] for s in block_state(config)}
-
-
-def _cache_type(scales: CacheScales | None) -> ir.DataType:
-    return FLOAT if scales is None else INT8

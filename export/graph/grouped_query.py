@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from export.graph.builder import MS
 from export.graph.half import HalfBuilder
-from export.graph.int8_cache_prefill import LongPrefill
+from export.graph.int8_cache_prefill import LongPrefill, group_query_attention
 from export.graph.layer import LayerBuilder
 from sportsllm.models.parts import HIDDEN
 from sportsllm.models.rope import rope_tables
@@ -99,17 +99,8 @@ class OrtGroupedQuery(HalfBuilder):
         if scales:
             inputs += [None] * (_K_SCALE_INPUT - len(inputs)) + list(scales)
             attributes = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
-        return self.graph.node_with_outputs(
-            f"{name}/attention",
-            "GroupQueryAttention",
-            inputs,
-            [f"{name}/{output}" for output in ("attended", "key", "value")],
-            MS,
-            num_heads=self.config.num_attention_heads,
-            kv_num_heads=self.config.num_key_value_heads,
-            do_rotary=int(bool(tables)),
-            **attributes,
-        )
+        outputs = ("attended", "key", "value")
+        return group_query_attention(self.graph, self.config, name, inputs, outputs, bool(tables), **attributes)
 
     def _cache_scales(self, layer: int) -> list[ir.Value]:
         """A layer's scales of keys and of values, (1, K, 1, E); none for a float32 cache."""

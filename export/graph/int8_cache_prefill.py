@@ -24,6 +24,22 @@ FLOAT, INT8, INT32 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.INT32
 LONG_PIECE = 32
 
 
+def group_query_attention(
+    graph: Builder,
+    config: ModelConfig,
+    name: str,
+    inputs: Sequence[ir.Value | None],
+    outputs: Sequence[str],
+    do_rotary: bool = False,
+    **attributes: int | str,
+) -> list[ir.Value]:
+    """Add the operator; names of its outputs follow `name`."""
+    heads = {"num_heads": config.num_attention_heads, "kv_num_heads": config.num_key_value_heads}
+    given = {**heads, "do_rotary": int(do_rotary), **attributes}
+    names = [f"{name}/{output}" for output in outputs]
+    return graph.node_with_outputs(f"{name}/attention", "GroupQueryAttention", inputs, names, MS, **given)
+
+
 class LongPrefill:
     """The choice between the two ways, which all layers share, and each layer's branch for long pieces.
 
@@ -80,7 +96,10 @@ class LongPrefill:
         """
         graph, config = self._graph, self._config
         past_P, seqlens_k, total, ids_1T, indices = self._positions(name)
-        query, key, value = parts if len(parts) == 3 else self._split(name, parts[0])
+        if len(parts) == 1:
+            sizes = [config.query_size, config.key_value_size, config.key_value_size]
+            parts = graph.split(f"{name}/split", parts[0], sizes, [f"{name}/{part}" for part in "qkv"])
+        query, key, value = parts
         if self._tables is not None:
             query = self._rotated(f"{name}/q", query, config.num_attention_heads, ids_1T)
             key = self._rotated(f"{name}/k", key, config.num_key_value_heads, ids_1T)
@@ -90,18 +109,12 @@ class LongPrefill:
             flat_scale = graph.node(f"{part}_scale", "Reshape", [scale, flat])  # folded when the graph is loaded
             quantized = self._quantized(part, x, flat_scale)
             new.append(self._dequantized(f"{part}_own", quantized, flat_scale))
-            before.append(self._dequantized(f"{part}_before", self._before(part, old, past_P), scale))
+            begin = graph.constant("cache/begin", np.array([0], np.int64))
+            old_1KPE = graph.node(f"{part}_before_int8", "Slice", [old, begin, past_P, graph.axis(2)])
+            before.append(self._dequantized(f"{part}_before", old_1KPE, scale))
             present.append(self._stored(part, quantized, old, indices))
-        attended, _, _ = graph.node_with_outputs(
-            f"{name}/attention",
-            "GroupQueryAttention",
-            [query, *new, *before, seqlens_k, total],
-            [f"{name}/{output}" for output in ("attended", "all_keys", "all_values")],
-            MS,
-            num_heads=config.num_attention_heads,
-            kv_num_heads=config.num_key_value_heads,
-            do_rotary=0,
-        )
+        inputs, outputs = [query, *new, *before, seqlens_k, total], ("attended", "all_keys", "all_values")
+        attended, _, _ = group_query_attention(graph, config, name, inputs, outputs)
         return [attended, *present]
 
     def _positions(self, name: str) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value, ir.Value]:
@@ -138,12 +151,6 @@ class LongPrefill:
         indices = graph.node(f"{name}/where", "Add", [places_only, graph.constant("cache/at_head", heads_1K13)])
         return past_P, seqlens_k, total_int32, ids_1T, indices
 
-    def _split(self, name: str, packed: ir.Value) -> Sequence[ir.Value]:
-        sizes = [self._config.query_size, self._config.key_value_size, self._config.key_value_size]
-        lengths = self._graph.constant("split_" + "_".join(map(str, sizes)), np.array(sizes, np.int64))
-        names = [f"{name}/{part}" for part in "qkv"]
-        return self._graph.node_with_outputs(f"{name}/split", "Split", [packed, lengths], names, axis=-1)
-
     def _rotated(self, name: str, x: ir.Value, heads: int, ids_1T: ir.Value) -> ir.Value:
         inputs = [x, ids_1T, *(self._tables or ())]
         sizes = {"num_heads": heads, "rotary_embedding_dim": self._config.head_dim}
@@ -159,11 +166,6 @@ class LongPrefill:
         """INT8 numbers times scale, in their shape."""
         wide = self._graph.node(f"{name}_numbers", "Cast", [numbers], to=FLOAT.value)
         return self._graph.node(name, "Mul", [wide, scale])
-
-    def _before(self, name: str, old_1KLE: ir.Value, past_P: ir.Value) -> ir.Value:
-        """The numbers of the tokens before, (1, K, P, E)."""
-        begin = self._graph.constant("cache/begin", np.array([0], np.int64))
-        return self._graph.node(f"{name}_before_int8", "Slice", [old_1KLE, begin, past_P, self._graph.axis(2)])
 
     def _stored(self, name: str, quantized: ir.Value, old_1KLE: ir.Value, indices: ir.Value) -> ir.Value:
         """The cache with the new numbers in it; where past and present share memory the others stay untouched."""

@@ -70,10 +70,8 @@ class Matmul:
         y = self.product(name, x, matrices)
         if not split:
             return [y]
-        sizes = [matrix.rows for matrix in matrices]
-        lengths = self._graph.constant("split_" + "_".join(map(str, sizes)), np.array(sizes, np.int64))
-        parts = [f"{matrix.name}/part" for matrix in matrices]
-        return self._graph.node_with_outputs(f"{name}/split", "Split", [y, lengths], parts, axis=-1)
+        sizes, parts = [matrix.rows for matrix in matrices], [f"{matrix.name}/part" for matrix in matrices]
+        return self._graph.split(f"{name}/split", y, sizes, parts)
 
     def product(self, name: str, x: ir.Value, matrices: Sequence[Matrix]) -> ir.Value:
         """x W^T + b, W being matrices of one format, one under the other."""

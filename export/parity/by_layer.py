@@ -28,7 +28,7 @@ from export.metadata import ATTENTION_MASK, INPUT_IDS, LOGITS, PAST, PRESENT
 from export.parity.comparison import ParityReport, Pass, compare, merge
 from export.parity.inputs import STEPS, GateInputs, exact_graph, round_to_half, threads_of_torch, unequal_tables
 from export.paths import find_files
-from export.runtime.session import exact_options, session_options
+from export.runtime.session import session_options
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD
@@ -46,9 +46,7 @@ def check_parity_by_layer(
 ) -> ParityReport:
     """As `export.parity.check.check_parity`, with one layer of each side in memory; no ragged batch.
 
-    Args:
-        checkpoint, export, threads: see there.
-        residual: the values at which the graph is cut, see `export.graph.decoder.WrittenGraph`.
+    The graph is cut at the values named by `residual`, see `export.graph.decoder.WrittenGraph`.
 
     Raises:
         ArtifactError: one of the two is damaged, or they do not belong together.
@@ -89,9 +87,6 @@ def _quick_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-# -- PyTorch -----------------------------------------------------------------------------------------------------------
-
-
 @torch.inference_mode()
 def _expected(tensors: TensorFiles, inputs: GateInputs, half: bool) -> list[Logits]:
     """(T, V) logits of every sequence."""
@@ -120,9 +115,6 @@ def _table(tensors: TensorFiles, config: ModelConfig, module: str, half: bool) -
     return found.half().float() if half else found
 
 
-# -- the graph ---------------------------------------------------------------------------------------------------------
-
-
 class GraphParts:
     """The exported graph, opened part by part."""
 
@@ -139,9 +131,8 @@ class GraphParts:
         ids = [{INPUT_IDS: np.array([list(tokens)], np.int64)} for tokens in sequences]
         values: list[dict[str, Array]] = [{} for _ in sequences]
         for part, (given, wanted) in enumerate(itertools.pairwise(self._cuts)):
-            values = self._run(
-                given, wanted, part - 1, [{**own, **read} for own, read in zip(values, ids, strict=True)]
-            )
+            read = [{**own, **tokens} for own, tokens in zip(values, ids, strict=True)]
+            values = self._run(given, wanted, part - 1, read)
             give_back()
         return [cast(Logits, found[LOGITS][0]) for found in values]
 
@@ -158,7 +149,7 @@ class GraphParts:
         for values in read:
             room = values[INPUT_IDS].shape[1]
             past = {name: _empty_cache(self._past[name], room) for name in cached}
-            found.append(GraphSlice(session, past).run(_pieces(values)))
+            found.append(_run_pieces(session, past, _pieces(values)))
         return found
 
     def _session(self, given: Sequence[str], wanted: Sequence[str]) -> ort.InferenceSession:
@@ -169,32 +160,26 @@ class GraphParts:
         for value in (*part.inputs, *part.outputs):  # inner values of the whole graph have no type
             value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
         whole = ir.Model(part, ir_version=model.ir_version)
-        options = exact_options(self._threads) if self._exact else session_options(self._threads)
+        options = session_options(self._threads, self._exact)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self._folder))
         options.enable_cpu_mem_arena = False
         return ort.InferenceSession(ir.to_proto(whole).SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-class GraphSlice:
-    """A part of the graph with its cache, which grows from piece to piece."""
-
-    def __init__(self, session: ort.InferenceSession, past: dict[str, Array]) -> None:
-        self._session, self._past = session, past
-        self._inputs = {item.name for item in session.get_inputs()}
-        self._outputs = [item.name for item in session.get_outputs()]
-
-    def run(self, pieces: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
-        """The outputs for a sequence that is read in pieces, joined along the tokens; present becomes past."""
-        found: dict[str, list[Array]] = {}
-        for piece in pieces:
-            feeds = {name: array for name, array in {**piece, **self._past}.items() if name in self._inputs}
-            outputs = dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
-            for name, array in outputs.items():
-                if name.startswith(PRESENT):
-                    self._past[name.replace(PRESENT, PAST)] = array
-                else:
-                    found.setdefault(name, []).append(array)
-        return {name: np.concatenate(parts, axis=1) for name, parts in found.items()}
+def _run_pieces(
+    session: ort.InferenceSession, past: dict[str, Array], pieces: Iterable[Mapping[str, Array]]
+) -> dict[str, Array]:
+    """The outputs of a part for a sequence read in pieces, joined along the tokens; present becomes past."""
+    inputs, wanted = {item.name for item in session.get_inputs()}, [item.name for item in session.get_outputs()]
+    found: dict[str, list[Array]] = {}
+    for piece in pieces:
+        feeds = {name: array for name, array in {**piece, **past}.items() if name in inputs}
+        for name, array in zip(wanted, session.run(wanted, feeds), strict=True):
+            if name.startswith(PRESENT):
+                past[name.replace(PRESENT, PAST)] = array
+            else:
+                found.setdefault(name, []).append(array)
+    return {name: np.concatenate(parts, axis=1) for name, parts in found.items()}
 
 
 def _pieces(values: Mapping[str, Array]) -> Iterator[dict[str, Array]]:

@@ -46,8 +46,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
     """Compare an export with the checkpoint it was made from. Neither directory is changed.
 
     Args:
-        checkpoint: the PyTorch side.
-        export: holds a graph, its data and config.json.
+        checkpoint, export: the PyTorch side; and a directory with a graph, its data and config.json.
         threads: CPU threads of both sides; all cores where not given.
 
     Raises:
@@ -77,26 +76,16 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
                 exact.use_prompt_graph = True
                 found = _compare_prompts(model, exact, sequences[0], inputs.scales)
                 passes.insert(1, Pass("exact prompts", limits, (found,)))
-    return ParityReport(
-        precision=inputs.precision,
-        passes=tuple(passes),
-        unequal_tables=tuple(unequal_tables(graph, inputs.config, TensorFiles(checkpoint))),
-        tokenizer_changes=inputs.tokenizer_changes(),
-    )
+    unequal = tuple(unequal_tables(graph, inputs.config, TensorFiles(checkpoint)))
+    return ParityReport(inputs.precision, tuple(passes), unequal, inputs.tokenizer_changes())
 
 
 def run_pass(
     name: str, decoder: OnnxDecoder, sequences: Sequence[Sequence[int]], expected: Sequence[Logits], limits: Limits
 ) -> Pass:
-    """Read the sequences in every way and compare with the expected logits.
+    """Read the sequences of `make_sequences` in every way and compare with the expected logits, (T, V) each.
 
-    Args:
-        name: of the pass.
-        decoder: the export.
-        sequences: three, of `make_sequences`. What comes before a token does not change with what follows,
-            so their beginnings serve as shorter prompts.
-        expected: (T, V) logits of each sequence.
-        limits: of the pass.
+    What comes before a token does not change with what follows, so their beginnings serve as shorter prompts.
     """
     whole = [compare(want, decoder.logits(row)) for row, want in zip(sequences, expected, strict=True)]
     # A long prompt, which is read in pieces; one that starts from a single token; a single token and no more.
@@ -111,18 +100,12 @@ def run_pass(
 
 
 def _compare_decoding(decoder: Decoder, rows: Sequence[Sequence[int]], expected: Sequence[Logits]) -> Comparison:
+    """Read all but the last steps' tokens of each row as prompts, then those one by one."""
     steps = min(STEPS, min(map(len, rows)) - 1)
-    found_SBV = decode(decoder, rows, steps)
-    parts = [compare(want[-steps - 1 :], found_SBV[:, row]) for row, want in enumerate(expected)]
-    return merge("", parts)
-
-
-def decode(decoder: Decoder, rows: Sequence[Sequence[int]], steps: int) -> Logits:
-    """Read all but the last `steps` tokens of each row as prompts, then those one by one: (steps + 1, B, V)."""
     found = [decoder.prefill([row[: len(row) - steps] for row in rows], max_length=max(map(len, rows)))]
-    for left in range(steps, 0, -1):
-        found.append(decoder.step([row[len(row) - left] for row in rows]))
-    return np.stack(found)
+    found += [decoder.step([row[len(row) - left] for row in rows]) for left in range(steps, 0, -1)]
+    found_SBV = np.stack(found)
+    return merge("", [compare(want[-steps - 1 :], found_SBV[:, row]) for row, want in enumerate(expected)])
 
 
 @torch.inference_mode()
@@ -135,14 +118,7 @@ def _read_whole(model: SportsLLM, tokens: Sequence[int], scales: CacheScales | N
 def _compare_prompts(
     model: SportsLLM, decoder: OnnxDecoder, tokens: Sequence[int], scales: CacheScales | None
 ) -> Comparison:
-    """Logits after a prompt and of `STEPS` steps behind it.
-
-    Args:
-        model: what the export was made from.
-        decoder: both graphs in float32.
-        tokens: prompt and steps.
-        scales: of an INT8 cache.
-    """
+    """Logits after a prompt and of the last `STEPS` tokens behind it; `decoder` has both graphs in float32."""
     split = len(tokens) - STEPS
     cache = KVCache(model.config, 1, len(tokens)) if scales is None else RoundedCache(model.config, len(tokens), scales)
     # The prompt's last token goes through the other graph.

@@ -13,17 +13,12 @@ import numpy as np
 
 from sportsllm.inference.decoder import Logits, log_softmax
 
+_POSITIONS_AT_ONCE = 64  # float64 copies of a large vocabulary's logits add up
+
 
 @dataclass(frozen=True)
 class Limits:
-    """What a pass may differ by.
-
-    Attributes:
-        error: largest difference of a logit, in units of the reference's spread (standard deviation of one
-            position's logits, averaged), so that the limit means the same for any scale of logits.
-        kl: mean over positions of KL(reference || export), nats.
-        greedy_match: least share of positions whose likeliest token agrees.
-    """
+    """What a pass may differ by: `relative_error`, `kl` and `greedy_match` of a `Comparison`."""
 
     error: float
     kl: float
@@ -32,23 +27,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One kind of reading in one pass.
+    """One kind of reading in one pass."""
 
-    Attributes:
-        kind: `prefill`, `decode` or `ragged batch`.
-        positions: logit vectors compared.
-        max_abs_logit_error: largest difference of two logits.
-        relative_error: that, in units of the reference's spread.
-        kl: mean KL(reference || export), nats.
-        greedy_match: share of positions whose likeliest token agrees.
-    """
-
-    kind: str
-    positions: int
-    max_abs_logit_error: float
+    kind: str  # `prefill`, `decode` or `ragged batch`
+    positions: int  # logit vectors compared
+    max_abs_logit_error: float  # largest difference of two logits
+    # That, in units of the reference's spread (standard deviation of one position's logits, averaged), so that a limit
+    # means the same for any scale of logits.
     relative_error: float
-    kl: float
-    greedy_match: float
+    kl: float  # mean KL(reference || export), nats
+    greedy_match: float  # share of positions whose likeliest token agrees
 
 
 @dataclass(frozen=True)
@@ -69,36 +57,25 @@ class Pass:
         """One line for each limit that is missed; a figure that is no number misses it."""
         lines = []
         for c in self.comparisons:
-            for label, value, limit in (
-                ("logit error / spread", c.relative_error, self.limits.error),
-                ("KL", c.kl, self.limits.kl),
-            ):
+            figures = {"logit error / spread": (c.relative_error, self.limits.error), "KL": (c.kl, self.limits.kl)}
+            for label, (value, limit) in figures.items():
                 if not value <= limit:
                     lines.append(f"{self.name} pass, {c.kind}: {label} is {value:.3g}, limit {limit:g}")
         if not self.greedy_match >= self.limits.greedy_match:
-            lines.append(
-                f"{self.name} pass: {self.greedy_match:.1%} of greedy choices agree, "
-                f"limit {self.limits.greedy_match:.0%}"
-            )
+            agree, limit = self.greedy_match, self.limits.greedy_match
+            lines.append(f"{self.name} pass: {agree:.1%} of greedy choices agree, limit {limit:.0%}")
         return lines
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What the gate found.
+    """What the gate found."""
 
-    Attributes:
-        precision: `fp32`, `fp16`, `int8`, `int4` or `nf4`: the smallest in the graph.
-        passes: exact, and deployed where that differs.
-        unequal_tables: stored tables that differ from the model's.
-        tokenizer_changes: texts that do not survive encoding and decoding (normalising tokenizers do that by
-            design, so this is reported only); None without a tokenizer.
-    """
-
-    precision: str
-    passes: tuple[Pass, ...]
-    unequal_tables: tuple[str, ...]
-    tokenizer_changes: tuple[str, ...] | None
+    precision: str  # `fp32`, `fp16`, `int8` or `int4`: the smallest in the graph
+    passes: tuple[Pass, ...]  # exact, and deployed where that differs
+    unequal_tables: tuple[str, ...]  # stored tables that differ from the model's
+    # Texts that do not survive encoding and decoding; only reported, since normalising tokenizers do that by design.
+    tokenizer_changes: tuple[str, ...] | None  # None without a tokenizer
 
     def failures(self) -> list[str]:
         """One line for each reason not to publish."""
@@ -124,14 +101,11 @@ class ParityReport:
         }
 
 
-_POSITIONS_AT_ONCE = 64  # float64 copies of a large vocabulary's logits add up
-
-
 def compare(expected_TV: Logits, found_TV: Logits) -> Comparison:
     """Compare the logits of one sequence, (T, V) each."""
-    starts = range(0, len(expected_TV), _POSITIONS_AT_ONCE)
-    pieces = [slice(start, start + _POSITIONS_AT_ONCE) for start in starts]
-    return merge("", [_compare_piece(expected_TV[piece], found_TV[piece]) for piece in pieces])
+    cuts = range(_POSITIONS_AT_ONCE, len(expected_TV), _POSITIONS_AT_ONCE)
+    pieces = zip(np.split(expected_TV, cuts), np.split(found_TV, cuts), strict=True)
+    return merge("", [_compare_piece(*piece) for piece in pieces])
 
 
 def _compare_piece(expected_TV: Logits, found_TV: Logits) -> Comparison:

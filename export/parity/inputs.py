@@ -130,18 +130,14 @@ def round_to_half(matrices: Iterable[Tensor]) -> None:
 
 def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Names of stored tables, embedding and, where the model has them, rotary, that differ from the checkpoint's."""
-    rotary = dict(zip(("cos_cache", "sin_cache"), rope_tables(config, config.max_position_embeddings), strict=True))
+    found = graph.graph.initializers
+    tables = zip(("cos_cache", "sin_cache"), rope_tables(config, config.max_position_embeddings), strict=True)
+    rotary = {name: torch.from_numpy(table) for name, table in tables if name in found}
     for name in (*rotary, *(name for name in tensors if name.startswith(f"{EMBEDDING}."))):
-        found = graph.graph.initializers
         value = found.get(name, found.get(f"{name}{FLAT}"))
         stored = None if value is None else cast(Any, value.const_value).numpy()
-        if name in rotary:
-            if value is None:
-                continue
-            table = rotary[name]
-        else:
-            tensor = tensors[name]
-            table = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+        tensor = rotary[name] if name in rotary else tensors[name]
+        table = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
         if stored is None or not np.array_equal(stored.ravel(), table.astype(stored.dtype, copy=False).ravel()):
             yield name
 

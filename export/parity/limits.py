@@ -19,8 +19,6 @@ DEPLOYED = {
     # error 0.03 to 0.13, KL up to 9e-4 (trained, block 128), 95% (97M, fresh) to 99% (trained) of choices agree.
     "int8": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
     "int4": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
-    # Multiplied in float32; only the head rounds activations, where it is packed.
-    "nf4": Limits(error=1.0, kl=1e-2, greedy_match=0.75),
 }
 # Activations rounded to int8 with one scale for the whole tensor. Measured, trained, on random tokens: error 0.5 to
 # 1.2, KL up to 5e-3, 93% of choices agree.

@@ -30,11 +30,7 @@ SCORE_CHUNK = 128
 
 
 def open(directory: Path, threads: int | None = None) -> OnnxDecoder:
-    """Open an export for generation and scoring.
-
-    Args:
-        directory: what `export` wrote.
-        threads: CPU threads; all cores where not given.
+    """Open a directory that `export` wrote for generation and scoring, on all cores where `threads` is not given.
 
     Raises:
         ArtifactError: a file is missing, cut short or longer than it was written, or the graph is no decoder.
@@ -54,17 +50,7 @@ class OnnxDecoder:
     def __init__(
         self, directory: Path, threads: int | None = None, graph: bytes | None = None, prompt_graph: bytes | None = None
     ) -> None:
-        """Load the graph.
-
-        Args:
-            directory: see `open`.
-            threads: see `open`.
-            graph: see `open_session`.
-            prompt_graph: the same for `prompt.onnx`.
-
-        Raises:
-            ArtifactError: see `open`.
-        """
+        """See `open`; `graph`, and `prompt_graph` for `prompt.onnx`, as in `open_session`."""
         self.config = load_config(directory)
         self.prefill_chunk = PREFILL_CHUNK
         self._directory = directory
@@ -73,21 +59,18 @@ class OnnxDecoder:
         self._cache: Cache | None = None
         self._read: list[list[int]] = []  # tokens of the cache's sequences
         prompts = prompt_files(directory)
-        self._prompt_session = (
-            open_session(directory, self.config, threads, prompt_graph, prompts) if _has_prompts(directory) else None
-        )
+        self._prompt_session = None
+        if _has_prompts(directory):
+            self._prompt_session = open_session(directory, self.config, threads, prompt_graph, prompts)
         self.use_prompt_graph = self._prompt_session is not None
 
     def prefill(self, rows: Sequence[Sequence[int]], max_length: int | None = None, reuse: bool = False) -> Logits:
         """See `Decoder.prefill`.
 
-        Args:
-            rows: token ids of each prompt.
-            max_length: room for prompt and steps.
-            reuse: skip the beginning that a prompt shares with what its place in the cache holds from the last prompts
-                and steps. The logits equal those of a fresh start up to the order of additions. Where inputs are
-                rounded as whole tensors (INT8 per row, the latency profile) they also depend on how the text was cut
-                into pieces, and on which tokens `step` read.
+        With `reuse` the beginning is skipped that a prompt shares with what its place in the cache holds from the last
+        prompts and steps. The logits equal those of a fresh start up to the order of additions. Where inputs are
+        rounded as whole tensors (INT8 per row, the latency profile) they also depend on how the text was cut into
+        pieces, and on which tokens `step` read.
 
         Raises:
             UsageError: no row, an empty one, or one longer than `max_length` or the context.
@@ -132,17 +115,14 @@ class OnnxDecoder:
         """The old cache if its size fits, since nothing beyond `lengths` is read; else a new one."""
         cache, self._cache = self._cache, None
         if cache is not None and len(cache.lengths) == len(prompts):
+            common = [_common(old, new) if reuse else 0 for old, new in zip(self._read, prompts, strict=True)]
+            if cache.length == room or (reuse and cache.length > room):
+                cache.lengths[:] = common
+                return cache
             if reuse:
-                common = [_common(old, new) for old, new in zip(self._read, prompts, strict=True)]
-                if cache.length >= room:
-                    cache.lengths[:] = common
-                    return cache
                 larger = self._make_cache(len(prompts), room)
                 larger.copy_prefix_from(cache, common)
                 return larger
-            if cache.length == room:
-                cache.lengths[:] = [0] * len(prompts)
-                return cache
         cache = None  # freed before the new one is made
         return self._make_cache(len(prompts), room)
 
@@ -159,9 +139,8 @@ class OnnxDecoder:
         if len(tokens) != len(lengths):
             raise UsageError(f"{len(tokens)} tokens for {len(lengths)} sequences; give one for each")
         if max(lengths) >= self._cache.length:
-            raise UsageError(
-                f"the cache is full at {self._cache.length} tokens; prefill with a larger max_length or stop here"
-            )
+            full = self._cache.length
+            raise UsageError(f"the cache is full at {full} tokens; prefill with a larger max_length or stop here")
         logits_BV = self._step(self._cache, self._inside(tokens))
         for read, token in zip(self._read, tokens, strict=True):
             read.append(int(token))
@@ -227,12 +206,10 @@ class OnnxDecoder:
     def _run(
         self, cache: Cache, rows: slice, ids_BT: npt.NDArray[np.int64], logits: Logits | None = None, keep: int = 1
     ) -> None:
-        """Read new tokens of some sequences.
+        """Read new tokens of some of the cache's sequences.
 
         Args:
-            cache: gets their keys and values.
-            rows: those sequences of the cache.
-            ids_BT: the tokens.
+            cache, rows, ids_BT: the cache, its sequences, and their tokens.
             logits: (B, T or 1, V), written in place; without it `prompt.onnx` is run, which has none.
             keep: number of last positions with logits, 0 for all.
         """

@@ -18,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from export.metadata import ATTENTION_MASK, CONCAT_CACHE, INPUT_IDS, KEEP_LOGITS, LOGITS, PAST, PRESENT
-from export.runtime.session import CachedTensor, cache_kind, cached_tensors
+from export import metadata
+from export.paths import find_files
+from export.runtime.session import CachedTensor, cached_tensors
+from sportsllm.errors import ArtifactError
 
 Array = npt.NDArray[Any]
 _ALIGNMENT = 64  # bytes; of each buffer
@@ -55,12 +57,16 @@ class Cache:
         """A session's binding of some sequences' buffers, for a run that adds `new` tokens to each."""
         key = (id(session), rows.start, rows.stop)
         if key not in self._bindings:
-            binding = session.io_binding()
-            for name, buffer in self.buffers.items():
-                _bind(binding.bind_input, f"{PAST}{name}", buffer[rows])
-                _bind(binding.bind_output, f"{PRESENT}{name}", buffer[rows])
-            self._bindings[key] = binding
+            self._bindings[key] = self.binding(session, rows)
         return self._bindings[key]
+
+    def binding(self, session: ort.InferenceSession, rows: slice) -> ort.IOBinding:
+        """A new binding of some sequences' buffers as past and as present."""
+        binding = session.io_binding()
+        for name, buffer in self.buffers.items():
+            _bind(binding.bind_input, f"{metadata.PAST}{name}", buffer[rows])
+            _bind(binding.bind_output, f"{metadata.PRESENT}{name}", buffer[rows])
+        return binding
 
     def mask(self, rows: slice, new: int) -> npt.NDArray[np.int64]:
         """attention_mask of that run, padded on the right: the operator reads each sequence's length from its sum."""
@@ -94,22 +100,14 @@ class DecodeStep:
         self._mask = np.zeros((batch, cache.length), dtype=np.int64)
         self._keep = np.ones(1, dtype=np.int64)
         self._logits = np.empty((batch, 1, vocab_size), dtype=np.float32)
-        self._binding = session.io_binding()
-        for name, buffer in cache.buffers.items():
-            _bind(self._binding.bind_input, f"{PAST}{name}", buffer)
-            _bind(self._binding.bind_output, f"{PRESENT}{name}", buffer)
-        inputs = {INPUT_IDS: self._ids, ATTENTION_MASK: self._mask, KEEP_LOGITS: self._keep}
+        self._binding = cache.binding(session, slice(None))
+        inputs = {metadata.INPUT_IDS: self._ids, metadata.ATTENTION_MASK: self._mask, metadata.KEEP_LOGITS: self._keep}
         for name, array in inputs.items():
             _bind(self._binding.bind_input, name, array)
-        _bind(self._binding.bind_output, LOGITS, self._logits)
+        _bind(self._binding.bind_output, metadata.LOGITS, self._logits)
 
     def run(self, tokens: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.float32]:
-        """(B, V) logits after one token each, which the next run overwrites.
-
-        Args:
-            tokens: B ids.
-            lengths: numbers of tokens before them.
-        """
+        """(B, V) logits after one token each, `lengths` tokens before them; the next run overwrites these logits."""
         for row, (token, length) in enumerate(zip(tokens, lengths, strict=True)):
             self._ids[row, 0] = token
             if self._masked[row] == length:
@@ -135,10 +133,9 @@ class ConcatCache(Cache):
         self._presents: dict[str, Array] = {}  # of the run that is bound
 
     def decode_step(self, session: ort.InferenceSession, vocab_size: int) -> None:
-        """See `Cache.decode_step`."""
+        """None: every step has a past of another shape."""
 
     def bind(self, session: ort.InferenceSession, rows: slice, new: int) -> ort.IOBinding:
-        """See `Cache.bind`."""
         length = max(self.lengths[rows])
         binding = session.io_binding()
         for name, buffer in self.buffers.items():
@@ -147,8 +144,8 @@ class ConcatCache(Cache):
             past = _first(past, old.shape)
             np.copyto(past, old)
             present = _first(present, (*old.shape[:-2], length + new, old.shape[-1]))
-            _bind(binding.bind_input, f"{PAST}{name}", past)
-            _bind(binding.bind_output, f"{PRESENT}{name}", present)
+            _bind(binding.bind_input, f"{metadata.PAST}{name}", past)
+            _bind(binding.bind_output, f"{metadata.PRESENT}{name}", present)
             self._presents[name] = present
         return binding
 
@@ -159,7 +156,6 @@ class ConcatCache(Cache):
         return np.concatenate([past, np.ones((len(lengths), new), dtype=bool)], axis=1).astype(np.int64)
 
     def advance(self, rows: slice, new: int) -> None:
-        """See `Cache.advance`."""
         for name, present in self._presents.items():
             for row, length in enumerate(self.lengths[rows]):
                 self.buffers[name][rows][row, ..., length : length + new, :] = present[row, ..., -new:, :]
@@ -169,28 +165,26 @@ class ConcatCache(Cache):
 def cache_maker(session: ort.InferenceSession, directory: Path) -> Callable[[int, int], Cache]:
     """A function that makes empty caches for a graph, from the number of sequences and the room for tokens in each.
 
-    Args:
-        session: the graph.
-        directory: its place, for messages.
-
     Raises:
         ArtifactError: the graph has a cache that this program does not know.
     """
-    kind = ConcatCache if cache_kind(session, directory) == CONCAT_CACHE else Cache
-    return partial(kind, cached_tensors(session, directory))
+    kind = str(session.get_modelmeta().custom_metadata_map.get(metadata.CACHE_KEY, metadata.IN_PLACE_CACHE))
+    kinds: dict[str, type[Cache]] = {metadata.IN_PLACE_CACHE: Cache, metadata.CONCAT_CACHE: ConcatCache}
+    if kind not in kinds:
+        raise ArtifactError(f"{find_files(directory).graph}: has a cache of kind {kind!r}; upgrade this program")
+    return partial(kinds[kind], cached_tensors(session, directory))
 
 
 def _empty_buffers(tensors: Sequence[CachedTensor], batch: int, length: int) -> dict[str, Array]:
     """A buffer of zeros for each tensor, (batch, ..., length, E), all in one piece of memory."""
     shapes = [(batch, *tensor.shape[:-1], length, tensor.shape[-1]) for tensor in tensors]
-    sizes = [
-        -(-math.prod(shape) * np.dtype(tensor.dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
-        for tensor, shape in zip(tensors, shapes, strict=True)
-    ]
-    memory, start, buffers = _zero_pages(sum(sizes)), 0, {}
-    for tensor, shape, size in zip(tensors, shapes, sizes, strict=True):
+    starts = [0]
+    for tensor, shape in zip(tensors, shapes, strict=True):
+        size_bytes = math.prod(shape) * np.dtype(tensor.dtype).itemsize
+        starts.append(starts[-1] + -(-size_bytes // _ALIGNMENT) * _ALIGNMENT)
+    memory, buffers = _zero_pages(starts.pop()), {}
+    for tensor, shape, start in zip(tensors, shapes, starts, strict=True):
         buffers[tensor.name] = np.frombuffer(memory, tensor.dtype, math.prod(shape), start).reshape(shape)
-        start += size
     return buffers
 
 

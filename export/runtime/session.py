@@ -10,20 +10,7 @@ import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from export.metadata import (
-    ATTENTION_MASK,
-    CACHE_KEY,
-    CONCAT_CACHE,
-    DATA_BYTES_KEY,
-    IN_PLACE_CACHE,
-    INPUT_IDS,
-    KEEP_LOGITS,
-    LOGITS,
-    PAST,
-    PRESENT,
-    past_name,
-    present_name,
-)
+from export import metadata
 from export.paths import PROMPT_FILE, GraphFiles, find_files
 from sportsllm.errors import ArtifactError, ResourceError
 from sportsllm.models.config import ModelConfig
@@ -42,8 +29,8 @@ _LOAD_ERRORS = (
 )
 
 
-def session_options(threads: int | None) -> ort.SessionOptions:
-    """How sessions run.
+def session_options(threads: int | None, exact: bool = False) -> ort.SessionOptions:
+    """How sessions run; `exact` for `export.parity.inputs.exact_graph`, with products in float32.
 
     The figures are tokens/s of a 97M INT4 model on 2 threads, ONNX Runtime 1.31.1 (docs/log.md). The memory arena stays
     on: without it the peak was 10 to 40 MB higher, since freed pieces went unused.
@@ -57,16 +44,8 @@ def session_options(threads: int | None) -> ort.SessionOptions:
     # slow, 20 us give 141, 1 ms 197, the default 204; beside a busy program 100, 71 and 92, with much noise. Versions
     # that do not know the setting keep their default.
     options.add_session_config_entry("session.intra_op.spin_duration_us", "1000")
-    return options
-
-
-def exact_options(threads: int | None) -> ort.SessionOptions:
-    """The same for `export.parity.inputs.exact_graph`, with products in float32.
-
-    At load ONNX Runtime makes one MatMulNBits of DequantizeLinear and MatMul, which rounds activations by default.
-    """
-    options = session_options(threads)
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+    if exact:  # else MatMulNBits, made at load of DequantizeLinear and MatMul, rounds activations
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     return options
 
 
@@ -80,8 +59,7 @@ def open_session(
     """Load an export's graph after checking its files, and check that it fits the config.
 
     Args:
-        directory: the export.
-        config: its config.json.
+        directory, config: the export and its config.json.
         threads: CPU threads; all cores where not given.
         graph: `export.parity.inputs.exact_graph` to run on the directory's data instead of the file.
         files: `export.paths.prompt_files`; those of the model's graph if not given.
@@ -93,7 +71,7 @@ def open_session(
     files = files or find_files(directory)
     path = files.graph
     _check_sizes(directory, files)
-    options = session_options(threads) if graph is None else exact_options(threads)
+    options = session_options(threads, exact=graph is not None)
     if graph is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(files.data.parent))
     try:
@@ -101,7 +79,7 @@ def open_session(
     except _LOAD_ERRORS as error:
         raise_if_out_of_memory(error, directory)
         raise ArtifactError(f"{path}: {_reason(error)}") from None
-    expected = session.get_modelmeta().custom_metadata_map.get(DATA_BYTES_KEY)
+    expected = session.get_modelmeta().custom_metadata_map.get(metadata.DATA_BYTES_KEY)
     if expected is not None:
         _check_size(files.data, int(expected))
     _check_interface(session, config, path)
@@ -149,16 +127,10 @@ def _check_size(path: Path, expected: int) -> None:
 
 @dataclass(frozen=True)
 class CachedTensor:
-    """What a graph caches of every token, as one of its inputs says.
+    """What a graph caches of every token, as one of its inputs says."""
 
-    Attributes:
-        name: `<layer>.<state>`, after `past_key_values.` and `present.`.
-        shape: of one token's part; the tokens lie on the last axis but one.
-        dtype: of its numbers.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # `<layer>.<state>`, after `past_key_values.` and `present.`
+    shape: tuple[int, ...]  # of one token's part; the tokens lie on the last axis but one
     dtype: type[np.float32] | type[np.int8]
 
 
@@ -168,11 +140,11 @@ def cached_tensors(session: ort.InferenceSession, directory: Path) -> list[Cache
     Raises:
         ArtifactError: it is of a type that this program does not write, or past and present differ in it.
     """
-    presents = {item.name.removeprefix(PRESENT): item for item in session.get_outputs()}
+    presents = {item.name.removeprefix(metadata.PRESENT): item for item in session.get_outputs()}
     found = []
     for item in session.get_inputs():
-        if item.name.startswith(PAST):
-            name = item.name.removeprefix(PAST)
+        if item.name.startswith(metadata.PAST):
+            name = item.name.removeprefix(metadata.PAST)
             if item.type != presents[name].type or item.type not in _CACHE_TYPES:
                 raise ArtifactError(
                     f"{find_files(directory).graph}: caches {name!r} as {item.type} and {presents[name].type}; "
@@ -183,27 +155,15 @@ def cached_tensors(session: ort.InferenceSession, directory: Path) -> list[Cache
     return found
 
 
-def cache_kind(session: ort.InferenceSession, directory: Path) -> str:
-    """How the graph's past and present belong together, `IN_PLACE_CACHE` or `CONCAT_CACHE`.
-
-    Raises:
-        ArtifactError: in another way.
-    """
-    kind = str(session.get_modelmeta().custom_metadata_map.get(CACHE_KEY, IN_PLACE_CACHE))
-    if kind not in (IN_PLACE_CACHE, CONCAT_CACHE):
-        raise ArtifactError(f"{find_files(directory).graph}: has a cache of kind {kind!r}; upgrade this program")
-    return kind
-
-
 def _check_interface(session: ort.InferenceSession, config: ModelConfig, path: Path) -> None:
     """Refuse a graph whose inputs and outputs, or their shapes, are not those of config.json's model."""
-    wanted: dict[str, list[int | None]] = {INPUT_IDS: [None, None], ATTENTION_MASK: [None, None]}
+    wanted: dict[str, list[int | None]] = {metadata.INPUT_IDS: [None, None], metadata.ATTENTION_MASK: [None, None]}
     for layer in range(config.num_hidden_layers):
         for state in block_state(config):
             shape = [None, *state.shape[:-1], None, state.shape[-1]]
-            wanted |= {past_name(layer, state.name): shape, present_name(layer, state.name): shape}
+            wanted |= {metadata.past_name(layer, state.name): shape, metadata.present_name(layer, state.name): shape}
     if path.name != PROMPT_FILE:
-        wanted |= {KEEP_LOGITS: [1], LOGITS: [None, None, config.vocab_size]}
+        wanted |= {metadata.KEEP_LOGITS: [1], metadata.LOGITS: [None, None, config.vocab_size]}
     arguments = (*session.get_inputs(), *session.get_overridable_initializers(), *session.get_outputs())
     found = {a.name: [size if isinstance(size, int) else None for size in a.shape] for a in arguments}
     for name in sorted(wanted.keys() | found.keys()):
