@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchmarks.compare.runs import Run
 from benchmarks.pareto import pareto_front
@@ -21,24 +21,22 @@ _AXIS_PX = 56  # ticks and title under the lower panel
 _LEGEND_LINE_PX = 23
 
 
-@dataclass(frozen=True)
-class _Panel:
+class _Panel(NamedTuple):
     """One of the two charts, one above the other: what lies along x, and the suffix and place of its axes."""
 
     title: str
     axis: str
-    domain: tuple[float, float]
+    domain: list[float]
     cost: Callable[[Run, int], float]  # of a run and the runs it starts from, after some of its tokens
 
 
 PANELS = (
-    _Panel("training tokens", "", (0.56, 1.0), lambda run, tokens: run.cost.before + tokens),
-    _Panel("training FLOPs", "2", (0.0, 0.44), lambda run, tokens: run.cost.flops.at(tokens)),
+    _Panel("training tokens", "", [0.56, 1.0], lambda run, tokens: run.before + tokens),
+    _Panel("training FLOPs", "2", [0.0, 0.44], lambda run, tokens: run.flops.at(tokens)),
 )
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """The runs of one size and method, which share a line of the legend; `heading` is its size's, on the first one."""
 
     runs: list[Run]
@@ -46,9 +44,10 @@ class _Group:
     method: int
     heading: str | None
 
-    @property
-    def key(self) -> str:
-        return f"{self.runs[0].config.parameters} {self.runs[0].method}"
+    def on(self, panel: _Panel) -> Plot:
+        """The axes and the line of the legend that this group's traces belong to."""
+        key = f"{self.runs[0].config.parameters} {self.runs[0].method}"
+        return {"legendgroup": key, "xaxis": f"x{panel.axis}", "yaxis": f"y{panel.axis}"}
 
 
 def comparison_chart(runs: Sequence[Run], teacher: Run) -> Chart:
@@ -63,20 +62,19 @@ def comparison_chart(runs: Sequence[Run], teacher: Run) -> Chart:
             "maxheight": legend,  # else half of the figure's, and a bar to scroll by beyond it
             **{"itemsizing": "constant", "itemwidth": 50, "tracegroupgap": 4, "groupclick": "togglegroup"},
         },
-        "shapes": [shape for panel in PANELS for shape in _teacher_shapes(panel, teacher)],
-        "annotations": [_teacher_label(panel, teacher) for panel in PANELS],
+        "shapes": [shape for panel in PANELS for shape in _teacher_shapes(panel, teacher.bits_per_byte)],
+        "annotations": [_teacher_label(panel, teacher.bits_per_byte) for panel in PANELS],
     }
     data: list[Plot] = []
     for panel in PANELS:
         zero = _zero(panel, runs)
         traces = [_trace(group, panel, zero) for group in groups]
-        envelopes = [_envelope(group, panel) for group in groups if group.runs[0].facts.from_scratch]
-        data += [*envelopes, *traces]
+        data += [_envelope(group, panel) for group in groups if group.runs[0].facts.from_scratch] + traces
         costs = [cost for trace in traces for cost in trace["x"] if cost is not None]
         x = log_axis(panel.title, min(costs), max(costs), zero if zero in costs else None)
         layout[f"xaxis{panel.axis}"] = {**x, "title": {"text": x["title"]}, "anchor": f"y{panel.axis}"}
         y = {"title": {"text": "bits per byte (held out)"}, "range": _quality_range(runs, teacher)}
-        layout[f"yaxis{panel.axis}"] = {**y, "domain": list(panel.domain), "anchor": f"x{panel.axis}"}
+        layout[f"yaxis{panel.axis}"] = {**y, "domain": panel.domain, "anchor": f"x{panel.axis}"}
     return Chart("comparison", "Quality at equal cost", figure={"data": data, "layout": layout})
 
 
@@ -101,84 +99,63 @@ def _trace(group: _Group, panel: _Panel, zero: float) -> Plot:
     """Thin lines through values logged in mid-run, a large mark where each run ended, a gap before the next one."""
     points: list[tuple[float | None, float | None, int, str]] = []
     for run in group.runs:
-        name, quality, trained = html.escape(run.name), run.quality, run.cost.trained
-        logged = [(0, quality.untrained, "before training")] if quality.untrained else []
-        logged += [(tokens, bits, "in mid-run") for tokens, bits in quality.curve if tokens < trained]
+        name, trained = html.escape(run.name), run.facts.tokens
+        logged = [(0, run.untrained, "before training")] if run.untrained else []
+        logged += [(tokens, bits, "in mid-run") for tokens, bits in run.curve if tokens < trained]
         points += [(panel.cost(run, tokens) or zero, bits, 0, f"{name}, {state}") for tokens, bits, state in logged]
-        points += [(panel.cost(run, trained), quality.finished, 11, f"{name}, finished"), (None, None, 0, "")]
+        points += [(panel.cost(run, trained), run.bits_per_byte, 11, f"{name}, finished"), (None, None, 0, "")]
+    xs, ys, sizes, texts = (list(column) for column in zip(*points, strict=True))
     heading = {} if group.heading is None or panel.axis else {"legendgrouptitle": {"text": group.heading}}
+    shade, symbol = color(group.size), SYMBOLS[group.method % len(SYMBOLS)]
+    edge = {"color": "theme:page", "width": 1}
     return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": html.escape(group.runs[0].method),
-        "x": [x for x, *_ in points],
-        "y": [y for _, y, *_ in points],
-        "text": [text for *_, text in points],
-        "connectgaps": False,
-        "line": {"color": color(group.size), "width": 1.5, "dash": DASHES[group.method % len(DASHES)]},
-        "marker": {
-            "color": color(group.size),
-            "size": [size for *_, size, _ in points],
-            "symbol": SYMBOLS[group.method % len(SYMBOLS)],
-            "opacity": 1,
-            "line": {"color": "theme:page", "width": 1},
-        },
+        **{"type": "scatter", "mode": "lines+markers", "name": html.escape(group.runs[0].method)},
+        **{"x": xs, "y": ys, "text": texts, "connectgaps": False},
+        "line": {"color": shade, "width": 1.5, "dash": DASHES[group.method % len(DASHES)]},
+        "marker": {"color": shade, "size": sizes, "symbol": symbol, "opacity": 1, "line": edge},
         "hovertemplate": "%{text}<br>%{y:.4f} bits per byte<br>%{x:.3s} " + panel.title + "<extra></extra>",
-        "legendgroup": group.key,
         "showlegend": not panel.axis,
-        "xaxis": f"x{panel.axis}",
-        "yaxis": f"y{panel.axis}",
+        **group.on(panel),
         **heading,
     }
 
 
 def _envelope(group: _Group, panel: _Panel) -> Plot:
     """The broad pale line that factors are read off: the best finished runs from scratch by cost."""
-    points = pareto_front((panel.cost(run, run.cost.trained), run.quality.finished) for run in group.runs)
+    points = pareto_front((panel.cost(run, run.facts.tokens), run.bits_per_byte) for run in group.runs)
     return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [cost for cost, _ in points],
-        "y": [bits for _, bits in points],
-        "line": {"color": color(group.size), "width": 9},
-        "opacity": 0.18,
-        "hoverinfo": "skip",
-        "showlegend": False,
-        "legendgroup": group.key,
-        "xaxis": f"x{panel.axis}",
-        "yaxis": f"y{panel.axis}",
+        **{"type": "scatter", "mode": "lines", "x": [cost for cost, _ in points], "y": [bits for _, bits in points]},
+        **{"line": {"color": color(group.size), "width": 9}, "opacity": 0.18, "hoverinfo": "skip", "showlegend": False},
+        **group.on(panel),
     }
 
 
 def _quality_range(runs: Sequence[Run], teacher: Run) -> list[float]:
     """From below the best to above the worst finished model; what lies higher leaves the panel at its top."""
-    mark = teacher.quality.finished
-    finals = [run.quality.finished for run in runs] + [mark, mark * (1 + BAND)]
+    mark = teacher.bits_per_byte
+    finals = [run.bits_per_byte for run in runs] + [mark, mark * (1 + BAND)]
     span = max(finals) - min(finals)
     return [min(finals) - 0.08 * span, max(finals) + 0.4 * span]
 
 
 def _zero(panel: _Panel, runs: Sequence[Run]) -> float:
     """Where a cost of 0 lies on a logarithmic axis: at a third of the smallest one."""
-    costs = [panel.cost(run, tokens) for run in runs for tokens, _ in (*run.quality.curve, (run.cost.trained, 0.0))]
-    starts = [panel.cost(run, 0) for run in runs if run.quality.untrained]
+    costs = [panel.cost(run, tokens) for run in runs for tokens in (run.facts.tokens, *(at for at, _ in run.curve))]
+    starts = [panel.cost(run, 0) for run in runs if run.untrained]
     return min(cost for cost in (*costs, *starts) if cost > 0) / 3
 
 
-def _teacher_shapes(panel: _Panel, teacher: Run) -> list[Plot]:
-    bits = teacher.quality.finished
+def _teacher_shapes(panel: _Panel, bits: float) -> list[Plot]:
     across = {"xref": f"x{panel.axis} domain", "x0": 0, "x1": 1, "yref": f"y{panel.axis}", "layer": "below"}
     band = {"y0": bits, "y1": bits * (1 + BAND), "fillcolor": "theme:rule", "line": {"width": 0}}
     mark = {"y0": bits, "y1": bits, "line": {"color": "theme:quiet", "width": 1.5}}
     return [{**across, "type": "rect", **band}, {**across, "type": "line", **mark}]
 
 
-def _teacher_label(panel: _Panel, teacher: Run) -> Plot:
-    bits = teacher.quality.finished
+def _teacher_label(panel: _Panel, bits: float) -> Plot:
     return {
         "text": f"teacher {bits:.3f}, band to +{BAND:.0%}",
         **{"xref": f"x{panel.axis} domain", "x": 0.01, "xanchor": "left"},
         **{"yref": f"y{panel.axis}", "y": bits, "yanchor": "top"},
-        "showarrow": False,
-        "font": {"size": 11, "color": "theme:quiet"},
+        **{"showarrow": False, "font": {"size": 11, "color": "theme:quiet"}},
     }

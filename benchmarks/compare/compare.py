@@ -8,8 +8,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,87 +26,6 @@ _SCORED_TOKENS = 65_536  # of held-out text, `sportsllm.training.setup`; a test 
 _ABOUT_HALF = (0.4, 0.6)
 
 
-@dataclass(frozen=True)
-class ScratchCost:
-    """The cost of reaching a run's quality by training from scratch, `factor` times the run's own.
-
-    `relation` is "=", or "<" where the cheapest finished run was better already, or ">" where none was as good: then
-    the cost is the lowest or the highest tried.
-    """
-
-    relation: str
-    factor: float
-    cost: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """One run in comparison.json. FLOPs, tokens and seconds are those since the teacher or since random weights."""
-
-    name: str
-    method: str
-    command: str
-    directory: str
-    seed: int | None
-    parameters: int
-    block_parameters: int
-    share_of_teacher_block_parameters: float
-    tokens: int
-    share_of_teacher_tokens: float
-    tokens_per_parameter: float
-    epochs: float
-    training_flops: int
-    training_flops_by_part: dict[str, int]
-    share_of_teacher_flops: float
-    bits_per_byte_before_recovery: float | None
-    bits_per_byte: float
-    over_teacher_percent: float
-    seconds: float
-    scratch_tokens: ScratchCost | None
-    scratch_flops: ScratchCost | None
-    settings: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class SeedGroup:
-    """Runs that differ in the seed alone, with mean and sample standard deviation of their bits per byte."""
-
-    names: list[str]
-    seeds: list[int | None]
-    mean_bits_per_byte: float
-    deviation_bits_per_byte: float
-
-
-@dataclass(frozen=True)
-class Headroom:
-    """What the second half of the teacher's training gained, over `name` with about half of its tokens.
-
-    `finished` is False for the teacher's own value in mid-run: its learning rate had not come down yet.
-    """
-
-    name: str
-    finished: bool
-    tokens: int
-    bits_per_byte: float
-    gain_percent: float
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """All figures of a comparison; `to_json` is the content of comparison.json."""
-
-    title: str
-    teacher: Row
-    rows: list[Row]
-    seeds: list[SeedGroup]
-    headroom: Headroom | None
-    notes: list[str]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain mappings and lists."""
-        return asdict(self)
-
-
 def scratch_cost(finals: Sequence[tuple[float, float]], target: float) -> tuple[str, float]:
     """How much training from scratch reaches a quality.
 
@@ -119,7 +37,8 @@ def scratch_cost(finals: Sequence[tuple[float, float]], target: float) -> tuple[
         target: bits per byte to reach.
 
     Returns:
-        Relation and cost, see `ScratchCost`.
+        "=" and the cost; or "<" and the lowest cost tried, where that run was better already; or ">" and the highest
+        one, where none was as good.
     """
     envelope = pareto_front(finals)
     if target > envelope[0][1]:
@@ -133,8 +52,8 @@ def scratch_cost(finals: Sequence[tuple[float, float]], target: float) -> tuple[
     return ">", max(cost for cost, _ in finals)
 
 
-def compare_runs(title: str, runs: Sequence[Run], teacher: Run) -> Comparison:
-    """All figures of a comparison.
+def compare_runs(title: str, runs: Sequence[Run], teacher: Run) -> dict[str, Any]:
+    """All figures of a comparison, the content of comparison.json.
 
     Args:
         title: heading of table and page.
@@ -145,7 +64,6 @@ def compare_runs(title: str, runs: Sequence[Run], teacher: Run) -> Comparison:
         ModuleNotFoundError: jinja2 is not installed.
     """
     seeds, headroom = _seed_groups(runs), teacher_headroom(teacher, runs)
-    repeated = {name for group in seeds for name in group.names}
     notes = render_notes(
         "compare_notes.txt",
         teacher=teacher,
@@ -153,80 +71,92 @@ def compare_runs(title: str, runs: Sequence[Run], teacher: Run) -> Comparison:
         scored_tokens=_SCORED_TOKENS,
         contexts=sorted({run.config.max_position_embeddings for run in (teacher, *runs)}),
         seeds=seeds,
-        single=len(repeated) < len(runs),
+        single=len({name for group in seeds for name in group["names"]}) < len(runs),
         headroom=headroom,
     )
-    rows = [_row(run, teacher, runs) for run in runs]
-    return Comparison(title, _row(teacher, teacher, ()), rows, seeds, headroom, notes)
+    return {
+        "title": title,
+        "teacher": _row(teacher, teacher, ()),
+        "rows": [_row(run, teacher, runs) for run in runs],
+        "seeds": seeds,
+        "headroom": headroom,
+        "notes": notes,
+    }
 
 
-def _row(run: Run, teacher: Run, runs: Sequence[Run]) -> Row:
-    config, cost, quality = run.config, run.cost, run.quality
+def _row(run: Run, teacher: Run, runs: Sequence[Run]) -> dict[str, Any]:
+    """One run. FLOPs, tokens and seconds are those since the teacher or since random weights."""
+    config = run.config
+    return {
+        "name": run.name,
+        "method": run.method,
+        "command": run.facts.command,
+        "directory": str(run.facts.directory),
+        "seed": run.facts.seed,
+        "parameters": config.parameters,
+        "block_parameters": config.block_parameters,
+        "share_of_teacher_block_parameters": config.block_parameters / teacher.config.block_parameters,
+        "tokens": run.tokens,
+        "share_of_teacher_tokens": run.tokens / teacher.tokens,
+        "tokens_per_parameter": run.tokens / config.parameters,
+        "epochs": run.epochs,
+        "training_flops": run.total_flops,
+        "training_flops_by_part": run.flops.parts(run.facts.tokens),
+        "share_of_teacher_flops": run.total_flops / teacher.total_flops,
+        "bits_per_byte_before_recovery": run.untrained,
+        "bits_per_byte": run.bits_per_byte,
+        "over_teacher_percent": 100 * (run.bits_per_byte / teacher.bits_per_byte - 1),
+        "seconds": run.seconds,
+        "scratch_tokens": _scratch_factor(run, runs, lambda one: one.tokens),
+        "scratch_flops": _scratch_factor(run, runs, lambda one: one.total_flops),
+        "settings": run.facts.settings,
+    }
+
+
+def _scratch_factor(run: Run, runs: Sequence[Run], cost_of: Callable[[Run], int]) -> dict[str, Any] | None:
+    """What `scratch_cost` finds for a run's quality, with the cost as a factor of the run's own."""
     scratch = [other for other in runs if other.facts.from_scratch and other.shape == run.shape]
-    tokens = flops = None
-    if scratch and not run.facts.from_scratch:
-        tokens = _scratch_cost([(other.cost.tokens, other) for other in scratch], cost.tokens, run)
-        flops = _scratch_cost([(other.cost.total_flops, other) for other in scratch], cost.total_flops, run)
-    return Row(
-        name=run.name,
-        method=run.method,
-        command=run.facts.command,
-        directory=str(run.facts.directory),
-        seed=run.facts.seed,
-        parameters=config.parameters,
-        block_parameters=config.block_parameters,
-        share_of_teacher_block_parameters=config.block_parameters / teacher.config.block_parameters,
-        tokens=cost.tokens,
-        share_of_teacher_tokens=cost.tokens / teacher.cost.tokens,
-        tokens_per_parameter=cost.tokens / config.parameters,
-        epochs=cost.epochs,
-        training_flops=cost.total_flops,
-        training_flops_by_part=cost.flops.parts(cost.trained),
-        share_of_teacher_flops=cost.total_flops / teacher.cost.total_flops,
-        bits_per_byte_before_recovery=quality.untrained,
-        bits_per_byte=quality.finished,
-        over_teacher_percent=100 * (quality.finished / teacher.quality.finished - 1),
-        seconds=cost.seconds,
-        scratch_tokens=tokens,
-        scratch_flops=flops,
-        settings=run.facts.settings,
-    )
+    if run.facts.from_scratch or not scratch:
+        return None
+    finals = [(float(cost_of(other)), other.bits_per_byte) for other in scratch]
+    relation, cost = scratch_cost(finals, run.bits_per_byte)
+    return {"relation": relation, "factor": cost / cost_of(run), "cost": cost}
 
 
-def _scratch_cost(scratch: Sequence[tuple[int, Run]], own: int, run: Run) -> ScratchCost:
-    finals = [(float(cost), other.quality.finished) for cost, other in scratch]
-    relation, cost = scratch_cost(finals, run.quality.finished)
-    return ScratchCost(relation, cost / own, cost)
-
-
-def _seed_groups(runs: Sequence[Run]) -> list[SeedGroup]:
+def _seed_groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Runs that differ in the seed alone, with mean and sample standard deviation of their bits per byte."""
     groups: dict[tuple[str, ModelConfig, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.method, run.config, run.recipe), []).append(run)
-    found = []
-    for group in groups.values():
-        seeds, qualities = [run.facts.seed for run in group], [run.quality.finished for run in group]
-        if len(set(seeds)) > 1:
-            names, mean = [run.name for run in group], statistics.fmean(qualities)
-            found.append(SeedGroup(names, seeds, mean, statistics.stdev(qualities)))
-    return found
+    return [
+        {
+            "names": [run.name for run in group],
+            "seeds": [run.facts.seed for run in group],
+            "mean_bits_per_byte": statistics.fmean(run.bits_per_byte for run in group),
+            "deviation_bits_per_byte": statistics.stdev(run.bits_per_byte for run in group),
+        }
+        for group in groups.values()
+        if len({run.facts.seed for run in group}) > 1
+    ]
 
 
-def teacher_headroom(teacher: Run, runs: Sequence[Run]) -> Headroom | None:
-    """How far from converged the teacher is; None where nothing was scored near half of its tokens.
+def teacher_headroom(teacher: Run, runs: Sequence[Run]) -> dict[str, Any] | None:
+    """What the second half of the teacher's training gained; None where nothing was scored near half of its tokens.
 
     Measured against a finished run from scratch of its shape with about half its tokens, or else against its own value
-    half-way.
+    half-way, when its learning rate had not come down yet (`finished` is False).
     """
-    low, high = (share * teacher.cost.tokens for share in _ABOUT_HALF)
+    low, high = (share * teacher.tokens for share in _ABOUT_HALF)
     twins = [run for run in runs if run.facts.from_scratch and run.shape == teacher.shape]
-    halves = [(run.cost.tokens, run.quality.finished, run.name) for run in twins]
-    own = [(teacher.cost.before + tokens, bits, teacher.name) for tokens, bits in teacher.quality.curve]
+    halves = [(run.tokens, run.bits_per_byte, run.name) for run in twins]
+    own = [(teacher.before + tokens, bits, teacher.name) for tokens, bits in teacher.curve]
     for finished, values in ((True, halves), (False, own)):
         near = [value for value in values if low <= value[0] <= high]
         if near:
-            tokens, bits, name = min(near, key=lambda value: (abs(value[0] - teacher.cost.tokens / 2), value[1]))
-            return Headroom(name, finished, tokens, bits, 100 * (1 - teacher.quality.finished / bits))
+            tokens, bits, name = min(near, key=lambda value: (abs(value[0] - teacher.tokens / 2), value[1]))
+            gain = 100 * (1 - teacher.bits_per_byte / bits)
+            found = {"name": name, "finished": finished, "tokens": tokens, "bits_per_byte": bits}
+            return found | {"gain_percent": gain}
     return None
 
 
@@ -237,7 +167,7 @@ def csv_text(comparison: Mapping[str, Any]) -> str:
     for row in rows:
         for unit in ("tokens", "flops"):
             factor = row.pop(f"scratch_{unit}") or {}
-            row |= {f"scratch_{unit}_relation": factor.get("relation"), f"scratch_{unit}_factor": factor.get("factor")}
+            row |= {f"scratch_{unit}_{key}": factor.get(key) for key in ("relation", "factor")}
         row |= {f"{part}_flops": flops for part, flops in row.pop("training_flops_by_part").items()}
         del row["settings"]
     writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
@@ -256,7 +186,7 @@ def compare(directories: Sequence[Path], teacher: Path, out: Path, title: str) -
         title: heading of table and page.
 
     Returns:
-        `out`, `cached` and the content of `comparison.json`, see `Comparison`.
+        `out`, `cached` and the content of `comparison.json`, see `compare_runs`.
 
     Raises:
         UsageError: there is nothing but the teacher.
@@ -273,7 +203,7 @@ def compare(directories: Sequence[Path], teacher: Path, out: Path, title: str) -
     settings = {"title": title, "teacher": str(teacher), "directories": [str(path) for path in inputs]}
 
     def make(directory: Path) -> dict[str, Any]:
-        comparison = compare_runs(title, runs, reference).to_json()
+        comparison = compare_runs(title, runs, reference)
         texts = {
             RESULT: json.dumps(comparison, indent=1) + "\n",
             "comparison.md": markdown(comparison),

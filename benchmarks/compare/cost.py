@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.compare.manifest import Lineage, ManifestFacts, matches_teacher, read_manifest_facts, teachers_of
-from benchmarks.flops import FORWARDS_PER_STEP, forward_flops_per_token, training_flops_per_token
+from benchmarks.compare.manifest import Lineage, ManifestFacts, read_manifest_facts
+from benchmarks.flops import forward_flops_per_token, training_flops_per_token
 from compress.pruning.scores import MEASURED
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.kinds import block_matrices
-
-
-def clone_flops_per_batch(teacher: ModelConfig, student: ModelConfig) -> int:
-    """FLOPs of a low-rank clone's weights, made once a batch, and of their gradients, twice that.
-
-    P_out^T W P_in costs 2 o O I + 2 o I i or 2 O I i + 2 o O i, whichever is less, for W of O outputs and I inputs in
-    the teacher and o, i in the student. A side that stays as it is has no product, which this upper bound ignores.
-    """
-    total = 2 * teacher.vocab_size * teacher.hidden_size * student.hidden_size  # the embedding has P_in alone
-    for theirs, ours in zip(block_matrices(teacher), block_matrices(student), strict=True):
-        big_o, big_i, small_o, small_i = theirs.rows, theirs.columns, ours.rows, ours.columns
-        out_first = small_o * big_o * big_i + small_o * big_i * small_i
-        total += 2 * student.num_hidden_layers * min(out_first, big_o * big_i * small_i + small_o * big_o * small_i)
-    return FORWARDS_PER_STEP * total
 
 
 def repair_flops_per_token(full: ModelConfig, cut: ModelConfig, sequence: int) -> int:
@@ -80,11 +66,10 @@ class TrainingCost:
 
     def at(self, tokens: int) -> int:
         """FLOPs spent once the run has trained on `tokens` tokens."""
-        per_token = self.student_per_token + self.teacher_per_token
-        return self.start + self.importance + self.signals + per_token * tokens
+        return sum(self.parts(tokens).values())
 
     def parts(self, tokens: int) -> dict[str, int]:
-        """The same by part; they add up to `at`."""
+        """The same by part."""
         return {
             "start": self.start,
             "importance": self.importance,
@@ -94,7 +79,7 @@ class TrainingCost:
         }
 
 
-def training_cost(facts: ManifestFacts, config: ModelConfig, lineage: Lineage) -> tuple[TrainingCost, tuple[str, ...]]:
+def training_cost(facts: ManifestFacts, config: ModelConfig, lineage: Lineage) -> tuple[TrainingCost, list[str]]:
     """The FLOPs of a run, without those of the run it starts from, and notes on the parts that are not counted.
 
     Args:
@@ -105,45 +90,34 @@ def training_cost(facts: ManifestFacts, config: ModelConfig, lineage: Lineage) -
     Raises:
         ArtifactError: a model that it learnt from or cut is gone or was changed.
     """
-    settings, name = facts.settings, facts.directory.name
-    student = training_flops_per_token(config, facts.sequence)
+    settings, results, notes = facts.settings, facts.results, []
     teacher = importance = signals = 0
-    notes = []
-    if settings.get("start") == "clone":
-        cloned = load_config(lineage.find(settings["teacher"], facts))
-        student += clone_flops_per_batch(cloned, config) // int(settings["batch_size"] * settings["sequence"])
     if settings.get("calibration") and settings.get("checkpoint"):
-        importance = _cut_cost(facts, config, lineage)
+        importance = cut_flops(
+            load_config(lineage.find(settings["checkpoint"], facts)),
+            config,
+            facts.sequence,
+            tokens=int(results.get("calibration_tokens", 0)),
+            scored=settings.get("importance") in MEASURED,
+            candidates=len(results.get("layers_tried", [])),
+            repaired=bool(settings.get("repair")),
+        )
     if settings.get("signals"):
         stored = read_manifest_facts(lineage.find(settings["signals"], facts))
-        signals = stored.tokens * _forward_flops(stored, lineage)
+        signals = stored.tokens * _teacher_flops(stored, lineage)
         notes.append(
-            f"{name} learnt from the signals in {stored.directory.name}: the teacher's pass over their tokens counts "
-            "once, however often they are read, and in full in each run that reads them; its seconds are left out"
+            f"{facts.directory.name} learnt from the signals in {stored.directory.name}: the teacher's pass over their "
+            "tokens counts once, however often they are read, and in full in each run that reads them; its seconds are "
+            "left out"
         )
-    if facts.tokens and (not settings.get("signals") or matches_teacher(settings)):
-        teacher = _forward_flops(facts, lineage)
-    if settings.get("on_policy"):
-        notes.append(f"{name} writes part of its text itself; the FLOPs of writing are not counted")
-    return TrainingCost(student, teacher, importance=importance, signals=signals), tuple(notes)
+    if facts.tokens and (not settings.get("signals") or settings.get("hidden_weight")):
+        teacher = _teacher_flops(facts, lineage)
+    student = training_flops_per_token(config, facts.sequence)
+    return TrainingCost(student, teacher, importance=importance, signals=signals), notes
 
 
-def _forward_flops(facts: ManifestFacts, lineage: Lineage) -> int:
-    """FLOPs per token of one forward pass of all teachers of a run; 0 where it learns from text alone."""
-    teachers = [load_config(lineage.find(path, facts)) for path in teachers_of(facts.settings)]
-    return sum(forward_flops_per_token(config, facts.sequence) for config in teachers)
-
-
-def _cut_cost(facts: ManifestFacts, config: ModelConfig, lineage: Lineage) -> int:
-    settings, results = facts.settings, facts.results
-    # Samples count as full ones where the manifest does not count their tokens.
-    most_tokens = int(settings.get("samples") or 0) * facts.sequence
-    return cut_flops(
-        load_config(lineage.find(settings["checkpoint"], facts)),
-        config,
-        facts.sequence,
-        tokens=int(results.get("calibration_tokens", most_tokens)),
-        scored=settings.get("importance") in MEASURED,
-        candidates=len(results.get("layers_tried", [])),
-        repaired=bool(settings.get("repair")),
-    )
+def _teacher_flops(facts: ManifestFacts, lineage: Lineage) -> int:
+    """FLOPs per token of one forward pass of a run's teacher; 0 where it learns from text alone."""
+    if facts.teacher is None:
+        return 0
+    return forward_flops_per_token(load_config(lineage.find(facts.teacher, facts)), facts.sequence)

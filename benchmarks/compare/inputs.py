@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.compare.manifest import Lineage, parent_of, read_manifest_facts, teachers_of
+from benchmarks.compare.manifest import Lineage, read_manifest_facts
 from benchmarks.compare.methods import variants
 from benchmarks.compare.runs import Run, is_positive, read_run
 from sportsllm.errors import ArtifactError
@@ -35,15 +35,16 @@ def read_runs(directories: Sequence[Path], teacher: Path) -> tuple[Run, list[Run
     lineage = Lineage(own, {digest(path): path for path in directories} | {own: teacher})
     first = read_run(teacher, lineage)
     others = [read_run(path, lineage) for path in lineage.known.values() if path != teacher]
-    others.sort(key=lambda run: (-run.config.parameters, run.quality.finished))
+    others.sort(key=lambda run: (-run.config.parameters, run.bits_per_byte))
     for run in others:
         _check_comparable(run, first)
-    names = _names([run.facts.directory for run in (first, *others)])
-    methods = variants([(run.method, run.facts.settings) for run in others])
-    renamed = [
-        replace(run, name=name, method=method) for run, name, method in zip(others, names[1:], methods, strict=True)
+    last = [run.name for run in (first, *others)]
+    first, *others = [
+        run if last.count(run.name) == 1 else replace(run, name=str(run.facts.directory.resolve()))
+        for run in (first, *others)
     ]
-    return replace(first, name=names[0]), renamed
+    methods = variants([(run.method, run.facts.settings) for run in others])
+    return first, [replace(run, method=method) for run, method in zip(others, methods, strict=True)]
 
 
 def ancestors(directories: Sequence[Path]) -> list[Path]:
@@ -55,10 +56,8 @@ def ancestors(directories: Sequence[Path]) -> list[Path]:
         if not (directory / MANIFEST).exists():
             continue
         facts = read_manifest_facts(directory)
-        settings = facts.settings
-        for name in (parent_of(settings), settings.get("signals"), *teachers_of(settings)):
-            expected = facts.parents.get(str(name))
-            path = Path(str(name))
+        for name in filter(None, (facts.parent, facts.settings.get("signals"), facts.teacher)):
+            expected, path = facts.parents.get(name), Path(name)
             if expected and expected not in found and path.is_dir() and digest(path) == expected:
                 found[expected] = path
                 waiting.append(path)
@@ -84,20 +83,13 @@ def _check_finished(directory: Path, flag: str = "") -> None:
 
 def _check_comparable(run: Run, teacher: Run) -> None:
     directory = run.facts.directory
-    if run.quality.digests != teacher.quality.digests:
+    if run.text_digests != teacher.text_digests:
         raise ArtifactError(
-            f"{directory}: was scored on other held-out text ({', '.join(run.quality.text)}) than the teacher "
-            f"({', '.join(teacher.quality.text)}); train it again with the teacher's --valid, or leave it out"
+            f"{directory}: was scored on other held-out text ({', '.join(run.text_names)}) than the teacher "
+            f"({', '.join(teacher.text_names)}); train it again with the teacher's --valid, or leave it out"
         )
     if not same_tokenizer(directory, teacher.facts.directory):
         raise ArtifactError(
             f"{directory}: its tokenizer differs from the teacher's, so its tokens and the held-out text that it was "
             "scored on differ too; use the teacher's tokenizer, or leave it out"
         )
-
-
-def _names(directories: Sequence[Path]) -> list[str]:
-    last = [path.resolve().name for path in directories]
-    return [
-        name if last.count(name) == 1 else str(path.resolve()) for name, path in zip(last, directories, strict=True)
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,6 @@ from sportsllm.errors import ArtifactError
 from sportsllm.storage.artifact import digest, read_manifest
 
 _CALIBRATION_LENGTH = 512  # tokens of a calibration sample where no recovery says its sequence
-_STARTS = ("init", "checkpoint")  # settings that name the weights a run starts from
-_TEACHERS = ("teacher", "checkpoint")  # settings that name the model it learns from, unless `teachers` lists several
-_MATCHING = ("hidden_weight", "attention_weight", "on_policy", "clone_weight")  # these read the teacher too
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,18 @@ class ManifestFacts:
         """Whether it began with random weights and learnt from text alone."""
         return self.command == "train" and not self.settings.get("init")
 
+    @property
+    def parent(self) -> str | None:
+        """The weights that the run starts from, as its settings name them."""
+        return self.settings.get("init") or self.settings.get("checkpoint")
+
+    @property
+    def teacher(self) -> str | None:
+        """The model that the run learns from, as its settings name it; None where all its loss is cross-entropy."""
+        if self.settings.get("kl_weight") == 0.0 and not self.settings.get("hidden_weight"):
+            return None
+        return self.settings.get("teacher") or self.settings.get("checkpoint")
+
 
 def read_manifest_facts(directory: Path) -> ManifestFacts:
     """Read a finished directory's manifest.
@@ -55,31 +63,9 @@ def read_manifest_facts(directory: Path) -> ManifestFacts:
         ArtifactError: it is missing or damaged.
     """
     manifest = read_manifest(directory)
-    return ManifestFacts(
-        directory,
-        command=str(manifest.get("command", "")),
-        settings=dict(manifest.get("settings", {})),
-        results=dict(manifest.get("results", {})),
-        parents={parent["path"]: parent["sha256"] for parent in manifest.get("parents", [])},
-    )
-
-
-def parent_of(settings: Mapping[str, Any]) -> str | None:
-    """The weights that a run starts from, as its settings name them."""
-    return next((str(settings[key]) for key in _STARTS if settings.get(key)), None)
-
-
-def teachers_of(settings: Mapping[str, Any]) -> list[str]:
-    """The models that a run learns from, as its settings name them; none where all of its loss is cross-entropy."""
-    if settings.get("kl_weight") == 0.0 and not matches_teacher(settings):
-        return []
-    several = [str(path) for path, _share in settings.get("teachers") or []]
-    return several or [str(settings[key]) for key in _TEACHERS if settings.get(key)][:1]
-
-
-def matches_teacher(settings: Mapping[str, Any]) -> bool:
-    """Whether the loss needs more of the teacher than its stored signals."""
-    return any(settings.get(key) for key in _MATCHING)
+    parents = {parent["path"]: parent["sha256"] for parent in manifest.get("parents", [])}
+    settings, results = manifest.get("settings", {}), manifest.get("results", {})
+    return ManifestFacts(directory, str(manifest.get("command", "")), settings, results, parents)
 
 
 @dataclass(frozen=True)

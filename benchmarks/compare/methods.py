@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-FROM_SCRATCH = "from scratch"
+from sportsllm.training.loop import TrainConfig
+
 _WORDS = {"train": "fine-tuned", "distill": "distilled", "prune": "pruned"}
-# Settings that say how long, on what or how large: no part of the method. The first three lines are the training
-# loop's own; a test holds them and `sportsllm.training.loop.TrainConfig` together.
-LOOP_SETTINGS = {
-    "steps", "batch_size", "accumulation", "sequence", "learning_rate", "muon_learning_rate", "warmup", "schedule",
-    "optimizer", "weight_decay", "clip_norm", "precision", "seed", "checkpoint_activations", "validate_every",
-    "log_every", "parallel_batches",
-}  # fmt: skip
+# Settings that say how long, on what or how large: no part of the method.
+_LOOP_SETTINGS = {field.name for field in dataclasses.fields(TrainConfig)}
 _PLACE_OR_SIZE = {
-    "model", "corpus", "valid", "tokenizer", "teacher", "teachers", "student", "init", "checkpoint", "calibration",
-    "scores", "start", "signal_tokens", "clone_tokens", "on_policy_tokens",
-    "hidden", "intermediate", "heads", "kv_heads", "layers",
+    "model", "corpus", "valid", "tokenizer", "teacher", "student", "init", "checkpoint", "calibration", "scores",
+    "start", "signal_tokens", "hidden", "intermediate", "heads", "kv_heads", "layers",
 }  # fmt: skip
 
 
@@ -36,48 +32,32 @@ def method_name(command: str, settings: Mapping[str, Any], parent: str | None) -
         settings: of its manifest.
         parent: method of the run it starts from; None where it starts from the teacher or from random weights.
     """
-    loop = loop_settings(settings)
     if command == "train" and not settings.get("init"):
-        return FROM_SCRATCH
+        return "from scratch"
     words = _WORDS.get(command, command)
-    if command == "distill" and settings.get("start") == "clone":
-        words = "cloned + distilled"
     if command == "distill" and settings.get("init") and parent is None:
         words = "distilled from weights"
     if settings.get("recover"):
         words += " + recovered"
-    if settings.get("lora") or loop.get("lora"):
+    if settings.get("lora") or loop_settings(settings).get("lora"):
         words += " with LoRA"
     return words if parent is None else f"{parent} + {words}"
 
 
 def variants(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Names that tell runs of one method apart where their settings differ, for example by `importance random`.
-
-    Args:
-        runs: method and settings of each run.
-
-    Returns:
-        For each run its method, followed by the settings in which runs of that method differ.
-    """
+    """For each method and its settings, the method and the settings in which the runs of that method differ."""
     names = []
     flat = [_method_settings(settings) for _, settings in runs]
     for (method, _), own in zip(runs, flat, strict=True):
         peers = [other for (name, _), other in zip(runs, flat, strict=True) if name == method]
         keys = sorted({key for peer in peers for key in peer})
         differing = [key for key in keys if len({json.dumps(peer.get(key), default=str) for peer in peers}) > 1]
-        parts = [words for key in differing if (words := _words(key, own.get(key)))]
-        names.append(", ".join([method, *parts]))
+        names.append(", ".join([method, *filter(None, (_words(key, own.get(key)) for key in differing))]))
     return names
 
 
 def recipe(settings: Mapping[str, Any], parent: str | None) -> str:
-    """Equal for two runs whose settings differ in the seed alone.
-
-    Args:
-        settings: of the manifest.
-        parent: directory that a run starts from whose recipe is compared on its own; None where there is none.
-    """
+    """Equal for two runs whose settings differ in the seed alone, or in the path of `parent`, compared on its own."""
     kept = {key: value for key, value in settings.items() if key != "seed" and (parent is None or value != parent)}
     if isinstance(kept.get("recover"), dict):
         kept["recover"] = {key: value for key, value in kept["recover"].items() if key != "seed"}
@@ -90,15 +70,15 @@ def _method_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in settings.items():
         inner = value if isinstance(value, dict) else {}
         prefix = "" if key == "recover" else f"{key} "
-        found |= {prefix + name: part for name, part in inner.items() if name not in LOOP_SETTINGS}
-        if not inner and key not in LOOP_SETTINGS | _PLACE_OR_SIZE | {"recover"}:
+        found |= {prefix + name: part for name, part in inner.items() if name not in _LOOP_SETTINGS}
+        if not inner and key not in _LOOP_SETTINGS | _PLACE_OR_SIZE | {"recover"}:
             found[key] = value
     return found
 
 
 def _words(key: str, value: Any) -> str:
     name = key.replace("_", " ")
-    if value is None or value == [] or (value == 0 and key.endswith(("weight", "on_policy")) and key != "kl_weight"):
+    if value is None or value == [] or (value == 0 and key == "hidden_weight"):
         return ""
     if isinstance(value, bool):
         return name if value else f"no {name}"

@@ -82,11 +82,7 @@ def markdown(comparison: Mapping[str, Any]) -> str:
 
 
 def html_page(comparison: Mapping[str, Any], runs: Sequence[Run], teacher: Run) -> str:
-    """One HTML page that loads nothing: the chart, the table and the notes.
-
-    Raises:
-        ModuleNotFoundError: jinja2 or plotly is not installed.
-    """
+    """One HTML page that loads nothing: the chart, the table and the notes."""
     return render_page(
         "compare.html",
         [comparison_chart(runs, teacher)],

@@ -1,7 +1,6 @@
 """The comparison against hand arithmetic on trainings that really ran, and FLOPs against torch's own counter."""
 
 import csv
-import dataclasses
 import json
 import math
 import re
@@ -16,11 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.commands import compare as command
-from benchmarks.compare import methods as compare_methods
 from benchmarks.compare.compare import _SCORED_TOKENS, compare, scratch_cost
 from benchmarks.compare.cost import TrainingCost, cut_flops, repair_flops_per_token
 from benchmarks.compare.inputs import ancestors, read_runs
-from benchmarks.compare.manifest import teachers_of
+from benchmarks.compare.manifest import ManifestFacts
 from benchmarks.compare.methods import method_name, variants
 from benchmarks.compare.page import COLUMNS, percent, short
 from benchmarks.flops import forward_flops_per_token, matmul_parameters, training_flops_per_token
@@ -134,8 +132,11 @@ def test_flops_of_a_worked_example() -> None:
 
 def test_cross_entropy_recovery_counts_no_teacher() -> None:
     settings = {"checkpoint": "a", "teacher": "b", "kl_weight": 0.0}
-    assert teachers_of(settings) == [] and teachers_of({**settings, "hidden_weight": 0.1}) == ["b"]
-    assert teachers_of({**settings, "kl_weight": 1.0}) == ["b"]
+
+    def teacher(**changes: float) -> str | None:
+        return ManifestFacts(Path("run"), "prune", {**settings, **changes}, {}, {}).teacher
+
+    assert teacher() is None and teacher(hidden_weight=0.1) == "b" and teacher(kl_weight=1.0) == "b"
 
 
 def test_repair_costs_about_what_it_is_said_to() -> None:
@@ -257,11 +258,10 @@ def test_a_run_carries_what_it_starts_from(runs: Path, corpus_file: Path, tmp_pa
     assert any("further starts from pruned" in note for note in both["notes"])
 
 
-def test_stored_signals_cost_one_pass_of_their_teachers(runs: Path, tmp_path: Path) -> None:
-    made = {"teachers": [[str(runs / "teacher"), 0.5], [str(runs / "half"), 0.5]], "sequence": 64}
+def test_stored_signals_cost_one_pass_of_their_teacher(runs: Path, tmp_path: Path) -> None:
+    made = {"teacher": str(runs / "half"), "sequence": 64}
     signals = tmp_path / "signals"
-    inputs = [runs / "teacher", runs / "half"]
-    with output_directory(signals, Stage("signals", made, inputs, results={"tokens": 640})):
+    with output_directory(signals, Stage("signals", made, [runs / "half"], results={"tokens": 640})):
         pass
 
     def from_them(data: dict[str, Any]) -> None:
@@ -270,8 +270,8 @@ def test_stored_signals_cost_one_pass_of_their_teachers(runs: Path, tmp_path: Pa
 
     copy = edited(runs / "distilled", tmp_path / "stored", from_them)
     teacher, (stored,) = read_runs([copy], runs / "teacher")
-    assert stored.cost.flops.signals == 640 * 2 * forward_flops_per_token(teacher.config, 64)  # both have its shape
-    assert stored.cost.flops.teacher_per_token == 0 and "counts once" in stored.notes[0]
+    assert stored.flops.signals == 640 * forward_flops_per_token(teacher.config, 64)  # half has the teacher's shape
+    assert stored.flops.teacher_per_token == 0 and "counts once" in stored.notes[0]
     assert {signals, runs / "half"} <= set(ancestors([runs / "teacher", copy]))
     shutil.rmtree(signals)
     with pytest.raises(ArtifactError, match="cannot be counted"):
@@ -290,8 +290,8 @@ def test_an_untrained_start_costs_nothing(runs: Path, tmp_path: Path) -> None:
         data["parents"].append({"path": str(untrained), "sha256": digest(untrained)})
 
     _, (run,) = read_runs([edited(runs / "distilled", tmp_path / "run", from_it)], runs / "teacher")
-    assert run.method == "from scratch + distilled" and run.cost.before == run.cost.flops.start == 0
-    assert run.cost.tokens == 4 * PER_STEP
+    assert run.method == "from scratch + distilled" and run.before == run.flops.start == 0
+    assert run.tokens == 4 * PER_STEP
 
 
 def edited(source: Path, target: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
@@ -321,8 +321,7 @@ def test_methods_are_named_by_what_differs() -> None:
     assert names == ["pruned, repair", "pruned, no repair", "distilled, lora rank 4, signals", "distilled"]
 
 
-def test_constants_follow_the_training_loop() -> None:
-    assert {field.name for field in dataclasses.fields(TrainConfig)} == compare_methods.LOOP_SETTINGS
+def test_the_scored_tokens_are_those_of_training() -> None:
     assert stages._VALIDATION_TOKENS == _SCORED_TOKENS
 
 
