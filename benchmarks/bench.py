@@ -30,7 +30,7 @@ def bench_model(
     teacher: Path | None = None,
     runtimes: Sequence[Runtime] = (),
 ) -> BenchResult:
-    """Measure a model and judge it by a device's budget.
+    """Measure a model, alone and in turns with other `runtimes`, and judge it by a device's budget.
 
     Args:
         request: what is measured.
@@ -38,7 +38,6 @@ def bench_model(
         on_device: this machine is the device, so the measurement decides even where that cannot be recognised.
         text: held-out text that is scored, for the quality limit.
         teacher: the fp32 teacher that quality is compared with.
-        runtimes: other runtimes to measure in turns with this one.
 
     Raises:
         UsageError: no such device, or `on_device` for one that is no CPU; settings that the context has no room for.
@@ -70,11 +69,7 @@ def bench_model(
 
 
 def bits_per_byte(directory: Path, text: Sequence[Path], threads: int | None = None) -> float:
-    """Bits per byte of `directory` on the documents of `text`, as `eval` computes it.
-
-    Raises:
-        ArtifactError: the directory or a file is missing or damaged, or there is no text.
-    """
+    """Bits per byte of `directory` on the documents of `text`, as `eval` computes it."""
     decoder = open_decoder(directory, threads)
     tokenizer = load_tokenizer(directory, decoder.config)
     documents = list(read_documents(text))

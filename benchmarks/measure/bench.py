@@ -1,8 +1,7 @@
-"""Measure a model directory on this machine.
+"""Measure a model directory on this machine, each figure in `ROUNDS` or more fresh processes.
 
-Every figure is measured in `ROUNDS` or more fresh processes, one after the other, with the bandwidth probe in between;
-the figure is the median of the rounds and the noise is the interval they cover. Prompt and decode figures leave
-tokenizing and sampling out, as llama-bench does.
+A figure is the median of the rounds, its noise the interval they cover. Prompt and decode figures leave tokenizing and
+sampling out, as llama-bench does.
 """
 
 from __future__ import annotations
@@ -51,17 +50,9 @@ SHORT = {"steps": 48, "warm_up_steps": 8, "repeats": 5, "seconds_per_figure": 0.
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What to measure, and how thoroughly.
+    """What to measure of an export (ONNX) or a checkpoint (PyTorch), and how thoroughly: see `MeasuringFlags`.
 
-    Attributes:
-        directory: an export (ONNX), or a checkpoint (PyTorch).
-        threads: CPU threads; all physical cores where None.
-        rounds: fresh processes that every speed is measured in.
-        most_rounds: as many at most while the rounds do not agree.
-        timeout_s: seconds after which one of these processes counts as hung.
-        prompt_lengths: tokens of further prompts, beside 128 and 512.
-        batch_sizes: rows that are decoded together.
-        minutes: length of a sustained run; none at 0.
+    `threads` None means all physical cores; `minutes` 0 means no sustained run.
     """
 
     directory: Path
@@ -81,19 +72,10 @@ class BenchRequest:
 
 @dataclass
 class BenchResult:
-    """Figures of one directory.
+    """Figures of one directory: times in ms, sizes in bytes, rates in tokens per second.
 
-    Attributes:
-        config: the model's shape.
-        figures: times in ms, sizes in bytes, rates in tokens per second: `summarise`'s keys, `file_bytes` (graph and
-            weights), `directory_bytes` and `bandwidth_bound`'s keys, and where asked for `sustained`.
-        settings: what every worker was told, `threads` and `cpus` among it.
-        raw: every sample of every round.
-        machine: see `machine`.
-        bits_per_byte: quality on held-out text, where it was scored.
-        teacher_bits_per_byte: that of the fp32 teacher on the same text.
-        against: other runtimes beside this one (see `benchmarks.runtimes.compare.measure_against`).
-        budget: see `benchmarks.devices.limits.judge_budget`.
+    `settings` is what every worker was told, `raw` has every sample of every round, `against` comes from
+    `measure_against` and `budget` from `judge_budget`; the quality is None where no text was scored.
     """
 
     config: ModelConfig
@@ -151,7 +133,7 @@ def run_bench(request: BenchRequest) -> BenchResult:
     read = bytes_read_per_token(directory, config)
     per_token = read["weight_bytes"] + read["kv_bytes_per_token"] * depth
     settings = {
-        **_settings(directory, request.threads or default_threads()),
+        **_settings(directory, request.threads),
         "prompts": prompts_that_fit(context, request.prompt_lengths),
         "depths": depths,
         "energy_depth": depth,
@@ -163,7 +145,13 @@ def run_bench(request: BenchRequest) -> BenchResult:
         "memory_steps": MEMORY_STEPS,
         "working_set_bytes": min(per_token, LARGEST_WORKING_SET_BYTES),
     }
-    raw = _measure_rounds(settings, batches, request)
+    # Speeds and bandwidth take turns so that all see the same machine.
+    title = f"bench {directory.name}"
+    timed = [_turn(settings, "speed"), _turn(settings, "bandwidth")]
+    timed += [_turn({**settings, "lengths": lengths}, "batch", name) for name, lengths in batches.items()]
+    raw = take_turns(title, timed, request.checks, is_steady, request.timeout_s)
+    for mode, rounds in (("memory", MEMORY_ROUNDS), ("cold", COLD_ROUNDS)):
+        raw |= take_turns(title, [_turn(settings, mode)], [rounds], lambda _: True, request.timeout_s)
     figures: dict[str, Any] = {
         "directory": str(directory),
         "runtime": raw["speed"][0]["runtime"],
@@ -181,23 +169,13 @@ def run_bench(request: BenchRequest) -> BenchResult:
 
 
 def short_bench(directory: Path, device: Device, threads: int | None = None) -> dict[str, float | None]:
-    """A budget's figures from one turn of speed and one of memory: to choose between models, without an interval.
+    """An export's figures by the names of `device`'s limits, from one turn of speed and one of memory: no interval.
 
-    Args:
-        directory: an export.
-        device: whose limits say at which lengths.
-        threads: CPU threads; all physical cores where None.
-
-    Returns:
-        Figures by the limits' names. A figure is None if the context is too short for it; the time per token falls
-        back to the deepest depth that fits.
-
-    Raises:
-        ChildFailure: a measuring process crashed, hung or was killed.
+    A figure is None if the context is too short for it; the time per token falls back to the deepest depth that fits.
     """
     prompt, depth, memory_context = limit_lengths(device.limits, load_config(directory).max_position_embeddings)
     settings = {
-        **_settings(directory, threads or default_threads()),
+        **_settings(directory, threads),
         **SHORT,
         "prompts": [] if prompt is None else [prompt],
         "depths": [] if depth is None else [depth],
@@ -216,11 +194,7 @@ def short_bench(directory: Path, device: Device, threads: int | None = None) -> 
 
 
 def prompts_that_fit(context: int, asked: Sequence[int] = ()) -> list[int]:
-    """Prompt lengths, in tokens, that time to first token is measured at: 128, 512 and those asked for.
-
-    Raises:
-        UsageError: one that was asked for is longer than the context.
-    """
+    """Prompt lengths, in tokens, that time to first token is measured at: 128, 512 and those asked for."""
     for prompt in asked:
         if not 0 < prompt <= context:
             raise UsageError(f"--prompt-lengths {prompt}: must be from 1 to the context of {context} tokens")
@@ -228,11 +202,7 @@ def prompts_that_fit(context: int, asked: Sequence[int] = ()) -> list[int]:
 
 
 def ragged_lengths(rows: int, context: int) -> list[int]:
-    """Prompt lengths of a batch, in tokens: evenly from 128, or what fits, down to half of that.
-
-    Raises:
-        UsageError: the context has no room for a prompt and the steps after it.
-    """
+    """Prompt lengths of a batch, in tokens: evenly from 128, or what fits, down to half of that."""
     longest = min(BATCH_PROMPT, context - TIMED_STEPS)
     if longest < 2:
         raise UsageError(f"--batch-size: a context of {context} tokens has no room for {STEPS} steps after a prompt")
@@ -261,20 +231,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _settings(directory: Path, threads: int) -> dict[str, Any]:
+def _settings(directory: Path, threads: int | None) -> dict[str, Any]:
+    threads = threads or default_threads()
     return {"directory": str(directory.resolve()), "threads": threads, "cpus": choose_cpus(threads), "seed": 0}
-
-
-def _measure_rounds(
-    settings: Mapping[str, Any], batches: Mapping[str, Sequence[int]], request: BenchRequest
-) -> Payloads:
-    """Every worker's results by mode; speeds and bandwidth take turns so that all see the same machine."""
-    title, timeout_s = f"bench {request.directory.name}", request.timeout_s
-    timed = [_turn(settings, "speed"), _turn(settings, "bandwidth")]
-    timed += [_turn({**settings, "lengths": lengths}, "batch", name) for name, lengths in batches.items()]
-    raw = take_turns(title, timed, request.checks, is_steady, timeout_s)
-    raw |= take_turns(title, [_turn(settings, "memory")], [MEMORY_ROUNDS], lambda _: True, timeout_s)
-    return raw | take_turns(title, [_turn(settings, "cold")], [COLD_ROUNDS], lambda _: True, timeout_s)
 
 
 def _turn(settings: Mapping[str, Any], mode: str, name: str | None = None) -> Turn:

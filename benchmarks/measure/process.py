@@ -1,7 +1,4 @@
-"""Run one measurement in a fresh process, and say plainly when it did not end well.
-
-Standard library and psutil only: the parent of a measurement runs on the smallest device.
-"""
+"""Run one measurement in a fresh process. Standard library and psutil only: it runs on the smallest device."""
 
 from __future__ import annotations
 
@@ -47,13 +44,9 @@ class ChildFailure(SportsLLMError):
 
 @dataclass(frozen=True)
 class ChildResult:
-    """What a child printed, and how busy the machine was beside it.
+    """The JSON object that a child printed, its seconds, and its memory where that was watched (`watched_memory`).
 
-    Attributes:
-        payload: the JSON object on its last line.
-        seconds: from its start to its end.
-        other_cpu_cores: processor time that other programs and the hypervisor took meanwhile, in cores.
-        memory: its memory at the largest seen (see `watched_memory`); empty where it was not watched.
+    `other_cpu_cores` is the processor time that other programs and the hypervisor took meanwhile, in cores.
     """
 
     payload: dict[str, Any]
@@ -73,15 +66,15 @@ def run_child(
     what: str,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     environment: Mapping[str, str | None] | None = None,
-    waiting: Callable[[float], None] | None = None,
+    waiting: Callable[[float], None] = lambda seconds: None,
     watch_memory: bool = False,
 ) -> ChildResult:
     """Run `command` and read the JSON object on its last line of standard output.
 
     Args:
-        command: the program and its arguments; see `child_command`.
+        command: see `child_command`.
         what: names the measurement in messages.
-        timeout_s: seconds after which the child counts as hung and is killed.
+        timeout_s: after which the child counts as hung and is killed.
         environment: variables set on top of this process's own; None removes one.
         waiting: called about once a second with the seconds so far, for a progress bar.
         watch_memory: sample what the child's memory consists of. Not for what is timed.
@@ -92,7 +85,7 @@ def run_child(
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     changed: dict[str, str | None] = {**os.environ, "PYTHONPATH": path, **(environment or {})}
     variables = {name: value for name, value in changed.items() if value is not None}
-    busy_before, own_before, started = _busy_seconds(), _own_seconds(), time.perf_counter()
+    others_before, started = _others_seconds(), time.perf_counter()
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
     ) as process:
@@ -110,41 +103,36 @@ def run_child(
             process.kill()
             raise
     seconds = time.perf_counter() - started
-    others = (_busy_seconds() - busy_before) - (_own_seconds() - own_before)
+    others = _others_seconds() - others_before
     payload = _payload(what, process.returncode, stdout, stderr)
     return ChildResult(payload, seconds, max(0.0, others / seconds), memory)
 
 
-def _communicate(
-    process: subprocess.Popen[str], timeout_s: float, waiting: Callable[[float], None] | None
-) -> tuple[str, str]:
+def _communicate(process: subprocess.Popen[str], timeout_s: float, waiting: Callable[[float], None]) -> tuple[str, str]:
     """What the process printed; `TimeoutExpired` after `timeout_s`."""
     started = time.monotonic()
-    while waiting is not None:
+    while True:
         try:
             return process.communicate(timeout=min(1.0, timeout_s))
         except subprocess.TimeoutExpired:
-            passed = time.monotonic() - started
-            if passed >= timeout_s:
+            if (passed := time.monotonic() - started) >= timeout_s:
                 raise
             waiting(passed)
-    return process.communicate(timeout=timeout_s)
 
 
 def wait_for_quiet(longest_s: float = 3.0) -> None:
     """Wait until other programs use at most `QUIET_CORES` cores, or for `longest_s`."""
     deadline = time.monotonic() + longest_s
     while True:
-        started, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds()
+        others, started = _others_seconds(), time.perf_counter()
         time.sleep(0.25)
-        others = (_busy_seconds() - busy) - (_own_seconds() - own)
-        if others / (time.perf_counter() - started) <= QUIET_CORES or time.monotonic() > deadline:
+        cores = (_others_seconds() - others) / (time.perf_counter() - started)
+        if cores <= QUIET_CORES or time.monotonic() > deadline:
             return
 
 
 def _payload(what: str, code: int, stdout: str, stderr: str) -> dict[str, Any]:
-    lines = stderr.strip().splitlines()
-    last_line = lines[-1] if lines else "it printed no error"
+    last_line = (stderr.strip().splitlines() or ["it printed no error"])[-1]
     if code == -int(getattr(signal, "SIGKILL", 9)) or (code != 0 and any(word in stderr for word in _MEMORY_WORDS)):
         raise ChildFailure(
             f"{what}: the process was killed or stopped for memory; close other programs or use a smaller model",
@@ -152,7 +140,9 @@ def _payload(what: str, code: int, stdout: str, stderr: str) -> dict[str, Any]:
             ResourceError.exit_code,
         )
     if code < 0:
-        raise ChildFailure(f"{what}: the process crashed with {_signal_name(-code)} ({last_line})", "crash")
+        known = {number.value: number.name for number in signal.Signals}
+        name = known.get(-code, f"signal {-code}")
+        raise ChildFailure(f"{what}: the process crashed with {name} ({last_line})", "crash")
     if code > 0:
         sys.stderr.write(stderr)
         raise ChildFailure(f"{what}: the process failed with exit code {code} ({last_line})", "crash")
@@ -167,21 +157,8 @@ def _payload(what: str, code: int, stdout: str, stderr: str) -> dict[str, Any]:
     return payload
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _busy_seconds() -> float:
-    """Processor seconds that all programs and the hypervisor have used since the machine started."""
-    times = psutil.cpu_times()
-    fields = ("user", "nice", "system", "irq", "softirq", "steal")
-    return sum(float(getattr(times, field, 0.0)) for field in fields)
-
-
-def _own_seconds() -> float:
-    """Processor seconds of this process and of its children that have ended."""
-    times = psutil.Process().cpu_times()
-    return float(times.user + times.system + times.children_user + times.children_system)
+def _others_seconds() -> float:
+    """Processor seconds of all programs and the hypervisor less those of this process and its ended children."""
+    all_times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    busy = sum(getattr(all_times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
+    return float(busy - (own.user + own.system + own.children_user + own.children_system))

@@ -17,10 +17,7 @@ Payloads = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Turn:
-    """One measurement: its name, the command that prints its result, and how messages call it.
-
-    `environment` and `watch_memory` are those of `run_child`.
-    """
+    """One measurement: its name, and `run_child`'s arguments."""
 
     name: str
     command: Sequence[str]
@@ -43,7 +40,7 @@ def take_turns(
     timeout_s: float,
     failed: Callable[[str, ChildFailure], None] | None = None,
 ) -> Payloads:
-    """Every turn's results, round after round, until `converged` or the last check.
+    """What every turn printed by its name, round after round, until `converged` or the last check.
 
     Args:
         title: names the whole in progress bar and messages.
@@ -51,12 +48,7 @@ def take_turns(
         check_after_rounds: see `stop_checks`.
         converged: whether the rounds so far agree; it gets those of the turns that have not failed.
         timeout_s: after which one process counts as hung.
-        failed: told of a turn that gave no result; that turn is left out from then on. Where it is None, the failure is
-            raised.
-
-    Returns:
-        By the turn's name what each round printed, with `seconds` and `other_cpu_cores` beside it; of a turn that
-        failed, what it printed before.
+        failed: told of a turn that gave no result, which is left out from then on; None raises the failure.
     """
     raw: Payloads = {turn.name: [] for turn in turns}
     left, done = list(turns), 0
@@ -82,12 +74,9 @@ def take_turns(
     return raw
 
 
-def take_turn(turn: Turn, timeout_s: float, waiting: Callable[[float], None] | None = None) -> dict[str, Any]:
+def take_turn(turn: Turn, timeout_s: float, waiting: Callable[[float], None] = lambda seconds: None) -> dict[str, Any]:
     """One turn's result, with `seconds`, `other_cpu_cores` and, where memory is watched, its `split`."""
     child = run_child(turn.command, turn.what, timeout_s, turn.environment, waiting, turn.watch_memory)
-    return {
-        **child.payload,
-        **({"split": child.memory or None} if turn.watch_memory else {}),
-        "seconds": round(child.seconds, 3),
-        "other_cpu_cores": round(child.other_cpu_cores, 3),
-    }
+    split = {"split": child.memory or None} if turn.watch_memory else {}
+    busy = {"seconds": round(child.seconds, 3), "other_cpu_cores": round(child.other_cpu_cores, 3)}
+    return {**child.payload, **split, **busy}

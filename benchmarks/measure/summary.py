@@ -32,20 +32,15 @@ def round_figures(one: Mapping[str, Any]) -> dict[str, float]:
 def batch_figures(rows: int, one: Mapping[str, Any]) -> dict[str, float]:
     """The figures of one round of a batch: all rows' tokens a second, and the time of a step that gives each one."""
     steps = [sample for sweep in one["step_ms"] for sample in sweep]
-    figures = {f"batches.{rows}.step_ms.{name}": value for name, value in percentiles(steps).items()}
-    figures[f"batches.{rows}.decode_tokens_per_s"] = rows * 1000 / statistics.fmean(steps)
-    figures[f"batches.{rows}.prefill_ms"] = one["prefill_ms"]
-    return figures
+    figures = {"decode_tokens_per_s": rows * 1000 / statistics.fmean(steps)}
+    figures |= {f"step_ms.{name}": value for name, value in percentiles(steps).items()}
+    return {f"batches.{rows}.{name}": value for name, value in (figures | {"prefill_ms": one["prefill_ms"]}).items()}
 
 
 def rounds_by_name(raw: Raw) -> dict[str, list[float]]:
     """Each figure's values, one a round. A figure that only some rounds have is left out."""
     kinds = [[round_figures(one) for one in raw["speed"]]]
-    kinds += [
-        [batch_figures(int(mode.removeprefix(BATCH)), one) for one in found]
-        for mode, found in raw.items()
-        if mode.startswith(BATCH)
-    ]
+    kinds += [[batch_figures(int(rows), one) for one in raw[f"{BATCH}{rows}"]] for rows in batch_rows(raw)]
     return {
         name: [one[name] for one in rounds]
         for rounds in kinds
@@ -54,13 +49,30 @@ def rounds_by_name(raw: Raw) -> dict[str, list[float]]:
     }
 
 
-def is_deciding_metric(name: str) -> bool:
-    """Whether a figure must be steady for a run to count as clean: first tokens, median steps, batches' rates."""
-    return name.startswith("ttft_ms.") or name.endswith((".p50", ".decode_tokens_per_s"))
+def batch_rows(raw: Raw) -> list[str]:
+    """The batch sizes that were measured."""
+    return [mode.removeprefix(BATCH) for mode in raw if mode.startswith(BATCH)]
+
+
+def nested(figures: Mapping[str, float]) -> dict[str, Any]:
+    """Figures by dotted name as a tree of dicts: {"a.b": 1} is {"a": {"b": 1}}."""
+    tree: dict[str, Any] = {}
+    for name, value in figures.items():
+        *parents, last = name.split(".")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return tree
 
 
 def _deciding(raw: Raw) -> dict[str, Spread]:
-    return {name: spread(values) for name, values in rounds_by_name(raw).items() if is_deciding_metric(name)}
+    """The figures that must be steady for a run to count as clean: first tokens, median steps, batches' rates."""
+    return {
+        name: spread(values)
+        for name, values in rounds_by_name(raw).items()
+        if name.startswith("ttft_ms.") or name.endswith((".p50", ".decode_tokens_per_s"))
+    }
 
 
 def is_steady(raw: Raw) -> bool:
@@ -70,11 +82,7 @@ def is_steady(raw: Raw) -> bool:
 
 
 def noise_reasons(raw: Raw) -> list[str]:
-    """Why a run is not clean; empty where it is.
-
-    Other programs count where they disturbed at least half of the rounds: the median of the figures takes care of the
-    rest.
-    """
+    """Why a run is not clean. Other programs count where they disturb half of the rounds: medians take less."""
     deciding, speed = _deciding(raw), raw["speed"]
     reasons = []
     if unsteady := [name for name, interval in deciding.items() if interval.noisy]:
@@ -90,63 +98,48 @@ def noise_reasons(raw: Raw) -> list[str]:
 
 
 def summarise(raw: Raw) -> dict[str, Any]:
-    """Figures of all rounds.
-
-    Args:
-        raw: the workers' results by mode: `speed`, `memory`, and where there were any, `cold` and batches.
-
-    Returns:
-        The figures (ms, s, bytes, tokens per second); under `noise` the interval of each by dotted name; under
-        `noisy` the names whose rounds do not agree within 5%; `clean`, whether there is no `noise_reasons`.
-    """
+    """Figures (ms, s, bytes, tokens per second) of the workers' results by mode: `speed`, `memory`, and maybe `cold`
+    and batches. `noise` has each figure's interval by dotted name, `noisy` the names that do not agree within 5%."""
     speed, memory = raw["speed"], raw["memory"]
     by_name = rounds_by_name(raw)
-    middle = {name: statistics.median(values) for name, values in by_name.items()}
+    middle = nested({name: statistics.median(values) for name, values in by_name.items()})
     by_name["peak_rss_bytes"] = [float(one["peak_rss_bytes"]) for one in memory]
     noise = {name: asdict(spread(values)) for name, values in by_name.items()}
-    prompts, depths = list(speed[0]["ttft_ms"]), list(speed[0]["step_ms"])
+    ttft = middle.get("ttft_ms", {})
+    longest = list(ttft)[-1] if ttft else None
+    batches = {rows: raw[f"{BATCH}{rows}"] for rows in batch_rows(raw)}
     return {
-        "ttft_ms": {prompt: middle[f"ttft_ms.{prompt}"] for prompt in prompts},
-        "tpot_ms": {
-            depth: {name: middle[f"tpot_ms.{depth}.{name}"] for name in ("p50", "p90", "p95", "p99")}
-            for depth in depths
-        },
-        "decode_tokens_per_s": {depth: middle[f"decode_tokens_per_s.{depth}"] for depth in depths},
-        "prefill_tokens_per_s": 1000 * int(prompts[-1]) / middle[f"ttft_ms.{prompts[-1]}"] if prompts else None,
+        "ttft_ms": ttft,
+        "tpot_ms": middle.get("tpot_ms", {}),
+        "decode_tokens_per_s": middle.get("decode_tokens_per_s", {}),
+        "prefill_tokens_per_s": 1000 * int(longest) / ttft[longest] if longest else None,
         "first_prefill_ms": middle["first_prefill_ms"],
         "import_s": middle["import_s"],
         "load_s": middle["load_s"],
         "peak_rss_bytes": int(max(by_name["peak_rss_bytes"])),
         "peak_rss_context_tokens": memory[0]["context_tokens"],
-        "batches": _batches(raw, middle),
+        "batches": {
+            rows: {
+                "prompt_tokens": rounds[0]["lengths"],
+                **middle["batches"][rows],
+                "peak_rss_bytes": max(one["peak_rss_bytes"] for one in rounds),
+            }
+            for rows, rounds in batches.items()
+        },
         "rounds": len(speed),
         "noise": noise,
         "noisy": [name for name, interval in noise.items() if interval["noisy"]],
         "other_cpu_cores": max(one["other_cpu_cores"] for one in speed),
         "clean": not noise_reasons(raw),
-        **_readings(raw, middle),
+        **_readings(raw, middle.get("joules_per_token")),
     }
 
 
-def _batches(raw: Raw, middle: Mapping[str, float]) -> dict[str, dict[str, Any]]:
-    batches = {}
-    for mode in (mode for mode in raw if mode.startswith(BATCH)):
-        rows = mode.removeprefix(BATCH)
-        batches[rows] = {
-            "prompt_tokens": raw[mode][0]["lengths"],
-            "decode_tokens_per_s": middle[f"batches.{rows}.decode_tokens_per_s"],
-            "step_ms": {name: middle[f"batches.{rows}.step_ms.{name}"] for name in ("p50", "p90", "p95", "p99")},
-            "prefill_ms": middle[f"batches.{rows}.prefill_ms"],
-            "peak_rss_bytes": max(one["peak_rss_bytes"] for one in raw[mode]),
-        }
-    return batches
-
-
-def _readings(raw: Raw, middle: Mapping[str, float]) -> dict[str, Any]:
+def _readings(raw: Raw, joules: float | None) -> dict[str, Any]:
     """Figures that not every machine gives, None where it does not, and under `absent` why not."""
     absent: dict[str, str] = {}
     speed, cold = raw["speed"], raw.get("cold", ())
-    if "joules_per_token" not in middle:
+    if joules is None:
         absent["joules_per_token"] = next(one["energy"]["absent"] for one in speed if "absent" in one["energy"])
     split = max((one["split"] for one in raw["memory"] if one["split"]), key=lambda one: one["rss_bytes"], default=None)
     if split is None:
@@ -154,21 +147,17 @@ def _readings(raw: Raw, middle: Mapping[str, float]) -> dict[str, Any]:
     loads = [one["load_s"] for one in cold if "load_s" in one]
     if not loads:
         absent["cold_load_s"] = next((one["absent"] for one in cold if "absent" in one), "not asked for")
-    ranges = {name: _range(speed, name) for name in ("clock_mhz", "temperature_c")}
+    values = {name: [one[name] for one in speed if one[name] is not None] for name in ("clock_mhz", "temperature_c")}
+    ranges = {name: {"low": min(found), "high": max(found)} if found else None for name, found in values.items()}
     absent |= {name: "no such sensor can be read" for name, found in ranges.items() if found is None}
     if speed[0]["cpus"] is None:
         absent["cpus"] = "this system does not pin a process to processors"
     return {
         "cold_load_s": statistics.median(loads) if loads else None,
         "memory_split": split,
-        "joules_per_token": middle.get("joules_per_token"),
+        "joules_per_token": joules,
         "energy": {key: speed[0]["energy"].get(key) for key in ("source", "depth")},
         "surroundings": {**ranges, "clock_source": speed[0]["clock_source"]},
         "cpus": speed[0]["cpus"],
         "absent": absent,
     }
-
-
-def _range(rounds: Sequence[Mapping[str, Any]], name: str) -> dict[str, float] | None:
-    values = [one[name] for one in rounds if one[name] is not None]
-    return {"low": min(values), "high": max(values)} if values else None

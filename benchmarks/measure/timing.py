@@ -5,6 +5,7 @@ Tokens are drawn from a seeded generator. Times are milliseconds, unless the nam
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -47,10 +48,7 @@ def milliseconds(work: Callable[[], Any]) -> float:
 
 
 def time_prompt(decoder: Decoder, tokens: Sequence[int], prompt: int, specification: Mapping[str, Any]) -> list[float]:
-    """Times to read the first `prompt` tokens, with room for the steps that would follow.
-
-    After a warm-up `repeats` of them, and more until `seconds_per_figure` are over.
-    """
+    """Times to read the first `prompt` tokens, `repeats` or more until `seconds_per_figure` are over, warmed up."""
     room = min(prompt + int(specification["steps"]), len(tokens))
 
     def read_prompt() -> None:
@@ -75,13 +73,9 @@ def time_prompt(decoder: Decoder, tokens: Sequence[int], prompt: int, specificat
 def time_steps(
     decoder: Decoder, tokens: Sequence[int], lengths: Sequence[int], specification: Mapping[str, Any]
 ) -> list[list[float]]:
-    """Times of single steps after a prompt for each row, one list a sweep; the first steps only warm up.
+    """Times of single steps after a prompt of `lengths` tokens for each row, one list a sweep.
 
-    Args:
-        decoder: what is timed.
-        tokens: prompts are its beginnings, and the steps read what follows the longest.
-        lengths: of each row's prompt, in tokens.
-        specification: `warm_up_steps`, `steps`, `seconds_per_figure`.
+    Prompts are the beginnings of `tokens`, the steps read what follows the longest; the first ones only warm up.
     """
     warm_up, steps = int(specification["warm_up_steps"]), int(specification["steps"])
     seconds = float(specification["seconds_per_figure"])
@@ -95,10 +89,7 @@ def time_steps(
         samples: list[float] = []
         sweep_started = time.perf_counter()
         for token in tokens[longest + warm_up : longest + warm_up + steps]:
-            read = [token] * len(rows)
-            begin = time.perf_counter_ns()
-            decoder.step(read)
-            samples.append((time.perf_counter_ns() - begin) / 1e6)
+            samples.append(milliseconds(functools.partial(decoder.step, [token] * len(rows))))
             if len(samples) >= LEAST_STEPS and time.perf_counter() - sweep_started > LONGEST_S:
                 break
         sweeps.append(samples)
@@ -110,8 +101,7 @@ def decode_for(
 ) -> tuple[int, float, float | None]:
     """Decode from `depth` to `room` tokens again and again, once at least and for `least_s` seconds of decoding.
 
-    Returns:
-        Tokens, seconds and joules of the steps, the prompts left out. Joules are None where the meter reads nothing.
+    Returns tokens, seconds and joules (None where the meter reads nothing) of the steps, the prompts left out.
     """
     count, seconds = 0, 0.0
     joules: float | None = 0.0
@@ -144,14 +134,15 @@ def measure_energy(decoder: Decoder, tokens: Sequence[int], depth: int, steps: i
     """Joules of one token at `depth`, the machine's idle share included; or under `absent` why not."""
     meter = EnergyMeter()
     source = meter.source
-    if source is not None and not depth:
+    if source is None:
+        return {"absent": meter.reason}
+    if not depth:
         return {"absent": "no decoding depth fits the context"}
-    if source is not None:
-        count, seconds, joules = decode_for(decoder, tokens, depth, depth + steps, ENERGY_S, meter)
-        if joules is not None:
-            figures = {"joules_per_token": joules / count, "watts": joules / seconds}
-            return {**figures, "depth": depth, "tokens": count, "source": source}
-    return {"absent": meter.reason}
+    count, seconds, joules = decode_for(decoder, tokens, depth, depth + steps, ENERGY_S, meter)
+    if joules is None:
+        return {"absent": meter.reason}
+    figures = {"joules_per_token": joules / count, "watts": joules / seconds}
+    return {**figures, "depth": depth, "tokens": count, "source": source}
 
 
 def window_seconds(minutes: float) -> float:
@@ -160,23 +151,14 @@ def window_seconds(minutes: float) -> float:
 
 
 def measure_sustained(decoder: Decoder, tokens: Sequence[int], specification: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode after a prompt of `depth`, again and again for `minutes`.
+    """Decode after a prompt of `depth`, again and again for `minutes`: speed and sensors by window.
 
-    Args:
-        decoder: what is run.
-        tokens: prompt and steps are taken from it.
-        specification: `minutes`, `depth`, `steps`, `warm_up_steps`, `cpus`.
-
-    Returns:
-        `depth`, `energy_source`, and `windows`: start in s, tokens a second (without the prompts), tokens, clock,
-        temperature and joules a token, None for what cannot be read. A window has at least `window_seconds` of
-        decoding, and none begins less than half of that before the end.
+    A window has at least `window_seconds` of decoding, and none begins less than half of that before the end.
     """
     depth, seconds = int(specification["depth"]), 60 * float(specification["minutes"])
     room = depth + int(specification["warm_up_steps"]) + int(specification["steps"])
     length, meter = window_seconds(float(specification["minutes"])), EnergyMeter()
-    windows: list[dict[str, Any]] = []
-    source = meter.source
+    windows, source = list[dict[str, Any]](), meter.source
     decode_for(decoder, tokens, depth, room, 0.0, meter)  # warm-up
     started = time.perf_counter()
     while not windows or time.perf_counter() - started + length / 2 < seconds:
@@ -197,13 +179,7 @@ def measure_sustained(decoder: Decoder, tokens: Sequence[int], specification: Ma
 
 
 def summarise_sustained(payload: Mapping[str, Any], minutes: float) -> dict[str, Any]:
-    """The run's windows, and its first against its last.
-
-    Returns:
-        `windows`, `depth`, `minutes`, `first_tokens_per_s`, `last_tokens_per_s`, `throttling_percent` = 100 *
-        (1 - last / first), which noise can make a little negative, and `throttled`; the last two are None where there
-        is one window only.
-    """
+    """The run's windows, and its last against its first; `throttling` is None where there is one window only."""
     windows = payload["windows"]
     first, last = windows[0]["tokens_per_s"], windows[-1]["tokens_per_s"]
     several = len(windows) > 1

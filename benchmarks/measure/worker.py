@@ -1,8 +1,7 @@
 """One measurement in a process of its own: `python -m benchmarks.measure.worker '{"mode": "speed", ...}'`.
 
-Prints one JSON object on standard output. Imports nothing beyond numpy and the model's own runtime, so that the memory
-it reports is the model's. Choosing tokens and turning text into them is not part of any figure. Times are
-milliseconds, sizes bytes, unless the name says otherwise.
+Prints one JSON object. Imports nothing beyond numpy and the model's own runtime, so that the memory it reports is the
+model's. Times are milliseconds, sizes bytes, unless the name says otherwise.
 """
 
 from __future__ import annotations
@@ -16,18 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import timing
 from benchmarks.measure.bandwidth import measure_bandwidth
 from benchmarks.measure.cpus import pin
 from benchmarks.measure.energy import read_sensors
 from benchmarks.measure.page_cache import drop_files
-from benchmarks.measure.timing import (
-    draw_tokens,
-    measure_energy,
-    measure_sustained,
-    milliseconds,
-    time_prompt,
-    time_steps,
-)
 from sportsllm.errors import ResourceError, SportsLLMError
 from sportsllm.inference.decoder import Decoder, is_onnx_directory, open_decoder
 from sportsllm.process_memory import peak_rss_bytes
@@ -61,41 +53,39 @@ def main(arguments: Sequence[str], modes: Mapping[str, Mode] | None = None) -> i
 
 
 def measure_speed(specification: Mapping[str, Any]) -> dict[str, Any]:
-    """Load time, time to first token by prompt length, time per further token by depth, and the energy of one.
-
-    A step is timed alone, at depths from `depth` + `warm_up_steps` to `depth` + `warm_up_steps` + `steps`.
-    """
+    """Load time, time to first token by prompt length, time of single steps after each depth, and the energy of one."""
     decoder, loaded = _open(specification)
-    tokens = draw_tokens(decoder, specification["seed"])
-    first = milliseconds(lambda: decoder.prefill([tokens[:32]], max_length=min(64, len(tokens))))
-    ttft = {str(prompt): time_prompt(decoder, tokens, prompt, specification) for prompt in specification["prompts"]}
-    steps = {str(depth): time_steps(decoder, tokens, [depth], specification) for depth in specification["depths"]}
-    energy = measure_energy(decoder, tokens, specification.get("energy_depth", 0), int(specification["steps"]))
+    tokens = timing.draw_tokens(decoder, specification["seed"])
+    first = timing.milliseconds(lambda: decoder.prefill([tokens[:32]], max_length=min(64, len(tokens))))
+    ttft = {
+        str(prompt): timing.time_prompt(decoder, tokens, prompt, specification) for prompt in specification["prompts"]
+    }
+    steps = {
+        str(depth): timing.time_steps(decoder, tokens, [depth], specification) for depth in specification["depths"]
+    }
+    energy = timing.measure_energy(decoder, tokens, specification.get("energy_depth", 0), int(specification["steps"]))
     return {**loaded, "first_prefill_ms": first, "ttft_ms": ttft, "step_ms": steps, "energy": energy}
 
 
 def measure_batch(specification: Mapping[str, Any]) -> dict[str, Any]:
     """Time to read several prompts, and time of steps that give every row one token; `lengths` are the prompts'."""
     decoder, loaded = _open(specification)
-    tokens = draw_tokens(decoder, specification["seed"])
+    tokens = timing.draw_tokens(decoder, specification["seed"])
     lengths = [int(length) for length in specification["lengths"]]
-    steps = time_steps(decoder, tokens, lengths, specification)
+    steps = timing.time_steps(decoder, tokens, lengths, specification)
     room = max(lengths) + int(specification["warm_up_steps"]) + int(specification["steps"])
     rows = [tokens[:length] for length in lengths]
-    prefill = milliseconds(lambda: decoder.prefill(rows, max_length=room))
+    prefill = timing.milliseconds(lambda: decoder.prefill(rows, max_length=room))
     peak = peak_rss_bytes()
     return {**loaded, "lengths": lengths, "step_ms": steps, "prefill_ms": prefill, "peak_rss_bytes": peak}
 
 
 def measure_memory(specification: Mapping[str, Any]) -> dict[str, Any]:
-    """Peak resident memory of a process that loads the model, reads a prompt and writes a few tokens.
-
-    Prompt and new tokens together fill `context_tokens`. Nothing else is held.
-    """
+    """Peak resident memory of loading the model, reading a prompt and writing a few tokens: `context_tokens` in all."""
     before = peak_rss_bytes()
     decoder, loaded = _open(specification)
     after_load = peak_rss_bytes()
-    tokens = draw_tokens(decoder, specification["seed"])[: int(specification["context_tokens"])]
+    tokens = timing.draw_tokens(decoder, specification["seed"])[: int(specification["context_tokens"])]
     steps = min(int(specification["memory_steps"]), len(tokens) // 2)
     decoder.prefill([tokens[:-steps]], max_length=len(tokens))
     for token in tokens[-steps:]:
@@ -110,12 +100,9 @@ def measure_memory(specification: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure_cold_load(specification: Mapping[str, Any]) -> dict[str, Any]:
-    """Load time after the directory's files were dropped from the page cache; or under `absent` why that failed.
-
-    The library itself is imported before, as for the warm figure.
-    """
+    """Load time after the directory's files were dropped from the page cache; or under `absent` why that failed."""
     directory = Path(specification["directory"])
-    importlib.import_module(_library(directory))
+    importlib.import_module(_library(directory))  # before, as for the warm figure
     reason = drop_files([path for path in directory.rglob("*") if path.is_file()])
     return {"absent": reason} if reason is not None else _open(specification)[1]
 
@@ -123,7 +110,8 @@ def measure_cold_load(specification: Mapping[str, Any]) -> dict[str, Any]:
 def measure_minutes(specification: Mapping[str, Any]) -> dict[str, Any]:
     """Load, then `benchmarks.measure.timing.measure_sustained`."""
     decoder, loaded = _open(specification)
-    return {**loaded, **measure_sustained(decoder, draw_tokens(decoder, specification["seed"]), specification)}
+    tokens = timing.draw_tokens(decoder, specification["seed"])
+    return {**loaded, **timing.measure_sustained(decoder, tokens, specification)}
 
 
 def _library(directory: Path) -> str:

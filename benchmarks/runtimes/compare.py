@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure.process import ChildFailure, run_child
-from benchmarks.measure.rounds import Payloads, Turn, take_turns
+from benchmarks.measure.rounds import Turn, take_turns
+from benchmarks.measure.summary import nested
 from benchmarks.runtimes import worker
 from benchmarks.runtimes.options import CONVERT, INSTALL, Runtime
 from benchmarks.runtimes.worker import OTHER, OURS
@@ -27,6 +28,7 @@ DEPTHS = (32, 512)
 TOO_SHORT = f"ttft_ms.{DEPTHS[0]}"
 """So few milliseconds that one disturbance counts: reported, but never the reason for another round."""
 PROBE_TIMEOUT_S = 120.0
+FAILURES = {"memory": "out of memory", "hang": "hung", "crash": "crashed", "refused": "gave up"}
 METRICS = {"decode_tokens_per_s": max, "ttft_ms": min, "peak_rss_bytes": min}
 """The figures that are compared, and which of two values is the better one."""
 
@@ -52,7 +54,7 @@ def measure_against(
     check_after_rounds: Sequence[int],
     timeout_s: float,
 ) -> dict[str, Any]:
-    """Measure ours and the others in turns.
+    """Measure our model in turns with others of the same shape.
 
     Args:
         directory: our model.
@@ -63,15 +65,10 @@ def measure_against(
         timeout_s: after which one turn counts as hung.
 
     Returns:
-        `against`: by runtime, `ours` too, `status` ("measured", "not installed" or "failed: reason"). A measured one
-        has `decode_tokens_per_s` and `ttft_ms` by depth, `peak_rss_bytes`, `version`, `directory`, `python`, `rounds`,
-        `noise`, `noisy`, `options` and `steady` (enough rounds agree); one that is not installed has `install`.
+        `against`: by runtime, `ours` too, `status` ("measured", "not installed" or "failed: reason") and its figures.
         `against_ratios`: see `best_ratios`, to runtimes at their defaults; empty where ours or all others failed.
         `against_tuned_ratios`: to those with options too; empty where none has options.
         `against_raw`: every round of those that were measured.
-
-    Raises:
-        UsageError: the context is too short.
     """
     depths = turn_depths(config.max_position_embeddings)
     entries = {OURS: Runtime(OURS, sys.executable, directory)} | {runtime.name: runtime for runtime in runtimes}
@@ -83,7 +80,7 @@ def measure_against(
         against[name] = _failure(failure.advising("--timeout"))
 
     title = f"bench {directory.name} against others"
-    raw = take_turns(title, turns, check_after_rounds, _converged, timeout_s, failed)
+    raw = take_turns(title, turns, check_after_rounds, lambda raw: all(map(_steady, raw.values())), timeout_s, failed)
     for name, runtime in entries.items():
         if not against[name]:
             against[name] = _summary(runtime, raw[name], config)
@@ -123,8 +120,7 @@ def _missing(runtime: Runtime) -> dict[str, Any]:
 
 
 def _failure(failure: ChildFailure) -> dict[str, Any]:
-    kinds = {"memory": "out of memory", "hang": "hung", "crash": "crashed", "refused": "gave up"}
-    return {"status": f"failed: {kinds[failure.kind]} ({failure})"}
+    return {"status": f"failed: {FAILURES[failure.kind]} ({failure})"}
 
 
 def _turn(runtime: Runtime, settings: Mapping[str, Any]) -> Turn:
@@ -139,23 +135,15 @@ def _turn(runtime: Runtime, settings: Mapping[str, Any]) -> Turn:
     return Turn(runtime.name, command, f"bench against {runtime.name}", environment)
 
 
-def _metrics(one: Mapping[str, Any]) -> dict[str, float]:
-    """One turn's figures by dotted name."""
-    named = {f"{key}.{depth}": value for key in ("decode_tokens_per_s", "ttft_ms") for depth, value in one[key].items()}
-    return named | {"peak_rss_bytes": float(one["peak_rss_bytes"])}
+def _by_name(rounds: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Each figure's values by dotted name, one a round."""
+    first, by_depth = rounds[0], ("decode_tokens_per_s", "ttft_ms")
+    values = {f"{key}.{depth}": [one[key][depth] for one in rounds] for key in by_depth for depth in first[key]}
+    return values | {"peak_rss_bytes": [float(one["peak_rss_bytes"]) for one in rounds]}
 
 
-def _spreads(rounds: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    metrics = [_metrics(one) for one in rounds]
-    return {name: asdict(spread([one[name] for one in metrics])) for name in metrics[0]}
-
-
-def _steady(noise: Mapping[str, Mapping[str, Any]]) -> bool:
-    return all(one["noisy"] is False for name, one in noise.items() if name != TOO_SHORT)
-
-
-def _converged(raw: Payloads) -> bool:
-    return all(_steady(_spreads(rounds)) for rounds in raw.values())
+def _steady(rounds: Sequence[Mapping[str, Any]]) -> bool:
+    return all(spread(values).noisy is False for name, values in _by_name(rounds).items() if name != TOO_SHORT)
 
 
 def _summary(runtime: Runtime, rounds: Sequence[Mapping[str, Any]], config: ModelConfig) -> dict[str, Any]:
@@ -164,11 +152,9 @@ def _summary(runtime: Runtime, rounds: Sequence[Mapping[str, Any]], config: Mode
         if value != getattr(config, key):
             reason = f"{runtime.directory} holds another model: {key} {value}, ours has {getattr(config, key)}"
             return {"status": f"failed: {reason}; convert the same checkpoint"}
-    noise = _spreads(rounds)
-    middle = {name: statistics.median(_metrics(one)[name] for one in rounds) for name in noise}
-    by_depth = {
-        key: {depth: middle[f"{key}.{depth}"] for depth in rounds[0][key]} for key in ("decode_tokens_per_s", "ttft_ms")
-    }
+    by_name = _by_name(rounds)
+    noise = {name: asdict(spread(values)) for name, values in by_name.items()}
+    middle = nested({name: statistics.median(values) for name, values in by_name.items()})
     return {
         "status": "measured",
         "version": rounds[0]["version"],
@@ -177,16 +163,17 @@ def _summary(runtime: Runtime, rounds: Sequence[Mapping[str, Any]], config: Mode
         "options": dict(runtime.options),
         "cpus": rounds[0]["cpus"],
         "rounds": len(rounds),
-        "peak_rss_bytes": int(max(one["peak_rss_bytes"] for one in rounds)),
-        **by_depth,
+        "peak_rss_bytes": int(max(by_name["peak_rss_bytes"])),
+        "decode_tokens_per_s": middle["decode_tokens_per_s"],
+        "ttft_ms": middle["ttft_ms"],
         "noise": noise,
         "noisy": [name for name, one in noise.items() if one["noisy"]],
-        "steady": _steady(noise),
+        "steady": _steady(rounds),
     }
 
 
 def best_ratios(raw: Mapping[str, Sequence[Mapping[str, Any]]], others: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Ours over the best other runtime, by figure.
+    """Ours over the best of `others`, by figure; empty where there are none.
 
     Args:
         raw: the rounds of `ours` and of every measured runtime, equally many.
@@ -194,16 +181,15 @@ def best_ratios(raw: Mapping[str, Sequence[Mapping[str, Any]]], others: Sequence
 
     Returns:
         Per dotted name `peer` (the best by its median), `ours`, `best`, `ratio` = the median over the rounds of ours /
-        that runtime's of the same round, `low`, `high` and `confidence` of its interval (see
-        `benchmarks.spread.spread`), and `better` ("higher" or "lower"). Empty where no runtime counts.
+        that runtime's of the same round with its interval, and `better` ("higher" or "lower").
     """
-    metrics = {name: [_metrics(one) for one in rounds] for name, rounds in raw.items()}
+    figures = {who: _by_name(rounds) for who, rounds in raw.items()}
     ratios = {}
-    for name in metrics[OURS][0] if others else ():
-        middle = {who: statistics.median(one[name] for one in rounds) for who, rounds in metrics.items()}
+    for name in figures[OURS] if others else ():
+        middle = {who: statistics.median(by_name[name]) for who, by_name in figures.items()}
         better = METRICS[name.partition(".")[0]]
         best = better(others, key=middle.__getitem__)
-        each = [mine[name] / theirs[name] for mine, theirs in zip(metrics[OURS], metrics[best], strict=True)]
+        each = [mine / theirs for mine, theirs in zip(figures[OURS][name], figures[best][name], strict=True)]
         interval = spread(each)
         ratios[name] = {
             "peer": best,

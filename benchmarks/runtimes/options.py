@@ -28,19 +28,13 @@ CONVERT = {
     "llama.cpp": "export/gguf/convert.py CONVERT_HF_TO_GGUF.PY CHECKPOINT --outfile FILE.gguf, then llama-quantize",
 }
 """Runtimes that cannot read our export, and the command that writes a model for them; the others can."""
-LABEL = "+"
-"""Separates a runtime's name from the label that distinguishes several entries of it."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime to measure.
+    """A runtime to measure: the interpreter that has it, the model it reads (None where none was named), its settings.
 
-    Attributes:
-        name: a runtime's, or one with a label, `openvino+128`, so that it can take part several times.
-        python: the interpreter that has it.
-        directory: the model it reads; None where none was named.
-        options: its own settings.
+    `name` is a runtime's, or one with a label, `openvino+128`, so that it can take part several times.
     """
 
     name: str
@@ -55,7 +49,7 @@ class Runtime:
 
 
 def _kind(name: str) -> str:
-    return name.partition(LABEL)[0]
+    return name.partition("+")[0]
 
 
 @dataclass(frozen=True)
@@ -96,12 +90,9 @@ class RuntimeFlags(FlagGroup):
     ] = None
 
     def runtimes(self, export: Path) -> list[Runtime]:
-        """The runtimes that the flags ask for.
+        """The runtimes that the flags ask for; `export` is read by those that need no model of their own.
 
         A labelled name without a directory or interpreter takes that of the plain name; options are not shared.
-
-        Args:
-            export: what runtimes read that need no model of their own.
 
         Raises:
             UsageError: no such runtime, a flag without its runtime, a runtime without options, or a missing path.
@@ -116,22 +107,19 @@ class RuntimeFlags(FlagGroup):
         options = _parse_options(self.peer_option, names)
         found = []
         for name in names:
-            directory = _directory(name, directories.get(name, directories.get(_kind(name))), export)
-            asked = pythons.get(name, pythons.get(_kind(name), sys.executable))
+            kind = _kind(name)
+            place = directories.get(name, directories.get(kind))
+            if kind == OTHER and place is None:
+                raise UsageError(f"--against {name}: name the second export with --peer-directory {name}=DIR")
+            directory = Path(place) if place else None if kind in CONVERT else export
+            if directory is not None and not directory.exists():
+                raise UsageError(f"--peer-directory {name}={directory}: not found; check the path")
+            asked = pythons.get(name, pythons.get(kind, sys.executable))
             python = shutil.which(asked)
             if python is None:
                 raise UsageError(f"--peer-python {name}={asked}: no such program; check the path")
             found.append(Runtime(name, python, directory, options.get(name, {})))
         return found
-
-
-def _directory(name: str, asked: str | None, export: Path) -> Path | None:
-    if _kind(name) == OTHER and asked is None:
-        raise UsageError(f"--against {name}: name the second export with --peer-directory {name}=DIR")
-    directory = Path(asked) if asked else None if _kind(name) in CONVERT else export
-    if directory is not None and not directory.exists():
-        raise UsageError(f"--peer-directory {name}={directory}: not found; check the path")
-    return directory
 
 
 def _pairs(

@@ -1,8 +1,7 @@
 """One turn of one runtime, run as a file by its own interpreter: `PYTHON worker.py '{"kind": "genai", ...}'`.
 
-Standard library and the runtime only: a runtime has an environment of its own, maybe of an older Python, and nothing of
-this project's environment may reach it. All runtimes do the same work: greedy tokens after prompts of random ids, no
-text. Every prompt is new, since some runtimes cache prompts. `benchmarks.runtimes.compare` starts the turns.
+Standard library and the runtime only: nothing of this project's environment may reach a runtime's own, maybe of an
+older Python. All runtimes do the same work: greedy tokens after prompts of random ids, all new, since some cache them.
 """
 
 from __future__ import annotations
@@ -88,11 +87,8 @@ def genai(directory: Path, threads: int, room: int) -> Opened:
         return lambda: generator.generate_next_token()
 
     decoder = shape["decoder"]
-    return stepwise(start), {
-        "vocab_size": shape["vocab_size"],
-        "hidden_size": decoder["hidden_size"],
-        "num_hidden_layers": decoder["num_hidden_layers"],
-    }
+    sizes = {key: decoder[key] for key in ("hidden_size", "num_hidden_layers")}
+    return stepwise(start), {"vocab_size": shape["vocab_size"], **sizes}
 
 
 def optimum(directory: Path, threads: int, room: int) -> Opened:
@@ -181,12 +177,10 @@ def llama_cpp(path: Path, threads: int, room: int, **options: Any) -> Opened:
 
         return step
 
-    layers = model.metadata.get("llama.block_count")
-    return stepwise(start), {
-        "vocab_size": model.n_vocab(),
-        "hidden_size": model.n_embd(),
-        **({"num_hidden_layers": int(layers)} if layers else {}),
-    }
+    shape = {"vocab_size": model.n_vocab(), "hidden_size": model.n_embd()}
+    if layers := model.metadata.get("llama.block_count"):
+        shape["num_hidden_layers"] = int(layers)
+    return stepwise(start), shape
 
 
 # By the name in --against: the module it needs, the package whose version is reported, the function that opens it.
@@ -216,9 +210,6 @@ def time_turn(generate: Generate, depths: list[int], vocab_size: int) -> dict[st
 
     A rate is that of `STEPS` tokens together, without the first `WARM_UP` after a prompt, so that returning several
     tokens at once is no advantage. Medians of `REPEATS` prompts, after one to warm up.
-
-    Raises:
-        RuntimeError: the runtime stopped early.
     """
     state = 12_345
 
@@ -246,15 +237,13 @@ def time_turn(generate: Generate, depths: list[int], vocab_size: int) -> dict[st
 
 
 def run_turn(specification: dict[str, Any]) -> dict[str, Any]:
-    """Measure one runtime, or with `probe` only say whether it is installed.
-
-    Args:
-        specification: `kind`, a key of `RUNTIMES`; then `probe`, or `directory`, `threads`, `cpus`, `depths`,
-            `vocab_size` and the runtime's own `options`.
-    """
+    """Measure the runtime `kind`, a key of `RUNTIMES`, or with `probe` only say whether it is installed."""
     module, package, opener = RUNTIMES[specification["kind"]]
     if specification.get("probe"):
-        return {"found": _is_installed(module)}
+        try:
+            return {"found": importlib.util.find_spec(module) is not None}
+        except ModuleNotFoundError:  # the package around it
+            return {"found": False}
     cpus = runpy.run_path(str(HERE.parent / "measure" / "cpus.py"))["pin"](specification["cpus"])
     depths = specification["depths"]
     room = max(depths) + 1 + WARM_UP + STEPS
@@ -267,13 +256,6 @@ def run_turn(specification: dict[str, Any]) -> dict[str, Any]:
     except metadata.PackageNotFoundError:
         version = None
     return {**figures, "peak_rss_bytes": peak, "cpus": cpus, "shape": shape, "version": version}
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package around it
-        return False
 
 
 def main() -> None:
