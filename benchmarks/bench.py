@@ -38,10 +38,10 @@ def bench_model(
         on_device: this machine is the device, so the measurement decides even where that cannot be recognised.
         text: held-out text that is scored, for the quality limit.
         teacher: the fp32 teacher that quality is compared with.
+        runtimes: see `RuntimeFlags.runtimes`.
 
     Raises:
-        UsageError: no such device, or `on_device` for one that is no CPU; settings that the context has no room for.
-        ArtifactError: a directory or text is missing or damaged.
+        UsageError: no such device, `on_device` for one that is no CPU, settings that the context has no room for.
         ChildFailure: a measuring process crashed, hung or was killed; nothing is reported then.
     """
     if teacher is not None and not text:
@@ -56,15 +56,16 @@ def bench_model(
         result = run_bench(request)
     except ChildFailure as failure:
         raise failure.advising("--timeout") from None
+    figures = result.figures
+    figures["roofs"] = machine_roofs(device, figures["memory_floor"]["bandwidth_bytes_per_s"], on_device)
     if runtimes:
-        result.against = measure_against(
+        figures |= measure_against(
             request.directory, result.config, runtimes, result.settings, request.checks, request.timeout_s
         )
-    bandwidth = result.figures["memory_floor"]["bandwidth_bytes_per_s"]
-    result.figures["roofs"] = machine_roofs(device, bandwidth, on_device)
-    result.bits_per_byte, result.teacher_bits_per_byte = own, reference
-    figures = {**result.figures, "quality_loss_percent": result.quality_loss_percent}
-    result.budget = judge_budget(device, figures, result.config, request.directory, on_device, predict_directory)
+        figures["clean"] &= all(one["steady"] for one in figures["against"].values() if one["status"] == "measured")
+    figures["bits_per_byte"], figures["teacher_bits_per_byte"] = own, reference
+    figures["quality_loss_percent"] = 100 * (own / reference - 1) if own and reference else None
+    figures["budget"] = judge_budget(device, figures, result.config, request.directory, on_device, predict_directory)
     return result
 
 

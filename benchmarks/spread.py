@@ -7,10 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-NOISY_WIDTH = 0.05
-"""An interval wider than this share of its median is called noisy."""
-CONFIDENCE = 0.90
-"""The least confidence of an interval that may call a figure steady; five rounds give it."""
+NOISY_WIDTH = 0.05  # an interval wider than this share of its median is called noisy
+CONFIDENCE = 0.90  # the least of an interval that may call a figure steady; five rounds give it
 PERCENTILES = (50, 90, 95, 99)
 
 
@@ -69,10 +67,7 @@ def interval_confidence(count: int, rank: int) -> float:
 
 
 def interval_rank(count: int) -> int:
-    """The largest rank whose interval has at least `CONFIDENCE`; 1 where none has.
-
-    Up to 7 samples the interval goes from the smallest to the largest; with 8 it leaves one outlier out on each side.
-    """
+    """The largest rank whose interval has at least `CONFIDENCE`; 1, which is the whole range, for up to 7 samples."""
     good = [rank for rank in range(1, count // 2 + 1) if interval_confidence(count, rank) >= CONFIDENCE]
     return max(good, default=1)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,7 @@ MEMORY_CONTEXT_TOKENS = 1024
 MEMORY_STEPS = 16
 BATCH_PROMPT = 128
 LARGEST_WORKING_SET_BYTES = 512 * 2**20  # beyond every cache; more would only cost memory
-SHORT = {"steps": 48, "warm_up_steps": 8, "repeats": 5, "seconds_per_figure": 0.1, "memory_steps": 8}
-"""The settings of `short_bench`."""
+SHORT = {"steps": 48, "warm_up_steps": 8, "repeats": 5, "seconds_per_figure": 0.1, "memory_steps": 8}  # `short_bench`
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,9 @@ class BenchRequest:
 
 @dataclass
 class BenchResult:
-    """Figures of one directory: times in ms, sizes in bytes, rates in tokens per second.
+    """Figures of one directory in ms, bytes and tokens per second.
 
-    `settings` is what every worker was told, `raw` has every sample of every round, `against` comes from
-    `measure_against` and `budget` from `judge_budget`; the quality is None where no text was scored.
+    `settings` is what every worker was told, `raw` has every sample of every round.
     """
 
     config: ModelConfig
@@ -83,33 +81,10 @@ class BenchResult:
     settings: dict[str, Any]
     raw: Payloads
     machine: dict[str, Any]
-    bits_per_byte: float | None = None
-    teacher_bits_per_byte: float | None = None
-    against: dict[str, Any] = field(default_factory=dict)
-    budget: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def quality_loss_percent(self) -> float | None:
-        """Rise of bits per byte over the teacher's."""
-        if not self.bits_per_byte or not self.teacher_bits_per_byte:
-            return None
-        return 100 * (self.bits_per_byte / self.teacher_bits_per_byte - 1)
 
     def to_json(self) -> dict[str, Any]:
         """The result as `bench --json` prints it."""
-        steady = all(one["steady"] for one in self.against.get("against", {}).values() if one["status"] == "measured")
-        return {
-            **self.figures,
-            **self.against,
-            "clean": self.figures["clean"] and steady,
-            "bits_per_byte": self.bits_per_byte,
-            "teacher_bits_per_byte": self.teacher_bits_per_byte,
-            "quality_loss_percent": self.quality_loss_percent,
-            "budget": self.budget,
-            "machine": self.machine,
-            "settings": self.settings,
-            "raw": self.raw,
-        }
+        return {**self.figures, "machine": self.machine, "settings": self.settings, "raw": self.raw}
 
 
 def run_bench(request: BenchRequest) -> BenchResult:
@@ -125,8 +100,7 @@ def run_bench(request: BenchRequest) -> BenchResult:
         raise ArtifactError(f"{directory}: no such directory; give a checkpoint or an export")
     config = load_config(directory)
     context = config.max_position_embeddings
-    depths = depths_that_fit(context)
-    depth = budget_depth(depths)
+    depth = budget_depth(depths := depths_that_fit(context))
     if request.minutes and not depths:
         raise UsageError(f"--minutes: a context of {context} tokens has no room for {STEPS} steps after a prompt")
     batches = {f"{BATCH}{rows}": ragged_lengths(rows, context) for rows in request.batch_sizes}
@@ -249,12 +223,5 @@ def _measure_sustained(settings: Mapping[str, Any], depth: int, request: BenchRe
     """One long run, with a bar that shows its time."""
     turn = _turn({**settings, "minutes": request.minutes, "depth": depth}, "sustained")
     with console.progress_bar(turn.what, 60 * request.minutes) as progress:
-        shown = 0.0
-
-        def waiting(seconds: float) -> None:
-            nonlocal shown
-            progress.advance(seconds - shown)
-            shown = seconds
-
-        payload = take_turn(turn, request.timeout_s + 60 * request.minutes, waiting)
+        payload = take_turn(turn, request.timeout_s + 60 * request.minutes, progress.advance)
     return summarise_sustained(payload, request.minutes) | {"other_cpu_cores": payload["other_cpu_cores"]}

@@ -11,18 +11,10 @@ CPU_FOLDER = Path("/sys/devices/system/cpu")
 
 
 def choose_cpus(threads: int, allowed: Collection[int] | None = None, folder: Path = CPU_FOLDER) -> list[int] | None:
-    """`threads` logical processors, one a core while cores last, the strongest first.
+    """Ascending numbers of `threads` logical processors, one a core while cores last, the strongest first.
 
-    Two threads on one core share its arithmetic, and phones have strong and weak cores; left to itself the scheduler
-    moves threads between them.
-
-    Args:
-        threads: how many are wanted; all of `allowed` where there are fewer.
-        allowed: those this process may use; the system's answer where None.
-        folder: where Linux describes processors.
-
-    Returns:
-        Ascending numbers; None where the system cannot pin a process.
+    Two threads on one core share its arithmetic, and the scheduler moves threads between strong and weak cores.
+    `allowed` are those this process may use, the system's answer where None. None where the system pins no process.
     """
     if allowed is None:
         if not hasattr(os, "sched_getaffinity"):

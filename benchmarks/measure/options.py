@@ -40,23 +40,13 @@ class MeasuringFlags(FlagGroup):
     ] = 0.0
 
     def request(self, directory: Path, threads: int | None) -> BenchRequest:
-        """What to measure of a directory.
-
-        Raises:
-            UsageError: a list of numbers holds something else.
-        """
+        """What to measure of a directory."""
         from benchmarks.measure.bench import BenchRequest
 
-        return BenchRequest(
-            directory,
-            threads=threads,
-            rounds=self.rounds,
-            most_rounds=self.most_rounds,
-            timeout_s=self.timeout,
-            prompt_lengths=parse_numbers("--prompt-lengths", self.prompt_lengths),
-            batch_sizes=parse_numbers("--batch-size", self.batch_size),
-            minutes=self.minutes,
-        )
+        prompts = parse_numbers("--prompt-lengths", self.prompt_lengths)
+        batches = parse_numbers("--batch-size", self.batch_size)
+        timing = self.rounds, self.most_rounds, self.timeout
+        return BenchRequest(directory, threads, *timing, prompts, batches, self.minutes)
 
 
 def parse_numbers(flag: str, text: str | None) -> list[int]:

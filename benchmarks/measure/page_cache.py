@@ -40,9 +40,9 @@ def drop_files(paths: Sequence[Path]) -> str | None:
 
 
 def resident_bytes(paths: Sequence[Path]) -> int | None:
-    """Bytes of `paths` that lie in the page cache, whole pages counted (`man 2 mincore`); None if it cannot be asked.
+    """Bytes of `paths` in the page cache by whole pages (`man 2 mincore`); None if it cannot be asked.
 
-    Of files that this user may not write, Linux says that all of their pages are resident.
+    All pages of files that this user may not write count.
     """
     try:
         mincore = ctypes.CDLL(None, use_errno=True).mincore

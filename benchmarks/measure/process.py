@@ -76,11 +76,11 @@ def run_child(
         what: names the measurement in messages.
         timeout_s: after which the child counts as hung and is killed.
         environment: variables set on top of this process's own; None removes one.
-        waiting: called about once a second with the seconds so far, for a progress bar.
+        waiting: called about once a second with the seconds since the last call, for a progress bar.
         watch_memory: sample what the child's memory consists of. Not for what is timed.
 
     Raises:
-        ChildFailure: no result; `kind` says why. A child's own one-line error keeps its text and exit code.
+        ChildFailure: no result; a child's own one-line error keeps its text and exit code.
     """
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     changed: dict[str, str | None] = {**os.environ, "PYTHONPATH": path, **(environment or {})}
@@ -110,14 +110,16 @@ def run_child(
 
 def _communicate(process: subprocess.Popen[str], timeout_s: float, waiting: Callable[[float], None]) -> tuple[str, str]:
     """What the process printed; `TimeoutExpired` after `timeout_s`."""
-    started = time.monotonic()
+    started = before = time.monotonic()
     while True:
         try:
             return process.communicate(timeout=min(1.0, timeout_s))
         except subprocess.TimeoutExpired:
-            if (passed := time.monotonic() - started) >= timeout_s:
+            now = time.monotonic()
+            if now - started >= timeout_s:
                 raise
-            waiting(passed)
+            waiting(now - before)
+            before = now
 
 
 def wait_for_quiet(longest_s: float = 3.0) -> None:
@@ -140,8 +142,7 @@ def _payload(what: str, code: int, stdout: str, stderr: str) -> dict[str, Any]:
             ResourceError.exit_code,
         )
     if code < 0:
-        known = {number.value: number.name for number in signal.Signals}
-        name = known.get(-code, f"signal {-code}")
+        name = {number.value: number.name for number in signal.Signals}.get(-code, f"signal {-code}")
         raise ChildFailure(f"{what}: the process crashed with {name} ({last_line})", "crash")
     if code > 0:
         sys.stderr.write(stderr)

@@ -1,7 +1,4 @@
-"""How a decoder is timed: prompts until their times agree, single steps after a prompt, and minutes of decoding.
-
-Tokens are drawn from a seeded generator. Times are milliseconds, unless the name says otherwise.
-"""
+"""How a decoder is timed, in ms: prompts until their times agree, single steps after a prompt, minutes of decoding."""
 
 from __future__ import annotations
 
@@ -15,22 +12,17 @@ import numpy as np
 from benchmarks.measure.energy import EnergyMeter, read_sensors
 from sportsllm.inference.decoder import Decoder
 
-STABLE_WITHIN = 0.10
-"""Warm-up ends when the last three times agree this well."""
+STABLE_WITHIN = 0.10  # warm-up ends when the last three times agree this well
 WARM_UP_CALLS = 8
 WARM_UP_S = 1.5
-LONGEST_S = 4.0
-"""A slow model gets fewer repeats rather than more time than this for one figure."""
+LONGEST_S = 4.0  # a slow model gets fewer repeats rather than more time than this for one figure
 LEAST_STEPS = 16
 MOST_SWEEPS = 4
-ENERGY_S = 2.0
-"""Counters move in steps of milliseconds, so a figure needs a while."""
-METER_EVERY_STEPS = 8
-"""A power sensor is integrated over time and needs many readings."""
+ENERGY_S = 2.0  # counters move in steps of milliseconds, so a figure needs a while
+METER_EVERY_STEPS = 8  # a power sensor is integrated over time and needs many readings
 WINDOWS = 30
 LEAST_WINDOW_S, MOST_WINDOW_S = 1.0, 30.0
-THROTTLED = 0.05
-"""A last window slower than the first by more than this share is called throttled."""
+THROTTLED = 0.05  # a last window slower than the first by more than this share is called throttled
 
 
 def draw_tokens(decoder: Decoder, seed: int) -> list[int]:
@@ -60,9 +52,8 @@ def time_prompt(decoder: Decoder, tokens: Sequence[int], prompt: int, specificat
         warm.append(milliseconds(read_prompt))
         if len(warm) >= 3 and max(warm[-3:]) <= (1 + STABLE_WITHIN) * min(warm[-3:]):
             break
-    repeats, seconds = int(specification["repeats"]), float(specification["seconds_per_figure"])
     samples: list[float] = []
-    started = time.perf_counter()
+    repeats, seconds, started = specification["repeats"], specification["seconds_per_figure"], time.perf_counter()
     while len(samples) < repeats or time.perf_counter() - started < seconds:
         samples.append(milliseconds(read_prompt))
         if len(samples) > 1 and time.perf_counter() - started > LONGEST_S:
@@ -77,8 +68,7 @@ def time_steps(
 
     Prompts are the beginnings of `tokens`, the steps read what follows the longest; the first ones only warm up.
     """
-    warm_up, steps = int(specification["warm_up_steps"]), int(specification["steps"])
-    seconds = float(specification["seconds_per_figure"])
+    warm_up, steps, seconds = (specification[key] for key in ("warm_up_steps", "steps", "seconds_per_figure"))
     longest, rows = max(lengths), [tokens[:length] for length in lengths]
     sweeps: list[list[float]] = []
     started = time.perf_counter()
@@ -155,13 +145,13 @@ def measure_sustained(decoder: Decoder, tokens: Sequence[int], specification: Ma
 
     A window has at least `window_seconds` of decoding, and none begins less than half of that before the end.
     """
-    depth, seconds = int(specification["depth"]), 60 * float(specification["minutes"])
-    room = depth + int(specification["warm_up_steps"]) + int(specification["steps"])
-    length, meter = window_seconds(float(specification["minutes"])), EnergyMeter()
+    depth, minutes = specification["depth"], specification["minutes"]
+    room = depth + specification["warm_up_steps"] + specification["steps"]
+    length, meter = window_seconds(minutes), EnergyMeter()
     windows, source = list[dict[str, Any]](), meter.source
     decode_for(decoder, tokens, depth, room, 0.0, meter)  # warm-up
     started = time.perf_counter()
-    while not windows or time.perf_counter() - started + length / 2 < seconds:
+    while not windows or time.perf_counter() - started + length / 2 < 60 * minutes:
         begin = time.perf_counter() - started
         count, busy, joules = decode_for(decoder, tokens, depth, room, length, meter)
         now = read_sensors(specification.get("cpus"))

@@ -28,10 +28,7 @@ Mode = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def main(arguments: Sequence[str], modes: Mapping[str, Mode] | None = None) -> int:
-    """Measure what the JSON argument asks for; the exit code is 0 wherever a result or a reason was printed.
-
-    `modes` are the measurements of another module, by name.
-    """
+    """Print what the JSON argument asks for, or the reason why not; `modes` are those of another module."""
     result_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not end up in the result
     specification = json.loads(arguments[0])
@@ -43,10 +40,8 @@ def main(arguments: Sequence[str], modes: Mapping[str, Mode] | None = None) -> i
         payload = {"error": str(error), "exit_code": error.exit_code}
     except ModuleNotFoundError as error:
         advice = "install it with: pip install 'sportsllm-compress[compress]', or measure an export"
-        payload = {
-            "error": f"{specification.get('directory', 'this')}: needs the package {error.name!r}; {advice}",
-            "exit_code": ResourceError.exit_code,
-        }
+        message = f"{specification.get('directory', 'this')}: needs the package {error.name!r}; {advice}"
+        payload = {"error": message, "exit_code": ResourceError.exit_code}
     result_stream.write(json.dumps(payload) + "\n")
     result_stream.flush()
     return 0
@@ -57,13 +52,10 @@ def measure_speed(specification: Mapping[str, Any]) -> dict[str, Any]:
     decoder, loaded = _open(specification)
     tokens = timing.draw_tokens(decoder, specification["seed"])
     first = timing.milliseconds(lambda: decoder.prefill([tokens[:32]], max_length=min(64, len(tokens))))
-    ttft = {
-        str(prompt): timing.time_prompt(decoder, tokens, prompt, specification) for prompt in specification["prompts"]
-    }
-    steps = {
-        str(depth): timing.time_steps(decoder, tokens, [depth], specification) for depth in specification["depths"]
-    }
-    energy = timing.measure_energy(decoder, tokens, specification.get("energy_depth", 0), int(specification["steps"]))
+    prompts, depths = specification["prompts"], specification["depths"]
+    ttft = {str(prompt): timing.time_prompt(decoder, tokens, prompt, specification) for prompt in prompts}
+    steps = {str(depth): timing.time_steps(decoder, tokens, [depth], specification) for depth in depths}
+    energy = timing.measure_energy(decoder, tokens, specification.get("energy_depth", 0), specification["steps"])
     return {**loaded, "first_prefill_ms": first, "ttft_ms": ttft, "step_ms": steps, "energy": energy}
 
 
@@ -71,13 +63,12 @@ def measure_batch(specification: Mapping[str, Any]) -> dict[str, Any]:
     """Time to read several prompts, and time of steps that give every row one token; `lengths` are the prompts'."""
     decoder, loaded = _open(specification)
     tokens = timing.draw_tokens(decoder, specification["seed"])
-    lengths = [int(length) for length in specification["lengths"]]
+    lengths = specification["lengths"]
     steps = timing.time_steps(decoder, tokens, lengths, specification)
-    room = max(lengths) + int(specification["warm_up_steps"]) + int(specification["steps"])
+    room = max(lengths) + specification["warm_up_steps"] + specification["steps"]
     rows = [tokens[:length] for length in lengths]
     prefill = timing.milliseconds(lambda: decoder.prefill(rows, max_length=room))
-    peak = peak_rss_bytes()
-    return {**loaded, "lengths": lengths, "step_ms": steps, "prefill_ms": prefill, "peak_rss_bytes": peak}
+    return {**loaded, "lengths": lengths, "step_ms": steps, "prefill_ms": prefill, "peak_rss_bytes": peak_rss_bytes()}
 
 
 def measure_memory(specification: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,13 +81,8 @@ def measure_memory(specification: Mapping[str, Any]) -> dict[str, Any]:
     decoder.prefill([tokens[:-steps]], max_length=len(tokens))
     for token in tokens[-steps:]:
         decoder.step([token])
-    return {
-        **loaded,
-        "context_tokens": len(tokens),
-        "before_load_bytes": before,
-        "after_load_bytes": after_load,
-        "peak_rss_bytes": peak_rss_bytes(),
-    }
+    sizes = {"before_load_bytes": before, "after_load_bytes": after_load, "peak_rss_bytes": peak_rss_bytes()}
+    return {**loaded, "context_tokens": len(tokens), **sizes}
 
 
 def measure_cold_load(specification: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,12 +111,9 @@ def _open(specification: Mapping[str, Any]) -> tuple[Decoder, dict[str, Any]]:
     started = time.perf_counter()
     module = importlib.import_module(library)
     imported = time.perf_counter()
-    decoder = open_decoder(directory, int(specification["threads"]))
-    return decoder, {
-        "runtime": f"{library} {module.__version__}",
-        "import_s": imported - started,
-        "load_s": time.perf_counter() - imported,
-    }
+    decoder = open_decoder(directory, specification["threads"])
+    seconds = {"import_s": imported - started, "load_s": time.perf_counter() - imported}
+    return decoder, {"runtime": f"{library} {module.__version__}", **seconds}
 
 
 _MODES: dict[str, Mode] = {

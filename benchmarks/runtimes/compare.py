@@ -25,12 +25,10 @@ from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 
 DEPTHS = (32, 512)
-TOO_SHORT = f"ttft_ms.{DEPTHS[0]}"
-"""So few milliseconds that one disturbance counts: reported, but never the reason for another round."""
+TOO_SHORT = f"ttft_ms.{DEPTHS[0]}"  # so short that one disturbance counts: never the reason for another round
 PROBE_TIMEOUT_S = 120.0
 FAILURES = {"memory": "out of memory", "hang": "hung", "crash": "crashed", "refused": "gave up"}
-METRICS = {"decode_tokens_per_s": max, "ttft_ms": min, "peak_rss_bytes": min}
-"""The figures that are compared, and which of two values is the better one."""
+METRICS = {"decode_tokens_per_s": max, "ttft_ms": min, "peak_rss_bytes": min}  # which of two values is better
 
 
 def turn_depths(context: int) -> list[int]:
@@ -54,15 +52,7 @@ def measure_against(
     check_after_rounds: Sequence[int],
     timeout_s: float,
 ) -> dict[str, Any]:
-    """Measure our model in turns with others of the same shape.
-
-    Args:
-        directory: our model.
-        config: its shape, which the others' must match.
-        runtimes: the others.
-        settings: `threads` and `cpus`, the same for all.
-        check_after_rounds: see `benchmarks.measure.rounds.stop_checks`.
-        timeout_s: after which one turn counts as hung.
+    """Measure our model in turns with others of its shape; `settings` has the `threads` and `cpus` of all.
 
     Returns:
         `against`: by runtime, `ours` too, `status` ("measured", "not installed" or "failed: reason") and its figures.
@@ -114,8 +104,8 @@ def _missing(runtime: Runtime) -> dict[str, Any]:
         own = f"in an environment of its own, then --peer-python {runtime.name}=ENVIRONMENT/bin/python"
         return {"status": "not installed", "install": f"{INSTALL[runtime.kind]}, {own}"}
     if runtime.directory is None:
-        reason = f"cannot read an export; make its own with {CONVERT[runtime.kind]}"
-        return {"status": f"failed: {reason}, then --peer-directory {runtime.name}=DIR"}
+        advice = f"make its own with {CONVERT[runtime.kind]}, then --peer-directory {runtime.name}=DIR"
+        return {"status": f"failed: cannot read an export; {advice}"}
     return {}
 
 
@@ -196,9 +186,7 @@ def best_ratios(raw: Mapping[str, Sequence[Mapping[str, Any]]], others: Sequence
             "ours": middle[OURS],
             "best": middle[best],
             "ratio": statistics.median(each),
-            "low": interval.low,
-            "high": interval.high,
-            "confidence": interval.confidence,
+            **{key: getattr(interval, key) for key in ("low", "high", "confidence")},
             "better": "higher" if better is max else "lower",
         }
     return ratios

@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import runpy
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +34,13 @@ Generate = Callable[[list[int], int], list[float]]
 Opened = tuple[Generate, dict[str, Any]]
 
 
-def stepwise(start: Callable[[list[int], int], Callable[[], object]]) -> Generate:
-    """`Generate` of a runtime that returns one token a call: `start` reads a prompt and chooses the first one."""
+def stepwise(choose: Callable[[list[int], int], Iterator[None]]) -> Generate:
+    """`Generate` of a generator that reads a prompt, with room for as many tokens in all, and yields after each one."""
 
     def generate(prompt: list[int], count: int) -> list[float]:
         began = time.perf_counter()
-        step = start(prompt, len(prompt) + count)
-        times = [time.perf_counter() - began]
-        while len(times) < count:
-            step()
-            times.append(time.perf_counter() - began)
-        return times
+        chosen = islice(choose(prompt, len(prompt) + count), count)
+        return [time.perf_counter() - began for _ in chosen]
 
     return generate
 
@@ -56,16 +54,14 @@ def ours(directory: Path, threads: int, room: int) -> Opened:
 
     decoder = open_decoder(directory, threads)
 
-    def start(prompt: list[int], length: int) -> Callable[[], object]:
-        token = int(np.argmax(decoder.prefill([prompt], max_length=length)[0]))
+    def choose(prompt: list[int], length: int) -> Iterator[None]:
+        logits = decoder.prefill([prompt], max_length=length)
+        while True:
+            token = int(np.argmax(logits[0]))
+            yield
+            logits = decoder.step([token])
 
-        def step() -> None:
-            nonlocal token
-            token = int(np.argmax(decoder.step([token])[0]))
-
-        return step
-
-    return stepwise(start), {}
+    return stepwise(choose), {}
 
 
 def genai(directory: Path, threads: int, room: int) -> Opened:
@@ -78,17 +74,18 @@ def genai(directory: Path, threads: int, room: int) -> Opened:
     model = og.Model(config)
     shape = json.loads((directory / "genai_config.json").read_text(encoding="utf-8"))["model"]
 
-    def start(prompt: list[int], length: int) -> Callable[[], object]:
+    def choose(prompt: list[int], length: int) -> Iterator[None]:
         parameters = og.GeneratorParams(model)
         parameters.set_search_options(max_length=length, min_length=length, do_sample=False)
         generator = og.Generator(model, parameters)
         generator.append_tokens(prompt)
-        generator.generate_next_token()
-        return lambda: generator.generate_next_token()
+        while True:
+            generator.generate_next_token()
+            yield
 
     decoder = shape["decoder"]
     sizes = {key: decoder[key] for key in ("hidden_size", "num_hidden_layers")}
-    return stepwise(start), {"vocab_size": shape["vocab_size"], **sizes}
+    return stepwise(choose), {"vocab_size": shape["vocab_size"], **sizes}
 
 
 def optimum(directory: Path, threads: int, room: int) -> Opened:
@@ -100,23 +97,17 @@ def optimum(directory: Path, threads: int, room: int) -> Opened:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     torch.set_num_threads(threads)
-    model = ORTModelForCausalLM.from_pretrained(
-        str(directory), session_options=options, provider="CPUExecutionProvider"
-    )
+    where = {"session_options": options, "provider": "CPUExecutionProvider"}
+    model = ORTModelForCausalLM.from_pretrained(str(directory), **where)
 
-    def start(prompt: list[int], length: int) -> Callable[[], object]:
-        state: dict[str, Any] = {"ids": torch.tensor([prompt]), "past": None, "length": len(prompt)}
+    def choose(prompt: list[int], length: int) -> Iterator[None]:
+        ids, past, read = torch.tensor([prompt]), None, len(prompt)
+        while True:
+            out = model(input_ids=ids, attention_mask=torch.ones(1, read, dtype=torch.long), past_key_values=past)
+            ids, past, read = out.logits[:, -1:].argmax(-1), out.past_key_values, read + 1
+            yield
 
-        def step() -> None:
-            mask = torch.ones(1, state["length"], dtype=torch.long)
-            out = model(input_ids=state["ids"], attention_mask=mask, past_key_values=state["past"])
-            state["ids"] = out.logits[:, -1:].argmax(-1)
-            state["past"], state["length"] = out.past_key_values, state["length"] + 1
-
-        step()
-        return step
-
-    return stepwise(start), _shape(directory)
+    return stepwise(choose), _shape(directory)
 
 
 def openvino(directory: Path, threads: int, room: int, **options: Any) -> Opened:
@@ -165,22 +156,18 @@ def llama_cpp(path: Path, threads: int, room: int, **options: Any) -> Opened:
         raise ValueError(f"{path}: holds {len(found)} .gguf files; name one")
     model = Llama(str(found[0]), n_ctx=room, n_threads=threads, n_threads_batch=threads, verbose=False, **options)
 
-    def start(prompt: list[int], length: int) -> Callable[[], object]:
+    def choose(prompt: list[int], length: int) -> Iterator[None]:
         model.reset()
         model.eval(prompt)
-        token = int(model.sample(temp=0.0))
-
-        def step() -> None:
-            nonlocal token
-            model.eval([token])
+        while True:
             token = int(model.sample(temp=0.0))
-
-        return step
+            yield
+            model.eval([token])
 
     shape = {"vocab_size": model.n_vocab(), "hidden_size": model.n_embd()}
     if layers := model.metadata.get("llama.block_count"):
         shape["num_hidden_layers"] = int(layers)
-    return stepwise(start), shape
+    return stepwise(choose), shape
 
 
 # By the name in --against: the module it needs, the package whose version is reported, the function that opens it.
@@ -192,8 +179,6 @@ RUNTIMES: dict[str, tuple[str, str, Callable[..., Opened]]] = {
     "llama.cpp": ("llama_cpp", "llama-cpp-python", llama_cpp),
     "optimum": ("optimum.onnxruntime", "optimum-onnx", optimum),
 }
-
-
 WITH_OPTIONS = ("openvino", "llama.cpp")
 """Runtimes that take settings when they open a model; the others keep theirs beside the model."""
 
@@ -211,15 +196,10 @@ def time_turn(generate: Generate, depths: list[int], vocab_size: int) -> dict[st
     A rate is that of `STEPS` tokens together, without the first `WARM_UP` after a prompt, so that returning several
     tokens at once is no advantage. Medians of `REPEATS` prompts, after one to warm up.
     """
-    state = 12_345
+    generator = random.Random(0)
 
     def draw(count: int) -> list[int]:
-        nonlocal state
-        prompt = []
-        for _ in range(count):  # the same ids in every environment, without numpy
-            state = (1_103_515_245 * state + 12_345) % 2**31
-            prompt.append((state >> 8) % vocab_size)  # the low bits of this generator have short periods
-        return prompt
+        return [int(vocab_size * generator.random()) for _ in range(count)]  # the same ids in every Python version
 
     ttft, rates = {}, {}
     for depth in depths:

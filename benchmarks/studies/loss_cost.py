@@ -9,12 +9,10 @@ changes both. Everything is float32.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +21,8 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.console_tables import megabytes, table
-from benchmarks.measure import worker
-from benchmarks.measure.process import ChildResult, child_command, run_child
+from benchmarks.studies.processes import add_integers, flag_parser, measure_apart, run_study
 from compress.distillation.divergences import divergence_chunk, mixed_chunk
-from sportsllm.console import output, use_stderr
 from sportsllm.errors import SportsLLMError
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
 from sportsllm.training.chunked_loss import cross_entropy_chunk, head_loss
@@ -34,7 +30,6 @@ from sportsllm.training.chunked_loss import cross_entropy_chunk, head_loss
 LOSSES = ("cross-entropy", "forward-kl", "mixed")
 VARIANTS = ("naive", "fused")
 _KL_WEIGHT = 0.9
-_TIMEOUT_S = 3600.0
 _AGREE_WITHIN = 1e-3
 """Relative distance of the two variants' gradients that is rounding: products of tokens and vocabulary in float32."""
 
@@ -89,10 +84,10 @@ class Case:
         return time.perf_counter() - started
 
     def gradients(self, variant: str) -> tuple[Tensor, Tensor]:
-        """Copies of both gradients."""
+        """Both gradients, which the next run replaces."""
         self.run(variant)
         assert self.hidden.grad is not None and self.weight.grad is not None
-        return self.hidden.grad.clone(), self.weight.grad.clone()
+        return self.hidden.grad, self.weight.grad
 
 
 def measure_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +102,7 @@ def measure_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure_time(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds of both variants by turns; the first round warms up and is checked for equal gradients."""
+    """Seconds of both variants in turns; the first round warms up and is checked for equal gradients."""
     torch.set_num_threads(int(settings["threads"]))
     case = Case(settings)
     # One variant's gradients are held at a time beside the other's.
@@ -123,17 +118,8 @@ def measure_time(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Both figures of one loss, each from processes of their own.
-
-    Raises:
-        ChildFailure: a process ran out of memory, hung, or found unequal gradients.
-    """
-
-    def child(mode: str, **more: Any) -> ChildResult:
-        command = child_command({**settings, "mode": mode, **more}, __spec__.name)
-        environment = {"OMP_NUM_THREADS": str(settings["threads"])}
-        return run_child(command, f"{settings['loss']}, {mode}", _TIMEOUT_S, environment)
-
+    """Both figures of one loss, each from processes of their own."""
+    child = partial(measure_apart, __spec__.name, settings["loss"], settings)
     memory = {variant: child("memory", variant=variant).payload["extra_bytes"] for variant in VARIANTS}
     timed = child("time")
     rounds = timed.payload["seconds"]
@@ -167,31 +153,20 @@ def _table(results: list[dict[str, Any]]) -> Table:
     return table(headers, rows, title=f"{title}{first['threads']} threads")
 
 
-MODES = {"memory": measure_memory, "time": measure_time}
-
-
 def main() -> None:
     """Measure the losses named on the command line and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096, help="Tokens of one batch. [default: %(default)s]")
-    parser.add_argument("--vocab", type=int, default=32_000, help="Size of the vocabulary. [default: %(default)s]")
-    parser.add_argument("--hidden", type=int, default=768, help="Hidden size. [default: %(default)s]")
-    parser.add_argument("--rounds", type=int, default=5, help="Timed rounds. [default: %(default)s]")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads. [default: %(default)s]")
+    parser = flag_parser(__doc__)
+    shape = {"tokens": (4096, "Tokens of one batch."), "vocab": (32_000, "Size of the vocabulary.")}
+    shape["hidden"] = (768, "Hidden size.")
+    add_integers(parser, **shape, rounds=(5, "Timed rounds."), threads=(2, "CPU threads."))
     parser.add_argument("--chunk", type=int, help="Tokens of one chunk. [default: as in training]")
     parser.add_argument("--loss", choices=LOSSES, action="append", help="A loss; may be repeated. [default: all]")
-    parser.add_argument("--json", action="store_true", help="Print one JSON object on standard output.")
-    arguments = parser.parse_args()
-    use_stderr(arguments.json)
-    names = ("tokens", "vocab", "hidden", "rounds", "threads", "chunk")
-    shared = {name: getattr(arguments, name) for name in names}
-    results = [measure({**shared, "loss": loss}) for loss in arguments.loss or LOSSES]
-    output().print(_table(results))
-    if arguments.json:
-        print(json.dumps({"losses": results}))
+
+    def measure_each(settings: dict[str, Any]) -> list[dict[str, Any]]:
+        return [measure({**settings, "loss": loss}) for loss in settings["loss"] or LOSSES]
+
+    run_study(parser, {"memory": measure_memory, "time": measure_time}, measure_each, _table, "losses")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and sys.argv[1].startswith("{"):  # a process that `measure` started
-        sys.exit(worker.main(sys.argv[1:], MODES))
     main()

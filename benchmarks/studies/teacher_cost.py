@@ -9,12 +9,10 @@ precision) in nats a token over the same text, 0 for fp32.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,10 @@ import torch
 from rich.table import Table
 
 from benchmarks.console_tables import megabytes, table
-from benchmarks.measure import worker
-from benchmarks.measure.process import child_command, run_child
+from benchmarks.studies.processes import add_integers, flag_parser, measure_apart, run_study
 from compress.distillation.divergences import divergence_chunk
 from compress.distillation.settings import TEACHER_PRECISIONS
 from compress.distillation.teacher import load_teacher, teacher_logits
-from sportsllm.console import output, use_stderr
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.text.documents import read_documents
@@ -37,7 +33,6 @@ from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.chunked_loss import head_loss
 
 _MEASURED = tuple(name for name in TEACHER_PRECISIONS if name != "auto")
-_TIMEOUT_S = 3600.0
 
 
 def _batch(settings: Mapping[str, Any]) -> Batch:
@@ -60,11 +55,8 @@ def measure_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
     loaded, peak_loading = psutil.Process().memory_info().rss, peak_rss_bytes()
     reset_peak_rss()
     teacher_logits(model, batch)(0, 64)
-    return {
-        "loaded_bytes": loaded - before,
-        "peak_loading_bytes": peak_loading - before,
-        "peak_reading_bytes": peak_rss_bytes() - before,
-    }
+    sizes = {"loaded": loaded, "peak_loading": peak_loading, "peak_reading": peak_rss_bytes()}
+    return {f"{name}_bytes": size - before for name, size in sizes.items()}
 
 
 def measure_rest(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,22 +87,13 @@ def measure_rest(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """All figures, one dict a precision.
-
-    Raises:
-        ChildFailure: a process ran out of memory or hung.
-    """
-
-    def child(mode: str, **more: Any) -> dict[str, Any]:
-        command = child_command({**settings, "mode": mode, **more}, __spec__.name)
-        environment = {"OMP_NUM_THREADS": str(settings["threads"])}
-        return run_child(command, f"teacher, {mode}", _TIMEOUT_S, environment).payload
-
-    rest = child("rest")
+    """All figures, one dict a precision."""
+    child = partial(measure_apart, __spec__.name, "teacher", settings)
+    rest = child("rest").payload
     return [
         {
             "precision": name,
-            **child("memory", precision=name),
+            **child("memory", precision=name).payload,
             "tokens_per_s": round(rest["tokens"] / statistics.median(rest["seconds"][name]), 1),
             "kl_nats_per_token": rest["kl"][name],
         }
@@ -132,29 +115,15 @@ def _table(results: list[dict[str, Any]]) -> Table:
     return table(headers, rows)
 
 
-MODES = {"memory": measure_memory, "rest": measure_rest}
-
-
 def main() -> None:
     """Measure every precision and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--teacher", metavar="DIR", required=True, help="An unquantized checkpoint.")
     parser.add_argument("--text", metavar="FILE", nargs="+", required=True, help="Text that the teacher reads.")
-    parser.add_argument("--tokens", type=int, default=4096, help="Tokens to read. [default: %(default)s]")
-    parser.add_argument("--sequence", type=int, default=512, help="Tokens of one sequence. [default: %(default)s]")
-    parser.add_argument("--rounds", type=int, default=3, help="Timed rounds. [default: %(default)s]")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads. [default: %(default)s]")
-    parser.add_argument("--json", action="store_true", help="Print one JSON object on standard output.")
-    arguments = parser.parse_args()
-    use_stderr(arguments.json)
-    names = ("teacher", "text", "tokens", "sequence", "rounds", "threads")
-    results = measure({name: getattr(arguments, name) for name in names})
-    output().print(_table(results))
-    if arguments.json:
-        print(json.dumps({"teachers": results}))
+    lengths = {"tokens": (4096, "Tokens to read."), "sequence": (512, "Tokens of one sequence.")}
+    add_integers(parser, **lengths, rounds=(3, "Timed rounds."), threads=(2, "CPU threads."))
+    run_study(parser, {"memory": measure_memory, "rest": measure_rest}, measure, _table, "teachers")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and sys.argv[1].startswith("{"):  # a process that `measure` started
-        sys.exit(worker.main(sys.argv[1:], MODES))
     main()

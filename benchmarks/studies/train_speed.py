@@ -10,7 +10,6 @@ are those that the command line sets for its threads.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -23,19 +22,18 @@ import numpy as np
 import torch
 
 from benchmarks.flops import training_flops_per_token
+from benchmarks.studies.processes import add_integers, flag_parser
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import preset
 from sportsllm.process_memory import peak_rss_bytes
 from sportsllm.text.packing import PackedSequences, TokenizedDocuments
 from sportsllm.training.loop import TrainConfig, language_model_loss, resolve_precision, train_model
 
-_DOCUMENT_TOKENS = (100, 900)
-
 
 def random_documents(vocab_size: int, tokens: int, seed: int = 0) -> TokenizedDocuments:
     """Documents of 100 to 900 random tokens, at least `tokens` in all."""
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(*_DOCUMENT_TOKENS, size=tokens // _DOCUMENT_TOKENS[0] + 2)
+    lengths = rng.integers(100, 900, size=tokens // 100 + 2)
     ids = rng.integers(3, vocab_size, size=int(lengths.sum())).astype(np.uint32)
     return TokenizedDocuments(ids, np.cumsum(lengths), 4 * int(lengths.sum()))
 
@@ -50,39 +48,23 @@ def matmul_flops(dtype: torch.dtype, size: int = 1024, rows: int = 4096, seconds
     return count * 2 * rows * size * size / (time.perf_counter() - started)
 
 
-def measure(
-    name: str,
-    batch_size: int,
-    sequence: int,
-    rounds: int,
-    precision: str,
-    optimizer: str,
-    parallel_batches: Sequence[int] = (1,),
-) -> list[dict[str, Any]]:
+def measure(name: str, rounds: int, parallel_batches: Sequence[int], **asked: Any) -> list[dict[str, Any]]:
     """Tokens a second of one preset, and its share of a product's speed: medians over `rounds`, for each number of
-    batches computed side by side."""
-    shape = preset(name)
+    batches computed side by side. `asked` are further settings of `TrainConfig`."""
+    shape, batch_size, sequence = preset(name), asked["batch_size"], asked["sequence"]
     accumulation = max(parallel_batches)
     data = random_documents(shape.vocab_size, 4 * accumulation * batch_size * sequence)
     batches = PackedSequences(data, sequence, batch_size, seed=0)
     model = SportsLLM(shape)
     model.initialize(0)
-    dtype = resolve_precision(precision, torch.device("cpu")) or torch.float32
+    dtype = resolve_precision(asked["precision"], torch.device("cpu")) or torch.float32
     rates: dict[int, list[float]] = {count: [] for count in parallel_batches}
     products = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds + 1):  # the first warms up
             for count in rates:
                 # A run of one step; the optimizer's state is made again, as in the first step of any run.
-                config = TrainConfig(
-                    steps=1,
-                    batch_size=batch_size,
-                    accumulation=accumulation,
-                    parallel_batches=count,
-                    sequence=sequence,
-                    precision=precision,
-                    optimizer=optimizer,
-                )
+                config = TrainConfig(**asked, steps=1, accumulation=accumulation, parallel_batches=count)
                 result = train_model(model, batches, language_model_loss, config, Path(folder), description=name)
                 if number:
                     rates[count].append(result.tokens_per_s)
@@ -98,7 +80,7 @@ def measure(
             "parallel_batches": count,
             "sequence": sequence,
             "precision": str(dtype).removeprefix("torch."),
-            "optimizer": optimizer,
+            "optimizer": asked["optimizer"],
             "tokens_per_s": round(rate, 1),
             "tokens_per_s_range": [round(min(found), 1), round(max(found), 1)],
             "matmul_gflops": round(product / 1e9, 1),
@@ -112,12 +94,10 @@ def measure(
 
 def main() -> None:
     """Measure the presets named on the command line, one JSON object a line and number of parallel batches."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("models", metavar="PRESET", nargs="+", help="Presets to train.")
-    parser.add_argument("--batch-size", type=int, default=4, help="Sequences of one batch. [default: %(default)s]")
-    parser.add_argument("--sequence", type=int, default=512, help="Tokens of one sequence. [default: %(default)s]")
-    parser.add_argument("--rounds", type=int, default=5, help="Timed rounds. [default: %(default)s]")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads. [default: %(default)s]")
+    lengths = {"batch_size": (4, "Sequences of one batch."), "sequence": (512, "Tokens of one sequence.")}
+    add_integers(parser, **lengths, rounds=(5, "Timed rounds."), threads=(2, "CPU threads."))
     parser.add_argument("--precision", default="auto", help="auto, fp32, bf16 or fp16. [default: %(default)s]")
     parser.add_argument("--optimizer", default="adamw", help="adamw or muon. [default: %(default)s]")
     parser.add_argument(
