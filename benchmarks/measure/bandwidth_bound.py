@@ -1,7 +1,5 @@
-"""The time per token that the memory's bandwidth alone allows, from the bytes that a token reads.
-
-Apart from the probe: a measured process imports that one, and would hold 10 MB more for the imports here.
-"""
+"""The time per token that the memory's bandwidth allows. Apart from the probe, which a measured process imports: the
+imports here would add 10 MB to it."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ SAMPLE_S = 0.02
 def memory_split(process: psutil.Process) -> dict[str, int] | None:
     """What a process holds now, in bytes; None where the system does not say, or the process has ended.
 
-    `rss_bytes` is all of it, and `anonymous_bytes` + `file_bytes`; pages of files can be dropped and read again.
-    `pss_bytes` counts a page that n processes share as 1/n, `uss_bytes` only those no other process has.
+    rss = anonymous + file. `pss_bytes` counts a page that n processes share as 1/n, `uss_bytes` only unshared ones.
     """
     try:
         held = process.memory_full_info()

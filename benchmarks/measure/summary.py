@@ -32,9 +32,9 @@ def round_figures(one: Mapping[str, Any]) -> dict[str, float]:
 def batch_figures(rows: int, one: Mapping[str, Any]) -> dict[str, float]:
     """The figures of one round of a batch: all rows' tokens a second, and the time of a step that gives each one."""
     steps = [sample for sweep in one["step_ms"] for sample in sweep]
-    figures = {"decode_tokens_per_s": rows * 1000 / statistics.fmean(steps)}
-    figures |= {f"step_ms.{name}": value for name, value in percentiles(steps).items()}
-    return {f"batches.{rows}.{name}": value for name, value in (figures | {"prefill_ms": one["prefill_ms"]}).items()}
+    figures = {f"step_ms.{name}": value for name, value in percentiles(steps).items()}
+    figures |= {"decode_tokens_per_s": rows * 1000 / statistics.fmean(steps), "prefill_ms": one["prefill_ms"]}
+    return {f"batches.{rows}.{name}": value for name, value in figures.items()}
 
 
 def rounds_by_name(raw: Raw) -> dict[str, list[float]]:
@@ -121,7 +121,7 @@ def summarise(raw: Raw) -> dict[str, Any]:
         "batches": {
             rows: {
                 "prompt_tokens": rounds[0]["lengths"],
-                **middle["batches"][rows],
+                **{key: middle["batches"][rows][key] for key in ("decode_tokens_per_s", "step_ms", "prefill_ms")},
                 "peak_rss_bytes": max(one["peak_rss_bytes"] for one in rounds),
             }
             for rows, rounds in batches.items()

@@ -28,8 +28,7 @@ THROTTLED = 0.05  # a last window slower than the first by more than this share 
 def draw_tokens(decoder: Decoder, seed: int) -> list[int]:
     """A context full of token ids from a seeded generator."""
     config = decoder.config
-    drawn = np.random.default_rng(seed).integers(0, config.vocab_size, config.max_position_embeddings)
-    return [int(token) for token in drawn]
+    return list(map(int, np.random.default_rng(seed).integers(0, config.vocab_size, config.max_position_embeddings)))
 
 
 def milliseconds(work: Callable[[], Any]) -> float:
@@ -41,11 +40,8 @@ def milliseconds(work: Callable[[], Any]) -> float:
 
 def time_prompt(decoder: Decoder, tokens: Sequence[int], prompt: int, specification: Mapping[str, Any]) -> list[float]:
     """Times to read the first `prompt` tokens, `repeats` or more until `seconds_per_figure` are over, warmed up."""
-    room = min(prompt + int(specification["steps"]), len(tokens))
-
-    def read_prompt() -> None:
-        decoder.prefill([tokens[:prompt]], max_length=room)
-
+    room = min(prompt + specification["steps"], len(tokens))
+    read_prompt = functools.partial(decoder.prefill, [tokens[:prompt]], max_length=room)
     warm: list[float] = []
     started = time.perf_counter()
     while len(warm) < WARM_UP_CALLS and not (warm and time.perf_counter() - started > WARM_UP_S):
@@ -76,13 +72,12 @@ def time_steps(
         decoder.prefill(rows, max_length=longest + warm_up + steps)
         for token in tokens[longest : longest + warm_up]:
             decoder.step([token] * len(rows))
-        samples: list[float] = []
+        sweeps.append([])
         sweep_started = time.perf_counter()
         for token in tokens[longest + warm_up : longest + warm_up + steps]:
-            samples.append(milliseconds(functools.partial(decoder.step, [token] * len(rows))))
-            if len(samples) >= LEAST_STEPS and time.perf_counter() - sweep_started > LONGEST_S:
+            sweeps[-1].append(milliseconds(functools.partial(decoder.step, [token] * len(rows))))
+            if len(sweeps[-1]) >= LEAST_STEPS and time.perf_counter() - sweep_started > LONGEST_S:
                 break
-        sweeps.append(samples)
     return sweeps
 
 

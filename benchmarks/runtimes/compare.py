@@ -1,7 +1,6 @@
 """`bench --against`: other runtimes on the same weights, in turns with ours: A B C A B C, each turn a fresh process.
 
-A runtime reads our export (onnxruntime-genai, optimum) or a model that its own tool wrote from the same checkpoint. One
-that is not installed gets a line that says how to install it, one that fails its reason; neither gets a number.
+A runtime that is not installed gets a line that says how to install it, one that fails its reason; neither a number.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ METRICS = {"decode_tokens_per_s": max, "ttft_ms": min, "peak_rss_bytes": min}  #
 
 
 def turn_depths(context: int) -> list[int]:
-    """Depths of a turn that fit a context of `context` tokens.
-
-    Raises:
-        UsageError: none fits.
-    """
+    """Depths of a turn that fit a context of `context` tokens; an error where none does."""
     after = 1 + worker.WARM_UP + worker.STEPS
     depths = [depth for depth in DEPTHS if depth + after <= context]
     if not depths:

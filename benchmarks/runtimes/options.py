@@ -23,19 +23,15 @@ INSTALL = {
     "optimum": "pip install 'sportsllm-compress[optimum]' torch",
     OTHER: "pip install sportsllm-compress",
 }
-CONVERT = {
+CONVERT = {  # what makes a model for the runtimes that cannot read our export
     "openvino": "optimum-cli export openvino --model CHECKPOINT --weight-format int4 DIR",
     "llama.cpp": "export/gguf/convert.py CONVERT_HF_TO_GGUF.PY CHECKPOINT --outfile FILE.gguf, then llama-quantize",
 }
-"""Runtimes that cannot read our export, and the command that writes a model for them; the others can."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime to measure: the interpreter that has it, the model it reads (None where none was named), its settings.
-
-    `name` is a runtime's, or one with a label, `openvino+128`, so that it can take part several times.
-    """
+    """A runtime to measure, with a label, `openvino+128`, where it takes part several times; see `RuntimeFlags`."""
 
     name: str
     python: str

@@ -23,8 +23,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 OURS = "ours"
-OTHER = "other"
-"""A second export of this project, so that two formats of a model are compared in turns."""
+OTHER = "other"  # a second export of this project, so that two formats of a model are compared in turns
 STEPS, WARM_UP = 96, 16
 REPEATS = 3
 
@@ -179,8 +178,7 @@ RUNTIMES: dict[str, tuple[str, str, Callable[..., Opened]]] = {
     "llama.cpp": ("llama_cpp", "llama-cpp-python", llama_cpp),
     "optimum": ("optimum.onnxruntime", "optimum-onnx", optimum),
 }
-WITH_OPTIONS = ("openvino", "llama.cpp")
-"""Runtimes that take settings when they open a model; the others keep theirs beside the model."""
+WITH_OPTIONS = ("openvino", "llama.cpp")  # take settings when they open a model; the others keep theirs beside it
 
 
 def _shape(directory: Path) -> dict[str, Any]:

@@ -30,8 +30,7 @@ from sportsllm.training.chunked_loss import cross_entropy_chunk, head_loss
 LOSSES = ("cross-entropy", "forward-kl", "mixed")
 VARIANTS = ("naive", "fused")
 _KL_WEIGHT = 0.9
-_AGREE_WITHIN = 1e-3
-"""Relative distance of the two variants' gradients that is rounding: products of tokens and vocabulary in float32."""
+_AGREE_WITHIN = 1e-3  # relative distance of the gradients that is rounding: float32 sums over tokens and vocabulary
 
 
 class Case:
