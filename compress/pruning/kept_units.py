@@ -153,7 +153,7 @@ def _choose_in_layer(units: Sequence[Unit], shape: Shape, scores: Mapping[str, T
         elif members:  # a group is worth what it groups
             own = torch.stack([score.view(unit.count, -1).sum(dim=1) for score in members]).sum(dim=0)
         else:
-            raise UsageError(f"unit {unit.name!r} is no matrix's columns and groups nothing; pruning cannot score it")
+            raise UsageError(f"unit {unit.name!r} is neither a matrix's columns nor a group of units: it has no scores")
         if unit.group is None:
             kept[unit.name] = _top(own, shape.count(unit))
             continue

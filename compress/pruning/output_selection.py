@@ -1,12 +1,12 @@
 """Rank units by greedy selection: each step picks the unit that most reduces the error of the layer's output.
 
-Scores of single units, however they are made, keep twins and drop units that nothing can replace. Here the matrix W
-that reads the units tells what they are for, and the refit after the cut (`compress.pruning.refit`) tells what is lost.
+Scores of single units keep twins and drop units that nothing can replace. Here a unit counts by what the matrix W that
+reads it makes of it, and only as far as the picked units cannot replace it after the refit (`compress.pruning.refit`).
 With the picked columns S refitted, the least error of all tokens' outputs is
 
     min_B sum |W a - B a_S|^2 = tr W (G - G_:S G_SS^-1 G_S:) W^T        G = sum a a^T
 
-and greedily the next unit is the one that lowers it most: forward column selection with outputs as targets, that is
+and the next unit is the one that lowers it most: forward column selection with outputs as targets, that is
 orthogonal least squares (Chen, Billings and Luo, https://doi.org/10.1080/00207178908953472); selecting columns this way
 for layers of networks: https://arxiv.org/abs/2207.06646. A unit's score is how early it was picked.
 Shape suffixes: N tokens, U inputs of a matrix, O outputs, K units, S inputs of a unit (1, or head_dim of a head).
@@ -103,5 +103,5 @@ def _explained(residual_UU: Tensor, cross_OU: Tensor, size: int, left_K: Tensor)
 
 
 def _damped(blocks_SS: Tensor) -> Tensor:
-    """(..., S, S); what the units picked before explain fully would else leave nothing to divide by."""
+    """(..., S, S), so that a unit that the picked ones explain fully still has a divisor."""
     return blocks_SS + torch.finfo(torch.float64).eps * torch.eye(blocks_SS.shape[-1], device=blocks_SS.device).double()

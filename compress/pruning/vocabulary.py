@@ -62,7 +62,7 @@ def read_vocabulary(data: Json, where: str) -> Vocabulary:
         where: its name, for messages.
 
     Raises:
-        ArtifactError: it is no BPE that can write every byte, it has something that cannot be rewritten, or its
+        ArtifactError: it is not a BPE that can write every byte, it has something that cannot be rewritten, or its
             parts disagree.
     """
     try:

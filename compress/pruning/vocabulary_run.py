@@ -152,12 +152,7 @@ def prune_vocabulary(
         UsageError: neither or both of vocab_size and min_count, or an impossible one.
         ArtifactError: quantized, a tokenizer that cannot be pruned, or files that disagree.
     """
-    if (vocab_size is None) == (min_count is None):
-        raise UsageError("say how small: --vocab-size N or --min-count M, one of them")
-    if min_count is not None and min_count < 1:
-        raise UsageError(f"--min-count is {min_count}; it must be 1 or more")
-    if quantization_config(checkpoint) is not None:
-        raise ArtifactError(f"{checkpoint}: is quantized; prune the unquantized checkpoint, then quantize")
+    _check_request(checkpoint, vocab_size, min_count)
     config = load_config(checkpoint)
     settings = {
         "checkpoint": str(checkpoint),
@@ -202,6 +197,15 @@ def prune_vocabulary(
 
     stage = Stage("prune", settings, [checkpoint, *calibration, *text])
     return run_stage(out, stage, make)
+
+
+def _check_request(checkpoint: Path, vocab_size: int | None, min_count: int | None) -> None:
+    if (vocab_size is None) == (min_count is None):
+        raise UsageError("say how small: --vocab-size N or --min-count M, one of them")
+    if min_count is not None and min_count < 1:
+        raise UsageError(f"--min-count is {min_count}; it must be 1 or more")
+    if quantization_config(checkpoint) is not None:
+        raise ArtifactError(f"{checkpoint}: is quantized; prune the unquantized checkpoint, then quantize")
 
 
 def _check_round_trip(where: Path, *sides: tuple[TextTokenizer, TokenizedDocuments]) -> None:
