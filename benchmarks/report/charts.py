@@ -18,24 +18,15 @@ COLORS_ON_DARK = ("#5AAEE6", "#FF8A3D", "#2CC79A", "#E3A0C6", "#8CCBF2", "#F5BC4
 
 # Tick labels are drawn inside the chart's own margins; fixed ranges leave scrolling to the page.
 _AXIS = {
-    "gridcolor": "theme:rule",
-    "zeroline": False,
-    "linecolor": "theme:quiet",
-    "fixedrange": True,
-    "automargin": True,
-    "title": {"standoff": 6},
+    **{"gridcolor": "theme:rule", "linecolor": "theme:quiet", "zeroline": False},
+    **{"fixedrange": True, "automargin": True, "title": {"standoff": 6}},
 }
 TEMPLATE = {
     "layout": {
-        "xaxis": _AXIS,
-        "yaxis": _AXIS,
-        "margin": {"l": 8, "r": 12, "t": 12, "b": 8},
+        **{"xaxis": _AXIS, "yaxis": _AXIS, "margin": {"l": 8, "r": 12, "t": 12, "b": 8}},
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": "theme:ink"},
-        "paper_bgcolor": "theme:page",
-        "plot_bgcolor": "theme:page",
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"},
-        "hovermode": "closest",
-        "dragmode": False,
+        **{"paper_bgcolor": "theme:page", "plot_bgcolor": "theme:page", "hovermode": "closest", "dragmode": False},
     }
 }
 """Plotly's template of every page (https://plotly.com/python/templates/); a figure's own layout goes first."""
@@ -58,17 +49,7 @@ class Chart:
 
 
 def chart(identifier: str, title: str, caption: str, data: list[Plot], x: Plot, y: Plot, **layout: Any) -> Chart:
-    """A chart.
-
-    Args:
-        identifier: of the element on the page.
-        title: its heading.
-        caption: what the axes mean and what to look for.
-        data: plotly traces.
-        x: the axis, with its `title` as text.
-        y: the axis, with its `title` as text.
-        layout: anything else of plotly's layout.
-    """
+    """A chart of plotly traces. The axes have their `title` as text; `layout` is anything else of plotly's layout."""
     axes = {"xaxis": {**x, "title": {"text": x["title"]}}, "yaxis": {**y, "title": {"text": y["title"]}}}
     legend = sum("name" in trace for trace in data) > 1
     figure = {"data": data, "layout": {**axes, "height": _HEIGHT, "showlegend": legend, **layout}}
@@ -76,14 +57,7 @@ def chart(identifier: str, title: str, caption: str, data: list[Plot], x: Plot, 
 
 
 def placeholder_chart(identifier: str, title: str, missing: str, command: str | None = None) -> Chart:
-    """A chart without a figure.
-
-    Args:
-        identifier: as of the chart.
-        title: as of the chart.
-        missing: the reason, in a sentence.
-        command: arguments of the program that supply it; None where no command can.
-    """
+    """A chart without a figure: the reason in a sentence, and the arguments of the program that supply it, if any."""
     shown = None if command is None else f"sportsllm-compress {command}"
     return Chart(identifier, title, missing=missing, command=shown)
 
@@ -95,44 +69,27 @@ def line(xs: Sequence[float], ys: Sequence[float], name: str, color: str, dash: 
 
 
 def marks(
-    xs: Sequence[float],
-    ys: Sequence[float],
-    texts: Sequence[str],
+    points: Sequence[tuple[float, float, str]],
     name: str,
     color: str,
     symbols: str | Sequence[str],
     hover: str,
     **more: Any,
 ) -> Plot:
-    """A trace of separate points, each with a text, which is escaped; `hover` is plotly's template."""
-    marker = {"color": color, "size": 10, "symbol": symbols, "line": {"color": color, "width": 1.5}}
-    points = {"x": list(xs), "y": list(ys), "text": [html.escape(text) for text in texts]}
+    """A trace of separate points (x, y, text), whose texts are escaped; `hover` is plotly's template."""
+    xs, ys, texts = ([point[place] for point in points] for place in range(3))
     return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        **points,
-        "marker": marker,
-        "hovertemplate": hover,
-        **more,
+        **{"type": "scatter", "mode": "markers", "name": name, "x": xs, "y": ys},
+        "text": [html.escape(str(text)) for text in texts],
+        "marker": {"color": color, "size": 10, "symbol": symbols, "line": {"color": color, "width": 1.5}},
+        **{"hovertemplate": hover, **more},
     }
 
 
-def limit_line(value: float) -> Plot:
-    """A shape: the largest y that a budget allows, across the whole plot."""
-    look = {"color": "theme:bad", "width": 1.5, "dash": "dash"}
-    return {"type": "line", "y0": value, "y1": value, "xref": "paper", "x0": 0, "x1": 1, "line": look}
-
-
 def log_axis(title: str, low: float, high: float, zero: float | None = None) -> Plot:
-    """A logarithmic axis from a little below `low` to a little above `high`, with its ticks written out.
+    """A logarithmic axis around the values from `low` to `high`, with its ticks written out; plotly's are bare digits.
 
-    Plotly's own ticks on such an axis are bare digits.
-
-    Args:
-        title: of the axis.
-        low, high: the range of the values.
-        zero: where a value of 0 is drawn, below the other values; None where there is none.
+    A value of 0 is drawn at `zero`, below the others, where that is given.
     """
     factors: tuple[float, ...] = (1,) if high / low > 2_000 else (1, 2, 5) if high / low > 10 else (1, 1.5, 2, 3, 5, 7)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
@@ -141,10 +98,8 @@ def log_axis(title: str, low: float, high: float, zero: float | None = None) -> 
     labels += [(tick, _tick_label(tick)) for tick in ticks if zero is None or tick > 2 * zero]
     margin = max(0.12, 0.04 * math.log10(high / low))
     return {
-        "title": f"{title} (log)",
-        "type": "log",
+        **{"title": f"{title} (log)", "type": "log", "tickmode": "array"},
         "range": [math.log10(low) - margin, math.log10(high) + margin],
-        "tickmode": "array",
         "tickvals": [tick for tick, _ in labels],
         "ticktext": [label for _, label in labels],
     }

@@ -92,11 +92,6 @@ class Inputs:
         return self.bench or (measured[-1] if measured else None)
 
 
-def too_short(stages: Sequence[StageSummary]) -> bool:
-    """Whether a measured stage has no time per token, its context having no room for the steps."""
-    return any(get_nested(stage.bench, "tpot_ms") == {} for stage in stages)
-
-
 def bench_command(stages: Sequence[StageSummary], flags: str = "--device host") -> str:
     """The command that measures the last stage, or any where none was given."""
     last = stages[-1] if stages else None
@@ -105,11 +100,7 @@ def bench_command(stages: Sequence[StageSummary], flags: str = "--device host") 
 
 
 def summarize_directory(directory: Path, bench: dict[str, Any] | None = None) -> StageSummary:
-    """Read a stage's directory.
-
-    Args:
-        directory: a finished stage, or any Hugging Face checkpoint.
-        bench: what `bench` measured of it.
+    """Read the directory of a finished stage or any Hugging Face checkpoint; `bench` is what was measured of it.
 
     Raises:
         ArtifactError: the directory is missing or a file in it is damaged.
@@ -141,15 +132,8 @@ def summarize_directory(directory: Path, bench: dict[str, Any] | None = None) ->
 def _summarize_bench(bench: dict[str, Any]) -> StageSummary:
     """A stage known by its measurement only, its directory not being here."""
     directory = str(bench.get("directory") or "measured")
-    return StageSummary(
-        name=Path(directory).name,
-        command="bench",
-        directory=directory,
-        parameters=bench.get("parameters"),
-        size_bytes=bench.get("file_bytes"),
-        bits_per_byte=bench.get("bits_per_byte"),
-        bench=bench,
-    )
+    parameters, size, quality = (bench.get(key) for key in ("parameters", "file_bytes", "bits_per_byte"))
+    return StageSummary(Path(directory).name, "bench", directory, parameters, size, quality, bench=bench)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -159,12 +143,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            record = json.loads(line)
+            records.append(json.loads(line))
         except json.JSONDecodeError as error:
             raise ArtifactError(f"{path}:{number}: not valid JSON ({error}); make the directory again") from None
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+    return [record for record in records if isinstance(record, dict)]
 
 
 def collect(paths: Sequence[Path]) -> Inputs:
@@ -178,7 +160,7 @@ def collect(paths: Sequence[Path]) -> Inputs:
         UsageError: a path is none of these.
         ArtifactError: a file is missing or damaged.
     """
-    directories: list[Path] = []
+    directories: dict[Path, Path] = {}
     benches: list[tuple[str, dict[str, Any]]] = []
     samples: list[Sample] = []
     fits: list[Fit] = []
@@ -187,37 +169,27 @@ def collect(paths: Sequence[Path]) -> Inputs:
             fits.append(read_fit(path))
             benches.append((path.name, fits[-1].bench))
         elif path.is_dir():
-            directories.append(path)
+            directories.setdefault(path.resolve(), path)
         elif path.suffix == ".json":
-            benches.append((path.stem, _read_bench(path)))
+            bench = read_json(path)
+            if not isinstance(bench.get("tpot_ms"), Mapping):
+                raise ArtifactError(f"{path}: is not a result of `bench`; write one with bench --out")
+            benches.append((path.stem, bench))
         elif path.suffix in (".txt", ".md") and path.is_file():
             samples.append(Sample(path.stem, path.read_text(encoding="utf-8", errors="replace")))
         else:
             raise UsageError(
                 f"{path}: give stage directories, a directory of `fit`, bench results (.json) or sample texts (.txt)"
             )
-    measured: dict[Path, list[tuple[str, dict[str, Any]]]] = {path.resolve(): [] for path in directories}
+    measured: dict[Path, list[tuple[str, dict[str, Any]]]] = {place: [] for place in directories}
     for name, bench in benches:
         measured.setdefault(Path(bench.get("directory", "")).resolve(), []).append((name, bench))
-    stages = [stage for path in directories for stage in _measured_stages(path, measured.pop(path.resolve(), []))]
-    stages += [stage for found in measured.values() for stage in _measured_stages(None, found)]
+    stages = []
+    for place, found in measured.items():
+        if not found:
+            stages.append(summarize_directory(directories[place]))
+        for name, bench in found:
+            given = directories.get(place)
+            stage = summarize_directory(given, bench) if given else _summarize_bench(bench)
+            stages.append(replace(stage, name=f"{stage.name} ({name})") if len(found) > 1 else stage)
     return Inputs(stages, benches[-1][1] if benches else None, samples, fits)
-
-
-def _measured_stages(directory: Path | None, benches: Sequence[tuple[str, dict[str, Any]]]) -> list[StageSummary]:
-    """A stage once, or once for each bench result, if it has several; None is a directory that was not given."""
-    if directory is not None and not benches:
-        return [summarize_directory(directory)]
-    stages = [
-        _summarize_bench(bench) if directory is None else summarize_directory(directory, bench) for _, bench in benches
-    ]
-    if len(stages) < 2:
-        return stages
-    return [replace(stage, name=f"{stage.name} ({name})") for stage, (name, _) in zip(stages, benches, strict=True)]
-
-
-def _read_bench(path: Path) -> dict[str, Any]:
-    data = read_json(path)
-    if not isinstance(data.get("tpot_ms"), Mapping):
-        raise ArtifactError(f"{path}: is not a result of `bench`; write one with bench --out")
-    return data

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.report.inputs import Inputs, StageSummary
 from sportsllm.errors import ArtifactError
@@ -15,11 +14,7 @@ _MOST_STEPS = 64
 
 
 def lineage(stages: Sequence[StageSummary], last: StageSummary) -> list[StageSummary]:
-    """The given stages that `last` was made from, from the first to `last` itself.
-
-    Manifests name their parents by digest. Stages that were not given are walked through where they still lie at
-    the path the manifest has, or beside the stage made from them, unchanged.
-    """
+    """The given stages that `last` was made from, from the first to `last` itself."""
     found = [last]
     while len(found) <= len(stages):
         parent = parent_of(found[0], [stage for stage in stages if all(stage is not other for other in found)])
@@ -41,39 +36,40 @@ def longest_lineage(inputs: Inputs) -> list[StageSummary]:
 
 
 def parent_of(stage: StageSummary, others: Sequence[StageSummary]) -> StageSummary | None:
-    """The nearest of `others` that `stage` was made from; None where there is none."""
+    """The nearest of `others` that `stage` was made from; None where there is none.
+
+    Manifests name their parents by digest. Stages that were not given are walked through where they still lie at
+    the path the manifest has, or beside the stage made from them, unchanged.
+    """
     # A directory that was measured several times is represented by its first measurement.
     by_digest = {other.digest: other for other in reversed(others) if other.digest}
     by_path = {Path(other.directory).resolve(): other for other in reversed(others) if not other.digest}
     manifest, directory = stage.manifest, Path(stage.directory)
     for _ in range(_MOST_STEPS):
-        parents = _parents(manifest)
+        settings = manifest.get("settings", {})
+        starts = [str(settings[key]) for key in _STARTS if settings.get(key)]
+        parents = [(parent["path"], parent["sha256"]) for parent in manifest.get("parents", [])]
+        parents.sort(key=lambda parent: starts.index(parent[0]) if parent[0] in starts else len(starts))
         for path, value in parents:
             known = by_digest.get(value) or by_path.get(Path(path).resolve())
             if known is not None:
                 return known
-        places = [place for path, value in parents for place in (Path(path), directory.parent / Path(path).name)
-                  if _is_stage(place, value)]  # fmt: skip
-        if not places:
+        found = [
+            place
+            for path, value in parents
+            for place in (Path(path), directory.parent / Path(path).name)
+            if _is_stage(place, value)
+        ]
+        if not found:
             return None
-        directory = places[0]
+        directory = found[0]
         manifest = read_manifest(directory)
     return None
 
 
-def _parents(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Path and digest of each parent, the models a stage starts from first."""
-    settings = manifest.get("settings", {})
-    starts = [str(settings[key]) for key in _STARTS if settings.get(key)]
-    parents = [(parent["path"], parent["sha256"]) for parent in manifest.get("parents", [])]
-    return sorted(parents, key=lambda parent: starts.index(parent[0]) if parent[0] in starts else len(starts))
-
-
 def _is_stage(directory: Path, value: str) -> bool:
     """Whether a finished stage with this digest lies there; a damaged one is another."""
-    if not (directory / MANIFEST).is_file():
-        return False
     try:
-        return digest(directory) == value
+        return (directory / MANIFEST).is_file() and digest(directory) == value
     except ArtifactError:
         return False

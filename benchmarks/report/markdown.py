@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.labels import MISSING, is_number, with_unit
-from benchmarks.report.changes import change_table, find_changes
+from benchmarks.report.changes import change_table
 from benchmarks.report.inputs import Inputs, StageSummary
 from benchmarks.report.search_results import fit_tables
 from benchmarks.report.text import MEMORY_PARTS, Table, get_nested, measurement_tables, summarize_budget
@@ -50,12 +50,10 @@ def markdown(title: str, inputs: Inputs) -> str:
         lines += markdown_table(Table("", ("limit", "value", "allowed", "outcome", "from"), rows, texts=(0, 3, 4)))
         if budget.noisy:
             lines += ["The measurement was disturbed: repeat it on a quiet machine.", ""]
-    tables = [("Stages", stage_table(inputs.stages))] if inputs.stages else []
-    change = change_table(find_changes(inputs))
-    tables += [("What each stage changed", change)] if change is not None else []
-    others = fit_tables(inputs.fits, len(inputs.stages) + 1) + measurement_tables(inputs.deciding)
-    for heading, table in [*tables, *((table.title, table) for table in others)]:
-        lines += [f"### {escaped(heading)}", "", *markdown_table(table)]
+    tables = [stage_table(inputs.stages) if inputs.stages else None, change_table(inputs)]
+    tables += [*fit_tables(inputs.fits, len(inputs.stages) + 1), *measurement_tables(inputs.deciding)]
+    for table in filter(None, tables):
+        lines += [f"### {escaped(table.title)}", "", *markdown_table(table)]
         lines += [escaped(table.caption), ""] if table.caption else []
     for sample in inputs.samples:
         lines += [f"### {escaped(sample.heading)}", ""]
@@ -70,11 +68,8 @@ def markdown_table(table: Table, bold_first: bool = False) -> list[str]:
     rows = [[escaped(cell) for cell in row] for row in table.rows]
     if bold_first:
         rows[0] = [f"**{cell}**" for cell in rows[0]]
-    return [_row(table.headers), "|" + "|".join(rule) + "|", *map(_row, rows), ""]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    head, *body = (f"| {' | '.join(cells)} |" for cells in (table.headers, *rows))
+    return [head, f"|{'|'.join(rule)}|", *body, ""]
 
 
 def escaped(text: str) -> str:
@@ -94,43 +89,34 @@ _BENCH_COLUMNS: dict[str, tuple[str, ...]] = {
     "tpot_512_p95_ms": ("tpot_ms", "512", "p95"),
     "tpot_512_p99_ms": ("tpot_ms", "512", "p99"),
     "decode_512_tokens_per_s": ("decode_tokens_per_s", "512"),
-    "prefill_tokens_per_s": ("prefill_tokens_per_s",),
-    "memory_floor_tpot_ms": ("memory_floor_tpot_ms",),
-    "load_s": ("load_s",),
-    "peak_rss_bytes": ("peak_rss_bytes",),
-    "teacher_bits_per_byte": ("teacher_bits_per_byte",),
-    "quality_loss_percent": ("quality_loss_percent",),
-    "threads": ("threads",),
+    **{
+        key: (key,)
+        for key in (
+            *("prefill_tokens_per_s", "memory_floor_tpot_ms", "load_s", "peak_rss_bytes"),
+            *("teacher_bits_per_byte", "quality_loss_percent", "threads"),
+        )
+    },
 }
 
 
 def csv_text(inputs: Inputs) -> str:
     """One row a stage with unrounded numbers, units in the header; a cell without a figure is empty."""
-    rows = [_csv_row(number, stage) for number, stage in enumerate(inputs.stages, start=1)]
-    columns = _csv_row(0, StageSummary("", "", ""))
     stream = io.StringIO()
-    writer = csv.DictWriter(stream, columns, lineterminator="\n")
+    writer = csv.DictWriter(stream, _csv_row(0, StageSummary("", "", "")), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(_csv_row(number, stage) for number, stage in enumerate(inputs.stages, start=1))
     return stream.getvalue()
 
 
 def _csv_row(number: int, stage: StageSummary) -> dict[str, Any]:
-    scored = None if stage.bits_per_byte is None else "bench" if stage.scored_by_bench else "training"
     measured = {column: get_nested(stage.bench, *keys) for column, keys in _BENCH_COLUMNS.items()}
+    own = ("command", "directory", "parameters", "size_bytes", "bits_per_byte")
     return {
-        "number": number,
-        "stage": stage.name,
-        "command": stage.command,
-        "directory": stage.directory,
-        "parameters": stage.parameters,
-        "size_bytes": stage.size_bytes,
-        "bits_per_byte": stage.bits_per_byte,
-        "scored_by": scored,
+        **{"number": number, "stage": stage.name, **{key: getattr(stage, key) for key in own}},
+        "scored_by": None if stage.bits_per_byte is None else "bench" if stage.scored_by_bench else "training",
         **{column: value if is_number(value) else None for column, value in measured.items()},
         "device": get_nested(stage.bench, "budget", "device"),
         "budget": stage.outcome,
         "runtime": get_nested(stage.bench, "runtime"),
-        "seed": stage.manifest.get("seed"),
-        "created": stage.manifest.get("created"),
+        **{key: stage.manifest.get(key) for key in ("seed", "created")},
     }

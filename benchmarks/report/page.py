@@ -11,16 +11,9 @@ from benchmarks.report.charts import COLORS, COLORS_ON_DARK, TEMPLATE, Chart
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-TEMPLATES = Path(__file__).parents[1] / "templates"
-
 
 def render_page(template: str, charts: list[Chart], **values: Any) -> str:
-    """A self-contained HTML page, which loads nothing: with charts, plotly's script is inside it.
-
-    Args:
-        template: its file name.
-        charts: all charts of the page; those without a figure need no script.
-        values: what else the template shows.
+    """A self-contained HTML page from a template's name, its charts and other values; with charts, plotly is inside.
 
     Raises:
         ModuleNotFoundError: jinja2 or plotly is not installed.
@@ -40,11 +33,7 @@ def render_page(template: str, charts: list[Chart], **values: Any) -> str:
 
 
 def render_notes(template: str, **values: Any) -> list[str]:
-    """The paragraphs of a plain-text template, one to a line, without empty ones.
-
-    Raises:
-        ModuleNotFoundError: jinja2 is not installed.
-    """
+    """The paragraphs of a plain-text template, one to a line, without empty ones."""
     text = _environment().get_template(template).render(**values)
     return [line.strip() for line in text.splitlines() if line.strip()]
 
@@ -53,7 +42,7 @@ def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
     return Environment(
-        loader=FileSystemLoader(TEMPLATES),
+        loader=FileSystemLoader(Path(__file__).parents[1] / "templates"),
         autoescape=select_autoescape(["html"]),
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -6,11 +6,11 @@ The page loads nothing: plotly's script is inside it, and its content security p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.report.changes import change_charts, change_table, find_changes
-from benchmarks.report.charts import Chart
+from benchmarks.report.changes import change_table
+from benchmarks.report.charts import Chart, placeholder_chart
 from benchmarks.report.inputs import Inputs, bench_command
 from benchmarks.report.markdown import STAGE_HEADERS, csv_text, markdown, stage_cells
 from benchmarks.report.page import render_page
@@ -23,7 +23,7 @@ from benchmarks.report.training import training_charts
 from sportsllm.errors import UsageError
 from sportsllm.files import atomic_write_text
 
-SUFFIXES = {"html": (".html", ".htm"), "md": (".md", ".markdown"), "csv": (".csv",)}
+_SUFFIXES = {"html": (".html", ".htm"), "md": (".md", ".markdown"), "csv": (".csv",)}
 
 
 def targets(out: Path, formats: str | None = None) -> dict[str, Path]:
@@ -36,30 +36,24 @@ def targets(out: Path, formats: str | None = None) -> dict[str, Path]:
     Raises:
         UsageError: an unknown format or suffix.
     """
-    by_suffix = {suffix: name for name, suffixes in SUFFIXES.items() for suffix in suffixes}
-    own = by_suffix.get(out.suffix.lower())
-    known = ", ".join(SUFFIXES)
+    own = next((name for name, suffixes in _SUFFIXES.items() if out.suffix.lower() in suffixes), None)
     if formats is None:
         if own is None:
             raise UsageError(f"--out {out}: the suffix names no format; end it in .html, .md or .csv, or give --format")
         return {own: out}
     names = [name.strip().lower() for name in formats.split(",") if name.strip()]
-    unknown = sorted(set(names) - set(SUFFIXES))
+    unknown = ", ".join(sorted(set(names) - set(_SUFFIXES)))
     if unknown or not names:
-        raise UsageError(f"--format {formats!r}: unknown format {', '.join(unknown) or '(none)'}; choose from {known}")
+        known = ", ".join(_SUFFIXES)
+        raise UsageError(f"--format {formats!r}: unknown format {unknown or '(none)'}; choose from {known}")
     stem = out.with_suffix("") if own else out
-    return {name: out if name == own else stem.with_name(stem.name + SUFFIXES[name][0]) for name in names}
+    return {name: out if name == own else stem.with_name(stem.name + _SUFFIXES[name][0]) for name in names}
 
 
 def write_report(files: Mapping[str, Path], title: str, inputs: Inputs) -> None:
-    """Write the report in every format asked for; existing files are replaced, each in one move.
+    """Write the report to the file of each format; existing files are replaced, each in one move.
 
     Everything is rendered before anything is written.
-
-    Args:
-        files: paths by format, see `targets`.
-        title: its heading.
-        inputs: what `collect` read.
 
     Raises:
         ModuleNotFoundError: jinja2 or plotly is not installed, and HTML was asked for.
@@ -74,46 +68,41 @@ def write_report(files: Mapping[str, Path], title: str, inputs: Inputs) -> None:
         atomic_write_text(path, text)
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """One heading of the page."""
 
     identifier: str
     title: str
     charts: list[Chart]
-    tables: list[Table] = field(default_factory=list)
+    tables: list[Table]
 
 
 def page_sections(inputs: Inputs) -> list[Section]:
     """The sections between the stages' table and the samples."""
-    stages, bench, changes = inputs.stages, inputs.deciding, find_changes(inputs)
-    table = change_table(changes)
+    stages, bench, changes = inputs.stages, inputs.deciding, change_table(inputs)
     candidates = fit_tables(inputs.fits, len(stages) + 1)
+    missing = "No two of the given stages descend from one another, or the stages between them have moved."
+    unknown = placeholder_chart("changes-none", "", missing, "report TEACHER PRUNED QUANTIZED EXPORT BENCH.json")
     return [
         Section("trade-off", "Quality, size and speed", trade_off_charts(inputs), candidates),
-        Section("changes", "What each stage changed", change_charts(changes), [table] if table else []),
+        Section("changes", "What each stage changed", [] if changes else [unknown], [changes] if changes else []),
         Section("speed", "Speed", speed_charts(stages, bench), measurement_tables(bench)),
-        Section("memory", "Memory and roofline", [memory_chart(stages, bench), roofline_chart(stages, bench)]),
-        Section("training", "Training", training_charts(stages)),
+        Section("memory", "Memory and roofline", [memory_chart(stages, bench), roofline_chart(stages, bench)], []),
+        Section("training", "Training", training_charts(stages), []),
     ]
 
 
 def html_page(title: str, inputs: Inputs) -> str:
-    """The page.
-
-    Raises:
-        ModuleNotFoundError: jinja2 or plotly is not installed.
-    """
-    bench = inputs.deciding
+    """The page."""
     sections = page_sections(inputs)
     return render_page(
         "report.html",
         [chart for section in sections for chart in section.charts],
         title=title,
-        budget=summarize_budget(bench),
-        bench=bench,
+        budget=summarize_budget(inputs.deciding),
+        bench=inputs.deciding,
         bench_command=bench_command(inputs.stages),
-        bench_rows=measurement_rows(bench),
+        bench_rows=measurement_rows(inputs.deciding),
         stages=inputs.stages,
         stage_headers=STAGE_HEADERS[3:],
         stage_cells=stage_cells,

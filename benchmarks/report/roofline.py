@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,27 +28,29 @@ class Rate(NamedTuple):
 
 def roofline_chart(stages: Sequence[StageSummary], bench: Mapping[str, Any] | None) -> Chart:
     """Rate against operations per byte, under the roofs in the result (Williams et al., CACM 52(4), 2009)."""
-    identifier, title, command = "roofline", "Roofline", bench_command(stages)
-    if bench is None:
-        return placeholder_chart(identifier, title, "Nothing was measured.", command)
-    roofs = bench.get("roofs")
-    if roofs is None:
-        return placeholder_chart(
-            identifier, title, "The result has no bandwidth or peak rates: measure again.", command
-        )
-    try:
-        config = load_config(Path(str(bench["directory"])))
-    except (SportsLLMError, OSError) as error:
-        return placeholder_chart(identifier, title, f"It needs the model's shape: {error}.", command)
-    decode, prefill = measured_rates(bench, config)
-    if not decode and not prefill:
-        return placeholder_chart(identifier, title, "The result has no bytes per token, or no speeds.", command)
-    places = [rate.operations_per_byte for rate in decode + prefill]
-    points = [_points(decode, "decode", color(0), "circle"), _points(prefill, "prompt", color(1), "square")]
+    rates: list[list[Rate]] = []
+    missing = "Nothing was measured."
+    if bench is not None:
+        try:
+            rates = [*measured_rates(bench, load_config(Path(str(bench["directory"]))))]
+            missing = "" if any(rates) else "The result has no bytes per token, or no speeds."
+        except (SportsLLMError, OSError) as error:
+            missing = f"It needs the model's shape: {error}."
+        if bench.get("roofs") is None:
+            missing = "The result has no bandwidth or peak rates: measure again."
+    if bench is None or missing:
+        return placeholder_chart("roofline", "Roofline", missing, bench_command(stages))
+    places = [rate.operations_per_byte for rate in itertools.chain(*rates)]
+    hover = "%{text}: %{x:.3g} operations a byte, %{y:.3g} GOP/s<extra></extra>"
+    looks = (("decode", color(0), "circle"), ("prompt", color(1), "square"))
+    points = [
+        marks([(rate.operations_per_byte, rate.gops, rate.label) for rate in kind], *look, hover)
+        for kind, look in zip(rates, looks, strict=True)
+    ]
     data = _roof_lines(bench, min(places), max(places)) + [trace for trace in points if trace["x"]]
     xs, ys = ([value for trace in data for value in trace[axis]] for axis in "xy")
     x_axis, y_axis = log_axis("operations per byte", min(xs), max(xs)), log_axis("GOP/s", min(ys), max(ys))
-    return chart(identifier, title, _caption(roofs), data, x_axis, y_axis)
+    return chart("roofline", "Roofline", _caption(bench["roofs"]), data, x_axis, y_axis)
 
 
 def measured_rates(bench: Mapping[str, Any], config: ModelConfig) -> tuple[list[Rate], list[Rate]]:
@@ -56,10 +59,6 @@ def measured_rates(bench: Mapping[str, Any], config: ModelConfig) -> tuple[list[
     Operations of a step after t tokens are 2 N + 4 L H E (t + 1), those of a prompt of T tokens the sum of its steps'
     less the head's for all tokens but the last. Bytes are the least there can be: every weight once and the keys and
     values of all tokens once.
-
-    Args:
-        bench: a result of `bench`.
-        config: the shape of the model it measured.
     """
     weights = get_nested(bench, "memory_floor", "weight_bytes")
     cache = get_nested(bench, "memory_floor", "kv_bytes_per_token")
@@ -102,12 +101,6 @@ def _roof_lines(bench: Mapping[str, Any], low: float, high: float) -> list[Plot]
         xs, top = [low, max(peaks.values()) / seen], max(peaks.values())
         lines.append(line(xs, [low * seen, top], "measured GB/s", color(2), "dot", mode="lines"))
     return lines
-
-
-def _points(rates: Sequence[Rate], name: str, shade: str, symbol: str) -> Plot:
-    xs, ys = [rate.operations_per_byte for rate in rates], [rate.gops for rate in rates]
-    hover = "%{text}: %{x:.3g} operations a byte, %{y:.3g} GOP/s<extra></extra>"
-    return marks(xs, ys, [rate.label for rate in rates], name, shade, symbol, hover)
 
 
 def _caption(roofs: Mapping[str, Any]) -> str:

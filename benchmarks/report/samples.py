@@ -12,20 +12,13 @@ from sportsllm.inference.decoder import Decoder, open_decoder
 from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
-NEW_TOKENS = 60
 Opened = tuple[StageSummary, Decoder, TextTokenizer]
 
 
 def before_and_after(
-    stages: Sequence[StageSummary], prompts: Sequence[str], threads: int | None = None, new_tokens: int = NEW_TOKENS
+    stages: Sequence[StageSummary], prompts: Sequence[str], threads: int | None = None, new_tokens: int = 60
 ) -> tuple[list[Sample], list[str]]:
     """Greedy continuations of `prompts` by the first and by the last stage that can be opened.
-
-    Args:
-        stages: in the order they were given.
-        prompts: texts to continue.
-        threads: CPU threads.
-        new_tokens: the most tokens of a continuation.
 
     Returns:
         For each prompt the text before and the one after, and a line for every stage that could not be opened. Where

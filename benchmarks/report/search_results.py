@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,12 @@ _LEGEND = (
     "Figures with ~ are predicted, qualities with ~ an estimated loss against the teacher; the others are measured. "
     "The chosen one is marked \u2605. Names give layers, hidden size, FFN, heads, key/value heads and vocabulary."
 )
+
+
+_HEADERS = (
+    "#", "candidate", "precision", "parameters", "file MB", "memory MB", "first token ms", "per token ms",
+    "bits per byte", "budget",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,8 @@ def read_fit(directory: Path) -> Fit:
     path = directory / FIT_FILE
     data = read_json(path)
     try:
-        return Fit(
-            device=data["device"],
-            candidates=[_candidate(record, data["chosen"]) for record in data["candidates"]],
-            limits=data["limits"],
-            cut_by_limit=data["cut_by_limit"],
-            bench=data["bench"],
-        )
+        candidates = [_candidate(record, data["chosen"]) for record in data["candidates"]]
+        return Fit(candidates=candidates, **{key: data[key] for key in ("device", "limits", "cut_by_limit", "bench")})
     except (KeyError, TypeError) as error:
         raise ArtifactError(f"{path}: is not a result of `fit` ({error!r}); run fit again") from None
 
@@ -83,58 +84,46 @@ def read_fit(directory: Path) -> Fit:
 def _candidate(record: Mapping[str, Any], chosen: str) -> Candidate:
     measured = {name: value for name, value in (record["measured"] or {}).items() if value is not None}
     return Candidate(
-        name=record["name"],
-        precision=record["precision"],
-        parameters=record["parameters"],
         metrics=record["predicted"] | measured,
         measured=frozenset(measured),
-        bits_per_byte=record["bits_per_byte"],
         loss_percent=record["estimated_loss_percent"],
-        within=record["within"],
         chosen=record["name"] == chosen,
+        **{key: record[key] for key in ("name", "precision", "parameters", "bits_per_byte", "within")},
     )
 
 
 def fit_tables(fits: Sequence[Fit], first_number: int) -> list[Table]:
     """Each search's candidates, numbered from `first_number` as in the charts, and how many each limit cut away."""
     tables = []
-    headers = (
-        *("#", "candidate", "precision", "parameters", "file MB", "memory MB", "first token ms", "per token ms"),
-        *("bits per byte", "budget"),
-    )
     for fit in fits:
-        rows = list(_candidate_rows(fit, first_number))
+        rows = [_cells(number, one) for number, one in enumerate(fit.shown, start=first_number)]
         first_number += len(rows)
-        more = len(fit.candidates) - len(fit.shown)
+        more = len(fit.candidates) - len(rows)
         caption = _LEGEND + (f" {more} more, all predicted, are in {FIT_FILE}." if more else "")
-        tables.append(Table(f"Candidates for {fit.device}", headers, rows, (1, 2, 9), caption))
+        tables.append(Table(f"Candidates for {fit.device}", _HEADERS, rows, (1, 2, 9), caption))
+        limits = {name: with_unit(fit.limits[name], LIMITS[name].unit) for name in fit.cut_by_limit}
         cut = [
-            (
-                LIMITS[name].label,
-                with_unit(fit.limits[name], LIMITS[name].unit),
-                f"{count['misses']:,}, {count['alone']:,} of them alone",
-            )
+            (LIMITS[name].label, limits[name], f"{count['misses']:,}, {count['alone']:,} of them alone")
             for name, count in fit.cut_by_limit.items()
         ]
         tables.append(Table("What each limit cut away", ("limit", "allowed", "candidates"), cut, (0, 2)))
     return tables
 
 
-def _candidate_rows(fit: Fit, first_number: int) -> Iterator[tuple[str, ...]]:
-    for index, candidate in enumerate(fit.shown, start=first_number):
-        metrics = (
-            ("" if name in candidate.measured else "~") + number(candidate.metrics[name])
-            if name in candidate.metrics
-            else MISSING
-            for name in ("file_mb", "peak_memory_mb", "ttft_ms", "tpot_p50_ms")
-        )
-        bits = candidate.bits_per_byte
-        yield (
-            str(index),
-            candidate.name + (" \u2605" if candidate.chosen else ""),
-            candidate.precision,
-            f"{candidate.parameters:,}",
-            *metrics,
-            f"~{candidate.loss_percent:+.2g}%" if bits is None else f"{bits:.4f}",
-            "within" if candidate.within else "outside",
-        )
+def _cells(place: int, candidate: Candidate) -> tuple[str, ...]:
+    metrics = (
+        ("" if name in candidate.measured else "~") + number(candidate.metrics[name])
+        if name in candidate.metrics
+        else MISSING
+        for name in ("file_mb", "peak_memory_mb", "ttft_ms", "tpot_p50_ms")
+    )
+    bits = candidate.bits_per_byte
+    return (
+        str(place),
+        candidate.name + (" \u2605" if candidate.chosen else ""),
+        candidate.precision,
+        f"{candidate.parameters:,}",
+        *metrics,
+        f"~{candidate.loss_percent:+.2g}%" if bits is None else f"{bits:.4f}",
+        "within" if candidate.within else "outside",
+    )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.labels import is_number
-from benchmarks.report.charts import Chart, Plot, chart, color, limit_line, line, log_axis, marks, placeholder_chart
+from benchmarks.report.charts import Chart, Plot, chart, color, line, log_axis, marks, placeholder_chart
 from benchmarks.report.inputs import StageSummary, bench_command
 from benchmarks.report.text import get_nested
 from benchmarks.spread import percentile
@@ -25,7 +25,12 @@ def speed_charts(stages: Sequence[StageSummary], bench: Bench) -> list[Chart]:
     return [_step_times_chart(stages, bench), _speed_depth_chart(stages, bench)]
 
 
+def _missing(identifier: str, title: str, reason: str, stages: Sequence[StageSummary], bench: Bench) -> Chart:
+    return placeholder_chart(identifier, title, reason if bench else "Nothing was measured.", bench_command(stages))
+
+
 def _step_times_chart(stages: Sequence[StageSummary], bench: Bench) -> Chart:
+    identifier, title = "step-times", "How even the steps are"
     rounds = get_nested(bench, "raw", "speed") or []
     data: list[Plot] = []
     most = 0
@@ -35,25 +40,18 @@ def _step_times_chart(stages: Sequence[StageSummary], bench: Bench) -> Chart:
         if samples:
             data += _percentile_traces(samples, f"after {depth}", color(len(data) // 2))
             most = max(most, len(samples))
-    identifier, title = "step-times", "How even the steps are"
     if not data:
-        missing = "The result has no single steps." if bench else "Nothing was measured."
-        return placeholder_chart(identifier, title, missing, bench_command(stages))
+        return _missing(identifier, title, "The result has no single steps.", stages, bench)
     edges = [value for trace in data for value in trace["x"]]
     top = _tail(1 - 0.5 / most)
-    ticks = [tick for tick in _PERCENT_TICKS if _tail(tick / 100) <= top]
+    ticks = {f"{tick:g}": _tail(tick / 100) for tick in _PERCENT_TICKS if _tail(tick / 100) <= top}
     caption = (
         "Single decoding steps of all rounds: the percentage that took at most this long. The scale stretches the slow "
         "end. Marked are the median (circle), 95% (square) and 99% (diamond) of all steps together; the tables have "
         "the medians of the rounds' own."
     )
-    y = {
-        "title": "% of steps",
-        "range": [0, top + 0.1],
-        "tickmode": "array",
-        "tickvals": [_tail(tick / 100) for tick in ticks],
-        "ticktext": [f"{tick:g}" for tick in ticks],
-    }
+    y = {"title": "% of steps", "range": [0, top + 0.1], "tickmode": "array"}
+    y |= {"tickvals": list(ticks.values()), "ticktext": list(ticks)}
     return chart(identifier, title, caption, data, log_axis("ms", min(edges), max(edges)), y, showlegend=True)
 
 
@@ -67,27 +65,22 @@ def _percentile_traces(samples: Sequence[float], name: str, shade: str) -> list[
     count = len(samples)
     body = max(0, count - _TAIL_POINTS)
     kept = [*range(0, body, max(1, -(-body // _MOST_POINTS))), *range(body, count)]
-    curve = line(
-        [round(samples[i], 4) for i in kept],
-        [round(_tail((i + 0.5) / count), 4) for i in kept],
-        name,
-        shade,
-        mode="lines",
-        customdata=[round(100 * (i + 0.5) / count, 2) for i in kept],
-        hovertemplate="%{customdata}% of steps took at most %{x:.3g} ms",
-    )
-    at = [round(percentile(samples, percent), 4) for percent in _MARKS]
-    labels, hover = [f"p{percent}" for percent in _MARKS], f"%{{text}} %{{x:.3g}} ms<extra>{name}</extra>"
-    points = marks(at, [_tail(percent / 100) for percent in _MARKS], labels, name, shade, list(_MARKS.values()), hover)
-    return [curve, points | {"showlegend": False}]
+    shares = [(i + 0.5) / count for i in kept]
+    hover = "%{customdata}% of steps took at most %{x:.3g} ms"
+    percents = [round(100 * share, 2) for share in shares]
+    xs, ys = [round(samples[i], 4) for i in kept], [round(_tail(share), 4) for share in shares]
+    curve = line(xs, ys, name, shade, mode="lines", customdata=percents, hovertemplate=hover)
+    at = [(round(percentile(samples, percent), 4), _tail(percent / 100), f"p{percent}") for percent in _MARKS]
+    hover = f"%{{text}} %{{x:.3g}} ms<extra>{name}</extra>"
+    return [curve, marks(at, name, shade, list(_MARKS.values()), hover, showlegend=False)]
 
 
 def _speed_depth_chart(stages: Sequence[StageSummary], bench: Bench) -> Chart:
-    times = get_nested(bench, "tpot_ms") or {}
     identifier, title = "speed-depth", "Speed and depth"
+    times = get_nested(bench, "tpot_ms") or {}
     if bench is None or len(times) < 2:
-        missing = "The model's context has room for fewer than two depths." if bench else "Nothing was measured."
-        return placeholder_chart(identifier, title, missing, bench_command(stages))
+        reason = "The model's context has room for fewer than two depths."
+        return _missing(identifier, title, reason, stages, bench)
     hover = {"hovertemplate": "%{y:.3g} ms after %{x:,} tokens"}
     depths = [int(depth) for depth in times]
     data = [
@@ -114,15 +107,16 @@ def memory_chart(stages: Sequence[StageSummary], bench: Bench) -> Chart:
     """Measured peaks as marks, the cache and the peak at other lengths as computed lines, the budget's limit."""
     identifier, title = "memory-tokens", "Memory and context"
     peak = _peak(bench)
-    if bench is None or peak is None:
-        missing = "The result does not say at which context its peak was reached." if bench else "Nothing was measured."
-        return placeholder_chart(identifier, title, missing, bench_command(stages))
+    if peak is None:
+        reason = "The result does not say at which context its peak was reached."
+        return _missing(identifier, title, reason, stages, bench)
     context, peak_mb = peak
+    hover = "%{text}: %{y:.4g} MB<extra></extra>"
     measured = [*_loading(bench), (context, peak_mb, f"peak with {context:,} tokens")]
-    data = [_peaks(measured, "measured", color(0), "circle")]
+    data = [marks(measured, "measured", color(0), "circle", hover)]
     others = [(*found, stage.name) for stage in stages if stage.bench is not bench and (found := _peak(stage.bench))]
     if others:
-        data.append(_peaks(others, "other stages", "theme:quiet", "diamond"))
+        data.append(marks(others, "other stages", "theme:quiet", "diamond", hover))
     longest = max(context, int(get_nested(bench, "context_length") or 0))
     caption = (
         "Physical memory of the process. Marks are measured: at no tokens before and after loading the model, and the "
@@ -130,7 +124,10 @@ def memory_chart(stages: Sequence[StageSummary], bench: Bench) -> Chart:
     )
     token_bytes = get_nested(bench, "memory_floor", "kv_bytes_per_token")
     if is_number(token_bytes):
-        data += _computed_lines(peak_mb, context, longest, token_bytes / 1e6)
+        ends, look = [0, longest], {"mode": "lines", "hovertemplate": "%{y:.4g} MB with %{x:,} tokens, computed"}
+        peaks = [peak_mb + token_bytes / 1e6 * (x - context) for x in ends]
+        data.append(line(ends, peaks, "peak, computed", color(0), "dash", **look))
+        data.append(line(ends, [token_bytes / 1e6 * x for x in ends], "cache, computed", color(1), "dot", **look))
         caption += (
             f" Lines are computed: {token_bytes:,.0f} bytes of keys and values a token, alone and added to the "
             "measured peak for other lengths."
@@ -139,10 +136,12 @@ def memory_chart(stages: Sequence[StageSummary], bench: Bench) -> Chart:
         caption += " The result has no bytes a token, so nothing is computed for other lengths."
     limits = {limit["name"]: limit["limit"] for limit in get_nested(bench, "budget", "limits") or []}
     limit = limits.get("peak_memory_mb")
+    shapes: list[Plot] = []
     if limit is not None:
         caption += f" The red line is the budget of {get_nested(bench, 'budget', 'device')}."
+        dashed = {"color": "theme:bad", "width": 1.5, "dash": "dash"}
+        shapes = [{"type": "line", "y0": limit, "y1": limit, "xref": "paper", "x0": 0, "x1": 1, "line": dashed}]
     x = {"title": "tokens in the context", "range": [-0.04 * longest, 1.06 * longest]}
-    shapes = [] if limit is None else [limit_line(float(limit))]
     return chart(identifier, title, caption, data, x, {"title": "MB", "rangemode": "tozero"}, shapes=shapes)
 
 
@@ -152,26 +151,11 @@ def _peak(bench: Bench) -> tuple[int, float] | None:
     return (int(context), peak / 1e6) if is_number(context) and is_number(peak) else None
 
 
-def _loading(bench: Mapping[str, Any]) -> list[tuple[int, float, str]]:
+def _loading(bench: Bench) -> list[tuple[int, float, str]]:
     """MB before and after the model was loaded, the highest of the rounds as for the peak itself."""
-    rounds = get_nested(bench, "raw", "memory") or []
     found = []
     for key, words in (("before_load_bytes", "before loading"), ("after_load_bytes", "after loading")):
-        values = [one[key] for one in rounds if is_number(one.get(key))]
+        values = [one[key] for one in get_nested(bench, "raw", "memory") or [] if is_number(one.get(key))]
         if values:
             found.append((0, max(values) / 1e6, words))
     return found
-
-
-def _peaks(points: Sequence[tuple[int, float, str]], name: str, shade: str, symbol: str) -> Plot:
-    xs, ys, texts = zip(*points, strict=True)
-    return marks(xs, ys, texts, name, shade, symbol, "%{text}: %{y:.4g} MB<extra></extra>")
-
-
-def _computed_lines(peak_mb: float, context: int, longest: int, token_mb: float) -> list[Plot]:
-    hover = {"mode": "lines", "hovertemplate": "%{y:.4g} MB with %{x:,} tokens, computed"}
-    ends = [0, longest]
-    return [
-        line(ends, [peak_mb + token_mb * (x - context) for x in ends], "peak, computed", color(0), "dash", **hover),
-        line(ends, [token_mb * x for x in ends], "cache, computed", color(1), "dot", **hover),
-    ]

@@ -24,6 +24,11 @@ _OPTIONAL = (
     ("energy", ("joules_per_token",), "J per token", 1.0),
     ("lost in the sustained run", ("sustained", "throttling_percent"), "%", 1.0),
 )
+_WINDOW = {
+    **{"start_s": "from s", "tokens_per_s": "tokens/s", "clock_mhz": "MHz", "temperature_c": "\u00b0C"},
+    "joules_per_token": "J per token",
+}
+"""Figures of one window of a sustained run, and their headers."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,6 @@ def get_nested(record: Any, *keys: str) -> Any:
     return record
 
 
-def listed(words: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
 @dataclass(frozen=True)
 class BudgetRow:
     """One limit as text. `used` is the percentage of it that is used up, at most 100."""
@@ -66,39 +66,17 @@ class BudgetRow:
 class BudgetSummary:
     """A bench result against its budget.
 
-    `predicted` says that speed and memory are predictions, `noisy` that the measurement was disturbed.
+    `outcome` is "missed", "incomplete" (nothing is missed, but not everything is known) or "passed"; `heading` has it
+    in words, `sentence` the limits that decide it. `predicted` says that speed and memory are predictions, `noisy`
+    that the measurement was disturbed.
     """
 
-    device: str
     rows: list[BudgetRow]
+    outcome: str
+    heading: str
+    sentence: str
     predicted: bool
     noisy: bool
-
-    def labels(self, outcome: str) -> list[str]:
-        """The limits with this outcome."""
-        return [row.label for row in self.rows if row.outcome == outcome]
-
-    @property
-    def outcome(self) -> str:
-        """ "missed", "incomplete" (nothing is missed, but not everything is known) or "passed"."""
-        if self.labels("missed"):
-            return "missed"
-        return "incomplete" if self.labels("not measured") else "passed"
-
-    @property
-    def heading(self) -> str:
-        """The outcome in a few words."""
-        words = {"missed": "Does not fit {}", "passed": "Fits {}"}
-        unsure = "Nothing missed on {}, but not everything is known"
-        return words.get(self.outcome, unsure).format(self.device)
-
-    @property
-    def sentence(self) -> str:
-        """Which limits decide the outcome."""
-        if self.outcome == "passed":
-            return "Every limit of the budget is kept."
-        parts = {"Missed": self.labels("missed"), "Not measured": self.labels("not measured")}
-        return " ".join(f"{word}: {listed(labels).lower()}." for word, labels in parts.items() if labels)
 
 
 def summarize_budget(bench: Mapping[str, Any] | None) -> BudgetSummary | None:
@@ -106,10 +84,13 @@ def summarize_budget(bench: Mapping[str, Any] | None) -> BudgetSummary | None:
     budget = get_nested(bench, "budget")
     if bench is None or not budget:
         return None
+    short = short_depth(budget)
     rows = [
         BudgetRow(
             label=LIMITS[limit["name"]].label,
-            note=_note(limit["name"], short_depth(budget)),
+            note=f"after {short} tokens: the context has no room for {BUDGET_DEPTH} and more"
+            if short and limit["name"].startswith("tpot_")
+            else LIMITS[limit["name"]].note,
             value=with_unit(limit["value"], limit["unit"]),
             limit=with_unit(limit["limit"], limit["unit"]),
             used=None if limit["value"] is None else min(100, max(0, round(100 * limit["value"] / limit["limit"]))),
@@ -118,14 +99,20 @@ def summarize_budget(bench: Mapping[str, Any] | None) -> BudgetSummary | None:
         )
         for limit in budget["limits"]
     ]
+    outcome, heading, sentence = "passed", "Fits {}", "Every limit of the budget is kept."
+    parts = {word: [row.label for row in rows if row.outcome == word] for word in ("missed", "not measured")}
+    if any(parts.values()):
+        outcome, heading = "incomplete", "Nothing missed on {}, but not everything is known"
+        sentence = " ".join(f"{word.capitalize()}: {_listed(names)}." for word, names in parts.items() if names)
+    if parts["missed"]:
+        outcome, heading = "missed", "Does not fit {}"
     predicted, noisy = budget.get("decided_by") == "prediction", bench.get("clean") is False
-    return BudgetSummary(budget["device"], rows, predicted, noisy)
+    return BudgetSummary(rows, outcome, heading.format(budget["device"]), sentence, predicted, noisy)
 
 
-def _note(name: str, depth: int | None) -> str:
-    if depth and name.startswith("tpot_"):
-        return f"after {depth} tokens: the context has no room for {BUDGET_DEPTH} and more"
-    return LIMITS[name].note
+def _listed(words: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`, in lower case."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words).lower()
 
 
 def measurement_rows(bench: Mapping[str, Any] | None) -> list[tuple[str, str]]:
@@ -159,42 +146,28 @@ def measurement_rows(bench: Mapping[str, Any] | None) -> list[tuple[str, str]]:
 
 def measurement_tables(bench: Mapping[str, Any] | None) -> list[Table]:
     """Batches, the sustained run by window, and other runtimes measured beside this one, where a result has them."""
-    batches = get_nested(bench, "batches") or {}
-    windows = get_nested(bench, "sustained", "windows") or []
-    others = get_nested(bench, "against") or {}
     tables = []
-    if batches:
+    if batches := get_nested(bench, "batches"):
         headers = ("sequences", "tokens/s of all", "step p50 ms", "step p95 ms", "peak MB")
+        keys = (("decode_tokens_per_s",), ("step_ms", "p50"), ("step_ms", "p95"))
         rows = [
-            (
-                count,
-                _cell(one.get("decode_tokens_per_s")),
-                _cell(get_nested(one, "step_ms", "p50")),
-                _cell(get_nested(one, "step_ms", "p95")),
-                with_unit(one.get("peak_rss_bytes"), "", 1e6).strip(),
-            )
+            (count, *(_cell(get_nested(one, *key)) for key in keys), _cell(one.get("peak_rss_bytes"), 1e6))
             for count, one in batches.items()
         ]
         tables.append(Table("Several sequences at once", headers, rows, ()))
-    if windows:
-        tables.append(_sustained_table(windows))
-    if others:
-        runtimes = [(name, one["status"], _runtime_figures(one) or MISSING) for name, one in others.items()]
+    if windows := get_nested(bench, "sustained", "windows"):
+        known = [key for key in _WINDOW if any(is_number(window.get(key)) for window in windows)]
+        rows = [(str(place), *(_cell(one.get(key)) for key in known)) for place, one in enumerate(windows, start=1)]
+        tables.append(Table("Sustained run", ("window", *(_WINDOW[key] for key in known)), rows, ()))
+    if others := get_nested(bench, "against"):
+        rows = [(name, one["status"], _runtime_figures(one) or MISSING) for name, one in others.items()]
         caption = "; ".join(
             f"ours / {whose}, {name}: {_cell(one['ratio'])} ({one['peer']}; {one['better']} is better)"
             for key, whose in RATIOS.items()
             for name, one in (get_nested(bench, key) or {}).items()
         )
-        tables.append(Table("Other runtimes", ("runtime", "status", "figures"), runtimes, (0, 1, 2), caption))
+        tables.append(Table("Other runtimes", ("runtime", "status", "figures"), rows, (0, 1, 2), caption))
     return tables
-
-
-def _sustained_table(windows: Sequence[Mapping[str, Any]]) -> Table:
-    columns = {"start_s": "from s", "tokens_per_s": "tokens/s", "clock_mhz": "MHz", "temperature_c": "\u00b0C"}
-    columns["joules_per_token"] = "J per token"
-    known = [key for key in columns if any(is_number(window.get(key)) for window in windows)]
-    rows = [(str(index), *(_cell(window.get(key)) for key in known)) for index, window in enumerate(windows, start=1)]
-    return Table("Sustained run", ("window", *(columns[key] for key in known)), rows, ())
 
 
 def _runtime_figures(result: Mapping[str, Any]) -> str:
@@ -209,5 +182,5 @@ def _runtime_figures(result: Mapping[str, Any]) -> str:
     return ", ".join(parts + [f"{key}: {result[key]}" for key in ("version", "install") if result.get(key)])
 
 
-def _cell(value: Any) -> str:
-    return number(value) if is_number(value) else MISSING
+def _cell(value: Any, scale: float = 1.0) -> str:
+    return number(value / scale) if is_number(value) else MISSING

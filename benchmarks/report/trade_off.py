@@ -5,30 +5,35 @@ from __future__ import annotations
 import html
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.labels import is_number
 from benchmarks.pareto import pareto_front
 from benchmarks.report.charts import Chart, Plot, chart, line, log_axis, marks, placeholder_chart
-from benchmarks.report.inputs import Inputs, StageSummary, bench_command, too_short
+from benchmarks.report.inputs import Inputs, StageSummary, bench_command
 from benchmarks.report.search_results import Candidate, Fit
 from benchmarks.report.text import get_nested
 
 _STATES = {True: ("inside", "theme:good"), False: ("outside", "theme:bad"), None: ("not all known", "theme:quiet")}
-_SYMBOLS = {"bench": "circle", "training": "diamond", "fit": "square", "predicted": "square-open"}
-_MEANINGS = {
-    "bench": "circles: scored by bench",
-    "training": "diamonds: scored by their training, on the first 65,536 tokens or so of its held-out text",
-    "fit": "squares: measured candidates of fit",
-    "predicted": "hollow squares: candidates with a predicted x, or with an estimated quality (left out of the front)",
+_KINDS = {
+    "bench": ("circle", "circles: scored by bench"),
+    "training": (
+        "diamond",
+        "diamonds: scored by their training, on the first 65,536 tokens or so of its held-out text",
+    ),
+    "fit": ("square", "squares: measured candidates of fit"),
+    "predicted": (
+        "square-open",
+        "hollow squares: candidates with a predicted x, or with an estimated quality (left out of the front)",
+    ),
 }
+"""Symbols and their meanings in the caption, by what a point rests on."""
 _MOST_NAMED = 3
 _OUTLIER = 1.25
 """A model this much worse than the best one is left to the caption, so that the others stay apart."""
 
 
-@dataclass(frozen=True)
-class _Axis:
+class _Axis(NamedTuple):
     """What lies along x: a limit's name."""
 
     metric: str
@@ -48,7 +53,7 @@ AXES = (
 class Point:
     """A model in the charts. `label` is its number in the tables, `metrics` go by the limits' names.
 
-    `inside` says whether it keeps to the budget, `kind` names its score (see `_MEANINGS`), `predicted` lists metrics
+    `inside` says whether it keeps to the budget, `kind` names its score (see `_KINDS`), `predicted` lists metrics
     that were not measured, and `estimated` says that its quality was not.
     """
 
@@ -66,8 +71,7 @@ class Point:
         return "predicted" if self.estimated or metric in self.predicted else self.kind
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """A device's limits by name, and the bits per byte that its quality limit comes to (None without a teacher)."""
 
     device: str | None
@@ -114,10 +118,10 @@ def _stage_point(label: str, stage: StageSummary, budget: Budget) -> Point | Non
 def _candidate_point(label: str, fit: Fit, candidate: Candidate, teacher: Any) -> Point | None:
     """`teacher`, in bits per byte, makes a quality of a loss that was only estimated."""
     bits, estimated = candidate.bits_per_byte, candidate.bits_per_byte is None
-    if bits is None and is_number(teacher):
-        bits = teacher * (1 + candidate.loss_percent / 100)
     if bits is None:
-        return None
+        if not is_number(teacher):
+            return None
+        bits = teacher * (1 + candidate.loss_percent / 100)
     name, predicted = f"{candidate.name} ({fit.device})", candidate.metrics.keys() - candidate.measured
     return Point(label, name, candidate.metrics, bits, candidate.within, "fit", predicted, estimated)
 
@@ -133,7 +137,7 @@ def trade_off_charts(inputs: Inputs) -> list[Chart]:
 
 
 def _placeholder(stages: Sequence[StageSummary], axis: _Axis) -> Chart:
-    if axis.metric == "tpot_p50_ms" and too_short(stages):
+    if axis.metric == "tpot_p50_ms" and any(get_nested(stage.bench, "tpot_ms") == {} for stage in stages):
         missing = "The measured model's context is too short for a time per token."
         return placeholder_chart(axis.identifier, axis.title, missing)
     missing = f"Fewer than two stages have both {axis.lacks} and a quality."
@@ -142,40 +146,26 @@ def _placeholder(stages: Sequence[StageSummary], axis: _Axis) -> Chart:
 
 
 def _trade_off_chart(points: Sequence[Point], axis: _Axis, budget: Budget) -> Chart:
-    limit = budget.limits.get(axis.metric)
-    near, outliers = split_outliers(points, budget)
+    limit, most = budget.limits.get(axis.metric), budget.most_bits_per_byte
+    known = [] if most is None else [most]
+    best = min([point.bits_per_byte for point in points] + known)
+    outliers = [point for point in points if point.bits_per_byte > best * _OUTLIER]
+    if len(points) - len(outliers) < 2:  # what remains must be worth a chart
+        outliers = []
+    heights = [point.bits_per_byte for point in points if point not in outliers] + known
+    margin = (max(heights) - min(heights)) * 0.15 or max(heights) * 0.01
     edges = [point.metrics[axis.metric] for point in points] + ([limit] if limit else [])
     traces = [_points_trace([point for point in points if point.inside is state], axis, state) for state in _STATES]
     return chart(
         axis.identifier,
         axis.title,
-        " ".join(filter(None, [_caption(points, axis, budget), _describe_outliers(outliers)])),
+        " ".join([*_caption(points, axis, budget), *_describe_outliers(outliers)]),
         [trace for trace in (_front_trace(points, axis), *traces) if trace["x"]],
         log_axis(axis.unit, min(edges), max(edges)),
-        {"title": "bits per byte", "range": _quality_range(near, budget)},
-        shapes=_box(limit, budget.most_bits_per_byte),
+        {"title": "bits per byte", "range": [min(heights) - margin, max(heights) + 1.4 * margin]},
+        shapes=_box(limit, most),
         showlegend=True,
     )
-
-
-def split_outliers(points: Sequence[Point], budget: Budget) -> tuple[list[Point], list[Point]]:
-    """The points to show, and those so much worse than the best that the others would fall together."""
-    best = min([point.bits_per_byte for point in points] + _known(budget.most_bits_per_byte))
-    near = [point for point in points if point.bits_per_byte <= best * _OUTLIER]
-    if len(near) < 2:  # what remains must be worth a chart
-        return list(points), []
-    return near, [point for point in points if point.bits_per_byte > best * _OUTLIER]
-
-
-def _known(value: float | None) -> list[float]:
-    return [] if value is None else [value]
-
-
-def _quality_range(points: Sequence[Point], budget: Budget) -> list[float]:
-    qualities = [point.bits_per_byte for point in points] + _known(budget.most_bits_per_byte)
-    low, high = min(qualities), max(qualities)
-    margin = (high - low) * 0.15 or high * 0.01
-    return [low - margin, high + 1.4 * margin]
 
 
 def _front_trace(points: Sequence[Point], axis: _Axis) -> Plot:
@@ -187,14 +177,10 @@ def _front_trace(points: Sequence[Point], axis: _Axis) -> Plot:
 
 
 def _points_trace(points: Sequence[Point], axis: _Axis, state: bool | None) -> Plot:
-    name, shade = _STATES[state]
     return marks(
-        [point.metrics[axis.metric] for point in points],
-        [point.bits_per_byte for point in points],
-        [point.label for point in points],
-        name,
-        shade,
-        [_SYMBOLS[point.evidence(axis.metric)] for point in points],
+        [(point.metrics[axis.metric], point.bits_per_byte, point.label) for point in points],
+        *_STATES[state],
+        [_KINDS[point.evidence(axis.metric)][0] for point in points],
         f"%{{text}} %{{customdata}}: %{{x:.3g}} {axis.unit}, %{{y:.4f}} bits per byte<extra></extra>",
         mode="markers+text",
         textposition="top center",
@@ -214,10 +200,10 @@ def _box(limit: float | None, most_bits_per_byte: float | None) -> list[Plot]:
     return [{"type": "rect", "layer": "below", **paper, **x, **y, **look}]
 
 
-def _caption(points: Sequence[Point], axis: _Axis, budget: Budget) -> str:
+def _caption(points: Sequence[Point], axis: _Axis, budget: Budget) -> list[str]:
     parts = ["Lower left is better; numbers are those of the tables. Nothing beats the points on the dotted front."]
     kinds = {point.evidence(axis.metric) for point in points}
-    meanings = "; ".join(meaning for kind, meaning in _MEANINGS.items() if kind in kinds)
+    meanings = "; ".join(meaning for kind, (_, meaning) in _KINDS.items() if kind in kinds)
     parts.append(meanings[0].upper() + meanings[1:] + ".")
     if axis.metric in budget.limits:
         parts.append(f"The box is the budget of {budget.device}; inside and outside mean all of its limits.")
@@ -232,11 +218,11 @@ def _caption(points: Sequence[Point], axis: _Axis, budget: Budget) -> str:
         front = pareto_front(complete.values())
         best = [label for label, values in complete.items() if values in front]
         parts.append(f"Not dominated in size, time and quality together: {', '.join(best)}.")
-    return " ".join(parts)
+    return parts
 
 
-def _describe_outliers(outliers: Sequence[Point]) -> str:
+def _describe_outliers(outliers: Sequence[Point]) -> list[str]:
     if len(outliers) > _MOST_NAMED:
         lowest = min(point.bits_per_byte for point in outliers)
-        return f"{len(outliers)} lie above the plot, at {lowest:.4f} or more."
-    return " ".join(f"{point.label} lies above the plot, at {point.bits_per_byte:.4f}." for point in outliers)
+        return [f"{len(outliers)} lie above the plot, at {lowest:.4f} or more."]
+    return [f"{point.label} lies above the plot, at {point.bits_per_byte:.4f}." for point in outliers]

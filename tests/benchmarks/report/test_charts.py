@@ -1,6 +1,5 @@
 """The report's arithmetic against independent counts: fronts, lines of parents, roofline, searches, samples."""
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.pareto import pareto_front
-from benchmarks.report.changes import change_charts, change_table, find_changes
+from benchmarks.report.changes import change_table
 from benchmarks.report.charts import Chart
 from benchmarks.report.inputs import Inputs, StageSummary, collect, summarize_directory
 from benchmarks.report.lineage import lineage
@@ -104,7 +103,7 @@ def test_the_line_of_parents_goes_through_what_was_not_given(tmp_path: Path) -> 
     assert [stage.name for stage in lineage(given, given[0])] == ["onnx"]
 
 
-def test_waterfalls_add_up(tmp_path: Path) -> None:
+def test_changes_are_against_the_last_stage_with_the_figure(tmp_path: Path) -> None:
     teacher = made(tmp_path / "teacher", "train", [])
     pruned = made(tmp_path / "pruned", "prune", [teacher])
     last = made(tmp_path / "onnx", "export", [pruned])
@@ -114,22 +113,17 @@ def test_waterfalls_add_up(tmp_path: Path) -> None:
     for path, (size, bits, ms) in figures.items():
         bench = benched(int(size), bits, ms) if ms else None
         stages.append(replace(summarize_directory(path, bench), size_bytes=int(size), bits_per_byte=bits))
-    found = find_changes(Inputs(stages, stages[2].bench))
-    assert found is not None and [stage.name for stage in found.lineage] == ["teacher", "pruned", "onnx"]
+    table = change_table(Inputs(stages, stages[2].bench))
     # The teacher was not measured, its export was; and only what bench scored is compared with what bench scored.
-    assert found.values["tpot_p50_ms"] == [5.0, None, 2.0] and found.values["bits_per_byte"] == [1.4, None, 1.7]
-    size = drawn(change_charts(found)[0])["data"][0]
-    assert size["measure"] == ["absolute", "relative", "relative", "total"]
-    assert list(itertools.accumulate(size["x"][:-1])) == [4, 3, 1] and size["x"][-1] == 1
-    table = change_table(found)
-    assert table is not None and table.rows[2][2:] == (
-        "1.00 (-66.7%)",
-        "1.7000 (+21.4%)",
-        "2.00 (-60.0%)",
-        "100 (-75.0%)",
-    )
-    (missing,) = change_charts(find_changes(Inputs(stages[:1])))
-    assert missing.figure is None
+    assert table is not None and table.rows == [
+        ("teacher", "train", "4.00", "1.4000", "5.00", "400"),
+        ("pruned", "prune", "3.00 (-25.0%)", "\u2013", "\u2013", "\u2013"),
+        ("onnx", "export", "1.00 (-66.7%)", "1.7000 (+21.4%)", "2.00 (-60.0%)", "100 (-75.0%)"),
+    ]
+    assert "teacher is measured as teacher-onnx." in table.caption and "Quality is from bench" in table.caption
+    assert change_table(Inputs(stages[:1])) is None
+    (missing,) = page_sections(Inputs(stages[:1]))[1].charts
+    assert missing.figure is None and str(missing.command).startswith("sportsllm-compress report")
 
 
 def candidate(name: str, size: float, loss: float, **more: Any) -> dict[str, Any]:
