@@ -11,7 +11,7 @@ from benchmarks.labels import MISSING, is_number, with_unit
 from benchmarks.report.changes import change_table
 from benchmarks.report.inputs import Inputs, StageSummary
 from benchmarks.report.search_results import fit_tables
-from benchmarks.report.text import MEMORY_PARTS, Table, get_nested, measurement_tables, summarize_budget
+from benchmarks.report.text import Table, get_nested, measurement_tables, summarize_budget
 
 STAGE_HEADERS = (
     "#", "stage", "command", "parameters", "size", "bits per byte", "first token", "per token", "peak memory", "budget",
@@ -80,7 +80,10 @@ def escaped(text: str) -> str:
 
 # Columns from a bench result, and the keys of each.
 _BENCH_COLUMNS: dict[str, tuple[str, ...]] = {
-    **MEMORY_PARTS,
+    "pss_bytes": ("memory_split", "pss_bytes"),
+    "uss_bytes": ("memory_split", "uss_bytes"),
+    "anonymous_bytes": ("memory_split", "anonymous_bytes"),
+    "file_backed_bytes": ("memory_split", "file_bytes"),
     "joules_per_token": ("joules_per_token",),
     "ttft_128_ms": ("ttft_ms", "128"),
     "ttft_512_ms": ("ttft_ms", "512"),

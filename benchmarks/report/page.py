@@ -6,7 +6,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.labels import is_number, number, with_unit
 from benchmarks.report.charts import COLORS, COLORS_ON_DARK, TEMPLATE, Chart
+from benchmarks.report.text import get_nested
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -41,10 +43,12 @@ def render_notes(template: str, **values: Any) -> list[str]:
 def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-    return Environment(
+    environment = Environment(
         loader=FileSystemLoader(Path(__file__).parents[1] / "templates"),
         autoescape=select_autoescape(["html"]),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals |= {"with_unit": with_unit, "number": number, "is_number": is_number, "get_nested": get_nested}
+    return environment

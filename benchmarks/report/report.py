@@ -17,7 +17,7 @@ from benchmarks.report.page import render_page
 from benchmarks.report.roofline import roofline_chart
 from benchmarks.report.search_results import fit_tables
 from benchmarks.report.speed_memory import memory_chart, speed_charts
-from benchmarks.report.text import Table, measurement_rows, measurement_tables, summarize_budget
+from benchmarks.report.text import Table, measurement_tables, summarize_budget
 from benchmarks.report.trade_off import trade_off_charts
 from benchmarks.report.training import training_charts
 from sportsllm.errors import UsageError
@@ -102,7 +102,6 @@ def html_page(title: str, inputs: Inputs) -> str:
         budget=summarize_budget(inputs.deciding),
         bench=inputs.deciding,
         bench_command=bench_command(inputs.stages),
-        bench_rows=measurement_rows(inputs.deciding),
         stages=inputs.stages,
         stage_headers=STAGE_HEADERS[3:],
         stage_cells=stage_cells,

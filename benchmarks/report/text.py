@@ -8,22 +8,6 @@ from typing import Any
 
 from benchmarks.labels import BUDGET_DEPTH, LIMITS, MISSING, RATIOS, is_number, number, short_depth, with_unit
 
-MEMORY_PARTS = {
-    "pss_bytes": ("memory_split", "pss_bytes"),
-    "uss_bytes": ("memory_split", "uss_bytes"),
-    "anonymous_bytes": ("memory_split", "anonymous_bytes"),
-    "file_backed_bytes": ("memory_split", "file_bytes"),
-}
-# Measurements that not every machine gives: label, keys in the bench result, unit, bytes or seconds in one unit.
-_OPTIONAL = (
-    ("load, files not in memory", ("cold_load_s",), "s", 1.0),
-    ("proportional memory (PSS)", MEMORY_PARTS["pss_bytes"], "MB", 1e6),
-    ("own memory (USS)", MEMORY_PARTS["uss_bytes"], "MB", 1e6),
-    ("anonymous memory", MEMORY_PARTS["anonymous_bytes"], "MB", 1e6),
-    ("file-backed memory", MEMORY_PARTS["file_backed_bytes"], "MB", 1e6),
-    ("energy", ("joules_per_token",), "J per token", 1.0),
-    ("lost in the sustained run", ("sustained", "throttling_percent"), "%", 1.0),
-)
 _WINDOW = {
     **{"start_s": "from s", "tokens_per_s": "tokens/s", "clock_mhz": "MHz", "temperature_c": "\u00b0C"},
     "joules_per_token": "J per token",
@@ -113,35 +97,6 @@ def summarize_budget(bench: Mapping[str, Any] | None) -> BudgetSummary | None:
 def _listed(words: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`, in lower case."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words).lower()
-
-
-def measurement_rows(bench: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """What was measured and how, as label and text. Figures that the result lacks are left out."""
-    if bench is None:
-        return []
-    rows = [
-        ("directory", str(bench.get("directory", MISSING))),
-        ("runtime", f"{bench.get('runtime', MISSING)}, {bench.get('threads', MISSING)} threads"),
-        ("load", with_unit(bench.get("load_s"), "s")),
-    ]
-    first_tokens = bench.get("ttft_ms") or {}
-    rows += [(f"first token, prompt of {prompt}", with_unit(ms, "ms")) for prompt, ms in first_tokens.items()]
-    rows.append(("prefill", with_unit(bench.get("prefill_tokens_per_s"), "tokens/s")))
-    for depth, times in (bench.get("tpot_ms") or {}).items():
-        rate = with_unit(get_nested(bench, "decode_tokens_per_s", depth), "tokens/s")
-        shown = " / ".join(number(times[key]) for key in ("p50", "p90", "p95", "p99") if is_number(times.get(key)))
-        rows.append((f"per token after {depth}", f"{shown} ms (p50 / p90 / p95 / p99), {rate}"))
-    rows.append(("memory floor", with_unit(bench.get("memory_floor_tpot_ms"), "ms per token")))
-    rows.append(("peak memory", with_unit(bench.get("peak_rss_bytes"), "MB", 1e6)))
-    rows += [(label, with_unit(get_nested(bench, *keys), unit, scale)) for label, keys, unit, scale in _OPTIONAL]
-    rows = [row for row in rows if row[1] != MISSING]
-    rows += [(f"no {name.replace('_', ' ')}", str(why)) for name, why in (bench.get("absent") or {}).items()]
-    if bench.get("noisy"):
-        rows.append(("noisy figures", ", ".join(bench["noisy"])))
-    for key, value in (bench.get("machine") or {}).items():
-        shown = with_unit(value, "GB", 1e9) if key.endswith("_bytes") else str(value)
-        rows.append((key.removesuffix("_bytes").replace("_", " "), shown))
-    return rows
 
 
 def measurement_tables(bench: Mapping[str, Any] | None) -> list[Table]:
