@@ -30,11 +30,7 @@ def prune_vocabulary(
         int | None, typer.Option(min=1, help="Tokens to keep: those that save the calibration text most tokens.")
     ] = None,
     min_count: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Keep every token that saves at least this many tokens in the calibration text (not --vocab-size).",
-        ),
+        int | None, typer.Option(min=1, help="Instead: keep tokens that each save the text at least this many tokens.")
     ] = None,
     text: Annotated[list[Path] | None, typer.Option(help="Held-out text to score before and after.")] = None,
     threads: options.Threads = None,
@@ -45,14 +41,7 @@ def prune_vocabulary(
     from sportsllm.training.setup import set_threads
 
     set_threads(threads)
-    result = vocabulary_run.prune_vocabulary(
-        checkpoint=checkpoint,
-        out=out,
-        vocab_size=vocab_size,
-        min_count=min_count,
-        calibration=calibration,
-        text=text or [],
-    )
+    result = vocabulary_run.prune_vocabulary(checkpoint, out, vocab_size, min_count, calibration, text or [])
     output().print(
         f"{out}: {result['vocab_size']:,} of {result['vocab_size_before']:,} tokens, {result['parameters']:,} "
         f"parameters; {result['tokens_per_byte_before']:.4f} -> {result['tokens_per_byte_after']:.4f} tokens per byte"

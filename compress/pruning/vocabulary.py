@@ -6,8 +6,8 @@ becomes a token, merges run as they would on that span alone, so a token is alwa
 1. One count of a text's tokens, passed on from each token to its halves, tells how often every token is made on
    the way. Without the token those places keep its halves, so that is also how many tokens the text grows by. The
    number never rises from a half to a whole: the N tokens that have the highest are closed under merges, and no
-   closed set of N loses less. Dropping leaf after leaf and counting again (https://arxiv.org/abs/2512.03989) leads
-   to the same set; here it is one sort. (Halves that merge with a neighbour instead can only make it better.)
+   closed set of N loses less. One sort so gives the set that dropping leaf after leaf and counting again gives
+   (https://arxiv.org/abs/2512.03989).
 2. A word that is made of kept tokens only, on the way too, is cut as before: no merge that is gone was its next.
 """
 
@@ -39,27 +39,22 @@ class Vocabulary:
 
     Attributes:
         data: the parsed file.
-        ids: id of every token, added ones included.
+        ids: id of every token, added ones included; longest first, so that a token comes before its halves.
         halves: the two ids that each merged token is made of.
-        growth: tokens that a text grows by for each place of a token that is gone: 1 where two halves are left;
-            for a character its bytes less 1, at least 1.
+        growth: tokens that a text grows by at each place of a dropped token: 1, or the bytes of a character less 1.
         fixed: ids that always stay: the 256 bytes, added tokens (but for the reserved ones of `train`), the unknown
-            token, what is put around texts, and the characters that stand for a space.
+            token, the tokens that are put around texts, and the characters that stand for a space.
     """
 
     data: Json
-    ids: Mapping[str, int]
+    ids: dict[str, int]
     halves: Mapping[int, tuple[int, int]]
     growth: Mapping[int, int]
     fixed: frozenset[int]
 
 
 def read_vocabulary(data: Json, where: str) -> Vocabulary:
-    """Check a tokenizer.json and find how its tokens are made.
-
-    Args:
-        data: the parsed file; never changed.
-        where: its name, for messages.
+    """Check a tokenizer.json, named `where` in messages, and find how its tokens are made.
 
     Raises:
         ArtifactError: it is not a BPE that can write every byte, it has something that cannot be rewritten, or its
@@ -75,13 +70,14 @@ def read_vocabulary(data: Json, where: str) -> Vocabulary:
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise ArtifactError(f"{where}: BPE with {key} {model[key]!r} is not supported; keep the vocabulary whole")
-    ids: dict[str, int] = {**model["vocab"], **{item["content"]: item["id"] for item in data.get("added_tokens", [])}}
+    added = {item["content"]: item["id"] for item in data.get("added_tokens", [])}
+    ids: dict[str, int] = model["vocab"] | added
     _check_ids(ids, tokenizer.get_vocab(with_added_tokens=True), where)
     put = dict(_put_tokens(data, where))
-    wrong = next((token for token, number in put.items() if ids.get(token) != number), None)
-    if wrong is not None:
-        raise ArtifactError(f"{where}: puts {wrong!r} around texts as id {put[wrong]}, but its id is {ids.get(wrong)}")
-    meant = {item["content"] for item in data.get("added_tokens", []) if not _FILLER.fullmatch(item["content"])}
+    for token, number in put.items():
+        if ids.get(token) != number:
+            raise ArtifactError(f"{where}: puts {token!r} around texts as id {number}, but its id is {ids.get(token)}")
+    meant = {token for token in added if not _FILLER.fullmatch(token)}
     fixed = {*_byte_tokens(data, where), *meant, *put, model.get("unk_token"), *_space_characters(data.get("decoder"))}
     ranks = {pair: rank for rank, pair in enumerate(_merges(model))}
     halves: dict[int, tuple[int, int]] = {}
@@ -91,7 +87,8 @@ def read_vocabulary(data: Json, where: str) -> Vocabulary:
         if last is not None and pieces == [token]:
             halves[number] = ids[last[0]], ids[last[1]]
         growth[number] = max(1, (len(pieces) if len(token) > 1 else len(token.encode())) - 1)
-    return Vocabulary(data, ids, halves, growth, frozenset(ids[token] for token in fixed if token in ids))
+    longest_first = dict(sorted(ids.items(), key=lambda item: -len(item[0])))
+    return Vocabulary(data, longest_first, halves, growth, frozenset(ids[token] for token in fixed & ids.keys()))
 
 
 def _merges(model: Json) -> list[tuple[str, str]]:
@@ -118,9 +115,9 @@ def _check_ids(ids: Mapping[str, int], read: Mapping[str, int], where: str) -> N
     for token, number in ids.items():
         if read.get(token) != number:
             raise ArtifactError(f"{where}: gives {token!r} id {number}, but is read as {read.get(token)}; fix it")
-        if number in owners:
-            raise ArtifactError(f"{where}: {owners[number]!r} and {token!r} both have id {number}; fix it")
-        owners[number] = token
+        owner = owners.setdefault(number, token)
+        if owner != token:
+            raise ArtifactError(f"{where}: {owner!r} and {token!r} both have id {number}; fix it")
 
 
 def _components(item: Json | None) -> Iterator[Json]:
@@ -155,8 +152,6 @@ def _put_tokens(data: Json, where: str) -> Iterator[tuple[str, int]]:
         if kind == "TemplateProcessing":
             for entry in part["special_tokens"].values():
                 yield from zip(entry["tokens"], entry["ids"], strict=True)
-        elif kind in ("BertProcessing", "RobertaProcessing"):
-            yield from ((part[key][0], part[key][1]) for key in ("sep", "cls"))
         elif kind not in ("ByteLevel", "Sequence"):
             raise ArtifactError(f"{where}: post-processor {kind} is not supported; keep the vocabulary whole")
     if data.get("padding"):
@@ -175,16 +170,12 @@ def _space_characters(decoder: Json | None) -> Iterator[str]:
 def saved_tokens(vocabulary: Vocabulary, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """How many tokens more a text would have without each token, the others kept.
 
-    Args:
-        vocabulary: V ids and possibly rows without a token.
-        counts: (V,) how often each id is in the text.
-
-    Returns:
-        (V,); -1 for ids that no text can make: rows without a token and the reserved tokens of `train`.
+    `counts` (V,) says how often each id is in the text. The result, (V,), is -1 for ids that no text can make: rows
+    without a token and the reserved tokens of `train`.
     """
     made = counts.astype(np.int64)
     saved = np.full_like(made, -1)
-    for token, number in sorted(vocabulary.ids.items(), key=lambda item: len(item[0]), reverse=True):
+    for token, number in vocabulary.ids.items():
         for half in vocabulary.halves.get(number, ()):
             made[half] += made[number]
         if not _FILLER.fullmatch(token):
@@ -194,43 +185,28 @@ def saved_tokens(vocabulary: Vocabulary, counts: npt.NDArray[np.int64]) -> npt.N
 
 def with_halves(vocabulary: Vocabulary, ids: Iterable[int]) -> set[int]:
     """The ids and all that they are made of."""
-    found: set[int] = set()
-    waiting = list(ids)
-    while waiting:
-        number = waiting.pop()
-        if number not in found:
-            found.add(number)
-            waiting += vocabulary.halves.get(number, ())
+    found = set(ids)
+    for number in vocabulary.ids.values():
+        if number in found:
+            found.update(vocabulary.halves.get(number, ()))
     return found
 
 
 def kept_tokens(vocabulary: Vocabulary, saved: npt.NDArray[np.int64], size: int, fixed: Collection[int]) -> list[int]:
     """The `size` ids that stay: fixed ones, then those that save most; equal ones as the tokenizer learnt them.
 
-    Args:
-        vocabulary: says what is made of what.
-        saved: (V,) from `saved_tokens`.
-        size: from the number of fixed ids to V.
-        fixed: ids that always stay, the vocabulary's own among them, `with_halves`.
-
-    Returns:
-        Old ids, rising: the place of each is its new id. Closed under merges.
+    `fixed` are ids `with_halves`, the vocabulary's own among them. The old ids are returned in rising order: the place
+    of each is its new id.
     """
     age = {number: (number, 1) for number in range(len(saved))}  # a whole is never older than its halves
-    for token, number in sorted(vocabulary.ids.items(), key=lambda item: len(item[0])):
-        halves = vocabulary.halves.get(number, ())
-        age[number] = max([number, *(age[half][0] for half in halves)]), len(token)
+    for token, number in reversed(vocabulary.ids.items()):
+        age[number] = max([number, *(age[half][0] for half in vocabulary.halves.get(number, ()))]), len(token)
     order = sorted(range(len(saved)), key=lambda number: (number not in fixed, -int(saved[number]), age[number]))
     return sorted(order[:size])
 
 
 def pruned_tokenizer(vocabulary: Vocabulary, kept: Sequence[int]) -> Json:
-    """The tokenizer.json that has the kept tokens only, under new ids; merges keep their order.
-
-    Args:
-        vocabulary: the old one.
-        kept: old ids, rising, from `kept_tokens`.
-    """
+    """The tokenizer.json that has the tokens of `kept_tokens` only, under new ids; merges keep their order."""
     new = {old: place for place, old in enumerate(kept)}
     data: Json = copy.deepcopy(vocabulary.data)
     model = data["model"]
@@ -244,8 +220,6 @@ def pruned_tokenizer(vocabulary: Vocabulary, kept: Sequence[int]) -> Json:
     for part in _components(data.get("post_processor")):
         for entry in part.get("special_tokens", {}).values():
             entry["ids"] = [new[number] for number in entry["ids"]]
-        for key in {"sep", "cls"} & part.keys():
-            part[key][1] = new[part[key][1]]
     if data.get("padding"):
         data["padding"]["pad_id"] = new[data["padding"]["pad_id"]]
     return data

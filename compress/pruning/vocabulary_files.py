@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,69 +38,58 @@ def named_ids(checkpoint: Path, config: ModelConfig, vocabulary: Vocabulary) -> 
     """
     fields = {f"config.json: {key}": getattr(config, key) for key in MODEL_IDS}
     generation = _optional_json(checkpoint / "generation_config.json")
-    fields |= {f"generation_config.json: {key}": value for key, value in generation.items() if _holds_ids(key)}
+    fields |= {f"generation_config.json: {key}": generation[key] for key in generation if key.endswith("_token_id")}
     found: set[int] = set()
     for where, value in fields.items():
         for number in value if isinstance(value, (list, tuple)) else [] if value is None else [value]:
             if not isinstance(number, int) or not 0 <= number < config.vocab_size:
-                raise ArtifactError(
-                    f"{checkpoint}/{where} is {number!r}; the model has ids 0 to {config.vocab_size - 1}"
-                )
+                most = config.vocab_size - 1
+                raise ArtifactError(f"{checkpoint}/{where} is {number!r}; the model has ids 0 to {most}")
             found.add(number)
     lists = [key for key in _ID_LISTS if generation.get(key)]
     if lists:
         raise ArtifactError(f"{checkpoint}/generation_config.json: {lists[0]} holds ids that may go; remove the field")
     for name in _NAMING_FILES:
-        found |= _tokens_named_by(checkpoint / name, vocabulary)
+        found |= _tokens_named_by(checkpoint / name, vocabulary.ids)
     return found
 
 
-def _tokens_named_by(path: Path, vocabulary: Vocabulary) -> set[int]:
+def _tokens_named_by(path: Path, ids: Mapping[str, int]) -> set[int]:
     data = _optional_json(path)
     try:
         decoder = {entry["content"]: int(number) for number, entry in data.get("added_tokens_decoder", {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ArtifactError(f"{path}: added_tokens_decoder is not a table of ids and tokens; fix it") from None
-    wrong = next((token for token, number in decoder.items() if vocabulary.ids.get(token) != number), None)
-    if wrong is not None:
-        raise ArtifactError(
-            f"{path}: gives {wrong!r} id {decoder[wrong]}, tokenizer.json {vocabulary.ids.get(wrong)}; "
-            "use the files the model came with"
-        )
-    named = list(_named_tokens(data))
-    for key, token in named:
-        if token not in vocabulary.ids:
+    for token, number in decoder.items():
+        if ids.get(token) != number:
+            raise ArtifactError(
+                f"{path}: gives {token!r} id {number}, tokenizer.json {ids.get(token)}; "
+                "use the files the model came with"
+            )
+    named = {key: _texts(value) for key, value in data.items() if key.endswith(("_token", "_special_tokens"))}
+    for key, token in ((key, token) for key, tokens in named.items() for token in tokens):
+        if token not in ids:
             raise ArtifactError(f"{path}: {key} is {token!r}, which tokenizer.json lacks; use the files it came with")
-    return {vocabulary.ids[token] for _, token in named}
+    return {ids[token] for tokens in named.values() for token in tokens}
 
 
-def _named_tokens(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Fields of a tokenizer's config that name tokens: each a text, a record with its `content`, or several."""
-    for key, value in data.items():
-        if key.endswith(("_token", "_special_tokens")):
-            several = isinstance(value, list) or (isinstance(value, dict) and "content" not in value)
-            for item in (value.values() if isinstance(value, dict) else value) if several else [value]:
-                text = item.get("content") if isinstance(item, dict) else item
-                if isinstance(text, str):
-                    yield key, text
+def _texts(value: Any) -> list[str]:
+    """The tokens in a field of a tokenizer's config: a text, a record with its `content`, or several of them."""
+    if isinstance(value, dict):
+        value = value["content"] if "content" in value else list(value.values())
+    items = value if isinstance(value, list) else [value]
+    texts = [item.get("content") if isinstance(item, dict) else item for item in items]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def _holds_ids(key: str) -> bool:
-    return key.endswith("_token_id")
-
-
 def write_tokenizer(checkpoint: Path, directory: Path, vocabulary: Vocabulary, kept: Sequence[int]) -> None:
-    """Write tokenizer.json and every file beside it that holds ids, with the new ids.
+    """Write tokenizer.json and every file beside it that holds ids into `directory`, with the new ids.
 
-    Args:
-        checkpoint: where the old files are; `named_ids` has checked them.
-        directory: where the new ones go.
-        vocabulary: the old tokenizer.json.
-        kept: old ids, rising.
+    `named_ids` has checked the files of `checkpoint`; `kept` are old ids, rising.
     """
     new = {old: place for place, old in enumerate(kept)}
     text = json.dumps(pruned_tokenizer(vocabulary, kept), ensure_ascii=False, indent=2)
@@ -112,6 +101,6 @@ def write_tokenizer(checkpoint: Path, directory: Path, vocabulary: Vocabulary, k
         write_json(directory / "tokenizer_config.json", settings)
     generation = _optional_json(checkpoint / "generation_config.json")
     if generation:
-        ids = {key: renumber(value, new) for key, value in generation.items() if _holds_ids(key)}
+        ids = {key: renumber(value, new) for key, value in generation.items() if key.endswith("_token_id")}
         write_json(directory / "generation_config.json", generation | ids)
     (directory / MAP_FILE).write_text(json.dumps({"old_ids": list(kept)}) + "\n", encoding="utf-8")

@@ -1,17 +1,15 @@
 """Vocabulary pruning as a stage: count a domain's tokens, and cut model and tokenizer together.
 
-Text comes back from the smaller vocabulary unchanged, but some words are cut into more tokens, and into tokens that
-the model has seldom seen there; what that costs is measured in bits per byte, which does not depend on the
-tokenizer. To win it back, train the result on (`train --init`): distilling from the unpruned model is refused, since
-the two no longer agree on what a token is. Prune first, quantize afterwards.
+Text comes back unchanged, but some words are cut into more tokens, which the model has seldom seen there. Bits per
+byte, which do not depend on the tokenizer, measure the cost. To win it back, train the result further
+(`train --init`): distillation from the unpruned model is refused, since the two have different tokens. Prune first,
+quantize afterwards.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +37,7 @@ _SCORED_TOKENS = 65_536
 
 
 def prune_embedding(model: SportsLLM, kept: Sequence[int]) -> SportsLLM:
-    """A model with only the kept tokens' rows in embedding and head; the logits of those tokens stay what they were.
-
-    Args:
-        model: float32 and unquantized; read, never changed.
-        kept: old ids, rising; those that the config names are among them.
-    """
+    """A model with only the kept tokens' rows in embedding and head; the logits of those tokens stay the same."""
     new = {old: place for place, old in enumerate(kept)}
     named = {key: renumber(getattr(model.config, key), new) for key in MODEL_IDS}
     pruned = SportsLLM(model.config.with_changes(vocab_size=len(kept), **named))
@@ -58,14 +51,8 @@ def prune_embedding(model: SportsLLM, kept: Sequence[int]) -> SportsLLM:
 def target_size(vocab_size: int | None, min_count: int | None, saved: npt.NDArray[np.int64], fixed: set[int]) -> int:
     """How many rows stay: a multiple of 32, at most all of them. A line says so if that is not the number asked for.
 
-    Args:
-        vocab_size: tokens to keep, or None for `min_count`.
-        min_count: keep tokens that save the calibration text at least this many tokens.
-        saved: (V,) from `saved_tokens`.
-        fixed: ids that always stay.
-
     Raises:
-        UsageError: fewer than the fixed ones, or more than there are.
+        UsageError: `vocab_size` is below the number of `fixed` ids, or above that of all.
     """
     if vocab_size is None:
         wanted = len(fixed | set(np.flatnonzero(saved >= (min_count or 1)).tolist()))
@@ -82,47 +69,7 @@ def target_size(vocab_size: int | None, min_count: int | None, saved: npt.NDArra
     return size
 
 
-@dataclass(frozen=True)
-class Counted:
-    """A figure of the model before and after."""
-
-    before: float
-    after: float
-
-
-@dataclass(frozen=True)
-class VocabularyResult:
-    """What pruning a vocabulary did.
-
-    Attributes:
-        parameters: of the result.
-        vocab_size, vocab_size_before: rows of the embedding.
-        bits_per_byte: of held-out text, or None where there is none.
-        tokens_per_byte: of that text, or else of the calibration text.
-        seconds: it took.
-    """
-
-    parameters: int
-    vocab_size: int
-    vocab_size_before: int
-    bits_per_byte: Counted | None
-    tokens_per_byte: Counted
-    seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        """As `prune-vocabulary --json` prints it."""
-        values: dict[str, Any] = {}
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, Counted):
-                values |= {f"{item.name}_{key}": number for key, number in dataclasses.asdict(value).items()}
-            elif value is not None:
-                values[item.name] = value
-        return values
-
-
 def prune_vocabulary(
-    *,
     checkpoint: Path,
     out: Path,
     vocab_size: int | None,
@@ -136,14 +83,12 @@ def prune_vocabulary(
     fills a vocabulary up with go first. `vocabulary_map.json` holds the old id of each new one.
 
     Args:
-        checkpoint: unquantized.
-        out: directory to make.
+        checkpoint, out: unquantized, and the directory to make.
         vocab_size: tokens to keep, rounded up to a multiple of 32.
-        min_count: instead of it: keep each token that saves the calibration text at least this many tokens, counting
-            also its use on the way to longer ones.
+        min_count: instead: keep each token that saves the calibration text at least this many tokens, counting also
+            its use on the way to longer ones.
         calibration: the domain's text, where usage is counted.
-        text: held-out text, its first 65,536 tokens, to measure bits per byte on before and after; empty to leave
-            that out.
+        text: held-out text, its first 65,536 tokens, to measure bits per byte on before and after; may be empty.
 
     Returns:
         The results, as `prune-vocabulary --json` prints them.
@@ -155,11 +100,11 @@ def prune_vocabulary(
     _check_request(checkpoint, vocab_size, min_count)
     config = load_config(checkpoint)
     settings = {
-        "checkpoint": str(checkpoint),
+        "checkpoint": checkpoint,
         "vocab_size": vocab_size,
         "min_count": min_count,
-        "calibration": [str(path) for path in calibration],
-        "text": [str(path) for path in text],
+        "calibration": calibration,
+        "text": text,
         "corpus": manifest_setting(checkpoint, "corpus"),
         "valid": manifest_setting(checkpoint, "valid"),
     }
@@ -182,18 +127,18 @@ def prune_vocabulary(
         after = tokenize(documents, fewer)
         _check_round_trip(where, (words, before), (fewer, after))
         if text:
-            bits, tokens = _held_out(((model, words), (pruned, fewer)), list(read_documents(text)))
+            figures = _held_out(((model, words), (pruned, fewer)), list(read_documents(text)))
         else:
             ends = len(documents) * (1 if words.end_id is None else 2)  # begin and end tokens
-            bits, tokens = None, Counted(*((side.ids.size - ends) / side.text_bytes for side in (before, after)))
-        return VocabularyResult(
-            parameters=pruned.config.parameters,
-            vocab_size=len(kept),
-            vocab_size_before=config.vocab_size,
-            bits_per_byte=bits,
-            tokens_per_byte=tokens,
-            seconds=time.perf_counter() - started,
-        ).to_json()
+            sides = {"before": before, "after": after}
+            figures = {f"tokens_per_byte_{key}": (at.ids.size - ends) / at.text_bytes for key, at in sides.items()}
+        return {
+            "parameters": pruned.config.parameters,
+            "vocab_size": len(kept),
+            "vocab_size_before": config.vocab_size,
+            **figures,
+            "seconds": time.perf_counter() - started,
+        }
 
     stage = Stage("prune", settings, [checkpoint, *calibration, *text])
     return run_stage(out, stage, make)
@@ -210,34 +155,30 @@ def _check_request(checkpoint: Path, vocab_size: int | None, min_count: int | No
 
 def _check_round_trip(where: Path, *sides: tuple[TextTokenizer, TokenizedDocuments]) -> None:
     """Every counted document must come back from the new tokens as it did from the old ones."""
-    ends = [counted.ends.tolist() for _, counted in sides]
-    starts = [[0, *side[:-1]] for side in ends]
-    with progress_bar("check", len(ends[0])) as bar:
-        for number in range(len(ends[0])):
-            texts = {
-                words.decode(counted.ids[starts[side][number] : ends[side][number]].tolist())
-                for side, (words, counted) in enumerate(sides)
-            }
-            if len(texts) > 1:
+    (old, before), (new, after) = ((words, np.split(counted.ids, counted.ends[:-1])) for words, counted in sides)
+    with progress_bar("check", len(before)) as bar:
+        for number, (first, second) in enumerate(zip(before, after, strict=True), start=1):
+            if old.decode(first.tolist()) != new.decode(second.tolist()):
                 raise ArtifactError(
-                    f"{where}: document {number + 1} of the calibration text does not survive the pruned tokenizer; "
+                    f"{where}: document {number} of the calibration text does not survive the pruned tokenizer; "
                     "its normalizer or decoder is not supported, keep the vocabulary whole"
                 )
             bar.advance()
 
 
-def _held_out(sides: Sequence[tuple[SportsLLM, TextTokenizer]], documents: Sequence[str]) -> tuple[Counted, Counted]:
+def _held_out(sides: Sequence[tuple[SportsLLM, TextTokenizer]], documents: Sequence[str]) -> dict[str, float]:
     """Bits and tokens per byte before and after, of the same documents: the first 65,536 or so of the old tokens."""
-    tokens, part = 0, []
+    part: list[str] = []
+    tokens = 0
     for text in documents:
-        if tokens < _SCORED_TOKENS:
-            part.append(text)
-            tokens += len(sides[0][1].encode(text))
-    if len(part) < len(documents):
-        say(f"bits per byte: on the first {len(part):,} of {len(documents):,} held-out documents")
-    before, after = (
-        score_documents(TorchDecoder(model), words, part, description=f"score {key}")
+        if tokens >= _SCORED_TOKENS:
+            say(f"bits per byte: on the first {len(part):,} of {len(documents):,} held-out documents")
+            break
+        part.append(text)
+        tokens += len(sides[0][1].encode(text))
+    scores = {
+        key: score_documents(TorchDecoder(model), words, part, description=f"score {key}")
         for key, (model, words) in zip(("before", "after"), sides, strict=True)
-    )
-    bits = Counted(before.bits_per_byte, after.bits_per_byte)
-    return bits, Counted(before.tokens / before.bytes, after.tokens / after.bytes)
+    }
+    bits = {f"bits_per_byte_{key}": score.bits_per_byte for key, score in scores.items()}
+    return bits | {f"tokens_per_byte_{key}": score.tokens / score.bytes for key, score in scores.items()}
