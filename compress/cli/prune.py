@@ -15,7 +15,6 @@ from sportsllm.cli.flag_groups import FlagGroup, check_not_given, expand_flag_gr
 from sportsllm.errors import UsageError
 
 if TYPE_CHECKING:
-    from compress.distillation.recovery import Recovery
     from compress.pruning.plan import PruneTarget
     from compress.pruning.run import PruneConfig
     from sportsllm.training.loop import TrainConfig
@@ -33,17 +32,12 @@ class SizeFlags(FlagGroup):
     hidden: Annotated[int | None, typer.Option(min=1, help="Hidden channels to keep.")] = None
     intermediate: Annotated[int | None, typer.Option(min=1, help="FFN neurons to keep in each layer.")] = None
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads to keep in each layer.")] = None
-    kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="Key/value heads; with fewer and the same --heads they are merged.")
-    ] = None
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key/value heads; merged if --heads stays.")] = None
     layers: Annotated[int | None, typer.Option(min=1, help="Layers to keep; one contiguous run is dropped.")] = None
     search: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="With --params or --size-mb: recover the best shapes on this many tokens, take the winner."
-        ),
+        int | None, typer.Option(min=0, help="With --params or --size-mb: tokens to recover each finalist on.")
     ] = None
-    finalists: Annotated[int, typer.Option(min=1, help="Shapes that --search recovers.")] = 4
+    finalists: Annotated[int, typer.Option(min=1, help="The best shapes, which --search recovers.")] = 4
 
     def target(self) -> PruneTarget:
         """What to prune to."""
@@ -58,19 +52,13 @@ class SizeFlags(FlagGroup):
 class ChoiceFlags(FlagGroup):
     """How units are chosen, and what is done for those that stay."""
 
-    importance: Annotated[
-        str, typer.Option(help="output, activation (Minitron's), or the baselines magnitude and random.")
-    ] = "output"
+    importance: Annotated[str, typer.Option(help="output, activation (Minitron's), magnitude or random.")] = "output"
     repair: Annotated[
         bool, typer.Option("--repair/--no-repair", help="Refit what stays to the full model's values.")
     ] = True
     kv_merge: Annotated[str, typer.Option(hidden=True)] = "pca"
-    scores: Annotated[Path | None, typer.Option(help="importance.safetensors of an earlier run, or its directory.")] = (
-        None
-    )
-    samples: Annotated[int | None, typer.Option(min=1, help="Pieces of calibration text; up to 256 if not given.")] = (
-        None
-    )
+    scores: Annotated[Path | None, typer.Option(help="importance.safetensors of a run, or its directory.")] = None
+    samples: Annotated[int | None, typer.Option(min=1, help="Pieces of calibration text; by default up to 256.")] = None
 
     def config(self, seed: int) -> PruneConfig:
         """The settings of the cut."""
@@ -85,9 +73,7 @@ class ChoiceFlags(FlagGroup):
 class RecoverFlags(FlagGroup):
     """Training after the cut."""
 
-    recover: Annotated[int | None, typer.Option(min=1, help="Distil from the unpruned model on this many tokens.")] = (
-        None
-    )
+    recover: Annotated[int | None, typer.Option(min=1, help="Tokens to distil from the unpruned model on.")] = None
     teacher: Annotated[Path | None, typer.Option(help="The teacher of --recover, if not the checkpoint itself.")] = None
 
 
@@ -134,6 +120,8 @@ def prune(
     threads: options.Threads = None,
 ) -> dict[str, Any]:
     """Cut width, depth or key/value heads; the result is an ordinary checkpoint."""
+    from compress.distillation.recovery import Recovery
+    from compress.distillation.run import teacher_corpus
     from compress.pruning.plan import prune_run
     from compress.pruning.run import PruneJob
     from sportsllm.training.setup import set_threads
@@ -153,33 +141,18 @@ def prune(
     if recover.recover is not None:
         source = recover.teacher or checkpoint
         config = training.config(_recovery_defaults(seed, source, lora.lora_rank), recover.recover)
-        recovery = _recovery(source, recover.teacher, config, corpora, distillation, lora)
+        recovery = Recovery(
+            config=config,
+            corpus=tuple(corpora.corpus or teacher_corpus(source, "corpus")),
+            valid=tuple(corpora.valid or ([] if corpora.corpus else teacher_corpus(source, "valid"))),
+            objective=distillation.config(fresh=False),
+            teacher=recover.teacher,
+            adapters=lora.adapters(config.optimizer),
+        )
     job = PruneJob(checkpoint, tuple(calibration), choice.config(seed), choice.scores, recovery)
     result = prune_run(job, size.target(), out, resume=training.resume)
     _print_result(out, result)
     return result
-
-
-def _recovery(
-    source: Path,
-    teacher: Path | None,
-    config: TrainConfig,
-    corpora: options.TextFlags,
-    distillation: flags.DistillationFlags,
-    lora: options.LoraFlags,
-) -> Recovery:
-    """How to train after the cut; `source` is the teacher, or the checkpoint where none is named."""
-    from compress.distillation.recovery import Recovery
-    from compress.distillation.run import teacher_corpus
-
-    return Recovery(
-        config=config,
-        corpus=tuple(corpora.corpus or teacher_corpus(source, "corpus")),
-        valid=tuple(corpora.valid or ([] if corpora.corpus else teacher_corpus(source, "valid"))),
-        objective=distillation.config(fresh=False),
-        teacher=teacher,
-        adapters=lora.adapters(config.optimizer),
-    )
 
 
 def _print_result(out: Path, result: dict[str, Any]) -> None:

@@ -17,15 +17,15 @@ Shape suffixes: N tokens, G old heads of one new group, E head_dim, P rotary pai
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from compress.pruning.activations import second_moments
-from compress.pruning.shapes import check_kv_merge
-from sportsllm.errors import UsageError
+from compress.pruning.activations import second_moment, summed
+from compress.pruning.shapes import Shape
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 
@@ -35,22 +35,13 @@ _READ = ("q_proj", "k_proj", "v_proj")
 
 @torch.no_grad()
 def merge_kv_heads(model: SportsLLM, kv_heads: int, samples: Sequence[Tensor]) -> SportsLLM:
-    """A model with `kv_heads` key/value heads and all query heads.
-
-    Args:
-        model: float32 and unquantized; read, never changed.
-        kv_heads: a divisor of the model's.
-        samples: calibration token ids, each (B, T).
+    """A float32 model with `kv_heads` key/value heads, a divisor of its own, and all query heads.
 
     Raises:
-        UsageError: no divisor, or attention whose key/value heads cannot be merged.
+        UsageError: not a divisor, or attention whose key/value heads cannot be merged.
     """
     config = model.config
-    old = config.num_key_value_heads
-    if kv_heads < 1 or old % kv_heads:
-        raise UsageError(f"--kv-heads {kv_heads} must divide the model's {old} where all query heads stay")
-    check_kv_merge(config)
-    smaller = SportsLLM(config.with_changes(num_key_value_heads=kv_heads))
+    smaller = SportsLLM(dataclasses.replace(Shape.of(config), kv_heads=kv_heads).applied_to(config))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for layer, moments in enumerate(_moments(model, samples)):
         prefix = f"model.layers.{layer}.self_attn."
@@ -63,13 +54,13 @@ def merge_kv_heads(model: SportsLLM, kv_heads: int, samples: Sequence[Tensor]) -
 
 def _moments(model: SportsLLM, samples: Sequence[Tensor]) -> list[dict[str, Tensor]]:
     """E[x x^T] of the outputs of q_proj, k_proj and v_proj (before rotation) of each layer, float64."""
+
+    def moment(_input: Tensor, output: Tensor) -> Tensor:
+        return second_moment(output).double()
+
     layers = range(model.config.num_hidden_layers)
-    modules = {
-        (layer, name): model.get_submodule(f"model.layers.{layer}.self_attn.{name}")
-        for layer in layers
-        for name in _READ
-    }
-    with second_moments(modules, outputs=True, dtype=torch.float64) as sums:
+    names = {(layer, name): f"model.layers.{layer}.self_attn.{name}" for layer in layers for name in _READ}
+    with summed({key: (model.get_submodule(name), moment) for key, name in names.items()}) as sums:
         for tokens in samples:
             model.hidden(tokens)
     count = sum(tokens.numel() for tokens in samples)
@@ -77,7 +68,7 @@ def _moments(model: SportsLLM, samples: Sequence[Tensor]) -> list[dict[str, Tens
 
 
 class _Heads:
-    """The attention weights of one layer, taken apart by head; biases ride along as one more column."""
+    """The attention weights of one layer, by head; a bias is one more column."""
 
     def __init__(self, weights: Mapping[str, Tensor], config: ModelConfig, moments: Mapping[str, Tensor]) -> None:
         self.head_dim, self.groups = config.head_dim, config.num_key_value_heads

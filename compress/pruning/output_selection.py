@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from compress.pruning.activations import second_moments
+from compress.pruning.activations import second_moment, summed
 from compress.pruning.scores import Scores, importance_scores, scored_units
 from sportsllm.console import progress_bar
 from sportsllm.models.language_model import Block, SportsLLM
@@ -32,42 +32,28 @@ _RIDGE = 1e-6  # of the mean square of an input, so that an input that is fully 
 
 @torch.no_grad()
 def output_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
-    """Scores of units by selection; channels and layers as in `importance_scores`, from the same pass.
-
-    Args:
-        model: read, never changed.
-        samples: token ids, each (B, T).
-
-    Raises:
-        ArtifactError: there are no samples.
-    """
+    """Scores of units by selection; channels and layers, arguments and errors as in `importance_scores`."""
     blocks = cast("list[Block]", list(model.model.layers))
+    units = scored_units(model.config)
     readers = {
-        (name, layer): block.get_submodule(matrix)
-        for name, (_, matrix) in scored_units(model.config).items()
+        (name, layer): (block.get_submodule(matrix), lambda given, _output: second_moment(given))
+        for name, (_, matrix) in units.items()
         for layer, block in enumerate(blocks)
     }
-    with second_moments(readers) as grams:
+    with summed(readers) as grams:
         scores = importance_scores(model, samples)
-    picked: dict[str, list[Tensor]] = {}
+    picked: dict[str, list[Tensor]] = {name: [] for name in units}
     with progress_bar("selection", len(readers)) as bar:
-        for name, (unit, matrix) in scored_units(model.config).items():
-            picked[name] = []
-            for layer, block in enumerate(blocks):
-                weight = block.get_parameter(f"{matrix}.weight")
-                picked[name].append(pick_order(grams.pop((name, layer)), weight, unit.size))
-                bar.advance()
+        for name, layer in readers:
+            unit, matrix = units[name]
+            weight = blocks[layer].get_parameter(f"{matrix}.weight")
+            picked[name].append(pick_order(grams.pop((name, layer)), weight, unit.size))
+            bar.advance()
     return dataclasses.replace(scores, units=picked)
 
 
 def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:
-    """(K,) scores of the units: K for the first picked, 1 for the last.
-
-    Args:
-        gram_UU: of the inputs.
-        weight_OU: the matrix that reads them.
-        size: inputs of a unit, side by side.
-    """
+    """(K,) scores of the units, `size` inputs each, side by side: K for the first picked, 1 for the last."""
     residual = gram_UU.double()
     residual = residual + _RIDGE * residual.diagonal().mean() * torch.eye(len(residual), device=residual.device)
     cross_OU = weight_OU.double() @ residual

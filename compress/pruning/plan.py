@@ -1,7 +1,7 @@
 """From flags to a pruned checkpoint: find the shape, then cut.
 
-Each shape that a search recovers is a directory of its own beside the output (`OUT.search/...`), a finished stage
-like any other: a second run finds them up to date, an interrupted one goes on.
+Each shape that a search recovers is a stage of its own beside the output (`OUT.search/...`): a second run finds it up
+to date, an interrupted one goes on.
 """
 
 from __future__ import annotations
@@ -18,19 +18,13 @@ from compress.pruning.shapes import Shape, shape_for_share, share_for_megabytes
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
-from sportsllm.storage.artifact import STATE_DIRECTORY, partial_directory
 
 
 @dataclass(frozen=True)
 class PruneTarget:
-    """How small; one of the first three.
+    """How small: a share of the non-embedding parameters, megabytes of float32 weights, or dimensions by name.
 
-    Attributes:
-        share: of the non-embedding parameters to keep, or None.
-        megabytes: of float32 weights to reach, or None.
-        dimensions: to keep, by name; None or left out means all of it.
-        search_tokens: brief recovery of each finalist; None does not search.
-        finalists: shapes that a search recovers.
+    A dimension that is None or left out is kept whole. A search recovers `finalists` shapes on `search_tokens` each.
     """
 
     share: float | None = None
@@ -40,27 +34,19 @@ class PruneTarget:
     finalists: int = 4
 
     def shape(self, config: ModelConfig) -> Shape:
-        """The shape that is asked for, where nothing is searched.
-
-        Raises:
-            UsageError: none or several of a share, a size and dimensions, or a shape that does not exist.
-        """
+        """The shape that is asked for, where nothing is searched."""
         given = {key: value for key, value in self.dimensions.items() if value is not None}
-        ways = [
-            *(["--params"] if self.share is not None else []),
-            *(["--size-mb"] if self.megabytes is not None else []),
-            *([", ".join("--" + key.replace("_", "-") for key in given)] if given else []),
-        ]
-        if len(ways) > 1:
-            raise UsageError(f"give one of {' and '.join(ways)}, not both")
+        flags = ", ".join("--" + key.replace("_", "-") for key in given)
+        ways = {"--params": self.share, "--size-mb": self.megabytes, flags: flags or None}
+        named = [flag for flag, value in ways.items() if value is not None]
+        if len(named) > 1:
+            raise UsageError(f"give one of {' and '.join(named)}, not both")
         share = self.share_of(config)
         if share is not None:
             return shape_for_share(config, share)
         if not given:
-            raise UsageError(
-                "say how small: --params SHARE, --size-mb MB, or --hidden, --intermediate, --heads, --kv-heads, "
-                "--layers"
-            )
+            dimensions = "--hidden, --intermediate, --heads, --kv-heads, --layers"
+            raise UsageError(f"say how small: --params SHARE, --size-mb MB, or {dimensions}")
         return dataclasses.replace(Shape.of(config), **given)
 
     def share_of(self, config: ModelConfig) -> float | None:
@@ -69,16 +55,7 @@ class PruneTarget:
 
 
 def prune_run(job: PruneJob, target: PruneTarget, out: Path, *, resume: bool = False) -> dict[str, Any]:
-    """Prune a checkpoint to a target.
-
-    Args:
-        job: what is pruned and how.
-        target: how small.
-        out: directory to make.
-        resume: go on with an interrupted recovery.
-
-    Returns:
-        The results, as `prune --json` prints them.
+    """Prune a checkpoint to a target; arguments and result are those of `prune_checkpoint`.
 
     Raises:
         UsageError: flags that do not go together, or an impossible shape.
@@ -97,5 +74,4 @@ def prune_run(job: PruneJob, target: PruneTarget, out: Path, *, resume: bool = F
             )
         beside = out.with_name(f"{out.name}.search")
         shape, tried = search_shape(job, job.recovery, share, target.search_tokens, target.finalists, beside)
-    interrupted = (partial_directory(out) / STATE_DIRECTORY).exists()
-    return prune_checkpoint(job, shape, out, resume=resume and interrupted, search=tried)
+    return prune_checkpoint(job, shape, out, resume=resume, search=tried)

@@ -9,7 +9,7 @@ Layer by layer both models read the calibration text. For each matrix of the cut
     the residual stream          half: at the next kept layer), less the cut model's before it
     all others               t = the full model's values of the rows that stay
 
-so each layer also takes back what the layers before it lost, and the layer before a dropped one stands in for it.
+so that each layer makes up for the layers before it, and the layer before a dropped one for that one.
 The structured form of optimal brain compression's update (https://arxiv.org/abs/2208.11580).
 Shape suffixes: N tokens, I inputs, O outputs, B samples, T tokens of one, D hidden_size.
 """
@@ -17,7 +17,9 @@ Shape suffixes: N tokens, I inputs, O outputs, B samples, T tokens of one, D hid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,7 +29,7 @@ from compress.pruning.kept_units import KeptUnits
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import NORMS, input_groups
+from sportsllm.models.kinds import NORMS, block_matrices, input_groups
 from sportsllm.models.language_model import Block, Rope, SportsLLM
 from sportsllm.models.parts import Matrix
 
@@ -43,17 +45,13 @@ class LeastSquares:
 
     @staticmethod
     def over(samples: Iterable[tuple[Tensor, Tensor]]) -> LeastSquares:
-        """Sums over pairs of inputs (..., I) and targets (..., O)."""
-        sums: LeastSquares | None = None
+        """Sums over at least one pair of inputs (..., I) and targets (..., O)."""
+        gram_II = cross_OI = torch.zeros(1, 1).double()  # grows to (I, I) and (O, I)
         for inputs, targets in samples:
             inputs_NI, targets_NO = inputs.flatten(0, -2), targets.flatten(0, -2)
-            gram, cross = (inputs_NI.T @ inputs_NI).double(), (targets_NO.T @ inputs_NI).double()
-            if sums is None:
-                sums = LeastSquares(gram, cross)
-            else:
-                sums = LeastSquares(sums.gram_II.add_(gram), sums.cross_OI.add_(cross))
-        assert sums is not None, "there are samples"
-        return sums
+            gram_II = gram_II + inputs_NI.T @ inputs_NI
+            cross_OI = cross_OI + targets_NO.T @ inputs_NI
+        return LeastSquares(gram_II, cross_OI)
 
     def solve(self, weight_OI: Tensor, ridge: float) -> Tensor:
         """The weights of least squared error, pulled towards the given ones; float32, (O, I)."""
@@ -67,12 +65,8 @@ Solve = Callable[[str, nn.Linear, LeastSquares], None]
 
 
 class Streams(NamedTuple):
-    """Residual streams of every sample, (B, T, D) each.
-
-    Attributes:
-        full: the full model's before a layer.
-        changed: the changed model's before it.
-        target: the full model's that the changed layer should lead to.
+    """Residual streams of every sample, (B, T, D) each: before a layer of the full and of the changed model, and the
+    full model's that the changed layer should lead to.
     """
 
     full: Sequence[Tensor]
@@ -82,14 +76,9 @@ class Streams(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPair:
-    """A layer that is fitted, and the full model's layer that it is fitted to.
+    """A layer that is fitted, and the full model's layer, config and rotary tables that it is fitted with.
 
-    Attributes:
-        block: the layer that changes.
-        source: the full model's.
-        config: the full model's.
-        rope: cosine and sine tables, (context, E / 2) each.
-        rows: of each matrix that stay, by its name in the block; all if None.
+    `rows` are those of each matrix that stay, by its name in the block; all if None.
     """
 
     block: Block
@@ -98,23 +87,15 @@ class LayerPair:
     rope: Rope
     rows: Mapping[str, Tensor] | None = None
 
-    def kept_rows(self, matrix: str) -> Tensor | slice:
-        """Rows of a matrix that stay."""
-        return slice(None) if self.rows is None else self.rows[matrix]
-
 
 @torch.no_grad()
 def refit_layers(
     pruned: SportsLLM, model: SportsLLM, kept: KeptUnits, samples: Sequence[Tensor], ridge: float = RIDGE
 ) -> None:
-    """Fit the cut model's matrices to the full model, in place.
+    """Fit the matrices of `pruned`, which is `slice_model(model, kept)`, to the full model in place.
 
-    Args:
-        pruned: from `slice_model(model, kept)`; its embedding, norms and biases stay as they are.
-        model: the full one; read only.
-        kept: what stayed.
-        samples: calibration token ids, each (B, T); several times more tokens than the widest input.
-        ridge: pull towards the cut weights, as a share of the inputs' mean square.
+    Embedding, norms and biases stay as they are. `samples` are calibration token ids, (B, T) each, several times more
+    than the widest input; `ridge` is the pull towards the cut weights, as a share of the inputs' mean square.
     """
 
     def solve(_name: str, linear: nn.Linear, sums: LeastSquares) -> None:
@@ -124,24 +105,19 @@ def refit_layers(
     blocks, cut_blocks = (cast("list[Block]", list(one.model.layers)) for one in (model, pruned))
     full_BTD = [model.model.embed_tokens(tokens) for tokens in samples]
     cut_BTD = [pruned.model.embed_tokens(tokens) for tokens in samples]
-    following = [*kept.layers[1:], len(blocks)]
-    full_BTD = run_layers(blocks[: kept.layers[0]], full_BTD, rope)
+    for block in blocks[: kept.layers[0]]:
+        full_BTD = run_layer(block, full_BTD, rope)
     with progress_bar("refit", len(kept.layers)) as bar:
-        for new, (layer, after) in enumerate(zip(kept.layers, following, strict=True)):
-            target_BTD = run_layers(blocks[layer:after], full_BTD, rope)
-            rows = kept.rows(model.config, new)
+        for new, (layer, after) in enumerate(pairwise([*kept.layers, len(blocks)])):
+            target_BTD = full_BTD
+            for block in blocks[layer:after]:
+                target_BTD = run_layer(block, target_BTD, rope)
+            rows = {matrix.name: kept.of_matrix(matrix, new)[0] for matrix in block_matrices(model.config)}
             pair = LayerPair(cut_blocks[new], blocks[layer], model.config, rope, rows)
             refit_block(pair, Streams(full_BTD, cut_BTD, target_BTD), solve)
             cut_BTD = run_layer(cut_blocks[new], cut_BTD, rope)
             full_BTD = target_BTD
             bar.advance()
-
-
-def run_layers(blocks: Sequence[Block], states_BTD: list[Tensor], rope: Rope) -> list[Tensor]:
-    """The residual stream after several layers."""
-    for block in blocks:
-        states_BTD = run_layer(block, states_BTD, rope)
-    return states_BTD
 
 
 def run_layer(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
@@ -158,10 +134,8 @@ def first_positions(rope: Rope, x_BTD: Tensor) -> Rope:
 def refit_block(pair: LayerPair, streams: Streams, solve: Solve) -> None:
     """Fit the matrices of one layer to what the full model computes, those that read the same input together.
 
-    Args:
-        pair: its layer is changed by `solve`; later matrices see what earlier ones became.
-        streams: before the layer and after it.
-        solve: is given a matrix's name in the block, the matrix and the sums, and sets the matrix's weight.
+    `solve` is given a matrix's name in the block, the matrix and the sums, and sets the matrix's weight; later matrices
+    see it.
 
     Raises:
         UsageError: several matrices of a half write to the residual stream, so that none has a target of its own.
@@ -188,28 +162,25 @@ def _refit_group(pair: LayerPair, half: str, group: Sequence[Matrix], streams: S
     """Fit matrices of one half that read the same input."""
 
     def inputs(block: Block, states_BTD: Sequence[Tensor]) -> Iterator[Tensor]:
-        return (matrix_input(block, half, group[0].name, x, pair.rope) for x in states_BTD)
+        return (_matrix_input(block, half, group[0].name, x, pair.rope) for x in states_BTD)
 
-    inner = [matrix for matrix in group if not matrix.writes_residual]
-    if inner:
-        # The full model gives W times its input: one sum of products of inputs serves all. Biases are the same.
-        pairs = zip(inputs(pair.block, streams.changed), inputs(pair.source, streams.full), strict=True)
-        shared = LeastSquares.over(pairs)
-        for matrix in inner:
-            weight_OI = pair.source.get_parameter(f"{matrix.name}.weight").double()
-            cross_OI = (weight_OI @ shared.cross_OI)[pair.kept_rows(matrix.name)]
-            solve(matrix.name, _linear(pair.block, matrix.name), LeastSquares(shared.gram_II, cross_OI))
-    for matrix in group:
+    shared: LeastSquares | None = None
+    for matrix in sorted(group, key=lambda matrix: matrix.writes_residual):
+        linear = cast(nn.Linear, pair.block.get_submodule(matrix.name))
+        rows = slice(None) if pair.rows is None else pair.rows[matrix.name]
         if matrix.writes_residual:
-            linear, channels = _linear(pair.block, matrix.name), pair.kept_rows(matrix.name)
             bias = 0.0 if linear.bias is None else linear.bias
             ends = zip(streams.target, streams.changed, strict=True)
-            targets = (after[..., channels] - before - bias for after, before in ends)
-            solve(
-                matrix.name,
-                linear,
-                LeastSquares.over(zip(inputs(pair.block, streams.changed), targets, strict=True)),
+            targets = (after[..., rows] - before - bias for after, before in ends)
+            sums = LeastSquares.over(zip(inputs(pair.block, streams.changed), targets, strict=True))
+        else:
+            # The full model gives W times its input: one sum of products of inputs serves all. Biases are the same.
+            shared = shared or LeastSquares.over(
+                zip(inputs(pair.block, streams.changed), inputs(pair.source, streams.full), strict=True)
             )
+            weight_OI = pair.source.get_parameter(f"{matrix.name}.weight").double()
+            sums = LeastSquares(shared.gram_II, (weight_OI @ shared.cross_OI)[rows])
+        solve(matrix.name, linear, sums)
 
 
 def _after_half(block: Block, half: str, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
@@ -220,7 +191,7 @@ class _InputFound(Exception):
     """Ends a forward pass whose rest is not needed."""
 
 
-def matrix_input(block: Block, half: str, matrix: str, x_BTD: Tensor, rope: Rope) -> Tensor:
+def _matrix_input(block: Block, half: str, matrix: str, x_BTD: Tensor, rope: Rope) -> Tensor:
     """What a matrix of a block reads, where its half of the block reads the residual stream x."""
     found: list[Tensor] = []
 
@@ -228,15 +199,6 @@ def matrix_input(block: Block, half: str, matrix: str, x_BTD: Tensor, rope: Rope
         found.append(args[0])
         raise _InputFound
 
-    handle = block.get_submodule(matrix).register_forward_pre_hook(stop)
-    try:
+    with block.get_submodule(matrix).register_forward_pre_hook(stop), suppress(_InputFound):
         block.add_half(half, x_BTD, first_positions(rope, x_BTD))
-    except _InputFound:
-        pass
-    finally:
-        handle.remove()
     return found[0]
-
-
-def _linear(block: Block, name: str) -> nn.Linear:
-    return cast(nn.Linear, block.get_submodule(name))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -31,10 +31,9 @@ from compress.pruning.shapes import Shape
 from compress.pruning.slicing import slice_model
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.artifact import Stage, run_stage
+from sportsllm.storage.artifact import STATE_DIRECTORY, Stage, partial_directory, run_stage
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.calibration import calibration_samples
@@ -46,14 +45,10 @@ _SAMPLE_LENGTH = 512
 
 @dataclass(frozen=True)
 class PruneConfig:
-    """How units are chosen and what is done for those that stay.
+    """How units are chosen, and whether the kept ones are refitted.
 
-    Attributes:
-        importance: `output` (`compress.pruning.output_selection`), Minitron's `activation`, or the baselines
-            `magnitude` and `random`.
-        refit: fit the kept matrices to the full model's values (`compress.pruning.refit`).
-        samples: pieces of calibration text; None takes up to 256, a number must be there.
-        seed: of `random`.
+    `importance` is one of `IMPORTANCES`, `seed` that of `random`. `samples` are pieces of calibration text: None takes
+    up to 256, a number must be there.
     """
 
     importance: str = "output"
@@ -65,27 +60,13 @@ class PruneConfig:
         if self.importance not in IMPORTANCES:
             raise UsageError(f"--importance {self.importance!r} is not known; use one of {', '.join(IMPORTANCES)}")
 
-    def settings(self) -> dict[str, Any]:
-        """For the manifest, under the names of the flags."""
-        return {
-            "importance": self.importance,
-            "repair": self.refit,
-            "kv_merge": "pca",  # the only way there is
-            "samples": self.samples,
-            "seed": self.seed,
-        }
-
 
 @dataclass(frozen=True)
 class PruneJob:
     """A checkpoint to prune, whatever its new shape.
 
-    Attributes:
-        checkpoint: unquantized.
-        calibration: text that importance is measured on and the refit reads.
-        config: how units are chosen.
-        scores: importance saved by an earlier run on the same checkpoint, instead of measuring it.
-        recovery: how to train afterwards, or None.
+    Scores and refit read the calibration text. `scores` are those of an earlier run on the same checkpoint, `recovery`
+    is the training afterwards.
     """
 
     checkpoint: Path
@@ -95,38 +76,42 @@ class PruneJob:
     recovery: Recovery | None = None
 
     def settings(self, shape: Shape) -> dict[str, Any]:
-        """What decides the outcome, for the manifest."""
-        # What a checkpoint that is not recovered passes on to those who recover it later.
-        inherited = {"recover": None, **{key: manifest_setting(self.checkpoint, key) for key in ("corpus", "valid")}}
+        """For the manifest, under the names of the flags."""
+        # A later recovery of a checkpoint that is not recovered finds its text here.
+        inherited = {"recover": None} | {key: manifest_setting(self.checkpoint, key) for key in ("corpus", "valid")}
         return {
-            "checkpoint": str(self.checkpoint),
+            "checkpoint": self.checkpoint,
             **dataclasses.asdict(shape),
-            **self.config.settings(),
-            "scores": None if self.scores is None else str(self.scores),
-            "calibration": [str(path) for path in self.calibration],
+            "importance": self.config.importance,
+            "repair": self.config.refit,
+            "kv_merge": "pca",  # the only way there is
+            "samples": self.config.samples,
+            "seed": self.config.seed,
+            "scores": self.scores,
+            "calibration": self.calibration,
             **(inherited if self.recovery is None else self.recovery.settings(self.checkpoint)),
         }
 
     def inputs(self) -> list[Path]:
         """Everything that it reads."""
-        scores = [] if self.scores is None else [self.scores]
-        recovery = [] if self.recovery is None else self.recovery.inputs()
-        return [self.checkpoint, *self.calibration, *scores, *recovery]
+        scores = [self.scores] if self.scores else []
+        return [self.checkpoint, *self.calibration, *scores, *(self.recovery.inputs() if self.recovery else [])]
 
-    def samples(self, tokenizer: Any, config: ModelConfig) -> list[Tensor]:
-        """Calibration token ids, each (1, T)."""
+    def calibrate(self) -> tuple[SportsLLM, list[Tensor], Scores]:
+        """The full model, calibration token ids, (1, T) each, and the scores of its units."""
+        model = load_checkpoint(self.checkpoint)
         length = _SAMPLE_LENGTH if self.recovery is None else self.recovery.config.sequence
-        return calibration_samples(self.calibration, tokenizer, config, self.config.samples, length)
-
-    def measure_scores(self, model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
-        """Scores from the file, or by the way that `config` names."""
-        if self.scores is not None:
-            return load_scores(self.scores, model.config)
-        return measure_scores(model, self.config, samples)
+        words = load_tokenizer(self.checkpoint, model.config)
+        samples = calibration_samples(self.calibration, words, model.config, self.config.samples, length)
+        return model, samples, measure_scores(model, self.config, samples, self.scores)
 
 
-def measure_scores(model: SportsLLM, config: PruneConfig, samples: Sequence[Tensor]) -> Scores:
-    """Scores of a model's units by the way that `config` names."""
+def measure_scores(
+    model: SportsLLM, config: PruneConfig, samples: Sequence[Tensor], saved: Path | None = None
+) -> Scores:
+    """Scores of a model's units by the way that `config` names, or from the file of an earlier run."""
+    if saved is not None:
+        return load_scores(saved, model.config)
     if config.importance == "magnitude":
         return magnitude_scores(model)
     if config.importance == "random":
@@ -134,8 +119,7 @@ def measure_scores(model: SportsLLM, config: PruneConfig, samples: Sequence[Tens
     return output_scores(model, samples) if config.importance == "output" else importance_scores(model, samples)
 
 
-@dataclass(frozen=True)
-class PrunedModel:
+class PrunedModel(NamedTuple):
     """A smaller model, and the layers that were kept and tried."""
 
     model: SportsLLM
@@ -157,55 +141,18 @@ def prune_to_shape(
     return PrunedModel(pruned, layers, tried)
 
 
-@dataclass(frozen=True)
-class PruneResult:
-    """What a pruning did.
-
-    Attributes:
-        parameters: of the result.
-        share_of_block_parameters: of the full model's non-embedding parameters.
-        shape: of the result.
-        calibration_tokens: read.
-        kept_layers: of the full model.
-        layers_tried: runs of layers whose loss was compared.
-        search: rows of the shapes that a search recovered.
-        training: results of the recovery.
-        seconds: it took.
-    """
-
-    parameters: int
-    share_of_block_parameters: float
-    shape: Shape
-    calibration_tokens: int
-    kept_layers: list[int]
-    layers_tried: list[LayerRun]
-    search: list[dict[str, Any]]
-    training: dict[str, Any]
-    seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        """As `prune --json` prints it; `search` only after one."""
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        search, training, seconds = (values.pop(name) for name in ("search", "training", "seconds"))
-        values["shape"] = dataclasses.asdict(self.shape)
-        values["layers_tried"] = [run._asdict() for run in self.layers_tried]
-        return {**values, **({"search": search} if search else {}), **training, "seconds": seconds}
-
-
 def prune_checkpoint(
     job: PruneJob, shape: Shape, out: Path, *, resume: bool = False, search: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Prune a checkpoint directory into a new one.
+    """Prune a checkpoint directory to a shape.
 
     Args:
-        job: what is pruned and how.
-        shape: of the result.
-        out: directory to make.
-        resume: go on with an interrupted recovery.
+        job, shape, out: what is pruned to what, and the directory to make.
+        resume: go on with an interrupted recovery, if there is one.
         search: rows of the search that found the shape, for the results.
 
     Returns:
-        `PruneResult.to_json()` and what `run_stage` adds.
+        The results, as `prune --json` prints them.
     """
     if quantization_config(job.checkpoint) is not None:
         raise ArtifactError(f"{job.checkpoint}: is quantized; prune the unquantized checkpoint")
@@ -213,43 +160,36 @@ def prune_checkpoint(
     smaller = shape.applied_to(config)
     if smaller.hidden_size != smaller.query_size:
         say(f"note: hidden size {smaller.hidden_size} is not heads x head_dim {smaller.query_size}; optimum needs that")
+    resume = resume and (partial_directory(out) / STATE_DIRECTORY).exists()
     signals = None if recovery is None else prepare_recovery(recovery, job.checkpoint, smaller)
     stage = Stage("prune", job.settings(shape), job.inputs(), seed=None if recovery is None else recovery.config.seed)
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
-        model = load_checkpoint(job.checkpoint)
-        samples = job.samples(load_tokenizer(job.checkpoint, config), config)
-        scores = job.measure_scores(model, samples)
+        model, samples, scores = job.calibrate()
         pruned = prune_to_shape(model, scores, shape, job.config, samples)
-        network = pruned.model
-        training: dict[str, Any] = {}
+        network, training = pruned.model, dict[str, Any]()
         if recovery is not None:
             objective = map_kept_layers(recovery, pruned.layers, config.num_hidden_layers)
+            mapped, identity = dataclasses.replace(recovery, objective=objective), stage.fingerprint()
             network, training = recover(
-                network,
-                dataclasses.replace(recovery, objective=objective),
-                job.checkpoint,
-                directory=directory,
-                identity=stage.fingerprint(),
-                resume=resume,
-                signals=signals,
+                network, mapped, job.checkpoint, directory=directory, identity=identity, resume=resume, signals=signals
             )
         seconds = time.perf_counter() - started
         save_checkpoint(directory, network, job.checkpoint)
         if job.config.importance in MEASURED and job.scores is None:
             save_scores(directory, scores, config)
-        return PruneResult(
-            parameters=smaller.parameters,
-            share_of_block_parameters=smaller.block_parameters / config.block_parameters,
-            shape=shape,
-            calibration_tokens=sum(sample.numel() for sample in samples),
-            kept_layers=pruned.layers,
-            layers_tried=pruned.tried,
-            search=list(search),
-            training=training,
-            seconds=seconds,
-        ).to_json()
+        return {
+            "parameters": smaller.parameters,
+            "share_of_block_parameters": smaller.block_parameters / config.block_parameters,
+            "shape": dataclasses.asdict(shape),
+            "calibration_tokens": sum(sample.numel() for sample in samples),
+            "kept_layers": pruned.layers,
+            "layers_tried": [run._asdict() for run in pruned.tried],
+            **({"search": list(search)} if search else {}),
+            **training,
+            "seconds": seconds,
+        }
 
     return run_stage(out, stage, make, resume)
 

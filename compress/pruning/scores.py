@@ -11,6 +11,7 @@ Shape suffixes: B samples, T tokens, D hidden_size, U units or inputs, S inputs 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,11 +64,7 @@ def scored_units(config: ModelConfig) -> dict[str, tuple[Unit, str]]:
 
 @torch.no_grad()
 def importance_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
-    """Run calibration samples through the model and score its units.
-
-    Args:
-        model: read, never changed.
-        samples: token ids, each (B, T); every row is a sample.
+    """Scores over calibration token ids, (B, T) each; every row is a sample.
 
     Raises:
         ArtifactError: there are no samples.
@@ -75,28 +72,23 @@ def importance_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
     if not samples:
         raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
     units, layers = scored_units(model.config), model.config.num_hidden_layers
-    modules: dict[tuple[str, int], nn.Module] = {}
-    statistics: dict[tuple[str, int], Statistic] = {}
+    watched: dict[tuple[str, int], tuple[nn.Module, Statistic]] = {}
     for number, block in enumerate(cast("list[Block]", list(model.model.layers))):
         for norm in NORMS.values():
-            modules[norm, number] = block.get_submodule(norm)
-            statistics[norm, number] = lambda _input, output: _squares(output)
+            watched[norm, number] = block.get_submodule(norm), lambda _input, output: _squares(output)
         for name, (unit, matrix) in units.items():
-            modules[name, number] = block.get_submodule(matrix)
-            statistics[name, number] = _unit_squares(unit.size)
-    modules["norm", layers] = model.model.norm
-    statistics["norm", layers] = lambda _input, output: _squares(output)
+            watched[name, number] = block.get_submodule(matrix), _unit_squares(unit.size)
+    watched["norm", layers] = model.model.norm, lambda _input, output: _squares(output)
     cosines = torch.zeros(layers + 1, layers + 1)
-    with summed(modules, statistics) as sums, progress_bar("importance", len(samples)) as bar:
+    with summed(watched) as sums, progress_bar("importance", len(samples)) as bar:
         for tokens_BT in samples:
             stream: list[Tensor] = []
             model.hidden(tokens_BT, states=stream)
             states = nn.functional.normalize(torch.stack(stream).flatten(1, 2).float(), dim=-1)
             cosines += torch.einsum("itd,jtd->ij", states, states) / states.shape[1]
             bar.advance()
-    norms = {*NORMS.values(), "norm"}
     return Scores(
-        hidden=torch.stack([value.sqrt() for (name, _), value in sums.items() if name in norms]).sum(dim=0),
+        hidden=torch.stack([value.sqrt() for (name, _), value in sums.items() if name not in units]).sum(dim=0),
         units={name: [sums[name, layer].sqrt() for layer in range(layers)] for name in units},
         layer_distance=1 - cosines / len(samples),
     )
@@ -119,10 +111,7 @@ def _unit_squares(size: int) -> Statistic:
 
 @torch.no_grad()
 def magnitude_scores(model: SportsLLM) -> Scores:
-    """The plain baseline: a unit's score is the L2 norm of all the weights it owns; no text is read.
-
-    `layer_distance` of a run of layers is the norm of its matrices' weights.
-    """
+    """The baseline without text: the L2 norm of the weights that a unit owns; for a run of layers, of its matrices."""
     matrices, units = block_matrices(model.config), scored_units(model.config)
     hidden = cast(Tensor, model.model.embed_tokens.weight).square().sum(dim=0)
     scores: dict[str, list[Tensor]] = {name: [] for name in units}
@@ -148,50 +137,37 @@ def magnitude_scores(model: SportsLLM) -> Scores:
 
 def random_scores(config: ModelConfig, seed: int) -> Scores:
     """The other baseline: random scores, uniform in [0, 1)."""
-    generator = torch.Generator().manual_seed(seed)
-    layers = config.num_hidden_layers
-
-    def draw(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator)
-
-    return Scores(
-        draw(config.hidden_size),
-        {name: [draw(unit.count) for _ in range(layers)] for name, (unit, _) in scored_units(config).items()},
-        draw(layers + 1, layers + 1),
-    )
+    draw = functools.partial(torch.rand, generator=torch.Generator().manual_seed(seed))
+    layers, units = config.num_hidden_layers, scored_units(config)
+    hidden = draw(config.hidden_size)
+    scores = {name: [draw(unit.count) for _ in range(layers)] for name, (unit, _) in units.items()}
+    return Scores(hidden, scores, draw(layers + 1, layers + 1))
 
 
 def save_scores(directory: Path, scores: Scores, config: ModelConfig) -> None:
     """Write scores beside a checkpoint, so that other shapes can be cut without reading the text again."""
     tensors = {"hidden": scores.hidden, "layer_distance": scores.layer_distance}
     for name, (unit, _) in scored_units(config).items():
-        for layer, score in enumerate(scores.units[name]):
-            tensors[_key(unit, layer)] = score
+        tensors |= {_key(unit, layer): score for layer, score in enumerate(scores.units[name])}
     save_tensors(directory / SCORES_FILE, {name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 def load_scores(path: Path, config: ModelConfig) -> Scores:
-    """Scores of a model of this shape.
-
-    Args:
-        path: the file, or the directory it lies in.
-        config: of the model that is to be cut.
+    """Scores of a model with this config from a file, or from the directory it lies in.
 
     Raises:
         ArtifactError: missing, damaged, or of a model of another shape.
     """
     file = path / SCORES_FILE if path.is_dir() else path
-    layers = config.num_hidden_layers
-    units = scored_units(config)
+    layers, units = config.num_hidden_layers, scored_units(config)
     try:
         tensors = load_file(str(file))
         wanted = {"hidden": (config.hidden_size,), "layer_distance": (layers + 1, layers + 1)}
         wanted |= {_key(unit, layer): (unit.count,) for unit, _ in units.values() for layer in range(layers)}
         found = {name: tuple(tensors[name].shape) for name in wanted}
     except (SafetensorError, OSError, KeyError) as error:
-        raise ArtifactError(
-            f"{file}: holds no importance scores ({error}); make them with prune --calibration"
-        ) from None
+        message = f"{file}: holds no importance scores ({error}); make them with prune --calibration"
+        raise ArtifactError(message) from None
     if found != wanted:
         raise ArtifactError(f"{file}: scores of a model of another shape; make them from this one with --calibration")
     per_unit = {name: [tensors[_key(unit, layer)] for layer in range(layers)] for name, (unit, _) in units.items()}

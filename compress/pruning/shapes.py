@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -49,21 +50,12 @@ class Shape:
         """A model's own shape."""
         return Shape(**{dimension: getattr(config, field) for dimension, field in FIELDS.items()})
 
-    def count(self, unit: Unit) -> int:
-        """How many of a unit stay."""
-        dimension = dimension_of(unit)
-        return unit.count if dimension is None else int(getattr(self, dimension))
-
     def merges_kv_heads(self, config: ModelConfig) -> bool:
         """Whether key/value heads must be merged: more query heads a group than the model has."""
         return self.heads * config.num_key_value_heads > self.kv_heads * config.num_attention_heads
 
     def applied_to(self, config: ModelConfig) -> ModelConfig:
-        """The config of the pruned model.
-
-        Raises:
-            UsageError: a dimension grows, falls below 1, belongs to no unit of this model, or breaks the grouping.
-        """
+        """The config of the pruned model; UsageError if a dimension grows, or cannot be cut that way."""
         full = Shape.of(config)
         cuttable = {"layers", *map(dimension_of, block_units(config).values())}
         for name, value in asdict(self).items():
@@ -81,33 +73,19 @@ class Shape:
                 f"of --kv-heads, and --kv-heads must divide the model's {groups} where they are merged "
                 f"(more than {config.num_attention_heads // groups} query heads each)"
             )
-        if merges:
-            check_kv_merge(config)
+        if merges and not _can_merge_kv_heads(config):
+            kind = f"{config.attention_kind} attention" + " with q/k norms" * config.qk_norm
+            raise UsageError(f"--kv-heads: {kind} cannot merge key/value heads; cut --heads as much as --kv-heads")
         return config.with_changes(**{FIELDS[name]: value for name, value in asdict(self).items()})
 
 
-def can_merge_kv_heads(config: ModelConfig) -> bool:
-    """Whether key/value heads of this model can be merged; norms of queries and keys do not commute with it."""
+def _can_merge_kv_heads(config: ModelConfig) -> bool:
+    # Norms of queries and keys do not commute with the merge.
     return config.attention_kind == "grouped_query" and not config.qk_norm
 
 
-def check_kv_merge(config: ModelConfig) -> None:
-    """Refuse to merge key/value heads where that is not possible.
-
-    Raises:
-        UsageError: another kind of attention than grouped queries, or one with q/k norms.
-    """
-    if not can_merge_kv_heads(config):
-        kind = f"{config.attention_kind} attention" + " with q/k norms" * config.qk_norm
-        raise UsageError(f"--kv-heads: {kind} cannot merge key/value heads; cut --heads as much as --kv-heads")
-
-
 def unit_span(matrix: Matrix, unit: Unit, length: int) -> int:
-    """Consecutive rows, or columns, of a matrix that belong to one of its units; `length` is how many it has in all.
-
-    Raises:
-        UsageError: the side of the matrix is not made of whole units.
-    """
+    """How many of the `length` rows or columns of a matrix belong to one of its units."""
     if length != unit.count * unit.size:
         raise UsageError(
             f"{matrix.name}: {length} rows or columns are not {unit.count} x {unit.size} of unit {unit.name!r}; "
@@ -117,10 +95,7 @@ def unit_span(matrix: Matrix, unit: Unit, length: int) -> int:
 
 
 def block_counter(config: ModelConfig) -> Callable[[Shape], int]:
-    """`ModelConfig.block_parameters` of a model cut to a shape, by arithmetic.
-
-    Every matrix has a product of two unit counts as its number of weights, so that a layer is a sum of a few products.
-    """
+    """`ModelConfig.block_parameters` of a model cut to a shape: sums of products of two counts of units."""
     units = block_units(config)
     terms: Counter[tuple[str, str]] = Counter()
 
@@ -146,11 +121,7 @@ def block_counter(config: ModelConfig) -> Callable[[Shape], int]:
 
 
 def share_for_megabytes(config: ModelConfig, megabytes: float) -> float:
-    """The share of the non-embedding parameters that fits a float32 checkpoint of a size in MB (10^6 bytes).
-
-    Raises:
-        UsageError: the embedding alone is larger, or the model is small enough already.
-    """
+    """The share of the non-embedding parameters that fits a float32 checkpoint of a size in MB (10^6 bytes)."""
     fixed = config.parameters - config.block_parameters
     left = megabytes * 1e6 / _BYTES_PER_PARAMETER - fixed
     if left <= 0:
@@ -169,9 +140,6 @@ def shape_for_share(config: ModelConfig, share: float) -> Shape:
 
     Hidden size and FFN shrink together, by the same factor as nearly as multiples of 32 allow; heads follow the
     hidden size in whole key/value groups (width before depth: Minitron, https://arxiv.org/abs/2407.14679).
-
-    Raises:
-        UsageError: share is not in (0, 1], or no shape is that small.
     """
     (found,) = even_shapes(config, [share])
     if found is None:
@@ -180,11 +148,7 @@ def shape_for_share(config: ModelConfig, share: float) -> Shape:
 
 
 def even_shapes(config: ModelConfig, shares: Sequence[float]) -> list[Shape | None]:
-    """`shape_for_share` of several shares, None where no shape is that small.
-
-    Raises:
-        UsageError: a share is not in (0, 1].
-    """
+    """`shape_for_share` of several shares, None where no shape is that small."""
     full = Shape.of(config)
     smaller = _smaller_shapes(config, max(shares), [full.layers])
     sizes = {shape: size for shape, size in smaller if shape.heads * full.kv_heads == shape.kv_heads * full.heads}
@@ -192,16 +156,14 @@ def even_shapes(config: ModelConfig, shares: Sequence[float]) -> list[Shape | No
     for shape in sizes:
         kept = (shape.hidden / full.hidden, shape.intermediate / full.intermediate, shape.kv_heads / full.kv_heads)
         spreads[shape] = max(kept) - min(kept)
-    found: list[Shape | None] = []
-    for share in shares:
-        target = share * config.block_parameters
 
-        def unevenness(shape: Shape, target: float = target) -> tuple[float, int]:
-            # Near the target first, then an even cut.
+    def largest_and_evenest(target: float) -> Shape | None:
+        def cost(shape: Shape) -> tuple[float, int]:
             return max(0.0, 1 - sizes[shape] / target - _SLACK) + 0.2 * spreads[shape], -sizes[shape]
 
-        found.append(min((shape for shape, size in sizes.items() if size <= target), key=unevenness, default=None))
-    return found
+        return min((shape for shape, size in sizes.items() if size <= target), key=cost, default=None)
+
+    return [largest_and_evenest(share * config.block_parameters) for share in shares]
 
 
 def candidate_shapes(config: ModelConfig, share: float) -> list[Shape]:
@@ -209,15 +171,10 @@ def candidate_shapes(config: ModelConfig, share: float) -> list[Shape]:
 
     For each hidden size, depth and set of heads that is the largest FFN that fits; where even the full FFN fits,
     the shape counts if it lies at most 5% below the share.
-
-    Raises:
-        UsageError: share is not in (0, 1], or no shape is that small.
     """
     largest: dict[tuple[int, int, int, int], tuple[Shape, int]] = {}
     for shape, size in _smaller_shapes(config, share, range(1, config.num_hidden_layers + 1)):
-        key = (shape.hidden, shape.heads, shape.kv_heads, shape.layers)
-        if key not in largest or largest[key][0].intermediate < shape.intermediate:
-            largest[key] = shape, size
+        largest[shape.hidden, shape.heads, shape.kv_heads, shape.layers] = shape, size  # the FFN rises
     if not largest:
         raise UsageError(f"--params {share:g}: no shape that small is left")
     sizes = dict(largest.values())
@@ -228,19 +185,21 @@ def candidate_shapes(config: ModelConfig, share: float) -> list[Shape]:
 
 
 def _smaller_shapes(config: ModelConfig, share: float, depths: Iterable[int]) -> Iterator[tuple[Shape, int]]:
-    """Shapes of at most a share of the non-embedding parameters, with how many they have."""
+    """Shapes of at most a share of the non-embedding parameters, with their number; wider FFNs follow narrower ones.
+
+    Raises:
+        UsageError: share is not in (0, 1].
+    """
     if not 0 < share <= 1:
         raise UsageError(f"--params is {share:g}; it must be above 0 and at most 1")
     full, count = Shape.of(config), block_counter(config)
     target = share * config.block_parameters
-    for layers in depths:
-        for hidden in _widths(full.hidden):
-            for heads, kv_heads in _head_counts(config):
-                for intermediate in _widths(full.intermediate):
-                    shape = Shape(hidden, intermediate, heads, kv_heads, layers)
-                    size = count(shape)
-                    if size <= target:
-                        yield shape, size
+    grid = product(depths, _widths(full.hidden), _head_counts(config), _widths(full.intermediate))
+    for layers, hidden, (heads, kv_heads), intermediate in grid:
+        shape = Shape(hidden, intermediate, heads, kv_heads, layers)
+        size = count(shape)
+        if size <= target:
+            yield shape, size
 
 
 def _head_counts(config: ModelConfig) -> list[tuple[int, int]]:
@@ -251,7 +210,7 @@ def _head_counts(config: ModelConfig) -> list[tuple[int, int]]:
     per_group = full.heads // full.kv_heads
     counts = {(kv * per_group, kv) for kv in range(1, full.kv_heads + 1)}
     counts |= {(full.kv_heads * heads, full.kv_heads) for heads in range(1, per_group + 1)}
-    if can_merge_kv_heads(config):
+    if _can_merge_kv_heads(config):
         counts |= {(full.heads, kv) for kv in range(1, full.kv_heads) if full.kv_heads % kv == 0}
     return sorted(counts)
 

@@ -6,27 +6,22 @@ from torch import Tensor
 
 from compress.pruning.kept_units import KeptUnits
 from sportsllm.errors import UsageError
-from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, NORMS, block_matrices, halves
 from sportsllm.models.language_model import SportsLLM
 
 
 def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:
-    """A new model of the kept units; keeping everything changes nothing.
+    """A new model of the kept units of a float32 model; keeping everything changes nothing.
 
     One set of hidden channels slices every tensor, the tied embedding once. RMSNorm divides by the root mean
-    square of the channels that are left; `refit_layers` and the recovery run adapt to that.
-
-    Args:
-        model: float32 and unquantized; read, never changed.
-        kept: from `choose_units`.
+    square of the channels that are left; `refit_layers` and the recovery adapt to that.
 
     Raises:
-        UsageError: a tensor that no kind describes; its name is in the message.
+        UsageError: a tensor that no kind describes.
     """
-    config = model.config
-    rules = _rules(config, kept)
-    dropped = tuple(f"model.layers.{layer}." for layer in range(config.num_hidden_layers) if layer not in kept.layers)
+    rules = _rules(kept)
+    layers = set(range(model.config.num_hidden_layers))
+    dropped = tuple(f"model.layers.{layer}." for layer in layers.difference(kept.layers))
     result: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name.startswith(dropped):
@@ -36,12 +31,12 @@ def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:
         new_name, rows, columns = rules[name]
         part = tensor if rows is None else tensor[rows]
         result[new_name] = (part if columns is None else part[:, columns]).clone().contiguous()
-    pruned = SportsLLM(kept.shape(config).applied_to(config))
+    pruned = SportsLLM(kept.config)
     pruned.load_state_dict(result)
     return pruned.eval()
 
 
-def _rules(config: ModelConfig, kept: KeptUnits) -> dict[str, tuple[str, Tensor | None, Tensor | None]]:
+def _rules(kept: KeptUnits) -> dict[str, tuple[str, Tensor | None, Tensor | None]]:
     """For each tensor that stays its new name, and its rows and columns that stay; None means all."""
     rules: dict[str, tuple[str, Tensor | None, Tensor | None]] = {
         f"{module}.weight": (f"{module}.weight", None, kept.hidden) for module in (EMBEDDING, HEAD)
@@ -49,11 +44,11 @@ def _rules(config: ModelConfig, kept: KeptUnits) -> dict[str, tuple[str, Tensor 
     rules["model.norm.weight"] = "model.norm.weight", kept.hidden, None
     for new, old in enumerate(kept.layers):
         inside: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-        for half, kind in halves(config).items():
+        for half, kind in halves(kept.full).items():
             inside[f"{NORMS[half]}.weight"] = kept.hidden, None
-            inside |= {f"{half}.{vector.name}.weight": (None, None) for vector in kind.vectors(config)}
-        for matrix in block_matrices(config):
-            rows, columns = kept.of_matrix(config, matrix, new)
+            inside |= {f"{half}.{vector.name}.weight": (None, None) for vector in kind.vectors(kept.full)}
+        for matrix in block_matrices(kept.full):
+            rows, columns = kept.of_matrix(matrix, new)
             inside |= {f"{matrix.name}.weight": (rows, columns), f"{matrix.name}.bias": (rows, None)}
         for name, sides in inside.items():
             rules[f"model.layers.{old}.{name}"] = f"model.layers.{new}.{name}", *sides

@@ -86,7 +86,7 @@ def targets(matrix: Matrix, model: SportsLLM, full: Inputs, cut: Inputs, kept: K
     """What a matrix of kept layer `new` should give, without its bias, from the definition."""
     old = kept.layers[new]
     source = model.model.layers[old].get_submodule(matrix.name)
-    rows, _ = kept.of_matrix(model.config, matrix, new)
+    rows, _ = kept.of_matrix(matrix, new)
     if not matrix.writes_residual:
         return (full[f"{old}.{matrix.name}"] @ source.weight.double().T)[:, rows]
     if matrix.name.startswith("self_attn"):
