@@ -53,16 +53,7 @@ def scratch_cost(finals: Sequence[tuple[float, float]], target: float) -> tuple[
 
 
 def compare_runs(title: str, runs: Sequence[Run], teacher: Run) -> dict[str, Any]:
-    """All figures of a comparison, the content of comparison.json.
-
-    Args:
-        title: heading of table and page.
-        runs: without the teacher, in the order of the rows, all scored on its held-out text.
-        teacher: the training they are compared with.
-
-    Raises:
-        ModuleNotFoundError: jinja2 is not installed.
-    """
+    """All figures of a comparison, the content of comparison.json; `runs` are without the teacher, in order."""
     seeds, headroom = _seed_groups(runs), teacher_headroom(teacher, runs)
     notes = render_notes(
         "compare_notes.txt",
@@ -183,7 +174,7 @@ def compare(directories: Sequence[Path], teacher: Path, out: Path, title: str) -
         directories: outputs of train, distill and prune --recover.
         teacher: the training they are compared with; it need not be among them.
         out: directory to make.
-        title: heading of table and page.
+        title: of table and page.
 
     Returns:
         `out`, `cached` and the content of `comparison.json`, see `compare_runs`.

@@ -30,14 +30,12 @@ def repair_flops_per_token(full: ModelConfig, cut: ModelConfig, sequence: int) -
 def cut_flops(
     full: ModelConfig, cut: ModelConfig, sequence: int, *, tokens: int, scored: bool, candidates: int, repaired: bool
 ) -> int:
-    """FLOPs of a cut on calibration text. Merging key/value heads and solving the repair's equations are left out.
+    """FLOPs of a cut on `tokens` of calibration text in samples of `sequence`.
+
+    Merging key/value heads and solving the repair's equations are left out; scores saved by an earlier cut count again.
 
     Args:
-        full: the model before.
-        cut: the model after.
-        sequence: tokens of one sample.
-        tokens: of the calibration text.
-        scored: whether the full model read it once to score its units; scores saved by an earlier cut count again.
+        scored: whether the full model read the text once to score its units.
         candidates: runs of layers that were left out on trial, one pass each.
         repaired: see `repair_flops_per_token`.
     """
@@ -80,12 +78,7 @@ class TrainingCost:
 
 
 def training_cost(facts: ManifestFacts, config: ModelConfig, lineage: Lineage) -> tuple[TrainingCost, list[str]]:
-    """The FLOPs of a run, without those of the run it starts from, and notes on the parts that are not counted.
-
-    Args:
-        facts: its manifest.
-        config: the shape of the model it made.
-        lineage: where its inputs lie.
+    """The FLOPs of a run that made a model of shape `config`, without those of the run it starts from, and notes.
 
     Raises:
         ArtifactError: a model that it learnt from or cut is gone or was changed.

@@ -15,14 +15,9 @@ from sportsllm.text.tokenizer import same_tokenizer
 
 
 def read_runs(directories: Sequence[Path], teacher: Path) -> tuple[Run, list[Run]]:
-    """Read the teacher and the runs that are compared with it.
+    """The teacher; and the runs compared with it, the largest model first and of equal ones the best first.
 
-    Args:
-        directories: outputs of train, distill or prune --recover; the teacher's own may be among them.
-        teacher: directory of the run that sets the mark.
-
-    Returns:
-        The teacher; and the others, the largest model first and of equal ones the best first.
+    The teacher's own directory may be among `directories`.
 
     Raises:
         ArtifactError: a directory is not a finished training, or was scored on other held-out text or with another

@@ -27,10 +27,7 @@ def loop_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def method_name(command: str, settings: Mapping[str, Any], parent: str | None) -> str:
     """The method in words: `from scratch`, `distilled`, `pruned + recovered`, `pruned + fine-tuned with LoRA`.
 
-    Args:
-        command: that made the directory.
-        settings: of its manifest.
-        parent: method of the run it starts from; None where it starts from the teacher or from random weights.
+    `parent` is the method of the run it starts from; None where it starts from the teacher or from random weights.
     """
     if command == "train" and not settings.get("init"):
         return "from scratch"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.report.inputs import Sample, StageSummary
-from sportsllm.console import ProgressBar, progress_bar, say
+from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
 from sportsllm.inference.decoder import Decoder, open_decoder
 from sportsllm.inference.sampling import Sampling, generate
@@ -34,24 +35,24 @@ def before_and_after(
         except UnicodeEncodeError:
             raise UsageError("--sample is not valid UTF-8") from None
     skipped: list[str] = []
-    with progress_bar("samples", 2 * len(prompts)) as progress:
-        first = _first_opened(stages, threads, skipped)
-        if first is None:
-            reasons = "; ".join(skipped) or "none was given"
-            raise ArtifactError(f"--sample: no stage can be opened to write text with: {reasons}")
-        before = _continuations(first, prompts, new_tokens, progress)
-        rest = stages[list(stages).index(first[0]) + 1 :]
-        last = _first_opened(reversed(rest), threads, skipped)
-        after = _continuations(last, prompts, new_tokens, progress) if last else []
-    if not after:
+    first = _first_opened(stages, threads, skipped)
+    if first is None:
+        reasons = "; ".join(skipped) or "none was given"
+        raise ArtifactError(f"--sample: no stage can be opened to write text with: {reasons}")
+    last = _first_opened(reversed(stages[list(stages).index(first[0]) + 1 :]), threads, skipped)
+    if last is None:
         skipped.append(f"There is no text to compare with: {first[0].name} alone could be opened.")
     for reason in skipped:
         say(reason)
     samples = []
-    for index, prompt in enumerate(prompts):
-        samples.append(Sample(f"Before: {first[0].name}", before[index], prompt))
-        if last is not None:
-            samples.append(Sample(f"After: {last[0].name}", after[index], prompt))
+    opened = [("Before", *first)] + ([("After", *last)] if last else [])
+    with progress_bar("samples", len(opened) * len(prompts)) as progress:
+        for prompt, (word, stage, decoder, tokenizer) in itertools.product(prompts, opened):
+            begin = [tokenizer.begin_id, *tokenizer.encode(prompt)]
+            tokens = generate(decoder, begin, new_tokens, Sampling(temperature=0), decoder.config.stop_token_ids)
+            text = "".join(tokenizer.decode_stream(begin, tokens))
+            samples.append(Sample(f"{word}: {stage.name}", text, prompt))
+            progress.advance(1, stage.name)
     return samples, skipped
 
 
@@ -68,14 +69,3 @@ def _first_opened(stages: Iterable[StageSummary], threads: int | None, skipped: 
             reason = f"it needs the package {error.name!r}"
         skipped.append(f"No sample from {stage.name}: {reason}")
     return None
-
-
-def _continuations(opened: Opened, prompts: Sequence[str], new_tokens: int, progress: ProgressBar) -> list[str]:
-    stage, decoder, tokenizer = opened
-    texts = []
-    for prompt in prompts:
-        begin = [tokenizer.begin_id, *tokenizer.encode(prompt)]
-        tokens = generate(decoder, begin, new_tokens, Sampling(temperature=0), decoder.config.stop_token_ids)
-        texts.append("".join(tokenizer.decode_stream(begin, tokens)))
-        progress.advance(1, stage.name)
-    return texts

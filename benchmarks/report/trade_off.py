@@ -43,7 +43,7 @@ class _Axis(NamedTuple):
     lacks: str
 
 
-AXES = (
+_AXES = (
     _Axis("file_mb", "quality-size", "Quality and size", "MB", "a size"),
     _Axis("tpot_p50_ms", "quality-speed", "Quality and speed", "ms per token", "a time per token"),
 )
@@ -103,9 +103,9 @@ def trade_off_points(inputs: Inputs) -> list[Point]:
 
 
 def _stage_point(label: str, stage: StageSummary, budget: Budget) -> Point | None:
-    metrics = {name: value for name, value in stage.limit_metrics().items() if value is not None}
     if stage.bits_per_byte is None:
         return None
+    metrics = {name: value for name, value in stage.limit_metrics().items() if value is not None}
     inside = {"passed": True, "missed": False}.get(stage.outcome or "")
     # One missed limit is enough, and these two hold on every machine.
     facts = {"file_mb": budget.limits.get("file_mb"), "bits_per_byte": budget.most_bits_per_byte}
@@ -130,7 +130,7 @@ def trade_off_charts(inputs: Inputs) -> list[Chart]:
     """Quality over size and quality over time per token, each with budget and front."""
     points, budget = trade_off_points(inputs), budget_of(inputs)
     charts = []
-    for axis in AXES:
+    for axis in _AXES:
         shown = [point for point in points if point.metrics.get(axis.metric, 0) > 0]
         charts.append(_trade_off_chart(shown, axis, budget) if len(shown) > 1 else _placeholder(inputs.stages, axis))
     return charts
