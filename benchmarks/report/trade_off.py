@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.labels import is_number
 from benchmarks.pareto import pareto_front
 from benchmarks.report.charts import Chart, Plot, chart, line, log_axis, marks, placeholder_chart
 from benchmarks.report.inputs import Inputs, StageSummary, bench_command
@@ -15,19 +15,13 @@ from benchmarks.report.search_results import Candidate, Fit
 from benchmarks.report.text import get_nested
 
 _STATES = {True: ("inside", "theme:good"), False: ("outside", "theme:bad"), None: ("not all known", "theme:quiet")}
-_KINDS = {
-    "bench": ("circle", "circles: scored by bench"),
-    "training": (
-        "diamond",
-        "diamonds: scored by their training, on the first 65,536 tokens or so of its held-out text",
-    ),
-    "fit": ("square", "squares: measured candidates of fit"),
-    "predicted": (
-        "square-open",
-        "hollow squares: candidates with a predicted x, or with an estimated quality (left out of the front)",
-    ),
+_SYMBOLS = {"bench": "circle", "training": "diamond", "fit": "square", "predicted": "square-open"}
+_MEANINGS = {
+    "bench": "circles: scored by bench",
+    "training": "diamonds: scored by their training, on the first 65,536 tokens or so of its held-out text",
+    "fit": "squares: measured candidates of fit",
+    "predicted": "hollow squares: candidates with a predicted x, or with an estimated quality (left out of the front)",
 }
-"""Symbols and their meanings in the caption, by what a point rests on."""
 _MOST_NAMED = 3
 _OUTLIER = 1.25
 """A model this much worse than the best one is left to the caption, so that the others stay apart."""
@@ -53,7 +47,7 @@ _AXES = (
 class Point:
     """A model in the charts. `label` is its number in the tables, `metrics` go by the limits' names.
 
-    `inside` says whether it keeps to the budget, `kind` names its score (see `_KINDS`), `predicted` lists metrics
+    `inside` says whether it keeps to the budget, `kind` names its score (see `_MEANINGS`), `predicted` lists metrics
     that were not measured, and `estimated` says that its quality was not.
     """
 
@@ -87,18 +81,15 @@ def budget_of(inputs: Inputs) -> Budget:
     if not limits and inputs.fits:
         device, limits = inputs.fits[-1].device, inputs.fits[-1].limits
     teacher, loss = get_nested(inputs.deciding, "teacher_bits_per_byte"), limits.get("quality_loss_percent")
-    return Budget(device, limits, teacher * (1 + loss / 100) if is_number(teacher) and loss is not None else None)
+    return Budget(device, limits, None if teacher is None or loss is None else teacher * (1 + loss / 100))
 
 
 def trade_off_points(inputs: Inputs) -> list[Point]:
     """Stages, then candidates of searches, numbered from 1 as in the tables; those without any quality are left out."""
     budget, teacher = budget_of(inputs), get_nested(inputs.deciding, "teacher_bits_per_byte")
     points = [_stage_point(str(number), stage, budget) for number, stage in enumerate(inputs.stages, start=1)]
-    candidates = [(fit, candidate) for fit in inputs.fits for candidate in fit.shown]
-    points += [
-        _candidate_point(str(number), fit, candidate, teacher)
-        for number, (fit, candidate) in enumerate(candidates, start=len(inputs.stages) + 1)
-    ]
+    labels = itertools.count(len(inputs.stages) + 1)
+    points += [_candidate_point(str(next(labels)), fit, one, teacher) for fit in inputs.fits for one in fit.shown]
     return [point for point in points if point is not None]
 
 
@@ -115,13 +106,13 @@ def _stage_point(label: str, stage: StageSummary, budget: Budget) -> Point | Non
     return Point(label, stage.name, metrics, stage.bits_per_byte, inside, kind)
 
 
-def _candidate_point(label: str, fit: Fit, candidate: Candidate, teacher: Any) -> Point | None:
+def _candidate_point(label: str, fit: Fit, candidate: Candidate, teacher: float | None) -> Point | None:
     """`teacher`, in bits per byte, makes a quality of a loss that was only estimated."""
     bits, estimated = candidate.bits_per_byte, candidate.bits_per_byte is None
-    if bits is None:
-        if not is_number(teacher):
-            return None
+    if bits is None and teacher is not None:
         bits = teacher * (1 + candidate.loss_percent / 100)
+    if bits is None:
+        return None
     name, predicted = f"{candidate.name} ({fit.device})", candidate.metrics.keys() - candidate.measured
     return Point(label, name, candidate.metrics, bits, candidate.within, "fit", predicted, estimated)
 
@@ -170,7 +161,7 @@ def _trade_off_chart(points: Sequence[Point], axis: _Axis, budget: Budget) -> Ch
 
 def _front_trace(points: Sequence[Point], axis: _Axis) -> Plot:
     front = pareto_front((point.metrics[axis.metric], point.bits_per_byte) for point in points if not point.estimated)
-    xs, ys = ([point[place] for point in front] if len(front) > 1 else [] for place in (0, 1))
+    xs, ys = zip(*front, strict=True) if len(front) > 1 else ((), ())
     # Steps: between two points the one to the left is the best that is known to fit.
     look = {"color": "theme:quiet", "width": 1.5, "dash": "dot", "shape": "hv"}
     return line(xs, ys, "front", "theme:quiet", mode="lines", hoverinfo="skip") | {"line": look}
@@ -180,7 +171,7 @@ def _points_trace(points: Sequence[Point], axis: _Axis, state: bool | None) -> P
     return marks(
         [(point.metrics[axis.metric], point.bits_per_byte, point.label) for point in points],
         *_STATES[state],
-        [_KINDS[point.evidence(axis.metric)][0] for point in points],
+        [_SYMBOLS[point.evidence(axis.metric)] for point in points],
         f"%{{text}} %{{customdata}}: %{{x:.3g}} {axis.unit}, %{{y:.4f}} bits per byte<extra></extra>",
         mode="markers+text",
         textposition="top center",
@@ -203,7 +194,7 @@ def _box(limit: float | None, most_bits_per_byte: float | None) -> list[Plot]:
 def _caption(points: Sequence[Point], axis: _Axis, budget: Budget) -> list[str]:
     parts = ["Lower left is better; numbers are those of the tables. Nothing beats the points on the dotted front."]
     kinds = {point.evidence(axis.metric) for point in points}
-    meanings = "; ".join(meaning for kind, (_, meaning) in _KINDS.items() if kind in kinds)
+    meanings = "; ".join(meaning for kind, meaning in _MEANINGS.items() if kind in kinds)
     parts.append(meanings[0].upper() + meanings[1:] + ".")
     if axis.metric in budget.limits:
         parts.append(f"The box is the budget of {budget.device}; inside and outside mean all of its limits.")
