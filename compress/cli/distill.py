@@ -17,13 +17,16 @@ def distill(
     *,
     teacher: Annotated[str, typer.Option(help="A checkpoint directory, or a preset's name for runs/<preset>.")],
     student: Annotated[str, typer.Option(help="A preset's name (random weights), or a checkpoint directory.")],
-    out: Annotated[Path | None, typer.Option(help="New directory. [default: runs/<student>]")] = None,
+    out: Annotated[Path | None, typer.Option(help="New directory.", show_default="runs/<student>")] = None,
     init: Annotated[
-        Path | None, typer.Option(help="Checkpoint whose weights the student starts from. [default: none]")
+        Path | None, typer.Option(help="Checkpoint whose weights the student starts from.", show_default="none")
     ] = None,
     start: Annotated[
         str | None,
-        typer.Option(help="fresh: random weights; of a checkpoint student only the shape is used. [default: none]"),
+        typer.Option(
+            help="fresh: random weights; of a checkpoint student only the shape is used.",
+            show_default="the weights of --init or of a checkpoint student",
+        ),
     ] = None,
     text: options.TextFlags,
     distillation: flags.DistillationFlags,

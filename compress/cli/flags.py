@@ -13,52 +13,31 @@ from sportsllm.cli.flag_groups import FlagGroup
 if TYPE_CHECKING:
     from compress.distillation.settings import DistillationConfig
 
-TeacherPrecision = Annotated[
-    str | None, typer.Option("--teacher-precision", help="auto, fp32, bf16, int8 or nf4; auto if not given.")
-]
-Divergence = Annotated[
-    str | None,
-    typer.Option(
-        "--divergence", help="forward-kl, reverse-kl, skew-kl, skew-reverse-kl or js; forward-kl if not given."
-    ),
-]
-Mix = Annotated[float | None, typer.Option("--mix", help="Share of the mixture inside skew-*, 0.1, and js, 0.5.")]
-Temperature = Annotated[float | None, typer.Option("--temperature", help="Of both softmaxes; 1 if not given.")]
-HiddenWeight = Annotated[
-    float | None, typer.Option("--hidden-weight", help="Match hidden states too, with this weight.")
-]
-LayerMap = Annotated[
-    str | None,
-    typer.Option(
-        "--layer-map",
-        help="STUDENT:TEACHER,… of --hidden-weight; if not given, a pruned model's kept layers, else evenly spread.",
-    ),
-]
-Signals = Annotated[
-    Path | None,
-    typer.Option("--signals", help="Learn from teacher signals stored here; made first where there are none."),
-]
-SignalTokens = Annotated[
-    int | None, typer.Option("--signal-tokens", min=1, help="Tokens to store; as many as are trained on if not given.")
-]
-
-KlWeight = Annotated[
-    str | None,
-    typer.Option(
-        "--kl-weight",
-        help="Share of the divergence in the loss, or a range over training such as 0.5:1; the rest is cross-entropy. "
-        "[default: 0.9 for a student with random weights, else 0.5]",
-    ),
-]
-
 
 @dataclass(frozen=True)
 class TeacherFlags(FlagGroup):
     """The share of the teacher in the loss, and where its answers come from."""
 
-    kl_weight: KlWeight = None
-    signals: Signals = None
-    signal_tokens: SignalTokens = None
+    kl_weight: Annotated[
+        str | None,
+        typer.Option(
+            help="Share of the divergence in the loss, or a range over training such as 0.5:1; the rest is "
+            "cross-entropy.",
+            show_default="0.9 for a student with random weights, else 0.5",
+        ),
+    ] = None
+    signals: Annotated[
+        Path | None,
+        typer.Option(
+            "--signals",
+            "--teacher-cache",
+            help="Learn from the teacher's predictions cached in this directory; made if missing.",
+            show_default="the teacher runs in every step",
+        ),
+    ] = None
+    signal_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to cache.", show_default="as many as are trained on")
+    ] = None
 
     def config(self, fresh: bool) -> DistillationConfig:
         """What the student learns; `fresh` says whether it starts from random weights."""
@@ -73,9 +52,34 @@ class TeacherFlags(FlagGroup):
 class DistillationFlags(TeacherFlags):
     """Everything about how a student learns from its teacher."""
 
-    teacher_precision: TeacherPrecision = None
-    divergence: Divergence = None
-    mix: Mix = None
-    temperature: Temperature = None
-    hidden_weight: HiddenWeight = None
-    layer_map: LayerMap = None
+    teacher_precision: Annotated[
+        str | None, typer.Option(help="Teacher's weights: auto, fp32, bf16, int8 or nf4.", show_default="auto")
+    ] = None
+    divergence: Annotated[
+        str | None,
+        typer.Option(
+            help="forward-kl, reverse-kl, skew-kl, skew-reverse-kl or js.",
+            show_default="forward-kl",
+        ),
+    ] = None
+    mix: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the first distribution in the mixture of skew-kl, skew-reverse-kl and js.",
+            show_default="0.1; js 0.5",
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None, typer.Option(help="Softmax temperature of teacher and student.", show_default="1")
+    ] = None
+    hidden_weight: Annotated[
+        float | None, typer.Option(help="Weight of hidden-state matching in the loss.", show_default="0")
+    ] = None
+    layer_map: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STUDENT:TEACHER,...",
+            help="Layers that --hidden-weight matches.",
+            show_default="the layers that were kept after pruning, else evenly spread",
+        ),
+    ] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,14 +10,68 @@ import typer
 
 from compress.cli import flags
 from sportsllm.cli import flags as options
-from sportsllm.cli.flag_groups import check_not_given, expand_flag_groups
+from sportsllm.cli.flag_groups import FlagGroup, check_not_given, expand_flag_groups
 
 if TYPE_CHECKING:
     from compress.distillation.recovery import Recovery
+    from compress.quantization.config import QuantizationConfig
+    from compress.quantization.mixed_precision import SizeBudget
 
 _QAD_RATE = 1e-4
 PADDING_TOLD = 10.0
 """Percent of padding from which on a line is printed."""
+
+
+@dataclass(frozen=True)
+class GridFlags(FlagGroup):
+    """Bits and grid of the matrices."""
+
+    bits: Annotated[int, typer.Option(help="Bits of the layers' matrices: 8 or 4.")] = 4
+    block_size: Annotated[int, typer.Option(help="Numbers that share a scale: 16, 32, 64, 128 or 256.")] = 32
+    per_row: Annotated[
+        bool,
+        typer.Option(
+            "--per-row", help="INT8 with one scale for each row: faster integer products, slightly less exact."
+        ),
+    ] = False
+    head_bits: Annotated[int, typer.Option(help="Bits of embedding and head: 4, 8, or 32 to keep float32.")] = 8
+    symmetric: Annotated[
+        bool,
+        typer.Option("--symmetric/--asymmetric", help="Zero in the middle of the range, or a zero point per block."),
+    ] = True
+
+    def config(self) -> QuantizationConfig:
+        """The flags as a configuration."""
+        from compress.quantization.config import Granularity, QuantizationConfig
+
+        granularity = Granularity.PER_CHANNEL if self.per_row else Granularity.BLOCK
+        return QuantizationConfig(self.bits, self.block_size, self.head_bits, self.symmetric, granularity=granularity)
+
+
+@dataclass(frozen=True)
+class BudgetFlags(FlagGroup):
+    """A size that 4 and 8 bits are mixed for."""
+
+    bits_per_weight: Annotated[
+        float | None,
+        typer.Option(
+            help="Mix 4 and 8 bits by measured sensitivity: average bits per weight of the layers.",
+            show_default="one precision",
+        ),
+    ] = None
+    size_mb: Annotated[
+        float | None,
+        typer.Option(
+            help="Mix 4 and 8 bits by measured sensitivity: size of all packed weights in MB (10^6 bytes).",
+            show_default="one precision",
+        ),
+    ] = None
+
+    def budget(self) -> SizeBudget | None:
+        """The budget; None for one precision."""
+        from compress.quantization.mixed_precision import SizeBudget
+
+        return SizeBudget(self.bits_per_weight, self.size_mb) if self.given() else None
 
 
 @expand_flag_groups
@@ -26,42 +81,26 @@ def quantize(
         Path, typer.Argument(help="An unquantized checkpoint, or one of bitsandbytes.", show_default=False)
     ],
     out: options.Out,
-    bits: Annotated[int, typer.Option(help="Bits of the layers' matrices: 8 or 4.")] = 4,
     method: Annotated[
         str | None,
         typer.Option(
             help="rtn (round to nearest) or mse (grid of least squared error); with calibration text awq, gptq, smooth "
-            "or smooth+gptq. [default: gptq with --calibration or --qad, smooth+gptq with --per-row too, else mse]"
+            "or smooth+gptq.",
+            show_default="gptq with --calibration or --qad, smooth+gptq with --per-row as well, else mse",
         ),
     ] = None,
-    block_size: Annotated[int, typer.Option(help="Numbers that share a scale: 16, 32, 64, 128 or 256.")] = 32,
-    per_row: Annotated[
-        bool,
-        typer.Option(
-            "--per-row", help="INT8 with one scale for each row: faster integer products, slightly less exact."
-        ),
-    ] = False,
-    head_bits: Annotated[int, typer.Option(help="Bits of embedding and head: 4, 8, or 32 to keep float32.")] = 8,
-    symmetric: Annotated[
-        bool,
-        typer.Option("--symmetric/--asymmetric", help="Zero in the middle of the range, or a zero point per block."),
-    ] = True,
-    bits_per_weight: Annotated[
-        float | None,
-        typer.Option(help="Mix 4 and 8 bits by measured sensitivity: average bits per weight of the layers."),
-    ] = None,
-    size_mb: Annotated[
-        float | None,
-        typer.Option(help="Mix 4 and 8 bits by measured sensitivity: size of all packed weights in MB (10^6 bytes)."),
-    ] = None,
+    grid: GridFlags,
+    mixed: BudgetFlags,
     calibration: options.CalibrationText = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Pieces of calibration text. [default: up to 64]")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Pieces of calibration text.", show_default="up to 64")
+    ] = None,
     qad: Annotated[
         int | None,
         typer.Option(
-            "--qad",
             min=1,
             help="After rounding, train the quantized model on this many tokens to match the full-precision model.",
+            show_default="no training",
         ),
     ] = None,
     text: options.TextFlags,
@@ -71,8 +110,6 @@ def quantize(
     threads: options.Threads = None,
 ) -> dict[str, Any]:
     """Pack the matrices as INT8 or INT4 blocks, exactly as the runtime reads them."""
-    from compress.quantization.config import Granularity, QuantizationConfig
-    from compress.quantization.mixed_precision import SizeBudget
     from compress.quantization.run import CalibrationText
     from compress.quantization.run import quantize as run_quantize
     from sportsllm.training.setup import set_threads
@@ -80,15 +117,13 @@ def quantize(
     set_threads(threads)
     if qad is None:
         check_not_given("--qad TOKENS", text, teacher, training)
-    granularity = Granularity.PER_CHANNEL if per_row else Granularity.BLOCK
-    mixed = bits_per_weight is not None or size_mb is not None
     result = run_quantize(
         checkpoint,
         out,
-        QuantizationConfig(bits, block_size, head_bits, symmetric, granularity=granularity),
+        grid.config(),
         method,
         text=CalibrationText(tuple(calibration or ()), samples),
-        budget=SizeBudget(bits_per_weight, size_mb) if mixed else None,
+        budget=mixed.budget(),
         recovery=None if qad is None else _recovery(checkpoint, qad, seed, text, teacher, training),
         resume=training.resume,
     )

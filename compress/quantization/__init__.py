@@ -1,1 +1,3 @@
-"""Quantization: grids, rounding, GPTQ, channel scaling, mixed precision, quantization-aware training."""
+"""Quantization: grids, GPTQ, channel scaling, mixed precision, quantization-aware training. Imports pruning's refit and
+distillation's recovery.
+"""

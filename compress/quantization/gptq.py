@@ -1,4 +1,4 @@
-"""Rounding that minds what the inputs are: each number's error is made good by the numbers that are not rounded yet.
+"""GPTQ: round one column at a time and adjust the columns not yet rounded to cancel its error.
 
 With H = the sum of x x^T over calibration tokens, the error of a matrix's outputs is tr((W - Q) H (W - Q)^T).
 Three steps lower it, each from the one before:
@@ -6,7 +6,7 @@ Three steps lower it, each from the one before:
     gptq        columns one after the other, the rest moved by the Cholesky factor of H^-1
                 (https://arxiv.org/abs/2210.17323)
     descend     any single number moved to where the error is least, the others held (https://arxiv.org/abs/2309.01885)
-    fit_scales  all scales of a row at once, the whole numbers held: a least-squares problem of one unknown a block
+    fit_scales  all scales of a row at once, the whole numbers held: least squares with one unknown per block
 
 Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row, S numbers of a block.
 """

@@ -25,7 +25,7 @@ def simulate(
     questions: Annotated[int, typer.Option(min=0, help="Questions about held-out matches.")] = 500,
     seed: flags.Seed = 0,
 ) -> dict[str, Any]:
-    """Write a corpus of simulated matches, with questions whose answers can be checked."""
+    """Write a corpus of simulated matches, and questions about them with known answers."""
     from sportsllm.console import output, progress_bar
     from sportsllm.simulator import write_corpus
     from sportsllm.storage.artifact import Stage, run_stage
@@ -55,15 +55,21 @@ def simulate(
 def train(
     *,
     model: Annotated[
-        str | None, typer.Option(help="To train from scratch: a preset's name, or a checkpoint that gives its shape.")
+        str | None,
+        typer.Option(
+            help="Train from scratch: a preset's name, or a checkpoint whose shape is used.", show_default="by --init"
+        ),
     ] = None,
-    init: Annotated[Path | None, typer.Option(help="An unquantized checkpoint, to fine-tune.")] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="Fine-tune this unquantized checkpoint.", show_default="by --model")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="New directory; runs/<model> or runs/<init>-tuned if not given.")
+        Path | None, typer.Option(help="New directory.", show_default="runs/<model> or runs/<init>-tuned")
     ] = None,
     text: flags.TextFlags,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Directory with a tokenizer to use with --model; else one is trained.")
+        Path | None,
+        typer.Option(help="Directory with a tokenizer to use with --model.", show_default="a new one is trained"),
     ] = None,
     lora: flags.LoraFlags,
     length: flags.LengthFlags,
@@ -138,12 +144,16 @@ def print_training(result: dict[str, Any]) -> None:
 
 def evaluate(
     directory: flags.Directory,
-    text: Annotated[list[Path] | None, typer.Option("--text", help="Held-out text that is scored.")] = None,
-    questions: Annotated[list[Path] | None, typer.Option(help="Multiple-choice questions, .jsonl.")] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="Held-out text to score.", show_default="none")] = None,
+    questions: Annotated[
+        list[Path] | None, typer.Option(help="Multiple-choice questions, .jsonl.", show_default="none")
+    ] = None,
     first_window: Annotated[
-        bool, typer.Option("--first-window", help="Only the first context-length tokens of each document.")
+        bool, typer.Option("--first-window", help="Score only the first context-length tokens of each document.")
     ] = False,
-    max_questions: Annotated[int | None, typer.Option(min=1, help="Ask only the first so many of each file.")] = None,
+    max_questions: Annotated[
+        int | None, typer.Option(min=1, help="Ask only the first N of each file.", show_default="all")
+    ] = None,
     threads: flags.Threads = None,
 ) -> dict[str, Any]:
     """Perplexity, bits per byte and multiple-choice accuracy of a checkpoint or an export."""
@@ -185,13 +195,15 @@ def evaluate(
 
 def generate(
     directory: flags.Directory,
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 is off.")] = 50,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass; 1 is off.")] = 0.9,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repeats; 1 is off.")] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Token that ends the text, besides the model's own.")] = None,
+    prompt: Annotated[str, typer.Option(help="Text to continue.", show_default="empty")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 100,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.7,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 is off.")] = 50,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total; 1 is off.")] = 0.9,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repeated tokens; 1 is off.")] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text of one token that ends generation.", show_default="the model's own")
+    ] = None,
     ids: Annotated[bool, typer.Option("--ids", help="Print token ids instead of text.")] = False,
     seed: flags.Seed = 0,
     threads: flags.Threads = None,
@@ -249,7 +261,7 @@ def generate(
 
 
 def verify(directory: flags.Directory) -> dict[str, Any]:
-    """Compare a finished directory with its manifest: sizes, digests, nothing missing, nothing added."""
+    """Check a finished directory against its manifest: sizes, digests, missing and added files."""
     from sportsllm.console import output
     from sportsllm.models.hf_config import load_config
     from sportsllm.storage.artifact import verify_directory
@@ -273,15 +285,15 @@ def verify(directory: flags.Directory) -> dict[str, Any]:
 
 
 def run(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, TOML.")],
+    recipe: Annotated[Path, typer.Argument(help="A recipe, TOML.", show_default=False)],
     out: Annotated[
-        Path | None, typer.Option(help="Where the stages' directories go; the recipe says if not given.")
+        Path | None, typer.Option(help="Directory of the stages' outputs.", show_default="the recipe's `out`")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Stages at a time, each in a process of its own.")] = 1,
-    only: Annotated[str | None, typer.Option(help="Run this stage alone.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Stages to run at a time, each in its own process.")] = 1,
+    only: Annotated[str | None, typer.Option(help="Run only this stage.", show_default="all stages")] = None,
     threads: flags.Threads = None,
 ) -> dict[str, Any]:
-    """Run every stage of a recipe; finished stages are kept."""
+    """Run every stage of a recipe. Finished stages are kept."""
     from sportsllm.cli.recipe import load_recipe, run_recipe
     from sportsllm.cli.recipe_parallel import run_parallel
 

@@ -64,49 +64,57 @@ def load_command(name: str) -> Command:
 
 
 Out = Annotated[Path, typer.Option("--out", help="New directory to write.")]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all cores if not given.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.", show_default="all cores")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
-Corpus = Annotated[
-    list[Path],
-    typer.Option("--corpus", help="Training text: .txt, .md, .jsonl, .parquet, .gz files or folders."),
-]
 Calibration = Annotated[
     list[Path],
     typer.Option("--calibration", help="Text that statistics are taken from; never held-out text."),
 ]
 CalibrationText = Annotated[
     list[Path] | None,
-    typer.Option("--calibration", help="Text that statistics are taken from; the checkpoint's own if not given."),
+    typer.Option(
+        "--calibration",
+        help="Text that statistics are taken from; never held-out text.",
+        show_default="the checkpoint's training text",
+    ),
 ]
 Directory = Annotated[Path, typer.Argument(help="A checkpoint or an export.", show_default=False)]
+Corpus = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--corpus",
+        help="Training text: .txt, .md, .jsonl, .parquet, .gz files or folders.",
+        show_default="what the teacher or checkpoint was trained on; for a new model simulated matches",
+    ),
+]
 Valid = Annotated[
     list[Path] | None,
-    typer.Option("--valid", help="Held-out text; where not given, 2% of the documents are held out by hash."),
+    typer.Option("--valid", help="Held-out text.", show_default="2% of the documents, chosen by hash"),
 ]
-Tokens = Annotated[int | None, typer.Option("--tokens", min=1, help="Train on this many tokens (instead of --steps).")]
-Steps = Annotated[int | None, typer.Option("--steps", min=0, help="Optimizer steps.")]
-BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help="Sequences in memory at once.")]
-Accumulation = Annotated[int | None, typer.Option("--accumulation", min=1, help="Batches of one optimizer step.")]
-Sequence = Annotated[int | None, typer.Option("--sequence", min=2, help="Tokens of one training sequence.")]
-LearningRate = Annotated[float | None, typer.Option("--learning-rate", help="Peak learning rate of AdamW.")]
-Optimizer = Annotated[str | None, typer.Option("--optimizer", help="adamw, or muon (Muon and AdamW).")]
-ScheduleKind = Annotated[str | None, typer.Option("--schedule", help="cosine, or wsd (warm-up, stable, decay).")]
-Precision = Annotated[str | None, typer.Option("--precision", help="auto, fp32, bf16 or fp16.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from an interrupted run.")]
-LoraRank = Annotated[
-    int | None,
-    typer.Option("--lora-rank", min=1, help="Train adapters of this rank, not all weights; they are merged."),
+BatchSize = Annotated[
+    int | None, typer.Option("--batch-size", min=1, help="Sequences in memory at once.", show_default="4")
 ]
-LoraTargets = Annotated[
+Accumulation = Annotated[
+    int | None, typer.Option("--accumulation", min=1, help="Batches of one optimizer step.", show_default="4")
+]
+Sequence = Annotated[
+    int | None, typer.Option("--sequence", min=2, help="Tokens of one training sequence.", show_default="512")
+]
+LearningRate = Annotated[
+    float | None,
+    typer.Option(
+        "--learning-rate",
+        help="Peak learning rate of AdamW.",
+        show_default="0.0003 for random weights; less for others, which is printed",
+    ),
+]
+Optimizer = Annotated[
     str | None,
-    typer.Option("--lora-targets", help="Matrices with adapters, for example q_proj,v_proj; all seven if not given."),
+    typer.Option("--optimizer", help="adamw, or muon (Muon and AdamW).", show_default="adamw"),
 ]
-LoraAlpha = Annotated[
-    float | None, typer.Option("--lora-alpha", help="Adapters count alpha / rank times; 32 if not given.")
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="key=value: any other training setting, for example warmup=100."),
+Precision = Annotated[
+    str | None,
+    typer.Option("--precision", help="Type that is computed in: auto, fp32, bf16 or fp16.", show_default="auto"),
 ]
 
 
@@ -114,7 +122,7 @@ Set = Annotated[
 class TextFlags(FlagGroup):
     """What is trained on, and what is held out."""
 
-    corpus: Corpus | None = None
+    corpus: Corpus = None
     valid: Valid = None
 
 
@@ -122,8 +130,11 @@ class TextFlags(FlagGroup):
 class LengthFlags(FlagGroup):
     """How long to train."""
 
-    steps: Steps = None
-    tokens: Tokens = None
+    steps: Annotated[int | None, typer.Option(min=0, help="Optimizer steps.", show_default="5000")] = None
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Train on this many tokens, instead of --steps.", show_default="by --steps"),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -135,10 +146,17 @@ class TrainingFlags(FlagGroup):
     sequence: Sequence = None
     learning_rate: LearningRate = None
     optimizer: Optimizer = None
-    schedule: ScheduleKind = None
+    schedule: Annotated[
+        str | None, typer.Option(help="cosine, or wsd (warm-up, stable, decay).", show_default="cosine")
+    ] = None
     precision: Precision = None
-    set: Set = None
-    resume: Resume = False
+    set: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="Any other training setting, for example warmup=100.", show_default="none"
+        ),
+    ] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False
 
     def config(
         self, defaults: TrainConfig, tokens: int | None = None, steps: int | None = None, parallel: bool = False
@@ -154,9 +172,23 @@ class TrainingFlags(FlagGroup):
 class LoraFlags(FlagGroup):
     """Adapters that are trained instead of all weights."""
 
-    lora_rank: LoraRank = None
-    lora_targets: LoraTargets = None
-    lora_alpha: LoraAlpha = None
+    lora_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Train adapters of this rank, and merge them at the end.",
+            show_default="all weights are trained",
+        ),
+    ] = None
+    lora_targets: Annotated[
+        str | None,
+        typer.Option(
+            help="Matrices of a layer with adapters, for example q_proj,v_proj.", show_default="all of a layer"
+        ),
+    ] = None
+    lora_alpha: Annotated[
+        float | None, typer.Option(help="Adapters are scaled by alpha / rank.", show_default="32")
+    ] = None
 
     def adapters(self, optimizer: str) -> Adapters | None:
         """The adapters; None without --lora-rank."""

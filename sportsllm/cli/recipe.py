@@ -1,4 +1,4 @@
-"""Recipes: a TOML file that names stages; each is one of the commands, its settings are the command's flags.
+"""Recipes: a TOML file of stages. Each stage is a command, and its settings are the command's flags.
 
     name = "quickstart"
     out = "runs/quickstart"
@@ -12,7 +12,7 @@
     [defaults.train]                     # settings of every stage of a command, unless it has its own
     seed = 1
 
-All errors of a recipe are told at once, before anything runs.
+All errors of a recipe are reported at once, before anything runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sportsllm.models.hf_config import read_json
 from sportsllm.storage.artifact import STATE_DIRECTORY, digest, partial_directory
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
-_FOLDER = "out"  # what stands for the recipe's folder
+_FOLDER = "out"  # the name of the recipe's own folder
 _KEPT_AS = {"eval": ".json", "bench": ".json", "generate": ".txt"}  # commands whose result is a file
 _STAGE_KEYS = {"name", "command", "optional"}
 
@@ -77,7 +77,7 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
         out: where outputs go, instead of the recipe's own `out`.
 
     Raises:
-        UsageError: everything that is wrong with it, in one line.
+        UsageError: all its mistakes, in one line.
     """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -87,7 +87,7 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
         raise UsageError(f"{path}: not valid TOML ({error})") from None
     problems = [f"unknown key {key!r}" for key in sorted(set(data) - {"name", "out", "stage", "defaults"})]
     defaults = data.get("defaults", {})
-    problems += [f"defaults.{key}: command {key!r} is not known" for key in sorted(set(defaults) - set(COMMANDS))]
+    problems += [f"defaults.{key}: unknown command {key!r}" for key in sorted(set(defaults) - set(COMMANDS))]
     base = out or Path(str(data.get("out") or Path("runs") / path.stem))
     stages: list[RecipeStage] = []
     known: dict[str, Path] = {_FOLDER: base}
@@ -96,7 +96,7 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
         raise UsageError(f"{path}: has no [[stage]]; add at least one")
     for number, entry in enumerate(entries, start=1):
         if not isinstance(entry, dict):
-            problems.append(f"stage {number}: is no table; write [[stage]]")
+            problems.append(f"stage {number}: is not a table; write [[stage]]")
             continue
         name, command = str(entry.get("name", "")), str(entry.get("command", ""))
         where = f"stage {number} ({name or 'without a name'})"
@@ -105,7 +105,7 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
         if name in known:
             problems.append(f"{where}: the name is {'not free' if name == _FOLDER else 'used twice'}")
         if command not in COMMANDS or command == "run":
-            problems.append(f"{where}: command {command!r} is not known")
+            problems.append(f"{where}: unknown command {command!r}")
             continue
         settings = defaults.get(command, {}) | {key: value for key, value in entry.items() if key not in _STAGE_KEYS}
         resolved, errors, needs = _resolve(settings, known)
@@ -146,7 +146,7 @@ def _resolve(value: Any, known: dict[str, Path]) -> tuple[Any, list[str], set[st
 
 
 def _check_settings(function: Callable[..., Any], settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A stage's settings as the types that its command takes, and what is wrong with them."""
+    """A stage's settings in the types that its command takes, and its mistakes."""
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
@@ -163,19 +163,19 @@ def _check_settings(function: Callable[..., Any], settings: dict[str, Any]) -> t
 
 
 def run_recipe(recipe: Recipe, threads: int | None = None, only: str | None = None) -> dict[str, Any]:
-    """Run the stages in order; those finished from the same inputs are kept.
+    """Run the stages in order. Those that are finished from the same inputs are kept.
 
     Args:
         recipe: checked.
-        threads: for stages that do not say.
-        only: the one stage to run, with what it reads made already.
+        threads: for stages that do not set them.
+        only: the one stage to run; the outputs that it reads must be there.
 
     Returns:
         See `summarize`.
 
     Raises:
-        SportsLLMError: of the stage that failed, its name in front.
-        UsageError: `only` names no stage.
+        SportsLLMError: that of the stage that failed, with its name.
+        UsageError: `only` is not the name of a stage.
     """
     chosen = [stage for stage in recipe.stages if only is None or stage.name == only]
     if not chosen:
@@ -200,9 +200,9 @@ def run_recipe(recipe: Recipe, threads: int | None = None, only: str | None = No
 def summarize(
     recipe: Recipe, results: Sequence[tuple[RecipeStage, dict[str, Any], float]], seconds: float
 ) -> dict[str, Any]:
-    """What a recipe did, from each stage's result and its seconds, and the seconds of all, some side by side.
+    """The summary of a run: from each stage's result and seconds, and the seconds of the whole.
 
-    `cpu_seconds` are the processor's, over all cores: what a stage costs on a machine that is shared.
+    `cpu_seconds` is processor time over all cores: the cost of a stage on a shared machine.
 
     Returns:
         `stages` (name, command, out, cached, seconds, cpu_seconds), the last `bench`, `seconds`, and `exit_code`
@@ -236,7 +236,7 @@ def summarize(
 
 @contextmanager
 def _one_tokenizing(recipe: Recipe) -> Iterator[None]:
-    """Stages that train on one corpus tokenize it once, where training is installed at all."""
+    """Stages that train on one corpus tokenize it once."""
     if importlib.util.find_spec("torch") is None:
         yield
         return
@@ -247,7 +247,7 @@ def _one_tokenizing(recipe: Recipe) -> Iterator[None]:
 
 
 def _processor_seconds() -> float:
-    """Of this process and of its children that have ended."""
+    """Processor time of this process and of its finished children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
@@ -266,7 +266,7 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[
         and settings.get("out")
         and (partial_directory(Path(settings["out"])) / STATE_DIRECTORY).exists()
     ):
-        say(f"{stage.name}: going on from the interrupted run")
+        say(f"{stage.name}: continuing the interrupted run")
         settings["resume"] = True
     if stage.command not in _KEPT_AS:
         return function(**settings)
@@ -288,8 +288,8 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[
 
 
 def _fingerprint(command: str, settings: dict[str, Any]) -> str:
-    """Of a stage's settings and of the content of every path among them, also those written NAME=PATH."""
-    if command != "bench":  # what others find does not depend on the threads
+    """Digest of a stage's settings and of the content of every path among them, also of those written NAME=PATH."""
+    if command != "bench":  # other results do not depend on the threads
         settings = {key: value for key, value in settings.items() if key != "threads"}
     parts: list[Any] = [command, __version__, settings]
     for value in settings.values():

@@ -1,8 +1,8 @@
-"""Run a recipe's stages side by side, each in a process of its own.
+"""Run a recipe's stages in parallel, each in its own process.
 
 Small models leave cores idle: on two cores a model of 1.2M parameters trains at 4,500 tokens/s with one thread and
-at 4,500 to 6,400 with two, so two runs at a time get 1.4 to 2 times as much done. Stages that measure the machine
-run alone.
+at 4,500 to 6,400 with two, so two runs at a time do 1.4 to 2 times as much. Stages that measure the machine run
+alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sportsllm.cli.recipe import Recipe, RecipeStage, summarize
 from sportsllm.console import say
 from sportsllm.errors import InterruptedRun, SportsLLMError
 
-_ALONE = {"bench", "peers"}
+_ALONE = {"bench"}
 _POLL_S = 0.2
 _INTERRUPTED = 130
 
@@ -34,7 +34,7 @@ class _Running:
 
 
 def run_parallel(recipe: Recipe, path: Path, jobs: int, threads: int) -> dict[str, Any]:
-    """Run every stage as soon as the stages it reads are finished.
+    """Run every stage as soon as the stages that it reads are finished.
 
     Args:
         recipe: checked.
@@ -43,10 +43,10 @@ def run_parallel(recipe: Recipe, path: Path, jobs: int, threads: int) -> dict[st
         threads: of each process.
 
     Returns:
-        What `run_recipe` returns; what each stage printed is in `logs/` beside the outputs.
+        The result of `run_recipe`; the output of each stage is in `logs/` beside the outputs.
 
     Raises:
-        SportsLLMError: the first stage that failed; those that ran beside it are waited for.
+        SportsLLMError: that of the first stage that failed, after the others that run have ended.
     """
     logs = recipe.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def _start(recipe: Recipe, path: Path, stage: RecipeStage, threads: int, logs: P
 
 
 def _outcome(item: _Running) -> tuple[dict[str, Any], SportsLLMError | None]:
-    """The stage's result as `run_recipe` would have it, or why there is none."""
+    """The stage's result as in `run_recipe`, or its error."""
     code = item.process.returncode
     lines = item.result.read_text(encoding="utf-8").splitlines()
     if lines:

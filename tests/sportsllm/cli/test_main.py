@@ -8,11 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from sportsllm.cli.flags import COMMANDS
-from sportsllm.cli.main import main
+from sportsllm.cli.main import build_app, main
+from sportsllm.training.loop import TrainConfig
+from sportsllm.training.lora import ALPHA
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -231,3 +235,31 @@ def test_generated_text_joins_its_prompt(capsys: pytest.CaptureFixture[str], sto
     arguments = ["generate", stories, "--prompt", "Once upon a time, there", "--temperature", 0, "--max-new-tokens", 4]
     _, out, _ = call(capsys, *arguments, "--json")
     assert json.loads(out.splitlines()[-1])["text"].startswith(" was a little")
+
+
+def flags_of(command: str) -> list[Any]:
+    return [p for p in typer.main.get_command(build_app()).commands[command].params if p.name != "help"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_has_help_and_a_type_in_plain_words(command: str) -> None:
+    for flag in flags_of(command):
+        assert flag.help or flag.hidden, flag.name
+        assert flag.metavar or getattr(flag, "is_flag", False), flag.name
+
+
+@pytest.mark.parametrize("command", ["train", "distill", "quantize", "sample", "simulate", "eval", "generate", "run"])
+def test_every_flag_says_what_it_is_without_it(command: str) -> None:
+    for flag in flags_of(command):
+        says = flag.required or flag.default is not None or isinstance(flag.show_default, str)
+        assert says or getattr(flag, "is_flag", False), flag.name
+
+
+def test_defaults_in_the_help_are_those_of_training() -> None:
+    """They are written out there, since torch would have to be loaded for the real ones."""
+    config = TrainConfig()
+    shown = {flag.name: flag.show_default for flag in flags_of("train")}
+    for name in ("steps", "batch_size", "accumulation", "sequence", "optimizer", "schedule", "precision"):
+        assert shown[name] == str(getattr(config, name)), name
+    assert shown["learning_rate"].startswith(f"{config.learning_rate} for random weights")
+    assert shown["lora_alpha"] == f"{ALPHA:g}"

@@ -160,7 +160,7 @@ def test_an_interrupted_stage_is_taken_up_again(tmp_path: Path, capsys: pytest.C
     thread.join()
     result = run_recipe(load_recipe(path, tmp_path / "out"))
     assert [row["cached"] for row in result["stages"]] == [True, False, False]
-    assert "going on from the interrupted run" in capsys.readouterr().err
+    assert "continuing the interrupted run" in capsys.readouterr().err
 
 
 def test_defaults_fill_in_and_needs_are_known(tmp_path: Path) -> None:
