@@ -12,10 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.runtimes.worker import OTHER, WITH_OPTIONS
 from sportsllm.cli.flag_groups import FlagGroup
 from sportsllm.errors import UsageError
 
+OTHER = "other"  # a second export of this project, as `benchmarks.runtimes.worker` calls it, which is slow to import
+WITH_OPTIONS = ("openvino", "llama.cpp")  # take settings when they open a model; the others keep theirs beside it
 INSTALL = {
     "genai": "pip install onnxruntime-genai",
     "openvino": "pip install openvino-genai",

@@ -178,7 +178,6 @@ RUNTIMES: dict[str, tuple[str, str, Callable[..., Opened]]] = {
     "llama.cpp": ("llama_cpp", "llama-cpp-python", llama_cpp),
     "optimum": ("optimum.onnxruntime", "optimum-onnx", optimum),
 }
-WITH_OPTIONS = ("openvino", "llama.cpp")  # take settings when they open a model; the others keep theirs beside it
 
 
 def _shape(directory: Path) -> dict[str, Any]:

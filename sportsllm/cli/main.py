@@ -120,9 +120,19 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(_run(arguments))
 
 
+def _command() -> Any:
+    """The application as a command whose arguments show their name alone: `CHECKPOINT`, not `CHECKPOINT <path>`."""
+    command: Any = typer.main.get_command(build_app())
+    for part in command.commands.values():
+        for parameter in part.params:
+            if parameter.param_type_name == "argument":
+                parameter.display_type_rich = lambda ctx: None
+    return command
+
+
 def _run(arguments: list[str] | None) -> int:
     try:
-        result = build_app()(arguments, standalone_mode=True)
+        result = _command()(arguments, standalone_mode=True)
         return int(result or 0)
     except SystemExit as stop:
         return int(stop.code or 0)
