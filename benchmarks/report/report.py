@@ -16,7 +16,7 @@ from benchmarks.report.markdown import STAGE_HEADERS, csv_text, markdown, stage_
 from benchmarks.report.page import render_page
 from benchmarks.report.roofline import roofline_chart
 from benchmarks.report.search_results import fit_tables
-from benchmarks.report.speed_memory import memory_chart, speed_charts
+from benchmarks.report.speed_memory import memory_chart, speed_chart
 from benchmarks.report.text import Table, measurement_tables, summarize_budget
 from benchmarks.report.trade_off import trade_off_charts
 from benchmarks.report.training import training_charts
@@ -86,8 +86,10 @@ def page_sections(inputs: Inputs) -> list[Section]:
     return [
         Section("trade-off", "Quality, size and speed", trade_off_charts(inputs), candidates),
         Section("changes", "What each stage changed", [] if changes else [unknown], [changes] if changes else []),
-        Section("speed", "Speed", speed_charts(stages, bench), measurement_tables(bench)),
-        Section("memory", "Memory and roofline", [memory_chart(stages, bench), roofline_chart(stages, bench)], []),
+        Section(
+            "speed", "Speed", [speed_chart(stages, bench), roofline_chart(stages, bench)], measurement_tables(bench)
+        ),
+        Section("memory", "Memory", [memory_chart(stages, bench)], []),
         Section("training", "Training", training_charts(stages), []),
     ]
 

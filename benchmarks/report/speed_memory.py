@@ -1,81 +1,25 @@
-"""How fast and how evenly a model decodes, and how much memory it takes, against the tokens of the context."""
+"""How fast a model decodes, and how much memory it takes, against the tokens of the context."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.labels import is_number
-from benchmarks.report.charts import Chart, Plot, chart, color, line, log_axis, marks, placeholder_chart
+from benchmarks.report.charts import Chart, Plot, chart, color, line, marks, placeholder_chart
 from benchmarks.report.inputs import StageSummary, bench_command
 from benchmarks.report.text import get_nested
-from benchmarks.spread import percentile
 
 Bench = Mapping[str, Any] | None
-_MARKS = {50: "circle", 95: "square", 99: "diamond"}
-_PERCENT_TICKS = (0, 50, 75, 90, 95, 99, 99.9, 99.99)
-_MOST_POINTS = 300
-_TAIL_POINTS = 100
 _MOST_OTHERS = 5
-
-
-def speed_charts(stages: Sequence[StageSummary], bench: Bench) -> list[Chart]:
-    """Percentiles of single steps, and time per token against depth."""
-    return [_step_times_chart(stages, bench), _speed_depth_chart(stages, bench)]
 
 
 def _missing(identifier: str, title: str, reason: str, stages: Sequence[StageSummary], bench: Bench) -> Chart:
     return placeholder_chart(identifier, title, reason if bench else "Nothing was measured.", bench_command(stages))
 
 
-def _step_times_chart(stages: Sequence[StageSummary], bench: Bench) -> Chart:
-    identifier, title = "step-times", "How even the steps are"
-    rounds = get_nested(bench, "raw", "speed") or []
-    data: list[Plot] = []
-    most = 0
-    for depth in get_nested(bench, "tpot_ms") or {}:
-        sweeps = [sweep for one in rounds for sweep in get_nested(one, "step_ms", depth) or []]
-        samples = sorted(sample for sweep in sweeps for sample in sweep)
-        if samples:
-            data += _percentile_traces(samples, f"after {depth}", color(len(data) // 2))
-            most = max(most, len(samples))
-    if not data:
-        return _missing(identifier, title, "The result has no single steps.", stages, bench)
-    edges = [value for trace in data for value in trace["x"]]
-    top = _tail(1 - 0.5 / most)
-    ticks = {f"{tick:g}": _tail(tick / 100) for tick in _PERCENT_TICKS if _tail(tick / 100) <= top}
-    caption = (
-        "Single decoding steps of all rounds: the percentage that took at most this long. The scale stretches the slow "
-        "end. Marked are the median (circle), 95% (square) and 99% (diamond) of all steps together; the tables have "
-        "the medians of the rounds' own."
-    )
-    y = {"title": "% of steps", "range": [0, top + 0.1], "tickmode": "array"}
-    y |= {"tickvals": list(ticks.values()), "ticktext": list(ticks)}
-    return chart(identifier, title, caption, data, log_axis("ms", min(edges), max(edges)), y, showlegend=True)
-
-
-def _tail(share: float) -> float:
-    """-log10(1 - share): 0.9, 0.99 and 0.999 lie equally far apart."""
-    return -math.log10(1 - share)
-
-
-def _percentile_traces(samples: Sequence[float], name: str, shade: str) -> list[Plot]:
-    """The curve through sorted samples, all of the slow end and some of the rest, and its three marks."""
-    count = len(samples)
-    body = max(0, count - _TAIL_POINTS)
-    kept = [*range(0, body, max(1, -(-body // _MOST_POINTS))), *range(body, count)]
-    shares = [(i + 0.5) / count for i in kept]
-    hover = "%{customdata}% of steps took at most %{x:.3g} ms"
-    percents = [round(100 * share, 2) for share in shares]
-    xs, ys = [round(samples[i], 4) for i in kept], [round(_tail(share), 4) for share in shares]
-    curve = line(xs, ys, name, shade, mode="lines", customdata=percents, hovertemplate=hover)
-    at = [(round(percentile(samples, percent), 4), _tail(percent / 100), f"p{percent}") for percent in _MARKS]
-    hover = f"%{{text}} %{{x:.3g}} ms<extra>{name}</extra>"
-    return [curve, marks(at, name, shade, list(_MARKS.values()), hover, showlegend=False)]
-
-
-def _speed_depth_chart(stages: Sequence[StageSummary], bench: Bench) -> Chart:
+def speed_chart(stages: Sequence[StageSummary], bench: Bench) -> Chart:
+    """Time per token against depth, with the memory floor and the other stages' medians."""
     identifier, title = "speed-depth", "Speed and depth"
     times = get_nested(bench, "tpot_ms") or {}
     if bench is None or len(times) < 2:
