@@ -54,6 +54,7 @@ def comparison_chart(runs: Sequence[Run], teacher: Run) -> Chart:
     """Two panels with one legend under them; the teacher is a line with a band of 2% above it."""
     groups = _groups(runs, teacher)
     legend = _LEGEND_LINE_PX * (len(groups) + sum(group.heading is not None for group in groups)) + 16
+    teacher_marks = [_teacher_mark(panel, teacher.bits_per_byte) for panel in PANELS]
     layout: Plot = {
         "height": len(PANELS) * _PANEL_PX + _AXIS_PX + legend,
         "margin": {"b": _AXIS_PX + legend},
@@ -62,8 +63,8 @@ def comparison_chart(runs: Sequence[Run], teacher: Run) -> Chart:
             "maxheight": legend,  # else half of the figure's, and a bar to scroll by beyond it
             **{"itemsizing": "constant", "itemwidth": 50, "tracegroupgap": 4, "groupclick": "togglegroup"},
         },
-        "shapes": [shape for panel in PANELS for shape in _teacher_shapes(panel, teacher.bits_per_byte)],
-        "annotations": [_teacher_label(panel, teacher.bits_per_byte) for panel in PANELS],
+        "shapes": [shape for shapes, _ in teacher_marks for shape in shapes],
+        "annotations": [label for _, label in teacher_marks],
     }
     data: list[Plot] = []
     for panel in PANELS:
@@ -132,8 +133,7 @@ def _envelope(group: _Group, panel: _Panel) -> Plot:
 
 def _quality_range(runs: Sequence[Run], teacher: Run) -> list[float]:
     """From below the best to above the worst finished model; what lies higher leaves the panel at its top."""
-    mark = teacher.bits_per_byte
-    finals = [run.bits_per_byte for run in runs] + [mark, mark * (1 + BAND)]
+    finals = [*(run.bits_per_byte for run in (*runs, teacher)), teacher.bits_per_byte * (1 + BAND)]
     span = max(finals) - min(finals)
     return [min(finals) - 0.08 * span, max(finals) + 0.4 * span]
 
@@ -145,17 +145,12 @@ def _zero(panel: _Panel, runs: Sequence[Run]) -> float:
     return min(cost for cost in (*costs, *starts) if cost > 0) / 3
 
 
-def _teacher_shapes(panel: _Panel, bits: float) -> list[Plot]:
-    across = {"xref": f"x{panel.axis} domain", "x0": 0, "x1": 1, "yref": f"y{panel.axis}", "layer": "below"}
-    band = {"y0": bits, "y1": bits * (1 + BAND), "fillcolor": "theme:rule", "line": {"width": 0}}
-    mark = {"y0": bits, "y1": bits, "line": {"color": "theme:quiet", "width": 1.5}}
-    return [{**across, "type": "rect", **band}, {**across, "type": "line", **mark}]
-
-
-def _teacher_label(panel: _Panel, bits: float) -> Plot:
-    return {
-        "text": f"teacher {bits:.3f}, band to +{BAND:.0%}",
-        **{"xref": f"x{panel.axis} domain", "x": 0.01, "xanchor": "left"},
-        **{"yref": f"y{panel.axis}", "y": bits, "yanchor": "top"},
-        **{"showarrow": False, "font": {"size": 11, "color": "theme:quiet"}},
-    }
+def _teacher_mark(panel: _Panel, bits: float) -> tuple[list[Plot], Plot]:
+    """The band and the line across a panel, and their label."""
+    place = {"xref": f"x{panel.axis} domain", "yref": f"y{panel.axis}"}
+    across = {**place, "x0": 0, "x1": 1, "y0": bits, "layer": "below"}
+    band = {**across, "type": "rect", "y1": bits * (1 + BAND), "fillcolor": "theme:rule", "line": {"width": 0}}
+    mark = {**across, "type": "line", "y1": bits, "line": {"color": "theme:quiet", "width": 1.5}}
+    label: Plot = {"text": f"teacher {bits:.3f}, band to +{BAND:.0%}", "font": {"size": 11, "color": "theme:quiet"}}
+    label |= {**place, "x": 0.01, "xanchor": "left", "y": bits, "yanchor": "top", "showarrow": False}
+    return [band, mark], label

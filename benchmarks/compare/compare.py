@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 import math
@@ -15,6 +13,7 @@ from typing import Any
 from benchmarks.compare.inputs import ancestors, read_runs
 from benchmarks.compare.runs import Run
 from benchmarks.pareto import pareto_front
+from benchmarks.report.markdown import csv_table
 from benchmarks.report.page import render_notes
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -23,18 +22,13 @@ from sportsllm.storage.artifact import Stage, run_stage
 
 RESULT = "comparison.json"
 _SCORED_TOKENS = 65_536  # of held-out text, `sportsllm.training.setup`; a test holds the two together
-_ABOUT_HALF = (0.4, 0.6)
 
 
 def scratch_cost(finals: Sequence[tuple[float, float]], target: float) -> tuple[str, float]:
     """How much training from scratch reaches a quality.
 
     Finished runs' (cost, bits per byte) are joined into the best value for each cost, in straight lines over the
-    logarithm of the cost, and that is read off at `target`.
-
-    Args:
-        finals: of runs that finished their learning-rate schedule, tokens or FLOPs first; at least one.
-        target: bits per byte to reach.
+    logarithm of the cost, and that is read off at `target`. The cost is tokens or FLOPs.
 
     Returns:
         "=" and the cost; or "<" and the lowest cost tried, where that run was better already; or ">" and the highest
@@ -137,23 +131,20 @@ def teacher_headroom(teacher: Run, runs: Sequence[Run]) -> dict[str, Any] | None
     Measured against a finished run from scratch of its shape with about half its tokens, or else against its own value
     half-way, when its learning rate had not come down yet (`finished` is False).
     """
-    low, high = (share * teacher.tokens for share in _ABOUT_HALF)
+    low, high = 0.4 * teacher.tokens, 0.6 * teacher.tokens
     twins = [run for run in runs if run.facts.from_scratch and run.shape == teacher.shape]
     halves = [(run.tokens, run.bits_per_byte, run.name) for run in twins]
     own = [(teacher.before + tokens, bits, teacher.name) for tokens, bits in teacher.curve]
     for finished, values in ((True, halves), (False, own)):
-        near = [value for value in values if low <= value[0] <= high]
-        if near:
+        if near := [value for value in values if low <= value[0] <= high]:
             tokens, bits, name = min(near, key=lambda value: (abs(value[0] - teacher.tokens / 2), value[1]))
-            gain = 100 * (1 - teacher.bits_per_byte / bits)
             found = {"name": name, "finished": finished, "tokens": tokens, "bits_per_byte": bits}
-            return found | {"gain_percent": gain}
+            return found | {"gain_percent": 100 * (1 - teacher.bits_per_byte / bits)}
     return None
 
 
 def csv_text(comparison: Mapping[str, Any]) -> str:
     """The teacher and every row of comparison.json as comma-separated values, figures unrounded."""
-    stream = io.StringIO()
     rows = [{"role": "teacher", **comparison["teacher"]}, *({"role": "run", **row} for row in comparison["rows"])]
     for row in rows:
         for unit in ("tokens", "flops"):
@@ -161,20 +152,11 @@ def csv_text(comparison: Mapping[str, Any]) -> str:
             row |= {f"scratch_{unit}_{key}": factor.get(key) for key in ("relation", "factor")}
         row |= {f"{part}_flops": flops for part, flops in row.pop("training_flops_by_part").items()}
         del row["settings"]
-    writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return stream.getvalue()
+    return csv_table(list(rows[0]), rows)
 
 
 def compare(directories: Sequence[Path], teacher: Path, out: Path, title: str) -> dict[str, Any]:
-    """Compare finished trainings and write `comparison.json`, `.md`, `.csv` and `.html`.
-
-    Args:
-        directories: outputs of train, distill and prune --recover.
-        teacher: the training they are compared with; it need not be among them.
-        out: directory to make.
-        title: of table and page.
+    """Compare finished trainings with a teacher and write `comparison.json`, `.md`, `.csv` and `.html` into `out`.
 
     Returns:
         `out`, `cached` and the content of `comparison.json`, see `compare_runs`.

@@ -23,9 +23,8 @@ def read_runs(directories: Sequence[Path], teacher: Path) -> tuple[Run, list[Run
         ArtifactError: a directory is not a finished training, or was scored on other held-out text or with another
             tokenizer than the teacher.
     """
-    _check_finished(teacher, "--teacher ")
-    for directory in directories:
-        _check_finished(directory)
+    for directory, flag in ((teacher, "--teacher "), *((path, "") for path in directories)):
+        _check_finished(directory, flag)
     own = digest(teacher)
     lineage = Lineage(own, {digest(path): path for path in directories} | {own: teacher})
     first = read_run(teacher, lineage)
@@ -59,7 +58,7 @@ def ancestors(directories: Sequence[Path]) -> list[Path]:
     return sorted(set(found.values()) - set(directories))
 
 
-def _check_finished(directory: Path, flag: str = "") -> None:
+def _check_finished(directory: Path, flag: str) -> None:
     where = f"{flag}{directory}"
     if not directory.is_dir():
         raise ArtifactError(f"{where}: no such directory; give what train, distill or prune --recover wrote")

@@ -25,7 +25,7 @@ def loop_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def method_name(command: str, settings: Mapping[str, Any], parent: str | None) -> str:
-    """The method in words: `from scratch`, `distilled`, `pruned + recovered`, `pruned + fine-tuned with LoRA`.
+    """The method in words: `from scratch`, `pruned + recovered`, `pruned + fine-tuned with LoRA`.
 
     `parent` is the method of the run it starts from; None where it starts from the teacher or from random weights.
     """

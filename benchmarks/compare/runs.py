@@ -28,11 +28,8 @@ class Run:
         name: the directory's, or its path where two have the same name.
         method: in words, for example `pruned + recovered`.
         recipe: equal for runs that differ in their seeds alone, all the way from the teacher.
-        facts: its manifest.
-        config: the model's shape.
         flops: of this run and, as `start`, of those it starts from.
-        before: tokens of the runs it starts from.
-        epochs, seconds: of this run and those it starts from.
+        before: tokens of the runs it starts from; epochs and seconds are of these and its own.
         bits_per_byte: of the finished model on held-out text; nan where it was not scored.
         untrained: bits per byte before any training of this run, where measured.
         curve: (tokens of this run alone, bits per byte) logged while training, the last one of the finished model.

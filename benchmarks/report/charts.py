@@ -69,21 +69,13 @@ def line(xs: Sequence[float], ys: Sequence[float], name: str, color: str, dash: 
 
 
 def marks(
-    points: Sequence[tuple[float, float, str]],
-    name: str,
-    color: str,
-    symbols: str | Sequence[str],
-    hover: str,
-    **more: Any,
+    points: Sequence[tuple[float, float, str]], name: str, color: str, symbols: str | list[str], hover: str, **more: Any
 ) -> Plot:
     """A trace of separate points (x, y, text), whose texts are escaped; `hover` is plotly's template."""
     xs, ys, texts = ([point[place] for point in points] for place in range(3))
-    return {
-        **{"type": "scatter", "mode": "markers", "name": name, "x": xs, "y": ys},
-        "text": [html.escape(str(text)) for text in texts],
-        "marker": {"color": color, "size": 10, "symbol": symbols, "line": {"color": color, "width": 1.5}},
-        **{"hovertemplate": hover, **more},
-    }
+    marker = {"color": color, "size": 10, "symbol": symbols, "line": {"color": color, "width": 1.5}}
+    look = {"mode": "markers", "marker": marker, "text": [html.escape(str(text)) for text in texts]}
+    return {"type": "scatter", "name": name, "x": xs, "y": ys, **look, "hovertemplate": hover, **more}
 
 
 def log_axis(title: str, low: float, high: float, zero: float | None = None) -> Plot:

@@ -21,9 +21,8 @@ from sportsllm.storage.artifact import MANIFEST, digest, directory_bytes, read_m
 class StageSummary:
     """What the report says about one stage.
 
-    `metrics` are the records of metrics.jsonl ({"step", "tokens", "loss", "lr", "valid_bits_per_byte", …}),
-    `manifest` is the directory's manifest.json, `bench` what `bench` measured of it. Sizes are in bytes.
-    `digest` is what later stages' manifests call it by, None without a manifest.
+    `metrics` are the records of metrics.jsonl ({"step", "tokens", "loss", "lr", "valid_bits_per_byte", …}), `bench` is
+    what `bench` measured of it, `digest` what later stages' manifests call it by, None without a manifest.
     """
 
     name: str
@@ -60,7 +59,6 @@ class StageSummary:
             "bits_per_byte": self.bits_per_byte,
             "ttft_ms": get_nested(self.bench, "ttft_ms", str(BUDGET_DEPTH)),
             "tpot_p50_ms": get_nested(self.bench, "tpot_ms", depth, "p50"),
-            "tpot_p95_ms": get_nested(self.bench, "tpot_ms", depth, "p95"),
             "peak_memory_mb": peak / 1e6 if is_number(peak) else None,
         }
         return {name: float(value) if is_number(value) else None for name, value in found.items()}

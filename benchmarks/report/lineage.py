@@ -54,16 +54,12 @@ def parent_of(stage: StageSummary, others: Sequence[StageSummary]) -> StageSumma
             known = by_digest.get(value) or by_path.get(Path(path).resolve())
             if known is not None:
                 return known
-        found = [
-            place
-            for path, value in parents
-            for place in (Path(path), directory.parent / Path(path).name)
-            if _is_stage(place, value)
-        ]
-        if not found:
+        near = directory.parent
+        places = [(place, value) for path, value in parents for place in (Path(path), near / Path(path).name)]
+        found = next((place for place, value in places if _is_stage(place, value)), None)
+        if found is None:
             return None
-        directory = found[0]
-        manifest = read_manifest(directory)
+        directory, manifest = found, read_manifest(found)
     return None
 
 

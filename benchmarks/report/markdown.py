@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.labels import MISSING, is_number, with_unit
@@ -104,10 +104,16 @@ _BENCH_COLUMNS: dict[str, tuple[str, ...]] = {
 
 def csv_text(inputs: Inputs) -> str:
     """One row a stage with unrounded numbers, units in the header; a cell without a figure is empty."""
+    rows = [_csv_row(number, stage) for number, stage in enumerate(inputs.stages, start=1)]
+    return csv_table(list(_csv_row(0, StageSummary("", "", ""))), rows)
+
+
+def csv_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Comma-separated values with a header line."""
     stream = io.StringIO()
-    writer = csv.DictWriter(stream, _csv_row(0, StageSummary("", "", "")), lineterminator="\n")
+    writer = csv.DictWriter(stream, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(_csv_row(number, stage) for number, stage in enumerate(inputs.stages, start=1))
+    writer.writerows(rows)
     return stream.getvalue()
 
 

@@ -27,11 +27,7 @@ _SUFFIXES = {"html": (".html", ".htm"), "md": (".md", ".markdown"), "csv": (".cs
 
 
 def targets(out: Path, formats: str | None = None) -> dict[str, Path]:
-    """Which files to write, by format.
-
-    Args:
-        out: the file; its suffix chooses the format where `formats` does not.
-        formats: names with commas between, for example "html,md"; each gets its own suffix after `out`'s name.
+    """Which files to write, by format: that of `out`'s suffix, or `formats`, names with commas between.
 
     Raises:
         UsageError: an unknown format or suffix.
@@ -51,9 +47,7 @@ def targets(out: Path, formats: str | None = None) -> dict[str, Path]:
 
 
 def write_report(files: Mapping[str, Path], title: str, inputs: Inputs) -> None:
-    """Write the report to the file of each format; existing files are replaced, each in one move.
-
-    Everything is rendered before anything is written.
+    """Render the report in each format, then replace the files, each in one move.
 
     Raises:
         ModuleNotFoundError: jinja2 or plotly is not installed, and HTML was asked for.
@@ -81,14 +75,13 @@ def page_sections(inputs: Inputs) -> list[Section]:
     """The sections between the stages' table and the samples."""
     stages, bench, changes = inputs.stages, inputs.deciding, change_table(inputs)
     candidates = fit_tables(inputs.fits, len(stages) + 1)
+    speed = [speed_chart(stages, bench), roofline_chart(stages, bench)]
     missing = "No two of the given stages descend from one another, or the stages between them have moved."
     unknown = placeholder_chart("changes-none", "", missing, "report TEACHER PRUNED QUANTIZED EXPORT BENCH.json")
     return [
         Section("trade-off", "Quality, size and speed", trade_off_charts(inputs), candidates),
         Section("changes", "What each stage changed", [] if changes else [unknown], [changes] if changes else []),
-        Section(
-            "speed", "Speed", [speed_chart(stages, bench), roofline_chart(stages, bench)], measurement_tables(bench)
-        ),
+        Section("speed", "Speed", speed, measurement_tables(bench)),
         Section("memory", "Memory", [memory_chart(stages, bench)], []),
         Section("training", "Training", training_charts(stages), []),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.flops import forward_flops_per_token, matmul_parameters
 from benchmarks.labels import is_number
@@ -17,36 +17,27 @@ from sportsllm.errors import SportsLLMError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 
-
-class Rate(NamedTuple):
-    """A measured point."""
-
-    label: str
-    operations_per_byte: float
-    gops: float
+Rate = tuple[float, float, str]  # operations per byte, GOP/s, and the point's label
 
 
 def roofline_chart(stages: Sequence[StageSummary], bench: Mapping[str, Any] | None) -> Chart:
     """Rate against operations per byte, under the roofs in the result (Williams et al., CACM 52(4), 2009)."""
     rates: list[list[Rate]] = []
     missing = "Nothing was measured."
-    if bench is not None:
+    if bench is not None and bench.get("roofs") is None:
+        missing = "The result has no bandwidth or peak rates: measure again."
+    elif bench is not None:
+        missing = "The result has no bytes per token, or no speeds."
         try:
             rates = [*measured_rates(bench, load_config(Path(str(bench["directory"]))))]
-            missing = "" if any(rates) else "The result has no bytes per token, or no speeds."
         except (SportsLLMError, OSError) as error:
             missing = f"It needs the model's shape: {error}."
-        if bench.get("roofs") is None:
-            missing = "The result has no bandwidth or peak rates: measure again."
-    if bench is None or missing:
+    if bench is None or not any(rates):
         return placeholder_chart("roofline", "Roofline", missing, bench_command(stages))
-    places = [rate.operations_per_byte for rate in itertools.chain(*rates)]
+    places = [place for place, *_ in itertools.chain(*rates)]
     hover = "%{text}: %{x:.3g} operations a byte, %{y:.3g} GOP/s<extra></extra>"
     looks = (("decode", color(0), "circle"), ("prompt", color(1), "square"))
-    points = [
-        marks([(rate.operations_per_byte, rate.gops, rate.label) for rate in kind], *look, hover)
-        for kind, look in zip(rates, looks, strict=True)
-    ]
+    points = [marks(kind, *look, hover) for kind, look in zip(rates, looks, strict=True)]
     data = _roof_lines(bench, min(places), max(places)) + [trace for trace in points if trace["x"]]
     xs, ys = ([value for trace in data for value in trace[axis]] for axis in "xy")
     x_axis, y_axis = log_axis("operations per byte", min(xs), max(xs)), log_axis("GOP/s", min(ys), max(ys))
@@ -80,7 +71,7 @@ def measured_rates(bench: Mapping[str, Any], config: ModelConfig) -> tuple[list[
 
 
 def _rate(label: str, operations: float, size: float, milliseconds: float) -> Rate:
-    return Rate(label, operations / size, operations / milliseconds / 1e6)
+    return operations / size, operations / milliseconds / 1e6, label
 
 
 def _roof_lines(bench: Mapping[str, Any], low: float, high: float) -> list[Plot]:
@@ -92,14 +83,14 @@ def _roof_lines(bench: Mapping[str, Any], low: float, high: float) -> list[Plot]
     low, high = min(0.5, low), 4 * max([high, *(peak / bandwidth for peak in peaks.values())])
     if not peaks:
         return [line([low, high], [low * bandwidth, high * bandwidth], "bandwidth", "theme:ink", mode="lines")]
+    top, shades = max(peaks.values()), ("theme:ink", "theme:quiet")
     lines = [
         line([low, peak / bandwidth, high], [low * bandwidth, peak, peak], label, shade, mode="lines")
-        for (label, peak), shade in zip(peaks.items(), ("theme:ink", "theme:quiet"), strict=True)
+        for (label, peak), shade in zip(peaks.items(), shades, strict=True)
     ]
     if is_number(measured):
-        seen = measured / 1e9
-        xs, top = [low, max(peaks.values()) / seen], max(peaks.values())
-        lines.append(line(xs, [low * seen, top], "measured GB/s", color(2), "dot", mode="lines"))
+        ends = [low, top / (measured / 1e9)]
+        lines.append(line(ends, [low * measured / 1e9, top], "measured GB/s", color(2), "dot", mode="lines"))
     return lines
 
 

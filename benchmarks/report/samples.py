@@ -22,8 +22,7 @@ def before_and_after(
     """Greedy continuations of `prompts` by the first and by the last stage that can be opened.
 
     Returns:
-        For each prompt the text before and the one after, and a line for every stage that could not be opened. Where
-        only one stage opens there is one text a prompt, and a line says so.
+        Each prompt's texts, one where only one stage opens, and a line for every stage that could not be opened.
 
     Raises:
         UsageError: a prompt is not valid UTF-8, or fills a model's context.

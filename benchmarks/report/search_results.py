@@ -18,8 +18,6 @@ _LEGEND = (
     "Figures with ~ are predicted, qualities with ~ an estimated loss against the teacher; the others are measured. "
     "The chosen one is marked \u2605. Names give layers, hidden size, FFN, heads, key/value heads and vocabulary."
 )
-
-
 _HEADERS = (
     "#", "candidate", "precision", "parameters", "file MB", "memory MB", "first token ms", "per token ms",
     "bits per byte", "budget",
@@ -28,10 +26,9 @@ _HEADERS = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """One model that a search looked at. Metrics go by the limits' names; `measured` are those not just predicted.
+    """One model that a search looked at, `within` the budget or not. Metrics go by the limits' names.
 
-    `loss_percent` is the estimate made before `bits_per_byte` was measured; `within` says whether it keeps to the
-    budget.
+    `measured` are those not just predicted, `loss_percent` is the estimate made before `bits_per_byte` was measured.
     """
 
     name: str
@@ -47,10 +44,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Fit:
-    """A search's result. `limits` are its budget, `cut_by_limit` counts the candidates that miss each of them.
-
-    `bench` is the measurement of the model it finished.
-    """
+    """A search's result: its budget, the candidates that miss each limit, the measurement of the finished model."""
 
     device: str
     candidates: list[Candidate]

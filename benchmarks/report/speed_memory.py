@@ -20,8 +20,7 @@ def _missing(identifier: str, title: str, reason: str, stages: Sequence[StageSum
 
 def speed_chart(stages: Sequence[StageSummary], bench: Bench) -> Chart:
     """Time per token against depth, with the memory floor and the other stages' medians."""
-    identifier, title = "speed-depth", "Speed and depth"
-    times = get_nested(bench, "tpot_ms") or {}
+    identifier, title, times = "speed-depth", "Speed and depth", get_nested(bench, "tpot_ms") or {}
     if bench is None or len(times) < 2:
         reason = "The model's context has room for fewer than two depths."
         return _missing(identifier, title, reason, stages, bench)
@@ -78,8 +77,8 @@ def memory_chart(stages: Sequence[StageSummary], bench: Bench) -> Chart:
         )
     else:
         caption += " The result has no bytes a token, so nothing is computed for other lengths."
-    limits = {limit["name"]: limit["limit"] for limit in get_nested(bench, "budget", "limits") or []}
-    limit = limits.get("peak_memory_mb")
+    limits = get_nested(bench, "budget", "limits") or []
+    limit = next((one["limit"] for one in limits if one["name"] == "peak_memory_mb"), None)
     shapes: list[Plot] = []
     if limit is not None:
         caption += f" The red line is the budget of {get_nested(bench, 'budget', 'device')}."
@@ -97,9 +96,7 @@ def _peak(bench: Bench) -> tuple[int, float] | None:
 
 def _loading(bench: Bench) -> list[tuple[int, float, str]]:
     """MB before and after the model was loaded, the highest of the rounds as for the peak itself."""
-    found = []
-    for key, words in (("before_load_bytes", "before loading"), ("after_load_bytes", "after loading")):
-        values = [one[key] for one in get_nested(bench, "raw", "memory") or [] if is_number(one.get(key))]
-        if values:
-            found.append((0, max(values) / 1e6, words))
-    return found
+    rounds = get_nested(bench, "raw", "memory") or []
+    states = {"before_load_bytes": "before loading", "after_load_bytes": "after loading"}
+    peaks = {key: [one[key] for one in rounds if is_number(one.get(key))] for key in states}
+    return [(0, max(values) / 1e6, states[key]) for key, values in peaks.items() if values]

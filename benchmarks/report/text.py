@@ -8,11 +8,9 @@ from typing import Any
 
 from benchmarks.labels import BUDGET_DEPTH, LIMITS, MISSING, RATIOS, is_number, number, short_depth, with_unit
 
-_WINDOW = {
-    **{"start_s": "from s", "tokens_per_s": "tokens/s", "clock_mhz": "MHz", "temperature_c": "\u00b0C"},
-    "joules_per_token": "J per token",
-}
-"""Figures of one window of a sustained run, and their headers."""
+# Figures of one window of a sustained run, and their headers.
+_WINDOW = {"start_s": "from s", "tokens_per_s": "tokens/s", "clock_mhz": "MHz", "temperature_c": "\u00b0C",
+           "joules_per_token": "J per token"}  # fmt: skip
 
 
 @dataclass(frozen=True)

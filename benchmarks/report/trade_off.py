@@ -23,8 +23,7 @@ _MEANINGS = {
     "predicted": "hollow squares: candidates with a predicted x, or with an estimated quality (left out of the front)",
 }
 _MOST_NAMED = 3
-_OUTLIER = 1.25
-"""A model this much worse than the best one is left to the caption, so that the others stay apart."""
+_OUTLIER = 1.25  # a model this much worse than the best is left to the caption, so that the others stay apart
 
 
 class _Axis(NamedTuple):
@@ -180,15 +179,14 @@ def _points_trace(points: Sequence[Point], axis: _Axis, state: bool | None) -> P
     )
 
 
-def _box(limit: float | None, most_bits_per_byte: float | None) -> list[Plot]:
+def _box(x: float | None, y: float | None) -> list[Plot]:
     """The part of the plane that a budget allows, open at the sides it does not limit."""
-    if limit is None and most_bits_per_byte is None:
+    if x is None and y is None:
         return []
-    paper = {"xref": "paper", "x0": 0, "x1": 1, "yref": "paper", "y0": 0, "y1": 1}
-    x = {"xref": "x", "x0": 1e-9, "x1": limit} if limit is not None else {}
-    y = {"yref": "y", "y0": 0, "y1": most_bits_per_byte} if most_bits_per_byte is not None else {}
+    sides = {"xref": "paper", "x0": 0, "x1": 1} if x is None else {"xref": "x", "x0": 1e-9, "x1": x}
+    sides |= {"yref": "paper", "y0": 0, "y1": 1} if y is None else {"yref": "y", "y0": 0, "y1": y}
     look = {"fillcolor": "theme:box", "line": {"color": "theme:good", "width": 1.5, "dash": "dash"}}
-    return [{"type": "rect", "layer": "below", **paper, **x, **y, **look}]
+    return [{"type": "rect", "layer": "below", **sides, **look}]
 
 
 def _caption(points: Sequence[Point], axis: _Axis, budget: Budget) -> list[str]:

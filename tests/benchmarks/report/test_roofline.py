@@ -29,9 +29,9 @@ def test_roofline_points_are_counted_operations_over_counted_bytes() -> None:
 
     decode, prefill = measured_rates(bench, config)
     operations = token(5, True)
-    assert decode == [("decode after 4", operations / 1040, pytest.approx(operations / 0.5e-3 / 1e9))]
+    assert decode == [(operations / 1040, pytest.approx(operations / 0.5e-3 / 1e9), "decode after 4")]
     operations = sum(token(position, position == 5) for position in range(1, 6))
-    assert prefill == [("prompt of 5", operations / 1050, pytest.approx(operations / 2e-3 / 1e9))]
+    assert prefill == [(operations / 1050, pytest.approx(operations / 2e-3 / 1e9), "prompt of 5")]
 
 
 def drawn(directory: Path, roofs: dict[str, Any] | None) -> tuple[dict[str, Any], str]:
