@@ -22,8 +22,7 @@ def plan(
         str, typer.Option(metavar="NAME|DIR", help="A preset, or the directory of a checkpoint or an export.")
     ] = "small",
     device: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="Predict speed and memory on this device."),
+        str | None, typer.Option(metavar="NAME|FILE", help="Predict speed and memory on this device.")
     ] = None,
     batch: Annotated[
         int, typer.Option("--batch-size", "--batch", min=1, metavar="N", help="Sequences of one training batch.")
@@ -45,8 +44,7 @@ def plan(
     ] = 32,
     head_bits: Annotated[int, typer.Option(metavar="N", help="Bits of embedding and head at int8 and int4.")] = 8,
     kv_cache: Annotated[
-        str,
-        typer.Option(metavar="FORMAT", help="Format of the key/value cache in predictions: fp32 or int8."),
+        str, typer.Option(metavar="FORMAT", help="Format of the key/value cache in predictions: fp32 or int8.")
     ] = "fp32",
     optimizer: flags.Optimizer = None,
     precision: flags.Precision = None,
@@ -187,9 +185,7 @@ def fit(
     corpus: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="PATH",
-            help="Training text, files or folders; may be repeated.",
-            show_default="the teacher's",
+            metavar="PATH", help="Training text, files or folders; may be repeated.", show_default="the teacher's"
         ),
     ] = None,
     valid: flags.Valid = None,
@@ -251,17 +247,12 @@ def report(
     title: Annotated[str, typer.Option(metavar="TEXT", help="Heading of the page.")] = ("sportsllm-compress report"),
     format: Annotated[
         str | None,
-        typer.Option(
-            metavar="html,md,csv",
-            help="Write several formats, one file each.",
-            show_default="that of --out",
-        ),
+        typer.Option(metavar="html,md,csv", help="Write several formats, one file each.", show_default="that of --out"),
     ] = None,
     sample: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TEXT",
-            help="Prompt that the first and the last stage continue, to compare them; may be repeated.",
+            metavar="TEXT", help="Prompt that the first and the last stage continue, to compare them; may be repeated."
         ),
     ] = None,
     threads: flags.Threads = None,

@@ -57,10 +57,7 @@ class DistillationFlags(TeacherFlags):
     ] = None
     divergence: Annotated[
         str | None,
-        typer.Option(
-            help="forward-kl, reverse-kl, skew-kl, skew-reverse-kl or js.",
-            show_default="forward-kl",
-        ),
+        typer.Option(help="forward-kl, reverse-kl, skew-kl, skew-reverse-kl or js.", show_default="forward-kl"),
     ] = None
     mix: Annotated[
         float | None,

@@ -105,11 +105,7 @@ def _quantize_matrices(block: Block, precision: str, dtype: torch.dtype) -> None
             continue
         else:
             layer = bitsandbytes.nn.Linear4bit(
-                module.in_features,
-                module.out_features,
-                bias=bias,
-                compute_dtype=dtype,
-                quant_type="nf4",
+                module.in_features, module.out_features, bias=bias, compute_dtype=dtype, quant_type="nf4"
             )
             layer.weight = bitsandbytes.nn.Params4bit(
                 module.weight.data, requires_grad=False, quant_type="nf4", blocksize=block_size

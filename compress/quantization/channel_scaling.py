@@ -160,12 +160,7 @@ def _measured(
 
 
 def best_scale(
-    weights_NK: Sequence[Tensor],
-    size_K: Tensor,
-    strength_K: Tensor,
-    inputs: InputStatistics,
-    spec: GridSpec,
-    rule: str,
+    weights_NK: Sequence[Tensor], size_K: Tensor, strength_K: Tensor, inputs: InputStatistics, spec: GridSpec, rule: str
 ) -> Tensor:
     """(K,) the scale of least error of the outputs after rounding; ones if none is better."""
     best_K, least = torch.ones_like(size_K), torch.inf

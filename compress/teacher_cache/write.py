@@ -177,12 +177,7 @@ def make_teacher_cache(
 
 
 def cached_rows(
-    teacher: Teacher,
-    temperature: float,
-    budget: BitBudget,
-    batches: CachedBatches,
-    numbers: range,
-    bar: ProgressBar,
+    teacher: Teacher, temperature: float, budget: BitBudget, batches: CachedBatches, numbers: range, bar: ProgressBar
 ) -> Iterator[CachedRow]:
     """What is stored of the given rows. A row's random numbers depend on the seed and its own number only."""
     length = batches.length

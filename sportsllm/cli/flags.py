@@ -67,8 +67,7 @@ Out = Annotated[Path, typer.Option("--out", help="New directory to write.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.", show_default="all cores")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
 Calibration = Annotated[
-    list[Path],
-    typer.Option("--calibration", help="Text that statistics are taken from; never held-out text."),
+    list[Path], typer.Option("--calibration", help="Text that statistics are taken from; never held-out text.")
 ]
 CalibrationText = Annotated[
     list[Path] | None,
@@ -109,8 +108,7 @@ LearningRate = Annotated[
     ),
 ]
 Optimizer = Annotated[
-    str | None,
-    typer.Option("--optimizer", help="adamw, or muon (Muon and AdamW).", show_default="adamw"),
+    str | None, typer.Option("--optimizer", help="adamw, or muon (Muon and AdamW).", show_default="adamw")
 ]
 Precision = Annotated[
     str | None,

@@ -46,12 +46,7 @@ def prompt(question: str) -> str:
 
 
 def write_corpus(
-    out: Path,
-    *,
-    seed: int,
-    megabytes: float,
-    questions: int,
-    progress: Callable[[int, int], None] | None = None,
+    out: Path, *, seed: int, megabytes: float, questions: int, progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
     """Write train.jsonl, valid.jsonl and questions.jsonl into the empty directory `out`.
 

@@ -115,8 +115,7 @@ def play(rng: Random) -> tuple[str, dict[str, Any]]:
     results = _results(rng, clubs)
     rows = _rows(len(clubs), results)
     order = sorted(
-        range(len(clubs)),
-        key=lambda club: (-rows[club]["points"], -_difference(rows[club]), -rows[club]["for"], club),
+        range(len(clubs)), key=lambda club: (-rows[club]["points"], -_difference(rows[club]), -rows[club]["for"], club)
     )
     slots = {"league": league.name, "size": number(len(clubs)), "letter": "ABCDEFGH"[start % 8]}
     scene = Scene(rng, grammar("table"), clubs[order[0]].voice, slots)

@@ -13,11 +13,7 @@ from sportsllm.simulator.world import Person, Tournament, world
 
 ROUNDS = ("first round", "second round", "quarter-final", "semi-final", "final", "trophy")
 _FINAL = 4
-_LIKES = {
-    "clay": ("baseline", "forehand"),
-    "grass": ("serve", "net", "slice"),
-    "hard court": ("backhand", "forehand"),
-}
+_LIKES = {"clay": ("baseline", "forehand"), "grass": ("serve", "net", "slice"), "hard court": ("backhand", "forehand")}
 _HOLDS = {"grass": 0.04, "clay": -0.05}  # how much likelier a server wins the game
 
 
