@@ -49,7 +49,7 @@ def say(message: str) -> None:
 
 @contextmanager
 def progress_bar(description: str, total: float | None, note: str = "") -> Iterator["ProgressBar"]:
-    """A progress bar on standard error, silent where that is no terminal; `note` stands at its right.
+    """A progress bar on standard error, silent if that is not a terminal; `note` is shown at its right.
 
     `total` is the number of steps, or None where it is unknown.
     """

@@ -243,7 +243,7 @@ class Device(Strict):
         if value > FORMAT:
             raise ValueError(f"{value} is newer than this program's {FORMAT}; upgrade sportsllm-compress")
         if value < FORMAT:
-            raise ValueError(f"{value} is older than this program's {FORMAT}; make the file anew, or with `calibrate`")
+            raise ValueError(f"{value} is older than this program's {FORMAT}; write the file again, or use `calibrate`")
         return value
 
     @field_validator("hardware")

@@ -66,7 +66,7 @@ FORMULAS = {"tpot": tpot_terms, "ttft": ttft_terms, "memory": memory_terms}
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure of a model: `tpot` (ms at depth `tokens`), `ttft` (ms for so many) or `memory` (bytes)."""
+    """One measured figure of a model: `tpot` (ms at depth `tokens`), `ttft` (ms for `tokens`) or `memory` (bytes)."""
 
     kind: str
     config: ModelConfig

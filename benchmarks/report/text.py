@@ -25,7 +25,7 @@ class Table:
 
 
 def get_nested(record: Any, *keys: str) -> Any:
-    """The value under `keys` in nested mappings; None where a level is missing or is no mapping."""
+    """The value under `keys` in nested mappings; None where a level is missing or not a mapping."""
     for key in keys:
         record = record.get(key) if isinstance(record, Mapping) else None
     return record

@@ -59,7 +59,7 @@ class Effort:
         tokens: of the winner's recovery.
         search_tokens: of a finalist's brief recovery.
         finalists: candidates that are recovered.
-        minutes: for the whole of it; None is no limit.
+        minutes: for the whole of it; None for no limit.
     """
 
     tokens: int

@@ -135,7 +135,7 @@ def searched_range(
             scales, zeros = torch.where(better, candidate[0], scales), torch.where(better, candidate[1], zeros)
             best = torch.minimum(best, found)
             levels = torch.where(better[..., None], steps, levels)
-    # The scale of least error for these whole numbers; rounding to it anew can only help.
+    # The scale of least error for these whole numbers; rounding to it again can only help.
     squares = (counted * levels.square()).sum(dim=-1)
     fitted = (counted * levels * blocks_NGS).sum(dim=-1) / torch.where(squares == 0, torch.ones_like(squares), squares)
     fitted = torch.where(fitted == 0, scales, fitted)

@@ -203,7 +203,7 @@ def round_weights(plan: QuantizationPlan) -> RoundedWeights:
 def train_rounded(
     plan: QuantizationPlan, packed: PackedCheckpoint, recovery: Recovery, cache: TeacherCache | None, state: RunState
 ) -> dict[str, Any]:
-    """Train the quantized checkpoint in the run's directory on its grid, and write it anew; the training's results."""
+    """Train the quantized checkpoint on its grid and write it again; returns the results of training."""
     model = load_checkpoint(state.directory)
     make_trainable(model, None if plan.moves_scales else load_checkpoint(plan.checkpoint))
     model, results = recover(

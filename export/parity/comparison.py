@@ -54,7 +54,7 @@ class Pass:
         return sum(c.greedy_match * c.positions for c in self.comparisons) / total
 
     def failures(self) -> list[str]:
-        """One line for each limit that is missed; a figure that is no number misses it."""
+        """One line for each limit that is missed; NaN misses it."""
         lines = []
         for c in self.comparisons:
             figures = {"logit error / spread": (c.relative_error, self.limits.error), "KL": (c.kl, self.limits.kl)}

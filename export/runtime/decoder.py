@@ -33,7 +33,7 @@ def open(directory: Path, threads: int | None = None) -> OnnxDecoder:
     """Open a directory that `export` wrote for generation and scoring, on all cores where `threads` is not given.
 
     Raises:
-        ArtifactError: a file is missing, cut short or longer than it was written, or the graph is no decoder.
+        ArtifactError: a file is missing, truncated or too long, or the graph is not a decoder.
     """
     return OnnxDecoder(directory, threads)
 

@@ -65,7 +65,7 @@ def open_session(
         files: `export.paths.prompt_files`; those of the model's graph if not given.
 
     Raises:
-        ArtifactError: a file is missing, cut short or longer than it was written, or the graph is no decoder.
+        ArtifactError: a file is missing, truncated or too long, or the graph is not a decoder.
         ResourceError: there is not enough memory.
     """
     files = files or find_files(directory)
