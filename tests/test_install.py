@@ -74,6 +74,7 @@ def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return base / "onnx"
 
 
+@pytest.mark.slow
 def test_a_device_needs_no_torch(device: Path, exported: Path, corpus_file: Path, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 

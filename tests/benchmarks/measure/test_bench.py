@@ -297,6 +297,7 @@ def test_a_graphics_card_is_not_judged_by_the_cpu(export: Path) -> None:
         bench_model(BenchRequest(export), "rtx-3060", on_device=True)
 
 
+@pytest.mark.slow
 def test_a_pytorch_checkpoint_is_measured_too(checkpoint: Path) -> None:
     specification = {"mode": "memory", "directory": str(checkpoint), "threads": 1, "seed": 0}
     child = run_child(child_command({**specification, "context_tokens": 300, "memory_steps": 4}), "memory")

@@ -60,6 +60,7 @@ def test_the_whole_teacher_in_the_fastest_lossless_form_wins_where_everything_fi
     assert FORMATS[chosen.format] < 0.05
 
 
+@pytest.mark.slow
 def test_every_limit_only_takes_candidates_away() -> None:
     """Tightening one limit never adds a candidate, nor makes the best estimate better."""
     device = load_device("laptop-x86")
@@ -74,6 +75,7 @@ def test_every_limit_only_takes_candidates_away() -> None:
         assert inside[0].loss_percent >= loose.loss_percent - 0.1
 
 
+@pytest.mark.slow
 def test_a_budget_that_only_int4_can_meet_gets_int4() -> None:
     teacher = preset("tiny-5m")
     device = load_device("raspberry-pi-5")
@@ -89,6 +91,7 @@ def test_a_budget_that_only_int4_can_meet_gets_int4() -> None:
     assert search.front(1)[0].format.precision == "int4"
 
 
+@pytest.mark.slow
 def test_a_budget_that_only_a_shorter_cache_can_meet_gets_one() -> None:
     """The whole model with a float32 cache is too large by less than the cache: a smaller cache remains."""
     teacher = preset("tiny-5m")
@@ -270,6 +273,7 @@ def searched(line: Line) -> tuple[dict[str, Any], list[Candidate]]:
     return result, list(rankings[0])
 
 
+@pytest.mark.slow
 def test_a_search_from_start_to_end(
     line: Line, searched: tuple[dict[str, Any], list[Candidate]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,7 @@ def test_bad_artifacts(capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "latin.txt"]
 
 
+@pytest.mark.slow
 def test_train_distill_quantize_prune_generate_verify(
     capsys: pytest.CaptureFixture[str], matches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_train_distill_quantize_prune_generate_verify(
     assert code == 0 and json.loads(out)["questions"] == 20
 
 
+@pytest.mark.slow
 def test_interrupt_saves_and_resume_finishes(matches: Path, tmp_path: Path) -> None:
     arguments = [str(a) for a in train(matches / "train.jsonl", tmp_path / "out", "--steps", 40)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -182,6 +184,7 @@ def test_interrupt_saves_and_resume_finishes(matches: Path, tmp_path: Path) -> N
     assert not (tmp_path / "out" / "state").exists()
 
 
+@pytest.mark.slow
 def test_full_disk_and_read_only_folder_leave_nothing(checkpoint: Path, tmp_path: Path) -> None:
     def small_files_only() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -223,6 +226,7 @@ def test_a_tokenizer_keeps_its_own_special_tokens(
     assert (config["bos_token_id"], config["eos_token_id"], config["vocab_size"]) == (1, 2, 512)
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_bug_and_control_c_says_so(checkpoint: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = f"{sys.executable} -m sportsllm.cli.main generate {checkpoint} --max-new-tokens 100 --temperature 0"

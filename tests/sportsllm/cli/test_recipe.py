@@ -174,6 +174,7 @@ def test_defaults_fill_in_and_needs_are_known(tmp_path: Path) -> None:
         load_recipe(write(tmp_path, "[defaults.fly]\nx = 1\n" + GOOD.replace('name = "two"\n', "")))
 
 
+@pytest.mark.slow
 def test_side_by_side_gives_what_one_after_another_gives(tmp_path: Path) -> None:
     second = GOOD[GOOD.index('[[stage]]\nname = "model"') : GOOD.index('[[stage]]\nname = "score"')]
     path = write(tmp_path, GOOD + second.replace('"model"', '"twin"'))
@@ -187,6 +188,7 @@ def test_side_by_side_gives_what_one_after_another_gives(tmp_path: Path) -> None
         run_recipe(load_recipe(path, tmp_path / "out"), only="nowhere")
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_beside_others_is_named_with_its_code(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD.replace("sequence = 32", "sequence = 99999"))
     with pytest.raises(SportsLLMError, match=r"stage .model.: .*99999") as caught:

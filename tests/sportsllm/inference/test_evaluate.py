@@ -27,6 +27,7 @@ def test_windows_score_every_token_but_the_first_once() -> None:
         assert scored == list(range(1, length))
 
 
+@pytest.mark.slow
 def test_scores_equal_a_brute_force_sum(checkpoint: Path, texts: list[str]) -> None:
     """Every token on its own, float64, with the context the protocol gives it."""
     decoder = open_decoder(checkpoint)
@@ -49,6 +50,7 @@ def test_scores_equal_a_brute_force_sum(checkpoint: Path, texts: list[str]) -> N
     assert result.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_stories260k_has_its_published_perplexity(stories: Path) -> None:
     text = DATA / "tinystories_sample" / "test.jsonl"
     if not text.exists():
