@@ -116,7 +116,7 @@ def measure_scores(
         return magnitude_scores(model)
     if config.importance == "random":
         return random_scores(model.config, config.seed)
-    return output_scores(model, samples) if config.importance == "output" else importance_scores(model, samples)
+    return {"output": output_scores, "activation": importance_scores}[config.importance](model, samples)
 
 
 class PrunedModel(NamedTuple):
