@@ -49,7 +49,7 @@ def plan(
     optimizer: flags.Optimizer = None,
     precision: flags.Precision = None,
 ) -> dict[str, Any]:
-    """Parameters, memory by precision, KV cache and predicted speed. Runs nothing."""
+    """Parameters, memory by precision, KV cache and predicted speed, without running the model."""
     from benchmarks.console_tables import print_plan
     from benchmarks.predict.plan import plan_model
     from sportsllm.console import output

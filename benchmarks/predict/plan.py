@@ -1,4 +1,4 @@
-"""What `plan` reports: the memory arithmetic of a model and, for a device, predictions. Nothing is run."""
+"""What `plan` reports: the memory arithmetic of a model and, for a device, predictions. The model is not run."""
 
 from __future__ import annotations
 
