@@ -25,7 +25,7 @@ from sportsllm.storage.checkpoint import check_names, load_block, load_table
 from sportsllm.storage.safetensors_files import TensorFiles
 from sportsllm.text.calibration import calibration_samples
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.setup import manifest_setting
+from sportsllm.training.setup import held_out_files, manifest_setting
 
 PRECISIONS = ("fp32", "int8")
 SAMPLES, SAMPLE_TOKENS = 16, 512
@@ -97,7 +97,8 @@ def cache_scales(checkpoint: Path, calibration: Sequence[Path]) -> CacheScales:
         )
     config, tensors = load_config(checkpoint), TensorFiles(checkpoint)
     check_names(tensors, config)
-    samples = calibration_samples(files, load_tokenizer(checkpoint, config), config, None, SAMPLE_TOKENS)[:SAMPLES]
+    words, valid = load_tokenizer(checkpoint, config), held_out_files(checkpoint)
+    samples = calibration_samples(files, valid, words, config, None, SAMPLE_TOKENS, SAMPLES)
     table = load_table(tensors, config, "model.embed_tokens")
     states = [table[tokens] for tokens in samples]
     del table

@@ -101,11 +101,13 @@ class Trials:
     def _pieces(self, vocab_size: int) -> list[Any]:
         from sportsllm.text.calibration import calibration_samples
         from sportsllm.text.tokenizer import load_tokenizer
+        from sportsllm.training.setup import held_out_files
 
         teacher = self.teacher_with(vocab_size)
         config = load_config(teacher)
         words = load_tokenizer(teacher, config)
-        return calibration_samples(self.source.calibration, words, config, None, self.source.sequence)
+        valid = held_out_files(self.source.teacher)
+        return calibration_samples(self.source.calibration, valid, words, config, None, self.source.sequence)
 
     def quality(self, candidate: Candidate) -> float:
         """Bits per byte of the candidate, recovered briefly and packed, on text held out of the corpus."""

@@ -38,7 +38,7 @@ from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.calibration import calibration_samples
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.setup import manifest_setting
+from sportsllm.training.setup import held_out_files, manifest_setting
 
 _SAMPLE_LENGTH = 512
 
@@ -102,7 +102,8 @@ class PruneJob:
         model = load_checkpoint(self.checkpoint)
         length = _SAMPLE_LENGTH if self.recovery is None else self.recovery.config.sequence
         words = load_tokenizer(self.checkpoint, model.config)
-        samples = calibration_samples(self.calibration, words, model.config, self.config.samples, length)
+        valid = [*held_out_files(self.checkpoint), *(self.recovery.valid if self.recovery else ())]
+        samples = calibration_samples(self.calibration, valid, words, model.config, self.config.samples, length)
         return model, samples, measure_scores(model, self.config, samples, self.scores)
 
 

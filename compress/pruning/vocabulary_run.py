@@ -29,8 +29,9 @@ from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.documents import read_documents
 from sportsllm.text.packing import TokenizedDocuments, tokenize
+from sportsllm.text.split import training_side
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
-from sportsllm.training.setup import manifest_setting
+from sportsllm.training.setup import held_out_files, manifest_setting
 
 _STEP = 32  # rows come in multiples of this, the smallest block of the integer kernels
 _SCORED_TOKENS = 65_536
@@ -116,7 +117,7 @@ def prune_vocabulary(
         vocabulary = read_vocabulary(read_json(where), str(where))
         fixed = with_halves(vocabulary, vocabulary.fixed | named_ids(checkpoint, config, vocabulary))
         model = load_checkpoint(checkpoint)
-        documents = list(read_documents(calibration))
+        documents = training_side(calibration, [*held_out_files(checkpoint), *text])
         before = tokenize(documents, words)
         saved = saved_tokens(vocabulary, np.bincount(before.ids, minlength=config.vocab_size))
         kept = kept_tokens(vocabulary, saved, target_size(vocab_size, min_count, saved, fixed), fixed)

@@ -28,7 +28,7 @@ from sportsllm.storage.checkpoint import load_checkpoint, write_checkpoint
 from sportsllm.storage.safetensors_files import TensorFiles, bitsandbytes_kind, quantization_config
 from sportsllm.text.calibration import calibration_samples
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.setup import manifest_setting
+from sportsllm.training.setup import held_out_files, manifest_setting
 
 SAMPLES, SAMPLE_TOKENS = 64, 512
 SENSITIVITY_SAMPLES = 16
@@ -80,9 +80,8 @@ class CalibrationText:
         Raises:
             ArtifactError: there is no text, or less than asked for.
         """
-        words = load_tokenizer(checkpoint, model)
-        found = calibration_samples(self.files, words, model, self.samples, SAMPLE_TOKENS)
-        return found if self.samples is not None else found[:SAMPLES]
+        words, valid = load_tokenizer(checkpoint, model), held_out_files(checkpoint)
+        return calibration_samples(self.files, valid, words, model, self.samples, SAMPLE_TOKENS, SAMPLES)
 
 
 def resolve_method(

@@ -3,35 +3,56 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
-from sportsllm.text.documents import read_documents
+from sportsllm.text.documents import cut_text
+from sportsllm.text.split import training_side
 from sportsllm.text.tokenizer import TextTokenizer
-from sportsllm.text.windows import windows
 
 DEFAULT_SAMPLES = 256
+_LEAST_TOKENS = 8  # a shorter rest of a document says nothing about how it is read
 
 
 def calibration_samples(
-    files: Sequence[Path], tokenizer: TextTokenizer, config: ModelConfig, count: int | None, length: int
+    files: Sequence[Path],
+    valid: Sequence[Path],
+    tokenizer: TextTokenizer,
+    config: ModelConfig,
+    count: int | None,
+    length: int,
+    most: int = DEFAULT_SAMPLES,
+    seed: int = 0,
 ) -> list[Tensor]:
-    """Token ids of the first `count` pieces of calibration text, each (1, T) with T at most `length`.
+    """Token ids of random pieces of the training side of some text, each (1, T) with T at most `length`.
 
-    Several files take turns, so that each has its share however long the first one is.
+    No token is read twice, and no held-out document is read at all. Long documents are as likely as their length, and
+    give one piece after the other only when every document has given one.
+
+    Args:
+        files: what the pieces come from.
+        valid: held-out text, see `sportsllm.text.split.training_side`.
+        tokenizer, config: of the model that reads them.
+        count: how many; None for as many as have `most` times `length` tokens together, or as there are.
+        length: tokens of a piece, cut to the context.
+        most: see `count`.
+        seed: of the draws.
 
     Raises:
-        ArtifactError: fewer pieces than asked for, or none; None asks for up to 256.
+        ArtifactError: no text, or fewer pieces than `count`.
     """
-    streams = [_pieces(path, tokenizer, min(length, config.max_position_embeddings)) for path in files]
-    wanted = count or DEFAULT_SAMPLES
+    length = min(length, config.max_position_embeddings)
+    documents = training_side(files, valid) if files else []
     samples: list[Tensor] = []
-    while streams and len(samples) < wanted:
-        turn = [(stream, next(stream, None)) for stream in streams]
-        samples += [piece for _, piece in turn if piece is not None]
-        streams = [stream for stream, piece in turn if piece is not None]
+    tokens = 0
+    for piece in _pieces(documents, tokenizer, length, np.random.default_rng(seed)):
+        if len(samples) == count or (count is None and tokens >= most * length):
+            break
+        samples.append(piece)
+        tokens += piece.numel()
     if not samples:
         raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
     if count is not None and len(samples) < count:
@@ -39,11 +60,27 @@ def calibration_samples(
             f"the calibration text gives {len(samples)} samples, --samples asks for {count}; "
             "give more text or ask for fewer"
         )
-    return samples[:wanted]
+    return samples
 
 
-def _pieces(path: Path, tokenizer: TextTokenizer, length: int) -> Iterator[Tensor]:
-    for text in read_documents([path]):
-        ids = [tokenizer.begin_id, *tokenizer.encode(text)]
-        for start, stop, _ in windows(len(ids), length):
-            yield torch.tensor([ids[start:stop]])
+def _pieces(
+    documents: Sequence[str], tokenizer: TextTokenizer, length: int, rng: np.random.Generator
+) -> Iterator[Tensor]:
+    """A random piece of each document, in an order that prefers long ones; then another one of each, and so on."""
+    parts = [(part, not place) for text in documents for place, part in enumerate(cut_text(text))]
+    # The largest of u ** (1 / w) is drawn with probability w / sum of w, and so on (doi.org/10.1016/j.ipl.2005.11.003).
+    keys = rng.random(len(parts)) ** (1 / np.array([max(1, len(text)) for text, _ in parts]))
+    left: list[list[Tensor]] = []
+    for number in np.argsort(-keys):
+        text, begins = parts[number]
+        ids = [tokenizer.begin_id] * begins + tokenizer.encode(text)
+        cut = [torch.tensor([ids[start : start + length]]) for start in range(0, len(ids), length)]
+        cut = [piece for piece in cut if piece.numel() >= min(_LEAST_TOKENS, len(ids), length) > 1]
+        order = rng.permutation(len(cut))
+        if len(cut):
+            yield cut[order[0]]
+            left.append([cut[place] for place in order[:0:-1]])
+    while left:
+        left = [pieces for pieces in left if pieces]
+        for pieces in left:
+            yield pieces.pop()

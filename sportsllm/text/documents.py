@@ -5,12 +5,22 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, NamedTuple, cast
 
 from sportsllm.errors import ArtifactError
 
 _SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 _PIECE_BYTES = 16_384  # a long plain file is cut near this size, at blank lines, so that it can be split
+
+
+class Piece(NamedTuple):
+    """A document, or a piece of a long plain file.
+
+    `source` is the whole text that it was cut from, which decides on which side of a split it falls.
+    """
+
+    text: str
+    source: str
 
 
 def corpus_files(paths: Sequence[Path]) -> list[Path]:
@@ -43,7 +53,12 @@ def _kind(path: Path) -> str | None:
 
 
 def read_documents(paths: Sequence[Path]) -> Iterator[str]:
-    """The text of every document, in a fixed order; empty ones are left out.
+    """The text of every document, see `read_pieces`."""
+    return (piece.text for piece in read_pieces(paths))
+
+
+def read_pieces(paths: Sequence[Path]) -> Iterator[Piece]:
+    """Every document, in a fixed order; plain files are cut near 16 KB, and empty texts are left out.
 
     Raises:
         ArtifactError: a file is missing, is not UTF-8 (with the byte offset), or is of another kind than its name says.
@@ -51,14 +66,18 @@ def read_documents(paths: Sequence[Path]) -> Iterator[str]:
     for path in corpus_files(paths):
         kind = _kind(path)
         if kind == ".parquet":
-            documents = _parquet(path)
+            pieces = (Piece(text, text) for text in _parquet(path))
         else:
             with cast(IO[bytes], gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as stream:
                 try:
-                    documents = iter(list(_jsonl(path, stream) if kind == ".jsonl" else _plain(path, stream)))
+                    if kind == ".jsonl":
+                        pieces = (Piece(text, text) for text in list(_jsonl(path, stream)))
+                    else:
+                        whole = _decode(stream.read(), path, 0)
+                        pieces = (Piece(text, whole) for text in cut_text(whole))
                 except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                     raise ArtifactError(f"{path}: damaged gzip file ({error}); copy it again") from None
-        yield from (text for text in documents if text.strip())
+        yield from (piece for piece in pieces if piece.text.strip())
 
 
 def _decode(data: bytes, path: Path, offset: int) -> str:
@@ -68,10 +87,11 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
         raise ArtifactError(f"{path}: not UTF-8 at byte {offset + error.start}; convert the file to UTF-8") from None
 
 
-def _plain(path: Path, stream: IO[bytes]) -> Iterator[str]:
+def cut_text(text: str) -> Iterator[str]:
+    """Pieces of about 16 KB, cut at blank lines."""
     piece: list[str] = []
     size = 0
-    for paragraph in _decode(stream.read(), path, 0).removeprefix("\ufeff").replace("\r\n", "\n").split("\n\n"):
+    for paragraph in text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n\n"):
         if size >= _PIECE_BYTES:
             yield "\n\n".join(piece)
             piece, size = [], 0

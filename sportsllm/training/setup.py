@@ -104,3 +104,8 @@ def manifest_setting(directory: Path, key: str) -> Any:
     if not (directory / "manifest.json").exists():
         return None
     return cast(Any, read_manifest(directory)["settings"].get(key))
+
+
+def held_out_files(directory: Path) -> list[Path]:
+    """The held-out text that a directory's manifest names, as far as it is there."""
+    return [path for path in map(Path, manifest_setting(directory, "valid") or []) if path.exists()]

@@ -19,8 +19,6 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.hf_config import load_config
 from sportsllm.storage.artifact import read_manifest
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.text.calibration import calibration_samples
-from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.loop import TrainConfig
 from tests.support import gelu_kind
 from tests.support.models import tiny_config, tiny_model
@@ -85,16 +83,6 @@ def test_quantized_input_and_empty_calibration_are_refused(job: PruneJob, tmp_pa
     with pytest.raises(ArtifactError, match="is quantized; prune the unquantized"):
         prune_run(replace(job, checkpoint=source), SMALLER, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_calibration_files_take_turns(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_text("the home side scores " * 400, encoding="utf-8")
-    (tmp_path / "two.txt").write_text("a late goal " * 8, encoding="utf-8")
-    config, words = load_config(checkpoint), load_tokenizer(checkpoint)
-    found = calibration_samples([tmp_path / "one.txt", tmp_path / "two.txt"], words, config, 4, 32)
-    texts = [words.decode(piece[0].tolist()) for piece in found]
-    assert ["late" in text for text in texts[:2]] == [False, True] and len(found) == 4
-    assert all(piece.shape[1] <= 32 for piece in found)
 
 
 def test_a_file_size_is_met(job: PruneJob, tmp_path: Path) -> None:

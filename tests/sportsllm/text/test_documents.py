@@ -8,7 +8,6 @@ import pytest
 
 from sportsllm.errors import ArtifactError
 from sportsllm.text.documents import read_documents
-from sportsllm.text.split import split_documents
 
 
 def test_every_kind_of_file_and_folders(tmp_path: Path) -> None:
@@ -59,17 +58,6 @@ def test_missing_and_empty(tmp_path: Path) -> None:
         list(read_documents([tmp_path / "nothing.txt"]))
     with pytest.raises(ArtifactError, match="holds no"):
         list(read_documents([tmp_path]))
-
-
-def test_split_depends_on_the_text_alone(tmp_path: Path) -> None:
-    documents = [f"document {i}" for i in range(4_000)]
-    train, held = split_documents(documents, 0.05)
-    assert not set(train) & set(held)
-    assert 0.03 < len(held) / 4_000 < 0.07  # 0.05 +- 6 standard deviations
-    again = split_documents(reversed(documents), 0.05)
-    assert set(again[1]) == set(held)
-    (tmp_path / "x.jsonl").write_text(json.dumps({"text": held[0]}), encoding="utf-8")
-    assert split_documents(read_documents([tmp_path]), 0.05) == ([], [held[0]])
 
 
 def test_a_simulated_folder_is_its_training_part(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""Calibration text: random, distinct, and never held out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sportsllm.errors import ArtifactError
+from sportsllm.models.presets import preset
+from sportsllm.text.calibration import calibration_samples
+from sportsllm.text.split import load_corpus
+from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
+
+CONFIG = preset("tiny-300k").with_changes(vocab_size=400)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    directory = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(["line 0123456789 of the book"] * 50, CONFIG.vocab_size, directory)
+    return load_tokenizer(directory)
+
+
+def test_no_token_is_read_twice(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    book = tmp_path / "book.txt"
+    book.write_text("".join(f"{n} line\n\n" for n in range(20_000)), encoding="utf-8")
+    found = calibration_samples([book], [], words, CONFIG, None, 64, most=50)
+    numbers = [
+        number for piece in found for number in words.decode(piece[0].tolist()).split()[1:-1] if number.isdigit()
+    ]
+    assert len(numbers) == len(set(numbers))
+    assert 50 * 64 <= sum(piece.numel() for piece in found) < 51 * 64
+    assert max(map(int, numbers)) > 10_000  # not the start of the file alone
+
+
+def test_draws_are_seeded(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"line {n} " * 9}) + "\n" for n in range(500)), encoding="utf-8")
+
+    def texts(seed: int) -> list[str]:
+        found = calibration_samples([corpus], [], words, CONFIG, 20, 64, seed=seed)
+        return [words.decode(piece[0].tolist()) for piece in found]
+
+    assert texts(0) == texts(0) != texts(1)
+    assert len(set(texts(0))) == 20
+    held_out = set(load_corpus([corpus], []).held_out)
+    assert not held_out & {text.strip() + " " for text in texts(0)} and held_out
+
+
+def test_short_and_long_documents_have_their_share(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    long, short = tmp_path / "long.jsonl", tmp_path / "short.jsonl"
+    long.write_text(json.dumps({"text": ("book " * 20 + "\n\n") * 3_000}) + "\n", encoding="utf-8")
+    short.write_text("".join(json.dumps({"text": f"note {n} " * 80}) + "\n" for n in range(500)), encoding="utf-8")
+    found = calibration_samples([long, short], [], words, CONFIG, 64, 64)
+    books = sum("book" in words.decode(piece[0].tolist()) for piece in found)
+    assert 10 < books < 50  # half of the text is the book's
+
+
+def test_every_piece_counts_where_text_is_short(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    text = tmp_path / "text.txt"
+    text.write_text("line 12 of the book", encoding="utf-8")
+    found = calibration_samples([text], [], words, CONFIG, None, 64)
+    assert len(found) == 1 and found[0][0, 0] == words.begin_id
+    with pytest.raises(ArtifactError, match="gives 1 samples, --samples asks for 2"):
+        calibration_samples([text], [], words, CONFIG, 2, 64)
+    with pytest.raises(ArtifactError, match="no calibration text"):
+        calibration_samples([], [], words, CONFIG, None, 64)
