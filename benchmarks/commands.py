@@ -207,7 +207,7 @@ def fit(
     """Find and make the best model that fits a device's budget, and explain the choice."""
     from benchmarks.console_results import print_fit
     from benchmarks.search.run import complaint, passed, run_fit
-    from benchmarks.search.stages import Source, Target, recovery_settings
+    from benchmarks.search.stages import Source, Target
     from compress.distillation.run import teacher_corpus
     from sportsllm.console import output
     from sportsllm.errors import ArtifactError, GateError
@@ -219,9 +219,13 @@ def fit(
     text = tuple(corpus or teacher_corpus(teacher, "corpus"))
     held_out = tuple(valid or ([] if corpus else teacher_corpus(teacher, "valid")))
     effort = work.effort(teacher)
-    settings: dict[str, Any] = recovery_settings(teacher, effort.tokens, sequence, batch_size, accumulation)
-    if learning_rate is not None:
-        settings["learning_rate"] = learning_rate
+    flags_given = {
+        "sequence": sequence,
+        "batch_size": batch_size,
+        "accumulation": accumulation,
+        "learning_rate": learning_rate,
+    }
+    settings = {name: value for name, value in flags_given.items() if value is not None}
     source = Source(teacher, text, tuple(calibration or text), held_out, threads, seed, settings)
     target = Target(device, on_device)
     result = run_fit(source, target, out, effort, vocabularies=vocab_size or [], dry_run=dry_run)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sportsllm.training.loop import TrainConfig
+from sportsllm.training.settings import TrainConfig
 
 _WORDS = {"train": "fine-tuned", "distill": "distilled", "prune": "pruned"}
 # Settings that say how long, on what or how large: no part of the method.

@@ -16,7 +16,6 @@ from sportsllm.storage.manifest import MANIFEST, read_manifest
 _SEQUENCE = 512
 _SHARE_OF_TEACHER = 0.05
 _UNKNOWN_TOKENS = 1_000_000
-_LEAST_STEPS = 500
 
 
 @dataclass(frozen=True)
@@ -92,15 +91,8 @@ def vocabulary_stages(
 def prune_settings(
     source: Source, candidate: Candidate, teacher: Path, out: Path, tokens: int, samples: int | None = None
 ) -> dict[str, Any]:
-    """Flags of `prune` that make a candidate's shape.
-
-    A teacher whose vocabulary was cut was fine-tuned afterwards at a low rate. Recovery takes the original's rate.
-    """
-    from compress.cli.prune import recovery_rate
-
+    """Flags of `prune` that make a candidate's shape."""
     shape, training = candidate.shape, source.training()
-    if teacher != source.teacher and training.get("learning_rate") is None:
-        training["learning_rate"] = recovery_rate(source.teacher)[0]
     return {
         "checkpoint": teacher,
         "out": out,
@@ -153,18 +145,3 @@ def recovery_tokens(teacher: Path) -> int:
     why = "5% of the teacher's" if trained else "the teacher's own are not known"
     say(f"no --tokens given: the winner is recovered on {tokens:,} ({why})")
     return max(1, tokens)
-
-
-def recovery_settings(
-    teacher: Path, tokens: int, sequence: int | None, batch_size: int | None, accumulation: int | None
-) -> dict[str, int]:
-    """Sequence, batch and accumulation of every recovery: small steps if there are few tokens."""
-    from sportsllm.training.loop import TrainConfig
-
-    length = sequence or min(TrainConfig.sequence, load_config(teacher).max_position_embeddings)
-    batch = batch_size or TrainConfig.batch_size
-    if accumulation is None:
-        accumulation = min(TrainConfig.accumulation, max(1, tokens // (_LEAST_STEPS * batch * length)))
-        if accumulation < TrainConfig.accumulation:
-            say(f"{accumulation} x {batch} sequences a step, so that {tokens:,} tokens are more steps")
-    return {"sequence": length, "batch_size": batch, "accumulation": accumulation}

@@ -27,7 +27,8 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import preset
 from sportsllm.process_memory import peak_rss_bytes
 from sportsllm.text.packing import PackedSequences, TokenizedDocuments
-from sportsllm.training.loop import TrainConfig, language_model_loss, resolve_precision, train_model
+from sportsllm.training.loop import language_model_loss, resolve_precision, train_model
+from sportsllm.training.settings import TrainConfig
 
 
 def random_documents(vocab_size: int, tokens: int, seed: int = 0) -> TokenizedDocuments:

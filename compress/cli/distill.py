@@ -41,15 +41,15 @@ def distill(
     from compress.distillation.run import distill as run_distill
     from compress.distillation.student_training import StudentTraining
     from sportsllm.cli.commands import print_training
-    from sportsllm.training.loop import TrainConfig
-    from sportsllm.training.lora import adapted_rate
+    from sportsllm.training.settings import Run, Start
     from sportsllm.training.setup import set_threads
 
     set_threads(threads)
-    defaults = TrainConfig(seed=seed, learning_rate=adapted_rate(TrainConfig.learning_rate, lora.lora_rank))
-    config = training.config(defaults, length.tokens, length.steps)
     source = resolve_teacher(teacher)
     begin = resolve_start(student, init, start, source)
+    kind = Start.RANDOM if isinstance(begin, Fresh) else Start.CUT
+    run = Run(kind, begin.shape.parameters, begin.shape.max_position_embeddings, lora.lora_rank is not None)
+    config = training.config(run, length.tokens, length.steps, seed=seed)
     plan = StudentTraining(
         teacher=source,
         config=config,

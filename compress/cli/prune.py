@@ -17,10 +17,6 @@ from sportsllm.errors import UsageError
 if TYPE_CHECKING:
     from compress.pruning.plan import PruneTarget
     from compress.pruning.run import PruneConfig
-    from sportsllm.training.loop import TrainConfig
-
-_SHARE_OF_PEAK = 0.25
-_UNKNOWN_PEAK_RATE = 3e-4
 
 
 @dataclass(frozen=True)
@@ -77,31 +73,6 @@ class RecoverFlags(FlagGroup):
     teacher: Annotated[Path | None, typer.Option(help="The teacher of --recover, if not the checkpoint itself.")] = None
 
 
-def recovery_rate(source: Path) -> tuple[float, bool]:
-    """The recovery's learning rate where none is given, and whether the peak rate of the teacher `source` is known."""
-    from sportsllm.training.setup import manifest_setting
-
-    peak = manifest_setting(source, "learning_rate")
-    return (_SHARE_OF_PEAK * peak, True) if isinstance(peak, float) else (_UNKNOWN_PEAK_RATE, False)
-
-
-def _recovery_defaults(seed: int, source: Path, lora_rank: int | None) -> TrainConfig:
-    """AdamW at a quarter of the peak rate that the teacher was trained with, ten times that for adapters.
-
-    Found by experiment on a refitted model (docs/log.md); Minitron's recipe is about a fifth.
-    """
-    from sportsllm.console import say
-    from sportsllm.training.loop import TrainConfig
-    from sportsllm.training.lora import adapted_rate
-
-    rate, known = recovery_rate(source)
-    origin = "a quarter of its teacher's peak" if known else "its teacher's peak is not known"
-    if lora_rank is not None:
-        rate, origin = adapted_rate(rate, lora_rank), f"{origin}, and more for adapters"
-    say(f"recovery's learning rate, if not given: {rate:g} ({origin})")
-    return TrainConfig(seed=seed, learning_rate=rate)
-
-
 @expand_flag_groups
 def prune(
     *,
@@ -124,6 +95,8 @@ def prune(
     from compress.distillation.run import teacher_corpus
     from compress.pruning.plan import prune_run
     from compress.pruning.run import PruneJob
+    from sportsllm.models.hf_config import load_config
+    from sportsllm.training.settings import Run, Start
     from sportsllm.training.setup import set_threads
 
     set_threads(threads)
@@ -140,7 +113,9 @@ def prune(
     recovery = None
     if recover.recover is not None:
         source = recover.teacher or checkpoint
-        config = training.config(_recovery_defaults(seed, source, lora.lora_rank), recover.recover)
+        full = load_config(checkpoint)
+        run = Run(Start.CUT, full.parameters, full.max_position_embeddings, lora.lora_rank is not None)
+        config = training.config(run, recover.recover, seed=seed)
         recovery = Recovery(
             config=config,
             corpus=tuple(corpora.corpus or teacher_corpus(source, "corpus")),

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from compress.quantization.config import QuantizationConfig
     from compress.quantization.mixed_precision import SizeBudget
 
-_QAD_RATE = 1e-4
 PADDING_TOLD = 10.0
 """Percent of padding from which on a line is printed."""
 
@@ -178,12 +177,13 @@ def _recovery(
 ) -> Recovery:
     from compress.distillation.recovery import Recovery
     from compress.distillation.run import teacher_corpus
-    from sportsllm.training.loop import TrainConfig
+    from sportsllm.models.hf_config import load_config
+    from sportsllm.training.settings import Run, Start
 
-    # Master weights start near their final values, and decay would only pull them away.
-    base = TrainConfig(seed=seed, learning_rate=_QAD_RATE, weight_decay=0.0)
+    shape = load_config(checkpoint)
+    run = Run(Start.ROUNDED, shape.parameters, shape.max_position_embeddings)
     return Recovery(
-        config=training.config(base, tokens),
+        config=training.config(run, tokens, seed=seed),
         corpus=tuple(text.corpus or teacher_corpus(checkpoint, "corpus")),
         valid=tuple(text.valid or ([] if text.corpus else teacher_corpus(checkpoint, "valid"))),
         objective=teacher.config(fresh=False),

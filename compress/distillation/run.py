@@ -173,7 +173,7 @@ def distill(student: str, start: Start, training: StudentTraining, out: Path, re
         model = start.build(config.seed)
         before = {"bits_per_byte_before": text.bits_per_byte(model)} if config.steps and has_weights else {}
         state = RunState(directory, stage.fingerprint(), resume)
-        results = train_student(model, training, text, cache, state, f"distil {student}")
+        results = train_student(model, training, text, cache, state, f"distil {student}", has_weights)
         save_checkpoint(directory, model)
         return {**results, **before}
 

@@ -24,10 +24,11 @@ from sportsllm.storage.artifact import STATE_DIRECTORY, partial_directory
 from sportsllm.text.packing import PackedSequences, TokenizedDocuments, tokenize
 from sportsllm.text.split import TextSplit, load_corpus
 from sportsllm.text.tokenizer import TextTokenizer
-from sportsllm.training.loop import TrainConfig, train_model
+from sportsllm.training.loop import train_model
 from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
 from sportsllm.training.pretrain import check_sequence
-from sportsllm.training.setup import training_device, training_results, validator
+from sportsllm.training.settings import TrainConfig
+from sportsllm.training.setup import training_device, training_results, validation, validator
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ def train_student(
     cache: TeacherCache | None,
     state: RunState,
     description: str,
+    has_weights: bool = True,
 ) -> dict[str, Any]:
     """Train a student in place with the one training loop; adapters are merged at the end.
 
@@ -156,6 +158,7 @@ def train_student(
         cache: from `StudentTraining.prepare`.
         state: of the run.
         description: of the progress bar.
+        has_weights: the student is good already, and stays as it is if no step is better.
 
     Returns:
         The results that every training reports.
@@ -181,7 +184,7 @@ def train_student(
                 distillation_loss(training.distillation, teacher, config.steps * config.accumulation, cache),
                 config,
                 state.directory,
-                validate=text.bits_per_byte if config.steps else None,
+                validation=validation(text.split, text.tokenizer, config, has_weights),
                 identity=state.identity,
                 resume=state.resume,
                 description=description,

@@ -81,10 +81,10 @@ def train(
 
     --steps 0 writes the model without training it.
     """
-    from sportsllm.console import output, say
+    from sportsllm.console import output
+    from sportsllm.models.hf_config import load_config
     from sportsllm.training import pretrain
-    from sportsllm.training.loop import TrainConfig
-    from sportsllm.training.lora import adapted_rate
+    from sportsllm.training.settings import Run, Start
     from sportsllm.training.setup import set_threads
 
     set_threads(threads)
@@ -94,13 +94,10 @@ def train(
         raise UsageError(f"--tokenizer cannot be changed with --init: {init} was trained with its own; leave it out")
     if init is None and lora.lora_rank is not None:
         raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT instead of --model")
-    start = TrainConfig(seed=seed)
-    if init is not None:
-        rate = adapted_rate(pretrain.FINE_TUNING_LEARNING_RATE, lora.lora_rank)
-        start = TrainConfig(seed=seed, learning_rate=rate, muon_learning_rate=pretrain.FINE_TUNING_MUON_LEARNING_RATE)
-        if training.learning_rate is None and not any(item.startswith("learning_rate=") for item in training.set or []):
-            say(f"no --learning-rate given: {rate:g} for {'all weights' if lora.lora_rank is None else 'adapters'}")
-    config = training.config(start, length.tokens, length.steps, parallel=True)
+    shape = load_config(init) if init is not None else pretrain.shape_of(str(model))[0]
+    start = Start.RANDOM if init is None else Start.TRAINED
+    kind = Run(start, shape.parameters, shape.max_position_embeddings, lora.lora_rank is not None)
+    config = training.config(kind, length.tokens, length.steps, seed=seed, parallel=True)
     adapters = lora.adapters(config.optimizer)
     if not out:
         out = Path("runs") / (f"{init.resolve().name}-tuned" if init else str(model))

@@ -15,8 +15,8 @@ from sportsllm.cli.flag_groups import FlagGroup
 from sportsllm.errors import ResourceError
 
 if TYPE_CHECKING:
-    from sportsllm.training.loop import TrainConfig
     from sportsllm.training.lora import Adapters
+    from sportsllm.training.settings import Run, TrainConfig
 
 # command -> module that holds it, as a function of the command's name
 COMMANDS = {
@@ -157,13 +157,13 @@ class TrainingFlags(FlagGroup):
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False
 
     def config(
-        self, defaults: TrainConfig, tokens: int | None = None, steps: int | None = None, parallel: bool = False
+        self, run: Run, tokens: int | None = None, steps: int | None = None, *, seed: int = 0, parallel: bool = False
     ) -> TrainConfig:
-        """The command's defaults with the flags that were given; see `sportsllm.training.setup.train_config`."""
-        from sportsllm.training.setup import train_config
+        """The flags that were given, and what follows from the run; see `sportsllm.training.settings.train_config`."""
+        from sportsllm.training.settings import train_config
 
         flags = {name: value for name, value in self.given().items() if name not in ("set", "resume")}
-        return train_config(defaults, tokens, {**flags, "steps": steps}, self.set or [], parallel)
+        return train_config(run, tokens, flags | {"steps": steps}, self.set or [], seed=seed, parallel=parallel)
 
 
 @dataclass(frozen=True)

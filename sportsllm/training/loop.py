@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -20,85 +21,29 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences
 from sportsllm.training.batch_threads import batch_threads, check_parallel
+from sportsllm.training.best_step import BestStep, Validation
 from sportsllm.training.chunked_loss import cross_entropy
-from sportsllm.training.optimizers import OPTIMIZERS, SCHEDULES, Schedule, build_optimizers, computes_in_bfloat16
+from sportsllm.training.optimizers import Schedule, build_optimizers, computes_in_bfloat16
+from sportsllm.training.settings import TrainConfig
 from sportsllm.training.state import RunState
 
 # (model, batch) -> loss summed over the batch's scored tokens, in nats
 Loss = Callable[[SportsLLM, Batch], Tensor]
-Validate = Callable[[SportsLLM], float]
 METRICS = "metrics.jsonl"
 _SAVE_EVERY_S = 600.0
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """How to train. `batch_size` sequences are in memory at once; `accumulation` of those make a step.
-
-    `parallel_batches` of a step's batches are computed side by side, each by its share of the CPU's threads: faster
-    for models too small to keep all cores at work on one batch, for as many times the activations and gradients.
-    `precision` is fp32, bf16, fp16 (with loss scaling) or auto: bf16 where the processor computes in it,
-    else fp32. Learning rates are peaks; `muon_learning_rate` is for Muon's matrices only.
-    """
-
-    steps: int = 5_000
-    batch_size: int = 4
-    accumulation: int = 4
-    parallel_batches: int = 1
-    sequence: int = 512
-    learning_rate: float = 3e-4
-    muon_learning_rate: float = 0.02
-    warmup: int = 50
-    schedule: str = "cosine"
-    optimizer: str = "adamw"
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    precision: str = "auto"
-    seed: int = 0
-    checkpoint_activations: bool = False
-    validate_every: int = 0
-    log_every: int = 10
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "accumulation", "parallel_batches", "sequence", "log_every"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.parallel_batches > self.accumulation:
-            raise UsageError(
-                f"parallel_batches is {self.parallel_batches}, the batches of a step are {self.accumulation}; "
-                "use --accumulation for as many"
-            )
-        if self.steps < 0 or self.warmup < 0 or self.validate_every < 0:
-            raise UsageError("steps, warmup and validate_every must not be negative")
-        if self.precision not in ("auto", "fp32", "bf16", "fp16"):
-            raise UsageError(f"precision {self.precision!r} is not known; use auto, fp32, bf16 or fp16")
-        if self.optimizer not in OPTIMIZERS or self.schedule not in SCHEDULES:
-            raise UsageError(
-                f"optimizer {self.optimizer!r} / schedule {self.schedule!r}: use one of {', '.join(OPTIMIZERS)} "
-                f"and one of {', '.join(SCHEDULES)}"
-            )
-        for name in ("learning_rate", "muon_learning_rate", "clip_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if not 0 <= self.weight_decay < math.inf:
-            raise UsageError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Input tokens of one optimizer step."""
-        return self.batch_size * self.accumulation * self.sequence
-
-
-@dataclass(frozen=True)
 class TrainResult:
     """Result of a run. `loss` is the mean of the last logged steps in nats a token; `tokens_per_s` leaves out
-    validating and saving, `seconds` does not."""
+    validating and saving, `seconds` does not. `best_step` is the one whose weights stay: 0 is the start."""
 
     steps: int
     tokens: int
     tokens_per_s: float
     loss: float | None
     valid_bits_per_byte: float | None
+    best_step: int | None
     seconds: float
     peak_rss_bytes: int
 
@@ -122,7 +67,7 @@ def train_model(
     config: TrainConfig,
     directory: Path,
     *,
-    validate: Validate | None = None,
+    validation: Validation | None = None,
     identity: str = "",
     resume: bool = False,
     description: str = "train",
@@ -134,12 +79,12 @@ def train_model(
         batches: step i reads batches i * accumulation and following.
         loss: summed loss of one batch; its mean over the step's scored tokens is minimised.
         directory: gets metrics.jsonl, and `state/` when the run is interrupted or every ten minutes.
-        validate: bits per byte of the model on held-out text; run every `validate_every` steps and at the end.
+        validation: scores held-out text every `validate_every` steps and at the end; the best weights stay.
         identity: fingerprint of the run; a state saved by another run is refused.
         resume: continue from `directory`/state, bit for bit on a CPU.
 
     Raises:
-        DivergedError: the loss is not finite; the step was not taken.
+        DivergedError: the loss is not finite, and there is no scored step to go back to; the step was not taken.
         InterruptedRun: Ctrl-C; the state is saved.
     """
     reset_peak_rss()
@@ -148,6 +93,7 @@ def train_model(
     if resume:
         state.load()
         _drop_metrics_after(directory / METRICS, state.step)
+    best = None if validation is None or not config.steps else BestStep(model, validation, state)
     first_step, started, paused = state.step, time.perf_counter(), 0.0  # paused: seconds of validating and saving
     last_save = started
     model.checkpoint_activations = config.checkpoint_activations
@@ -157,41 +103,40 @@ def train_model(
         return (state.step - first_step) * config.tokens_per_step / seconds
 
     with (
-        (directory / METRICS).open("a", buffering=1, encoding="utf-8") as metrics,
+        (directory / METRICS).open("a", buffering=1, encoding="utf-8") as run.metrics,
         progress_bar(description, (config.steps - first_step) * config.tokens_per_step) as bar,
         _interrupt_flag() as interrupted,
         batch_threads(config.parallel_batches) as run.threads,
     ):
-
-        def write(**record: float | None) -> None:
-            step = {"step": state.step, "tokens": state.step * config.tokens_per_step}
-            metrics.write(json.dumps(step | record) + "\n")
-
+        if best is not None and state.step == 0 and best.keeps_start:
+            run.write(valid_bits_per_byte=best.consider())
+            paused += time.perf_counter() - started
         while state.step < config.steps:
-            step_loss, learning_rate, norm = run.take_step(batches, loss)
+            if (taken := run.try_step(batches, loss)) is None:
+                break
+            step_loss, learning_rate, norm = taken
             last, rate = state.step == config.steps, tokens_per_s()
             bar.advance(config.tokens_per_step, f"loss {step_loss:.3f} · {rate:,.0f} tokens/s")
             if state.step % config.log_every == 0 or last:
-                write(loss=state.mean_loss, lr=learning_rate, grad_norm=norm, tokens_per_s=round(rate, 1))
+                run.write(loss=state.mean_loss, lr=learning_rate, grad_norm=norm, tokens_per_s=round(rate, 1))
             pause = time.perf_counter()
-            if validate is not None and (last or (config.validate_every and state.step % config.validate_every == 0)):
-                state.valid_bits_per_byte = validate(model)
-                write(valid_bits_per_byte=state.valid_bits_per_byte)
+            if best is not None and (last or run.validates()):
+                run.write(valid_bits_per_byte=best.consider())
             if interrupted.is_set() and not last:
-                state.save()
-                at = f"interrupted after step {state.step} of {config.steps}; the state is saved in {directory}"
-                raise InterruptedRun(f"{at}, run the same command with --resume to continue")
+                raise run.interrupted()
             if time.perf_counter() - last_save > _SAVE_EVERY_S:
                 state.save()
                 last_save = time.perf_counter()
             paused += time.perf_counter() - pause
     model.eval()
+    speed = tokens_per_s()
     return TrainResult(
         steps=state.step,
         tokens=state.step * config.tokens_per_step,
-        tokens_per_s=tokens_per_s(),
+        tokens_per_s=speed,
         loss=state.mean_loss,
-        valid_bits_per_byte=state.valid_bits_per_byte,
+        valid_bits_per_byte=None if best is None else best.finish(),
+        best_step=state.best_step,
         seconds=time.perf_counter() - started,
         peak_rss_bytes=peak_rss_bytes(),
     )
@@ -202,7 +147,7 @@ class _Run:
 
     def __init__(self, model: SportsLLM, config: TrainConfig, directory: Path, identity: str) -> None:
         self.model, self.config = model, config
-        self.schedule = Schedule(config.schedule, config.steps, config.warmup)
+        self.schedule = Schedule(config.schedule, config.steps, config.warmup, config.final_rate, config.decay_share)
         self.device = model.head_weight.device
         self.dtype = resolve_precision(config.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
@@ -211,9 +156,37 @@ class _Run:
         )
         self.state = RunState(directory, model, self.optimizers, self.scaler, identity, config)
         self.threads: ThreadPoolExecutor | None = None
+        self.metrics: IO[str] | None = None
         if config.parallel_batches > 1:
             check_parallel(model, self.device)
         torch.manual_seed(config.seed)
+
+    def write(self, **record: float | None) -> None:
+        """A line of the metrics file."""
+        assert self.metrics is not None, "the run has begun"
+        step = {"step": self.state.step, "tokens": self.state.step * self.config.tokens_per_step}
+        self.metrics.write(json.dumps(step | record) + "\n")
+
+    def interrupted(self) -> InterruptedRun:
+        """Save the state; the error that says so."""
+        self.state.save()
+        at = f"interrupted after step {self.state.step} of {self.config.steps}; the state is saved in"
+        return InterruptedRun(f"{at} {self.state.directory}, run the same command with --resume to continue")
+
+    def validates(self) -> bool:
+        """Whether held-out text is scored after this step, which is not the last."""
+        every = self.config.validate_every
+        return bool(every and self.state.step % every == 0)
+
+    def try_step(self, batches: PackedSequences, loss: Loss) -> tuple[float, float, float] | None:
+        """`take_step`; None where it diverges and there is a scored step to go back to."""
+        try:
+            return self.take_step(batches, loss)
+        except DivergedError as error:
+            if self.state.best_step is None:
+                raise
+            say(f"{error}; training ends here")
+            return None
 
     def take_step(self, batches: PackedSequences, loss: Loss) -> tuple[float, float, float]:
         """One optimizer step; returns its loss in nats a token, the learning rate and the gradient norm."""

@@ -25,7 +25,6 @@ from sportsllm.models.kinds import block_matrices
 from sportsllm.models.language_model import SportsLLM
 
 ALPHA = 32.0
-LEARNING_RATE_RATIO = 10.0  # of an adapter's best learning rate to full fine-tuning's
 
 
 @dataclass(frozen=True)
@@ -96,11 +95,6 @@ def adapter_settings(rank: int | None, targets: str | None, alpha: float | None,
     if optimizer == "muon":
         raise UsageError("--optimizer muon trains whole matrices, not the factors of adapters; use adamw")
     return Adapters(rank, None if targets is None else parse_targets(targets), ALPHA if alpha is None else float(alpha))
-
-
-def adapted_rate(rate: float, rank: int | None) -> float:
-    """The learning rate for adapters where full fine-tuning has `rate`; that itself without a rank."""
-    return rate if rank is None else rate * LEARNING_RATE_RATIO
 
 
 def add_adapters(

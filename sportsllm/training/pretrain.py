@@ -18,13 +18,10 @@ from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.packing import PackedSequences, tokenize
 from sportsllm.text.split import TextSplit, load_corpus
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
-from sportsllm.training.loop import TrainConfig, language_model_loss, train_model
+from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
-from sportsllm.training.setup import training_device, training_results, validator
-
-# Peak rates, about a third of those from scratch; higher ones undo earlier training.
-FINE_TUNING_LEARNING_RATE = 1e-4
-FINE_TUNING_MUON_LEARNING_RATE = 0.007
+from sportsllm.training.settings import TrainConfig
+from sportsllm.training.setup import training_device, training_results, validation, validator
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class Pretraining:
             language_model_loss,
             self.config,
             directory,
-            validate=validator(texts, words) if self.config.steps else None,
+            validation=validation(texts, words, self.config, "init" in stage.settings),
             identity=stage.fingerprint(),
             resume=self.resume,
             description=str(stage.settings.get("model") or stage.settings["init"]),

@@ -1,14 +1,13 @@
 """Shared by the training commands: batches, validation, settings, and the record of the result."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from sportsllm.console import say
-from sportsllm.errors import UsageError
 from sportsllm.inference.evaluate import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM
@@ -16,63 +15,41 @@ from sportsllm.storage.artifact import read_manifest
 from sportsllm.text.packing import PackedSequences
 from sportsllm.text.split import TextSplit
 from sportsllm.text.tokenizer import TextTokenizer
-from sportsllm.training.loop import TrainConfig, TrainResult, Validate
+from sportsllm.training.best_step import Validate, Validation
+from sportsllm.training.loop import TrainResult
+from sportsllm.training.settings import TrainConfig
 
 _VALIDATION_TOKENS = 65_536
+_CHOOSING_TOKENS = 4_096, 32_768
 
 
 def validator(corpus: TextSplit, tokenizer: TextTokenizer) -> Validate:
-    """Bits per byte on the held-out documents, at most about 65,536 tokens of them."""
+    """Bits per byte on the held-out text that is reported, at most about 65,536 tokens of it."""
+    return _scorer(corpus.parts()[1], tokenizer, _VALIDATION_TOKENS)
 
+
+def chooser(corpus: TextSplit, tokenizer: TextTokenizer, tokens: int = _VALIDATION_TOKENS) -> Validate:
+    """Bits per byte on the held-out text that choices are made on, at most about `tokens` of it."""
+    return _scorer(corpus.parts()[0], tokenizer, tokens)
+
+
+def validation(corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig, keep_start: bool) -> Validation | None:
+    """How a run is judged; None if it has no steps. The best step is chosen on a sixteenth of the tokens it reads."""
+    if not config.steps:
+        return None
+    least, most = _CHOOSING_TOKENS
+    tokens = min(most, max(least, config.steps * config.tokens_per_step // 16))
+    if len(corpus.held_out) == 1 and len(set(map(tuple, corpus.parts()))) == 1:
+        say("the held-out text is one short document: the best step is chosen on what is reported")
+    return Validation(chooser(corpus, tokenizer, tokens), validator(corpus, tokenizer), keep_start)
+
+
+def _scorer(documents: Sequence[str], tokenizer: TextTokenizer, tokens: int) -> Validate:
     def validate(model: SportsLLM) -> float:
-        score = score_documents(
-            TorchDecoder(model), tokenizer, corpus.held_out, max_tokens=_VALIDATION_TOKENS, description="validate"
-        )
-        return score.bits_per_byte
+        decoder = TorchDecoder(model)
+        return score_documents(decoder, tokenizer, documents, max_tokens=tokens, description="validate").bits_per_byte
 
     return validate
-
-
-def train_config(
-    base: TrainConfig, tokens: int | None, overrides: Mapping[str, Any], settings: Sequence[str], parallel: bool = False
-) -> TrainConfig:
-    """A command's defaults changed by the flags that are not None and by `--set key=value` pairs.
-
-    `tokens` stand instead of steps and are rounded up to whole ones. `parallel` tells whether the command's loss can
-    be computed for several batches side by side.
-
-    Raises:
-        UsageError: an unknown key, a value of the wrong kind, or batches side by side where they cannot be.
-    """
-    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
-    changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
-    for text in settings:
-        key, separator, value = text.partition("=")
-        if not separator or key not in fields:
-            raise UsageError(f"--set {text}: write key=value with a key of {', '.join(fields)}")
-        changes[key] = _parse(key, value, type(getattr(base, key)))
-    config = dataclasses.replace(base, **changes)
-    if tokens is not None:
-        if "steps" in changes:
-            raise UsageError("give --steps or --tokens, not both")
-        config = dataclasses.replace(config, steps=-(-tokens // config.tokens_per_step))
-    if config.parallel_batches > 1 and not parallel:
-        raise UsageError(
-            f"--set parallel_batches={config.parallel_batches}: is for train; students see their batches one after "
-            "another, and `run --jobs` trains several students at a time"
-        )
-    return config
-
-
-def _parse(key: str, value: str, kind: type) -> Any:
-    if kind is bool:
-        if value not in ("true", "false"):
-            raise UsageError(f"--set {key}={value}: write true or false")
-        return value == "true"
-    try:
-        return kind(value)
-    except ValueError:
-        raise UsageError(f"--set {key}={value}: is not a valid {kind.__name__}") from None
 
 
 def training_device() -> torch.device:

@@ -17,14 +17,17 @@ from sportsllm.models.hf_config import read_json
 from sportsllm.storage.artifact import STATE_DIRECTORY, replace_state
 from sportsllm.storage.checkpoint import save_tensors
 
-_PROGRESS = ("step", "losses", "valid_bits_per_byte")
+_PROGRESS = ("step", "losses", "best_step", "best_bits_per_byte", "last_bits_per_byte")
+_BEST = "best.safetensors"
 
 
 @dataclass
 class RunState:
     """Everything that a run changes, and the `identity` and `config` that a saved state must agree with.
 
-    `step` counts the steps taken, `losses` are those of the last few, and `directory` is the run's.
+    `step` counts the steps taken, `losses` are those of the last few, and `directory` is the run's. Of the step that
+    held-out text likes best there are its number, bits per byte and trained weights; `last_bits_per_byte` is of the
+    step that was scored last.
     """
 
     directory: Path
@@ -35,7 +38,10 @@ class RunState:
     config: Any
     step: int = 0
     losses: list[float] = field(default_factory=list)
-    valid_bits_per_byte: float | None = None
+    best_step: int | None = None
+    best_bits_per_byte: float | None = None
+    last_bits_per_byte: float | None = None
+    best: dict[str, Tensor] | None = None
 
     @property
     def mean_loss(self) -> float | None:
@@ -48,6 +54,8 @@ class RunState:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         save_tensors(fresh / "model.safetensors", _contiguous(self.model.state_dict()))
+        if self.best is not None:
+            save_tensors(fresh / _BEST, _contiguous(self.best))
         for number, optimizer in enumerate(self.optimizers):
             tensors = {
                 f"{parameter}.{key}": torch.as_tensor(value)
@@ -87,6 +95,8 @@ class RunState:
             torch.set_rng_state(load_file(str(source / "rng.safetensors"))["torch"])
             for name in _PROGRESS:
                 setattr(self, name, state[name])
+            if self.best_step is not None:
+                self.best = load_file(str(source / _BEST))
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
         except (SafetensorError, KeyError, RuntimeError) as error:

@@ -33,8 +33,8 @@ from sportsllm.models.hf_config import load_config
 from sportsllm.models.presets import preset
 from sportsllm.storage.artifact import MANIFEST, Stage, digest, output_directory
 from sportsllm.training import setup as stages
-from sportsllm.training.loop import TrainConfig
 from sportsllm.training.pretrain import Pretraining, train_base
+from sportsllm.training.settings import TrainConfig
 from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
 
 SEQUENCE = 32

@@ -18,7 +18,7 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.packing import IGNORE, Batch
 from sportsllm.text.tokenizer import train_tokenizer
-from sportsllm.training.loop import TrainConfig
+from sportsllm.training.settings import TrainConfig
 from tests.support.bnb_models import dequantize
 from tests.support.models import tiny_config, tiny_model
 

@@ -12,8 +12,9 @@ from compress.distillation.settings import default_layer_map, parse_layer_map
 from sportsllm.errors import UsageError
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences, TokenizedDocuments
-from sportsllm.training.loop import TrainConfig, train_model
+from sportsllm.training.loop import train_model
 from sportsllm.training.optimizers import build_optimizers
+from sportsllm.training.settings import TrainConfig
 from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
 
 # Sums of ~1,000 float32 terms, each right to 6e-8 of its size.

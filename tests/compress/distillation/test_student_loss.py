@@ -22,8 +22,8 @@ from sportsllm.storage.artifact import read_manifest
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.packing import IGNORE, Batch
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.loop import TrainConfig
 from sportsllm.training.lora import Adapters
+from sportsllm.training.settings import TrainConfig
 from tests.support.models import tiny_model
 
 CONFIG = TrainConfig(steps=3, batch_size=2, accumulation=1, sequence=32, precision="fp32", warmup=0)
@@ -205,4 +205,4 @@ def test_the_command_takes_all_of_it(checkpoint: Path, student: Path, corpus_fil
     settings = read_manifest(tmp_path / "out")["settings"]
     assert result["steps"] == 2
     assert (settings["kl_weight"], settings["divergence"], settings["mix"]) == ("0.5:1", "skew-kl", 0.2)
-    assert settings["learning_rate"] == pytest.approx(3e-3)  # adapters take ten times the rate
+    assert settings["learning_rate"] == pytest.approx(1e-2)  # adapters take ten times the rate

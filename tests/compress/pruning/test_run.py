@@ -19,7 +19,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.hf_config import load_config
 from sportsllm.storage.artifact import read_manifest
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.training.loop import TrainConfig
+from sportsllm.training.settings import TrainConfig
 from tests.support import gelu_kind
 from tests.support.models import tiny_config, tiny_model
 

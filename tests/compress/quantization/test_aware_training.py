@@ -19,7 +19,7 @@ from sportsllm.storage.packed_weights import QuantizedWeight
 from sportsllm.storage.quantized_layers import QuantizedLinear
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.loop import TrainConfig
+from sportsllm.training.settings import TrainConfig
 from sportsllm.training.setup import validator
 from tests.support.models import tiny_model
 

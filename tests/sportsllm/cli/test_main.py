@@ -15,8 +15,8 @@ import typer
 
 from sportsllm.cli.flags import COMMANDS
 from sportsllm.cli.main import build_app, main
-from sportsllm.training.loop import TrainConfig
 from sportsllm.training.lora import ALPHA
+from sportsllm.training.settings import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -27,7 +27,8 @@ from sportsllm.models.language_model import SportsLLM, block_weights
 from sportsllm.models.size import tensor_shapes, training_memory
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.packing import PackedSequences
-from sportsllm.training.loop import TrainConfig, language_model_loss, train_model
+from sportsllm.training.loop import language_model_loss, train_model
+from sportsllm.training.settings import TrainConfig
 from tests.support import gelu_kind
 from tests.support.models import tiny_config, tiny_model
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from sportsllm.cli.main import main
 from sportsllm.errors import DivergedError, UsageError
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import Batch, PackedSequences
 from sportsllm.training.batch_threads import batch_threads, check_parallel
-from sportsllm.training.loop import TrainConfig, language_model_loss, train_model
+from sportsllm.training.loop import language_model_loss, train_model
+from sportsllm.training.settings import Run, Start, TrainConfig, train_config
 from tests.support.models import fresh, weights
 
 CONFIG = TrainConfig(
@@ -84,9 +84,8 @@ def test_blocks_with_a_loss_of_their_own_are_refused(batches: PackedSequences, t
         train_model(model, batches, language_model_loss, dataclasses.replace(CONFIG, parallel_batches=2), tmp_path)
 
 
-def test_only_train_takes_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    flags = ["--corpus", "x", "--out", str(tmp_path / "out"), "--steps", "1", "--set", "parallel_batches=2"]
-    with pytest.raises(SystemExit) as stop:
-        main(["distill", "--teacher", "t", "--student", "tiny-300k", *flags])
-    assert stop.value.code == 2
-    assert "parallel_batches=2: is for train" in capsys.readouterr().err
+def test_only_train_takes_it() -> None:
+    run = Run(Start.CUT, 1_000_000, 512)
+    with pytest.raises(UsageError, match="parallel_batches=2: is for train"):
+        train_config(run, 10_000, {"accumulation": 2}, ["parallel_batches=2"])
+    assert train_config(run, 10_000, {"accumulation": 2}, ["parallel_batches=2"], parallel=True).parallel_batches == 2

@@ -12,9 +12,11 @@ from benchmarks.report.inputs import read_metrics
 from sportsllm.errors import DivergedError, InterruptedRun, UsageError
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import PackedSequences
-from sportsllm.training.loop import METRICS, TrainConfig, language_model_loss, train_model
+from sportsllm.training.best_step import Validation
+from sportsllm.training.loop import METRICS, language_model_loss, train_model
 from sportsllm.training.muon import Muon, newton_schulz
 from sportsllm.training.optimizers import Schedule, build_optimizers
+from sportsllm.training.settings import TrainConfig
 from tests.support.models import fresh, tiny_config, weights
 
 CONFIG = TrainConfig(
@@ -56,12 +58,11 @@ def test_training_learns_and_reports(batches: PackedSequences, tmp_path: Path) -
     model = fresh()
     config = TrainConfig(steps=30, batch_size=2, accumulation=1, sequence=32, learning_rate=3e-3, warmup=3, log_every=5)
     seen = []
-    result = train_model(
-        model, batches, language_model_loss, config, tmp_path, validate=lambda m: seen.append(m) or 1.5
-    )
+    validation = Validation(lambda m: seen.append(m) or 1.5, lambda _model: 1.25)
+    result = train_model(model, batches, language_model_loss, config, tmp_path, validation=validation)
     metrics = [m for m in read_metrics(tmp_path / METRICS) if "loss" in m]
     assert metrics[-1]["loss"] < 0.9 * math.log(384) < 0.95 * metrics[0]["loss"]
-    assert result.valid_bits_per_byte == 1.5 and len(seen) == 1
+    assert result.valid_bits_per_byte == 1.25 and len(seen) == 1
     assert result.loss == metrics[-1]["loss"]
 
 

@@ -15,11 +15,14 @@ from sportsllm.errors import InterruptedRun, UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.text.documents import read_documents
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences, tokenize
+from sportsllm.text.split import TextSplit
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.loop import TrainConfig, language_model_loss, train_model
+from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.lora import ALPHA, Adapters, LoRALinear, add_adapters, merge_adapters, parse_targets
 from sportsllm.training.pretrain import Pretraining, fine_tune
+from sportsllm.training.settings import TrainConfig
 from tests.sportsllm.cli.test_main import call, complains
 from tests.support.models import tiny_model
 
@@ -267,12 +270,14 @@ def test_fine_tuning_learns_a_new_text(
     arguments += ["--lora-rank", 4] if lora else ["--learning-rate", 1e-3]
     code, out, err = call(capsys, *arguments, "--json")
     assert code == 0, err
-    assert ("no --learning-rate given: 0.001 for adapters" in err) == lora and "parameters trained" in err
+    assert "training from trained weights" in err and "parameters trained" in err
     result = json.loads(out)
     assert result["trained_parameters"] == (2 * 4 * 928 if lora else result["parameters"])
-    scores = []
+    scores, judging = [], tmp_path / "judging.jsonl"
+    reported = TextSplit([], list(read_documents([kitchen[1]]))).parts()[1]
+    judging.write_text("".join(json.dumps({"text": text}) + "\n" for text in reported), encoding="utf-8")
     for directory in (trained, tmp_path / "out"):
-        code, out, err = call(capsys, "eval", directory, "--text", kitchen[1], "--json")
+        code, out, err = call(capsys, "eval", directory, "--text", judging, "--json")
         assert code == 0, err
         scores.append(json.loads(out)["bits_per_byte"])
     # Merging rounds once more; eval scores the checkpoint that was written.
@@ -291,7 +296,7 @@ def test_no_steps_write_the_same_weights(
 ) -> None:
     arguments = ["train", "--init", checkpoint, "--corpus", corpus_file, "--out", tmp_path / "out", "--steps", 0]
     code, out, err = call(capsys, *arguments, "--sequence", 32, "--json")
-    assert code == 0 and "no --learning-rate given: 0.0001 for all weights" in err, err
+    assert code == 0 and "training from" not in err, err
     result = json.loads(out)
     assert result["bits_per_byte_before"] is None and result["valid_bits_per_byte"] is None
     expected, found = load_checkpoint(checkpoint).state_dict(), load_checkpoint(tmp_path / "out").state_dict()

@@ -1,0 +1,229 @@
+"""Settings of a training run: those that are given, and those that follow from its length, its model and its start."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from sportsllm.console import say
+from sportsllm.errors import UsageError
+from sportsllm.training.optimizers import OPTIMIZERS, SCHEDULES
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train. `batch_size` sequences are in memory at once; `accumulation` of those make a step.
+
+    `parallel_batches` of a step's batches are computed side by side, each by its share of the CPU's threads: faster
+    for models too small to keep all cores at work on one batch, for as many times the activations and gradients.
+    `precision` is fp32, bf16, fp16 (with loss scaling) or auto: bf16 where the processor computes in it,
+    else fp32. Learning rates are peaks; `muon_learning_rate` is for Muon's matrices only; `final_rate` is the last
+    rate as a share of the peak, `decay_share` the part of a wsd run in which it falls.
+    """
+
+    steps: int = 5_000
+    batch_size: int = 4
+    accumulation: int = 4
+    parallel_batches: int = 1
+    sequence: int = 512
+    learning_rate: float = 3e-4
+    muon_learning_rate: float = 0.02
+    warmup: int = 50
+    schedule: str = "cosine"
+    final_rate: float = 0.1
+    decay_share: float = 0.2
+    optimizer: str = "adamw"
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    precision: str = "auto"
+    seed: int = 0
+    checkpoint_activations: bool = False
+    validate_every: int = 0
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "accumulation", "parallel_batches", "sequence", "log_every"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.parallel_batches > self.accumulation:
+            raise UsageError(
+                f"parallel_batches is {self.parallel_batches}, the batches of a step are {self.accumulation}; "
+                "use --accumulation for as many"
+            )
+        if self.steps < 0 or self.warmup < 0 or self.validate_every < 0:
+            raise UsageError("steps, warmup and validate_every must not be negative")
+        if self.precision not in ("auto", "fp32", "bf16", "fp16"):
+            raise UsageError(f"precision {self.precision!r} is not known; use auto, fp32, bf16 or fp16")
+        if self.optimizer not in OPTIMIZERS or self.schedule not in SCHEDULES:
+            raise UsageError(
+                f"optimizer {self.optimizer!r} / schedule {self.schedule!r}: use one of {', '.join(OPTIMIZERS)} "
+                f"and one of {', '.join(SCHEDULES)}"
+            )
+        for name in ("learning_rate", "muon_learning_rate", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0")
+        for name in ("final_rate", "decay_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be from 0 to 1")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UsageError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Input tokens of one optimizer step."""
+        return self.batch_size * self.accumulation * self.sequence
+
+
+class Start(Enum):
+    """What a run starts from, which decides how large its steps may be."""
+
+    RANDOM = "random weights"
+    TRAINED = "trained weights"
+    CUT = "cut weights"
+    ROUNDED = "rounded weights"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run before it is set up.
+
+    Attributes:
+        start: what it starts from.
+        parameters: of the model that is trained.
+        context: its longest sequence.
+        adapters: only adapters are trained.
+    """
+
+    start: Start
+    parameters: int
+    context: int
+    adapters: bool = False
+
+
+LEAST_STEPS = 200
+"""Steps that a run has, as long as each reads 1,024 tokens or more: at equal tokens they are worth more than anything
+else in the recipe (docs/log.md)."""
+_TOKENS_PER_STEP = (1_024, 8_192)
+_WARMUP_SHARE, _MOST_WARMUP = 0.05, 50
+_VALIDATIONS = 4  # on the way, of a run that starts from good weights
+
+# Peak rates at 100M parameters, AdamW's and Muon's; measured on 0.3 to 3M (docs/how-it-works/training.md).
+_RATES = {
+    Start.RANDOM: (3e-4, 0.02),
+    Start.TRAINED: (1e-4, 0.007),
+    Start.CUT: (1e-4, 0.005),
+    Start.ROUNDED: (1e-5, 0.0005),
+}
+_RATE_PARAMETERS, _LEAST_PARAMETERS = 1e8, 1e6
+_ADAPTER_RATIO = 10.0  # adapters start at zero and reach their size in a few steps
+
+
+def peak_rates(run: Run) -> tuple[float, float]:
+    """AdamW's and Muon's peak rate for a run.
+
+    AdamW's falls with the square root of the parameters, from a million upwards; Muon's steps have the same size in
+    every matrix, so that its rate does not.
+    """
+    adamw, muon = _RATES[run.start]
+    size = max(run.parameters, _LEAST_PARAMETERS)
+    scale = math.sqrt(_RATE_PARAMETERS / size) * (_ADAPTER_RATIO if run.adapters else 1.0)
+    return float(f"{adamw * scale:.2g}"), muon
+
+
+def train_config(
+    run: Run,
+    tokens: int | None,
+    flags: Mapping[str, Any],
+    settings: Sequence[str] = (),
+    *,
+    seed: int = 0,
+    parallel: bool = False,
+) -> TrainConfig:
+    """The settings of a run, printed in one line.
+
+    With a number of `tokens`, which is rounded up to whole steps, the tokens of a step follow from it: a two-hundredth,
+    between 1,024 and 8,192. With steps they are 4 x 4 x 512. The warm-up takes a twentieth of the steps, at most 50.
+
+    Args:
+        run: what is trained.
+        tokens: to train on; None where `flags` give steps, or for 5,000.
+        flags: by the names of `TrainConfig`; None for those that were not given.
+        settings: `key=value` pairs that stand above everything.
+        seed: of the run.
+        parallel: whether the loss can be computed for several batches side by side.
+
+    Raises:
+        UsageError: an unknown key, a value of the wrong kind, or batches side by side where they cannot be.
+    """
+    given = {key: value for key, value in flags.items() if value is not None} | _parsed(settings)
+    if tokens is not None and "steps" in given:
+        raise UsageError("give --steps or --tokens, not both")
+    adamw, muon = peak_rates(run)
+    base: dict[str, Any] = {"seed": seed, "learning_rate": adamw, "muon_learning_rate": muon}
+    if run.start is Start.ROUNDED:
+        base["weight_decay"] = 0.0  # the weights are near their final values: decay would pull them away
+    if tokens is not None:
+        base |= _batches(tokens, run.context, given)
+        step = math.prod((base | given)[name] for name in ("batch_size", "accumulation", "sequence"))
+        base["steps"] = -(-tokens // step)
+    steps = (base | given).get("steps", TrainConfig.steps)
+    base["warmup"] = min(_MOST_WARMUP, max(1, round(_WARMUP_SHARE * steps))) if steps > 1 else 0
+    if run.start is not Start.RANDOM:
+        base["validate_every"] = -(-steps // _VALIDATIONS)
+    config = TrainConfig(**base | given)
+    if config.parallel_batches > 1 and not parallel:
+        raise UsageError(
+            f"--set parallel_batches={config.parallel_batches}: is for train; students see their batches one after "
+            "another, and `run --jobs` trains several students at a time"
+        )
+    if config.steps:
+        say(described(config, run))
+    return config
+
+
+def _batches(tokens: int, context: int, given: Mapping[str, Any]) -> dict[str, int]:
+    """Sequences of a batch, batches of a step and tokens of a sequence, for a run of `tokens`."""
+    least, most = _TOKENS_PER_STEP
+    wanted = 2 ** math.floor(math.log2(min(most, max(least, tokens / LEAST_STEPS))))
+    sequence = given.get("sequence", min(TrainConfig.sequence, context))
+    rows = max(1, wanted // sequence)
+    batch_size = given.get("batch_size", max(1, min(TrainConfig.batch_size, rows // given.get("accumulation", 1))))
+    return {"sequence": sequence, "batch_size": batch_size, "accumulation": max(1, rows // batch_size)}
+
+
+def described(config: TrainConfig, run: Run) -> str:
+    """The line that a training starts with."""
+    rates = f"AdamW {config.learning_rate:g}"
+    if config.optimizer == "muon":
+        rates = f"Muon {config.muon_learning_rate:g} and {rates}"
+    fall = "" if config.schedule == "cosine" else f" over the last {config.decay_share:.0%}"
+    return (
+        f"training from {run.start.value}: {config.steps:,} steps of {config.tokens_per_step:,} tokens, {rates}, "
+        f"warm-up {config.warmup}, {config.schedule} to {config.final_rate:.0%}{fall}"
+    )
+
+
+def _parsed(settings: Sequence[str]) -> dict[str, Any]:
+    fields = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    found: dict[str, Any] = {}
+    for text in settings:
+        key, separator, value = text.partition("=")
+        if not separator or key not in fields:
+            raise UsageError(f"--set {text}: write key=value with a key of {', '.join(fields)}")
+        found[key] = _parse(key, value, type(fields[key]))
+    return found
+
+
+def _parse(key: str, value: str, kind: type) -> Any:
+    if kind is bool:
+        if value not in ("true", "false"):
+            raise UsageError(f"--set {key}={value}: write true or false")
+        return value == "true"
+    try:
+        return kind(value)
+    except ValueError:
+        raise UsageError(f"--set {key}={value}: is not a valid {kind.__name__}") from None

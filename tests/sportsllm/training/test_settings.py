@@ -1,0 +1,69 @@
+"""Settings that follow from the length of a run, its model and its start."""
+
+import pytest
+
+from sportsllm.errors import UsageError
+from sportsllm.training.optimizers import Schedule
+from sportsllm.training.settings import LEAST_STEPS, Run, Start, TrainConfig, peak_rates, train_config
+
+SMALL = Run(Start.CUT, 1_000_000, 512)
+
+
+@pytest.mark.parametrize("tokens", [1, 3_000, 65_536, 100_000, 204_800, 410_000, 1_000_000, 8_000_000])
+def test_no_run_ends_inside_its_warm_up(tokens: int) -> None:
+    config = train_config(SMALL, tokens, {})
+    assert tokens <= config.steps * config.tokens_per_step < tokens + config.tokens_per_step
+    assert config.warmup <= max(1, 0.06 * config.steps)
+    assert 1_024 <= config.tokens_per_step <= 8_192
+    if tokens >= LEAST_STEPS * 1_024:
+        assert config.steps + 1 >= LEAST_STEPS
+    schedule = Schedule(config.schedule, config.steps, config.warmup, config.final_rate, config.decay_share)
+    if config.steps > 1:
+        assert max(map(schedule.factor, range(config.steps))) == 1.0
+        assert config.steps < 5 or schedule.factor(config.steps - 1) < 0.2
+
+
+def test_the_documented_set_up_stays() -> None:
+    config = train_config(Run(Start.RANDOM, 100_000_000, 2_048), None, {})
+    assert (config.steps, config.batch_size, config.accumulation, config.sequence) == (5_000, 4, 4, 512)
+    assert (config.learning_rate, config.warmup, config.weight_decay) == (3e-4, 50, 0.1)
+
+
+def test_everything_can_be_overridden() -> None:
+    flags = {"batch_size": 3, "accumulation": 2, "sequence": 128, "learning_rate": 0.5, "optimizer": None}
+    config = train_config(SMALL, 10_000, flags, ["warmup=7", "final_rate=0", "decay_share=0.5", "validate_every=2"])
+    assert (config.batch_size, config.accumulation, config.sequence) == (3, 2, 128)
+    assert (config.learning_rate, config.warmup, config.final_rate, config.decay_share) == (0.5, 7, 0.0, 0.5)
+    assert config.validate_every == 2 and config.steps == -(-10_000 // (3 * 2 * 128))
+    assert train_config(SMALL, 10_000, {"sequence": 2_048}).tokens_per_step == 2_048
+    assert train_config(SMALL, 8_000_000, {"batch_size": 1}).accumulation == 16
+    assert train_config(SMALL, 8_000_000, {"accumulation": 1}).batch_size == 4
+    for settings, message in (
+        (["steps=5"], "give --steps or --tokens"),
+        (["nothing=5"], "write key=value"),
+        (["warmup=x"], "not a valid int"),
+        (["checkpoint_activations=1"], "write true or false"),
+        (["final_rate=2"], "from 0 to 1"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            train_config(SMALL, 1_000, {}, settings)
+
+
+def test_rates_follow_from_start_and_size() -> None:
+    starts = [peak_rates(Run(start, 3_000_000, 512)) for start in Start]
+    assert starts[0] == (max(rate for rate, _ in starts), max(rate for _, rate in starts))
+    assert starts[-1] == (min(rate for rate, _ in starts), min(rate for _, rate in starts))
+    small, large = (peak_rates(Run(Start.RANDOM, size, 512)) for size in (1_000_000, 100_000_000))
+    assert small[0] == pytest.approx(10 * large[0]) and small[1] == large[1]
+    adapters = peak_rates(Run(Start.TRAINED, 3_000_000, 512, adapters=True))[0]
+    assert adapters == pytest.approx(10 * peak_rates(Run(Start.TRAINED, 3_000_000, 512))[0], rel=0.05)
+
+
+def test_starts_that_are_good_are_validated_on_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    for start in Start:
+        config = train_config(Run(start, 1_000_000, 256), 300_000, {"optimizer": "muon"})
+        assert config.validate_every == (0 if start is Start.RANDOM else -(-config.steps // 4))
+        assert config.weight_decay == (0.0 if start is Start.ROUNDED else 0.1) and config.sequence == 256
+        line = capsys.readouterr().err.replace("\n", " ")
+        assert f"training from {start.value}" in line and f"Muon {config.muon_learning_rate:g}" in line
+    assert TrainConfig().optimizer == "adamw"
