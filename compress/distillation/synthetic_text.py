@@ -1,110 +1,198 @@
 """Synthetic text: samples from a model, to calibrate and recover it where its training text is missing.
 
 The samples come from the distribution that a recovered student has to learn (data-free distillation with generated
-text: LLM-QAT, https://arxiv.org/abs/2305.17888). Shape suffixes: B texts, P tokens of a prompt.
+text: LLM-QAT, https://arxiv.org/abs/2305.17888).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.attention import KVCache
+from sportsllm.inference.batch_sampling import SampledText, sample_texts
+from sportsllm.inference.sampling import Sampling
+from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
-from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.kinds import block_state
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
-from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.text.documents import read_documents
+from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
+from sportsllm.training.batch_threads import batch_threads
 from sportsllm.training.setup import training_device
 
 CORPUS = "corpus.jsonl"
+BEGINNING_TOKENS = 16
+"""What is read of a document that is a prompt."""
+_BEGINNING_CHARACTERS = 64 * BEGINNING_TOKENS
+_MOST_ROWS, _FEWEST_ROWS, _CACHE_BYTES = 128, 16, 2**30
+Result = TypeVar("Result")
 
 
-@torch.inference_mode()
-def sample_continuations(model: SportsLLM, prompts_BP: Tensor, new_tokens: int, generator: torch.Generator) -> Tensor:
-    """Prompts with `new_tokens` sampled from the model at temperature 1 behind each, (B, P + new_tokens).
+@dataclass(frozen=True)
+class Request:
+    """What to write.
 
-    Args:
-        model: in evaluation mode.
-        prompts_BP: on the model's device.
-        generator: on the CPU, so that a seed means the same on every device.
+    Attributes:
+        tokens: at least this many, prompts not counted.
+        length: most tokens of a text, prompt and begin token included; the context if None.
+        sampling: temperature and top p; the model's own distribution by default.
+        prompts: a file to continue: a line each of .txt and .md, else the documents' first `BEGINNING_TOKENS`.
+        batch_size: texts written side by side; by default at most 128, and what fits in 1 GB of cache.
+        seed: of the draws and of the prompts' order.
     """
-    count, width = prompts_BP.shape
-    cache = KVCache(model.config, count, width + new_tokens, device=prompts_BP.device)
-    read, written = prompts_BP, [prompts_BP]
-    for _ in range(new_tokens):
-        logits = model.logits(model.hidden(read, cache=cache)[:, -1])
-        chosen = torch.multinomial(torch.softmax(logits.float().cpu(), dim=-1), 1, generator=generator)
-        read = chosen.to(prompts_BP.device)
-        written.append(read)
-    return torch.cat(written, dim=1)
+
+    tokens: int
+    length: int | None = None
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0, top_k=0, top_p=1.0))
+    prompts: Path | None = None
+    batch_size: int | None = None
+    seed: int = 0
 
 
-def write_corpus(
-    *, checkpoint: Path, out: Path, tokens: int, length: int | None = None, batch_size: int = 64, seed: int = 0
-) -> dict[str, Any]:
-    """Sample texts from a checkpoint at temperature 1, each from the begin token to a stop token or `length`.
+def write_corpus(checkpoint: Path, out: Path, request: Request) -> dict[str, Any]:
+    """Sample texts from a checkpoint, each from the begin token or a prompt to a stop token or the most tokens.
+
+    Text n is the same for a seed whatever the number of threads; it depends on the batch's size only through the
+    order of additions.
 
     Args:
         checkpoint: unquantized.
-        out: directory to make; holds corpus.jsonl, one `{"text": ...}` a line.
-        tokens: write at least this many.
-        length: most tokens of a text; the context if None.
-        batch_size: texts written side by side.
-        seed: of the draws.
+        out: directory to make; holds corpus.jsonl, one `{"text": ...}` a line, prompts included.
 
     Returns:
         documents, tokens, bytes, ended (texts that the model ended itself), seconds and tokens_per_s.
 
     Raises:
-        UsageError: a length beyond the context.
-        ArtifactError: quantized, or the model ends every text at once.
+        UsageError: a length beyond the context, a temperature of 0, or a prompt that leaves no room.
+        ArtifactError: quantized, no prompts in the file, or the model ends every text at once.
     """
     if quantization_config(checkpoint) is not None:
         raise ArtifactError(f"{checkpoint}: is quantized; sample from the unquantized checkpoint")
     config = load_config(checkpoint)
-    longest = config.max_position_embeddings if length is None else length
+    longest = config.max_position_embeddings if request.length is None else request.length
     if longest > config.max_position_embeddings:
-        raise UsageError(f"--sequence is {length}; the model's context is {config.max_position_embeddings}")
-    settings = {"checkpoint": str(checkpoint), "tokens": tokens, "length": longest, "batch_size": batch_size}
+        raise UsageError(f"--sequence is {longest}; the model's context is {config.max_position_embeddings}")
+    sampling = request.sampling
+    if sampling.temperature == 0:
+        raise UsageError("--temperature is 0, which writes the same text each time; give one above 0")
+    settings = {"checkpoint": str(checkpoint), "tokens": request.tokens, "length": longest}
+    settings |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    rows = request.batch_size or default_rows(config, longest, request.tokens)
+    settings |= {"prompts": str(request.prompts) if request.prompts else None, "batch_size": rows}
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
-        model = load_checkpoint(checkpoint).to(training_device())
         words = load_tokenizer(checkpoint, config)
-        stops = {*config.stop_token_ids, words.begin_id}
-        generator = torch.Generator().manual_seed(seed)
-        begin = torch.full((batch_size, 1), words.begin_id, device=model.head_weight.device)
+        prompts = read_prompts(request.prompts, words, longest) if request.prompts else [[words.begin_id]]
+        prompts = [prompts[place] for place in np.random.default_rng(request.seed).permutation(len(prompts))]
+        model = load_checkpoint(checkpoint).to(training_device()).eval()
+        stops = sorted({*config.stop_token_ids, words.begin_id})
+
+        def batch(number: int, cancelled: Event) -> list[tuple[int, SampledText]]:
+            texts = range(number * rows, (number + 1) * rows)
+            uniform = np.stack([np.random.default_rng([request.seed, text]).random(longest) for text in texts])
+            starts = [prompts[text % len(prompts)] for text in texts]
+            sampled = sample_texts(model, starts, stops, sampling, uniform, cancelled)
+            return [(len(start), text) for start, text in zip(starts, sampled, strict=True)]
+
         counts = {"documents": 0, "tokens": 0, "bytes": 0, "ended": 0}
-        with (directory / CORPUS).open("w", encoding="utf-8") as file, progress_bar("sample", tokens) as bar:
-            while counts["tokens"] < tokens:
+        threads = torch.get_num_threads() if model.head_weight.device.type == "cpu" else 1
+        with (
+            (directory / CORPUS).open("w", encoding="utf-8") as file,
+            progress_bar("sample", request.tokens) as bar,
+            closing(in_turn(batch, threads)) as batches,
+        ):
+            while counts["tokens"] < request.tokens:
                 before = counts["tokens"]
-                for row in sample_continuations(model, begin, longest - 1, generator)[:, 1:].tolist():
-                    end = next((place for place, token in enumerate(row) if token in stops), len(row))
-                    text = words.decode(row[:end])
-                    if not text.strip():
+                for start, text in next(batches):
+                    written = words.decode(text.tokens[1:])
+                    if not written.strip() or len(text.tokens) == start:
                         continue
-                    file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+                    file.write(json.dumps({"text": written}, ensure_ascii=False) + "\n")
                     counts["documents"] += 1
-                    counts["tokens"] += end
-                    counts["bytes"] += len(text.encode())
-                    counts["ended"] += end < len(row)
+                    counts["tokens"] += len(text.tokens) - start
+                    counts["bytes"] += len(written.encode())
+                    counts["ended"] += text.ended
+                    if counts["tokens"] >= request.tokens:
+                        break
                 if counts["tokens"] == before:
                     raise ArtifactError(
                         f"{checkpoint}: the model produced only empty texts; check the checkpoint and its tokenizer"
                     )
-                bar.advance(min(counts["tokens"], tokens) - before)
+                bar.advance(min(counts["tokens"], request.tokens) - before)
         if not counts["ended"]:
             say(f"no text ended within {longest} tokens: all are cut off")
         seconds = time.perf_counter() - started
         return {**counts, "seconds": seconds, "tokens_per_s": counts["tokens"] / seconds}
 
-    return run_stage(out, Stage("sample", settings, [checkpoint], seed=seed), make)
+    inputs = [checkpoint, *([request.prompts] if request.prompts else [])]
+    return run_stage(out, Stage("sample", settings, inputs, seed=request.seed), make)
+
+
+def default_rows(config: ModelConfig, longest: int, tokens: int) -> int:
+    """Texts of a batch: what the cache has room for, but at least four batches where `tokens` allow it."""
+    row_bytes = 4 * longest * config.num_hidden_layers * sum(math.prod(state.shape) for state in block_state(config))
+    wanted = max(_FEWEST_ROWS, min(_MOST_ROWS, tokens // (4 * longest)))
+    return max(1, min(wanted, _CACHE_BYTES // row_bytes))
+
+
+def read_prompts(path: Path, words: TextTokenizer, longest: int) -> list[list[int]]:
+    """Token ids of each prompt, the begin token first.
+
+    Raises:
+        UsageError: a line is so long that nothing can follow it.
+        ArtifactError: the file has no text, or cannot be read.
+    """
+    documents = read_documents([path])
+    if path.name.removesuffix(".gz").endswith((".txt", ".md")):
+        lines = (line.strip() for document in documents for line in document.splitlines())
+        prompts = [[words.begin_id, *words.encode(line)] for line in lines if line]
+    else:
+        most = min(1 + BEGINNING_TOKENS, longest - 1)
+        prompts = [[words.begin_id, *words.encode(document[:_BEGINNING_CHARACTERS])][:most] for document in documents]
+    if not prompts:
+        raise ArtifactError(f"{path}: holds no text; give --prompts a file with prompts in it")
+    for number, prompt in enumerate(prompts, start=1):
+        if len(prompt) >= longest:
+            raise UsageError(f"{path}: prompt {number} has {len(prompt)} tokens of a text's {longest}; shorten it")
+    return prompts
+
+
+def in_turn(work: Callable[[int, Event], Result], threads: int) -> Iterator[Result]:
+    """Results of work(0), work(1), ... in order, computed `threads` at a time, until the generator is closed.
+
+    Twice as many are begun or wait, so that a short one need not wait for a long one. Closing sets the event that
+    every call was given.
+    """
+    cancelled = Event()
+    with batch_threads(threads) as pool:
+        if pool is None:
+            yield from (work(number, cancelled) for number in count())
+            return
+        numbers = count()
+        begun = deque(pool.submit(work, next(numbers), cancelled) for _ in range(2 * threads))
+        try:
+            while True:
+                result = begun.popleft().result()
+                begun.append(pool.submit(work, next(numbers), cancelled))
+                yield result
+        finally:
+            cancelled.set()
+            for future in begun:
+                future.cancel()

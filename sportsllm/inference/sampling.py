@@ -44,30 +44,42 @@ def penalize(logits: Logits, seen: Sequence[int], penalty: float) -> Logits:
 
 
 def probabilities(logits: Logits, sampling: Sampling) -> npt.NDArray[np.float64]:
-    """The distribution sampled from, (V,): temperature, then the top k, then the smallest set of mass top_p.
+    """The distributions sampled from, (..., V): temperature, then the top k, then the smallest set of mass top_p.
 
     Nucleus sampling: https://arxiv.org/abs/1904.09751. Ties at the k-th place keep the lower ids.
     """
-    scaled = logits.astype(np.float64) / sampling.temperature
-    weights = np.exp(scaled - scaled.max())
-    order = np.argsort(-weights, kind="stable")
-    if sampling.top_k:
-        weights[order[sampling.top_k :]] = 0.0
-    weights /= weights.sum()
-    if sampling.top_p < 1.0:
-        cumulative = np.cumsum(weights[order])
-        keep = int(np.searchsorted(cumulative, sampling.top_p)) + 1
-        weights[order[keep:]] = 0.0
-        weights /= weights.sum()
+    weights = logits.astype(np.float64)
+    weights /= sampling.temperature
+    weights -= weights.max(axis=-1, keepdims=True)
+    np.exp(weights, out=weights)
+    if sampling.top_k or sampling.top_p < 1.0:
+        order = np.argsort(-weights, axis=-1, kind="stable")
+        ranked = np.take_along_axis(weights, order, axis=-1)
+        if sampling.top_k:
+            ranked[..., sampling.top_k :] = 0.0
+        cumulative = np.cumsum(ranked, axis=-1) / ranked.sum(axis=-1, keepdims=True)
+        ranked[..., 1:][cumulative[..., :-1] >= sampling.top_p] = 0.0
+        np.put_along_axis(weights, order, ranked, axis=-1)
+    weights /= weights.sum(axis=-1, keepdims=True)
     return cast("npt.NDArray[np.float64]", weights)
+
+
+def draw(logits: Logits, sampling: Sampling, uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """One token id of each row of logits (B, V), by the inverse of its cumulative distribution at `uniform` (B,).
+
+    One number in [0, 1) a token, where a draw of Gumbel or exponential noise takes V.
+    """
+    if sampling.temperature == 0:
+        return cast("npt.NDArray[np.int64]", logits.argmax(axis=-1))
+    cumulative = np.cumsum(probabilities(logits, sampling), axis=-1)
+    total = cumulative[:, -1]
+    target = np.minimum(uniform * total, np.nextafter(total, 0.0))  # below the total, where rounding reaches it
+    return cast("npt.NDArray[np.int64]", (cumulative > target[:, None]).argmax(axis=-1))
 
 
 def choose(logits: Logits, seen: Sequence[int], sampling: Sampling, rng: np.random.Generator) -> int:
     """The next token id from one row of logits, (V,)."""
-    logits = penalize(logits, seen, sampling.repetition_penalty)
-    if sampling.temperature == 0:
-        return int(np.argmax(logits))
-    return int(rng.choice(logits.shape[0], p=probabilities(logits, sampling)))
+    return int(draw(penalize(logits, seen, sampling.repetition_penalty)[None], sampling, rng.random(1))[0])
 
 
 def generate(

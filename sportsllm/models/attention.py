@@ -1,6 +1,7 @@
 """Attention over heads and the cache that it extends, for the kinds of attention to use.
 
-Shape suffixes: B sequences, T tokens, H query heads, K key/value heads, E head_dim, L cache length.
+Shape suffixes: B sequences, T tokens, H query heads, K key/value heads, G heads of a group, E head_dim,
+L cache length.
 """
 
 from collections.abc import Sequence
@@ -12,12 +13,15 @@ from torch import Tensor
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_state
 
+_GROWTH = 64  # tokens
+
 
 class KVCache:
-    """Keys and values, or other states, of the tokens read so far; allocated once.
+    """Keys and values, or other states, of the tokens read so far; grows with them, up to a limit.
 
     One tensor a `State` of the attention's kind, in its order: (layers, B, ..., L, E), the tokens before the last
-    axis of the shape that a single token has.
+    axis of the shape that a single token has. L is at most `_GROWTH` above what is filled: half-filled rows are read
+    at a third of the speed.
     """
 
     def __init__(
@@ -29,17 +33,33 @@ class KVCache:
         device: torch.device | None = None,
     ) -> None:
         self.room, self.length = length, 0
-        sizes = [(config.num_hidden_layers, batch, *s.shape[:-1], length, s.shape[-1]) for s in block_state(config)]
-        self.tensors = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+        first = min(length, _GROWTH)
+        sizes = [(config.num_hidden_layers, batch, *s.shape[:-1], first, s.shape[-1]) for s in block_state(config)]
+        self.tensors = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Write one layer's new states, tokens on the last axis but one, after the `length` old ones; returns all."""
         end = self.length + new[0].shape[-2]
         if end > self.room:
             raise ValueError(f"cache holds {self.room} tokens, {end} are needed")
+        if end > self.tensors[0].shape[-2]:
+            self._grow(min(self.room, -(-end // _GROWTH) * _GROWTH))
         for tensor, state in zip(self.tensors, new, strict=True):
             tensor[layer][..., self.length : end, :] = state
         return tuple(tensor[layer][..., :end, :] for tensor in self.tensors)
+
+    def keep(self, rows_B: Tensor) -> None:
+        """Drop all sequences but these, in this order; copies those that change their place."""
+        places_B = torch.arange(len(rows_B), device=rows_B.device)
+        moved_B = rows_B != places_B
+        for tensor in self.tensors:
+            tensor[:, places_B[moved_B]] = tensor[:, rows_B[moved_B]]
+        self.tensors = [tensor[:, : len(rows_B)] for tensor in self.tensors]
+
+    def _grow(self, length: int) -> None:
+        for place, old in enumerate(self.tensors):
+            self.tensors[place] = old.new_empty((*old.shape[:-2], length, old.shape[-1]))
+            self.tensors[place][..., : self.length, :] = old[..., : self.length, :]
 
 
 def attend_cached(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, layer: int, cache: KVCache | None) -> Tensor:
@@ -49,11 +69,20 @@ def attend_cached(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, layer: int, ca
     if cache is not None:
         past, new = cache.length, q.shape[2]
         k, v = cache.append(layer, k, v)
+        if new == 1:
+            return attend_last(q, k, v).transpose(1, 2)
         if past:  # row t sees the cache and the new tokens up to itself
             causal = False
-            if new > 1:
-                mask = torch.ones(new, past + new, dtype=torch.bool, device=q.device).tril(past)
+            mask = torch.ones(new, past + new, dtype=torch.bool, device=q.device).tril(past)
     return attend(q, k, v, causal, mask).transpose(1, 2)
+
+
+def attend_last(q_BH1E: Tensor, k_BKLE: Tensor, v_BKLE: Tensor) -> Tensor:
+    """Attention of one token a sequence to all L, (B, H, 1, E); a group's heads are multiplied in one piece."""
+    batch, heads, _, size = q_BH1E.shape
+    q_BKGE = q_BH1E.float().reshape(batch, k_BKLE.shape[1], -1, size) * size**-0.5
+    weights_BKGL = torch.softmax(q_BKGE @ k_BKLE.float().transpose(2, 3), dim=-1)
+    return (weights_BKGL @ v_BKLE.float()).view(batch, heads, 1, -1).to(v_BKLE.dtype)
 
 
 def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:

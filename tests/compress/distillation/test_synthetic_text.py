@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from compress.cli.sample import sample
-from compress.distillation.synthetic_text import CORPUS, sample_continuations, write_corpus
-from sportsllm.errors import UsageError
+from compress.distillation.synthetic_text import CORPUS, Request, default_rows, write_corpus
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.inference.sampling import Sampling
 from sportsllm.models.hf_config import load_config
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.tokenizer import load_tokenizer
-from tests.support.models import tiny_model
+from tests.support.models import tiny_config
 
 
 def test_a_model_writes_a_corpus(checkpoint: Path, tmp_path: Path) -> None:
@@ -23,10 +24,10 @@ def test_a_model_writes_a_corpus(checkpoint: Path, tmp_path: Path) -> None:
     words = load_tokenizer(checkpoint, load_config(checkpoint))
     special = words.decode([words.begin_id])
     assert not special or not any(special in text for text in texts)
-    again = write_corpus(checkpoint=checkpoint, out=tmp_path / "again", tokens=300, length=24, batch_size=8)
+    again = write_corpus(checkpoint, tmp_path / "again", Request(300, 24, batch_size=8))
     assert (tmp_path / "again" / CORPUS).read_bytes() == (tmp_path / "own" / CORPUS).read_bytes()
     assert again["tokens"] == result["tokens"]
-    other = write_corpus(checkpoint=checkpoint, out=tmp_path / "other", tokens=300, length=24, batch_size=8, seed=1)
+    other = write_corpus(checkpoint, tmp_path / "other", Request(300, 24, batch_size=8, seed=1))
     assert (tmp_path / "other" / CORPUS).read_bytes() != (tmp_path / "own" / CORPUS).read_bytes() and other["tokens"]
 
 
@@ -36,31 +37,58 @@ def test_texts_end_at_a_stop_token(checkpoint: Path, tokenizer_directory: Path, 
     model.head_weight.data.mul_(0.01)  # all tokens about as likely as each other
     (tmp_path / "flat").mkdir()
     save_checkpoint(tmp_path / "flat", model, tokenizer_directory)
-    flat = write_corpus(checkpoint=tmp_path / "flat", out=tmp_path / "own", tokens=2_000, length=64, batch_size=32)
+    flat = write_corpus(tmp_path / "flat", tmp_path / "own", Request(2_000, 64, batch_size=32))
     # Every token ends a text with a chance of 2 of 384 (end and begin token): 1 - (382 / 384) ** 63 = 28% of them.
     assert 0.1 < flat["ended"] / flat["documents"] < 0.5
 
 
 def test_a_length_beyond_the_context_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="context"):
-        write_corpus(checkpoint=checkpoint, out=tmp_path / "x", tokens=10, length=100_000)
+        write_corpus(checkpoint, tmp_path / "x", Request(10, 100_000))
 
 
-def test_what_is_written_follows_the_models_probabilities() -> None:
-    # One prompt, many rows: the second token drawn must be distributed as softmax(model) says.
-    model = tiny_model(3, vocab_size=16).eval()
-    with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(0.3)  # so that several tokens are likely, and none surely
-    rows = 4_000
-    text = sample_continuations(model, torch.full((rows, 3), 5), 2, torch.Generator().manual_seed(0))
-    first = text[:, 3]
-    common = int(first.mode().values)
-    second = text[first == common, 4]
-    with torch.no_grad():
-        expected = torch.softmax(model(torch.tensor([[5, 5, 5, common]]))[0, -1], -1)
-    counts = torch.bincount(second, minlength=16)
-    # Chi-squared with 15 degrees of freedom is above 45 once in ten thousand draws.
-    enough = expected * len(second) > 5
-    assert enough.sum() >= 4
-    statistic = ((counts - expected * len(second)) ** 2 / (expected * len(second)))[enough].sum()
-    assert statistic < 45
+def test_a_seed_means_the_same_text_for_any_number_of_threads(checkpoint: Path, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        written = set()
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            write_corpus(checkpoint, tmp_path / str(threads), Request(600, 24, batch_size=4))
+            written.add((tmp_path / str(threads) / CORPUS).read_bytes())
+        assert len(written) == 1 and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_each_text_continues_a_prompt(checkpoint: Path, corpus_file: Path, texts: list[str], tmp_path: Path) -> None:
+    lines = ["The match", "Two goals in the first half, and", "Rain"]
+    (tmp_path / "prompts.txt").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    request = Request(200, 40, Sampling(0.8, 0, 0.9), tmp_path / "prompts.txt", batch_size=6)
+    result = write_corpus(checkpoint, tmp_path / "lines", request)
+    found = [json.loads(line)["text"] for line in (tmp_path / "lines" / CORPUS).read_text("utf-8").splitlines()]
+    assert all(any(text.startswith(line) for line in lines) for text in found)
+    assert all(any(text.startswith(line) for text in found[:3]) for line in lines)  # in another order, none twice
+    assert len(found) == result["documents"] and result["tokens"] >= 200
+    write_corpus(checkpoint, tmp_path / "documents", Request(200, 40, prompts=corpus_file, batch_size=6))
+    for line in (tmp_path / "documents" / CORPUS).read_text("utf-8").splitlines():
+        assert json.loads(line)["text"][:8] in {text[:8] for text in texts}
+
+
+def test_prompts_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n" + "two " * 50 + "\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"prompt 2 has .* tokens of a text's 20"):
+        write_corpus(checkpoint, tmp_path / "x", Request(10, 20, prompts=path))
+    path.write_text("\n \n", encoding="utf-8")
+    with pytest.raises(ArtifactError, match="holds no text"):
+        write_corpus(checkpoint, tmp_path / "x", Request(10, 20, prompts=path))
+    with pytest.raises(UsageError, match="--temperature is 0"):
+        write_corpus(checkpoint, tmp_path / "x", Request(10, 20, Sampling(0.0)))
+
+
+def test_a_batch_fits_its_cache() -> None:
+    config = tiny_config()  # 2 layers, keys and values of 2 heads of 16: 512 bytes a token
+    assert default_rows(config, 64, 1_000_000) == 128
+    assert default_rows(config, 64, 64 * 4 * 40) == 40
+    assert default_rows(config, 64, 10) == 16
+    assert default_rows(config, 2**20, 2**30) == 2

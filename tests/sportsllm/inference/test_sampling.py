@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import numpy as np
@@ -6,7 +7,7 @@ import torch
 
 from sportsllm.errors import UsageError
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.inference.sampling import Sampling, choose, generate, penalize, probabilities
+from sportsllm.inference.sampling import Sampling, choose, draw, generate, penalize, probabilities
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.models import tiny_model
@@ -40,6 +41,28 @@ def test_sampling_agrees_with_transformers_filters() -> None:
     expected = torch.softmax(scores, -1)[0].numpy()
     ours = probabilities(penalize(logits, seen, 1.3), Sampling(0.7, 50, 0.9))
     assert ours == pytest.approx(expected, abs=1e-5)
+
+
+def test_rows_are_filtered_like_one_alone() -> None:
+    logits = np.random.default_rng(0).normal(size=(7, 60)).astype(np.float32) * 3
+    for sampling in (Sampling(0.7, 5, 0.9), Sampling(1.3, 0, 0.5), Sampling(1.0, 9, 1.0)):
+        alone = np.stack([probabilities(row, sampling) for row in logits])
+        assert np.array_equal(probabilities(logits, sampling), alone)
+
+
+def test_a_draw_inverts_the_cumulative_distribution() -> None:
+    # Oracle: token v for every number from P(ids < v) up to P(ids <= v), in exact float64 sums.
+    logits = np.random.default_rng(1).normal(size=400).astype(np.float32) * 4
+    exact = [math.exp(float(value)) for value in logits]
+    total = math.fsum(exact)
+    edges = np.array([math.fsum(exact[:v]) / total for v in range(401)])
+    width = np.diff(edges)
+    inside = np.concatenate([edges[:-1] + share * width for share in (1e-3, 0.5, 1 - 1e-3)])
+    drawn = draw(np.tile(logits, (1200, 1)), Sampling(1.0, 0, 1.0), inside)
+    clear = np.tile(width > 1e-12, 3)  # float64 sums of 400 terms err by 1e-14
+    assert clear.sum() > 1100 and np.array_equal(drawn[clear], np.tile(np.arange(400), 3)[clear])
+    certain = np.array([[0.0, 0.0, -np.inf]], dtype=np.float32)
+    assert draw(certain, Sampling(1.0, 0, 1.0), np.array([np.nextafter(1.0, 0.0)])) == [1]  # never what has no chance
 
 
 def test_greedy_and_seed() -> None:

@@ -97,6 +97,19 @@ def test_cached_steps_equal_one_pass() -> None:
     assert torch.allclose(torch.cat(parts, dim=1), whole, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def test_rows_that_stay_in_a_growing_cache_go_on_as_before() -> None:
+    model = tiny_model()
+    tokens = torch.randint(0, 384, (5, 100), generator=torch.Generator().manual_seed(2))
+    cache, kept = KVCache(model.config, 5, 100), torch.tensor([0, 4, 2])
+    with torch.inference_mode():
+        whole = model(tokens)[kept, 60:]
+        model(tokens[:, :60], cache)
+        cache.keep(kept)
+        assert cache.tensors[0].shape[1] == 3 and cache.tensors[0].shape[-2] < 100
+        parts = [model(tokens[kept, i : i + 1], cache) for i in range(60, 90)] + [model(tokens[kept, 90:], cache)]
+    assert torch.allclose(torch.cat(parts, dim=1), whole, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def test_full_cache_is_refused() -> None:
     model = tiny_model()
     with pytest.raises(ValueError, match="cache holds 4"):
