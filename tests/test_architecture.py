@@ -22,7 +22,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"models"},
         {"storage"},
         {"text", "simulator"},
-        {"inference"},
+        {"inference", "gguf"},
         {"training"},
         {"cli"},
     ],

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # command -> module that holds it, as a function of the command's name
 COMMANDS = {
     "simulate": "sportsllm.cli.commands",
+    "import": "sportsllm.cli.import_model",
     "train": "sportsllm.cli.commands",
     "distill": "compress.cli.distill",
     "prune": "compress.cli.prune",
@@ -41,6 +42,9 @@ COMMANDS = {
     "calibrate": "benchmarks.commands",
 }
 
+_RESERVED = {"eval": "evaluate", "import": "import_model"}
+"""Commands that Python has a meaning for, and their functions."""
+
 Command = Callable[..., dict[str, Any]]
 
 
@@ -59,7 +63,7 @@ def load_command(name: str) -> Command:
             f"package {package!r} does not lie beside 'sportsllm' in {here}; another package may hide it: "
             "install sportsllm-compress into an environment of its own"
         )
-    function = getattr(importlib.import_module(module), name.replace("eval", "evaluate").replace("-", "_"))
+    function = getattr(importlib.import_module(module), _RESERVED.get(name, name.replace("-", "_")))
     return cast(Command, function)
 
 

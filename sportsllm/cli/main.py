@@ -25,7 +25,13 @@ from sportsllm import __version__
 from sportsllm.cli.flags import COMMANDS, Command, load_command
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, ResourceError, SportsLLMError
 
-_EXTRA_OF = {"pyarrow": "parquet", "optimum": "optimum", "transformers": "optimum", "onnxruntime_genai": "genai"}
+_EXTRA_OF = {
+    "gguf": "gguf",
+    "onnxruntime_genai": "genai",
+    "optimum": "optimum",
+    "pyarrow": "parquet",
+    "transformers": "optimum",
+}
 _COMPRESS = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "plotly", "jinja2"}
 
 

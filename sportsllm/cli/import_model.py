@@ -1,0 +1,27 @@
+"""The command `import`. Heavy imports are inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sportsllm.cli import flags
+
+
+def import_model(
+    source: Annotated[Path, typer.Argument(help="A GGUF file of a LLaMA, Qwen2 or Qwen3 model.", show_default=False)],
+    out: flags.Out,
+) -> dict[str, Any]:
+    """Turn a GGUF file (llama.cpp's format) into a float32 checkpoint with its tokenizer and chat template."""
+    from sportsllm.console import output
+    from sportsllm.gguf.run import import_gguf
+
+    result = import_gguf(source, out)
+    output().print(
+        f"{out}: {result['name'] or source.stem}, {result['architecture']}, {result['parameters']:,} parameters, "
+        f"{result['vocab_size']:,} tokens, {', '.join(result['formats'])} of {result['source_bytes'] / 1e6:.1f} MB "
+        f"-> float32 of {result['size_bytes'] / 1e6:.1f} MB; licence: {result['license'] or 'not named'}"
+    )
+    return result

@@ -1,0 +1,72 @@
+"""GGUF tensors under Hugging Face's names, as float32.
+
+Shape suffixes: R rows, C columns, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from sportsllm.gguf.config import ROPE_FACTORS, architecture
+from sportsllm.gguf.file import GGUFFile
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import parameters
+
+_ARCHITECTURES = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()}
+
+
+def rows_in_halves(rows: Tensor, heads: int) -> Tensor:
+    """Rows of queries or keys whose rotary pairs are neighbours, reordered into Hugging Face's two halves.
+
+    llama.cpp rotates channels 2i and 2i + 1 of a head together, Hugging Face's Llama channels i and i + D / 2:
+
+        halves[h, i], halves[h, i + D / 2] = rows[h, 2 * i], rows[h, 2 * i + 1]
+
+    Args:
+        rows: (H * D, C) weights or (H * D,) biases.
+        heads: H.
+    """
+    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def read_weights(file: GGUFFile, config: ModelConfig) -> dict[str, Tensor]:
+    """Every parameter of the model, float32.
+
+    Raises:
+        ArtifactError: a tensor is missing, of another shape, not finite, in a format that is not known, or of no use.
+    """
+    kind = architecture(file)
+    names = gguf.get_tensor_name_map(_ARCHITECTURES[kind], config.num_hidden_layers)
+    unused = set(file.tensors) - {ROPE_FACTORS}
+    found: dict[str, Tensor] = {}
+    for parameter in parameters(config):
+        name = names.get_name(parameter.name, try_suffixes=(".weight", ".bias"))
+        if name is None or name not in file.tensors:
+            raise file.error(f"tensor {name!r} is missing; convert the model again")
+        unused.discard(name)
+        tensor = _dense(file, name, parameter.shape)
+        if kind == "llama" and ".q_proj." in parameter.name:
+            tensor = rows_in_halves(tensor, config.num_attention_heads)
+        elif kind == "llama" and ".k_proj." in parameter.name:
+            tensor = rows_in_halves(tensor, config.num_key_value_heads)
+        found[parameter.name] = tensor
+    if unused:
+        raise file.error(f"tensor {sorted(unused)[0]!r} belongs to no part of a {kind} model; refuse")
+    return found
+
+
+def _dense(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Tensor:
+    stored = file.tensors[name]
+    if tuple(stored.shape.tolist()[::-1]) != shape:
+        raise file.error(f"tensor {name!r} has shape {tuple(stored.shape.tolist()[::-1])}, the header asks for {shape}")
+    try:
+        values = gguf.dequantize(stored.data, stored.tensor_type)
+    except NotImplementedError:
+        raise file.error(f"tensor {name!r}: format {stored.tensor_type.name} is not known to gguf") from None
+    if not np.isfinite(values).all():
+        raise file.error(f"tensor {name!r} holds NaN or infinity; copy or download the file again")
+    return torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
