@@ -26,9 +26,14 @@ ROUNDS = 2  # of `descend` and `fit_scales` in turn
 _PANEL = 128  # columns whose moves are gathered before they reach the columns behind them
 
 
+def row_errors(difference_NK: Tensor, gram_KK: Tensor) -> Tensor:
+    """(N,) the diagonal of D H D^T: the squared error of each output over the calibration tokens, float64."""
+    return ((difference_NK @ gram_KK) * difference_NK).sum(dim=1, dtype=torch.float64)
+
+
 def output_error(difference_NK: Tensor, gram_KK: Tensor) -> float:
-    """tr(D H D^T): the squared error of all outputs over the calibration tokens."""
-    return float(((difference_NK @ gram_KK) * difference_NK).sum(dtype=torch.float64))
+    """tr(D H D^T): the squared error of all outputs."""
+    return float(row_errors(difference_NK, gram_KK).sum())
 
 
 def gptq_weight(
@@ -37,7 +42,7 @@ def gptq_weight(
     """Quantize a matrix for inputs with second moment `gram_KK`.
 
     Columns are taken in their own order, each block's grid fitted when it is reached, and in the order of their
-    inputs' strength (act-order) on a grid that is fitted before; the better of both is refined.
+    inputs' strength (act-order) on a grid that is fitted before; of each row the better of both is refined.
 
     Args:
         weight_NK: float32.
@@ -46,19 +51,30 @@ def gptq_weight(
         damping: added to H's diagonal, as a share of its mean.
     """
     damped = damped_gram(gram_KK, damping)
-    tried = []
-    for act_order in (False, True):
-        grid, quants = gptq(weight_NK, damped, bits, block_size, symmetric, act_order=act_order)
-        tried.append((output_error(weight_NK - grid.values(quants), damped), grid, quants))
-    error, grid, quants = min(tried, key=lambda found: found[0])
+    found = [gptq(weight_NK, damped, bits, block_size, symmetric, act_order=order) for order in (False, True)]
+    grid, quants_NK = _better_rows(weight_NK, damped, *found)
     for _ in range(ROUNDS):
-        quants = descend(weight_NK, damped, grid, quants)
-        fitted = fit_scales(weight_NK, damped, grid, quants)
-        found = output_error(weight_NK - fitted.values(quants), damped)
-        if not found < error:
-            break
-        grid, error = fitted, found
-    return grid.pack(quants)
+        quants_NK = descend(weight_NK, damped, grid, quants_NK)
+        fitted = fit_scales(weight_NK, damped, grid, quants_NK)
+        grid, quants_NK = _better_rows(weight_NK, damped, (grid, quants_NK), (fitted, quants_NK))
+    return grid.pack(quants_NK)
+
+
+def _better_rows(
+    weight_NK: Tensor, gram_KK: Tensor, first: tuple[Grid, Tensor], second: tuple[Grid, Tensor]
+) -> tuple[Grid, Tensor]:
+    """Of two roundings of a matrix, each row's with less error."""
+    errors = [row_errors(weight_NK - grid.values(quants_NK), gram_KK) for grid, quants_NK in (first, second)]
+    better_N1 = (errors[1] < errors[0])[:, None]
+    scales, zeros, quants = (
+        torch.where(better_N1, new, old)
+        for new, old in (
+            (second[0].scales_NG, first[0].scales_NG),
+            (second[0].zeros_NG, first[0].zeros_NG),
+            (second[1], first[1]),
+        )
+    )
+    return dataclasses.replace(first[0], scales_NG=scales, zeros_NG=zeros), quants
 
 
 def damped_gram(gram_KK: Tensor, damping: float = DAMPING) -> Tensor:
@@ -89,8 +105,7 @@ def gptq(
     diagonal = gram_KK.diagonal()
     grid = fit_grid(weight_NK, bits, block_size, symmetric, search=True, weights_K=diagonal)
     order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(columns)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram_KK[order][:, order].double()))
-    factor_KK = torch.linalg.cholesky(inverse, upper=True).float()
+    factor_KK = inverse_factor(gram_KK[order][:, order])
     left_NK = weight_NK[:, order].clone()
     quants_NK = torch.empty_like(left_NK)
     scales, zeros = grid.scales_NG.clone(), grid.zeros_NG.clone()
@@ -118,6 +133,24 @@ def gptq(
     unsorted = torch.empty_like(quants_NK)
     unsorted[:, order] = quants_NK
     return dataclasses.replace(grid, scales_NG=scales, zeros_NG=zeros), unsorted
+
+
+def inverse_factor(gram_KK: Tensor) -> Tensor:
+    """The upper Cholesky factor of H^-1, float32; an H that is not positive definite is damped until it is.
+
+    Raises:
+        ValueError: H has numbers that are not finite.
+    """
+    if not gram_KK.isfinite().all():
+        raise ValueError("the second moment of the inputs is not finite")
+    gram, more = gram_KK.double(), DAMPING
+    while True:
+        try:
+            inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+            return torch.linalg.cholesky(inverse, upper=True).float()
+        except torch.linalg.LinAlgError:
+            gram = gram + torch.diag(more * gram.diagonal().abs().clamp(min=1e-8))
+            more *= 10
 
 
 def descend(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor, sweeps: int = 1) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +22,17 @@ def round_weight(weight_NK: Tensor, spec: GridSpec, search: bool) -> QuantizedWe
     """Every number to the nearest of its block's grid; `search` as in `compress.quantization.grid.fit_grid`."""
     grid = fit_grid(weight_NK, *spec, search=search)
     return grid.pack(grid.round(weight_NK.float()))
+
+
+def stack_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Matrices of one grid, one under the other."""
+    zeros = [part.zero_points for part in parts if part.zero_points is not None]
+    return dataclasses.replace(
+        parts[0],
+        packed=np.concatenate([part.packed for part in parts]),
+        scales=np.concatenate([part.scales for part in parts]),
+        zero_points=np.concatenate(zeros) if zeros else None,
+    )
 
 
 class PackedCheckpoint:

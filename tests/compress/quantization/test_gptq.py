@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from compress.quantization.gptq import damped_gram, descend, fit_scales, gptq, gptq_weight, output_error
+from compress.quantization.gptq import (
+    damped_gram,
+    descend,
+    fit_scales,
+    gptq,
+    gptq_weight,
+    inverse_factor,
+    output_error,
+)
 from compress.quantization.grid import Grid, fit_grid, full_range, searched_range, split_blocks
 
 GRIDS = [(bits, block, symmetric) for bits in (4, 8) for block in (16, 32, 256) for symmetric in (True, False)]
@@ -186,3 +194,35 @@ def test_inputs_that_are_always_zero() -> None:
     assert np.isfinite(packed.dequantize()).all()
     nothing = gptq_weight(weight, torch.zeros(32, 32), 4, 16, True)
     assert np.abs(nothing.dequantize() - weight.numpy()).max() < 0.3
+
+
+def test_a_singular_second_moment_is_damped_until_it_is_not() -> None:
+    inputs = torch.randn(3, 32, generator=torch.Generator().manual_seed(4))
+    gram = inputs.T @ inputs
+    factor = inverse_factor(gram).double()
+    assert factor.isfinite().all()
+    # With U^T U = (H + D)^-1 and D a positive diagonal: what is left of H's inverse is smaller than H's everywhere.
+    damped = torch.linalg.inv(factor.T @ factor)
+    more = damped - gram.double()
+    assert (more.diagonal() > 0).all()
+    assert (more - torch.diag(more.diagonal())).abs().max() < 1e-2 * more.diagonal().min()
+    with pytest.raises(ValueError, match="not finite"):
+        inverse_factor(torch.full((4, 4), torch.nan))
+
+
+def test_each_row_takes_the_better_order() -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight, inputs = torch.randn(40, 96, generator=draw), torch.randn(200, 96, generator=draw)
+    gram = damped_gram(inputs.T @ inputs)
+    tried = [gptq(weight, gram, 4, 32, True, act_order=order) for order in (False, True)]
+    errors = np.stack(
+        [
+            np.einsum("nk,kj,nj->n", d, gram.double().numpy(), d)
+            for d in ((weight - grid.values(quants)).double().numpy() for grid, quants in tried)
+        ]
+    )
+    assert 5 < (errors[0] < errors[1]).sum() < 35, "the case is one where rows differ"
+    packed = gptq_weight(weight, gram, 4, 32, True, damping=0.0)
+    left = (weight - torch.from_numpy(packed.dequantize())).double().numpy()
+    # Refinement never adds to a row's error; 1e-4 for its float32 sums.
+    assert (np.einsum("nk,kj,nj->n", left, gram.double().numpy(), left) <= errors.min(axis=0) * (1 + 1e-4)).all()

@@ -1,0 +1,62 @@
+"""Quantization of a whole checkpoint with calibration text: what each table's error costs where it is used."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.quantization.config import QuantizationConfig
+from compress.quantization.layer_by_layer import TABLE_SHARE, quantize_calibrated
+from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
+from sportsllm.errors import ArtifactError
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.storage.checkpoint import save_checkpoint
+from tests.support.models import tiny_model
+
+
+def table_error(model: SportsLLM, samples: list[torch.Tensor], found_VD: torch.Tensor) -> float:
+    """Squared error of the logits over their mean square state; a tied table's own squared error besides. Float64."""
+    with torch.inference_mode():
+        states_ND = torch.cat([model.hidden(tokens)[0] for tokens in samples]).double()
+    wrong_VD = (found_VD - model.head_weight.detach()).double()
+    error = float((states_ND @ wrong_VD.T).square().sum() / states_ND.square().mean(0).mean() / len(states_ND))
+    return error + (TABLE_SHARE * float(wrong_VD.square().sum()) if model.lm_head is None else 0.0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_is_rounded_for_its_inputs(checkpoint: Path, tmp_path: Path, tied: bool) -> None:
+    model = tiny_model(tie_word_embeddings=tied)
+    with torch.no_grad():  # states whose channels differ in strength, as in trained models
+        model.model.norm.weight[::5] *= 8
+    save_checkpoint(tmp_path, model, checkpoint)
+    draw = torch.Generator().manual_seed(0)
+    samples = [torch.randint(0, 24, (1, 100), generator=draw) for _ in range(12)]  # few tokens: states are related
+    packed = PackedCheckpoint(model.config, QuantizationConfig(8, 32, head_bits=4))
+    quantize_calibrated(tmp_path, model.config, packed, samples)
+    name = "model.embed_tokens" if tied else "lm_head"
+    plain = torch.from_numpy(
+        round_weight(model.head_weight.detach(), packed.config.grid_for(name, 64), True).dequantize()
+    )
+    found, before = (table_error(model, samples, table) for table in (packed.matrix(name), plain))
+    assert found < (0.85 if tied else 0.5) * before  # 0.80 and 0.31; as the embedding, nothing can be gained
+
+
+def test_inputs_that_overflow_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1e38)
+    save_checkpoint(tmp_path, model, checkpoint)
+    packed = PackedCheckpoint(model.config, QuantizationConfig(head_bits=32))
+    with pytest.raises(ArtifactError, match=r"layers.1.mlp.down_proj: .* overflows"):
+        quantize_calibrated(tmp_path, model.config, packed, [torch.arange(64)[None]])
+
+
+def test_a_matrix_whose_inputs_are_always_zero_is_rounded_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.zero_()
+    save_checkpoint(tmp_path, model, checkpoint)
+    packed = PackedCheckpoint(model.config, QuantizationConfig(8))
+    quantize_calibrated(tmp_path, model.config, packed, [torch.arange(64)[None]])
+    down = model.model.layers[0].mlp.down_proj.weight
+    assert (packed.matrix("model.layers.0.mlp.down_proj") - down).abs().max() < 0.01 * down.abs().max()
