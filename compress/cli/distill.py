@@ -48,7 +48,7 @@ def distill(
     source = resolve_teacher(teacher)
     begin = resolve_start(student, init, start, source)
     kind = Start.RANDOM if isinstance(begin, Fresh) else Start.CUT
-    run = Run(kind, begin.shape.parameters, begin.shape.max_position_embeddings, lora.lora_rank is not None)
+    run = Run(kind, begin.shape, lora.lora_rank is not None)
     config = training.config(run, length.tokens, length.steps, seed=seed)
     plan = StudentTraining(
         teacher=source,

@@ -113,8 +113,7 @@ def prune(
     recovery = None
     if recover.recover is not None:
         source = recover.teacher or checkpoint
-        full = load_config(checkpoint)
-        run = Run(Start.CUT, full.parameters, full.max_position_embeddings, lora.lora_rank is not None)
+        run = Run(Start.CUT, load_config(checkpoint), lora.lora_rank is not None)
         config = training.config(run, recover.recover, seed=seed)
         recovery = Recovery(
             config=config,

@@ -180,8 +180,7 @@ def _recovery(
     from sportsllm.models.hf_config import load_config
     from sportsllm.training.settings import Run, Start
 
-    shape = load_config(checkpoint)
-    run = Run(Start.ROUNDED, shape.parameters, shape.max_position_embeddings)
+    run = Run(Start.ROUNDED, load_config(checkpoint))
     return Recovery(
         config=training.config(run, tokens, seed=seed),
         corpus=tuple(text.corpus or teacher_corpus(checkpoint, "corpus")),

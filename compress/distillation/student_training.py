@@ -27,6 +27,7 @@ from sportsllm.text.tokenizer import TextTokenizer
 from sportsllm.training.loop import train_model
 from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
 from sportsllm.training.pretrain import check_sequence
+from sportsllm.training.rate_trial import choose_rates, chosen_rates
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.setup import training_device, training_results, validation, validator
 
@@ -177,19 +178,23 @@ def train_student(
         if teacher is not None and training.distillation.hidden_weight:
             layers = training.distillation.layers(student.config, teacher.config)
             matching = HiddenMatching(student.config, teacher.config, layers, config.seed)
+        judged = validation(text.split, text.tokenizer, config, has_weights)
+        loss = distillation_loss(training.distillation, teacher, config.steps * config.accumulation, cache)
         with attached(student, matching):
+            if config.try_rates and judged is not None:
+                config = choose_rates(student, batches, loss, config, state.directory, judged.choosing)
             result = train_model(
                 student,
                 batches,
-                distillation_loss(training.distillation, teacher, config.steps * config.accumulation, cache),
+                loss,
                 config,
                 state.directory,
-                validation=validation(text.split, text.tokenizer, config, has_weights),
+                validation=judged,
                 identity=state.identity,
                 resume=state.resume,
                 description=description,
             )
-    return training_results(student, result, batches)
+    return training_results(student, result, batches) | chosen_rates(config)
 
 
 @contextmanager

@@ -96,8 +96,9 @@ def train(
         raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT instead of --model")
     shape = load_config(init) if init is not None else pretrain.shape_of(str(model))[0]
     start = Start.RANDOM if init is None else Start.TRAINED
-    kind = Run(start, shape.parameters, shape.max_position_embeddings, lora.lora_rank is not None)
-    config = training.config(kind, length.tokens, length.steps, seed=seed, parallel=True)
+    config = training.config(
+        Run(start, shape, lora.lora_rank is not None), length.tokens, length.steps, seed=seed, parallel=True
+    )
     adapters = lora.adapters(config.optimizer)
     if not out:
         out = Path("runs") / (f"{init.resolve().name}-tuned" if init else str(model))

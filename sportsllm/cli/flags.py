@@ -95,24 +95,33 @@ Valid = Annotated[
     typer.Option("--valid", help="Held-out text.", show_default="2% of the documents, chosen by hash"),
 ]
 BatchSize = Annotated[
-    int | None, typer.Option("--batch-size", min=1, help="Sequences in memory at once.", show_default="4")
+    int | None, typer.Option("--batch-size", min=1, help="Sequences in memory at once.", show_default="up to 4")
 ]
 Accumulation = Annotated[
-    int | None, typer.Option("--accumulation", min=1, help="Batches of one optimizer step.", show_default="4")
+    int | None,
+    typer.Option(
+        "--accumulation",
+        min=1,
+        help="Batches of one optimizer step.",
+        show_default="for 200 steps or more of --tokens; 4 with --steps",
+    ),
 ]
 Sequence = Annotated[
-    int | None, typer.Option("--sequence", min=2, help="Tokens of one training sequence.", show_default="512")
+    int | None, typer.Option("--sequence", min=2, help="Tokens of one training sequence.", show_default="up to 512")
 ]
 LearningRate = Annotated[
     float | None,
     typer.Option(
         "--learning-rate",
         help="Peak learning rate of AdamW.",
-        show_default="0.0003 for random weights; less for others, which is printed",
+        show_default="by the start and the model's size, and by trial where the start is good; printed",
     ),
 ]
 Optimizer = Annotated[
-    str | None, typer.Option("--optimizer", help="adamw, or muon (Muon and AdamW).", show_default="adamw")
+    str | None,
+    typer.Option(
+        "--optimizer", help="adamw, or muon (Muon and AdamW).", show_default="muon, where its steps are cheap"
+    ),
 ]
 Precision = Annotated[
     str | None,

@@ -20,6 +20,7 @@ from sportsllm.text.split import TextSplit, load_corpus
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
+from sportsllm.training.rate_trial import choose_rates, chosen_rates
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.setup import training_device, training_results, validation, validator
 
@@ -50,18 +51,21 @@ class Pretraining:
         batches = PackedSequences(
             tokenize(texts.train, words), self.config.sequence, self.config.batch_size, self.config.seed
         )
+        config, judged = self.config, validation(texts, words, self.config, "init" in stage.settings)
+        if config.try_rates and judged is not None:
+            config = choose_rates(network, batches, language_model_loss, config, directory, judged.choosing)
         result = train_model(
             network,
             batches,
             language_model_loss,
-            self.config,
+            config,
             directory,
-            validation=validation(texts, words, self.config, "init" in stage.settings),
+            validation=judged,
             identity=stage.fingerprint(),
             resume=self.resume,
             description=str(stage.settings.get("model") or stage.settings["init"]),
         )
-        return training_results(network, result, batches)
+        return training_results(network, result, batches) | chosen_rates(config)
 
 
 def train_base(model: str, training: Pretraining, tokenizer: Path | None = None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from sportsllm.console import say
 from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
 from sportsllm.training.optimizers import OPTIMIZERS, SCHEDULES
 
 
@@ -22,7 +23,8 @@ class TrainConfig:
     for models too small to keep all cores at work on one batch, for as many times the activations and gradients.
     `precision` is fp32, bf16, fp16 (with loss scaling) or auto: bf16 where the processor computes in it,
     else fp32. Learning rates are peaks; `muon_learning_rate` is for Muon's matrices only; `final_rate` is the last
-    rate as a share of the peak, `decay_share` the part of a wsd run in which it falls.
+    rate as a share of the peak, `decay_share` the part of a wsd run in which it falls. With `try_rates` the rates are
+    those of three or four that do best in short runs.
     """
 
     steps: int = 5_000
@@ -43,6 +45,7 @@ class TrainConfig:
     seed: int = 0
     checkpoint_activations: bool = False
     validate_every: int = 0
+    try_rates: bool = False
     log_every: int = 10
 
     def __post_init__(self) -> None:
@@ -93,14 +96,12 @@ class Run:
 
     Attributes:
         start: what it starts from.
-        parameters: of the model that is trained.
-        context: its longest sequence.
+        model: that is trained, or the one that it is cut from.
         adapters: only adapters are trained.
     """
 
     start: Start
-    parameters: int
-    context: int
+    model: ModelConfig
     adapters: bool = False
 
 
@@ -119,6 +120,7 @@ _RATES = {
     Start.ROUNDED: (1e-5, 0.0005),
 }
 _RATE_PARAMETERS, _LEAST_PARAMETERS = 1e8, 1e6
+_MUON_TOKENS_PER_CHANNEL = 8
 _ADAPTER_RATIO = 10.0  # adapters start at zero and reach their size in a few steps
 
 
@@ -129,9 +131,18 @@ def peak_rates(run: Run) -> tuple[float, float]:
     every matrix, so that its rate does not.
     """
     adamw, muon = _RATES[run.start]
-    size = max(run.parameters, _LEAST_PARAMETERS)
+    size = max(run.model.parameters, _LEAST_PARAMETERS)
     scale = math.sqrt(_RATE_PARAMETERS / size) * (_ADAPTER_RATIO if run.adapters else 1.0)
     return float(f"{adamw * scale:.2g}"), muon
+
+
+def default_optimizer(run: Run, tokens_per_step: int) -> str:
+    """Muon where its steps are cheap beside the batch, AdamW for wide models, adapters and rounded weights.
+
+    Orthogonalising a matrix takes about 3 * hidden_size / tokens of the time of its products in a step.
+    """
+    cheap = _MUON_TOKENS_PER_CHANNEL * run.model.hidden_size <= tokens_per_step
+    return "muon" if cheap and not run.adapters and run.start is not Start.ROUNDED else "adamw"
 
 
 def train_config(
@@ -167,13 +178,14 @@ def train_config(
     if run.start is Start.ROUNDED:
         base["weight_decay"] = 0.0  # the weights are near their final values: decay would pull them away
     if tokens is not None:
-        base |= _batches(tokens, run.context, given)
-        step = math.prod((base | given)[name] for name in ("batch_size", "accumulation", "sequence"))
-        base["steps"] = -(-tokens // step)
+        base |= _batches(tokens, run.model.max_position_embeddings, given)
+        base["steps"] = -(-tokens // TrainConfig(**_shape(base | given)).tokens_per_step)
+    base["optimizer"] = default_optimizer(run, TrainConfig(**_shape(base | given)).tokens_per_step)
     steps = (base | given).get("steps", TrainConfig.steps)
     base["warmup"] = min(_MOST_WARMUP, max(1, round(_WARMUP_SHARE * steps))) if steps > 1 else 0
     if run.start is not Start.RANDOM:
         base["validate_every"] = -(-steps // _VALIDATIONS)
+        base["try_rates"] = not {"learning_rate", "muon_learning_rate"} & given.keys()
     config = TrainConfig(**base | given)
     if config.parallel_batches > 1 and not parallel:
         raise UsageError(
@@ -183,6 +195,11 @@ def train_config(
     if config.steps:
         say(described(config, run))
     return config
+
+
+def _shape(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings that say how many tokens a step has."""
+    return {key: settings[key] for key in ("batch_size", "accumulation", "sequence") if key in settings}
 
 
 def _batches(tokens: int, context: int, given: Mapping[str, Any]) -> dict[str, int]:

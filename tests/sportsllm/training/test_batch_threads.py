@@ -9,6 +9,7 @@ import torch
 
 from sportsllm.errors import DivergedError, UsageError
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.presets import preset
 from sportsllm.text.packing import Batch, PackedSequences
 from sportsllm.training.batch_threads import batch_threads, check_parallel
 from sportsllm.training.loop import language_model_loss, train_model
@@ -85,7 +86,7 @@ def test_blocks_with_a_loss_of_their_own_are_refused(batches: PackedSequences, t
 
 
 def test_only_train_takes_it() -> None:
-    run = Run(Start.CUT, 1_000_000, 512)
+    run = Run(Start.CUT, preset("tiny-300k"))
     with pytest.raises(UsageError, match="parallel_batches=2: is for train"):
         train_config(run, 10_000, {"accumulation": 2}, ["parallel_batches=2"])
     assert train_config(run, 10_000, {"accumulation": 2}, ["parallel_batches=2"], parallel=True).parallel_batches == 2
