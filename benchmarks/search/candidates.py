@@ -219,7 +219,7 @@ def _shapes(teacher: ModelConfig) -> Iterator[Shape]:
         for hidden in widths:
             for heads, kv_heads in _head_counts(full):
                 for intermediate in inner:
-                    yield Shape(hidden, intermediate, heads, kv_heads, layers)
+                    yield Shape(hidden, intermediate, heads, kv_heads, layers, full.head_dim)
 
 
 def _values(full: int, step: int) -> list[int]:

@@ -28,7 +28,8 @@ class SizeFlags(FlagGroup):
     hidden: Annotated[int | None, typer.Option(min=1, help="Hidden channels to keep.")] = None
     intermediate: Annotated[int | None, typer.Option(min=1, help="FFN neurons to keep in each layer.")] = None
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads to keep in each layer.")] = None
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key/value heads; merged if --heads stays.")] = None
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key/value heads; merged where --heads stays.")] = None
+    head_dim: Annotated[int | None, typer.Option(min=2, help="Channels of each head to keep; an even number.")] = None
     layers: Annotated[int | None, typer.Option(min=1, help="Layers to keep; one contiguous run is dropped.")] = None
     search: Annotated[
         int | None, typer.Option(min=0, help="With --params or --size-mb: tokens to recover each finalist on.")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.pruning.scores import Scores
-from compress.pruning.shapes import Shape, unit_span
+from compress.pruning.shapes import unit_span
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_units
@@ -100,25 +100,25 @@ def loss_per_token(model: SportsLLM, samples: Sequence[Tensor], layers: Sequence
     return total / sum(tokens[:, 1:].numel() for tokens in samples)
 
 
-def choose_units(config: ModelConfig, scores: Scores, shape: Shape, layers: Sequence[int] | None = None) -> KeptUnits:
-    """The most important units of a model that fill a shape, in the given layers or else in the first ones.
+def choose_units(
+    config: ModelConfig, scores: Scores, smaller: ModelConfig, layers: Sequence[int] | None = None
+) -> KeptUnits:
+    """The most important units of a model that fill a smaller config, in the given layers or else in the first ones.
 
-    `compress.pruning.kv_heads` merges key/value heads before.
+    Its heads are a choice among the model's own; `compress.pruning.heads` makes others before.
 
     Raises:
-        UsageError: an impossible shape, or a unit that has no scores.
+        UsageError: a unit that has no scores.
     """
-    assert not shape.merges_kv_heads(config)
-    smaller = shape.applied_to(config)
-    chosen = list(range(shape.layers) if layers is None else layers)
+    chosen = list(range(smaller.num_hidden_layers) if layers is None else layers)
     units = [
-        _choose_in_layer(config, smaller, {name: score[layer] for name, score in scores.units.items()})
+        choose_in_layer(config, smaller, {name: score[layer] for name, score in scores.units.items()})
         for layer in chosen
     ]
-    return KeptUnits(config, smaller, chosen, _top(scores.hidden, shape.hidden), units)
+    return KeptUnits(config, smaller, chosen, top_indices(scores.hidden, smaller.hidden_size), units)
 
 
-def _choose_in_layer(full: ModelConfig, smaller: ModelConfig, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def choose_in_layer(full: ModelConfig, smaller: ModelConfig, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Units of one layer: the strongest groups, and in each group the strongest of the units it groups."""
     kept: dict[str, Tensor] = {}
     units, left = block_units(full), {name: unit.count for name, unit in block_units(smaller).items()}
@@ -132,15 +132,15 @@ def _choose_in_layer(full: ModelConfig, smaller: ModelConfig, scores: Mapping[st
         else:
             raise UsageError(f"unit {unit.name!r} is neither a matrix's columns nor a group of units: it has no scores")
         if unit.group is None:
-            kept[unit.name] = _top(own, left[unit.name])
+            kept[unit.name] = top_indices(own, left[unit.name])
             continue
         parts = own.view(units[unit.group].count, -1)
         each = left[unit.name] // left[unit.group]
-        chosen = [int(group) * parts.shape[1] + _top(parts[group], each) for group in kept[unit.group]]
+        chosen = [int(group) * parts.shape[1] + top_indices(parts[group], each) for group in kept[unit.group]]
         kept[unit.name] = torch.cat(chosen)
     return kept
 
 
-def _top(scores: Tensor, count: int) -> Tensor:
+def top_indices(scores: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest scores, in their old order; ties keep the lower index."""
     return torch.sort(torch.argsort(scores, descending=True, stable=True)[:count]).values

@@ -45,7 +45,7 @@ class PruneTarget:
         if share is not None:
             return shape_for_share(config, share)
         if not given:
-            dimensions = "--hidden, --intermediate, --heads, --kv-heads, --layers"
+            dimensions = "--hidden, --intermediate, --heads, --kv-heads, --head-dim, --layers"
             raise UsageError(f"say how small: --params SHARE, --size-mb MB, or {dimensions}")
         return dataclasses.replace(Shape.of(config), **given)
 

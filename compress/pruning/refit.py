@@ -78,31 +78,43 @@ class Streams(NamedTuple):
 class LayerPair:
     """A layer that is fitted, and the full model's layer, config and rotary tables that it is fitted with.
 
-    `rows` are those of each matrix that stay, by its name in the block; all if None.
+    `wanted` are, by a matrix's name in the block, the weights (O, I) whose outputs for the full layer's input it should
+    give; the full layer's own if None. `channels` of the full model's residual stream stay; all if None. `own_rope` is
+    the fitted layer's rotary tables, if they are others.
     """
 
     block: Block
     source: Block
     config: ModelConfig
     rope: Rope
-    rows: Mapping[str, Tensor] | None = None
+    wanted: Mapping[str, Tensor] | None = None
+    channels: Tensor | None = None
+    own_rope: Rope | None = None
 
 
 @torch.no_grad()
 def refit_layers(
-    pruned: SportsLLM, model: SportsLLM, kept: KeptUnits, samples: Sequence[Tensor], ridge: float = RIDGE
+    pruned: SportsLLM,
+    model: SportsLLM,
+    kept: KeptUnits,
+    samples: Sequence[Tensor],
+    reduced: SportsLLM | None = None,
+    ridge: float = RIDGE,
 ) -> None:
-    """Fit the matrices of `pruned`, which is `slice_model(model, kept)`, to the full model in place.
+    """Fit the matrices of `pruned`, which is `slice_model(reduced, kept)`, to the full model in place.
 
     Embedding, norms and biases stay as they are. `samples` are calibration token ids, (B, T) each, several times more
-    than the widest input; `ridge` is the pull towards the cut weights, as a share of the inputs' mean square.
+    than the widest input; `reduced` is `model` with other heads, if they were changed before; `ridge` is the pull
+    towards the cut weights, as a share of the inputs' mean square.
     """
 
     def solve(_name: str, linear: nn.Linear, sums: LeastSquares) -> None:
         linear.weight.data = sums.solve(linear.weight, ridge)
 
-    rope = model.rope_cos, model.rope_sin
-    blocks, cut_blocks = (cast("list[Block]", list(one.model.layers)) for one in (model, pruned))
+    rope, cut_rope = ((one.rope_cos, one.rope_sin) for one in (model, pruned))
+    blocks, cut_blocks, wanted_blocks = (
+        cast("list[Block]", list(one.model.layers)) for one in (model, pruned, reduced or model)
+    )
     full_BTD = [model.model.embed_tokens(tokens) for tokens in samples]
     cut_BTD = [pruned.model.embed_tokens(tokens) for tokens in samples]
     for block in blocks[: kept.layers[0]]:
@@ -112,10 +124,14 @@ def refit_layers(
             target_BTD = full_BTD
             for block in blocks[layer:after]:
                 target_BTD = run_layer(block, target_BTD, rope)
-            rows = {matrix.name: kept.of_matrix(matrix, new)[0] for matrix in block_matrices(model.config)}
-            pair = LayerPair(cut_blocks[new], blocks[layer], model.config, rope, rows)
+            wanted = {
+                matrix.name: wanted_blocks[layer].get_parameter(f"{matrix.name}.weight")[kept.of_matrix(matrix, new)[0]]
+                for matrix in block_matrices(kept.full)
+                if not matrix.writes_residual
+            }
+            pair = LayerPair(cut_blocks[new], blocks[layer], model.config, rope, wanted, kept.hidden, cut_rope)
             refit_block(pair, Streams(full_BTD, cut_BTD, target_BTD), solve)
-            cut_BTD = run_layer(cut_blocks[new], cut_BTD, rope)
+            cut_BTD = run_layer(cut_blocks[new], cut_BTD, cut_rope)
             full_BTD = target_BTD
             bar.advance()
 
@@ -154,32 +170,33 @@ def refit_block(pair: LayerPair, streams: Streams, solve: Solve) -> None:
         for group in groups:
             _refit_group(pair, half, group, Streams(full_BTD, changed_BTD, after_BTD), solve)
         if not last:
-            changed_BTD = _after_half(pair.block, half, changed_BTD, pair.rope)
+            changed_BTD = _after_half(pair.block, half, changed_BTD, pair.own_rope or pair.rope)
             full_BTD = after_BTD
 
 
 def _refit_group(pair: LayerPair, half: str, group: Sequence[Matrix], streams: Streams, solve: Solve) -> None:
     """Fit matrices of one half that read the same input."""
 
-    def inputs(block: Block, states_BTD: Sequence[Tensor]) -> Iterator[Tensor]:
-        return (_matrix_input(block, half, group[0].name, x, pair.rope) for x in states_BTD)
+    def inputs(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> Iterator[Tensor]:
+        return (_matrix_input(block, half, group[0].name, x, rope) for x in states_BTD)
 
+    channels = slice(None) if pair.channels is None else pair.channels
     shared: LeastSquares | None = None
     for matrix in sorted(group, key=lambda matrix: matrix.writes_residual):
         linear = cast(nn.Linear, pair.block.get_submodule(matrix.name))
-        rows = slice(None) if pair.rows is None else pair.rows[matrix.name]
+        ours = inputs(pair.block, streams.changed, pair.own_rope or pair.rope)
         if matrix.writes_residual:
             bias = 0.0 if linear.bias is None else linear.bias
             ends = zip(streams.target, streams.changed, strict=True)
-            targets = (after[..., rows] - before - bias for after, before in ends)
-            sums = LeastSquares.over(zip(inputs(pair.block, streams.changed), targets, strict=True))
+            targets = (after[..., channels] - before - bias for after, before in ends)
+            sums = LeastSquares.over(zip(ours, targets, strict=True))
         else:
-            # The full model gives W times its input: one sum of products of inputs serves all. Biases are the same.
-            shared = shared or LeastSquares.over(
-                zip(inputs(pair.block, streams.changed), inputs(pair.source, streams.full), strict=True)
-            )
-            weight_OI = pair.source.get_parameter(f"{matrix.name}.weight").double()
-            sums = LeastSquares(shared.gram_II, (weight_OI @ shared.cross_OI)[rows])
+            # The wanted weights times the full layer's input: one sum of products serves all. Biases are the same.
+            theirs = inputs(pair.source, streams.full, pair.rope)
+            shared = shared or LeastSquares.over(zip(ours, theirs, strict=True))
+            full_OI = pair.source.get_parameter(f"{matrix.name}.weight")
+            weight_OI = full_OI if pair.wanted is None else pair.wanted[matrix.name]
+            sums = LeastSquares(shared.gram_II, weight_OI.double() @ shared.cross_OI)
         solve(matrix.name, linear, sums)
 
 

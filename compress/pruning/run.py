@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from compress.distillation.recovery import Recovery, prepare_recovery, recover
 from compress.distillation.settings import DistillationConfig
+from compress.pruning.heads import heads_change, reduce_heads
 from compress.pruning.kept_units import LayerRun, choose_units, kept_layers
-from compress.pruning.kv_heads import merge_kv_heads
 from compress.pruning.output_selection import output_scores
 from compress.pruning.refit import refit_layers
 from compress.pruning.scores import (
@@ -31,6 +32,7 @@ from compress.pruning.shapes import Shape
 from compress.pruning.slicing import slice_model
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.artifact import STATE_DIRECTORY, Stage, partial_directory, run_stage
@@ -131,14 +133,24 @@ class PrunedModel(NamedTuple):
 def prune_to_shape(
     model: SportsLLM, scores: Scores, shape: Shape, config: PruneConfig, samples: Sequence[Tensor]
 ) -> PrunedModel:
-    """Merge key/value heads if the shape asks for it, choose layers and units, slice, refit."""
-    if shape.merges_kv_heads(model.config):
-        model = merge_kv_heads(model, shape.kv_heads, samples)
-    layers, tried = kept_layers(model, scores, shape.layers, samples)
-    kept = choose_units(model.config, scores, shape, layers)
-    pruned = slice_model(model, kept)
+    """`cut_model` to a shape; UsageError if it is impossible."""
+    return cut_model(model, scores, shape.applied_to(model.config), config, samples)
+
+
+def cut_model(
+    model: SportsLLM, scores: Scores, smaller: ModelConfig, config: PruneConfig, samples: Sequence[Tensor]
+) -> PrunedModel:
+    """Cut a model to a config that is possible: choose layers, make heads, choose units, slice, refit."""
+    layers, tried = kept_layers(model, scores, smaller.num_hidden_layers, samples)
+    reduced = model
+    if heads_change(model.config, smaller):
+        reduced = reduce_heads(model, smaller, scores, samples)
+        every = [torch.ones(smaller.num_attention_heads)] * model.config.num_hidden_layers
+        scores = dataclasses.replace(scores, units={**scores.units, "query_head": every})
+    kept = choose_units(reduced.config, scores, smaller, layers)
+    pruned = slice_model(reduced, kept)
     if config.refit:
-        refit_layers(pruned, model, kept, samples)
+        refit_layers(pruned, model, kept, samples, reduced)
     return PrunedModel(pruned, layers, tried)
 
 

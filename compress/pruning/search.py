@@ -38,8 +38,9 @@ class Finalist(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of its directory, for example `h64-i128-h4-k2-l3`."""
-        return "-".join(f"{key[0]}{value}" for key, value in dataclasses.asdict(self.shape).items())
+        """The name of its directory, for example `h64-i128-h4-kh2-l3-hd16`."""
+        sizes = dataclasses.asdict(self.shape)
+        return "-".join("".join(word[0] for word in key.split("_")) + str(value) for key, value in sizes.items())
 
 
 def find_finalists(

@@ -5,6 +5,7 @@ Widths are multiples of 32, the smallest block of the integer kernels; key/value
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ FIELDS = {
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
     "layers": "num_hidden_layers",
+    "head_dim": "head_dim",
 }
 _DIMENSIONS = {field: dimension for dimension, field in FIELDS.items()}
 _WIDTH_STEP = 32
@@ -44,6 +46,7 @@ class Shape:
     heads: int
     kv_heads: int
     layers: int
+    head_dim: int
 
     @staticmethod
     def of(config: ModelConfig) -> Shape:
@@ -58,6 +61,8 @@ class Shape:
         """The config of the pruned model; UsageError if a dimension grows, or cannot be cut that way."""
         full = Shape.of(config)
         cuttable = {"layers", *map(dimension_of, block_units(config).values())}
+        if config.attention_kind == "grouped_query":
+            cuttable.add("head_dim")
         for name, value in asdict(self).items():
             flag, limit = f"--{name.replace('_', '-')}", getattr(full, name)
             if not 1 <= value <= limit:
@@ -65,15 +70,11 @@ class Shape:
             if value != limit and name not in cuttable:
                 kinds = f"{config.attention_kind} attention and {config.mlp_kind} feed-forward"
                 raise UsageError(f"{flag} cannot be cut in a model of {kinds}; leave it out")
-        groups = config.num_key_value_heads
-        merges = self.merges_kv_heads(config)
-        if self.heads % self.kv_heads or (merges and groups % self.kv_heads):
-            raise UsageError(
-                f"--heads {self.heads} with --kv-heads {self.kv_heads} breaks the grouping: --heads must be a multiple "
-                f"of --kv-heads, and --kv-heads must divide the model's {groups} where they are merged "
-                f"(more than {config.num_attention_heads // groups} query heads each)"
-            )
-        if merges and not _can_merge_kv_heads(config):
+        if self.heads % self.kv_heads:
+            raise UsageError(f"--heads {self.heads} is not a multiple of --kv-heads {self.kv_heads}; choose a divisor")
+        if self.head_dim % 2:
+            raise UsageError(f"--head-dim is {self.head_dim}; rotary embedding needs an even number")
+        if self.merges_kv_heads(config) and not _can_merge_kv_heads(config):
             kind = f"{config.attention_kind} attention" + " with q/k norms" * config.qk_norm
             raise UsageError(f"--kv-heads: {kind} cannot merge key/value heads; cut --heads as much as --kv-heads")
         return config.with_changes(**{FIELDS[name]: value for name, value in asdict(self).items()})
@@ -96,6 +97,21 @@ def unit_span(matrix: Matrix, unit: Unit, length: int) -> int:
 
 def block_counter(config: ModelConfig) -> Callable[[Shape], int]:
     """`ModelConfig.block_parameters` of a model cut to a shape: sums of products of two counts of units."""
+
+    @functools.cache
+    def products(head_dim: int) -> list[tuple[str, str, int]]:
+        return _products(config.with_changes(head_dim=head_dim))
+
+    def count(shape: Shape) -> int:
+        sizes = {**vars(shape), _ONE: 1}
+        layer: int = sum(numbers * sizes[rows] * sizes[columns] for rows, columns, numbers in products(shape.head_dim))
+        return shape.layers * layer + shape.hidden  # the last norm
+
+    return count
+
+
+def _products(config: ModelConfig) -> list[tuple[str, str, int]]:
+    """Dimensions that count the rows and columns of one block's tensors, and the numbers for each pair of units."""
     units = block_units(config)
     terms: Counter[tuple[str, str]] = Counter()
 
@@ -110,14 +126,7 @@ def block_counter(config: ModelConfig) -> Callable[[Shape], int]:
         terms[rows, _ONE] += height * matrix.bias
     terms["hidden", _ONE] += len(NORMS)
     terms[_ONE, _ONE] += sum(vector.size for kind in halves(config).values() for vector in kind.vectors(config))
-    products = [(rows, columns, numbers) for (rows, columns), numbers in terms.items() if numbers]
-
-    def count(shape: Shape) -> int:
-        sizes = {**vars(shape), _ONE: 1}
-        layer: int = sum(numbers * sizes[rows] * sizes[columns] for rows, columns, numbers in products)
-        return shape.layers * layer + shape.hidden  # the last norm
-
-    return count
+    return [(rows, columns, numbers) for (rows, columns), numbers in terms.items() if numbers]
 
 
 def share_for_megabytes(config: ModelConfig, megabytes: float) -> float:
@@ -196,7 +205,7 @@ def _smaller_shapes(config: ModelConfig, share: float, depths: Iterable[int]) ->
     target = share * config.block_parameters
     grid = product(depths, _widths(full.hidden), _head_counts(config), _widths(full.intermediate))
     for layers, hidden, (heads, kv_heads), intermediate in grid:
-        shape = Shape(hidden, intermediate, heads, kv_heads, layers)
+        shape = Shape(hidden, intermediate, heads, kv_heads, layers, full.head_dim)
         size = count(shape)
         if size <= target:
             yield shape, size

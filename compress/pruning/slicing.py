@@ -31,6 +31,8 @@ def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:
         new_name, rows, columns = rules[name]
         part = tensor if rows is None else tensor[rows]
         result[new_name] = (part if columns is None else part[:, columns]).clone().contiguous()
+    if model.config.tie_word_embeddings and not kept.config.tie_word_embeddings:
+        result[f"{HEAD}.weight"] = result[f"{EMBEDDING}.weight"].clone()
     pruned = SportsLLM(kept.config)
     pruned.load_state_dict(result)
     return pruned.eval()

@@ -148,7 +148,9 @@ def test_repair_costs_about_what_it_is_said_to() -> None:
     from compress.pruning.slicing import slice_model
 
     model, samples = tiny_model(), [torch.randint(3, TINY_VOCAB, (1, 64)) for _ in range(3)]
-    kept = choose_units(model.config, importance_scores(model, samples), Shape(32, 64, 2, 1, 2), [0, 1])
+    kept = choose_units(
+        model.config, importance_scores(model, samples), Shape(32, 64, 2, 1, 2, 16).applied_to(model.config)
+    )
     pruned = slice_model(model, kept)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         refit_layers(pruned, model, kept, samples)

@@ -94,7 +94,9 @@ def run(teacher: Path, student: str, out: Path, corpus: Path, **changes: object)
 
 @pytest.fixture
 def student(tokenizer_directory: Path, tmp_path: Path) -> Path:
-    save_checkpoint(tmp_path / "student", tiny_model(seed=5, num_hidden_layers=1), _made(tokenizer_directory, tmp_path))
+    save_checkpoint(
+        tmp_path / "student", tiny_model(seed=5, num_hidden_layers=1, head_dim=16), _made(tokenizer_directory, tmp_path)
+    )
     return tmp_path / "student"
 
 
@@ -129,7 +131,7 @@ def test_signals_are_made_once_and_serve_pruning_too(
     run(checkpoint, str(student), tmp_path / "one", corpus_file, distillation=objective)
     made = (tmp_path / "signals" / "signals.json").stat().st_mtime_ns
     recovery = Recovery(CONFIG, (corpus_file,), objective=objective)
-    shape = Shape(hidden=64, intermediate=64, heads=4, kv_heads=2, layers=1)
+    shape = Shape(hidden=64, intermediate=64, heads=4, kv_heads=2, layers=1, head_dim=16)
     job = PruneJob(checkpoint, [corpus_file], PruneConfig(samples=2), recovery=recovery)
     result = prune_checkpoint(job, shape, tmp_path / "two")
     assert result["steps"] == CONFIG.steps

@@ -124,10 +124,10 @@ def test_a_model_keeps_more_of_its_outputs_than_by_single_scores() -> None:
                 weight[1::2] = weight[::2]
             layer.mlp.down_proj.weight[:, 1::2] = layer.mlp.down_proj.weight[:, ::2]
     samples = [torch.randint(3, 384, (2, 48), generator=torch.Generator().manual_seed(n)) for n in range(6)]
-    shape = Shape(hidden=64, intermediate=48, heads=4, kv_heads=2, layers=2)
+    shape = Shape(hidden=64, intermediate=48, heads=4, kv_heads=2, layers=2, head_dim=16)
 
     def distance(scores: object) -> float:
-        kept = choose_units(model.config, scores, shape)  # type: ignore[arg-type]
+        kept = choose_units(model.config, scores, shape.applied_to(model.config))  # type: ignore[arg-type]
         pruned = slice_model(model, kept)
         refit_layers(pruned, model, kept, samples)
         with torch.no_grad():

@@ -42,7 +42,7 @@ def cut(
     model: SportsLLM, shape: Shape, layers: list[int] | None = None, text: list[Tensor] | None = None
 ) -> tuple[SportsLLM, KeptUnits]:
     scores = importance_scores(model, text or samples())
-    kept = choose_units(model.config, scores, shape, layers)
+    kept = choose_units(model.config, scores, shape.applied_to(model.config), layers)
     return slice_model(model, kept), kept
 
 
@@ -105,7 +105,7 @@ def test_every_matrix_is_the_ridge_solution(changes: dict[str, object]) -> None:
     A matrix reads what the fitted matrices before it give, so that the finished model shows each one's inputs.
     """
     model = tiny_model(num_hidden_layers=3, **changes)
-    fitted, kept = cut(model, Shape(48, 64, 2, 1, 2), [0, 2])
+    fitted, kept = cut(model, Shape(48, 64, 2, 1, 2, 16), [0, 2])
     plain = slice_model(model, kept)
     refit_layers(fitted, model, kept, samples())
     full, ours = Inputs(model), Inputs(fitted)
@@ -134,7 +134,7 @@ def test_a_redundant_neuron_and_head_cost_nothing() -> None:
     scores = importance_scores(model, samples())
     for neurons in scores.units["neuron"]:
         neurons[64:] = 0
-    kept = choose_units(model.config, scores, Shape(64, 64, 4, 2, 2))
+    kept = choose_units(model.config, scores, Shape(64, 64, 4, 2, 2, 16).applied_to(model.config))
     plain, fitted = slice_model(model, kept), slice_model(model, kept)
     refit_layers(fitted, model, kept, samples(), ridge=1e-8)
     held_out = samples(1, seed=5)[0]
@@ -142,7 +142,9 @@ def test_a_redundant_neuron_and_head_cost_nothing() -> None:
     assert distance(fitted, model, held_out) < 1e-5
 
 
-@pytest.mark.parametrize("shape", [Shape(32, 96, 4, 2, 2), Shape(64, 32, 4, 2, 2), Shape(64, 96, 4, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Shape(32, 96, 4, 2, 2, 16), Shape(64, 32, 4, 2, 2, 16), Shape(64, 96, 4, 2, 1, 16)], ids=str
+)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"attention_bias": True, "mlp_bias": True}, {"qk_norm": True}, {"mlp_kind": "gelu"}],
@@ -157,7 +159,9 @@ def test_it_lowers_the_error_on_other_text(shape: Shape, changes: dict[str, obje
     assert distance(fitted, model, held_out) < distance(plain, model, held_out)
 
 
-@pytest.mark.parametrize("shape", [Shape(48, 172, 8, 4, 5), Shape(64, 96, 8, 4, 5), Shape(64, 172, 8, 4, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Shape(48, 172, 8, 4, 5, 8), Shape(64, 96, 8, 4, 5, 8), Shape(64, 172, 8, 4, 4, 8)], ids=str
+)
 def test_a_trained_model_predicts_held_out_text_better(stories: Path, shape: Shape) -> None:
     """Bits on stories that neither the scores nor the refit have read."""
     model, words = load_checkpoint(stories), load_tokenizer(stories)

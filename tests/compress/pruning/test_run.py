@@ -96,8 +96,10 @@ def test_a_file_size_is_met(job: PruneJob, tmp_path: Path) -> None:
 
 def test_key_value_heads_are_merged_where_all_query_heads_stay(job: PruneJob, tmp_path: Path) -> None:
     result = prune_run(job, PruneTarget(dimensions={"kv_heads": 1}), tmp_path / "out")
-    assert result["shape"] == {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 1, "layers": 2}
+    assert result["shape"] == {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 1, "layers": 2, "head_dim": 16}
     assert load_config(tmp_path / "out").num_key_value_heads == 1
+    prune_run(job, PruneTarget(dimensions={"kv_heads": 1, "head_dim": 8, "hidden": 32}), tmp_path / "smaller")
+    assert load_checkpoint(tmp_path / "smaller").model.layers[0].self_attn.k_proj.weight.shape == (8, 32)
 
 
 def test_saved_scores_give_the_same_cut_without_measuring(job: PruneJob, corpus_file: Path, tmp_path: Path) -> None:

@@ -28,11 +28,11 @@ def gelu() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        (Shape(65, 96, 4, 2, 2), "--hidden is 65"),
-        (Shape(64, 0, 4, 2, 2), "--intermediate is 0"),
-        (Shape(64, 96, 3, 2, 2), "breaks the grouping"),
-        (Shape(64, 96, 6, 4, 2), "--heads is 6"),
-        (Shape(64, 96, 4, 2, 0), "--layers is 0"),
+        (Shape(65, 96, 4, 2, 2, 16), "--hidden is 65"),
+        (Shape(64, 0, 4, 2, 2, 16), "--intermediate is 0"),
+        (Shape(64, 96, 3, 2, 2, 16), "--heads 3 is not a multiple"),
+        (Shape(64, 96, 6, 4, 2, 16), "--heads is 6"),
+        (Shape(64, 96, 4, 2, 0, 16), "--layers is 0"),
     ],
 )
 def test_impossible_shapes(shape: Shape, message: str) -> None:
@@ -51,7 +51,7 @@ def test_units_that_no_dimension_counts_stay_whole(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(ATTENTION, "whole", WholeHeads())
     config = tiny_config(attention_kind="whole")
     with pytest.raises(UsageError, match="--heads cannot be cut in a model of whole attention"):
-        Shape(64, 96, 2, 2, 2).applied_to(config)
+        Shape(64, 96, 2, 2, 2, 16).applied_to(config)
     shapes = candidate_shapes(config, 0.6)
     assert {(shape.heads, shape.kv_heads) for shape in shapes} == {(4, 2)}
     count = block_counter(config)
@@ -59,7 +59,7 @@ def test_units_that_no_dimension_counts_stay_whole(monkeypatch: pytest.MonkeyPat
 
 
 def test_heads_that_cannot_be_merged_are_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = Shape(64, 96, 4, 1, 2)
+    shape = Shape(64, 96, 4, 1, 2, 16)
     assert shape.applied_to(tiny_config()).num_key_value_heads == 1
     config = tiny_config(qk_norm=True)
     with pytest.raises(UsageError, match="grouped_query attention with q/k norms cannot merge"):
@@ -85,8 +85,8 @@ def test_counting_by_arithmetic_is_counting_a_config(gelu: str, changes: dict[st
     config = tiny_config(**changes)
     count = block_counter(config)
     for hidden, inner, layers in itertools.product((32, 48, 64), (1, 31, 96), (1, 2)):
-        for heads, kv_heads in ((4, 2), (2, 2), (2, 1), (1, 1)):
-            shape = Shape(hidden, inner, heads, kv_heads, layers)
+        for heads, kv_heads, head_dim in ((4, 2, 16), (2, 2, 16), (2, 1, 8), (1, 1, 2)):
+            shape = Shape(hidden, inner, heads, kv_heads, layers, head_dim)
             assert count(shape) == shape.applied_to(config).block_parameters
 
 
@@ -128,5 +128,5 @@ def test_every_candidate_meets_the_share_and_no_larger_ffn_fits() -> None:
         size = shape.applied_to(config).block_parameters / config.block_parameters
         assert size <= 0.6 and (size >= 0.57 or shape.intermediate < config.intermediate_size)
         if shape.intermediate < config.intermediate_size:
-            wider = Shape(shape.hidden, shape.intermediate + 32, shape.heads, shape.kv_heads, shape.layers)
+            wider = replace(shape, intermediate=shape.intermediate + 32)
             assert wider.applied_to(config).block_parameters > 0.6 * config.block_parameters

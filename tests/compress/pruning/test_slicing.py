@@ -37,7 +37,7 @@ FAMILIES = [
 
 
 def pruned_to(model: SportsLLM, scores: Scores, shape: Shape, layers: list[int] | None = None) -> SportsLLM:
-    return slice_model(model, choose_units(model.config, scores, shape, layers))
+    return slice_model(model, choose_units(model.config, scores, shape.applied_to(model.config), layers))
 
 
 @pytest.mark.parametrize("changes", FAMILIES, ids=str)
@@ -68,7 +68,7 @@ def test_dead_units_are_cut_without_a_trace(changes: dict[str, object]) -> None:
         with torch.no_grad():
             columns = (dead_heads[:, None] * 16 + torch.arange(16)).flatten()
             model.model.layers[layer].self_attn.o_proj.weight[:, columns] = 0
-    pruned = pruned_to(model, scores, Shape(hidden=64, intermediate=64, heads=2, kv_heads=2, layers=2))
+    pruned = pruned_to(model, scores, Shape(hidden=64, intermediate=64, heads=2, kv_heads=2, layers=2, head_dim=16))
     tokens = samples(1)[0]
     with torch.inference_mode():
         assert torch.allclose(pruned(tokens), model(tokens), atol=1e-4, rtol=1e-5)
@@ -77,7 +77,7 @@ def test_dead_units_are_cut_without_a_trace(changes: dict[str, object]) -> None:
 def test_hidden_channels_are_sliced_the_same_everywhere() -> None:
     model = tiny_model()
     scores = importance_scores(model, samples())
-    pruned = pruned_to(model, scores, Shape(hidden=32, intermediate=96, heads=4, kv_heads=2, layers=2))
+    pruned = pruned_to(model, scores, Shape(hidden=32, intermediate=96, heads=4, kv_heads=2, layers=2, head_dim=16))
     keep = torch.sort(torch.argsort(scores.hidden, descending=True)[:32]).values
     assert torch.equal(pruned.model.embed_tokens.weight, model.model.embed_tokens.weight[:, keep])
     assert torch.equal(pruned.model.layers[0].mlp.down_proj.weight, model.model.layers[0].mlp.down_proj.weight[keep])
@@ -95,7 +95,7 @@ def test_a_layer_that_does_nothing_is_the_one_dropped() -> None:
     scores = importance_scores(model, samples())
     keep, tried = kept_layers(model, scores, 3, samples())
     assert keep == [0, 1, 3] and len(tried) == 3
-    pruned = pruned_to(model, scores, Shape(64, 96, 4, 2, 3), keep)
+    pruned = pruned_to(model, scores, Shape(64, 96, 4, 2, 3, 16), keep)
     tokens = samples(1)[0]
     with torch.inference_mode():
         assert torch.allclose(pruned(tokens), model(tokens), atol=1e-5)
@@ -104,7 +104,7 @@ def test_a_layer_that_does_nothing_is_the_one_dropped() -> None:
 
 def test_a_tensor_that_no_rule_covers_is_refused_by_name() -> None:
     model = tiny_model()
-    kept = choose_units(model.config, importance_scores(model, samples()), Shape.of(model.config))
+    kept = choose_units(model.config, importance_scores(model, samples()), model.config)
     model.model.layers[1].mlp.register_buffer("router", torch.zeros(3))
     with pytest.raises(UsageError, match=r"model\.layers\.1\.mlp\.router: pruning has no rule"):
         slice_model(model, kept)

@@ -1,0 +1,240 @@
+"""Smaller attention: fewer query heads, key/value heads merged, heads of fewer channels, another rotary table.
+
+A new key/value head c is read by query heads that are kept from the full model, and stands for the old key/value heads
+i that these read. It is the one that the old ones are best linear functions of, over calibration text; q_proj and
+o_proj are rewritten so that the kept query heads read it:
+
+    keys    a map that commutes with the rotary embedding turns and scales rotary pairs, one complex number each. Pair r
+            of the new head stands for the old pairs p whose frequency is nearest to its own. With
+            c_ip = k_i[p] + j k_i[p + E/2], weighted by its queries' size w_ip = rms(q[p] of head i's kept queries),
+            u is the leading eigenvector of E[(w_ip c_ip)(w_jq c_jq)*]. The shared pair is sum u_ip* w_ip c_ip, and
+            a query's is sum (u_ip / w_ip)* q_p, since c_ip ~ (u_ip / w_ip) shared.
+    values  with M_i = sum over its kept query heads of O_h^T O_h (what o_proj reads), the leading principal directions
+            P of the stacked M_i^(1/2) v_i: shared = P^T stacked, and o_proj reads v_i ~ M_i^(-1/2) P_i shared.
+
+Where heads are normalised (q/k norms), which does not commute with such maps, a new pair is one old pair, the same for
+all heads of a layer, and heads are not merged.
+Shape suffixes: E head_dim, P rotary pairs (E / 2), D hidden_size, U pairs that one new pair stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from compress.pruning.activations import second_moment, summed
+from compress.pruning.kept_units import choose_in_layer, top_indices
+from compress.pruning.scores import Scores
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.rope import inverse_frequencies
+
+_DAMPING = 1e-6
+_READ = ("q_proj", "k_proj", "v_proj")
+_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling")
+
+
+def heads_change(full: ModelConfig, smaller: ModelConfig) -> bool:
+    """Whether heads of a cut model are others than a choice among the full model's heads."""
+    more_to_one = smaller.num_attention_heads * full.num_key_value_heads
+    merged = more_to_one > smaller.num_key_value_heads * full.num_attention_heads
+    return merged or any(getattr(full, name) != getattr(smaller, name) for name in _HEADS[2:])
+
+
+@torch.no_grad()
+def reduce_heads(model: SportsLLM, smaller: ModelConfig, scores: Scores, samples: Sequence[Tensor]) -> SportsLLM:
+    """A float32 model with the heads and the rotary table of `smaller`, and else with the dimensions of `model`.
+
+    `Shape.applied_to` says which configs are possible. `scores` choose query heads, `samples` are calibration token
+    ids, (B, T) each.
+    """
+    config = model.config
+    reduced = SportsLLM(config.with_changes(**{name: getattr(smaller, name) for name in _HEADS}))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for layer, moments in enumerate(_moments(model, samples)):
+        prefix = f"model.layers.{layer}.self_attn."
+        weights = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+        kept = _kept_queries(config, smaller, {name: score[layer] for name, score in scores.units.items()})
+        new = _Heads(weights, config, moments).reduced(smaller, kept)
+        state |= {prefix + name: tensor for name, tensor in new.items()}
+    reduced.load_state_dict(state)
+    return reduced.eval()
+
+
+def nearest_pairs(full: ModelConfig, smaller: ModelConfig) -> list[list[int]]:
+    """For each rotary pair of the smaller head the full head's pairs that it stands for, at least one.
+
+    These are the pairs that no other new pair is nearer to in frequency; where there are none, the nearest one.
+    """
+    old, new = (torch.from_numpy(inverse_frequencies(config)).double() for config in (full, smaller))
+    distance = (old[:, None] - new).abs()
+    nearest = distance.argmin(dim=1).tolist()
+    found = [[p for p, near in enumerate(nearest) if near == r] for r in range(len(new))]
+    return [pairs or [int(distance[:, r].argmin())] for r, pairs in enumerate(found)]
+
+
+def _kept_queries(full: ModelConfig, smaller: ModelConfig, scores: Mapping[str, Tensor]) -> list[list[int]]:
+    """The query heads of one layer that stay, by the new key/value head that they read.
+
+    Where no new group has more query heads than an old one they are those of the strongest groups, else each new group
+    takes the strongest of its even share of all heads.
+    """
+    heads, groups = full.num_attention_heads, smaller.num_key_value_heads
+    each = smaller.num_attention_heads // groups
+    if each <= heads // full.num_key_value_heads:
+        chosen: list[list[int]] = choose_in_layer(full, smaller, scores)["query_head"].view(groups, each).tolist()
+        return chosen
+    score = scores["query_head"]
+    bounds = [number * heads // groups for number in range(groups + 1)]
+    shares = [torch.arange(start, stop) for start, stop in pairwise(bounds)]
+    return [share[top_indices(score[share], each)].tolist() for share in shares]
+
+
+def _moments(model: SportsLLM, samples: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    """E[x x^T] of each layer's queries, keys (both before rotation) and values, float64."""
+
+    def moment(_input: Tensor, output: Tensor) -> Tensor:
+        return second_moment(output.flatten(2)).double()
+
+    layers = range(model.config.num_hidden_layers)
+    names = dict(zip(_READ, ("q_norm", "k_norm", "v_proj") if model.config.qk_norm else _READ, strict=True))
+    watched = {
+        (layer, key): f"model.layers.{layer}.self_attn.{name}" for layer in layers for key, name in names.items()
+    }
+    with summed({key: (model.get_submodule(name), moment) for key, name in watched.items()}) as sums:
+        for tokens in samples:
+            model.hidden(tokens)
+    count = sum(tokens.numel() for tokens in samples)
+    return [{name: sums[layer, name] / count for name in _READ} for layer in layers]
+
+
+class _Heads:
+    """The attention weights of one layer, by head; a bias is one more column."""
+
+    def __init__(self, weights: Mapping[str, Tensor], config: ModelConfig, moments: Mapping[str, Tensor]) -> None:
+        self.config, self.weights, self.moments = config, weights, moments
+        self.size, self.groups = config.head_dim, config.num_key_value_heads
+        self.biased = {name for name in _READ if f"{name}.bias" in weights}
+
+        def rows(name: str) -> Tensor:
+            weight = weights[f"{name}.weight"].double()
+            if name in self.biased:
+                weight = torch.cat([weight, weights[f"{name}.bias"].double()[:, None]], dim=1)
+            return weight.view(-1, self.size, weight.shape[1])
+
+        self.q, self.k, self.v = (rows(name) for name in _READ)
+        output = weights["o_proj.weight"].double()
+        self.o = output.view(output.shape[0], -1, self.size).transpose(0, 1)
+
+    def reduced(self, smaller: ModelConfig, kept: list[list[int]]) -> dict[str, Tensor]:
+        """The new tensors of the half by their names in it; `kept` are the query heads of each new group."""
+        pairs = nearest_pairs(self.config, smaller)
+        scale = (smaller.head_dim / self.size) ** 0.5  # scores are divided by sqrt(E)
+        result: dict[str, Tensor] = {}
+        if self.config.qk_norm:
+            pairs = [[max(near, key=self._pair_weights(kept).__getitem__)] for near in pairs]
+            result = self._norms([p for (p,) in pairs], scale)
+            scale = 1.0
+        keys, queries, values, outputs = [], [], [], []
+        for heads in kept:
+            key, of_key = self._shared_key(heads, pairs)
+            value, of_value = self._shared_value(heads, smaller.head_dim)
+            keys.append(key)
+            values.append(value)
+            queries += [scale * query for query in of_key]
+            outputs += of_value
+        result["o_proj.weight"] = torch.cat(outputs, dim=1)
+        for name, rows in zip(_READ, (queries, keys, values), strict=True):
+            weight = torch.cat(rows)
+            if name in self.biased:
+                weight, result[f"{name}.bias"] = weight[:, :-1], weight[:, -1].clone()
+            result[f"{name}.weight"] = weight
+        return {name: tensor.float().contiguous() for name, tensor in result.items()}
+
+    def _group(self, head: int) -> int:
+        return head * self.groups // len(self.q)
+
+    def _energy(self, name: str) -> Tensor:
+        """(heads, P) mean squares of rotary pairs of queries or keys."""
+        return self.moments[name].diagonal().view(-1, 2, self.size // 2).sum(dim=1).clamp(min=_DAMPING)
+
+    def _pair_weights(self, kept: list[list[int]]) -> list[float]:
+        """How much each pair moves the scores of all kept query heads."""
+        heads = [head for group in kept for head in group]
+        keys = self._energy("k_proj")[[self._group(head) for head in heads]]
+        return cast("list[float]", (self._energy("q_proj")[heads] * keys).sum(dim=0).tolist())
+
+    def _norms(self, pairs: list[int], scale: float) -> dict[str, Tensor]:
+        """The q/k norms' weights of the pairs that stay; queries and keys keep their mean size, scores their scale."""
+        kept = torch.tensor(pairs + [p + self.size // 2 for p in pairs])
+        result = {}
+        for name, read, factor in (("q_norm", "q_proj", scale), ("k_norm", "k_proj", 1.0)):
+            weight = self.weights[f"{name}.weight"].double()
+            normed = self.moments[read].diagonal().view(-1, self.size).mean(dim=0) / weight.square().clamp(min=_DAMPING)
+            result[f"{name}.weight"] = factor * normed[kept].mean().sqrt() * weight[kept]
+        return result
+
+    def _shared_key(self, heads: list[int], pairs: list[list[int]]) -> tuple[Tensor, list[Tensor]]:
+        """(E, D) rows of the key head that `heads` share, and of each of their queries."""
+        old = sorted({self._group(head) for head in heads})
+        queries = self._energy("q_proj")
+        weight = torch.stack([sum(queries[h] for h in heads if self._group(h) == i) for i in old]).sqrt()  # type: ignore[misc]
+        half = self.size // 2
+        moments = self.moments["k_proj"].view(self.groups, 2, half, self.groups, 2, half)[old][:, :, :, old]
+        keys, turned = _as_complex(self.k[old]), _as_complex(self.q[heads])
+        shared, read = [], []
+        for near in pairs:
+            own = moments[:, :, near][:, :, :, :, :, near]
+            real = own[:, 0, :, :, 0] + own[:, 1, :, :, 1]
+            imaginary = own[:, 1, :, :, 0] - own[:, 0, :, :, 1]
+            w_U = weight[:, near].flatten()
+            covariance_UU = torch.complex(real, imaginary).flatten(2, 3).flatten(0, 1) * w_U[:, None] * w_U
+            u_U = _leading(covariance_UU)
+            mean = (u_U.abs().square() * w_U.square()).sum().sqrt()  # so that one pair alone stays as it is
+            shared.append(torch.einsum("u,ud->d", u_U.conj() * w_U / mean, keys[:, near].flatten(0, 1)))
+            into = (u_U * mean / w_U).conj().view(len(old), len(near))
+            places = [old.index(self._group(head)) for head in heads]
+            read.append(torch.einsum("hu,hud->hd", into[places], turned[:, near]))
+        return _as_real(torch.stack(shared)), list(_as_real(torch.stack(read, dim=1)))
+
+    def _shared_value(self, heads: list[int], size: int) -> tuple[Tensor, list[Tensor]]:
+        """(size, D) rows of the value head that `heads` share, and the (D, size) columns of o_proj of each."""
+        old = sorted({self._group(head) for head in heads})
+        if len(old) == 1 and size == self.size:
+            return self.v[old[0]], [self.o[head] for head in heads]
+        read = [sum(self.o[head].T @ self.o[head] for head in heads if self._group(head) == i) for i in old]
+        scale, basis = torch.linalg.eigh(torch.stack(cast("list[Tensor]", read)))
+        scale = scale.clamp(min=_DAMPING * float(scale.max().clamp(min=_DAMPING))).sqrt()[:, None]
+        roots, inverses = basis * scale @ basis.mT, basis / scale @ basis.mT
+        root = cast(Tensor, cast(Any, torch).block_diag(*roots))
+        index = [i * self.size + e for i in old for e in range(self.size)]
+        covariance = root @ self.moments["v_proj"][index][:, index] @ root
+        basis = torch.linalg.eigh(covariance).eigenvectors[:, -size:]
+        mean = root.diagonal().mean()  # values keep their size
+        parts = {
+            i: mean * inverses[place] @ basis[place * self.size : (place + 1) * self.size]
+            for place, i in enumerate(old)
+        }
+        value = basis.T @ root @ torch.cat([self.v[i] for i in old]) / mean
+        return value, [self.o[head] @ parts[self._group(head)] for head in heads]
+
+
+def _leading(covariance_UU: Tensor) -> Tensor:
+    """(U,) the leading eigenvector, its largest entry real and positive."""
+    u_U = torch.linalg.eigh(covariance_UU).eigenvectors[:, -1]
+    largest = u_U[u_U.abs().argmax()]
+    return u_U * largest.conj() / largest.abs()
+
+
+def _as_complex(rows_XED: Tensor) -> Tensor:
+    """Rows of heads, (..., E, D), as (..., P, D): rotary pair p is rows p and p + E / 2."""
+    first, second = rows_XED.chunk(2, dim=-2)
+    return torch.complex(first, second)
+
+
+def _as_real(rows_XPD: Tensor) -> Tensor:
+    return torch.cat([rows_XPD.real, rows_XPD.imag], dim=-2)

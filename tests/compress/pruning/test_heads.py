@@ -1,0 +1,219 @@
+"""Other heads: exact where what is cut is a function of what stays, and the best approximation where not."""
+
+import pytest
+import torch
+
+from compress.pruning.heads import heads_change, nearest_pairs, reduce_heads
+from compress.pruning.scores import random_scores
+from sportsllm.models.config import RopeScaling
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.rope import inverse_frequencies
+from tests.support.models import tiny_model
+
+
+def samples(count: int = 4, seed: int = 0) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 384, (2, 40), generator=g) for _ in range(count)]
+
+
+def model_with(**changes: object) -> SportsLLM:
+    return tiny_model(num_attention_heads=8, num_key_value_heads=4, **changes)
+
+
+def reduced(model: SportsLLM, **changes: object) -> SportsLLM:
+    smaller = model.config.with_changes(**changes)
+    assert heads_change(model.config, smaller)
+    return reduce_heads(model, smaller, random_scores(model.config, 0), samples())
+
+
+def merge_kv_heads(model: SportsLLM, kv_heads: int) -> SportsLLM:
+    return reduced(model, num_key_value_heads=kv_heads)
+
+
+def logits(model: SportsLLM) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(samples(1, seed=7)[0])
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}], ids=str)
+def test_equal_heads_merge_without_a_trace(changes: dict[str, object]) -> None:
+    model = model_with(**changes)
+    with torch.no_grad():
+        for block in model.model.layers:
+            for name in ("k_proj", "v_proj"):
+                module = getattr(block.self_attn, name)
+                parts = [module.weight] if module.bias is None else [module.weight, module.bias]
+                for part in parts:
+                    heads = part.view(4, 16, -1)
+                    heads[1], heads[3] = heads[0], heads[2]
+    merged = merge_kv_heads(model, 2)
+    assert merged.config.num_key_value_heads == 2 and merged.config.num_attention_heads == 8
+    assert torch.allclose(logits(merged), logits(model), atol=1e-4, rtol=1e-4)
+
+
+def test_turned_and_scaled_heads_merge_without_a_trace() -> None:
+    """Keys that are each other's rotary pairs turned and scaled, values any invertible map of each other."""
+    g = torch.Generator().manual_seed(1)
+    model = model_with()
+    with torch.no_grad():
+        for block in model.model.layers:
+            keys = block.self_attn.k_proj.weight.view(4, 2, 8, -1)
+            angle, scale = torch.rand(8, 1, generator=g) * 6, 0.5 + torch.rand(8, 1, generator=g)
+            for a, b in ((0, 1), (2, 3)):
+                x, y = keys[a, 0].clone(), keys[a, 1].clone()
+                keys[b, 0] = scale * (angle.cos() * x - angle.sin() * y)
+                keys[b, 1] = scale * (angle.sin() * x + angle.cos() * y)
+                values = block.self_attn.v_proj.weight.view(4, 16, -1)
+                values[b] = torch.randn(16, 16, generator=g) @ values[a]
+    exact = merge_kv_heads(model, 2)
+    assert torch.allclose(logits(exact), logits(model), atol=1e-3, rtol=1e-3)
+
+
+def outputs_of(model: SportsLLM, name: str, size: int = 16) -> torch.Tensor:
+    """(N, heads, size) outputs of a matrix of layer 0 over the calibration samples, float64."""
+    found: list[torch.Tensor] = []
+    module = model.get_submodule(f"model.layers.0.self_attn.{name}")
+    handle = module.register_forward_hook(lambda _module, _args, output: found.append(output.flatten(0, 1)))
+    with torch.inference_mode():
+        for tokens in samples():
+            model.hidden(tokens)
+    handle.remove()
+    return torch.cat(found).double().unflatten(-1, (-1, size))
+
+
+def as_complex(heads: torch.Tensor) -> torch.Tensor:
+    """(..., E) to (..., E / 2): rotary pair p is p and p + E / 2."""
+    return torch.complex(heads[..., :8], heads[..., 8:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}], ids=str)
+def test_shared_keys_are_the_best_that_one_number_a_pair_can_give(changes: dict[str, object]) -> None:
+    """Against Eckart and Young: no rank-one approximation of a pair's keys is nearer than the first singular vector."""
+    model = model_with(**changes)
+    merged = merge_kv_heads(model, 2)
+    keys, shared = as_complex(outputs_of(model, "k_proj")), as_complex(outputs_of(merged, "k_proj"))
+    old, new = as_complex(outputs_of(model, "q_proj")), as_complex(outputs_of(merged, "q_proj"))
+    for group in range(2):
+        heads = [2 * group, 2 * group + 1]
+        # Both query heads of a key head are multiplied by the conjugate of what turns the shared key into its own.
+        factors = torch.stack([(new[0, 2 * head] / old[0, 2 * head]).conj() for head in heads])
+        weights = torch.stack([old[:, 2 * head : 2 * head + 2].abs().square().mean(0).sum(0).sqrt() for head in heads])
+        error = ((keys[:, heads] - factors * shared[:, group, None]) * weights).abs().square().sum(dim=(0, 1))
+        singular = torch.linalg.svdvals((keys[:, heads] * weights).permute(2, 0, 1))
+        # Products of float32 activations are summed: a few units in the 7th place of each of 320 terms.
+        torch.testing.assert_close(error, singular[:, 1].square(), rtol=1e-4, atol=0)
+
+
+@torch.no_grad()
+def test_shared_values_are_the_best_that_head_dim_numbers_can_give() -> None:
+    """Against Eckart and Young on what o_proj makes of each head's values."""
+    model = model_with()
+    merged = merge_kv_heads(model, 2)
+    values, shared = outputs_of(model, "v_proj"), outputs_of(merged, "v_proj")
+    old, new = (m.model.layers[0].self_attn.o_proj.weight.double().unflatten(1, (8, 16)) for m in (model, merged))
+    for group in range(2):
+        heads = range(4 * group, 4 * group + 4)
+        wanted = torch.cat([values[:, head // 2] @ old[:, head].T for head in heads], dim=1)
+        found = torch.cat([shared[:, group] @ new[:, head].T for head in heads], dim=1)
+        least = torch.linalg.svdvals(wanted)[16:].square().sum()
+        assert 0.01 * wanted.square().sum() < least  # heads of random weights share little
+        # As above; o_proj is stored in float32 too.
+        torch.testing.assert_close((found - wanted).square().sum(), least, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 4},
+        {"head_dim": 6, "rope_theta": 500.0},
+        {"head_dim": 64, "rope_scaling": RopeScaling("llama3", 8.0, original_max_position_embeddings=64)},
+    ],
+    ids=str,
+)
+def test_pairs_go_to_the_nearest_frequency(changes: dict[str, object]) -> None:
+    """By brute force over angles per position, from the formula of the unscaled table."""
+    full = tiny_model(head_dim=96).config
+    smaller = full.with_changes(**changes)
+    old = [full.rope_theta ** (-p / 48) for p in range(48)]
+    count = smaller.head_dim // 2
+    new = [smaller.rope_theta ** (-r / count) for r in range(count)]
+    if smaller.rope_scaling is not None:
+        new = [float(value) for value in inverse_frequencies(smaller)]
+    found = nearest_pairs(full, smaller)
+    for r, pairs in enumerate(found):
+        mine = [p for p in range(48) if all(abs(old[p] - new[r]) <= abs(old[p] - other) for other in new)]
+        assert pairs == (mine or [min(range(48), key=lambda p: abs(old[p] - new[r]))])
+    # Halves keep every other pair alone or with its neighbour, and equal tables keep every pair.
+    assert nearest_pairs(full, full) == [[p] for p in range(48)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"qk_norm": True}], ids=str)
+def test_channels_that_say_nothing_are_cut_without_a_trace(changes: dict[str, object]) -> None:
+    """Even rotary pairs have the frequencies of a head of half the size; values lie in eight dimensions."""
+    g = torch.Generator().manual_seed(1)
+    model = model_with(**changes)
+    odd = torch.tensor([1, 3, 5, 7, 9, 11, 13, 15])
+    with torch.no_grad():
+        for block in model.model.layers:
+            for name in ("q_proj", "k_proj"):
+                module = getattr(block.self_attn, name)
+                for part in [module.weight] if module.bias is None else [module.weight, module.bias]:
+                    part.view(-1, 16, *part.shape[1:])[:, odd] = 0
+            value = block.self_attn.v_proj
+            mix = torch.randn(4, 16, 8, generator=g)
+            value.weight.copy_((mix @ value.weight.view(4, 16, -1)[:, :8]).flatten(0, 1))
+            if value.bias is not None:
+                value.bias.copy_((mix @ value.bias.view(4, 16, 1)[:, :8]).flatten())
+    half = reduced(model, head_dim=8)
+    assert half.model.layers[0].self_attn.q_proj.weight.shape == (64, 64)
+    if model.config.qk_norm:  # sizes of the kept halves differ from the whole's: exact but for one factor a layer
+        cosine = torch.cosine_similarity(logits(half).flatten(), logits(model).flatten(), dim=0)
+        assert cosine > 0.999
+    else:
+        assert torch.allclose(logits(half), logits(model), atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_smaller_values_are_the_best_that_their_size_can_give() -> None:
+    """Against Eckart and Young, each head's values as o_proj of both its query heads reads them."""
+    model = model_with()
+    half = reduced(model, head_dim=8)
+    values, kept = outputs_of(model, "v_proj"), outputs_of(half, "v_proj", 8)
+    old = model.model.layers[0].self_attn.o_proj.weight.double().unflatten(1, (8, 16))
+    new = half.model.layers[0].self_attn.o_proj.weight.double().unflatten(1, (8, 8))
+    for group in range(4):
+        heads = (2 * group, 2 * group + 1)
+        wanted = torch.cat([values[:, group] @ old[:, head].T for head in heads], dim=1)
+        found = torch.cat([kept[:, group] @ new[:, head].T for head in heads], dim=1)
+        least = torch.linalg.svdvals(wanted)[8:].square().sum()
+        torch.testing.assert_close((found - wanted).square().sum(), least, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(2, 1, 16), (6, 3, 8), (5, 1, 4), (3, 3, 16), (8, 2, 12)], ids=str
+)
+def test_every_count_and_size_can_be_made(heads: int, kv_heads: int, head_dim: int) -> None:
+    model = model_with()
+    changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    smaller = model.config.with_changes(**changes)
+    made = reduce_heads(model, smaller, random_scores(model.config, 0), samples())
+    assert made.config == smaller and bool(logits(made).isfinite().all())
+
+
+def test_one_shared_head_is_read_by_the_strongest_of_all() -> None:
+    """Four query heads of two groups on one key/value head: exact where all the others write nothing."""
+    model = model_with()
+    scores = random_scores(model.config, 0)
+    with torch.no_grad():
+        for layer, block in enumerate(model.model.layers):
+            scores.units["query_head"][layer] = torch.tensor([7.0, 9, 0, 0, 0, 0, 8, 6])
+            attention = block.self_attn
+            for name in ("k_proj", "v_proj"):
+                heads = getattr(attention, name).weight.view(4, 16, -1)
+                heads[3] = heads[0]
+            columns = attention.o_proj.weight.view(64, 8, 16)
+            columns[:, 2:6] = 0
+    smaller = model.config.with_changes(num_attention_heads=4, num_key_value_heads=1)
+    made = reduce_heads(model, smaller, scores, samples())
+    assert torch.allclose(logits(made), logits(model), atol=1e-3, rtol=1e-3)
