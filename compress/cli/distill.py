@@ -16,7 +16,7 @@ from sportsllm.cli.flag_groups import expand_flag_groups
 def distill(
     *,
     teacher: Annotated[str, typer.Option(help="A checkpoint directory, or a preset's name for runs/<preset>.")],
-    student: Annotated[str, typer.Option(help="A preset's name (random weights), or a checkpoint directory.")],
+    student: Annotated[str, typer.Option(help="A preset's name, or a checkpoint directory.")],
     out: Annotated[Path | None, typer.Option(help="New directory.", show_default="runs/<student>")] = None,
     init: Annotated[
         Path | None, typer.Option(help="Checkpoint whose weights the student starts from.", show_default="none")
@@ -24,8 +24,9 @@ def distill(
     start: Annotated[
         str | None,
         typer.Option(
-            help="fresh: random weights; of a checkpoint student only the shape is used.",
-            show_default="the weights of --init or of a checkpoint student",
+            help="cut: the most important parts of the teacher; fresh: random weights. Of a checkpoint student only "
+            "the shape is used.",
+            show_default="the weights of --init or of a checkpoint student, else cut where nothing grows",
         ),
     ] = None,
     text: options.TextFlags,
@@ -37,25 +38,25 @@ def distill(
     threads: options.Threads = None,
 ) -> dict[str, Any]:
     """Train a smaller student on a teacher's next-token distribution."""
-    from compress.distillation.run import Fresh, resolve_start, resolve_teacher, teacher_corpus
     from compress.distillation.run import distill as run_distill
+    from compress.distillation.run import resolve_teacher, teacher_corpus
     from compress.distillation.student_training import StudentTraining
+    from compress.pruning.student_start import choose_start
     from sportsllm.cli.commands import print_training
     from sportsllm.training.settings import Run, Start
     from sportsllm.training.setup import set_threads
 
     set_threads(threads)
     source = resolve_teacher(teacher)
-    begin = resolve_start(student, init, start, source)
-    kind = Start.RANDOM if isinstance(begin, Fresh) else Start.CUT
-    run = Run(kind, begin.shape, lora.lora_rank is not None)
+    begin = choose_start(student, init, start, source)
+    run = Run(begin.kind, begin.shape, lora.lora_rank is not None)
     config = training.config(run, length.tokens, length.steps, seed=seed)
     plan = StudentTraining(
         teacher=source,
         config=config,
         corpus=tuple(text.corpus or teacher_corpus(source, "corpus")),
         valid=tuple(text.valid or ([] if text.corpus else teacher_corpus(source, "valid"))),
-        distillation=distillation.config(fresh=isinstance(begin, Fresh)),
+        distillation=distillation.config(fresh=begin.kind is Start.RANDOM),
         adapters=lora.adapters(config.optimizer),
     )
     result = run_distill(student, begin, plan, out or Path("runs") / Path(student).name, training.resume)

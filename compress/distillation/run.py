@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from compress.distillation.student_training import RunState, StudentText, StudentTraining, train_student
 from sportsllm.console import say
@@ -18,6 +18,7 @@ from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
+from sportsllm.training import settings
 from sportsllm.training.pretrain import fit_vocabulary, shape_of
 from sportsllm.training.setup import manifest_setting
 
@@ -53,17 +54,40 @@ def teacher_corpus(teacher: Path, key: str) -> list[Path]:
     return paths
 
 
+class Start(Protocol):
+    """What a student starts from.
+
+    Attributes:
+        name: fresh, cut or weights, for the manifest.
+        kind: decides how large the steps of its training may be.
+        shape: of the student.
+        inputs: what is read for it beside the teacher.
+    """
+
+    name: ClassVar[str]
+    kind: ClassVar[settings.Start]
+
+    @property
+    def shape(self) -> ModelConfig: ...
+    @property
+    def inputs(self) -> list[Path]: ...
+    def build(self, training: StudentTraining) -> SportsLLM:
+        """The student before training."""
+
+
 @dataclass(frozen=True)
 class Fresh:
     """A student with random weights: its shape, and the file that was read from, if any."""
 
+    name: ClassVar[str] = "fresh"
+    kind: ClassVar[settings.Start] = settings.Start.RANDOM
     shape: ModelConfig
     inputs: list[Path]
 
-    def build(self, seed: int) -> SportsLLM:
+    def build(self, training: StudentTraining) -> SportsLLM:
         """The student before training."""
         model = SportsLLM(self.shape)
-        model.initialize(seed)
+        model.initialize(training.config.seed)
         return model
 
 
@@ -71,35 +95,34 @@ class Fresh:
 class Checkpoint:
     """A student that starts from a checkpoint's weights."""
 
+    name: ClassVar[str] = "weights"
+    kind: ClassVar[settings.Start] = settings.Start.CUT
     shape: ModelConfig
     inputs: list[Path]
 
-    def build(self, _seed: int) -> SportsLLM:
+    def build(self, training: StudentTraining) -> SportsLLM:
         """The student before training."""
         return load_checkpoint(self.inputs[0])
 
 
-Start = Fresh | Checkpoint
-
-
-def resolve_start(student: str, init: Path | None, start: str | None, teacher: Path) -> Start:
-    """What --student, --init and --start ask for together.
+def resolve_start(student: str, init: Path | None, start: str | None, teacher: Path) -> Fresh | Checkpoint:
+    """What --student, --init and --start ask for together, where nothing is cut out of the teacher.
 
     Args:
         student: a preset's name or a checkpoint directory.
         init: a checkpoint whose weights a preset student starts from.
-        start: `fresh` to take only the shape of a checkpoint student.
+        start: `fresh` or `cut` to take only the shape of a checkpoint student.
         teacher: whose vocabulary and tokenizer the student has.
 
     Raises:
         UsageError: flags that do not go together.
         ArtifactError: a quantized start, or one with another tokenizer.
     """
-    if start not in (None, "fresh"):
-        raise UsageError(f"--start {start!r} is not known; use fresh, or leave it out")
-    has_weights = Path(student).is_dir() and start is None
+    if start not in (None, "fresh", "cut"):
+        raise UsageError(f"--start {start!r} is not known; use cut or fresh, or leave it out")
+    has_weights = start is None and has_tensors(Path(student))
     if init is not None and start is not None:
-        raise UsageError(f"--start fresh makes random weights; leave --init {init} out")
+        raise UsageError(f"--start {start} makes the student's weights; leave --init {init} out")
     if init is not None and has_weights:
         raise UsageError(f"--student {student} has weights of its own; give a preset's name with --init, or no --init")
     if init is None and not has_weights:
@@ -114,6 +137,11 @@ def resolve_start(student: str, init: Path | None, start: str | None, teacher: P
     if init is not None and shape.with_changes(vocab_size=preset(student).vocab_size) != preset(student):
         say(f"the student starts from {init} and has its shape; {student!r} only names the output")
     return Checkpoint(shape, [directory])
+
+
+def has_tensors(directory: Path) -> bool:
+    """Whether a directory holds weights, and not a shape alone."""
+    return any(directory.glob("*.safetensors")) or any(directory.glob("*.safetensors.index.json"))
 
 
 def _checkpoint_shape(directory: Path, teacher: Path) -> ModelConfig:
@@ -149,7 +177,7 @@ def distill(student: str, start: Start, training: StudentTraining, out: Path, re
         ArtifactError: damaged inputs.
     """
     config, theirs = training.config, load_config(training.teacher)
-    if training.adapters is not None and isinstance(start, Fresh):
+    if training.adapters is not None and start.kind is settings.Start.RANDOM:
         raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT or a checkpoint student")
     if start.shape.parameters > theirs.parameters:
         raise UsageError(
@@ -157,20 +185,20 @@ def distill(student: str, start: Start, training: StudentTraining, out: Path, re
             f"({theirs.parameters:,}); choose a smaller --student"
         )
     cache = training.prepare(start.shape)
-    has_weights = isinstance(start, Checkpoint)
-    settings = {
+    has_weights = start.kind is not settings.Start.RANDOM
+    record = {
         **training.settings(),
         "student": student,
-        "init": str(start.inputs[0]) if has_weights else None,
-        "start": "weights" if has_weights else "fresh",
+        "init": str(start.inputs[0]) if isinstance(start, Checkpoint) else None,
+        "start": start.name,
         **dataclasses.asdict(config),
     }
-    stage = Stage("distill", settings, [training.teacher, *start.inputs, *training.inputs()], seed=config.seed)
+    stage = Stage("distill", record, [training.teacher, *start.inputs, *training.inputs()], seed=config.seed)
 
     def make(directory: Path) -> dict[str, Any]:
         text = StudentText.read(training, load_tokenizer(training.teacher, theirs))
         copy_tokenizer(training.teacher, directory)
-        model = start.build(config.seed)
+        model = start.build(training)
         before = {"bits_per_byte_before": text.bits_per_byte(model)} if config.steps and has_weights else {}
         state = RunState(directory, stage.fingerprint(), resume)
         results = train_student(model, training, text, cache, state, f"distil {student}", has_weights)

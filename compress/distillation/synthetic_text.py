@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
@@ -174,7 +174,7 @@ def read_prompts(path: Path, words: TextTokenizer, longest: int) -> list[list[in
     return prompts
 
 
-def in_turn(work: Callable[[int, Event], Result], threads: int) -> Iterator[Result]:
+def in_turn(work: Callable[[int, Event], Result], threads: int) -> Generator[Result]:
     """Results of work(0), work(1), ... in order, computed `threads` at a time, until the generator is closed.
 
     Twice as many are begun or wait, so that a short one need not wait for a long one. Closing sets the event that

@@ -227,7 +227,7 @@ def _leading(covariance_UU: Tensor) -> Tensor:
     """(U,) the leading eigenvector, its largest entry real and positive."""
     u_U = torch.linalg.eigh(covariance_UU).eigenvectors[:, -1]
     largest = u_U[u_U.abs().argmax()]
-    return u_U * largest.conj() / largest.abs()
+    return cast(Tensor, u_U * largest.conj() / largest.abs())
 
 
 def _as_complex(rows_XED: Tensor) -> Tensor:

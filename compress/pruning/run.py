@@ -42,7 +42,7 @@ from sportsllm.text.calibration import calibration_samples
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.setup import held_out_files, manifest_setting
 
-_SAMPLE_LENGTH = 512
+SAMPLE_LENGTH = 512
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class PruneJob:
     def calibrate(self) -> tuple[SportsLLM, list[Tensor], Scores]:
         """The full model, calibration token ids, (1, T) each, and the scores of its units."""
         model = load_checkpoint(self.checkpoint)
-        length = _SAMPLE_LENGTH if self.recovery is None else self.recovery.config.sequence
+        length = SAMPLE_LENGTH if self.recovery is None else self.recovery.config.sequence
         words = load_tokenizer(self.checkpoint, model.config)
         valid = [*held_out_files(self.checkpoint), *(self.recovery.valid if self.recovery else ())]
         samples = calibration_samples(self.calibration, valid, words, model.config, self.config.samples, length)

@@ -14,6 +14,7 @@ Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row, S numbers 
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -147,8 +148,8 @@ def inverse_factor(gram_KK: Tensor) -> Tensor:
     while True:
         try:
             inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
-            return torch.linalg.cholesky(inverse, upper=True).float()
-        except torch.linalg.LinAlgError:
+            return cast(Tensor, torch.linalg.cholesky(inverse, upper=True).float())
+        except RuntimeError:  # what torch raises where a matrix is singular
             gram = gram + torch.diag(more * gram.diagonal().abs().clamp(min=1e-8))
             more *= 10
 

@@ -150,7 +150,7 @@ def _round(packed: PackedCheckpoint, module: str, weight_NK: Tensor, gram_KK: Te
         raise ArtifactError(f"{module}: what it reads of the calibration text overflows; the checkpoint is damaged")
     spec = packed.config.grid_for(module, weight_NK.shape[1])
     if gptq:
-        quantized = stack_rows([gptq_weight(rows, gram_KK, *spec) for rows in weight_NK.split(_ROWS)])
+        quantized = stack_rows([gptq_weight(rows, gram_KK, *spec) for rows in torch.split(weight_NK, _ROWS)])
     else:
         grid = fit_grid(weight_NK, *spec, search=True, weights_K=gram_KK.diagonal())
         quantized = grid.pack(grid.round(weight_NK))

@@ -45,11 +45,11 @@ def sample_texts(
         cancelled: once set, the texts are returned as far as they are.
     """
     device = model.head_weight.device
-    tokens_BT = np.zeros(uniform_BT.shape, dtype=np.int64)
+    tokens_BT = np.zeros((len(prompts), uniform_BT.shape[-1]), dtype=np.int64)
     starts = np.array([len(prompt) for prompt in prompts])
     for row, prompt in enumerate(prompts):
         tokens_BT[row, : len(prompt)] = prompt
-    longest = tokens_BT.shape[1]
+    longest = uniform_BT.shape[-1]
     ends, live = np.full(len(prompts), longest), np.arange(len(prompts))
     cache = KVCache(model.config, len(prompts), longest, device=device)
     first = 0

@@ -61,7 +61,7 @@ def probabilities(logits: Logits, sampling: Sampling) -> npt.NDArray[np.float64]
         ranked[..., 1:][cumulative[..., :-1] >= sampling.top_p] = 0.0
         np.put_along_axis(weights, order, ranked, axis=-1)
     weights /= weights.sum(axis=-1, keepdims=True)
-    return cast("npt.NDArray[np.float64]", weights)
+    return weights
 
 
 def draw(logits: Logits, sampling: Sampling, uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:

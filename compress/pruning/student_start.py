@@ -1,0 +1,79 @@
+"""A student that is cut out of its teacher: where `distill` starts from wherever nothing of the teacher grows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from compress.distillation.run import Fresh, Start, resolve_start
+from compress.distillation.student_training import StudentTraining
+from compress.pruning.cut import check_cut, cut_to_config
+from compress.pruning.run import SAMPLE_LENGTH, PruneConfig
+from sportsllm.console import say
+from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.storage.checkpoint import load_checkpoint
+from sportsllm.storage.safetensors_files import quantization_config
+from sportsllm.text.calibration import DEFAULT_SAMPLES, calibration_samples
+from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.training import settings
+
+_LEAST_SAMPLES = 16
+_SAMPLES_TIMES_PARAMETERS = 1e10  # calibration reads the teacher a few times: minutes, also for a large one
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A student of the most important parts of its teacher, refitted to it."""
+
+    name: ClassVar[str] = "cut"
+    kind: ClassVar[settings.Start] = settings.Start.CUT
+    shape: ModelConfig
+    inputs: list[Path]
+
+    def build(self, training: StudentTraining) -> SportsLLM:
+        """The student before training; its calibration text is the training text."""
+        teacher = load_checkpoint(training.teacher)
+        words = load_tokenizer(training.teacher, teacher.config)
+        context = min(self.shape.max_position_embeddings, teacher.config.max_position_embeddings)
+        most = min(DEFAULT_SAMPLES, max(_LEAST_SAMPLES, round(_SAMPLES_TIMES_PARAMETERS / teacher.config.parameters)))
+        samples = calibration_samples(
+            training.corpus, training.valid, words, teacher.config, None, min(SAMPLE_LENGTH, context), most
+        )
+        smaller = self.shape.with_changes(max_position_embeddings=context)
+        cut = cut_to_config(teacher, smaller, PruneConfig(), samples)
+        kept = ", ".join(map(str, cut.layers))
+        say(f"the student is cut out of {training.teacher}: layers {kept}, {self.shape.parameters:,} parameters")
+        student = SportsLLM(self.shape)  # positions beyond the teacher's context have no weights
+        student.load_state_dict(cut.model.state_dict())
+        return student
+
+
+def choose_start(student: str, init: Path | None, start: str | None, teacher: Path) -> Start:
+    """What --student, --init and --start ask for together; arguments and errors as in `resolve_start`.
+
+    A student that is given by its shape alone is cut out of the teacher. Where that cannot be, it gets random weights,
+    and a line says why; with `--start cut` that is an error.
+    """
+    plain = resolve_start(student, init, start, teacher)
+    if not isinstance(plain, Fresh) or start == "fresh":
+        return plain
+    try:
+        if quantization_config(teacher) is not None:
+            raise UsageError(f"{teacher} is quantized")
+        check_cut(load_config(teacher), _inside(plain.shape, load_config(teacher)))
+    except UsageError as error:
+        if start == "cut":
+            raise UsageError(f"--start cut: {error}; choose another --student, or --start fresh") from None
+        say(f"the student starts from random weights, since it cannot be cut out of the teacher: {error}")
+        return plain
+    return Cut(plain.shape, plain.inputs)
+
+
+def _inside(shape: ModelConfig, teacher: ModelConfig) -> ModelConfig:
+    """The shape with the teacher's context at most, which no weight depends on."""
+    context = min(shape.max_position_embeddings, teacher.max_position_embeddings)
+    return shape.with_changes(max_position_embeddings=context)
