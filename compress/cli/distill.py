@@ -43,7 +43,7 @@ def distill(
     from compress.distillation.student_training import StudentTraining
     from compress.pruning.student_start import choose_start
     from sportsllm.cli.commands import print_training
-    from sportsllm.training.settings import Run, Start
+    from sportsllm.training.settings import Run
     from sportsllm.training.setup import set_threads
 
     set_threads(threads)
@@ -56,7 +56,7 @@ def distill(
         config=config,
         corpus=tuple(text.corpus or teacher_corpus(source, "corpus")),
         valid=tuple(text.valid or ([] if text.corpus else teacher_corpus(source, "valid"))),
-        distillation=distillation.config(fresh=begin.kind is Start.RANDOM),
+        distillation=distillation.config(begin.kind, source),
         adapters=lora.adapters(config.optimizer),
     )
     result = run_distill(student, begin, plan, out or Path("runs") / Path(student).name, training.resume)

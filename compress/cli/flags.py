@@ -12,6 +12,7 @@ from sportsllm.cli.flag_groups import FlagGroup
 
 if TYPE_CHECKING:
     from compress.distillation.settings import DistillationConfig
+    from sportsllm.training.settings import Start
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class TeacherFlags(FlagGroup):
         typer.Option(
             help="Share of the divergence in the loss, or a range over training such as 0.5:1; the rest is "
             "cross-entropy.",
-            show_default="0.9 for a student with random weights, else 0.5",
+            show_default="0.5 for a teacher of less than 100 tokens a parameter, else 1; 0.9 for random weights",
         ),
     ] = None
     signals: Annotated[
@@ -39,13 +40,16 @@ class TeacherFlags(FlagGroup):
         int | None, typer.Option(min=1, help="Tokens to cache.", show_default="as many as are trained on")
     ] = None
 
-    def config(self, fresh: bool) -> DistillationConfig:
-        """What the student learns; `fresh` says whether it starts from random weights."""
-        from compress.distillation.settings import DistillationConfig, chosen_kl_weight
+    def config(self, start: Start, teacher: Path) -> DistillationConfig:
+        """What a student learns that starts from `start`; the teacher's manifest says how much that has read."""
+        from compress.distillation.settings import DistillationConfig, default_kl_weight, parse_kl_weight
+        from sportsllm.training.setup import tokens_per_parameter
 
         given = self.given()
-        weight = given.pop("kl_weight", None)  # a recipe may give a number
-        return DistillationConfig(kl_weight=chosen_kl_weight(None if weight is None else str(weight), fresh), **given)
+        weight = given.pop("kl_weight", None)
+        if weight is None:
+            return DistillationConfig(kl_weight=default_kl_weight(start, tokens_per_parameter(teacher)), **given)
+        return DistillationConfig(kl_weight=parse_kl_weight(str(weight)), **given)  # a recipe may give a number
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def prune(
             config=config,
             corpus=tuple(corpora.corpus or teacher_corpus(source, "corpus")),
             valid=tuple(corpora.valid or ([] if corpora.corpus else teacher_corpus(source, "valid"))),
-            objective=distillation.config(fresh=False),
+            objective=distillation.config(Start.CUT, source),
             teacher=recover.teacher,
             adapters=lora.adapters(config.optimizer),
         )

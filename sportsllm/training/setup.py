@@ -83,6 +83,15 @@ def manifest_setting(directory: Path, key: str) -> Any:
     return cast(Any, read_manifest(directory)["settings"].get(key))
 
 
+def tokens_per_parameter(directory: Path) -> float | None:
+    """How many tokens a parameter a checkpoint of `train` has read; None where that is not known."""
+    if not (directory / "manifest.json").exists():
+        return None
+    manifest = read_manifest(directory)
+    found = manifest["results"].get("tokens_per_parameter") if manifest["command"] == "train" else None
+    return None if found is None or manifest["settings"].get("init") else float(found)
+
+
 def held_out_files(directory: Path) -> list[Path]:
     """The held-out text that a directory's manifest names, as far as it is there."""
     return [path for path in map(Path, manifest_setting(directory, "valid") or []) if path.exists()]

@@ -18,7 +18,7 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.packing import IGNORE, Batch
 from sportsllm.text.tokenizer import train_tokenizer
-from sportsllm.training.settings import TrainConfig
+from sportsllm.training.settings import Start, TrainConfig
 from tests.support.bnb_models import dequantize
 from tests.support.models import tiny_config, tiny_model
 
@@ -171,7 +171,7 @@ def test_flags_out_of_range(tmp_path: Path) -> None:
         ({"signals": tmp_path, "divergence": "js"}, "forward-kl alone"),
     ):
         with pytest.raises(UsageError, match=message):
-            DistillationFlags(**settings).config(fresh=True)  # type: ignore[arg-type]
+            DistillationFlags(**settings).config(Start.RANDOM, Path())  # type: ignore[arg-type]
 
 
 def test_a_missing_preset_teacher_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

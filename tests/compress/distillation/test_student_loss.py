@@ -11,7 +11,13 @@ from compress.cli.distill import distill as command
 from compress.distillation.hidden_states import HiddenMatching, attached
 from compress.distillation.recovery import Recovery
 from compress.distillation.run import Checkpoint, Fresh, distill, resolve_start
-from compress.distillation.settings import DistillationConfig, KLWeight, chosen_kl_weight, default_layer_map
+from compress.distillation.settings import (
+    DistillationConfig,
+    KLWeight,
+    default_kl_weight,
+    default_layer_map,
+    parse_kl_weight,
+)
 from compress.distillation.student_loss import distillation_loss
 from compress.distillation.student_training import RunState, StudentText, StudentTraining, train_student
 from compress.pruning.run import PruneConfig, PruneJob, map_kept_layers, prune_checkpoint
@@ -23,7 +29,7 @@ from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.packing import IGNORE, Batch
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.lora import Adapters
-from sportsllm.training.settings import TrainConfig
+from sportsllm.training.settings import Start, TrainConfig
 from tests.support.models import tiny_model
 
 CONFIG = TrainConfig(steps=3, batch_size=2, accumulation=1, sequence=32, precision="fp32", warmup=0)
@@ -193,9 +199,11 @@ def test_adapters_and_matching_need_what_they_work_on(
 
 
 def test_the_default_kl_weight_depends_on_the_start() -> None:
-    assert chosen_kl_weight(None, fresh=True) == KLWeight(0.9, 0.9)
-    assert chosen_kl_weight(None, fresh=False) == KLWeight(0.5, 0.5)
-    assert chosen_kl_weight("0.5:1", fresh=True) == KLWeight(0.5, 1.0)
+    assert default_kl_weight(Start.RANDOM, None) == default_kl_weight(Start.RANDOM, 20) == KLWeight(0.9, 0.9)
+    assert default_kl_weight(Start.CUT, 20) == KLWeight(0.5, 0.5)
+    assert default_kl_weight(Start.CUT, 3_000) == default_kl_weight(Start.CUT, None) == KLWeight(1.0, 1.0)
+    assert default_kl_weight(Start.ROUNDED, 20) == KLWeight(1.0, 1.0)
+    assert parse_kl_weight("0.5:1") == KLWeight(0.5, 1.0)
 
 
 def test_the_command_takes_all_of_it(checkpoint: Path, student: Path, corpus_file: Path, tmp_path: Path) -> None:
