@@ -32,9 +32,14 @@ class SizeFlags(FlagGroup):
     head_dim: Annotated[int | None, typer.Option(min=2, help="Channels of each head to keep; an even number.")] = None
     layers: Annotated[int | None, typer.Option(min=1, help="Layers to keep; one contiguous run is dropped.")] = None
     search: Annotated[
-        int | None, typer.Option(min=0, help="With --params or --size-mb: tokens to recover each finalist on.")
+        int | None,
+        typer.Option(
+            min=0,
+            help="With --params or --size-mb: tokens to recover each finalist on; 0 cuts all widths alike instead.",
+            show_default="5% of --recover",
+        ),
     ] = None
-    finalists: Annotated[int, typer.Option(min=1, help="The best shapes, which --search recovers.")] = 4
+    finalists: Annotated[int, typer.Option(min=1, help="The best shapes, which --search recovers.")] = 3
 
     def target(self) -> PruneTarget:
         """What to prune to."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from compress.distillation.recovery import Recovery
 from compress.pruning.run import PruneJob, prune_checkpoint
 from compress.pruning.search import search_shape
 from compress.pruning.shapes import Shape, shape_for_share, share_for_megabytes
@@ -19,19 +20,22 @@ from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 
+_SEARCH_SHARE = 0.05
+
 
 @dataclass(frozen=True)
 class PruneTarget:
     """How small: a share of the non-embedding parameters, megabytes of float32 weights, or dimensions by name.
 
-    A dimension that is None or left out is kept whole. A search recovers `finalists` shapes on `search_tokens` each.
+    A dimension that is None or left out is kept whole. Where a size is given the shape is searched: `finalists` shapes
+    are recovered on `search_tokens` each, a twentieth of the recovery's if None; 0 cuts all widths alike.
     """
 
     share: float | None = None
     megabytes: float | None = None
     dimensions: Mapping[str, int | None] = field(default_factory=dict)
     search_tokens: int | None = None
-    finalists: int = 4
+    finalists: int = 3
 
     def shape(self, config: ModelConfig) -> Shape:
         """The shape that is asked for, where nothing is searched."""
@@ -63,15 +67,17 @@ def prune_run(job: PruneJob, target: PruneTarget, out: Path, *, resume: bool = F
     config = load_config(job.checkpoint)
     shape = target.shape(config)
     tried: list[dict[str, Any]] = []
-    if target.search_tokens is not None:
-        share = target.share_of(config)
-        if share is None or job.recovery is None:
-            raise UsageError("--search needs a size (--params or --size-mb) and --recover TOKENS")
-        if job.recovery.objective.signals is not None:
-            raise UsageError(
-                "--search judges shapes on text held out of the corpus, which signals were made with; "
-                "search first, then give the shape found and --signals"
-            )
+    share, tokens = target.share_of(config), target.search_tokens
+    if tokens is not None and (share is None or job.recovery is None):
+        raise UsageError("--search needs a size (--params or --size-mb) and --recover TOKENS")
+    if share is not None and tokens != 0:
+        if tokens is None:
+            tokens = 0 if job.recovery is None else round(_SEARCH_SHARE * length(job.recovery))
         beside = out.with_name(f"{out.name}.search")
-        shape, tried = search_shape(job, job.recovery, share, target.search_tokens, target.finalists, beside)
+        shape, tried = search_shape(job, share, tokens, target.finalists, beside)
     return prune_checkpoint(job, shape, out, resume=resume, search=tried)
+
+
+def length(recovery: Recovery) -> int:
+    """Tokens that a recovery reads."""
+    return recovery.config.steps * recovery.config.tokens_per_step

@@ -1,9 +1,8 @@
 """Which shape under a size keeps most: many are cut, the best few recovered briefly, the winner is named.
 
-A ranking right after the cut misleads (a cut hidden size looks worst and recovers best), and settles after some
-hundred steps of recovery (Minitron, https://arxiv.org/abs/2407.14679). So the finalists differ in depth and hidden
-size, and what decides is their loss after a brief recovery, on text held out of the training text: the text that
-final figures are scored on takes no part.
+A ranking right after the cut misleads, and settles after some hundred steps of recovery (Minitron,
+https://arxiv.org/abs/2407.14679). So the finalists differ in depth and hidden size, the even cut is always one of them,
+and what decides is their loss after a brief recovery, on held-out text that is for choices.
 """
 
 from __future__ import annotations
@@ -19,14 +18,16 @@ from compress.distillation.recovery import Recovery
 from compress.pruning.kept_units import loss_per_token
 from compress.pruning.run import PruneConfig, PruneJob, prune_checkpoint, prune_to_shape
 from compress.pruning.scores import Scores
-from compress.pruning.shapes import Shape, candidate_shapes
-from sportsllm.console import progress_bar, say
+from compress.pruning.shapes import Shape, candidate_shapes, shape_for_share
+from sportsllm.console import progress_bar, say, silenced
 from sportsllm.errors import UsageError
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.safetensors_files import quantization_config
 
 _SCORING_SAMPLES = 8
-_REFITTED = 12  # of the shapes ranked by their loss right after the cut; ranked again after the refit
+_MOST_CUT = 64
+_BRIEF_STEP = 1_024  # tokens
+_REFITTED = 8  # of the shapes ranked by their loss right after the cut; ranked again after the refit
 
 
 class Finalist(NamedTuple):
@@ -42,16 +43,23 @@ class Finalist(NamedTuple):
         sizes = dataclasses.asdict(self.shape)
         return "-".join("".join(word[0] for word in key.split("_")) + str(value) for key, value in sizes.items())
 
+    def row(self, bits_per_byte: float | None) -> dict[str, Any]:
+        """For the results; bits per byte after the brief recovery."""
+        return {**self._asdict(), "shape": dataclasses.asdict(self.shape), "bits_per_byte": bits_per_byte}
+
 
 def find_finalists(
     model: SportsLLM, scores: Scores, share: float, config: PruneConfig, samples: Sequence[Tensor], count: int
 ) -> list[Finalist]:
-    """At most `count` shapes to recover: the best after cut and refit for each depth and hidden size, best first.
+    """At most `count` shapes to recover, best first: the best after cut and refit for each depth and hidden size.
 
-    `share` is that of the non-embedding parameters to keep; the first few `samples` rank the shapes.
+    `share` is that of the non-embedding parameters to keep. The shapes are ranked on the first few `samples`, and
+    refitted to the others. The even cut is one of them.
     """
-    candidates = candidate_shapes(model.config, share)
-    scoring = samples[:_SCORING_SAMPLES]
+    held_out = max(1, min(_SCORING_SAMPLES, len(samples) // 4))
+    scoring, fitted = samples[:held_out], samples[held_out:] or samples
+    candidates = thinned(candidate_shapes(model.config, share), _MOST_CUT)
+    even = shape_for_share(model.config, share)
     plain = dataclasses.replace(config, refit=False)
     cut: list[tuple[float, Shape]] = []
     with progress_bar("shapes", len(candidates)) as bar:
@@ -62,21 +70,40 @@ def find_finalists(
     best: dict[tuple[int, int], tuple[float, Shape]] = {}
     for loss, shape in sorted(cut, key=lambda item: item[0]):
         best.setdefault((shape.layers, shape.hidden), (loss, shape))
-    chosen = list(best.values())[: max(_REFITTED, count)]
+    chosen = [shape for _, shape in list(best.values())[: max(_REFITTED, count)]]
+    losses = {shape: loss for loss, shape in cut}
+    if even not in losses:
+        losses[even] = loss_per_token(prune_to_shape(model, scores, even, plain, scoring).model, scoring)
     refitted: list[Finalist] = []
     with progress_bar("refitted", len(chosen)) as bar:
-        for loss, shape in chosen:
-            pruned = prune_to_shape(model, scores, shape, config, samples)
-            refitted.append(Finalist(shape, loss, loss_per_token(pruned.model, scoring)))
+        for shape in dict.fromkeys([*chosen, even]):
+            pruned = prune_to_shape(model, scores, shape, config, fitted)
+            refitted.append(Finalist(shape, losses[shape], loss_per_token(pruned.model, scoring)))
             bar.advance()
-    say(f"{len(candidates)} shapes cut, {len(chosen)} refitted, {min(count, len(chosen))} to recover briefly")
-    return sorted(refitted, key=lambda item: item.loss_after_repair)[:count]
+    refitted.sort(key=lambda item: item.loss_after_repair)
+    say(f"{len(losses)} shapes cut, {len(refitted)} refitted; best right after it: {refitted[0].name}")
+    found = refitted[:count]
+    return found if any(one.shape == even for one in found) or count == 1 else [*found[:-1], _of(even, refitted)]
+
+
+def _of(shape: Shape, found: Sequence[Finalist]) -> Finalist:
+    return next(one for one in found if one.shape == shape)
+
+
+def thinned(shapes: Sequence[Shape], most: int) -> list[Shape]:
+    """At most `most` of the shapes, evenly spread over depths, hidden sizes and heads."""
+    ordered = sorted(shapes, key=lambda shape: (shape.layers, shape.hidden, shape.heads, shape.kv_heads))
+    if len(ordered) <= most:
+        return ordered
+    return [ordered[number * len(ordered) // most] for number in range(most)]
 
 
 def search_shape(
-    job: PruneJob, recovery: Recovery, share: float, tokens: int, count: int, directory: Path
+    job: PruneJob, share: float, tokens: int, count: int, directory: Path
 ) -> tuple[Shape, list[dict[str, Any]]]:
     """Recover `count` finalists briefly, on `tokens` each, in directories inside `directory` that a second run reuses.
+
+    With 0 tokens, or no recovery, the shape that is best after the refit wins.
 
     Returns:
         The best shape, and a row of results for each finalist, best first.
@@ -84,18 +111,29 @@ def search_shape(
     if quantization_config(job.checkpoint) is not None:
         raise UsageError(f"{job.checkpoint}: is quantized; prune the unquantized checkpoint")
     model, samples, scores = job.calibrate()
-    finalists = find_finalists(model, scores, share, job.config, samples, count)
-    steps = -(-tokens // recovery.config.tokens_per_step)
-    # Without held-out text of its own a stage holds out a part of the corpus by hash.
-    brief = dataclasses.replace(recovery, config=dataclasses.replace(recovery.config, steps=steps), valid=())
+    brief = None if job.recovery is None or not tokens else brief_recovery(job.recovery, tokens)
+    finalists = find_finalists(model, scores, share, job.config, samples, 1 if brief is None else count)
+    if brief is None:
+        return finalists[0].shape, [finalists[0].row(None)]
     tried: list[tuple[float, Finalist]] = []
     for finalist in finalists:
-        out = directory / finalist.name
-        result = prune_checkpoint(dataclasses.replace(job, recovery=brief), finalist.shape, out, resume=True)
-        tried.append((float(result["valid_bits_per_byte"]), finalist))
-        say(f"{finalist.name}: {tried[-1][0]:.4f} bits per byte after {result['tokens']:,} tokens")
+        with silenced():
+            out = directory / finalist.name
+            result = prune_checkpoint(dataclasses.replace(job, recovery=brief), finalist.shape, out, resume=True)
+        tried.append((float(result["best_bits_per_byte"]), finalist))
     tried.sort(key=lambda item: item[0])
-    rows = [
-        {**found._asdict(), "shape": dataclasses.asdict(found.shape), "bits_per_byte": bits} for bits, found in tried
-    ]
-    return tried[0][1].shape, rows
+    figures = ", ".join(f"{finalist.name} {bits:.4f}" for bits, finalist in tried)
+    say(f"recovered on {tokens:,} tokens each, bits per byte: {figures}")
+    return tried[0][1].shape, [finalist.row(bits) for bits, finalist in tried]
+
+
+def brief_recovery(recovery: Recovery, tokens: int) -> Recovery:
+    """The same on few tokens: small steps, a warm-up to match, one rate, and the text for choices scored at the end."""
+    config = recovery.config
+    batch_size = max(1, min(config.batch_size, _BRIEF_STEP // config.sequence))
+    steps = -(-tokens // (batch_size * config.sequence))
+    warmup = min(config.warmup, max(1, steps // 20))
+    brief = dataclasses.replace(
+        config, steps=steps, batch_size=batch_size, accumulation=1, warmup=warmup, try_rates=False, validate_every=0
+    )
+    return dataclasses.replace(recovery, config=brief)

@@ -36,7 +36,8 @@ _SAVE_EVERY_S = 600.0
 @dataclass(frozen=True)
 class TrainResult:
     """Result of a run. `loss` is the mean of the last logged steps in nats a token; `tokens_per_s` leaves out
-    validating and saving, `seconds` does not. `best_step` is the one whose weights stay: 0 is the start."""
+    validating and saving, `seconds` does not. `best_step` is the one whose weights stay, 0 is the start, and
+    `best_bits_per_byte` what it was chosen by: a figure for further choices, not for reports."""
 
     steps: int
     tokens: int
@@ -44,6 +45,7 @@ class TrainResult:
     loss: float | None
     valid_bits_per_byte: float | None
     best_step: int | None
+    best_bits_per_byte: float | None
     seconds: float
     peak_rss_bytes: int
 
@@ -137,6 +139,7 @@ def train_model(
         loss=state.mean_loss,
         valid_bits_per_byte=None if best is None else best.finish(),
         best_step=state.best_step,
+        best_bits_per_byte=state.best_bits_per_byte,
         seconds=time.perf_counter() - started,
         peak_rss_bytes=peak_rss_bytes(),
     )

@@ -170,7 +170,7 @@ def test_a_fresh_start_takes_the_shape_of_a_checkpoint_alone(
     assert "bits_per_byte_before" not in result
     assert read_manifest(tmp_path / "out")["settings"]["start"] == "fresh"
     assert isinstance(resolve_start(str(student), None, None, checkpoint), Checkpoint)
-    with pytest.raises(UsageError, match="makes random weights"):
+    with pytest.raises(UsageError, match="leave --init"):
         resolve_start("tiny-300k", checkpoint, "fresh", checkpoint)
     with pytest.raises(UsageError, match="--start 'clone' is not known"):
         resolve_start(str(student), None, "clone", checkpoint)
