@@ -194,6 +194,9 @@ def evaluate(
 def generate(
     directory: flags.Directory,
     prompt: Annotated[str, typer.Option(help="Text to continue.", show_default="empty")] = "",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Answer --prompt as a user's message, by the model's chat template.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 100,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.7,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 is off.")] = 50,
@@ -206,11 +209,12 @@ def generate(
     seed: flags.Seed = 0,
     threads: flags.Threads = None,
 ) -> dict[str, Any]:
-    """Stream text from a checkpoint or an export."""
+    """Stream text from a checkpoint or an export, or its answer to a message."""
     from sportsllm import console
     from sportsllm.inference.decoder import open_decoder
     from sportsllm.inference.sampling import Sampling
     from sportsllm.inference.sampling import generate as stream
+    from sportsllm.text.chat import render_chat
     from sportsllm.text.tokenizer import load_tokenizer
 
     try:
@@ -226,7 +230,11 @@ def generate(
         if len(encoded) != 1:
             raise UsageError(f"--stop {word!r} is {len(encoded)} tokens; give a text that is one token")
         stops += encoded
-    begin = [tokenizer.begin_id, *tokenizer.encode(prompt)]
+    if chat:
+        message = {"role": "user", "content": prompt}
+        begin, prompt = tokenizer.encode(render_chat(directory, [message]), special=True), f"{prompt}\n\n"
+    else:
+        begin = [tokenizer.begin_id, *tokenizer.encode(prompt)]
     tokens: list[int] = []
     started = time.perf_counter()
     first = started
@@ -250,6 +258,7 @@ def generate(
     target.write("\n")
     seconds = time.perf_counter() - first
     return {
+        "prompt": prompt,
         "text": tokenizer.decode(tokens) if ids else "".join(pieces),
         "tokens": len(tokens),
         "ids": tokens,

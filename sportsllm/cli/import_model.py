@@ -13,12 +13,16 @@ from sportsllm.cli import flags
 def import_model(
     source: Annotated[Path, typer.Argument(help="A GGUF file of a LLaMA, Qwen2 or Qwen3 model.", show_default=False)],
     out: flags.Out,
+    context: Annotated[
+        int | None,
+        typer.Option(min=2, help="Longest sequence (tokens) that is declared.", show_default="the model's own"),
+    ] = None,
 ) -> dict[str, Any]:
     """Turn a GGUF file (llama.cpp's format) into a float32 checkpoint with its tokenizer and chat template."""
     from sportsllm.console import output
     from sportsllm.gguf.run import import_gguf
 
-    result = import_gguf(source, out)
+    result = import_gguf(source, out, context)
     output().print(
         f"{out}: {result['name'] or source.stem}, {result['architecture']}, {result['parameters']:,} parameters, "
         f"{result['vocab_size']:,} tokens, {', '.join(result['formats'])} of {result['source_bytes'] / 1e6:.1f} MB "

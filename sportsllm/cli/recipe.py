@@ -280,7 +280,7 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[
     result = function(**settings)
     path.parent.mkdir(parents=True, exist_ok=True)
     if stage.command == "generate":
-        path.with_suffix(".txt").write_text(settings.get("prompt", "") + result["text"] + "\n", encoding="utf-8")
+        path.with_suffix(".txt").write_text(result["prompt"] + result["text"] + "\n", encoding="utf-8")
     fresh = path.with_suffix(".json.partial")
     fresh.write_text(json.dumps({"fingerprint": fingerprint, **result}, indent=1, default=str), encoding="utf-8")
     fresh.replace(path)

@@ -7,33 +7,44 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from sportsllm.errors import UsageError
 from sportsllm.gguf.config import architecture, read_config
 from sportsllm.gguf.file import open_gguf
 from sportsllm.gguf.tokenizer import write_tokenizer
 from sportsllm.gguf.weights import read_weights
+from sportsllm.models.config import ModelConfig
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import write_checkpoint
 from sportsllm.text.tokenizer import load_tokenizer
 
 
-def import_gguf(source: Path, out: Path) -> dict[str, Any]:
+def _shortened(config: ModelConfig, context: int | None) -> ModelConfig:
+    most = config.max_position_embeddings
+    if context is not None and context > most:
+        raise UsageError(f"--context is {context}; the model was trained for at most {most} tokens")
+    return config.with_changes(max_position_embeddings=context or most)
+
+
+def import_gguf(source: Path, out: Path, context: int | None = None) -> dict[str, Any]:
     """Write the model of a GGUF file as a float32 checkpoint with its tokenizer.
 
     Args:
         source: a file of an architecture of `sportsllm.gguf.config.ARCHITECTURES`, in any format that `gguf` reads.
         out: the directory to make.
+        context: the longest sequence in tokens, where less than the model's own is enough.
 
     Returns:
         The results, as `import --json` prints them.
 
     Raises:
+        UsageError: `context` is longer than the model's own.
         ArtifactError: cut short or damaged, another architecture, an unknown tokenizer, a tensor too few or too many.
     """
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
         file = open_gguf(source)
-        config = read_config(file)
+        config = _shortened(read_config(file), context)
         write_tokenizer(file, directory)
         load_tokenizer(directory, config)
         write_checkpoint(directory, config, read_weights(file, config))
@@ -51,4 +62,4 @@ def import_gguf(source: Path, out: Path) -> dict[str, Any]:
             "seconds": time.perf_counter() - started,
         }
 
-    return run_stage(out, Stage("import", {"source": source}, [source]), make)
+    return run_stage(out, Stage("import", {"source": source, "context": context}, [source]), make)

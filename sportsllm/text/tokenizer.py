@@ -41,9 +41,13 @@ class TextTokenizer:
         """Equal for two tokenizers that give the same ids."""
         return f"{self._tokenizer.to_str()} {self.begin_id} {self.end_id}"
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, no special tokens."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of `text`; with `special`, text that spells a special token becomes it (a chat template's does)."""
+        self._tokenizer.encode_special_tokens = not special
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        finally:
+            self._tokenizer.encode_special_tokens = True
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of several texts, on all cores."""

@@ -15,6 +15,8 @@ import typer
 
 from sportsllm.cli.flags import COMMANDS
 from sportsllm.cli.main import build_app, main
+from sportsllm.inference.decoder import open_decoder
+from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.lora import ALPHA
 from sportsllm.training.settings import TrainConfig
 
@@ -80,6 +82,22 @@ def test_json_is_one_object_and_words_go_to_stderr(
     assert {"text", "tokens", "ttft_ms", "tokens_per_s"} <= set(result) and result["tokens"] == 5
     code, out, _ = call(capsys, "generate", checkpoint, "--ids", "--temperature", 0, "--max-new-tokens", 3)
     assert len([int(token) for token in out.split()]) == 3
+
+
+def test_chat(capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path) -> None:
+    import shutil
+
+    complains(call(capsys, "generate", checkpoint, "--chat", "--prompt", "Hi"), 3, "has no chat template")
+    chatty = shutil.copytree(checkpoint, tmp_path / "chatty")
+    (chatty / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}", encoding="utf-8")
+    code, out, _ = call(
+        capsys, "generate", chatty, "--chat", "--prompt", "Hi", "--max-new-tokens", 2, "--temperature", 0
+    )
+    assert code == 0 and out.startswith("Hi\n\n")
+    tokenizer, decoder = load_tokenizer(chatty), open_decoder(chatty, 1)
+    first = int(decoder.prefill([[*tokenizer.encode("Hi"), 1]])[0].argmax())
+    code, out, _ = call(capsys, "generate", chatty, "--chat", "--prompt", "Hi", "--temperature", 0, "--json")
+    assert json.loads(out.splitlines()[-1])["ids"][:1] == [first]
 
 
 def test_usage_errors(capsys: pytest.CaptureFixture[str], checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:

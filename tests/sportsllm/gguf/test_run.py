@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from sportsllm.errors import ArtifactError
+from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.gguf.run import import_gguf
 from sportsllm.gguf.weights import rows_in_halves
 from sportsllm.models.hf_config import load_config
@@ -104,6 +104,14 @@ def test_blocks_of_four_bits_become_the_numbers_they_stand_for(
             expected += [scale * nibble + least for nibble in nibbles]
         found = TensorFiles(tmp_path / "out")["model.layers.1.mlp.up_proj.weight"][row]
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
+
+
+def test_context(llama: Any, tokenizer_directory: Path, tmp_path: Path) -> None:
+    file = write_model(tmp_path / "model.gguf", llama, byte_level(tokenizer_directory))
+    import_gguf(file, tmp_path / "out", context=64)
+    assert load_config(tmp_path / "out").max_position_embeddings == 64
+    with pytest.raises(UsageError, match="--context is 129; the model was trained for at most 128"):
+        import_gguf(file, tmp_path / "longer", context=129)
 
 
 def test_rows_of_one_head_by_hand() -> None:

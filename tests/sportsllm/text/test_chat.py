@@ -1,0 +1,81 @@
+"""Chat templates against those of `transformers`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import transformers
+
+from sportsllm.errors import ArtifactError
+from sportsllm.text.chat import render_chat
+from sportsllm.text.tokenizer import load_tokenizer
+
+CHATML = """{%- if not messages -%}
+    {{ raise_exception('nothing was said') }}
+{%- endif %}
+{% for message in messages %}
+    {% if loop.first and message.role != 'system' %}
+{{ bos_token }}system: be brief
+    {% endif %}
+{{ '<turn>' + message['role'] + '\n' + message['content'] | trim + eos_token + '\n' }}
+{% endfor %}
+{{ messages[0] | tojson }}{% if add_generation_prompt %}{{ '<turn>assistant\n' }}{% endif %}"""
+MESSAGES = [
+    {"role": "user", "content": " Who won the “Cup”? "},
+    {"role": "assistant", "content": "They did."},
+    {"role": "user", "content": "<b>When?</b>"},
+]
+
+
+def with_template(source: Path, target: Path, template: object) -> Path:
+    shutil.copytree(source, target)
+    path = target / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) | {"chat_template": template}
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    return target
+
+
+@pytest.mark.parametrize("messages", [MESSAGES, [{"role": "system", "content": "Be kind."}, *MESSAGES]])
+def test_texts_are_those_of_transformers(
+    messages: list[dict[str, str]], tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    directory = with_template(tokenizer_directory, tmp_path / "model", CHATML)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    text = render_chat(directory, messages)
+    assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = load_tokenizer(directory).encode(text, special=True)
+    assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True)
+    assert {0, 1} & set(ids) and not {0, 1} & set(load_tokenizer(directory).encode(text))
+
+
+def test_a_template_in_its_own_file_or_by_name(tokenizer_directory: Path, tmp_path: Path) -> None:
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes {{ messages[0].content }}"}]
+    directory = with_template(tokenizer_directory, tmp_path / "model", named)
+    assert render_chat(directory, MESSAGES[2:]) == "yes <b>When?</b>"
+    (directory / "chat_template.jinja").write_text("file {{ messages | length }}", encoding="utf-8")
+    assert render_chat(directory, MESSAGES) == "file 3"
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        (None, "has no chat template"),
+        ([{"name": "tools", "template": "x"}], "has no chat template"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for %}", "chat template fails"),
+        ("{{ messages[0].content + 1 }}", "chat template fails"),
+        ("{{ raise_exception('roles must\nalternate') }}", "roles must alternate"),
+        ("{% include '/etc/hostname' %}", "chat template fails"),
+    ],
+)
+def test_templates_that_fail_or_reach_out(
+    template: object, message: str, tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    directory = with_template(tokenizer_directory, tmp_path / "model", template)
+    with pytest.raises(ArtifactError, match=message) as caught:
+        render_chat(directory, MESSAGES)
+    assert "\n" not in str(caught.value)
