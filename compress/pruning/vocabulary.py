@@ -130,15 +130,16 @@ def _components(item: Json | None) -> Iterator[Json]:
 
 
 def _byte_tokens(data: Json, where: str) -> list[str]:
-    """The tokens of the 256 bytes, as this tokenizer writes them."""
+    """The tokens of the 256 bytes, as this tokenizer writes them. Byte-level BPE may lack some, which it then never
+    writes, with this vocabulary or a smaller one; where bytes stand in for characters, each can be needed.
+    """
     model = data["model"]
     kinds = {item["type"] for part in ("normalizer", "pre_tokenizer") for item in _components(data.get(part))}
     if "ByteLevel" in kinds:
-        names = sorted(pre_tokenizers.ByteLevel.alphabet())
-    elif model.get("byte_fallback"):
-        names = [f"<0x{byte:02X}>" for byte in range(256)]
-    else:
+        return sorted({*pre_tokenizers.ByteLevel.alphabet()} & model["vocab"].keys())
+    if not model.get("byte_fallback"):
         raise ArtifactError(f"{where}: BPE without tokens for bytes would lose text when pruned; keep it whole")
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
     missing = [name for name in names if name not in model["vocab"]]
     if missing:
         raise ArtifactError(f"{where}: lacks {len(missing)} of the 256 byte tokens ({missing[0]!r}); keep it whole")
