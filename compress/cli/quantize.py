@@ -185,5 +185,5 @@ def _recovery(
         config=training.config(run, tokens, seed=seed),
         corpus=tuple(text.corpus or teacher_corpus(checkpoint, "corpus")),
         valid=tuple(text.valid or ([] if text.corpus else teacher_corpus(checkpoint, "valid"))),
-        objective=teacher.config(Start.ROUNDED, checkpoint),
+        objective=teacher.config(Start.ROUNDED, checkpoint),  # it is to say what it said before rounding
     )
