@@ -85,7 +85,8 @@ def quantize(
         typer.Option(
             help="rtn (round to nearest) or mse (grid of least squared error); with calibration text awq, gptq, smooth "
             "or smooth+gptq.",
-            show_default="gptq with --calibration or --qad, smooth+gptq with --per-row as well, else mse",
+            show_default="gptq with --calibration or --qad, and for 4 bits where the training text is known; "
+            "smooth+gptq with --per-row as well; else mse",
         ),
     ] = None,
     grid: GridFlags,

@@ -85,22 +85,31 @@ class CalibrationText:
 
 
 def resolve_method(
-    name: str | None, config: QuantizationConfig, text: CalibrationText, budget: SizeBudget | None, trained: bool
+    name: str | None,
+    config: QuantizationConfig,
+    text: CalibrationText,
+    budget: SizeBudget | None,
+    trained: bool,
+    known_text: bool = False,
 ) -> str:
     """The name of the method that flags ask for.
 
     Args:
-        name: None for gptq where there is calibration text or training (smooth+gptq per channel), else mse.
+        name: None for gptq where there is calibration text or training (smooth+gptq per channel), else mse. INT8
+            loses so little that text has to be given for it.
         config: grids of the matrices.
         text: for calibration.
         budget: for a mixture of precisions.
         trained: whether quantization-aware training follows.
+        known_text: the checkpoint names the text that it was made from, and it is there.
 
     Raises:
         UsageError: an unknown method, or flags that do not go with it.
     """
     if name is None:
-        informed = bool(text.files) or trained
+        informed = bool(text.files) or trained or (known_text and config.bits < 8)
+        if not informed and config.bits < 8:
+            say("no calibration text is known, so the matrices are only rounded; --calibration FILE loses about half")
         name = ("smooth+gptq" if config.per_channel else "gptq") if informed else "mse"
     if name not in METHODS:
         raise UsageError(f"--method {name!r} is not known; choose one of {', '.join(METHODS)}")
@@ -252,7 +261,9 @@ def quantize(
         ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
     """
     config, text = config or QuantizationConfig(), text or CalibrationText()
-    name = resolve_method(method, config, text, budget, recovery is not None)
+    made_from = [Path(name) for name in manifest_setting(checkpoint, "corpus") or ()]
+    known = bool(made_from) and all(path.exists() for path in made_from)
+    name = resolve_method(method, config, text, budget, recovery is not None, known)
     plan = check_request(checkpoint, config, name, text, budget)
     settings, parents, cache, seed = plan.settings(), [checkpoint], None, None
     parents += plan.text.files if plan.text else []

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from compress.quantization.config import Granularity, GridSpec, QuantizationConfig
 from compress.quantization.mixed_precision import SizeBudget
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
-from compress.quantization.run import METHODS, CalibrationText, quantize
+from compress.quantization.run import METHODS, CalibrationText, quantize, resolve_method
 from sportsllm.cli.flags import load_command
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.simulator import simulate
@@ -158,6 +158,15 @@ def test_minding_the_inputs_beats_rounding(checkpoint: Path, corpus_file: Path, 
             pairs = [(quantized(torch.tensor([ids])), model(torch.tensor([ids]))) for ids in held_out]
         errors.append(sum(float((found - wanted).square().mean()) for found, wanted in pairs))
     assert errors[2] < 0.8 * errors[1] and errors[1] < errors[0]
+
+
+@pytest.mark.parametrize(("bits", "known", "method"), [(4, True, "gptq"), (4, False, "mse"), (8, True, "mse")])
+def test_known_training_text_calibrates_four_bits(
+    bits: int, known: bool, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = resolve_method(None, QuantizationConfig(bits), CalibrationText(), None, False, known)
+    assert found == method
+    assert ("no calibration text is known" in capsys.readouterr().err) == (method == "mse" and bits == 4)
 
 
 def test_the_default_method_follows_from_the_text(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
