@@ -269,6 +269,7 @@ def report(
     from benchmarks.report.markdown import stage_table
     from benchmarks.report.report import targets, write_report
     from benchmarks.report.samples import before_and_after
+    from benchmarks.report.savings import savings_line
     from sportsllm.console import output
 
     files = targets(out, format)
@@ -283,11 +284,15 @@ def report(
         size = path.stat().st_size
         shown = f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size / 1e3:.1f} kB"
         output().print(f"{path}: {len(inputs.stages)} stages, {shown}", markup=False)
+    saved = savings_line(inputs.stages)
+    if saved is not None:
+        output().print(saved, markup=False)
     written = list(files.values())
     return {
         "out": str(written[0]),
         "files": {name: str(path) for name, path in files.items()},
         "stages": [stage.name for stage in inputs.stages],
+        "saved": saved,
         "candidates": sum(len(fit.candidates) for fit in inputs.fits),
         "bytes": written[0].stat().st_size,
     }

@@ -30,6 +30,7 @@ PRESETS: dict[str, ModelConfig] = {
     "tiny-5m": _shape(4_096, 256, 640, 6, 4, 2, 1_024),
     "tiny-1m-deep": _shape(2_048, 96, 352, 6, 3, 3, 512),  # thirds and halves of it are whole layers and blocks
     "tiny-1m": _shape(2_048, 128, 320, 4, 4, 2, 1_024),
+    "tiny-700k": _shape(2_048, 128, 256, 3, 4, 2, 1_024),
     "tiny-300k": _shape(2_048, 64, 192, 4, 2, 1, 1_024),
 }
 

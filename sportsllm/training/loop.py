@@ -90,14 +90,13 @@ def train_model(
         InterruptedRun: Ctrl-C; the state is saved.
     """
     reset_peak_rss()
-    run = _Run(model, config, directory, identity)
-    state = run.state
+    state = (run := _Run(model, config, directory, identity)).state
     if resume:
         state.load()
         _drop_metrics_after(directory / METRICS, state.step)
     best = None if validation is None or not config.steps else BestStep(model, validation, state)
-    first_step, started, paused = state.step, time.perf_counter(), 0.0  # paused: seconds of validating and saving
-    last_save = started
+    first_step, paused = state.step, 0.0  # seconds of validating and saving
+    last_save = started = time.perf_counter()
     model.checkpoint_activations = config.checkpoint_activations
 
     def tokens_per_s() -> float:

@@ -1,0 +1,23 @@
+"""The words that a report ends with."""
+
+from benchmarks.report.inputs import StageSummary
+from benchmarks.report.savings import savings_line
+
+
+def stage(name: str, size: int, bits: float | None, ms: float) -> StageSummary:
+    bench = {"tpot_ms": {"512": {"p50": ms}}, "peak_rss_bytes": 80_000_000, "bits_per_byte": bits}
+    return StageSummary(name, "export", name, size_bytes=size, bits_per_byte=bits, bench=bench)
+
+
+def test_first_and_last_measured_stage_are_compared() -> None:
+    stages = [stage("teacher", 4_000_000, 0.8, 0.3), StageSummary("student", "distill", "x")]
+    assert savings_line(stages) is None
+    line = savings_line([*stages, stage("small", 600_000, 0.82, 0.15)])
+    assert line is not None and line.startswith("small beside teacher: 15% of the file (0.6")
+    assert "2.0 times the tokens a second" in line and "100% of the peak memory" in line
+    assert line.endswith("2.5% more bits per byte (0.8200 against 0.8000)")
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    line = savings_line([stage("teacher", 4_000_000, None, 0.3), stage("small", 1_000_000, 0.5, 0.3)])
+    assert line is not None and "bits per byte" not in line and "25% of the file" in line
