@@ -84,7 +84,7 @@ def prune(
     *,
     checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
     out: options.Out,
-    calibration: options.Calibration,
+    calibration: options.CalibrationText = None,
     size: SizeFlags,
     choice: ChoiceFlags,
     recover: RecoverFlags,
@@ -114,7 +114,8 @@ def prune(
                 "the vocabulary is cut alone, since the result no longer shares its teacher's tokens: cut it first "
                 "(prune-vocabulary), fine-tune it with train --init, then prune that"
             )
-        return prune_vocabulary(checkpoint=checkpoint, out=out, calibration=calibration, **vars(vocabulary))
+        text = list(calibration or teacher_corpus(checkpoint, "corpus"))
+        return prune_vocabulary(checkpoint=checkpoint, out=out, calibration=text, **vars(vocabulary))
     check_not_given("--vocab-size or --min-count", vocabulary)
     recovery = None
     if recover.recover is not None:
@@ -129,7 +130,8 @@ def prune(
             teacher=recover.teacher,
             adapters=lora.adapters(config.optimizer),
         )
-    job = PruneJob(checkpoint, tuple(calibration), choice.config(seed), choice.scores, recovery)
+    text = tuple(calibration or teacher_corpus(checkpoint, "corpus"))
+    job = PruneJob(checkpoint, text, choice.config(seed), choice.scores, recovery)
     result = prune_run(job, size.target(), out, resume=training.resume)
     _print_result(out, result)
     return result

@@ -35,6 +35,7 @@ from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from sportsllm import __version__
 from sportsllm.cli.flags import COMMANDS, load_command
+from sportsllm.cli.recipe_each import each_problems, repeated
 from sportsllm.console import output, say, silenced
 from sportsllm.errors import SportsLLMError, UsageError
 from sportsllm.models.hf_config import read_json
@@ -85,7 +86,8 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
         raise UsageError(f"{path}: not found; give a recipe, for example recipes/quickstart.toml") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: not valid TOML ({error})") from None
-    problems = [f"unknown key {key!r}" for key in sorted(set(data) - {"name", "out", "stage", "defaults"})]
+    problems = [f"unknown key {key!r}" for key in sorted(set(data) - {"name", "out", "stage", "defaults", "each"})]
+    problems += each_problems(each := data.get("each", {}))
     defaults = data.get("defaults", {})
     problems += [f"defaults.{key}: unknown command {key!r}" for key in sorted(set(defaults) - set(COMMANDS))]
     base = out or Path(str(data.get("out") or Path("runs") / path.stem))
@@ -94,7 +96,7 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
     entries = data.get("stage", [])
     if not isinstance(entries, list) or not entries:
         raise UsageError(f"{path}: has no [[stage]]; add at least one")
-    for number, entry in enumerate(entries, start=1):
+    for number, entry in enumerate(entries if problems else repeated(entries, each), start=1):
         if not isinstance(entry, dict):
             problems.append(f"stage {number}: is not a table; write [[stage]]")
             continue

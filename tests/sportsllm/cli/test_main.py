@@ -207,11 +207,11 @@ def test_full_disk_and_read_only_folder_leave_nothing(checkpoint: Path, tmp_path
     def small_files_only() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    result = cli("quantize", checkpoint, "--out", tmp_path / "out", preexec_fn=small_files_only)
+    result = cli("quantize", checkpoint, "--method", "rtn", "--out", tmp_path / "out", preexec_fn=small_files_only)
     assert result.returncode == 5, result.stderr
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-    result = cli("quantize", checkpoint, "--out", "/sys/nothing/out")
+    result = cli("quantize", checkpoint, "--method", "rtn", "--out", "/sys/nothing/out")
     assert result.returncode == 5 and result.stderr.count("\n") == 1, result.stderr
 
 

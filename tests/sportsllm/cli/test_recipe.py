@@ -194,3 +194,37 @@ def test_a_stage_that_fails_beside_others_is_named_with_its_code(tmp_path: Path)
     with pytest.raises(SportsLLMError, match=r"stage .model.: .*99999") as caught:
         run_parallel(load_recipe(path, tmp_path / "out"), path, jobs=2, threads=1)
     assert caught.value.exit_code == UsageError.exit_code
+
+
+def test_stages_are_repeated_for_each_value(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        """
+[each]
+size = ["small", "medium"]
+bits = ["4", "8"]
+
+[[stage]]
+name = "{size}"
+command = "train"
+model = "{size}"
+
+[[stage]]
+name = "{size}-int{bits}"
+command = "quantize"
+checkpoint = "@{size}"
+bits = "{bits}"
+""",
+        encoding="utf-8",
+    )
+    recipe = load_recipe(path)
+    assert [stage.name for stage in recipe.stages] == [
+        "small", "medium", "small-int4", "small-int8", "medium-int4", "medium-int8"
+    ]  # fmt: skip
+    last = recipe.stages[-1]
+    assert (
+        last.settings["bits"] == 8 and last.needs == {"medium"} and str(last.settings["checkpoint"]).endswith("medium")
+    )
+    path.write_text('each = {size = "small"}\n[[stage]]\nname = "a"\ncommand = "simulate"\n', encoding="utf-8")
+    with pytest.raises(UsageError, match=r"each\.size: must be a list of texts"):
+        load_recipe(path)
