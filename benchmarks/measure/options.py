@@ -26,9 +26,11 @@ class MeasuringFlags(FlagGroup):
     most_rounds: Annotated[
         int,
         typer.Option(
-            min=1, metavar="N", help="Maximum number of rounds; more are added until results agree within 5%."
+            min=1,
+            metavar="N",
+            help="Maximum number of rounds; three are added at a time until they agree within 5%.",
         ),
-    ] = 11
+    ] = 8
     prompt_lengths: Annotated[
         str | None, typer.Option(metavar="N,...", help="Further prompt lengths for the time to first token.")
     ] = None

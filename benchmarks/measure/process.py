@@ -122,15 +122,15 @@ def _communicate(process: subprocess.Popen[str], timeout_s: float, waiting: Call
             before = now
 
 
-def wait_for_quiet(longest_s: float = 3.0) -> None:
-    """Wait until other programs use at most `QUIET_CORES` cores, or for `longest_s`."""
+def wait_for_quiet(longest_s: float = 3.0) -> bool:
+    """Wait until other programs use at most `QUIET_CORES` cores, or for `longest_s`; returns whether they do."""
     deadline = time.monotonic() + longest_s
     while True:
         others, started = _others_seconds(), time.perf_counter()
         time.sleep(0.25)
         cores = (_others_seconds() - others) / (time.perf_counter() - started)
         if cores <= QUIET_CORES or time.monotonic() > deadline:
-            return
+            return cores <= QUIET_CORES
 
 
 def _payload(what: str, code: int, stdout: str, stderr: str) -> dict[str, Any]:

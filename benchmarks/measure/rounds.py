@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.measure.process import ChildFailure, run_child, wait_for_quiet
+from benchmarks.measure.process import QUIET_CORES, ChildFailure, run_child, wait_for_quiet
 from sportsllm import console
 
 CHECK_EVERY = 3
@@ -32,6 +33,11 @@ def stop_checks(rounds: int, most_rounds: int) -> list[int]:
     return sorted({*range(rounds, most, CHECK_EVERY), most})
 
 
+def disturbed(rounds: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether other programs took more than `QUIET_CORES` in half of the rounds or more: medians bear less."""
+    return statistics.median(float(one["other_cpu_cores"]) for one in rounds) > QUIET_CORES
+
+
 def take_turns(
     title: str,
     turns: Sequence[Turn],
@@ -42,6 +48,8 @@ def take_turns(
 ) -> Payloads:
     """What every turn printed by its name, round after round, until `converged` or the last check.
 
+    Beside busy programs there are no further rounds and one wait for quiet: more would only measure those programs.
+
     Args:
         title: names the whole in progress bar and messages.
         turns: the order within a round.
@@ -51,13 +59,14 @@ def take_turns(
         failed: told of a turn that gave no result, which is left out from then on; None raises the failure.
     """
     raw: Payloads = {turn.name: [] for turn in turns}
-    left, done = list(turns), 0
+    left, done, quiet = list(turns), 0, True
     for check in check_after_rounds:
         if done:
             console.say(f"{title}: the rounds do not agree yet, {check - done} more")
         with console.progress_bar(title, (check - done) * len(left)) as progress:
             for number in range(done, check):
-                wait_for_quiet(3.0 if number == 0 else 1.0)
+                if quiet:
+                    quiet = wait_for_quiet(3.0 if number == 0 else 1.0)
                 for turn in list(left):
                     progress.advance(0, turn.name)
                     try:
@@ -70,6 +79,9 @@ def take_turns(
                     progress.advance(1)
         done = check
         if not left or converged({turn.name: raw[turn.name] for turn in left}):
+            break
+        if check != check_after_rounds[-1] and disturbed([one for turn in left for one in raw[turn.name]]):
+            console.say(f"{title}: the rounds do not agree, and other programs are busy; no further rounds")
             break
     return raw
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.measure.process import QUIET_CORES
+from benchmarks.measure.rounds import disturbed
 from benchmarks.spread import CONFIDENCE, Spread, interval_confidence, interval_rank, percentiles, spread
 
 Raw = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -82,14 +82,14 @@ def is_steady(raw: Raw) -> bool:
 
 
 def noise_reasons(raw: Raw) -> list[str]:
-    """Why a run is not clean. Other programs count where they disturb half of the rounds: medians take less."""
+    """Why a run is not clean."""
     deciding, speed = _deciding(raw), raw["speed"]
     reasons = []
     if unsteady := [name for name, interval in deciding.items() if interval.noisy]:
         reasons.append(f"the rounds differ by more than 5% in {', '.join(unsteady)}")
-    busy = [float(one["other_cpu_cores"]) for one in speed]
-    if statistics.median(busy) > QUIET_CORES:
-        reasons.append(f"other programs used up to {max(busy):.1f} cores, too many in half of the rounds or more")
+    if disturbed(speed):
+        most = max(float(one["other_cpu_cores"]) for one in speed)
+        reasons.append(f"other programs used up to {most:.1f} cores, too many in half of the rounds or more")
     if interval_confidence(len(speed), interval_rank(len(speed))) < CONFIDENCE:
         reasons.append(f"{len(speed)} rounds are too few to tell" if len(speed) > 1 else "one round is too few to tell")
     if not deciding:

@@ -40,7 +40,7 @@ CORPUS = "corpus.jsonl"
 BEGINNING_TOKENS = 16
 """What is read of a document that is a prompt."""
 _BEGINNING_CHARACTERS = 64 * BEGINNING_TOKENS
-_MOST_ROWS, _FEWEST_ROWS, _CACHE_BYTES = 128, 16, 2**30
+_MOST_ROWS, _FEWEST_ROWS, _CACHE_BYTES = 128, 32, 2**30
 Result = TypeVar("Result")
 
 
@@ -146,9 +146,9 @@ def write_corpus(checkpoint: Path, out: Path, request: Request) -> dict[str, Any
 
 
 def default_rows(config: ModelConfig, longest: int, tokens: int) -> int:
-    """Texts of a batch: what the cache has room for, but at least four batches where `tokens` allow it."""
+    """Texts of a batch: what the cache has room for, but at least two batches where `tokens` allow it."""
     row_bytes = 4 * longest * config.num_hidden_layers * sum(math.prod(state.shape) for state in block_state(config))
-    wanted = max(_FEWEST_ROWS, min(_MOST_ROWS, tokens // (4 * longest)))
+    wanted = max(_FEWEST_ROWS, min(_MOST_ROWS, tokens // (2 * longest)))
     return max(1, min(wanted, _CACHE_BYTES // row_bytes))
 
 
@@ -189,9 +189,8 @@ def in_turn(work: Callable[[int, Event], Result], threads: int) -> Generator[Res
         begun = deque(pool.submit(work, next(numbers), cancelled) for _ in range(2 * threads))
         try:
             while True:
-                result = begun.popleft().result()
+                yield begun.popleft().result()
                 begun.append(pool.submit(work, next(numbers), cancelled))
-                yield result
         finally:
             cancelled.set()
             for future in begun:

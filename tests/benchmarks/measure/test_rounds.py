@@ -58,7 +58,8 @@ def turn(name: str, log: Path, code: str = "") -> Turn:
 
 
 def test_turns_alternate_until_they_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+    monkeypatch.setattr("benchmarks.measure.rounds.QUIET_CORES", 99.0)
     log, asked = tmp_path / "log", list[int]()
 
     def converged(raw: Payloads) -> bool:
@@ -71,8 +72,19 @@ def test_turns_alternate_until_they_agree(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(one["other_cpu_cores"] >= 0 for one in raw["A"])
 
 
+def test_beside_busy_programs_no_rounds_are_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited = list[float]()
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: bool(waited.append(longest_s)))
+    monkeypatch.setattr("benchmarks.measure.rounds.QUIET_CORES", -1.0)
+    raw = take_turns("test", [turn("A", tmp_path / "log")], [2, 3, 4], lambda raw: False, 60)
+    assert len(raw["A"]) == 2 and waited == [3.0]
+    assert "other programs are busy; no further rounds" in capsys.readouterr().err
+
+
 def test_a_turn_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
     log, failures = tmp_path / "log", dict[str, ChildFailure]()
     turns = [turn("A", log), turn("B", log, "raise SystemExit(9)")]
     raw = take_turns("test", turns, [2], lambda raw: True, 60, failures.__setitem__)
@@ -85,7 +97,7 @@ def test_a_turn_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch:
 def test_what_a_turn_left_before_it_failed_does_not_hold_up_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
     log, seen = tmp_path / "log", list[set[str]]()
     once = f"import sys; sys.exit(9 if open({str(log)!r}).read().count('B') > 1 else 0)"
     command = [sys.executable, "-S", "-c", f"open({str(log)!r}, 'a').write('B'); print('{{}}'); {once}"]
