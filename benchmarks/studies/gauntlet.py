@@ -2,8 +2,8 @@
 
     python -m benchmarks.studies.gauntlet runs/gauntlet --out benchmarks/results/gauntlet
 
-Every finished model is scored in PyTorch on the half of its teacher's held-out text that no choice looked at; rows say by
-how many percent bits per byte (perplexity for rounded ones) lie above the teacher's.
+Every finished model is scored in PyTorch on the half of its teacher's held-out text that no choice looked at. Rows say
+by how many percent bits per byte (perplexity for rounded ones) lie above the teacher's.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ def main() -> None:
     rows: dict[str, dict[str, float | None]] = {}
     for teacher in teachers(arguments.directory):
         scores = measure(arguments.directory, teacher)
-        rows[teacher] = {"bits_per_byte": scores[""].bits_per_byte} | {kind: rise(scores, kind) for kind in KINDS}
+        rows[teacher] = {kind: rise(scores, kind) for kind in KINDS}
+        rows[teacher]["bits_per_byte"] = scores[""].bits_per_byte
     columns = ["bits_per_byte", *KINDS]
-    for name, pick in (("median", statistics.median), ("worst", max)):
-        known = {kind: [row[kind] for row in rows.values() if row[kind] is not None] for kind in KINDS}
-        rows[name] = {kind: pick(values) if values else None for kind, values in known.items()}  # type: ignore[type-var]
+    known = {kind: [value for row in rows.values() if (value := row[kind]) is not None] for kind in KINDS}
+    rows["median"] = {kind: statistics.median(values) if values else None for kind, values in known.items()}
+    rows["worst"] = {kind: max(values, default=None) for kind, values in known.items()}
     lines = [["teacher", *columns]]
-    lines += [
-        [name, *("" if row.get(key) is None else f"{row[key]:.4g}" for key in columns)] for name, row in rows.items()
-    ]
+    for name, row in rows.items():
+        lines.append([name, *("" if (value := row.get(key)) is None else f"{value:.4g}" for key in columns)])
     atomic_write_text(arguments.out / "gauntlet.csv", "".join(",".join(line) + "\n" for line in lines))
     writer = csv.writer(output().file)
     writer.writerows(lines)

@@ -114,8 +114,8 @@ def prune(
                 "the vocabulary is cut alone, since the result no longer shares its teacher's tokens: cut it first "
                 "(prune-vocabulary), fine-tune it with train --init, then prune that"
             )
-        text = list(calibration or teacher_corpus(checkpoint, "corpus"))
-        return prune_vocabulary(checkpoint=checkpoint, out=out, calibration=text, **vars(vocabulary))
+        domain = list(calibration or teacher_corpus(checkpoint, "corpus"))
+        return prune_vocabulary(checkpoint=checkpoint, out=out, calibration=domain, **vars(vocabulary))
     check_not_given("--vocab-size or --min-count", vocabulary)
     recovery = None
     if recover.recover is not None:
