@@ -182,7 +182,9 @@ def test_a_missing_preset_teacher_says_how_to_make_one(tmp_path: Path, monkeypat
         resolve_teacher("enormous")
 
 
-def test_the_teacher_names_its_corpus(checkpoint: Path, tmp_path: Path, corpus_file: Path) -> None:
+def test_the_teacher_names_its_corpus(
+    checkpoint: Path, tmp_path: Path, corpus_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UsageError, match="give --corpus"):
         teacher_corpus(checkpoint, "corpus")
     copy = tmp_path / "teacher"
@@ -191,6 +193,11 @@ def test_the_teacher_names_its_corpus(checkpoint: Path, tmp_path: Path, corpus_f
     (copy / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     assert teacher_corpus(copy, "corpus") == [corpus_file]
     assert teacher_corpus(copy, "valid") == []
+    manifest["settings"] = {"corpus": ["gone.jsonl"], "valid": ["gone.jsonl"]}
+    (copy / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    assert teacher_corpus(copy, "valid") == [] and "held out by hash instead" in capsys.readouterr().err
+    with pytest.raises(ArtifactError, match="not found; give --corpus"):
+        teacher_corpus(copy, "corpus")
 
 
 def test_preset_student_takes_the_teachers_vocabulary(
