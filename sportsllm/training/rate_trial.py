@@ -1,4 +1,8 @@
-"""Try a few peak rates on a tenth of the tokens, since no rule knows a checkpoint that somebody else trained."""
+"""Try lower peak rates on a tenth of the tokens, since no rule knows a checkpoint that somebody else trained.
+
+Short runs flatter high rates: one that wins after 12 steps loses after 200 (docs/log.md). Where a lower rate is better
+even in a short run, the higher one undoes what the weights know.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +34,26 @@ _LEAST_STEPS = 10  # fewer say nothing about a rate
 def choose_rates(
     model: SportsLLM, batches: PackedSequences, loss: Loss, config: TrainConfig, directory: Path, choosing: Validate
 ) -> TrainConfig:
-    """The settings with the rates that do best in short runs on the first batches; the model stays as it is.
+    """The settings with the highest rates that no lower ones beat in short runs; the model stays as it is.
 
-    A third of the rates, the rates and three times of them are tried, and one step further where the best is at the
-    end. Runs whose tenth is too short for that keep their rates.
+    The rates and a third of them are tried on the first batches, and a third of those again as long as that is better.
+    Runs whose tenth is too short for that keep their rates.
 
     Args:
         model, batches, loss, config: of the run, which has not begun.
         directory: of the run; the scores stay there in rates.json, which a resumed run reads.
         choosing: scores the short runs.
     """
-    steps = int(config.steps * _SHARE / _MOST_TRIALS)
+    short = dataclasses.replace(config, accumulation=1, parallel_batches=1, validate_every=0)
+    tokens = config.steps * config.tokens_per_step * _SHARE / _MOST_TRIALS
+    steps = int(tokens / short.tokens_per_step)
     if steps < _LEAST_STEPS:
         return config
     kept = directory / RATES
     if kept.exists():
         scores = {float(factor): score for factor, score in read_json(kept).items()}
     else:
-        scores = _try(model, batches, loss, dataclasses.replace(config, steps=steps), choosing)
+        scores = _try(model, batches, loss, dataclasses.replace(short, steps=steps, warmup=1), choosing)
         atomic_write_text(kept, json.dumps(scores))
     best = min(scores, key=lambda factor: scores[factor])
     chosen = _scaled(config, best)
@@ -69,7 +75,6 @@ def _try(
     """Bits per byte by the factor on the rates."""
     start = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
     parameters = dict(model.named_parameters())
-    short = dataclasses.replace(short, warmup=max(1, short.steps // 20), validate_every=0)
     scores: dict[float, float] = {}
 
     def score(factor: float) -> None:
@@ -85,11 +90,10 @@ def _try(
             for name, weight in start.items():
                 parameters[name].copy_(weight)
 
-    for factor in (1 / _FACTOR, 1.0, _FACTOR):
-        score(factor)
-    best = min(scores, key=lambda factor: scores[factor])
-    if best != 1.0:
-        score(best**2)
+    for trial in range(_MOST_TRIALS):
+        score(_FACTOR**-trial)
+        if min(scores, key=lambda factor: scores[factor]) != _FACTOR**-trial:
+            break
     return scores
 
 
