@@ -32,7 +32,7 @@ def bytes_read_per_token(directory: Path, config: ModelConfig) -> dict[str, int]
     elif settings.get("standard_ops") and "bits" in packed:
         bits, block_size = int(packed.get("head_bits", packed["bits"])), int(packed.get("block_size", 32))
         if bits != 32:
-            zeros = not packed.get("symmetric", True)
+            zeros = bits == 4 and not packed.get("symmetric", True)
             weights -= quantized_bytes(config.vocab_size, config.hidden_size, bits, block_size, zeros)
     number_bytes = CACHE_BYTES.get(str(settings.get("kv_cache")), CACHE_BYTES["fp32"])
     kv_bytes = 2 * config.num_hidden_layers * config.key_value_size * number_bytes

@@ -35,16 +35,21 @@ class GridFlags(FlagGroup):
     ] = False
     head_bits: Annotated[int, typer.Option(help="Bits of embedding and head: 4, 8, or 32 to keep float32.")] = 8
     symmetric: Annotated[
-        bool,
-        typer.Option("--symmetric/--asymmetric", help="Zero in the middle of the range, or a zero point per block."),
-    ] = True
+        bool | None,
+        typer.Option(
+            "--symmetric/--asymmetric",
+            help="Zero in the middle of the range, or a zero point for each 4-bit block.",
+            show_default="asymmetric at 4 bits",
+        ),
+    ] = None
 
     def config(self) -> QuantizationConfig:
         """The flags as a configuration."""
         from compress.quantization.config import Granularity, QuantizationConfig
 
         granularity = Granularity.PER_CHANNEL if self.per_row else Granularity.BLOCK
-        return QuantizationConfig(self.bits, self.block_size, self.head_bits, self.symmetric, granularity=granularity)
+        symmetric = self.bits == 8 if self.symmetric is None else self.symmetric
+        return QuantizationConfig(self.bits, self.block_size, self.head_bits, symmetric, granularity=granularity)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,8 @@ class QuantizationConfig:
         bits: of the layers' matrices, 4 or 8.
         block_size: numbers that share a scale, of all matrices that are stored in blocks.
         head_bits: of embedding and head; 32 leaves them alone.
-        symmetric: zero in the middle of the range, or a zero point a block.
+        symmetric: zero in the middle of the range; else 4-bit blocks have a zero point each, at 8 bits it is not worth
+            its bytes.
         modules: bits of single matrices of the layers, by name, where they are others.
         granularity: of the layers' matrices; PER_CHANNEL is for 8 bits, and the runtime multiplies whole numbers.
     """
@@ -66,8 +67,8 @@ class QuantizationConfig:
                 raise UsageError(f"{flag} is {value}; choose one of {', '.join(map(str, known))}")
         if self.per_channel and self.bits != 8:
             raise UsageError(f"--per-row is a form of INT8, not of --bits {self.bits}; add --bits 8")
-        if self.per_channel and not self.symmetric:
-            raise UsageError("--per-row has no zero points; leave --asymmetric out")
+        if self.bits == 8 and not self.symmetric:
+            raise UsageError("--asymmetric is for 4 bits; with --bits 8 leave it out")
 
     @property
     def per_channel(self) -> bool:
@@ -81,8 +82,9 @@ class QuantizationConfig:
     def grid_for(self, module: str, columns: int) -> GridSpec:
         """The grid of a matrix with this many columns that is packed."""
         if self.per_channel and module not in (EMBEDDING, HEAD):
-            return GridSpec(ROW_BITS, columns, self.symmetric)
-        return GridSpec(self.bits_for(module), self.block_size, self.symmetric)
+            return GridSpec(ROW_BITS, columns, symmetric=True)
+        bits = self.bits_for(module)
+        return GridSpec(bits, self.block_size, self.symmetric or bits == 8)
 
     def bytes_for(self, module: str, rows: int, columns: int) -> int:
         """What a matrix takes on disk, scales and zero points counted."""

@@ -98,7 +98,7 @@ def measure_groups(model: SportsLLM, config: QuantizationConfig, samples: Sequen
         config: the low precision.
         samples: calibration token ids, each (1, T).
     """
-    high = dataclasses.replace(config, bits=HIGH_BITS)
+    high = dataclasses.replace(config, bits=HIGH_BITS, symmetric=True)
     rope, groups = (model.rope_cos, model.rope_sin), input_groups(model.config)
     blocks = cast("list[Block]", list(model.model.layers))
     states = [[cast(Tensor, model.model.embed_tokens(tokens)) for tokens in samples]]

@@ -61,6 +61,7 @@ def weight_bytes(
     Args:
         precision: fp32 or fp16 (everything), int8 or int4 (the blocks' matrices; norms and biases stay fp32).
         head_bits: bits of embedding and head when the rest is quantized: 4, 8, or 32 for float32.
+        zero_points: whether 4-bit blocks have one each; 8-bit blocks have none.
 
     Raises:
         UsageError: an unknown precision, block size or number of bits.
@@ -75,10 +76,11 @@ def weight_bytes(
     if head_bits not in (4, 8, 32):
         raise UsageError(f"head bits {head_bits} are not supported; use 4, 8 or 32")
     bits = _MATRIX_BITS[precision]
-    a_block = sum(quantized_bytes(m.rows, m.columns, bits, block_size, zero_points) for m in block_matrices(config))
+    zeros = {number: zero_points and number == 4 for number in (bits, head_bits)}
+    a_block = sum(quantized_bytes(m.rows, m.columns, bits, block_size, zeros[bits]) for m in block_matrices(config))
     table = 4 * config.vocab_size * config.hidden_size
     if head_bits != 32:
-        table = quantized_bytes(config.vocab_size, config.hidden_size, head_bits, block_size, zero_points)
+        table = quantized_bytes(config.vocab_size, config.hidden_size, head_bits, block_size, zeros[head_bits])
     tables = 1 if config.tie_word_embeddings else 2
     norms_and_biases = config.block_parameters - block_numbers(config)
     return config.num_hidden_layers * a_block + 4 * norms_and_biases + tables * table
