@@ -9,6 +9,7 @@ Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -47,13 +48,13 @@ class FakeQuantLinear(nn.Module):
     scales_NG: Tensor
     zeros_NG: Tensor
 
-    def __init__(self, packed: QuantizedWeight, bias: Tensor | None, full_NK: Tensor | None) -> None:
+    def __init__(self, packed: QuantizedWeight, bias: Tensor | None, full_NK: Tensor) -> None:
         """Start at a packed matrix.
 
         Args:
             packed: the matrix and its grid.
             bias: (N,).
-            full_NK: the original matrix, if there is one, which the master weights are moved towards.
+            full_NK: the original matrix, which the master weights are moved towards.
         """
         super().__init__()
         self.bits, self.block_size = packed.bits, packed.block_size
@@ -62,7 +63,6 @@ class FakeQuantLinear(nn.Module):
         self.register_buffer("scales_NG", torch.where(scales == 0, torch.ones_like(scales), scales))
         self.register_buffer("zeros_NG", torch.from_numpy(packed.zero_point_values()))
         start = torch.from_numpy(packed.dequantize())
-        full_NK = start if full_NK is None else full_NK
         reach = _HALF_STEP * self._columns(self.scales_NG).abs()
         self.weight = nn.Parameter(start + torch.clamp(full_NK - start, -reach, reach))
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
@@ -81,20 +81,19 @@ class FakeQuantLinear(nn.Module):
         return by_block_NG.repeat_interleave(self.block_size, dim=1)[:, : self.in_features]
 
 
-def make_trainable(model: SportsLLM, full: SportsLLM | None) -> None:
+def make_trainable(model: SportsLLM, originals: Mapping[str, Tensor]) -> None:
     """Make the layers' packed matrices of `model` trainable, in place; its embedding and head are not trained.
 
     Args:
         model: quantized.
-        full: the model that it was quantized from; None where its matrices were scaled first and differ from those.
+        originals: what the matrices were before rounding, by module.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name, module in list(model.model.layers.named_modules()):
         if isinstance(module, QuantizedLinear):
             parent, _, leaf = name.rpartition(".")
-            original = None if full is None else cast(nn.Linear, full.model.layers.get_submodule(name)).weight.detach()
-            trained = FakeQuantLinear(_quantized(module), module.bias, original)
+            trained = FakeQuantLinear(_quantized(module), module.bias, originals[f"model.layers.{name}"])
             setattr(model.model.layers.get_submodule(parent), leaf, trained)
     for parameter in (*model.model.layers.parameters(), *model.model.norm.parameters()):
         parameter.requires_grad_(True)

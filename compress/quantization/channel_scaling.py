@@ -2,24 +2,27 @@
 
 A column of a matrix is multiplied by s, and what makes that input divides by s, so that the layer computes the same.
 That is the norm for matrices that read the residual stream, and a matrix's `scale_source` for others; matrices that
-have neither stay as they are. Two rules for s, alpha being the best of eleven by the error of the outputs:
+have neither stay as they are. Three rules for s, alpha being the best of eleven by the error of the outputs:
 
-    awq     (mean |x|) ** alpha, after rounding the weights (https://arxiv.org/abs/2306.00978)
-    smooth  (max |x|) ** alpha / (max |w|) ** (1 - alpha), after rounding the weights, and the inputs to 8 bits of the
-            range that they have in one piece of text (https://arxiv.org/abs/2211.10438)
+    awq      (mean |x|) ** alpha, after rounding the weights (https://arxiv.org/abs/2306.00978)
+    smooth   (max |x|) ** alpha / (max |w|) ** (1 - alpha), after rounding the weights, and the inputs to 8 bits of the
+             range that they have in one piece of text (https://arxiv.org/abs/2211.10438)
+    balance  rms(x) ** alpha / rms(w) ** 0.5, for blocks, whose products round the inputs of a block to 8 bits: alpha
+             is 0.5 for 8 bits, so that inputs and weights spread alike, and 0.25 for 4, where weights lose more
 
 Shape suffixes: K inputs of a matrix, N its outputs, P pieces of text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from compress.pruning.activations import summed
 from compress.pruning.refit import first_positions
 from compress.quantization.config import GridSpec, QuantizationConfig
 from compress.quantization.gptq import output_error
@@ -28,9 +31,12 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices, block_units, input_groups
 from sportsllm.models.language_model import Block, Rope
 from sportsllm.models.parts import HIDDEN, Matrix
+from sportsllm.storage.packed_weights import ROW_BITS
 
-RULES = ("awq", "smooth")
+RULES = ("awq", "smooth", "balance")
 _ALPHAS = torch.linspace(0, 1, 11).tolist()
+_BALANCED = {4: 0.25, ROW_BITS: 0.5, 8: 0.5}
+_BALANCED_PIECES = 16  # of text: enough for the size of each channel
 _INPUT_STEPS = 255  # of the 8 bits that DynamicQuantizeMatMul rounds a whole tensor of inputs to
 
 
@@ -88,10 +94,61 @@ def scale_block(
         rule: one of RULES.
     """
     groups = [group for group in input_groups(model) if group[0].column_unit == HIDDEN or group[0].scale_source]
+    scales = _balanced_scales if rule == "balance" else _searched_scales
+    for group, scale_K in scales(block, model, groups, states_BTD, rope, config, prefix, rule):
+        for matrix in group:
+            linear = cast(nn.Linear, block.get_submodule(matrix.name))
+            linear.weight.data = linear.weight * scale_K
+        _divide(block, group[0], scale_K, source_rows(model, group[0]))
+
+
+def _balanced_scales(
+    block: Block,
+    model: ModelConfig,
+    groups: Sequence[Sequence[Matrix]],
+    states_BTD: Sequence[Tensor],
+    rope: Rope,
+    config: QuantizationConfig,
+    prefix: str,
+    _rule: str,
+) -> Iterator[tuple[Sequence[Matrix], Tensor]]:
+    """Each group with the scale of `balance`."""
+
+    def squares(inputs: Tensor, _output: Tensor) -> Tensor:
+        return inputs.flatten(0, -2).double().square().sum(dim=0)
+
+    with summed({group[0].name: (block.get_submodule(group[0].name), squares) for group in groups}) as size2_K:
+        for x_BTD in states_BTD[:_BALANCED_PIECES]:
+            block(x_BTD, first_positions(rope, x_BTD))
+    for group in groups:
+        first, rows_K = group[0], source_rows(model, group[0])
+        weights = torch.cat([cast(Tensor, block.get_submodule(matrix.name).weight) for matrix in group]).double()
+        alpha = _BALANCED[config.grid_for(f"{prefix}.{first.name}", first.columns).bits]
+        log_K = alpha * _log_size(size2_K[first.name], rows_K) - 0.5 * _log_size(weights.square().sum(dim=0), rows_K)
+        yield group, (log_K - log_K.mean()).exp().float()
+
+
+def _log_size(squares_K: Tensor, rows_K: Tensor) -> Tensor:
+    """Logarithm of the root mean square of columns, those that share a row of the source together."""
+    shared_K = _shared(squares_K, rows_K)
+    return 0.5 * shared_K.clamp(min=max(1e-8 * float(shared_K.mean()), 1e-30)).log()
+
+
+def _searched_scales(
+    block: Block,
+    model: ModelConfig,
+    groups: Sequence[Sequence[Matrix]],
+    states_BTD: Sequence[Tensor],
+    rope: Rope,
+    config: QuantizationConfig,
+    prefix: str,
+    rule: str,
+) -> Iterator[tuple[Sequence[Matrix], Tensor]]:
+    """Each group with the scale of `awq` or `smooth`."""
     statistics = _measured(block, [group[0] for group in groups], states_BTD, rope)
     for group in groups:
-        linears = [cast(nn.Linear, block.get_submodule(matrix.name)) for matrix in group]
-        found, weights = statistics[group[0].name], [linear.weight for linear in linears]
+        found = statistics[group[0].name]
+        weights = [cast(Tensor, block.get_submodule(matrix.name).weight) for matrix in group]
         rows_K = source_rows(model, group[0])
         if rule == "awq":
             size_K, strength_K = found.size_K, torch.ones(group[0].columns)
@@ -100,10 +157,7 @@ def scale_block(
             strength_K = torch.cat(weights).abs().amax(dim=0)
         size_K, strength_K = _shared(size_K, rows_K), _shared(strength_K, rows_K)
         spec = config.grid_for(f"{prefix}.{group[0].name}", group[0].columns)
-        scale_K = best_scale(weights, size_K.float(), strength_K, found, spec, rule)
-        for linear in linears:
-            linear.weight.data = linear.weight * scale_K
-        _divide(block, group[0], scale_K, rows_K)
+        yield group, best_scale(weights, size_K.float(), strength_K, found, spec, rule)
 
 
 def source_rows(model: ModelConfig, reader: Matrix) -> Tensor:

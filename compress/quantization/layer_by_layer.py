@@ -27,7 +27,7 @@ from compress.quantization.packed_checkpoint import PackedCheckpoint, stack_rows
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, HEAD
+from sportsllm.models.kinds import EMBEDDING, HEAD, block_matrices
 from sportsllm.models.language_model import RMSNorm, Rope
 from sportsllm.models.rope import rope_tables
 from sportsllm.storage.checkpoint import load_block, read_ends
@@ -70,6 +70,7 @@ def quantize_calibrated(
     scaling: str | None = None,
     gptq: bool = True,
     ridge: float = RIDGE,
+    originals: dict[str, Tensor] | None = None,
 ) -> None:
     """Fill `packed` with the quantized model.
 
@@ -82,6 +83,7 @@ def quantize_calibrated(
         gptq: fit and round by GPTQ; else by the grid of least squared error, columns counting as their inputs are
             strong.
         ridge: see the module.
+        originals: where given, gets the layers' matrices as they were before rounding, scaled, by module.
     """
     tables = rope_tables(model, model.max_position_embeddings)
     rope = torch.from_numpy(tables[0]), torch.from_numpy(tables[1])
@@ -103,6 +105,9 @@ def quantize_calibrated(
             source, prefix = load_block(tensors, model, layer), f"model.layers.{layer}"
             if scaling is not None:
                 scale_block(source, model, full_BTD, rope, packed.config, prefix, scaling)
+            if originals is not None:
+                matrices = (matrix.name for matrix in block_matrices(model))
+                originals |= {f"{prefix}.{name}": source.get_parameter(f"{name}.weight") for name in matrices}
             block = copy.deepcopy(source)
             following = run_layer(source, full_BTD, rope)
 

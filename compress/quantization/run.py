@@ -23,6 +23,7 @@ from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
+from sportsllm.models.kinds import matrix_shapes
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import load_checkpoint, write_checkpoint
 from sportsllm.storage.safetensors_files import TensorFiles, bitsandbytes_kind, quantization_config
@@ -59,7 +60,7 @@ METHODS = {
     "mse": Method(),
     "awq": Method(scaling="awq"),
     "smooth": Method(scaling="smooth"),
-    "gptq": Method(gptq=True),
+    "gptq": Method(scaling="balance", gptq=True),
     "smooth+gptq": Method(scaling="smooth", gptq=True),
 }
 
@@ -186,13 +187,17 @@ def check_request(
 
 @dataclass(frozen=True)
 class RoundedWeights:
-    """The quantized model's tensors, and what each group of matrices costs where precisions are mixed."""
+    """The quantized model's tensors, and what each group of matrices costs where precisions are mixed.
+
+    `originals` are the layers' matrices before rounding, scaled, by module; empty where they are not asked for.
+    """
 
     packed: PackedCheckpoint
     groups: list[SensitivityGroup] = field(default_factory=list)
+    originals: dict[str, Tensor] = field(default_factory=dict)
 
 
-def round_weights(plan: QuantizationPlan) -> RoundedWeights:
+def round_weights(plan: QuantizationPlan, keep_originals: bool) -> RoundedWeights:
     """Quantize a checkpoint's tensors."""
     samples = [] if plan.text is None else plan.text.read(plan.checkpoint, plan.model)
     method, config, groups = METHODS[plan.method], plan.config, list[SensitivityGroup]()
@@ -200,20 +205,32 @@ def round_weights(plan: QuantizationPlan) -> RoundedWeights:
         groups = measure_groups(load_checkpoint(plan.checkpoint), config, samples[:SENSITIVITY_SAMPLES])
         config = choose_bits(config, groups, plan.budget.spare_bytes(plan.model, config))
     packed = PackedCheckpoint(plan.model, config)
+    originals: dict[str, Tensor] | None = {} if keep_originals else None
     if method.reads_text:
-        quantize_calibrated(plan.checkpoint, plan.model, packed, samples, scaling=method.scaling, gptq=method.gptq)
+        quantize_calibrated(
+            plan.checkpoint,
+            plan.model,
+            packed,
+            samples,
+            scaling=method.scaling,
+            gptq=method.gptq,
+            originals=originals,
+        )
     else:
         quantize_without_data(plan.checkpoint, plan.model, packed, method.search)
+        if originals is not None:
+            stored = load_checkpoint(plan.checkpoint).state_dict()
+            originals |= {module: stored[f"{module}.weight"] for module in matrix_shapes(plan.model, layers_only=True)}
     packed.check_complete()
-    return RoundedWeights(packed, groups)
+    return RoundedWeights(packed, groups, originals or {})
 
 
 def train_rounded(
-    plan: QuantizationPlan, packed: PackedCheckpoint, recovery: Recovery, cache: TeacherCache | None, state: RunState
+    plan: QuantizationPlan, rounded: RoundedWeights, recovery: Recovery, cache: TeacherCache | None, state: RunState
 ) -> dict[str, Any]:
     """Train the quantized checkpoint on its grid and write it again; returns the results of training."""
-    model = load_checkpoint(state.directory)
-    make_trainable(model, None if plan.moves_scales else load_checkpoint(plan.checkpoint))
+    model, packed = load_checkpoint(state.directory), rounded.packed
+    make_trainable(model, rounded.originals)
     model, results = recover(
         model,
         recovery,
@@ -281,13 +298,13 @@ def quantize(
                 f"{checkpoint}: bitsandbytes stored its matrices as {packed_before}; they are rounded again; "
                 "start from the full-precision checkpoint where there is one"
             )
-        rounded = round_weights(plan)
+        rounded = round_weights(plan, keep_originals=recovery is not None)
         packed = rounded.packed
         write_checkpoint(directory, plan.model, packed.tensors, checkpoint, packed.record(name))
         results: dict[str, Any] = {}
         if recovery is not None:
             state = RunState(directory, stage.fingerprint(), resume)
-            results = train_rounded(plan, packed, recovery, cache, state)
+            results = train_rounded(plan, rounded, recovery, cache, state)
         if packed_before is not None:
             error = None if plan.moves_scales else regrid_error(checkpoint, packed)
             results |= {"regridded_from": packed_before, "regrid_relative_error": error}

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from compress.pruning.refit import run_layer
+from compress.pruning.refit import first_positions, run_layer
 from compress.quantization.channel_scaling import RULES, InputStatistics, best_scale, scale_block, source_rows
 from compress.quantization.config import Granularity, GridSpec, QuantizationConfig
 from compress.quantization.packed_checkpoint import round_weight
@@ -14,7 +14,11 @@ from sportsllm.storage.packed_weights import ROW_BITS
 from tests.support.gelu_kind import registered
 from tests.support.models import tiny_config, tiny_model
 
-CONFIGS = {"awq": QuantizationConfig(), "smooth": QuantizationConfig(8, granularity=Granularity.PER_CHANNEL)}
+CONFIGS = {
+    "awq": QuantizationConfig(),
+    "smooth": QuantizationConfig(8, granularity=Granularity.PER_CHANNEL),
+    "balance": QuantizationConfig(8),
+}
 
 
 def uneven(model: torch.nn.Module) -> None:
@@ -82,7 +86,7 @@ def naive_error(weights: list[torch.Tensor], pieces: list[torch.Tensor], s: torc
     return total
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["awq", "smooth"])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_chosen_alpha_has_the_least_error(rule: str, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
@@ -131,6 +135,55 @@ def test_query_heads_read_the_rows_of_their_groups_key_value_head() -> None:
     config = tiny_config(num_attention_heads=4, num_key_value_heads=2, head_dim=2, hidden_size=8)
     (reader,) = (matrix for matrix in block_matrices(config) if matrix.name == "self_attn.o_proj")
     assert source_rows(config, reader).tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
+
+
+@pytest.mark.parametrize(("bits", "alpha"), [(4, 0.25), (8, 0.5)])
+@torch.no_grad()
+def test_balance_follows_its_formula(bits: int, alpha: float) -> None:
+    """Of gate and up, which share their inputs: norm(x) of all tokens, and both matrices' columns."""
+    model = tiny_model()
+    uneven(model)
+    rope = (model.rope_cos, model.rope_sin)
+    states = [torch.randn(1, length, 64, generator=torch.Generator().manual_seed(length)) for length in (40, 25)]
+    block, before = copy.deepcopy(model.model.layers[0]), model.model.layers[0]
+    scale_block(block, model.config, states, rope, QuantizationConfig(bits), "model.layers.0", "balance")
+    halves = [before.add_half("self_attn", x, first_positions(rope, x)) for x in states]
+    inputs = torch.cat([before.post_attention_layernorm(x)[0] for x in halves])
+    both = torch.cat([before.mlp.gate_proj.weight, before.mlp.up_proj.weight]).double()
+    scale = inputs.double().square().mean(0).sqrt() ** alpha / both.square().mean(0).sqrt() ** 0.5
+    scale /= scale.log().mean().exp()
+    found = before.post_attention_layernorm.weight / block.post_attention_layernorm.weight
+    assert torch.allclose(found.double(), scale, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_balanced_inputs_cost_less_in_whole_numbers() -> None:
+    """8-bit blocks behind inputs that are rounded to 8 bits of their block's range, as MatMulNBits computes them."""
+    model = tiny_model(std=0.05)
+    uneven(model)
+    rope = (model.rope_cos, model.rope_sin)
+    draw = torch.Generator().manual_seed(0)
+    seen, unseen = ([torch.randn(1, 60, 64, generator=draw)] for _ in range(2))
+    wanted = run_layer(model.model.layers[0], unseen, rope)[0]
+
+    def rounded(_module: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
+        blocks = args[0].unflatten(-1, (-1, 32))
+        step = blocks.abs().amax(-1, keepdim=True) / 127
+        return (torch.round(blocks / step) * step).flatten(-2)
+
+    errors = []
+    for balanced in (False, True):
+        block = copy.deepcopy(model.model.layers[0])
+        if balanced:
+            scale_block(block, model.config, seen, rope, QuantizationConfig(8), "model.layers.0", "balance")
+        for module in block.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.data = torch.from_numpy(
+                    round_weight(module.weight, GridSpec(8, 32, True), search=True).dequantize()
+                )
+                module.register_forward_pre_hook(rounded)
+        errors.append(float((run_layer(block, unseen, rope)[0] - wanted).square().mean()))
+    assert errors[1] < 0.7 * errors[0]
 
 
 @torch.no_grad()
