@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,17 @@ import torch
 import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from export.gguf import convert as llama_cpp
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.gguf.run import import_gguf
 from sportsllm.gguf.weights import rows_in_halves
 from sportsllm.models.hf_config import load_config
 from sportsllm.storage.artifact import verify_directory
-from sportsllm.storage.checkpoint import load_checkpoint
+from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import TensorFiles
+from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.gguf_files import SIZES, byte_level, random_weights, settings_of, tensors_of, write_file, write_model
+from tests.support.models import tiny_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -189,3 +194,24 @@ def test_a_file_cut_anywhere_is_refused(llama: Any, tokenizer_directory: Path, t
         file.write_bytes(whole[:length])
         refused(file, "not a GGUF file" if length < 4 else "cut short", tmp_path / "out")
     refused(tmp_path / "none.gguf", "not found", tmp_path / "out")
+
+
+@pytest.mark.skipif(
+    "LLAMA_CPP_CONVERTER" not in os.environ, reason="LLAMA_CPP_CONVERTER names no convert_hf_to_gguf.py"
+)
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"attention_bias": True}])
+def test_a_checkpoint_comes_back_from_llama_cpps_converter(
+    changes: dict[str, Any], tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    """Bit for bit; with LLAMA_CPP_PYTHON, an interpreter that has what the converter needs."""
+    before, file = tmp_path / "before", tmp_path / "model.gguf"
+    before.mkdir()
+    save_checkpoint(before, tiny_model(**changes), tokenizer_directory)
+    converter = [os.environ["LLAMA_CPP_PYTHON"], llama_cpp.__file__, os.environ["LLAMA_CPP_CONVERTER"]]
+    subprocess.run([*converter, str(before), "--outfile", str(file), "--outtype", "f32"], check=True)
+    import_gguf(file, tmp_path / "after")
+    old, new = TensorFiles(before), TensorFiles(tmp_path / "after")
+    assert set(old) == set(new) and all(torch.equal(old[name], new[name]) for name in old)
+    assert load_config(tmp_path / "after") == load_config(before)
+    text = "The home side won 3-1.\n Zoë ran 57½ metres! ⚽ <|end|>"
+    assert load_tokenizer(tmp_path / "after").encode(text) == load_tokenizer(before).encode(text)
