@@ -1,6 +1,6 @@
 """Which layers and units of a model stay: the most important ones that fill a shape.
 
-Shape suffixes: T tokens, U units or hidden channels.
+Shape suffixes: T tokens, U units.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ _RUNS_TRIED = 3
 
 @dataclass(frozen=True)
 class KeptUnits:
-    """What stays of a model, as indices into the full one.
+    """What stays of a model, as indices into the full one; of the residual stream always the first channels.
 
     Attributes:
         full, config: configs of the full model and of what stays.
         layers: rising.
-        hidden: channels of the residual stream.
         units: for each kept layer its units by name.
     """
 
     full: ModelConfig
     config: ModelConfig
     layers: list[int]
-    hidden: Tensor
     units: list[dict[str, Tensor]]
 
     def of_matrix(self, matrix: Matrix, layer: int) -> tuple[Tensor, Tensor]:
@@ -47,7 +45,8 @@ class KeptUnits:
 
         def side(name: str, length: int) -> Tensor:
             span = unit_span(matrix, units[name], length)
-            kept = self.hidden if name == HIDDEN else self.units[layer][name]
+            hidden = torch.arange(self.config.hidden_size)
+            kept = hidden if name == HIDDEN else self.units[layer][name]
             return (kept[:, None] * span + torch.arange(span)).flatten()
 
         return side(matrix.row_unit, matrix.rows), side(matrix.column_unit, matrix.columns)
@@ -115,7 +114,7 @@ def choose_units(
         choose_in_layer(config, smaller, {name: score[layer] for name, score in scores.units.items()})
         for layer in chosen
     ]
-    return KeptUnits(config, smaller, chosen, top_indices(scores.hidden, smaller.hidden_size), units)
+    return KeptUnits(config, smaller, chosen, units)
 
 
 def choose_in_layer(full: ModelConfig, smaller: ModelConfig, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -79,8 +79,8 @@ class LayerPair:
     """A layer that is fitted, and the full model's layer, config and rotary tables that it is fitted with.
 
     `wanted` are, by a matrix's name in the block, the weights (O, I) whose outputs for the full layer's input it should
-    give; the full layer's own if None. `channels` of the full model's residual stream stay; all if None. `own_rope` is
-    the fitted layer's rotary tables, if they are others.
+    give; the full layer's own if None. `into`, (D, K), maps the full model's residual stream to the cut one, if they
+    differ. `own_rope` is the fitted layer's rotary tables, if they are others.
     """
 
     block: Block
@@ -88,7 +88,7 @@ class LayerPair:
     config: ModelConfig
     rope: Rope
     wanted: Mapping[str, Tensor] | None = None
-    channels: Tensor | None = None
+    into: Tensor | None = None
     own_rope: Rope | None = None
 
 
@@ -99,13 +99,19 @@ def refit_layers(
     kept: KeptUnits,
     samples: Sequence[Tensor],
     reduced: SportsLLM | None = None,
+    into: Tensor | None = None,
     ridge: float = RIDGE,
 ) -> None:
-    """Fit the matrices of `pruned`, which is `slice_model(reduced, kept)`, to the full model in place.
+    """Fit the matrices of `pruned`, which has the units `kept`, to the full model in place.
 
-    Embedding, norms and biases stay as they are. `samples` are calibration token ids, (B, T) each, several times more
-    than the widest input; `reduced` is `model` with other heads, if they were changed before; `ridge` is the pull
-    towards the cut weights, as a share of the inputs' mean square.
+    Embedding, norms and biases stay as they are.
+
+    Args:
+        pruned, model, kept: the cut model, the full one and what stays.
+        samples: calibration token ids, (B, T) each, several times more than the widest input.
+        reduced: `model` with other heads, if they were changed before; `kept` counts its units.
+        into: (D, K) map of the full model's residual stream to the cut one's, if they differ.
+        ridge: the pull towards the cut weights, as a share of the inputs' mean square.
     """
 
     def solve(_name: str, linear: nn.Linear, sums: LeastSquares) -> None:
@@ -129,7 +135,7 @@ def refit_layers(
                 for matrix in block_matrices(kept.full)
                 if not matrix.writes_residual
             }
-            pair = LayerPair(cut_blocks[new], blocks[layer], model.config, rope, wanted, kept.hidden, cut_rope)
+            pair = LayerPair(cut_blocks[new], blocks[layer], model.config, rope, wanted, into, cut_rope)
             refit_block(pair, Streams(full_BTD, cut_BTD, target_BTD), solve)
             cut_BTD = run_layer(cut_blocks[new], cut_BTD, cut_rope)
             full_BTD = target_BTD
@@ -180,7 +186,6 @@ def _refit_group(pair: LayerPair, half: str, group: Sequence[Matrix], streams: S
     def inputs(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> Iterator[Tensor]:
         return (_matrix_input(block, half, group[0].name, x, rope) for x in states_BTD)
 
-    channels = slice(None) if pair.channels is None else pair.channels
     shared: LeastSquares | None = None
     for matrix in sorted(group, key=lambda matrix: matrix.writes_residual):
         linear = cast(nn.Linear, pair.block.get_submodule(matrix.name))
@@ -188,7 +193,7 @@ def _refit_group(pair: LayerPair, half: str, group: Sequence[Matrix], streams: S
         if matrix.writes_residual:
             bias = 0.0 if linear.bias is None else linear.bias
             ends = zip(streams.target, streams.changed, strict=True)
-            targets = (after[..., channels] - before - bias for after, before in ends)
+            targets = ((after if pair.into is None else after @ pair.into) - before - bias for after, before in ends)
             sums = LeastSquares.over(zip(ours, targets, strict=True))
         else:
             # The wanted weights times the full layer's input: one sum of products serves all. Biases are the same.

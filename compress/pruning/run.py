@@ -18,6 +18,7 @@ from compress.pruning.heads import heads_change, reduce_heads
 from compress.pruning.kept_units import LayerRun, choose_units, kept_layers
 from compress.pruning.output_selection import output_scores
 from compress.pruning.refit import refit_layers
+from compress.pruning.rotation import principal_directions, rotate
 from compress.pruning.scores import (
     IMPORTANCES,
     MEASURED,
@@ -116,9 +117,9 @@ def measure_scores(
     if saved is not None:
         return load_scores(saved, model.config)
     if config.importance == "magnitude":
-        return magnitude_scores(model)
+        return magnitude_scores(model, principal_directions(model, samples))
     if config.importance == "random":
-        return random_scores(model.config, config.seed)
+        return random_scores(model.config, config.seed, principal_directions(model, samples))
     return {"output": output_scores, "activation": importance_scores}[config.importance](model, samples)
 
 
@@ -140,7 +141,7 @@ def prune_to_shape(
 def cut_model(
     model: SportsLLM, scores: Scores, smaller: ModelConfig, config: PruneConfig, samples: Sequence[Tensor]
 ) -> PrunedModel:
-    """Cut a model to a config that is possible: choose layers, make heads, choose units, slice, refit."""
+    """Cut a model to a config that is possible: choose layers and units, make heads, rotate, slice, refit."""
     layers, tried = kept_layers(model, scores, smaller.num_hidden_layers, samples)
     reduced = model
     if heads_change(model.config, smaller):
@@ -148,9 +149,12 @@ def cut_model(
         every = [torch.ones(smaller.num_attention_heads)] * model.config.num_hidden_layers
         scores = dataclasses.replace(scores, units={**scores.units, "query_head": every})
     kept = choose_units(reduced.config, scores, smaller, layers)
-    pruned = slice_model(reduced, kept)
+    hidden, into, source = smaller.hidden_size, None, reduced
+    if hidden < model.config.hidden_size:
+        into, source = scores.directions.into(hidden), rotate(reduced, scores.directions, hidden)
+    pruned = slice_model(source, kept)
     if config.refit:
-        refit_layers(pruned, model, kept, samples, reduced)
+        refit_layers(pruned, model, kept, samples, reduced, into)
     return PrunedModel(pruned, layers, tried)
 
 

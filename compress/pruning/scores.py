@@ -1,9 +1,8 @@
 """How much each unit of a model matters: from one forward pass over calibration text, or from plain baselines.
 
 Score of a unit = sqrt(sum over samples of (mean over tokens of |a|) ** 2), Minitron (https://arxiv.org/abs/2407.14679):
-    hidden channel  a = the outputs of every RMSNorm, scores added up
-    other units     a = the input of the matrix whose columns they are, its L2 norm over the columns of a unit:
-                    FFN neurons at down_proj, query heads at o_proj
+    a = the input of the matrix whose columns the unit is, its L2 norm over these columns:
+        FFN neurons at down_proj, query heads at o_proj
 Distance of a run of layers = 1 - E[cos(x before, x after)], ShortGPT's block influence (https://arxiv.org/abs/2403.03853)
 for one layer, and its form for several (https://arxiv.org/abs/2403.17887).
 Shape suffixes: B samples, T tokens, D hidden_size, U units or inputs, S inputs of a unit, L layers.
@@ -23,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from compress.pruning.activations import Statistic, summed
+from compress.pruning.rotation import Directions, directions_from, watched_norms
 from compress.pruning.shapes import dimension_of
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
@@ -42,12 +42,12 @@ class Scores:
     """Importance of every unit.
 
     Attributes:
-        hidden: (D,) of the residual stream's channels.
+        directions: the residual stream's principal directions.
         units: by the unit's name, one (U,) a layer.
         layer_distance: (L + 1, L + 1); [i, j] is how far layers i..j-1 together move the residual stream.
     """
 
-    hidden: Tensor
+    directions: Directions
     units: dict[str, list[Tensor]]
     layer_distance: Tensor
 
@@ -74,13 +74,14 @@ def importance_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
     units, layers = scored_units(model.config), model.config.num_hidden_layers
     watched: dict[tuple[str, int], tuple[nn.Module, Statistic]] = {}
     for number, block in enumerate(cast("list[Block]", list(model.model.layers))):
-        for norm in NORMS.values():
-            watched[norm, number] = block.get_submodule(norm), lambda _input, output: _squares(output)
         for name, (unit, matrix) in units.items():
             watched[name, number] = block.get_submodule(matrix), _unit_squares(unit.size)
-    watched["norm", layers] = model.model.norm, lambda _input, output: _squares(output)
     cosines = torch.zeros(layers + 1, layers + 1)
-    with summed(watched) as sums, progress_bar("importance", len(samples)) as bar:
+    with (
+        summed(watched) as sums,
+        summed(watched_norms(model)) as moments,
+        progress_bar("importance", len(samples)) as bar,
+    ):
         for tokens_BT in samples:
             stream: list[Tensor] = []
             model.hidden(tokens_BT, states=stream)
@@ -88,7 +89,7 @@ def importance_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
             cosines += torch.einsum("itd,jtd->ij", states, states) / states.shape[1]
             bar.advance()
     return Scores(
-        hidden=torch.stack([value.sqrt() for (name, _), value in sums.items() if name not in units]).sum(dim=0),
+        directions=directions_from(model, moments),
         units={name: [sums[name, layer].sqrt() for layer in range(layers)] for name in units},
         layer_distance=1 - cosines / len(samples),
     )
@@ -110,10 +111,9 @@ def _unit_squares(size: int) -> Statistic:
 
 
 @torch.no_grad()
-def magnitude_scores(model: SportsLLM) -> Scores:
+def magnitude_scores(model: SportsLLM, directions: Directions) -> Scores:
     """The baseline without text: the L2 norm of the weights that a unit owns; for a run of layers, of its matrices."""
     matrices, units = block_matrices(model.config), scored_units(model.config)
-    hidden = cast(Tensor, model.model.embed_tokens.weight).square().sum(dim=0)
     scores: dict[str, list[Tensor]] = {name: [] for name in units}
     sizes = [torch.zeros(())]
     for block in cast("list[Block]", list(model.model.layers)):
@@ -124,29 +124,27 @@ def magnitude_scores(model: SportsLLM) -> Scores:
             columns = sum(squares[matrix.name].sum(dim=0) for matrix in matrices if matrix.column_unit == unit)
             return columns, sum(squares[matrix.name].sum(dim=1) for matrix in matrices if matrix.row_unit == unit)
 
-        columns, rows = owned(HIDDEN)
-        hidden = hidden + columns + rows
         for name, (unit, _) in units.items():
             columns, rows = owned(name)
             scores[name].append(cast(Tensor, rows + columns).view(-1, unit.size).sum(dim=1).sqrt())
         sizes.append(sum((weights.sum() for weights in squares.values()), torch.zeros(())))
     reach = torch.stack(sizes).cumsum(dim=0)
     distance = (reach[None, :] - reach[:, None]).clamp(min=0).sqrt()
-    return Scores(hidden.sqrt(), scores, distance)
+    return Scores(directions, scores, distance)
 
 
-def random_scores(config: ModelConfig, seed: int) -> Scores:
+def random_scores(config: ModelConfig, seed: int, directions: Directions) -> Scores:
     """The other baseline: random scores, uniform in [0, 1)."""
     draw = functools.partial(torch.rand, generator=torch.Generator().manual_seed(seed))
     layers, units = config.num_hidden_layers, scored_units(config)
-    hidden = draw(config.hidden_size)
     scores = {name: [draw(unit.count) for _ in range(layers)] for name, (unit, _) in units.items()}
-    return Scores(hidden, scores, draw(layers + 1, layers + 1))
+    return Scores(directions, scores, draw(layers + 1, layers + 1))
 
 
 def save_scores(directory: Path, scores: Scores, config: ModelConfig) -> None:
     """Write scores beside a checkpoint, so that other shapes can be cut without reading the text again."""
-    tensors = {"hidden": scores.hidden, "layer_distance": scores.layer_distance}
+    tensors = {"layer_distance": scores.layer_distance}
+    tensors |= {f"directions.{name}": tensor for name, tensor in scores.directions._asdict().items()}
     for name, (unit, _) in scored_units(config).items():
         tensors |= {_key(unit, layer): score for layer, score in enumerate(scores.units[name])}
     save_tensors(directory / SCORES_FILE, {name: tensor.contiguous() for name, tensor in tensors.items()})
@@ -162,7 +160,10 @@ def load_scores(path: Path, config: ModelConfig) -> Scores:
     layers, units = config.num_hidden_layers, scored_units(config)
     try:
         tensors = load_file(str(file))
-        wanted = {"hidden": (config.hidden_size,), "layer_distance": (layers + 1, layers + 1)}
+        hidden = config.hidden_size
+        wanted = {"layer_distance": (layers + 1, layers + 1)}
+        sizes = {"scale": (hidden,), "basis": (hidden, hidden), "squares": (len(NORMS) * layers + 1, hidden)}
+        wanted |= {f"directions.{name}": sizes[name] for name in Directions._fields}
         wanted |= {_key(unit, layer): (unit.count,) for unit, _ in units.values() for layer in range(layers)}
         found = {name: tuple(tensors[name].shape) for name in wanted}
     except (SafetensorError, OSError, KeyError) as error:
@@ -171,7 +172,8 @@ def load_scores(path: Path, config: ModelConfig) -> Scores:
     if found != wanted:
         raise ArtifactError(f"{file}: scores of a model of another shape; make them from this one with --calibration")
     per_unit = {name: [tensors[_key(unit, layer)] for layer in range(layers)] for name, (unit, _) in units.items()}
-    return Scores(tensors["hidden"], per_unit, tensors["layer_distance"])
+    directions = Directions(*(tensors[f"directions.{name}"] for name in Directions._fields))
+    return Scores(directions, per_unit, tensors["layer_distance"])
 
 
 def _key(unit: Unit, layer: int) -> str:

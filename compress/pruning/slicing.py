@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from compress.pruning.kept_units import KeptUnits
@@ -13,8 +14,7 @@ from sportsllm.models.language_model import SportsLLM
 def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:
     """A new model of the kept units of a float32 model; keeping everything changes nothing.
 
-    One set of hidden channels slices every tensor, the tied embedding once. RMSNorm divides by the root mean
-    square of the channels that are left; `refit_layers` and the recovery adapt to that.
+    Of the residual stream the first channels stay; `compress.pruning.rotation` makes them the ones that hold most.
 
     Raises:
         UsageError: a tensor that no kind describes.
@@ -40,14 +40,15 @@ def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:
 
 def _rules(kept: KeptUnits) -> dict[str, tuple[str, Tensor | None, Tensor | None]]:
     """For each tensor that stays its new name, and its rows and columns that stay; None means all."""
+    hidden = torch.arange(kept.config.hidden_size)
     rules: dict[str, tuple[str, Tensor | None, Tensor | None]] = {
-        f"{module}.weight": (f"{module}.weight", None, kept.hidden) for module in (EMBEDDING, HEAD)
+        f"{module}.weight": (f"{module}.weight", None, hidden) for module in (EMBEDDING, HEAD)
     }
-    rules["model.norm.weight"] = "model.norm.weight", kept.hidden, None
+    rules["model.norm.weight"] = "model.norm.weight", hidden, None
     for new, old in enumerate(kept.layers):
         inside: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         for half, kind in halves(kept.full).items():
-            inside[f"{NORMS[half]}.weight"] = kept.hidden, None
+            inside[f"{NORMS[half]}.weight"] = hidden, None
             inside |= {f"{half}.{vector.name}.weight": (None, None) for vector in kind.vectors(kept.full)}
         for matrix in block_matrices(kept.full):
             rows, columns = kept.of_matrix(matrix, new)

@@ -61,6 +61,7 @@ def test_what_says_nothing_is_cut_in_all_dimensions_at_once() -> None:
     """A model inside a larger one whose other channels, neurons, heads and rotary pairs are idle."""
     model = tiny_model(num_attention_heads=6, num_key_value_heads=3)
     with torch.no_grad():
+        model.model.norm.weight.fill_(1.0)  # a tied table has an exact basis
         model.model.embed_tokens.weight[:, 48:] = 0
         for block in model.model.layers:
             attention, mlp = block.self_attn, block.mlp
@@ -83,8 +84,8 @@ def test_what_says_nothing_is_cut_in_all_dimensions_at_once() -> None:
     tokens = samples(1)[0]
     with torch.inference_mode():
         ours, theirs = cut.model(tokens), model(tokens)
-    # RMSNorm divides by the kept channels' size, which matrices make up for and the last norm does not.
-    torch.testing.assert_close(ours * (48 / 64) ** -0.5, theirs, atol=2e-2, rtol=2e-2)
+    # The ridge pulls every matrix a little towards its cut weights.
+    torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
 
 
 def test_a_tied_head_gets_untied() -> None:

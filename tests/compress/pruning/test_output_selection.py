@@ -136,8 +136,10 @@ def test_a_model_keeps_more_of_its_outputs_than_by_single_scores() -> None:
     ours = output_scores(model, samples)
     # Half of the neurons carry everything: with one of each pair kept and refitted, nothing but the ridge is lost.
     assert all(len({int(n) // 2 for n in kept.topk(48).indices}) == 48 for kept in ours.units["neuron"])
-    assert distance(ours) < 0.05 * distance(magnitude_scores(model))
+    assert distance(ours) < 0.05 * distance(magnitude_scores(model, ours.directions))
     plain = importance_scores(model, samples)
-    assert torch.equal(ours.hidden, plain.hidden) and torch.equal(ours.layer_distance, plain.layer_distance)
+    assert torch.equal(ours.directions.basis, plain.directions.basis) and torch.equal(
+        ours.layer_distance, plain.layer_distance
+    )
     with pytest.raises(ArtifactError, match="no calibration text"):
         output_scores(model, [])

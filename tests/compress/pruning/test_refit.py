@@ -1,5 +1,6 @@
 """Refit after a cut, against least squares in float64 and on text that it has not read."""
 
+import copy
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from compress.pruning.kept_units import KeptUnits, choose_units, loss_per_token
 from compress.pruning.refit import RIDGE, refit_layers
+from compress.pruning.rotation import rotate
 from compress.pruning.scores import importance_scores
 from compress.pruning.shapes import Shape
 from compress.pruning.slicing import slice_model
@@ -40,10 +42,13 @@ def samples(count: int = 6, seed: int = 0) -> list[Tensor]:
 
 def cut(
     model: SportsLLM, shape: Shape, layers: list[int] | None = None, text: list[Tensor] | None = None
-) -> tuple[SportsLLM, KeptUnits]:
+) -> tuple[SportsLLM, KeptUnits, Tensor | None]:
     scores = importance_scores(model, text or samples())
     kept = choose_units(model.config, scores, shape.applied_to(model.config), layers)
-    return slice_model(model, kept), kept
+    hidden = shape.hidden
+    if hidden == model.config.hidden_size:
+        return slice_model(model, kept), kept, None
+    return slice_model(rotate(model, scores.directions, hidden), kept), kept, scores.directions.into(hidden)
 
 
 def distance(first: SportsLLM, second: SportsLLM, tokens: Tensor) -> float:
@@ -55,7 +60,7 @@ def distance(first: SportsLLM, second: SportsLLM, tokens: Tensor) -> float:
 
 def test_a_model_that_lost_nothing_stays_as_it_is() -> None:
     model = tiny_model(attention_bias=True, mlp_bias=True, qk_norm=False)
-    same, kept = cut(model, Shape.of(model.config))
+    same, kept, _ = cut(model, Shape.of(model.config))
     refit_layers(same, model, kept, samples())
     assert distance(same, model, samples(1, seed=9)[0]) < 1e-8  # squares of float32 rounding
 
@@ -82,7 +87,9 @@ class Inputs:
         return self.by_name[name]
 
 
-def targets(matrix: Matrix, model: SportsLLM, full: Inputs, cut: Inputs, kept: KeptUnits, new: int) -> Tensor:
+def targets(
+    matrix: Matrix, model: SportsLLM, full: Inputs, cut: Inputs, kept: KeptUnits, new: int, into: Tensor
+) -> Tensor:
     """What a matrix of kept layer `new` should give, without its bias, from the definition."""
     old = kept.layers[new]
     source = model.model.layers[old].get_submodule(matrix.name)
@@ -94,7 +101,7 @@ def targets(matrix: Matrix, model: SportsLLM, full: Inputs, cut: Inputs, kept: K
     else:
         after = full[str(kept.layers[new + 1])] if new + 1 < len(kept.layers) else full["end"]
     before = cut[f"{new}.{NORMS[matrix.name.split('.')[0]]}"]
-    return after[:, rows] - before - (0.0 if source.bias is None else source.bias.double()[rows])
+    return (after - (0.0 if source.bias is None else source.bias.double())) @ into.double() - before
 
 
 @torch.no_grad()
@@ -105,15 +112,16 @@ def test_every_matrix_is_the_ridge_solution(changes: dict[str, object]) -> None:
     A matrix reads what the fitted matrices before it give, so that the finished model shows each one's inputs.
     """
     model = tiny_model(num_hidden_layers=3, **changes)
-    fitted, kept = cut(model, Shape(48, 64, 2, 1, 2, 16), [0, 2])
-    plain = slice_model(model, kept)
-    refit_layers(fitted, model, kept, samples())
+    plain, kept, into = cut(model, Shape(48, 64, 2, 1, 2, 16), [0, 2])
+    assert into is not None
+    fitted = copy.deepcopy(plain)
+    refit_layers(fitted, model, kept, samples(), into=into)
     full, ours = Inputs(model), Inputs(fitted)
     for new in range(2):
         for matrix in block_matrices(model.config):
             found = fitted.model.layers[new].get_parameter(f"{matrix.name}.weight").double()
             start = plain.model.layers[new].get_parameter(f"{matrix.name}.weight").double()
-            inputs, wanted = ours[f"{new}.{matrix.name}"], targets(matrix, model, full, ours, kept, new)
+            inputs, wanted = ours[f"{new}.{matrix.name}"], targets(matrix, model, full, ours, kept, new, into)
             pull = (RIDGE * inputs.square().sum(0).mean()).sqrt()
             inputs = torch.cat([inputs, pull * torch.eye(inputs.shape[1], dtype=torch.float64)])
             expected = torch.linalg.lstsq(inputs, torch.cat([wanted, pull * start.T])).solution.T
@@ -152,9 +160,9 @@ def test_a_redundant_neuron_and_head_cost_nothing() -> None:
 )
 def test_it_lowers_the_error_on_other_text(shape: Shape, changes: dict[str, object]) -> None:
     model = tiny_model(**changes)
-    fitted, kept = cut(model, shape)
-    plain = slice_model(model, kept)
-    refit_layers(fitted, model, kept, samples(12))
+    fitted, kept, into = cut(model, shape)
+    plain = copy.deepcopy(fitted)
+    refit_layers(fitted, model, kept, samples(12), into=into)
     held_out = samples(1, seed=5)[0]
     assert distance(fitted, model, held_out) < distance(plain, model, held_out)
 
@@ -168,9 +176,9 @@ def test_a_trained_model_predicts_held_out_text_better(stories: Path, shape: Sha
     documents = islice(read_documents([DATA / "tinystories_sample" / "test.jsonl"]), 20)
     text = [torch.tensor([[words.begin_id, *words.encode(document)[:255]]]) for document in documents]
     read, held_out = text[:12], text[12:]
-    fitted, kept = cut(model, shape, text=read)
+    fitted, kept, into = cut(model, shape, text=read)
     plain = loss_per_token(fitted, held_out)
-    refit_layers(fitted, model, kept, read)
+    refit_layers(fitted, model, kept, read, into=into)
     lost = plain - loss_per_token(model, held_out)
     # At least a tenth of what the cut has cost comes back: far more than 8 stories differ by.
     assert plain - loss_per_token(fitted, held_out) > 0.1 * lost > 0
@@ -178,7 +186,7 @@ def test_a_trained_model_predicts_held_out_text_better(stories: Path, shape: Sha
 
 def test_two_writers_in_one_half_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(mlp_kind="gelu")
-    pruned, kept = cut(model, Shape.of(model.config))
+    pruned, kept, _ = cut(model, Shape.of(model.config))
     described = gelu_kind.Gelu.matrices
 
     def both_write(self: gelu_kind.Gelu, config: object) -> tuple[Matrix, ...]:

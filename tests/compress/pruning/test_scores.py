@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from compress.pruning.rotation import principal_directions
 from compress.pruning.scores import importance_scores, magnitude_scores, random_scores
 from tests.support.models import tiny_model
 
@@ -16,25 +17,19 @@ def test_scores_equal_a_loop_over_samples() -> None:
     """The formula written out sample by sample, in float64, from the model's own intermediate values."""
     model = tiny_model()
     scores = importance_scores(model, samples())
-    caught: dict[str, list[torch.Tensor]] = {"norm": [], "neuron": [], "head": [], "in": [], "out": []}
+    caught: dict[str, list[torch.Tensor]] = {"neuron": [], "head": [], "in": [], "out": []}
     block = model.model.layers[1]
-    norms = [m for n, m in model.named_modules() if n.endswith(("layernorm", "model.norm"))]
-    assert len(norms) == 5
-    totals = {"hidden": [torch.zeros(64, dtype=torch.float64) for _ in norms]}
     neuron, head = torch.zeros(96, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     cosine, count = 0.0, 0
     hooks = [block.mlp.down_proj.register_forward_pre_hook(lambda m, a: caught["neuron"].append(a[0]))]
     hooks += [block.self_attn.o_proj.register_forward_pre_hook(lambda m, a: caught["head"].append(a[0]))]
     hooks += [block.register_forward_hook(lambda m, a, o: caught["in"].append(a[0]) or caught["out"].append(o))]
-    hooks += [norm.register_forward_hook(lambda m, a, o: caught["norm"].append(o)) for norm in norms]
     with torch.inference_mode():
         for batch in samples():
             for row in batch:
                 for values in caught.values():
                     values.clear()
                 model.hidden(row[None])
-                for total, output in zip(totals["hidden"], caught["norm"], strict=True):
-                    total += output[0].double().abs().mean(0) ** 2
                 neuron += caught["neuron"][0][0].double().abs().mean(0) ** 2
                 head += caught["head"][0][0].double().view(20, 4, 16).norm(dim=-1).mean(0) ** 2
                 pairs = zip(caught["in"][0][0].double(), caught["out"][0][0].double(), strict=True)
@@ -43,9 +38,6 @@ def test_scores_equal_a_loop_over_samples() -> None:
                     count += 1
     for hook in hooks:
         hook.remove()
-    # named_modules and execution visit the norms in the same order.
-    expected = sum(total.sqrt() for total in totals["hidden"])
-    assert torch.allclose(scores.hidden.double(), expected, rtol=1e-5)
     assert torch.allclose(scores.units["neuron"][1].double(), neuron.sqrt(), rtol=1e-5)
     assert torch.allclose(scores.units["query_head"][1].double(), head.sqrt(), rtol=1e-5)
     assert float(scores.layer_distance[1, 2]) == pytest.approx(1 - cosine / count, abs=1e-5)
@@ -54,18 +46,12 @@ def test_scores_equal_a_loop_over_samples() -> None:
 @torch.no_grad()
 def test_magnitude_is_the_norm_of_what_a_unit_owns() -> None:
     model = tiny_model()
-    scores = magnitude_scores(model)
+    directions = principal_directions(model, samples())
+    scores = magnitude_scores(model, directions)
     block = model.model.layers[1]
     owned = [block.mlp.gate_proj.weight[5], block.mlp.up_proj.weight[5], block.mlp.down_proj.weight[:, 5]]
     assert float(scores.units["neuron"][1][5]) == pytest.approx(float(torch.cat(owned).norm()), rel=1e-5)
     owned = [block.self_attn.q_proj.weight[32:48].flatten(), block.self_attn.o_proj.weight[:, 32:48].flatten()]
     assert float(scores.units["query_head"][1][2]) == pytest.approx(float(torch.cat(owned).norm()), rel=1e-5)
-    owned = [model.model.embed_tokens.weight[:, 7]]
-    for layer in model.model.layers:
-        for name, module in layer.named_modules():
-            if name.endswith("_proj"):
-                inwards = name.endswith(("o_proj", "down_proj"))
-                owned.append(module.weight[7] if inwards else module.weight[:, 7])
-    assert float(scores.hidden[7]) == pytest.approx(float(torch.cat(owned).norm()), rel=1e-5)
-    assert torch.equal(random_scores(model.config, 1).hidden, random_scores(model.config, 1).hidden)
-    assert not torch.equal(random_scores(model.config, 1).hidden, random_scores(model.config, 2).hidden)
+    one, same, other = (random_scores(model.config, seed, directions).units["neuron"][0] for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
