@@ -161,7 +161,7 @@ def load_scores(path: Path, config: ModelConfig) -> Scores:
     try:
         tensors = load_file(str(file))
         hidden = config.hidden_size
-        wanted = {"layer_distance": (layers + 1, layers + 1)}
+        wanted: dict[str, tuple[int, ...]] = {"layer_distance": (layers + 1, layers + 1)}
         sizes = {"scale": (hidden,), "basis": (hidden, hidden), "squares": (len(NORMS) * layers + 1, hidden)}
         wanted |= {f"directions.{name}": sizes[name] for name in Directions._fields}
         wanted |= {_key(unit, layer): (unit.count,) for unit, _ in units.values() for layer in range(layers)}
