@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,8 +14,8 @@ from benchmarks.search.candidates import EQUAL_PERCENT
 from benchmarks.spread import interval_confidence, interval_rank
 
 _OUTCOMES = {True: "passed", False: "missed", None: "not measured"}
-_CANDIDATES_SHOWN = 12
-_CANDIDATE_FIGURES = ("file_mb", "peak_memory_mb", "ttft_ms", "tpot_p50_ms")
+_CANDIDATES_SHOWN = 8
+_CANDIDATE_FIGURES = ("file_mb", "tpot_p50_ms")
 
 
 def print_bench(console: Console, result: Mapping[str, Any]) -> None:
@@ -192,69 +192,85 @@ def _depths(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def print_fit(console: Console, result: Mapping[str, Any]) -> None:
-    """What each limit ruled out, what was tried, and why the winner won."""
+    """What was chosen, what it costs, what was next best and why not: at most twenty lines."""
     console.print(
         f"{result['device']}: {result['inside']:,} of {result['considered']:,} candidates inside the budget "
         f"(decided by {result['decided_by']})",
         markup=False,
     )
     cuts = [
-        (LIMITS[name].label, f"{count['misses']:,}", f"{count['alone']:,}")
+        f"{LIMITS[name].label.lower()} {count['misses']:,} ({count['alone']:,})"
         for name, count in result["cut_by_limit"].items()
         if count["misses"]
     ]
     if cuts:
-        console.print(table(("limit", "predicted to miss it", "and no other"), cuts))
+        console.print(f"Predicted to miss a limit (and no other): {', '.join(cuts)}", markup=False)
+    chosen = next(one for one in result["candidates"] if one["name"] == result["chosen"])
+    others = [one for one in result["candidates"] if one is not chosen]
+    others.sort(key=lambda one: (not one["within"], one["tried_tokens"] is None, one["expected_loss_percent"]))
     titles = [LIMITS[name].title for name in _CANDIDATE_FIGURES]
-    headers = ("candidate", "parameters", "est. loss %", "bits/byte", *titles, "inside")
-    tried = [one for one in result["candidates"] if one["measured"] or one["bits_per_byte"] is not None]
-    tried.sort(key=lambda one: (one["bits_per_byte"] is None, one["bits_per_byte"] or 0.0))
-    shown = [*tried, *(one for one in result["candidates"] if one not in tried)][:_CANDIDATES_SHOWN]
-    rows = [_candidate(one, one["name"] == result["chosen"], result["band"]) for one in shown]
+    headers = ("candidate", "weights", *titles, "estimate", "tried", "at the end", "")
+    rows = [_candidate(one, result) for one in [chosen, *others][:_CANDIDATES_SHOWN]]
     console.print(table(headers, rows, (0, len(headers) - 1)))
-    console.print(_choice(result), markup=False)
+    console.print(_choice(result, chosen, others), markup=False)
     if bench := result.get("bench"):
+        console.print(_foretold(chosen, bench), markup=False)
         console.print(verdict_line(bench["budget"]), markup=False, style="bold")
         console.print(f"{result['out']}: made by {result['line']}", markup=False)
 
 
-def _candidate(one: Mapping[str, Any], chosen: bool, factors: Mapping[str, float]) -> list[str]:
-    quality = MISSING if one["bits_per_byte"] is None else f"{one['bits_per_byte']:.4f}"
-    cells = [one["name"], f"{one['parameters']:,}", number(one["estimated_loss_percent"]), quality]
+def _candidate(one: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    cells = [one["name"], f"{one['parameters']:,}"]
     for name in _CANDIDATE_FIGURES:
         predicted, measured = one["predicted"].get(name), (one["measured"] or {}).get(name)
         if measured is not None:
-            cells.append(f"{number(measured)} m")
+            cells.append(number(measured))
         elif predicted is not None:
-            factor = factors.get(name, 1.0)
-            cells.append(f"{band(predicted / factor, predicted * factor)} p")
+            factor = result["band"].get(name, 1.0)
+            cells.append(band(predicted / factor, predicted * factor))
         else:
             cells.append(MISSING)
-    return [*cells, "chosen" if chosen else "yes" if one["within"] else "no"]
+    rounded = one["rounded_loss_percent"]
+    tried = MISSING if rounded is None else f"{rounded:+.1f}%"
+    cells += [f"{one['estimated_loss_percent']:+.1f}%", tried, f"{one['expected_loss_percent']:+.1f}%"]
+    notes = [
+        "chosen" if one["name"] == result["chosen"] else "" if one["within"] else "outside",
+        f"not {', '.join(one['closed_to'])}" if one["closed_to"] else "",
+    ]
+    return [*cells, ", ".join(note for note in notes if note)]
 
 
-def _choice(result: Mapping[str, Any]) -> str:
-    """Why the winner won, in a sentence."""
-    chosen = result["chosen"]
-    compared = [one for one in result["candidates"] if one["bits_per_byte"] is not None]
-    legend = "p: predicted for the device, m: measured on this machine with random weights."
+def _choice(result: Mapping[str, Any], chosen: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
+    """Why the winner won, and what was next best and why not."""
+    name = chosen["name"]
     if result.get("dry_run"):
-        return f"{chosen} would be tried first: the least estimated loss inside the budget. {legend}"
-    whole = " The whole teacher fits: nothing is cut." if result["whole_teacher"] else ""
-    if len(compared) < 2:
-        return f"Chosen: {chosen}, the only finalist inside the budget.{whole} {legend}"
-    best = min(compared, key=lambda one: one["bits_per_byte"])
-    if others := ", ".join(result.get("gave_up") or ()):
-        if result["bench"]["budget"]["passed"]:
-            why = f"It is the best finalist that keeps to the budget once finished ({others} did not)."
-        else:
-            why = f"It misses the budget once finished, as {others} did."
-    elif best["name"] == chosen:
-        why = f"It has the best quality of {len(compared)} finalists after a brief recovery."
+        return f"{name} would be tried first: the least estimated loss inside the budget."
+    cut = "; nothing is cut" if result["whole_teacher"] else ""
+    rivals = [one for one in others if one["tried_tokens"] is not None and one["within"]]
+    if gave_up := result.get("gave_up"):
+        missed = "; ".join(f"{other} missed {', '.join(limits)}" for other, limits in gave_up.items())
+        kept = result["bench"]["budget"]["passed"]
+        why = "the best that keeps to the budget once finished" if kept else "it misses the budget by least"
+        return f"Chosen: {name}{cut}: {why} ({missed})."
+    if not rivals:
+        return f"Chosen: {name}{cut}: nothing else inside the budget could be expected to be better."
+    best = min(rivals, key=lambda one: one["expected_loss_percent"])
+    behind = best["expected_loss_percent"] - chosen["expected_loss_percent"]
+    if behind > EQUAL_PERCENT:
+        why = f"expected to lose {behind:.1f} points more"
     else:
-        how = "measured" if result["decided_by"] == "measurement" else "predicted"
-        why = (
-            f"Its quality after a brief recovery is within {EQUAL_PERCENT:g}% of the best of {len(compared)} finalists "
-            f"({best['name']}), and it is the fastest of those ({how})."
-        )
-    return f"Chosen: {chosen}. {why}{whole} {legend}"
+        opened = f", and opens in {', '.join(best['closed_to'])} too" if best["closed_to"] else ""
+        why = f"as good within {EQUAL_PERCENT:g} points; the chosen one is faster or smaller{opened}"
+    return f"Chosen: {name}{cut}. Next best: {best['name']}, {why}."
+
+
+def _foretold(chosen: Mapping[str, Any], bench: Mapping[str, Any]) -> str:
+    """The loss as estimated before any trial of the winner and as measured at the end."""
+    factor, estimate = chosen["estimate_factor"], chosen["estimated_loss_percent"]
+    error = f" (a factor of {factor:.1f} either way)" if factor > 1 else ""
+    loss = bench["quality_loss_percent"]
+    found = "not measured" if loss is None else f"measured {loss:+.1f}% on held-out text that no choice looked at"
+    return (
+        f"Loss of bits per byte against the teacher: estimated {estimate:+.1f}%{error}, "
+        f"{chosen['expected_loss_percent']:+.1f}% after trials, {found}"
+    )

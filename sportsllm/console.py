@@ -7,6 +7,7 @@ standard error.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColum
 
 _to_stderr = False
 _silent = False
+_log: Path | None = None
 
 
 def use_stderr(enabled: bool) -> None:
@@ -33,6 +35,18 @@ def silenced(enabled: bool = True) -> Iterator[None]:
         _silent = before
 
 
+@contextmanager
+def logged(path: Path) -> Iterator[None]:
+    """Inside, lines of status are appended to a file and `output` prints nothing: for the many steps of a search."""
+    global _log
+    before, _log = _log, path
+    try:
+        with silenced():
+            yield
+    finally:
+        _log = before
+
+
 def output() -> Console:
     """Console for results: standard output, or standard error under `--json`."""
     stream = sys.stderr if _to_stderr else sys.stdout
@@ -44,6 +58,10 @@ def output() -> Console:
 
 def say(message: str) -> None:
     """Print one line of status on standard error."""
+    if _log is not None:
+        with _log.open("a", encoding="utf-8") as stream:
+            stream.write(f"{message}\n")
+        return
     Console(stderr=True, highlight=False, soft_wrap=True).print(message, markup=False)
 
 

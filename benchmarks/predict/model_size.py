@@ -72,10 +72,12 @@ class ModelFormat:
 
     @property
     def weights_name(self) -> str:
-        """Of the weights alone, for people and directories, such as int4-b32 and int8-rows."""
-        if self.per_row:
-            return f"{self.precision}-rows"
-        return f"{self.precision}-b{self.block_size}" if self.quantized else self.precision
+        """Of the weights alone, for people and directories, such as int8-rows and int4-b64-asym-h4."""
+        if not self.quantized:
+            return self.precision
+        grid = "rows" if self.per_row else f"b{self.block_size}"
+        other_head = "" if self.head_bits == 8 else f"-h{self.head_bits}"
+        return f"{self.precision}-{grid}{'-asym' * self.zero_points}{other_head}"
 
     @property
     def name(self) -> str:
@@ -117,7 +119,7 @@ class Sizes:
 def sizes(config: ModelConfig, stored: ModelFormat) -> Sizes:
     """The parts of a model, as large as its file where there is one."""
     kept = (stored.precision, stored.block_size, stored.head_bits, stored.zero_points)
-    tied, untied = (weight_bytes(config.with_changes(tie_word_embeddings=tied), *kept) for tied in (True, False))
+    tied, untied = (weight_bytes(each, *kept) for each in _tied_and_untied(config))
     table, macs, scale = untied - tied, block_numbers(config), 1.0
     layers = tied - table
     if stored.per_row:
@@ -137,6 +139,11 @@ def sizes(config: ModelConfig, stored: ModelFormat) -> Sizes:
     )
 
 
+@lru_cache(maxsize=64)
+def _tied_and_untied(config: ModelConfig) -> tuple[ModelConfig, ModelConfig]:
+    return config.with_changes(tie_word_embeddings=True), config.with_changes(tie_word_embeddings=False)
+
+
 def file_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     """Size of the exported files: weights, rotary table and graph."""
     parts = sizes(config, stored)
@@ -145,11 +152,13 @@ def file_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     return computed if stored.file_bytes is None else stored.file_bytes
 
 
+@lru_cache(maxsize=1_024)
 def mixing_macs(config: ModelConfig, depth: int) -> int:
     """MACs outside the matrices, in all layers, of one token that sees `depth` tokens: scores, and sums of values."""
     return config.num_hidden_layers * sum(kind.mixing_macs(config, depth) for kind in halves(config).values())
 
 
+@lru_cache(maxsize=1_024)
 def layer_activations(config: ModelConfig) -> int:
     """Values that the products of one layer read and write for each token."""
     return sum(matrix.rows + matrix.columns for matrix in block_matrices(config))

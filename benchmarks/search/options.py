@@ -27,16 +27,16 @@ class EffortFlags(FlagGroup):
     search_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Tokens of each finalist's brief recovery.", show_default="a tenth of --tokens"
+            min=1, metavar="N", help="Tokens of a candidate's brief recovery.", show_default="a tenth of --tokens"
         ),
     ] = None
-    finalists: Annotated[int, typer.Option(min=1, metavar="N", help="Candidates to recover briefly and compare.")] = 3
+    finalists: Annotated[int, typer.Option(min=1, metavar="N", help="Cut models to recover briefly and compare.")] = 4
     minutes: Annotated[
         float | None,
         typer.Option(
             min=0.1,
             metavar="MINUTES",
-            help="Time limit of the whole search; fewer finalists are compared if it runs short.",
+            help="Time limit of the whole search; fewer candidates are compared if it runs short.",
         ),
     ] = None
 

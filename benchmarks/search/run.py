@@ -12,12 +12,16 @@ from typing import Any
 from benchmarks.devices.limits import check_on_device
 from benchmarks.devices.load import load_device
 from benchmarks.search.candidates import Candidate
-from benchmarks.search.search import Search, choose_finalists, compare_finalists, nothing_fits, start_search, summary
+from benchmarks.search.held_out import held_out_text
+from benchmarks.search.measure import measured_estimates, suggested_vocabularies, usual_estimates
+from benchmarks.search.rounds import fits_whole, probe_cuts, try_briefly, try_longer
+from benchmarks.search.search import nothing_fits, start_search
 from benchmarks.search.stages import Effort, Source, Target
-from benchmarks.search.trials import Trials
+from benchmarks.search.summary import summary
+from benchmarks.search.trials import LOG, Trials
 from benchmarks.search.winner_recipe import write_recipe
 from sportsllm.cli.recipe import load_recipe, run_recipe
-from sportsllm.console import say
+from sportsllm.console import logged, say
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
 from sportsllm.files import atomic_write_text
 from sportsllm.models.hf_config import load_config, read_json
@@ -49,7 +53,7 @@ def run_fit(
         dry_run: predict and rank only; nothing is made.
 
     Returns:
-        `benchmarks.search.search.summary`'s keys, `out`, `line` (the recipe), `bench` of the finished model, and
+        `benchmarks.search.summary.summary`'s keys, `out`, `line` (the recipe), `bench` of the finished model, and
         `gave_up`: other finalists that missed limits once finished, with those limits. If all of them do, the one that
         misses by least is the result.
 
@@ -64,30 +68,45 @@ def run_fit(
     teacher = load_config(source.teacher)
     if quantization_config(source.teacher) is not None:
         raise ArtifactError(f"{source.teacher}: is quantized; give the unquantized teacher")
-    sizes = _vocabularies(teacher.vocab_size, vocabularies)
-    search = start_search(teacher, device, sizes, target.on_device)
+    asked = _vocabularies(teacher.vocab_size, vocabularies)
+    suggested = [size for size in suggested_vocabularies(teacher) if size not in asked]
+    usual = usual_estimates(teacher, effort.tokens, [*asked, *suggested])
+    search = start_search(teacher, device, usual, target.on_device, effort.tokens)
     if dry_run:
         front = search.front(effort.finalists)
         if not front:
             raise GateError(nothing_fits(search))
         return {"out": None, "dry_run": True, **summary(search, front[0])}
-    _claim(out, source, target, effort, sizes)
-    trials = Trials(source, device, out / "trials", effort.search_tokens)
+    _claim(out, source, target, effort, asked)
+    text = held_out_text(source, out / "text")
+    trials = Trials(source, device, out / "trials", text.choosing, effort.search_tokens)
 
     def time_left() -> float:
         # Half is kept for the winner: its recovery takes longer than all brief ones together.
         return 60 * (effort.minutes or float("inf")) / 2 - (time.monotonic() - started)
 
-    say(f"{device.name}: {len(search.inside()):,} of {len(search.found):,} candidates inside the budget by prediction")
     with kept_tokens(out / "trials" / "tokens"):
-        finalists = choose_finalists(search, trials, effort.finalists)
-        say(f"finalists: {', '.join(candidate.name for candidate in finalists)}")
-        ranking = compare_finalists(search, trials, finalists, time_left)
+        if not fits_whole(search):
+            measured = measured_estimates(teacher, effort.tokens, trials, asked, suggested)
+            search = start_search(teacher, device, measured, target.on_device, effort.tokens)
+            probe_cuts(search, trials, effort, time_left)
+        say(f"{device.name}: {len(search.inside()):,} of {len(search.found):,} candidates inside the budget")
+        try_briefly(search, trials, effort, time_left)
+        try_longer(search, trials, effort, time_left)
 
         def finish(candidate: Candidate) -> dict[str, Any]:
-            return _finish(search, candidate, source, effort, target, out / candidate.name / RECIPE)
+            recipe = out / candidate.name / RECIPE
+            write_recipe(recipe, candidate, source, effort, target, text.reporting)
+            say(f"{candidate.name}: finishing it on {effort.tokens:,} tokens")
+            with logged(trials.directory / LOG):
+                made = run_recipe(load_recipe(recipe))
+            found = summary(search, candidate, trials.bits_per_byte(source.teacher))
+            files = {"out": str(recipe.parent / "export"), "line": str(recipe)}
+            return files | found | {"bench": made["bench"], "stages": made["stages"]}
 
-        result = finish_first_inside(ranking, finish)
+        ranking = search.ranking()
+        ranking += [one for one in search.front(effort.finalists) if one not in ranking]  # should the tried ones miss
+        result = finish_first_inside(ranking[: effort.finalists], finish)
     result["seconds"] = round(time.monotonic() - started, 1)
     atomic_write_text(out / RESULT, json.dumps(result, indent=1, default=str) + "\n")
     return result
@@ -125,26 +144,11 @@ def _missed(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [limit for limit in result["bench"]["budget"]["limits"] if limit["passed"] is False]
 
 
-def _finish(
-    search: Search, candidate: Candidate, source: Source, effort: Effort, target: Target, recipe: Path
-) -> dict[str, Any]:
-    write_recipe(recipe, candidate, source, effort, target)
-    say(f"{candidate.name}: finishing it as {recipe}")
-    made = run_recipe(load_recipe(recipe))
-    return {
-        "out": str(recipe.parent / "export"),
-        "line": str(recipe),
-        **summary(search, candidate),
-        "bench": made["bench"],
-        "stages": made["stages"],
-    }
-
-
 def _vocabularies(full: int, wanted: Sequence[int]) -> list[int]:
     for size in wanted:
         if not 0 < size < full:
             raise UsageError(f"--vocab-size {size}: must be below the teacher's {full:,} and above 0")
-    return [full, *sorted(set(wanted), reverse=True)]
+    return sorted(set(wanted), reverse=True)
 
 
 def _claim(out: Path, source: Source, target: Target, effort: Effort, vocabularies: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.predict.model_size import ModelFormat
-from benchmarks.search.candidates import Candidate
+from compress.pruning.shapes import Shape
 from sportsllm.console import say
 from sportsllm.models.hf_config import load_config
 from sportsllm.storage.manifest import MANIFEST, read_manifest
@@ -16,6 +16,8 @@ from sportsllm.storage.manifest import MANIFEST, read_manifest
 _SEQUENCE = 512
 _SHARE_OF_TEACHER = 0.05
 _UNKNOWN_TOKENS = 1_000_000
+_PROBE_TOKENS = 30_000
+_QAD_SHARE = 0.2  # of the recovery's tokens
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Source:
         teacher: an unquantized checkpoint.
         corpus: training text; part of it is held out and decides between finalists.
         calibration: text that statistics are taken from.
-        valid: held-out text that the finished model's quality is measured on.
+        valid: held-out text, half of it for choices and half for the result; without it a part of the corpus.
         threads: CPU threads of every command; all cores if None.
         seed: of everything random.
         settings: further flags of every training, such as `batch_size`.
@@ -42,7 +44,8 @@ class Source:
 
     def training(self) -> dict[str, Any]:
         """Flags of the commands that train."""
-        return {"corpus": list(self.corpus), "seed": self.seed, "threads": self.threads, **self.settings}
+        valid = {"valid": list(self.valid)} if self.valid else {}
+        return {"corpus": list(self.corpus), **valid, "seed": self.seed, "threads": self.threads, **self.settings}
 
     @property
     def sequence(self) -> int:
@@ -56,15 +59,25 @@ class Effort:
 
     Attributes:
         tokens: of the winner's recovery.
-        search_tokens: of a finalist's brief recovery.
-        finalists: candidates that are recovered.
+        search_tokens: of a candidate's brief recovery; a probe has about half as many, a longer recovery three times.
+        finalists: cut models that are recovered briefly.
         minutes: for the whole of it; None for no limit.
     """
 
     tokens: int
     search_tokens: int
-    finalists: int = 3
+    finalists: int = 4
     minutes: float | None = None
+
+    @property
+    def probe_tokens(self) -> int:
+        """Of the recoveries that only teach what cuts cost: some thirty steps, where there are tokens for it."""
+        return max(1, self.search_tokens // 2, min(_PROBE_TOKENS, self.tokens // 8))
+
+    @property
+    def longer_tokens(self) -> int:
+        """Of the recovery between the brief one and the winner's."""
+        return min(self.tokens, 3 * self.search_tokens)
 
 
 @dataclass(frozen=True)
@@ -89,10 +102,9 @@ def vocabulary_stages(
 
 
 def prune_settings(
-    source: Source, candidate: Candidate, teacher: Path, out: Path, tokens: int, samples: int | None = None
+    source: Source, shape: Shape, teacher: Path, out: Path, tokens: int, samples: int | None = None
 ) -> dict[str, Any]:
-    """Flags of `prune` that make a candidate's shape."""
-    shape, training = candidate.shape, source.training()
+    """Flags of `prune` that make a shape."""
     return {
         "checkpoint": teacher,
         "out": out,
@@ -104,7 +116,7 @@ def prune_settings(
         "layers": shape.layers,
         "samples": samples,
         "recover": tokens,
-        **training,
+        **source.training(),
     }
 
 
@@ -116,6 +128,8 @@ def quantize_settings(
         "checkpoint": checkpoint,
         "out": out,
         "bits": int(format.precision.removeprefix("int")),
+        "head_bits": format.head_bits,
+        "symmetric": not format.zero_points,
         "threads": source.threads,
         **({"per_row": True} if format.per_row else {"block_size": format.block_size}),
         **({"calibration": list(source.calibration)} if method is None else {"method": method}),
@@ -124,6 +138,11 @@ def quantize_settings(
         settings |= {"qad": qad, **source.training()}
         settings.pop("learning_rate", None)  # training the rounded model has a rate of its own
     return settings
+
+
+def qad_tokens(format: ModelFormat, tokens: int) -> int | None:
+    """Of training the rounded model: at 4 bits rounding costs enough to be trained away."""
+    return max(1, round(_QAD_SHARE * tokens)) if format.precision == "int4" else None
 
 
 def export_settings(source: Source, format: ModelFormat, checkpoint: Path, out: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Trying candidates out: latency of random weights here, loss right after the cut, quality after a brief recovery.
+"""Trying things out on the teacher: rounding, smaller vocabularies, cuts with brief recoveries, exports timed here.
 
 The commands themselves make everything, each thing in a directory that is kept, so that a search that is run again
 resumes where it stopped.
@@ -11,23 +11,38 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.devices.schema import Device
 from benchmarks.measure.bench import short_bench
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.candidates import Candidate, shape_name
-from benchmarks.search.stages import Source, export_settings, prune_settings, quantize_settings, vocabulary_stages
+from benchmarks.search.stages import (
+    Source,
+    export_settings,
+    prune_settings,
+    qad_tokens,
+    quantize_settings,
+    vocabulary_stages,
+)
 from compress.pruning.shapes import Shape
 from sportsllm.cli.flags import load_command
-from sportsllm.console import silenced
+from sportsllm.console import logged
 from sportsllm.files import atomic_write_text
 from sportsllm.models.hf_config import load_config, read_json
 from sportsllm.storage.artifact import Stage, digest, run_stage
 
-_SCORING_SAMPLES = 8
-_CUT_SAMPLES = 32
-_BRIEF_SAMPLES = 96
+LOG = "log.txt"
+_SCORED_TOKENS = 16_384
+_BRIEF_SAMPLES = 64  # of the cut: more gain nothing that is left after a brief recovery
+_ROUNDING_SAMPLES = 16
+
+
+class Losses(NamedTuple):
+    """Rise of bits per byte over the teacher, in percent: of the recovered model, and of the same as rounded."""
+
+    recovered: float
+    rounded: float
 
 
 @dataclass(eq=False)
@@ -37,106 +52,125 @@ class Trials:
     Attributes:
         source: teacher and text.
         device: whose budget counts.
-        directory: of everything made on the way.
-        search_tokens: of a brief recovery.
+        directory: of everything made on the way, and of log.txt, where the commands' lines go.
+        text: held-out documents that everything is scored on.
+        tuning_tokens: of the training that a cut vocabulary needs.
     """
 
     source: Source
     device: Device
     directory: Path
-    search_tokens: int
-    _losses: dict[str, float] = field(default_factory=dict)
+    text: Path
+    tuning_tokens: int
+    _scores: dict[Path, Path] = field(default_factory=dict)  # of the teachers, measured by their first cut
 
     def teacher_with(self, vocab_size: int) -> Path:
-        """The teacher, its vocabulary cut to `vocab_size` and fine-tuned on as many tokens as a brief recovery has."""
-        teacher = self.source.teacher
-        if vocab_size == load_config(teacher).vocab_size:
-            return teacher
+        """The teacher, its vocabulary cut to `vocab_size` and fine-tuned."""
+        if vocab_size == self._config.vocab_size:
+            return self.source.teacher
         cut, tuned = self.directory / f"vocabulary-{vocab_size}", self.directory / f"teacher-{vocab_size}"
-        with silenced():
-            for command, settings in vocabulary_stages(self.source, cut, tuned, vocab_size, self.search_tokens):
-                load_command(command)(**settings)
+        for command, settings in vocabulary_stages(self.source, cut, tuned, vocab_size, self.tuning_tokens):
+            self._run(command, settings)
         return tuned
 
-    def probe(self, candidate: Candidate) -> dict[str, float | None]:
+    def vocabulary_loss(self, vocab_size: int, tuned: bool = False) -> float:
+        """Percent that a smaller vocabulary costs, right after the cut or fine-tuned.
+
+        Raises:
+            UsageError, ArtifactError: the vocabulary cannot be cut so far, or not at all.
+        """
+        if tuned:
+            return self._loss(self.teacher_with(vocab_size))
+        cut = self.directory / f"vocabulary-{vocab_size}"
+        ((command, settings), _) = vocabulary_stages(self.source, cut, cut, vocab_size, self.tuning_tokens)
+        self._run(command, settings)
+        return self._loss(cut)
+
+    def rounding(self, weights: ModelFormat, calibrated: bool = False) -> float:
+        """Percent that rounding the teacher costs, to the grid of least squared error or by calibration text."""
+        if not weights.quantized:
+            return 0.0
+        parent = self.directory / "rounded"
+        if not calibrated:
+            return self._loss(self._packed(self.source.teacher, weights, parent, "mse"))
+        samples = min(_ROUNDING_SAMPLES, self._pieces)
+        return self._loss(self._packed(self.source.teacher, weights, parent, None, samples=samples))
+
+    def recovered(self, shape: Shape, tokens: int) -> float:
+        """Percent that a cut of the whole vocabulary's teacher costs after `tokens` of recovery."""
+        return self._loss(self._student(shape, self._config.vocab_size, tokens))
+
+    def losses(self, candidate: Candidate, tokens: int, trained: bool) -> Losses:
+        """What a candidate costs after `tokens` of recovery, rounded with calibration text.
+
+        `trained` says whether the rounded model is trained too, as the winner is.
+        """
+        student = self._student(candidate.shape, candidate.vocab_size, tokens)
+        qad = qad_tokens(candidate.format, tokens) if trained else None
+        packed = self._packed(student, candidate.format, self.directory / "packed", None, qad)
+        return Losses(self._loss(student), self._loss(packed))
+
+    def timed(self, candidate: Candidate) -> dict[str, float | None]:
         """Figures by the limits' names, measured here on an export of the candidate's shape with random weights."""
-        directory = self.directory / "probes" / candidate.name
-        export = self._export(self._random(candidate), candidate.format, directory, method="rtn")
+        directory = self.directory / "timed" / candidate.name
+        packed = self._packed(self._random(candidate), candidate.format, directory, "rtn")
+        self._run("export", export_settings(self.source, candidate.format, packed, directory / "export"))
         kept = directory / "figures.json"
-        key = hashlib.sha256(json.dumps([digest(export), self.source.threads]).encode()).hexdigest()
+        key = hashlib.sha256(json.dumps([digest(directory / "export"), self.source.threads]).encode()).hexdigest()
         old = read_json(kept) if kept.exists() else {}
         if old.get("fingerprint") == key:
             return dict(old["figures"])
-        figures = short_bench(export, self.device, self.source.threads)
+        figures = short_bench(directory / "export", self.device, self.source.threads)
         atomic_write_text(kept, json.dumps({"fingerprint": key, "figures": figures}))
         return figures
 
-    def loss_after_cut(self, shape: Shape, vocab_size: int) -> float:
-        """Nats a token on calibration text, right after cut and refit: which shapes are worth recovering."""
-        name = shape_name(shape, vocab_size)
-        if name not in self._losses:
-            self._losses[name] = self._loss_after_cut(shape, vocab_size)
-        return self._losses[name]
-
-    def _loss_after_cut(self, shape: Shape, vocab_size: int) -> float:
-        from compress.pruning.kept_units import loss_per_token
-        from compress.pruning.run import PruneConfig, prune_to_shape
-
-        model, scores, samples = self._measured_teacher(vocab_size)
-        if shape == Shape.of(model.config):
-            return loss_per_token(model, samples[:_SCORING_SAMPLES])
-        pruned = prune_to_shape(model, scores, shape, PruneConfig(), samples)
-        return loss_per_token(pruned.model, samples[:_SCORING_SAMPLES])
-
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - one search, and it ends with the process
-    def _measured_teacher(self, vocab_size: int) -> tuple[Any, Any, Any]:
-        from compress.pruning.run import PruneConfig, measure_scores
+    def bits_per_byte(self, directory: Path) -> float:
+        """On the first 16,384 or so tokens of the text; a score is kept for a search that is run again."""
+        from sportsllm.inference.evaluate import score_documents
+        from sportsllm.inference.torch_decoder import TorchDecoder
         from sportsllm.storage.checkpoint import load_checkpoint
-
-        model = load_checkpoint(self.teacher_with(vocab_size))
-        samples = self._pieces(vocab_size)[:_CUT_SAMPLES]
-        return model, measure_scores(model, PruneConfig(), samples), samples
-
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - as above
-    def _pieces(self, vocab_size: int) -> list[Any]:
-        from sportsllm.text.calibration import calibration_samples
+        from sportsllm.text.documents import read_documents
         from sportsllm.text.tokenizer import load_tokenizer
-        from sportsllm.training.setup import held_out_files
 
-        teacher = self.teacher_with(vocab_size)
-        config = load_config(teacher)
-        words = load_tokenizer(teacher, config)
-        valid = held_out_files(self.source.teacher)
-        return calibration_samples(self.source.calibration, valid, words, config, None, self.source.sequence)
+        kept, key = self.directory / "scores.json", f"{digest(directory)} on {digest(self.text)}"
+        scores: dict[str, Any] = read_json(kept) if kept.exists() else {}
+        if key not in scores:
+            model = load_checkpoint(directory)
+            words, documents = load_tokenizer(directory, model.config), list(read_documents([self.text]))
+            score = score_documents(TorchDecoder(model), words, documents, max_tokens=_SCORED_TOKENS)
+            scores[key] = score.bits_per_byte
+            atomic_write_text(kept, json.dumps(scores, indent=1) + "\n")
+        return float(scores[key])
 
-    def quality(self, candidate: Candidate) -> float:
-        """Bits per byte of the candidate, recovered briefly and packed, on text held out of the corpus."""
-        student = self.recovered(candidate, self.directory / "recovered", self.search_tokens)
-        with silenced():
-            packed = self._packed(student, candidate.format, self.directory / "recovered")
-        return self.score(packed)
+    def _loss(self, directory: Path) -> float:
+        return 100 * (self.bits_per_byte(directory) / self.bits_per_byte(self.source.teacher) - 1)
 
-    def recovered(self, candidate: Candidate, parent: Path, tokens: int) -> Path:
+    def _student(self, shape: Shape, vocab_size: int, tokens: int) -> Path:
         """The cut teacher, recovered; the teacher itself where nothing is cut."""
-        teacher = self.teacher_with(candidate.vocab_size)
-        if candidate.shape == Shape.of(load_config(teacher)):
+        teacher = self.teacher_with(vocab_size)
+        if shape == Shape.of(self._config):
             return teacher
-        out = parent / shape_name(candidate.shape, candidate.vocab_size)
-        # More samples of the cut gain nothing that is left after a brief recovery.
-        samples = _BRIEF_SAMPLES if len(self._pieces(candidate.vocab_size)) >= _BRIEF_SAMPLES else None
-        with silenced():
-            load_command("prune")(**prune_settings(self.source, candidate, teacher, out, tokens, samples))
+        out = self.directory / "recovered" / f"{shape_name(shape, vocab_size)}-{tokens}"
+        settings = prune_settings(self.source, shape, teacher, out, tokens, min(_BRIEF_SAMPLES, self._pieces))
+        first = self._scores.setdefault(teacher, out)  # later cuts read its scores
+        self._run("prune", settings | ({} if first == out else {"scores": first}))
         return out
 
-    def score(self, directory: Path) -> float:
-        """Bits per byte on the documents that the training corpus holds out by hash."""
-        from sportsllm.storage.checkpoint import load_checkpoint
-        from sportsllm.text.split import load_corpus
-        from sportsllm.text.tokenizer import load_tokenizer
-        from sportsllm.training.setup import validator
-
-        model = load_checkpoint(directory)
-        return validator(load_corpus(self.source.corpus, ()), load_tokenizer(directory, model.config))(model)
+    def _packed(
+        self,
+        checkpoint: Path,
+        format: ModelFormat,
+        parent: Path,
+        method: str | None,
+        qad: int | None = None,
+        samples: int | None = None,
+    ) -> Path:
+        if not format.quantized:
+            return checkpoint
+        name = f"{checkpoint.name}-{format.weights_name}-{method or 'calibrated'}" + "-trained" * bool(qad)
+        settings = quantize_settings(self.source, format, checkpoint, parent / name, method, qad)
+        self._run("quantize", settings | ({"samples": samples} if samples else {}))
+        return parent / name
 
     def _random(self, candidate: Candidate) -> Path:
         from sportsllm.models.language_model import SportsLLM
@@ -155,15 +189,20 @@ class Trials:
         shape = {"shape": name, "seed": self.source.seed}
         return Path(run_stage(self.directory / "random" / name, Stage("random", shape, [teacher]), make)["out"])
 
-    def _packed(self, checkpoint: Path, format: ModelFormat, parent: Path, method: str | None = None) -> Path:
-        if format.precision == "fp32":
-            return checkpoint
-        out = parent / f"{checkpoint.name}-{format.weights_name}"
-        load_command("quantize")(**quantize_settings(self.source, format, checkpoint, out, method))
-        return out
+    def _run(self, command: str, settings: dict[str, Any]) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with logged(self.directory / LOG):
+            load_command(command)(**settings)
 
-    def _export(self, checkpoint: Path, format: ModelFormat, parent: Path, method: str | None = None) -> Path:
-        with silenced():
-            packed = self._packed(checkpoint, format, parent, method)
-            load_command("export")(**export_settings(self.source, format, packed, parent / "export"))
-        return parent / "export"
+    @functools.cached_property
+    def _config(self) -> Any:
+        return load_config(self.source.teacher)
+
+    @functools.cached_property
+    def _pieces(self) -> int:
+        """Pieces of calibration text that the teacher reads."""
+        from sportsllm.text.calibration import calibration_samples
+        from sportsllm.text.tokenizer import load_tokenizer
+
+        source, words = self.source, load_tokenizer(self.source.teacher, self._config)
+        return len(calibration_samples(source.calibration, source.valid, words, self._config, None, source.sequence))

@@ -15,6 +15,7 @@ from benchmarks.search.stages import (
     Target,
     export_settings,
     prune_settings,
+    qad_tokens,
     quantize_settings,
     vocabulary_stages,
 )
@@ -22,12 +23,16 @@ from compress.pruning.shapes import Shape
 from sportsllm.files import atomic_write_text
 from sportsllm.models.hf_config import load_config
 
-_QAD_SHARE = 0.2  # of the recovery's tokens, to train the rounded model at 4 bits
 
+def write_recipe(path: Path, candidate: Candidate, source: Source, effort: Effort, target: Target, text: Path) -> None:
+    """Write the recipe that makes `candidate` from the teacher; its outputs go beside it.
 
-def write_recipe(path: Path, candidate: Candidate, source: Source, effort: Effort, target: Target) -> None:
-    """Write the recipe that makes `candidate` from the teacher; its outputs go beside it."""
-    stages = list(_stages(path.parent, candidate, source, effort, target))
+    Args:
+        path: of the recipe.
+        candidate, source, effort, target: see their classes.
+        text: held-out text that the finished model is compared with the teacher on.
+    """
+    stages = list(_stages(path.parent, candidate, source, effort, target, text))
     recipe = {
         "name": f"fit-{candidate.name}",
         "out": str(path.parent),
@@ -38,26 +43,24 @@ def write_recipe(path: Path, candidate: Candidate, source: Source, effort: Effor
 
 
 def _stages(
-    out: Path, candidate: Candidate, source: Source, effort: Effort, target: Target
+    out: Path, candidate: Candidate, source: Source, effort: Effort, target: Target, text: Path
 ) -> list[tuple[str, str, dict[str, Any]]]:
     """Name, command and settings of every stage."""
     stages: list[tuple[str, str, dict[str, Any]]] = []
     made, teacher, format = source.teacher, load_config(source.teacher), candidate.format
-    valid = {"valid": list(source.valid)}
     if candidate.vocab_size != teacher.vocab_size:
         cut, tuned = out / "vocabulary", out / "teacher"
         commands = vocabulary_stages(source, cut, tuned, candidate.vocab_size, effort.search_tokens)
         stages += [(path.name, *command) for path, command in zip((cut, tuned), commands, strict=True)]
         made = tuned
     if candidate.shape != Shape.of(teacher):
-        settings = prune_settings(source, candidate, made, out / "student", effort.tokens)
-        stages.append(("student", "prune", settings | valid))
+        settings = prune_settings(source, candidate.shape, made, out / "student", effort.tokens)
+        stages.append(("student", "prune", settings))
         made = out / "student"
     if format.precision != "fp32":
-        # At 4 bits rounding costs enough to be trained away.
-        qad = round(_QAD_SHARE * effort.tokens) if format.precision == "int4" else None
+        qad = qad_tokens(format, effort.tokens)
         settings = quantize_settings(source, format, made, out / "packed", qad=qad)
-        stages.append(("packed", "quantize", settings | (valid if qad else {})))
+        stages.append(("packed", "quantize", settings))
         made = out / "packed"
     stages.append(("export", "export", export_settings(source, format, made, out / "export")))
     bench = {
@@ -65,7 +68,8 @@ def _stages(
         "device": target.device,
         "on_device": target.on_device,
         "threads": source.threads,
-        **({"text": list(source.valid), "teacher": source.teacher} if source.valid else {}),
+        "text": [text],
+        "teacher": source.teacher,
     }
     return [*stages, ("bench", "bench", bench)]
 

@@ -6,6 +6,7 @@ A new kind is a file like `swiglu.py` and a line in one of the two tables below.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from sportsllm.models.grouped_query import GroupedQuery
@@ -39,13 +40,18 @@ def halves(config: ModelConfig) -> dict[str, Kind]:
 
 def block_matrices(config: ModelConfig) -> list[Matrix]:
     """The matrices of one block in order; names, inputs and scale sources begin with the half: `mlp.up_proj`."""
+    return list(_block_matrices(config))
+
+
+@lru_cache(maxsize=64)  # a search asks many times for one shape after the other
+def _block_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
     found = []
     for half, kind in halves(config).items():
         for matrix in kind.matrices(config):
             source = None if matrix.scale_source is None else f"{half}.{matrix.scale_source}"
             name, read = f"{half}.{matrix.name}", f"{half}.{matrix.input}"
             found.append(matrix._replace(name=name, input=read, scale_source=source))
-    return found
+    return tuple(found)
 
 
 def input_groups(config: ModelConfig) -> list[list[Matrix]]:

@@ -119,7 +119,8 @@ def test_the_stored_format_follows_the_configuration(tmp_path: Path) -> None:
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert stored_format(tmp_path).precision == "fp32"
-    assert stored.name == "int4-b64" and dataclasses.replace(stored, cache="int8").name == "int4-b64-kv8"
+    assert stored.name == "int4-b64-asym" and dataclasses.replace(stored, cache="int8").name == "int4-b64-asym-kv8"
+    assert ModelFormat("int4", head_bits=4).name == "int4-b32-h4" and ModelFormat("int4").name == "int4-b32"
 
 
 @pytest.mark.parametrize(

@@ -16,21 +16,21 @@ from benchmarks.devices.limits import judge_budget, misses
 from benchmarks.devices.load import DEVICES, load_device
 from benchmarks.devices.schema import Device
 from benchmarks.measure.bench import BenchRequest, BenchResult
-from benchmarks.search.candidates import (
-    FORMATS,
-    Candidate,
-    candidates,
-    cut_by_limit,
-    shape_loss_percent,
-)
+from benchmarks.predict.model_size import ModelFormat, file_bytes
+from benchmarks.search.candidates import Candidate, Estimates, candidates, cut_by_limit
+from benchmarks.search.estimate import Recovered
+from benchmarks.search.formats import usual_loss, weight_formats
+from benchmarks.search.measure import measured_estimates, suggested_vocabularies, usual_estimates
+from benchmarks.search.rounds import try_briefly, try_longer
 from benchmarks.search.run import finish_first_inside, run_fit
-from benchmarks.search.search import Search, compare_finalists, equal_quality, nothing_fits, start_search
-from benchmarks.search.stages import Effort, Source, Target, export_settings, prune_settings
-from benchmarks.search.trials import Trials
+from benchmarks.search.search import Search, Tried, nothing_fits, start_search
+from benchmarks.search.stages import Effort, Source, Target, export_settings
+from benchmarks.search.trials import Losses, Trials
 from benchmarks.search.winner_recipe import write_recipe
 from compress.pruning.shapes import Shape
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, UsageError
+from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config, to_hf
 from sportsllm.models.presets import preset
 from sportsllm.storage.artifact import directory_bytes
@@ -50,25 +50,33 @@ def with_limits(name: str = "laptop-x86", **limits: float) -> Device:
     return device.model_copy(update={"limits": device.limits.model_copy(update=limits)})
 
 
-def best(device: Device, teacher: object = TEACHER) -> Candidate:
-    return start_search(teacher, device, [teacher.vocab_size], on_device=False).front(1)[0]  # type: ignore[attr-defined, arg-type]
+def usual(teacher: ModelConfig = TEACHER) -> Estimates:
+    return usual_estimates(teacher, 100_000)
+
+
+def started(device: Device, teacher: ModelConfig = TEACHER) -> Search:
+    return start_search(teacher, device, usual(teacher), False, 100_000)
+
+
+def best(device: Device, teacher: ModelConfig = TEACHER) -> Candidate:
+    return started(device, teacher).front(1)[0]
 
 
 def test_the_whole_teacher_in_the_fastest_lossless_form_wins_where_everything_fits() -> None:
     chosen = best(load_device("laptop-x86"))
     assert chosen.shape == Shape.of(TEACHER)
-    assert FORMATS[chosen.format] < 0.05
+    assert usual().formats[chosen.format] < 0.15
 
 
 @pytest.mark.slow
 def test_every_limit_only_takes_candidates_away() -> None:
     """Tightening one limit never adds a candidate, nor makes the best estimate better."""
     device = load_device("laptop-x86")
-    loose, every = best(device), candidates(TEACHER, device, [TEACHER.vocab_size])
+    loose, every = best(device), candidates(TEACHER, device, usual())
     for name in ("file_mb", "peak_memory_mb", "ttft_ms", "tpot_p50_ms"):
         values = sorted(one.predicted[name] for one in every)
         tight = with_limits(**{name: values[len(values) // 4]})
-        search = start_search(TEACHER, tight, [TEACHER.vocab_size], on_device=False)
+        search = started(tight)
         inside = search.inside()
         assert 0 < len(inside) < len(search.found)
         assert all(one.predicted[name] <= values[len(values) // 4] for one in inside)
@@ -81,11 +89,11 @@ def test_a_budget_that_only_int4_can_meet_gets_int4() -> None:
     device = load_device("raspberry-pi-5")
     sizes = {
         one.format.precision: one.predicted["file_mb"]
-        for one in candidates(teacher, device, [teacher.vocab_size])
-        if one.shape == Shape.of(teacher) and one.format.name in ("int8-b32", "int4-b32")
+        for one in candidates(teacher, device, usual(teacher))
+        if one.shape == Shape.of(teacher) and one.format.name in ("int8-b128", "int4-b32")
     }
     tight = with_limits("raspberry-pi-5", file_mb=1.01 * sizes["int4"])
-    search = start_search(teacher, tight, [teacher.vocab_size], False)
+    search = started(tight, teacher)
     whole = [one for one in search.inside() if one.shape == Shape.of(teacher)]
     assert whole and {one.format.precision for one in whole} == {"int4"}
     assert search.front(1)[0].format.precision == "int4"
@@ -98,7 +106,7 @@ def test_a_budget_that_only_a_shorter_cache_can_meet_gets_one() -> None:
     device = load_device("raspberry-pi-5")
     peaks = {
         one.format.name: one.predicted["peak_memory_mb"]
-        for one in candidates(teacher, device, [teacher.vocab_size])
+        for one in candidates(teacher, device, usual(teacher))
         if one.shape == Shape.of(teacher)
     }
     least = min(value for name, value in peaks.items() if not name.endswith("-kv8"))
@@ -109,7 +117,7 @@ def test_a_budget_that_only_a_shorter_cache_can_meet_gets_one() -> None:
 
 def test_what_each_limit_cuts_is_counted_one_by_one() -> None:
     tight = with_limits(file_mb=0.2, tpot_p50_ms=0.1)
-    found = candidates(TEACHER, tight, [TEACHER.vocab_size])
+    found = candidates(TEACHER, tight, usual())
     counts = cut_by_limit(found, tight)
     over_file = [one for one in found if one.predicted["file_mb"] > 0.2]
     over_step = [one for one in found if one.predicted["tpot_p50_ms"] > 0.1]
@@ -121,78 +129,157 @@ def test_what_each_limit_cuts_is_counted_one_by_one() -> None:
 
 def test_nothing_fits_names_the_nearest_miss_and_what_to_relax() -> None:
     device = load_device("laptop-x86")
-    least = min(one.predicted["file_mb"] for one in candidates(TEACHER, device, [TEACHER.vocab_size]))
+    least = min(one.predicted["file_mb"] for one in candidates(TEACHER, device, usual()))
     with pytest.raises(GateError, match=rf"nothing fits laptop-x86.*file_mb {least:.4g} of .*relax file_mb to"):
-        start_search(TEACHER, with_limits(file_mb=least / 2), [TEACHER.vocab_size], on_device=False)
-
-
-def test_the_estimate_is_that_of_the_log() -> None:
-    """The cuts that the weights were fitted to (docs/log.md), within what a single run may differ."""
-    full = Shape(96, 352, 3, 3, 6, 32)
-    for shape, measured in (
-        (replace(full, intermediate=192), 2.59),
-        (replace(full, layers=4), 2.07),
-        (replace(full, intermediate=256, layers=5), 1.36),
-        (replace(full, intermediate=160, layers=5), 5.50),
-    ):
-        assert shape_loss_percent(full, shape) == pytest.approx(measured, rel=0.2)
-    assert shape_loss_percent(full, full) == 0
+        started(with_limits(file_mb=least / 2))
 
 
 def test_what_is_measured_corrects_those_alike() -> None:
     device = load_device("host")
-    found = candidates(TEACHER, device, [TEACHER.vocab_size])
-    search = Search(TEACHER, device, True, found)
+    found = candidates(TEACHER, device, usual())
+    search = Search(TEACHER, device, True, usual(), found)
     one = found[0]
     twice = {name: 2 * value for name, value in one.predicted.items()}
     search.record(one, {**twice, "quality_loss_percent": None})
     alike = next(other for other in found if other.format == one.format and other is not one)
     assert search.figures(one)["ttft_ms"] == twice["ttft_ms"]
     assert search.figures(alike)["ttft_ms"] == pytest.approx(2 * alike.predicted["ttft_ms"])
-    elsewhere = Search(TEACHER, device, False, found)
+    elsewhere = Search(TEACHER, device, False, usual(), found)
     elsewhere.record(one, {**twice})
     assert elsewhere.figures(alike) == alike.predicted
 
 
 def test_nearest_miss_uses_what_was_measured() -> None:
     device = with_limits("host", ttft_ms=1.0)
-    found = candidates(TEACHER, device, [TEACHER.vocab_size])[:3]
-    search = Search(TEACHER, device, True, found)
+    found = candidates(TEACHER, device, usual())[:3]
+    search = Search(TEACHER, device, True, usual(), found)
     for one in found:
         search.record(one, {**one.predicted, "ttft_ms": 50.0})
     assert "ttft_ms 50 of 1 ms (measured)" in nothing_fits(search)
 
 
-def test_of_finalists_as_good_as_the_best_the_fastest_wins() -> None:
-    device = load_device("host")
-    found = candidates(TEACHER, device, [TEACHER.vocab_size])
-    slow, fast, worse = sorted(found[:3], key=lambda one: -one.predicted["tpot_p50_ms"])
-    qualities = {slow.name: 2.0, fast.name: 2.0019, worse.name: 2.0021}  # 0.1% of 2 is 0.002
+def test_of_those_as_good_as_the_best_the_one_that_opens_everywhere_and_is_fastest_wins() -> None:
+    found = candidates(TEACHER, load_device("host"), usual())
+    int8 = [one for one in found if one.format.name == "int8-rows" and one.shape.hidden == TEACHER.hidden_size]
+    fast, slow, worse = (next(one for one in int8 if one.shape.layers == layers) for layers in (1, 2, 3))
+    assert not fast.closed_to and fast.predicted["tpot_p50_ms"] < slow.predicted["tpot_p50_ms"]
+    closed = next(one for one in found if one.closed_to)
+    search = Search(TEACHER, load_device("host"), False, usual_estimates(TEACHER, 1_000), found, tokens=1_000)
+    for one, loss in ((slow, 2.0), (closed, 2.0), (fast, 2.09), (worse, 2.11)):  # equal within 0.1 points
+        search.tried[one.name] = Tried(1_000, loss - 0.5, loss, loss, 1.0)
+    assert search.ranking() == [fast, slow, closed, worse]
+    search.tried[worse.name] = replace(search.tried[worse.name], longer=True)
+    assert search.ranking()[0] == worse
 
-    class Brief:
-        def quality(self, candidate: Candidate) -> float:
-            return qualities[candidate.name]
 
-    search = Search(TEACHER, device, False, found)
-    ranking = compare_finalists(search, cast(Trials, Brief()), [slow, worse, fast], lambda: float("inf"))
-    assert ranking == [fast, slow, worse]
+def test_models_that_optimum_does_not_open_say_so() -> None:
+    for one in candidates(TEACHER, load_device("host"), usual()):
+        whole_heads = one.shape.hidden == one.shape.heads * TEACHER.head_dim
+        assert one.closed_to == (() if whole_heads and one.format.cache == "fp32" else ("optimum",))
 
 
-def test_formats_differ_in_name() -> None:
-    names = [format.name for format in FORMATS]
-    assert len(set(names)) == len(names) and "int4-b32-kv8-latency" in names and "int8-rows" in names
-    assert all(math.isfinite(loss) for loss in FORMATS.values())
+class Rule:
+    """A teacher whose losses follow a rule: cuts cost far more than usual, and less for each token of recovery."""
+
+    def __init__(self, scale: float = 30.0) -> None:
+        self.scale, self.calls = scale, list[tuple[str, int, bool]]()
+
+    def recovered(self, shape: Shape, tokens: int) -> float:
+        kept = [getattr(shape, name) / getattr(Shape.of(TEACHER), name) for name in vars(shape)]
+        return self.scale * sum(-math.log(share) for share in kept) * (tokens / 100_000) ** -0.3
+
+    def losses(self, candidate: Candidate, tokens: int, trained: bool) -> Losses:
+        self.calls.append((candidate.name, tokens, trained))
+        loss = self.recovered(candidate.shape, tokens)
+        return Losses(loss, loss + usual().formats[candidate.format])
+
+    def timed(self, candidate: Candidate) -> dict[str, float | None]:
+        return dict(candidate.predicted)
+
+
+def test_what_trials_show_moves_the_search_from_cuts_to_small_formats() -> None:
+    """By usual estimates a cut with fine rounding is best. On a teacher that cuts hurt, the whole one at 4 bits is."""
+    full = Shape.of(TEACHER)
+    sizes = [file_bytes(TEACHER, each) / 1e6 for each in usual().formats]
+    search = started(with_limits(file_mb=min(sizes)))
+    assert search.front(1)[0].shape != full
+    trials, effort = Rule(), Effort(100_000, 10_000)
+    probes = [replace(full, layers=3), replace(full, intermediate=160), replace(full, heads=6, kv_heads=3)]
+    search.learn([Recovered(shape, 5_000, trials.recovered(shape, 5_000)) for shape in probes])
+    try_briefly(search, cast(Trials, trials), effort, lambda: math.inf)
+    try_longer(search, cast(Trials, trials), effort, lambda: math.inf)
+    assert search.ranking()[0].shape == full
+    assert len(trials.calls) <= effort.finalists + 2
+    for name, tried in search.tried.items():
+        candidate = next(one for one in search.found if one.name == name)
+        end = trials.losses(candidate, 100_000, True).rounded
+        assert end / tried.factor <= tried.foretold <= end * tried.factor
+        assert search.expected(candidate) == pytest.approx(end, rel=0.35)
+
+
+def test_time_that_runs_short_leaves_the_first_trial() -> None:
+    search, trials = started(with_limits(file_mb=0.5)), Rule()
+    try_briefly(search, cast(Trials, trials), Effort(100_000, 10_000), lambda: -1.0)
+    try_longer(search, cast(Trials, trials), Effort(100_000, 10_000), lambda: -1.0)
+    assert len(trials.calls) == 1 == len(search.ranking())
+
+
+class Costs:
+    """A teacher that loses twice the usual by rounding, half of it when calibrated, and 10% by fewer tokens."""
+
+    def rounding(self, weights: ModelFormat, calibrated: bool = False) -> float:
+        return usual_loss(replace(weights, zero_points=False)) * (1 if calibrated else 2)
+
+    def vocabulary_loss(self, size: int, tuned: bool = False) -> float:
+        if size < 300:
+            raise UsageError("259 tokens always stay")
+        return 6.0 if tuned else 10.0
+
+
+def test_what_is_measured_replaces_the_usual_estimates() -> None:
+    """Calibration's share at one format stands for the others; of equal ones the larger asymmetric grid goes."""
+    trials = cast(Trials, Costs())
+    found = measured_estimates(TEACHER, 1_000, trials, asked=[], suggested=[320, 256])
+    int4 = ModelFormat("int4", 64, head_bits=4)
+    assert found.formats[int4] == pytest.approx(usual_loss(int4))
+    assert not any(each.zero_points for each in found.formats)
+    assert found.formats[ModelFormat("int8", per_row=True)] == pytest.approx(2 * 0.12)
+    assert set(found.vocabularies) == {384, 320} and 0 < found.vocabularies[320] < 10
+    with pytest.raises(UsageError, match="always stay"):
+        measured_estimates(TEACHER, 1_000, trials, asked=[256], suggested=[])
+    search = start_search(TEACHER, with_limits(), found, False, 1_000)
+    search.learn_vocabulary(320, 6.0)
+    whole = [one for one in search.found if one.vocab_size == 320 and one.shape == Shape.of(TEACHER)]
+    assert min(one.loss_percent for one in whole) == pytest.approx(6.0)
+
+
+def test_a_block_that_is_longer_than_the_rows_is_left_out() -> None:
+    """Rows of 128 numbers, or 256: blocks of 256 would be half empty in the one and save too little in the other."""
+    for each in weight_formats(TEACHER):
+        if each.quantized and not each.per_row and each.block_size > 16:
+            finer = replace(each, block_size=each.block_size // 2)
+            assert file_bytes(TEACHER, each) < file_bytes(TEACHER, finer)
+    assert {each.block_size for each in weight_formats(TEACHER) if each.precision == "int4"} >= {16, 32, 64, 128}
+
+
+def test_smaller_vocabularies_are_suggested_where_the_table_is_large() -> None:
+    assert suggested_vocabularies(tiny_config(vocab_size=4_096, tie_word_embeddings=False)) == [3_072, 2_048]
+    assert suggested_vocabularies(TEACHER.with_changes(vocab_size=128)) == []
 
 
 def test_the_recipe_is_toml_whatever_the_paths_and_export_gets_the_threads(tmp_path: Path, checkpoint: Path) -> None:
     odd = tmp_path / 'a "quoted" name\x7f'  # DEL is legal in a path and must be escaped in TOML
-    candidate = replace(best(with_limits()), format=next(format for format in FORMATS if format.precision == "int4"))
+    int4 = ModelFormat("int4", 64, head_bits=4, zero_points=True)
+    candidate = replace(best(with_limits()), shape=replace(Shape.of(TEACHER), layers=2), format=int4)
     source = Source(checkpoint, (odd,), (odd,), valid=(odd,), threads=1, settings={"learning_rate": 1e-3})
-    write_recipe(odd / "recipe.toml", candidate, source, Effort(1_000, 100), Target("host"))
+    write_recipe(odd / "recipe.toml", candidate, source, Effort(1_000, 100), Target("host"), odd)
     recipe = tomllib.loads((odd / "recipe.toml").read_text(encoding="utf-8"))
     stages = {stage["command"]: stage for stage in recipe["stage"]}
     assert recipe["out"] == str(odd) and stages["prune"]["corpus"] == [str(odd)]
     assert stages["prune"]["learning_rate"] == 1e-3 and stages["quantize"]["qad"] == 200
+    packing = {key: stages["quantize"][key] for key in ("bits", "block_size", "head_bits", "symmetric")}
+    assert packing == {"bits": 4, "block_size": 64, "head_bits": 4, "symmetric": False}
+    assert "learning_rate" not in stages["quantize"]
     assert stages["bench"]["on_device"] is False and stages["bench"]["text"] == [str(odd)]
     assert all(stages[command]["threads"] == 1 for command in ("prune", "quantize", "export", "bench"))
     assert export_settings(source, candidate.format, odd, odd)["threads"] == 1
@@ -209,7 +296,7 @@ class Line:
     calls: list[Path] = field(default_factory=list)
 
     def fit(self, **changes: Any) -> dict[str, Any]:
-        effort = changes.pop("effort", Effort(tokens=1024, search_tokens=512, finalists=2))
+        effort = changes.pop("effort", Effort(tokens=1024, search_tokens=512, finalists=3))
         small = {"sequence": 64, "batch_size": 2, "accumulation": 1}
         source = Source(self.teacher, (self.corpus,), (self.corpus,), settings=small)
         return run_fit(source, Target(str(self.budget)), self.out, effort, **changes)
@@ -284,20 +371,20 @@ def test_a_search_from_start_to_end(
     assert result["bench"]["budget"]["passed"] and result["decided_by"] == "measurement"
     chosen = next(one for one in result["candidates"] if one["name"] == result["chosen"])
     assert chosen["measured"]["ttft_ms"] == 100.0 and chosen["within"]
-    compared = [one for one in result["candidates"] if one["bits_per_byte"] is not None]
-    assert chosen["bits_per_byte"] <= equal_quality(one["bits_per_byte"] for one in compared)
-    assert any(one["even"] for one in compared)
+    assert chosen["tried_tokens"] and chosen["bits_per_byte"] > 0
+    assert result["bench"]["quality_loss_percent"] is not None  # judged although no held-out text was given
     recipe = tomllib.loads(Path(result["line"]).read_text(encoding="utf-8"))
     assert [stage["command"] for stage in recipe["stage"]][-2:] == ["export", "bench"]
     assert json.loads((line.out / "fit.json").read_text(encoding="utf-8"))["chosen"] == result["chosen"]
     print_fit(console.output(), result)
     shown = capsys.readouterr().out
-    assert result["chosen"] in shown.replace("\n", "") and "File size" in shown
+    assert result["chosen"] in shown.replace("\n", "") and "file size" in shown
+    assert len(shown.splitlines()) <= 20 and "measured" in shown
     calls = len(line.calls)
     again = line.fit()
     assert again["chosen"] == result["chosen"] and len(line.calls) == calls
     with pytest.raises(ConflictError, match="other tokens"):
-        line.fit(effort=Effort(tokens=2048, search_tokens=512, finalists=2))
+        line.fit(effort=Effort(tokens=2048, search_tokens=512, finalists=3))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +408,6 @@ def test_of_finalists_that_miss_as_finished_the_nearest_is_kept(
 
     result = finish_first_inside(ranking, finish)
     assert not left and result["bench"]["ttft_ms"]["512"] == times[kept]
-    assert len(ranking) == 3  # the even cut is one finalist more
     others = result["gave_up"]
     assert len(others) == len(times) - 1 and result["chosen"] not in others
     assert all(missed == ["ttft_ms"] for missed in others.values())
@@ -329,7 +415,7 @@ def test_of_finalists_that_miss_as_finished_the_nearest_is_kept(
     shown = " ".join(capsys.readouterr().out.split())
     inside = times[kept] < 900
     assert result["bench"]["budget"]["passed"] is inside
-    assert ("that keeps to the budget once finished" if inside else "misses the budget once finished, as") in shown
+    assert ("best that keeps to the budget once finished" if inside else "misses the budget by least") in shown
 
 
 @pytest.fixture
@@ -357,18 +443,3 @@ def test_a_directory_that_holds_something_else_is_left_alone(fresh: Line) -> Non
     with pytest.raises(ConflictError, match="holds no search"):
         fresh.fit()
     assert [path.name for path in fresh.out.iterdir()] == ["mine.txt"]
-
-
-def test_a_cut_vocabulary_recovers_at_the_original_teachers_rate(tmp_path: Path) -> None:
-    """The fine-tuning after the cut has a low rate of its own; a quarter of that would leave its candidates behind."""
-    for name, peak in (("teacher", 4e-3), ("tuned", 1e-4)):
-        (tmp_path / name).mkdir()
-        manifest = {"format": 1, "command": "train", "settings": {"learning_rate": peak}, "files": {}}
-        (tmp_path / name / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    candidate = best(with_limits())
-    source = Source(tmp_path / "teacher", (), ())
-    made = prune_settings(source, candidate, tmp_path / "tuned", tmp_path / "out", 1_000)
-    assert made["learning_rate"] == pytest.approx(1e-3)
-    assert "learning_rate" not in prune_settings(source, candidate, tmp_path / "teacher", tmp_path / "out", 1_000)
-    own = replace(source, settings={"learning_rate": 2e-3})
-    assert prune_settings(own, candidate, tmp_path / "tuned", tmp_path / "out", 1_000)["learning_rate"] == 2e-3

@@ -1,0 +1,76 @@
+"""The formats that a candidate can have, what rounding to each costs, and which of them are worth considering."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from benchmarks.predict.model_size import CACHES, ModelFormat, file_bytes
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.size import BLOCK_SIZES
+
+LOSSLESS_PERCENT = 0.15
+"""A rise of bits per byte up to this is that of formats which are as good as float32: INT8 in rows is one."""
+FINEST, FINEST_SMALL_HEAD = ModelFormat("int4", 32), ModelFormat("int4", 32, head_bits=4)
+"""The formats at which calibrated rounding is measured beside plain rounding, by the bits of their head."""
+# Percent of bits per byte, calibrated, as measured on a teacher of 1M parameters (docs/log.md); a search that may
+# train measures its own.
+_LAYERS = {16: 0.45, 32: 0.6, 64: 0.7, 128: 0.8, 256: 1.0}
+_SMALL_HEAD = {16: 0.5, 32: 0.8, 64: 1.0, 128: 1.3, 256: 1.6}
+_INT8, _INT8_ROWS = 0.02, 0.12
+_CACHE_LOSS = {"fp32": 0.0, "int8": 0.01}
+_LATENCY_LOSS = 0.02  # of the latency profile's second graph, in INT8 rows
+
+
+def weight_formats(teacher: ModelConfig, zero_points: bool = True) -> list[ModelFormat]:
+    """float32, INT8 by rows and blocks, INT4 of every block size with a head of 8 or 4 bits, and with zero points too.
+
+    Rows are filled up to whole blocks: a larger block that saves a teacher no bytes is left out.
+    """
+    found = [ModelFormat("fp32"), ModelFormat("int8", per_row=True)]
+    kinds = [ModelFormat("int8")]
+    grids = (False, True) if zero_points else (False,)
+    kinds += [ModelFormat("int4", head_bits=bits, zero_points=zero) for bits in (8, 4) for zero in grids]
+    for kind in kinds:
+        least = float("inf")
+        for block_size in BLOCK_SIZES[kind.precision == "int8" :]:
+            each = replace(kind, block_size=block_size)
+            if (size := file_bytes(teacher, each)) < least:
+                found.append(each)
+                least = size
+    return found
+
+
+def usual_loss(weights: ModelFormat) -> float:
+    """Percent of bits per byte that rounding to a symmetric grid costs, where nothing was measured."""
+    if weights.precision == "int4":
+        return _LAYERS[weights.block_size] + _SMALL_HEAD[weights.block_size] * (weights.head_bits == 4)
+    return (_INT8_ROWS if weights.per_row else _INT8) if weights.quantized else 0.0
+
+
+def format_losses(teacher: ModelConfig, rounding: Mapping[ModelFormat, float]) -> dict[ModelFormat, float]:
+    """Percent of bits per byte of every format to consider, caches and profiles included.
+
+    Args:
+        teacher: its bytes decide; of two formats of one precision the one that is larger and no better is left out.
+        rounding: percent by format of the weights.
+    """
+    sizes = {each: file_bytes(teacher, each) for each in rounding}
+
+    def beaten(each: ModelFormat) -> bool:
+        return any(
+            (sizes[other], rounding[other]) != (sizes[each], rounding[each])
+            and sizes[other] <= sizes[each]
+            and rounding[other] <= rounding[each]
+            for other in rounding
+            if (other.precision, other.per_row) == (each.precision, each.per_row)
+        )
+
+    return dict(pair for each, loss in rounding.items() if not beaten(each) for pair in _variants(each, loss))
+
+
+def _variants(weights: ModelFormat, loss: float) -> Iterator[tuple[ModelFormat, float]]:
+    for cache in CACHES:
+        yield replace(weights, cache=cache), loss + _CACHE_LOSS[cache]
+        if weights.quantized and not weights.per_row:
+            yield replace(weights, cache=cache, latency=True), loss + _CACHE_LOSS[cache] + _LATENCY_LOSS
