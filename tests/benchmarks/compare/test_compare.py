@@ -143,17 +143,17 @@ def test_repair_costs_about_what_it_is_said_to() -> None:
     """An estimate, so within a quarter; a tenth is the counter's attention, over all T x T pairs."""
     from compress.pruning.kept_units import choose_units
     from compress.pruning.refit import refit_layers
+    from compress.pruning.rotation import rotate
     from compress.pruning.scores import importance_scores
     from compress.pruning.shapes import Shape
     from compress.pruning.slicing import slice_model
 
     model, samples = tiny_model(), [torch.randint(3, TINY_VOCAB, (1, 64)) for _ in range(3)]
-    kept = choose_units(
-        model.config, importance_scores(model, samples), Shape(32, 64, 2, 1, 2, 16).applied_to(model.config)
-    )
-    pruned = slice_model(model, kept)
+    scores = importance_scores(model, samples)
+    kept = choose_units(model.config, scores, Shape(32, 64, 2, 1, 2, 16).applied_to(model.config))
+    pruned = slice_model(rotate(model, scores.directions, 32), kept)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        refit_layers(pruned, model, kept, samples)
+        refit_layers(pruned, model, kept, samples, into=scores.directions.into(32))
     assert repair_flops_per_token(model.config, pruned.config, 64) * 3 * 64 == pytest.approx(
         counter.get_total_flops(), rel=0.25
     )
