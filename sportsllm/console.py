@@ -28,7 +28,7 @@ def use_stderr(enabled: bool) -> None:
 def silenced(enabled: bool = True) -> Iterator[None]:
     """Inside, `output` prints nothing: for a step whose figures are shown elsewhere."""
     global _silent
-    before, _silent = _silent, enabled
+    before, _silent = _silent, _silent or enabled
     try:
         yield
     finally:
