@@ -86,10 +86,6 @@ def result(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return compare([runs / name for name in NAMES], runs / "teacher", out, "Six runs | <b>one</b> teacher")
 
 
-def test_recovery_takes_a_quarter_of_its_teachers_peak_rate(runs: Path) -> None:
-    assert manifest(runs, "pruned")["settings"]["recover"]["learning_rate"] == pytest.approx(3e-3 / 4)
-
-
 def rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in result["rows"]}
 

@@ -16,6 +16,7 @@ from compress.pruning.scores import importance_scores
 from compress.pruning.shapes import Shape
 from compress.pruning.slicing import slice_model
 from sportsllm.errors import UsageError
+from sportsllm.models import kinds
 from sportsllm.models.kinds import NORMS, block_matrices
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.parts import Matrix
@@ -193,5 +194,6 @@ def test_two_writers_in_one_half_are_refused_by_name(monkeypatch: pytest.MonkeyP
         return tuple(matrix._replace(writes_residual=True) for matrix in described(self, config))  # type: ignore[arg-type]
 
     monkeypatch.setattr(gelu_kind.Gelu, "matrices", both_write)
+    monkeypatch.setattr(kinds, "_block_matrices", kinds._block_matrices.__wrapped__)  # each config's are kept
     with pytest.raises(UsageError, match=r"mlp\.up_proj and mlp\.down_proj: refit needs one matrix"):
         refit_layers(pruned, model, kept, samples())
