@@ -70,24 +70,22 @@ def find_finalists(
     best: dict[tuple[int, int], tuple[float, Shape]] = {}
     for loss, shape in sorted(cut, key=lambda item: item[0]):
         best.setdefault((shape.layers, shape.hidden), (loss, shape))
-    chosen = [shape for _, shape in list(best.values())[: max(_REFITTED, count)]]
+    chosen = dict.fromkeys([*(shape for _, shape in list(best.values())[: max(_REFITTED, count)]), even])
     losses = {shape: loss for loss, shape in cut}
     if even not in losses:
         losses[even] = loss_per_token(prune_to_shape(model, scores, even, plain, scoring).model, scoring)
     refitted: list[Finalist] = []
     with progress_bar("refitted", len(chosen)) as bar:
-        for shape in dict.fromkeys([*chosen, even]):
+        for shape in chosen:
             pruned = prune_to_shape(model, scores, shape, config, fitted)
             refitted.append(Finalist(shape, losses[shape], loss_per_token(pruned.model, scoring)))
             bar.advance()
     refitted.sort(key=lambda item: item.loss_after_repair)
     say(f"{len(losses)} shapes cut, {len(refitted)} refitted; best right after it: {refitted[0].name}")
     found = refitted[:count]
-    return found if any(one.shape == even for one in found) or count == 1 else [*found[:-1], _of(even, refitted)]
-
-
-def _of(shape: Shape, found: Sequence[Finalist]) -> Finalist:
-    return next(one for one in found if one.shape == shape)
+    if count > 1 and all(one.shape != even for one in found):
+        found[-1] = next(one for one in refitted if one.shape == even)
+    return found
 
 
 def thinned(shapes: Sequence[Shape], most: int) -> list[Shape]:

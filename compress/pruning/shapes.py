@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 
@@ -150,29 +150,18 @@ def shape_for_share(config: ModelConfig, share: float) -> Shape:
     Hidden size and FFN shrink together, by the same factor as nearly as multiples of 32 allow; heads follow the
     hidden size in whole key/value groups (width before depth: Minitron, https://arxiv.org/abs/2407.14679).
     """
-    (found,) = even_shapes(config, [share])
-    if found is None:
-        raise UsageError(f"--params {share:g}: no width that small is left; cut --layers too")
-    return found
-
-
-def even_shapes(config: ModelConfig, shares: Sequence[float]) -> list[Shape | None]:
-    """`shape_for_share` of several shares, None where no shape is that small."""
-    full = Shape.of(config)
-    smaller = _smaller_shapes(config, max(shares), [full.layers])
+    full, target = Shape.of(config), share * config.block_parameters
+    smaller = _smaller_shapes(config, share, [full.layers])
     sizes = {shape: size for shape, size in smaller if shape.heads * full.kv_heads == shape.kv_heads * full.heads}
-    spreads = {}
-    for shape in sizes:
+    if not sizes:
+        raise UsageError(f"--params {share:g}: no width that small is left; cut --layers too")
+
+    def cost(shape: Shape) -> tuple[float, int]:
         kept = (shape.hidden / full.hidden, shape.intermediate / full.intermediate, shape.kv_heads / full.kv_heads)
-        spreads[shape] = max(kept) - min(kept)
+        spread = max(kept) - min(kept)
+        return max(0.0, 1 - sizes[shape] / target - _SLACK) + 0.2 * spread, -sizes[shape]
 
-    def largest_and_evenest(target: float) -> Shape | None:
-        def cost(shape: Shape) -> tuple[float, int]:
-            return max(0.0, 1 - sizes[shape] / target - _SLACK) + 0.2 * spreads[shape], -sizes[shape]
-
-        return min((shape for shape, size in sizes.items() if size <= target), key=cost, default=None)
-
-    return [largest_and_evenest(share * config.block_parameters) for share in shares]
+    return min(sizes, key=cost)
 
 
 def candidate_shapes(config: ModelConfig, share: float) -> list[Shape]:

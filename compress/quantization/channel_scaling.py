@@ -15,8 +15,9 @@ Shape suffixes: K inputs of a matrix, N its outputs, P pieces of text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -94,38 +95,41 @@ def scale_block(
         rule: one of RULES.
     """
     groups = [group for group in input_groups(model) if group[0].column_unit == HIDDEN or group[0].scale_source]
-    scales = _balanced_scales if rule == "balance" else _searched_scales
-    for group, scale_K in scales(block, model, groups, states_BTD, rope, config, prefix, rule):
-        for matrix in group:
-            linear = cast(nn.Linear, block.get_submodule(matrix.name))
+    firsts = [group[0] for group in groups]
+    scale: Callable[[Matrix, Sequence[Tensor], Tensor, GridSpec], Tensor]
+    if rule == "balance":
+        scale = partial(balanced_scale, _squares(block, firsts, states_BTD[:_BALANCED_PIECES], rope))
+    else:
+        scale = partial(searched_scale, _measured(block, firsts, states_BTD, rope), rule)
+    for group in groups:
+        first, rows_K = group[0], source_rows(model, group[0])
+        linears = [cast(nn.Linear, block.get_submodule(matrix.name)) for matrix in group]
+        spec = config.grid_for(f"{prefix}.{first.name}", first.columns)
+        scale_K = scale(first, [linear.weight for linear in linears], rows_K, spec)
+        for linear in linears:
             linear.weight.data = linear.weight * scale_K
-        _divide(block, group[0], scale_K, source_rows(model, group[0]))
+        _divide(block, first, scale_K, rows_K)
 
 
-def _balanced_scales(
-    block: Block,
-    model: ModelConfig,
-    groups: Sequence[Sequence[Matrix]],
-    states_BTD: Sequence[Tensor],
-    rope: Rope,
-    config: QuantizationConfig,
-    prefix: str,
-    _rule: str,
-) -> Iterator[tuple[Sequence[Matrix], Tensor]]:
-    """Each group with the scale of `balance`."""
+def _squares(block: Block, readers: Sequence[Matrix], states_BTD: Sequence[Tensor], rope: Rope) -> dict[str, Tensor]:
+    """By a matrix's name (K,) the sum of x^2 of its inputs."""
 
     def squares(inputs: Tensor, _output: Tensor) -> Tensor:
         return inputs.flatten(0, -2).double().square().sum(dim=0)
 
-    with summed({group[0].name: (block.get_submodule(group[0].name), squares) for group in groups}) as size2_K:
-        for x_BTD in states_BTD[:_BALANCED_PIECES]:
+    with summed({matrix.name: (block.get_submodule(matrix.name), squares) for matrix in readers}) as found:
+        for x_BTD in states_BTD:
             block(x_BTD, first_positions(rope, x_BTD))
-    for group in groups:
-        first, rows_K = group[0], source_rows(model, group[0])
-        weights = torch.cat([cast(Tensor, block.get_submodule(matrix.name).weight) for matrix in group]).double()
-        alpha = _BALANCED[config.grid_for(f"{prefix}.{first.name}", first.columns).bits]
-        log_K = alpha * _log_size(size2_K[first.name], rows_K) - 0.5 * _log_size(weights.square().sum(dim=0), rows_K)
-        yield group, (log_K - log_K.mean()).exp().float()
+    return found
+
+
+def balanced_scale(
+    squares_K: Mapping[str, Tensor], first: Matrix, weights: Sequence[Tensor], rows_K: Tensor, spec: GridSpec
+) -> Tensor:
+    """(K,) the scale of `balance` for matrices that read what `first` reads."""
+    weight_K = torch.cat(list(weights)).double().square().sum(dim=0)
+    log_K = _BALANCED[spec.bits] * _log_size(squares_K[first.name], rows_K) - 0.5 * _log_size(weight_K, rows_K)
+    return (log_K - log_K.mean()).exp().float()
 
 
 def _log_size(squares_K: Tensor, rows_K: Tensor) -> Tensor:
@@ -134,30 +138,23 @@ def _log_size(squares_K: Tensor, rows_K: Tensor) -> Tensor:
     return 0.5 * shared_K.clamp(min=max(1e-8 * float(shared_K.mean()), 1e-30)).log()
 
 
-def _searched_scales(
-    block: Block,
-    model: ModelConfig,
-    groups: Sequence[Sequence[Matrix]],
-    states_BTD: Sequence[Tensor],
-    rope: Rope,
-    config: QuantizationConfig,
-    prefix: str,
+def searched_scale(
+    statistics: Mapping[str, InputStatistics],
     rule: str,
-) -> Iterator[tuple[Sequence[Matrix], Tensor]]:
-    """Each group with the scale of `awq` or `smooth`."""
-    statistics = _measured(block, [group[0] for group in groups], states_BTD, rope)
-    for group in groups:
-        found = statistics[group[0].name]
-        weights = [cast(Tensor, block.get_submodule(matrix.name).weight) for matrix in group]
-        rows_K = source_rows(model, group[0])
-        if rule == "awq":
-            size_K, strength_K = found.size_K, torch.ones(group[0].columns)
-        else:
-            size_K = torch.stack([*found.low_PK, *found.high_PK]).abs().amax(dim=0)
-            strength_K = torch.cat(weights).abs().amax(dim=0)
-        size_K, strength_K = _shared(size_K, rows_K), _shared(strength_K, rows_K)
-        spec = config.grid_for(f"{prefix}.{group[0].name}", group[0].columns)
-        yield group, best_scale(weights, size_K.float(), strength_K, found, spec, rule)
+    first: Matrix,
+    weights: Sequence[Tensor],
+    rows_K: Tensor,
+    spec: GridSpec,
+) -> Tensor:
+    """(K,) the scale of `awq` or `smooth` for matrices that read what `first` reads."""
+    found = statistics[first.name]
+    if rule == "awq":
+        size_K, strength_K = found.size_K, torch.ones(first.columns)
+    else:
+        size_K = torch.stack([*found.low_PK, *found.high_PK]).abs().amax(dim=0)
+        strength_K = torch.cat(list(weights)).abs().amax(dim=0)
+    size_K, strength_K = _shared(size_K, rows_K), _shared(strength_K, rows_K)
+    return best_scale(weights, size_K.float(), strength_K, found, spec, rule)
 
 
 def source_rows(model: ModelConfig, reader: Matrix) -> Tensor:

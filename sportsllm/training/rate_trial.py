@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from sportsllm.console import say
-from sportsllm.errors import DivergedError
+from sportsllm.errors import DivergedError, InterruptedRun
 from sportsllm.files import atomic_write_text
 from sportsllm.models.hf_config import read_json
 from sportsllm.models.language_model import SportsLLM
@@ -86,6 +86,8 @@ def _try(
                 scores[factor] = choosing(model)
             except DivergedError:
                 scores[factor] = math.inf
+            except InterruptedRun:  # nothing of the run itself is there to be resumed yet
+                raise KeyboardInterrupt from None
         with torch.no_grad():
             for name, weight in start.items():
                 parameters[name].copy_(weight)

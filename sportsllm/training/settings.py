@@ -108,6 +108,7 @@ class Run:
 LEAST_STEPS = 200
 """Steps that a run has, as long as each reads 1,024 tokens or more: at equal tokens they are worth more than anything
 else in the recipe (docs/log.md)."""
+_SHAPE = ("batch_size", "accumulation", "sequence")  # of a step
 _TOKENS_PER_STEP = (1_024, 8_192)
 _WARMUP_SHARE, _MOST_WARMUP = 0.05, 50
 _VALIDATIONS = 4  # on the way, of a run that starts from good weights
@@ -179,8 +180,11 @@ def train_config(
         base["weight_decay"] = 0.0  # the weights are near their final values: decay would pull them away
     if tokens is not None:
         base |= _batches(tokens, run.model.max_position_embeddings, given)
-        base["steps"] = -(-tokens // TrainConfig(**_shape(base | given)).tokens_per_step)
-    base["optimizer"] = default_optimizer(run, TrainConfig(**_shape(base | given)).tokens_per_step)
+    shape = {key: value for key, value in (base | given).items() if key in _SHAPE}
+    tokens_per_step = TrainConfig(**shape).tokens_per_step
+    if tokens is not None:
+        base["steps"] = -(-tokens // tokens_per_step)
+    base["optimizer"] = default_optimizer(run, tokens_per_step)
     steps = (base | given).get("steps", TrainConfig.steps)
     base["warmup"] = min(_MOST_WARMUP, max(1, round(_WARMUP_SHARE * steps))) if steps > 1 else 0
     if run.start is not Start.RANDOM:
@@ -195,11 +199,6 @@ def train_config(
     if config.steps:
         say(described(config, run))
     return config
-
-
-def _shape(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the settings that say how many tokens a step has."""
-    return {key: settings[key] for key in ("batch_size", "accumulation", "sequence") if key in settings}
 
 
 def _batches(tokens: int, context: int, given: Mapping[str, Any]) -> dict[str, int]:

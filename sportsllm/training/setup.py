@@ -28,20 +28,17 @@ def validator(corpus: TextSplit, tokenizer: TextTokenizer) -> Validate:
     return _scorer(corpus.parts()[1], tokenizer, _VALIDATION_TOKENS)
 
 
-def chooser(corpus: TextSplit, tokenizer: TextTokenizer, tokens: int = _VALIDATION_TOKENS) -> Validate:
-    """Bits per byte on the held-out text that choices are made on, at most about `tokens` of it."""
-    return _scorer(corpus.parts()[0], tokenizer, tokens)
-
-
 def validation(corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig, keep_start: bool) -> Validation | None:
     """How a run is judged; None if it has no steps. The best step is chosen on a sixteenth of the tokens it reads."""
     if not config.steps:
         return None
     least, most = _CHOOSING_TOKENS
     tokens = min(most, max(least, config.steps * config.tokens_per_step // 16))
-    if len(corpus.held_out) == 1 and len(set(map(tuple, corpus.parts()))) == 1:
+    choosing, judging = corpus.parts()
+    if choosing == judging:
         say("the held-out text is one short document: the best step is chosen on what is reported")
-    return Validation(chooser(corpus, tokenizer, tokens), validator(corpus, tokenizer), keep_start)
+    judge = _scorer(judging, tokenizer, _VALIDATION_TOKENS)
+    return Validation(_scorer(choosing, tokenizer, tokens), judge, keep_start)
 
 
 def _scorer(documents: Sequence[str], tokenizer: TextTokenizer, tokens: int) -> Validate:

@@ -10,6 +10,7 @@ from compress.quantization.channel_scaling import RULES, InputStatistics, best_s
 from compress.quantization.config import Granularity, GridSpec, QuantizationConfig
 from compress.quantization.packed_checkpoint import round_weight
 from sportsllm.models.kinds import block_matrices
+from sportsllm.models.language_model import Rope, SportsLLM
 from sportsllm.storage.packed_weights import ROW_BITS
 from tests.support.gelu_kind import registered
 from tests.support.models import tiny_config, tiny_model
@@ -156,15 +157,20 @@ def test_balance_follows_its_formula(bits: int, alpha: float) -> None:
     assert torch.allclose(found.double(), scale, rtol=1e-4)
 
 
-@torch.no_grad()
-def test_balanced_inputs_cost_less_in_whole_numbers() -> None:
-    """8-bit blocks behind inputs that are rounded to 8 bits of their block's range, as MatMulNBits computes them."""
+def uneven_layer() -> tuple[SportsLLM, Rope, list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """A model, its rotary tables, states to calibrate with and others, and what its first layer makes of these."""
     model = tiny_model(std=0.05)
     uneven(model)
     rope = (model.rope_cos, model.rope_sin)
     draw = torch.Generator().manual_seed(0)
     seen, unseen = ([torch.randn(1, 60, 64, generator=draw)] for _ in range(2))
-    wanted = run_layer(model.model.layers[0], unseen, rope)[0]
+    return model, rope, seen, unseen, run_layer(model.model.layers[0], unseen, rope)[0]
+
+
+@torch.no_grad()
+def test_balanced_inputs_cost_less_in_whole_numbers() -> None:
+    """8-bit blocks behind inputs that are rounded to 8 bits of their block's range, as MatMulNBits computes them."""
+    model, rope, seen, unseen, wanted = uneven_layer()
 
     def rounded(_module: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
         blocks = args[0].unflatten(-1, (-1, 32))
@@ -223,12 +229,7 @@ class RoundedInputs(torch.nn.Module):
 @torch.no_grad()
 def test_smoothing_makes_rounded_inputs_cost_less() -> None:
     """Where inputs come from a norm with strong channels; the other matrices stay as they are."""
-    model = tiny_model(std=0.05)
-    uneven(model)
-    rope = (model.rope_cos, model.rope_sin)
-    draw = torch.Generator().manual_seed(0)
-    seen, unseen = ([torch.randn(1, 60, 64, generator=draw)] for _ in range(2))
-    wanted = run_layer(model.model.layers[0], unseen, rope)[0]
+    model, rope, seen, unseen, wanted = uneven_layer()
     errors = []
     for smoothed in (False, True):
         block = copy.deepcopy(model.model.layers[0])

@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.text.packing import PackedSequences
+from sportsllm.text.packing import Batch, PackedSequences
 from sportsllm.training.loop import language_model_loss
 from sportsllm.training.rate_trial import RATES, choose_rates
 from sportsllm.training.settings import TrainConfig
@@ -60,3 +62,15 @@ def test_short_runs_keep_their_rates(batches: PackedSequences, tmp_path: Path) -
     config = dataclasses.replace(CONFIG, steps=399)
     assert choose_rates(fresh(), batches, language_model_loss, config, tmp_path, lambda _model: 0.0) is config
     assert not (tmp_path / RATES).exists()
+
+
+def test_an_interrupt_leaves_nothing_to_resume(batches: PackedSequences, tmp_path: Path) -> None:
+    """The short run's state is gone, so that it must not be named."""
+
+    def presses_control_c(network: SportsLLM, batch: Batch) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGINT)
+        return language_model_loss(network, batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        choose_rates(fresh(), batches, presses_control_c, CONFIG, tmp_path, lambda _model: 0.0)
+    assert not list(tmp_path.iterdir())
