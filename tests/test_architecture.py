@@ -27,7 +27,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"cli"},
     ],
     "export": [
-        {"__init__", "paths", "metadata", "gguf"},
+        {"__init__", "paths", "metadata", "gguf", "kernels"},
         {"cache_scales", "loader_files", "runtime"},
         {"graph"},
         {"parity"},

@@ -1,0 +1,502 @@
+// The functions of a variant, written over sixteen lanes. Included by each variant's file after its simd_*.h.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernels.h"
+
+namespace KERNEL_VARIANT {
+
+using sportsllm::Cached;
+using sportsllm::kAttendAtOnce;
+using sportsllm::Matrix;
+using sportsllm::Rounded;
+using sportsllm::RoundedPrompt;
+
+static inline F load_up_to(const float* p, int64_t n) { return n >= 16 ? load(p) : load_part(p, n); }
+static inline void store_up_to(float* p, F x, int64_t n) { n >= 16 ? store(p, x) : store_part(p, x, n); }
+
+// exp within 2 units in the last place; 0 below -87.
+static inline F exponential(F x) {
+  const F bounded = max(min(x, set1(88.0f)), set1(-87.3f));
+  const F n = nearest(mul(bounded, set1(1.44269504f)));
+  F r = fma(n, set1(-0.693145752f), bounded);
+  r = fma(n, set1(-1.42860677e-6f), r);
+  F y = set1(1.0f / 5040);
+  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = fma(y, r, set1(c));
+  return mul(y, power_of_two(n));
+}
+
+static void rms_norm(const float* x, const float* weight, int64_t size, float epsilon, float* out) {
+  F squares = zero();
+  for (int64_t i = 0; i < size; i += 16) {
+    const F v = load_up_to(x + i, size - i);
+    squares = fma(v, v, squares);
+  }
+  const F factor = set1(1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + epsilon));
+  for (int64_t i = 0; i < size; i += 16) {
+    const int64_t n = size - i;
+    store_up_to(out + i, mul(mul(load_up_to(x + i, n), factor), load_up_to(weight + i, n)), n);
+  }
+}
+
+static void round(const float* x, int64_t m, int64_t start, int64_t end, Rounded* out) {
+  const bool halves = out->bits == 4;
+  const int64_t size = out->chunk_size(), per_lane = size / 16;
+  if (end == out->columns) end = out->chunks * size;  // the rest of the last chunk is zeros
+  for (int64_t i = start; i < end; i += 16) {
+    const F v = i >= out->columns ? zero() : load_up_to(x + i, out->columns - i);
+    const F largest = max_of_8(abs(v));
+    alignas(64) float scale[16];
+    store(scale, mul(largest, set1(1.0f / 127)));
+    alignas(16) int8_t q[16];
+    store_int8(q, to_int(mul(v, div(set1(127.0f), max(largest, set1(1e-30f))))));
+    const int64_t chunk = m * out->chunks + i / size, inside = i % size;
+    int8_t* numbers = &out->numbers[chunk * size];
+    float* scales = &out->scales[chunk * 16 + inside / per_lane];
+    int32_t* middles = &out->middles[chunk * 16 + inside / per_lane];
+    if (halves) {
+      for (int j = 0; j < 8; ++j) {
+        numbers[inside / 2 + j] = q[2 * j];
+        numbers[64 + inside / 2 + j] = q[2 * j + 1];
+      }
+    } else {
+      for (int j = 0; j < 16; ++j) numbers[inside + j] = q[j];
+    }
+    const int lanes = static_cast<int>(16 / per_lane), middle = halves ? -8 : -128;
+    for (int lane = 0; lane < lanes; ++lane) {
+      int total = 0;
+      for (int64_t j = 0; j < per_lane; ++j) total += q[lane * per_lane + j];
+      scales[lane] = scale[lane * per_lane];
+      middles[lane] = middle * total;
+    }
+  }
+}
+
+static void sum_blocks(int64_t m, Rounded* out) {
+  const int64_t lanes = out->block * 16 / out->chunk_size();
+  const float per_number = out->bits == 4 ? -1.0f / 8 : -1.0f / 128;
+  const int64_t known = out->chunks * 16 / lanes;
+  for (int64_t g = 0; g < out->blocks; ++g) {
+    float total = 0;
+    const int64_t first = (m * out->chunks * 16) + g * lanes;
+    for (int64_t lane = 0; lane < lanes && g < known; ++lane) {
+      total += out->scales[first + lane] * (static_cast<float>(out->middles[first + lane]) * per_number);
+    }
+    out->sums[m * out->blocks + g] = total;
+  }
+}
+
+// The scales of the blocks that a chunk touches, lane by lane; LANES of them share a block.
+template <int LANES>
+static inline F chunk_scales(const float* scales, int64_t chunk, int64_t lanes) {
+  if (LANES == 4) return expand4(scales + chunk * 4);
+  if (LANES == 8) return expand8(scales + chunk * 2);
+  return set1(scales[chunk * 16 / lanes]);
+}
+
+// How far ahead of a product its matrix is fetched: its rows are short, and the processor finds no pattern in them.
+// Measured on a Zen 4: 768 columns at 4 bits come at 10 GB/s without, 19 with 3 to 6 kB.
+constexpr int64_t kFetchAhead = 6144;
+
+template <int BITS, int ROWS>
+static inline void multiply(const uint8_t* const (&bytes)[kRowsAtOnce], const F (&scale)[kRowsAtOnce], int64_t left,
+                            const Rounded& x, int64_t m, int64_t chunk, F (&total)[ROWS][kRowsAtOnce]) {
+  const int64_t size = BITS == 4 ? 128 : 64;
+  const uint8_t* ahead = bytes[0] + kFetchAhead + chunk * 64 * (kRowsAtOnce - 1);  // the rows lie one behind the other
+  for (int r = 0; r < kRowsAtOnce; ++r) {
+    __builtin_prefetch(ahead + r * 64, 0, 2);
+    const U w = left >= 64 ? load_bytes(bytes[r]) : load_bytes_part(bytes[r], left);
+    const U w_low = BITS == 4 ? low(w) : w, w_high = BITS == 4 ? high(w) : w;
+    for (int row = 0; row < ROWS; ++row) {
+      const int64_t at = (m + row) * x.chunks + chunk;
+      const int8_t* numbers = &x.numbers[at * size];
+      I dot = load_ints(&x.middles[at * 16]);
+      dot = BITS == 4 ? dot4(dot4(dot, w_low, numbers), w_high, numbers + 64) : dot8(w, numbers, dot);
+      total[row][r] = fma(to_float(dot), mul(scale[r], load(&x.scales[at * 16])), total[row][r]);
+    }
+  }
+}
+
+// Sixteen zero points from a byte on; those behind the row's last are whatever follows.
+template <int BITS>
+static inline F zero_points(const Matrix& w, int64_t at) {
+  const int64_t left = w.rows * w.zero_bytes() - at;
+  const uint8_t* from = w.zeros + at;
+  uint8_t few[16] = {};
+  if (left < 2 * BITS) {  // the end of the tensor
+    for (int64_t i = 0; i < left; ++i) few[i] = from[i];
+    from = few;
+  }
+  return BITS == 4 ? load_nibbles(from) : load_uint8(from);
+}
+
+template <int BITS, int LANES, int ROWS>
+static void product_rows(const Matrix& w, int64_t first, int64_t last, const Rounded& x, int64_t m, float* out,
+                         int64_t stride) {
+  const int64_t row_bytes = w.row_bytes(), blocks = w.blocks(), zero_bytes = w.zero_bytes();
+  const int64_t lanes = static_cast<int64_t>(w.block) * BITS / 32;
+  const int64_t whole = row_bytes / 64;
+  for (int64_t n = first; n < last; n += kRowsAtOnce) {
+    const uint8_t* bytes[kRowsAtOnce];
+    const float* scales[kRowsAtOnce];
+    F total[ROWS][kRowsAtOnce];
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+      const int64_t row = std::min(n + r, last - 1);  // beyond the end: computed and dropped
+      bytes[r] = w.packed + row * row_bytes;
+      scales[r] = w.scales + row * blocks;
+      for (int i = 0; i < ROWS; ++i) total[i][r] = zero();
+    }
+    F scale[kRowsAtOnce];
+    for (int64_t chunk = 0; chunk < whole; ++chunk) {
+      for (int r = 0; r < kRowsAtOnce; ++r) scale[r] = chunk_scales<LANES>(scales[r], chunk, lanes);
+      multiply<BITS, ROWS>(bytes, scale, 64, x, m, chunk, total);
+      for (int r = 0; r < kRowsAtOnce; ++r) bytes[r] += 64;
+    }
+    if (const int64_t left = row_bytes - whole * 64; left > 0) {
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        float tail[4] = {};
+        const int64_t start = whole * 16 / lanes;
+        for (int64_t g = start; g < blocks; ++g) tail[g - start] = scales[r][g];
+        scale[r] = chunk_scales<LANES>(tail, 0, lanes);
+      }
+      multiply<BITS, ROWS>(bytes, scale, left, x, m, whole, total);
+    }
+    if (w.zeros != nullptr) {
+      for (int64_t g = 0; g < blocks; g += 16) {
+        for (int r = 0; r < kRowsAtOnce; ++r) {
+          const F zero_point = zero_points<BITS>(w, std::min(n + r, last - 1) * zero_bytes + g * BITS / 8);
+          const F below = mul(load_up_to(scales[r] + g, blocks - g), sub(set1(BITS == 4 ? 8.0f : 128.0f), zero_point));
+          for (int i = 0; i < ROWS; ++i) {
+            total[i][r] = fma(below, load(&x.sums[(m + i) * x.blocks + g]), total[i][r]);
+          }
+        }
+      }
+    }
+    for (int i = 0; i < ROWS; ++i) {
+      float sums[kRowsAtOnce];
+      for (int r = 0; r < kRowsAtOnce; r += 4) sum4(total[i][r], total[i][r + 1], total[i][r + 2], total[i][r + 3], sums + r);
+      float* to = out + (m + i) * stride + n - first;
+      for (int64_t r = 0; r < std::min<int64_t>(kRowsAtOnce, last - n); ++r) {
+        to[r] = w.bias == nullptr ? sums[r] : sums[r] + w.bias[n + r];
+      }
+    }
+  }
+}
+
+template <int BITS, int LANES>
+static void product_lanes(const Matrix& w, int64_t first, int64_t last, const Rounded& x, int64_t m0, int64_t m1,
+                          float* out, int64_t stride) {
+  int64_t m = m0;
+  for (; m + 4 <= m1; m += 4) product_rows<BITS, LANES, 4>(w, first, last, x, m, out, stride);
+  for (; m + 2 <= m1; m += 2) product_rows<BITS, LANES, 2>(w, first, last, x, m, out, stride);
+  for (; m < m1; ++m) product_rows<BITS, LANES, 1>(w, first, last, x, m, out, stride);
+}
+
+static void product(const Matrix& w, int64_t first, int64_t last, const Rounded& x, int64_t m0, int64_t m1, float* out,
+                    int64_t stride) {
+  const int lanes = std::min(16, w.block * w.bits / 32);
+  if (w.bits == 4) {
+    if (lanes == 4) return product_lanes<4, 4>(w, first, last, x, m0, m1, out, stride);
+    if (lanes == 8) return product_lanes<4, 8>(w, first, last, x, m0, m1, out, stride);
+    return product_lanes<4, 16>(w, first, last, x, m0, m1, out, stride);
+  }
+  if (lanes == 8) return product_lanes<8, 8>(w, first, last, x, m0, m1, out, stride);
+  return product_lanes<8, 16>(w, first, last, x, m0, m1, out, stride);
+}
+
+static void round_prompt(const float* x, int64_t m, int64_t start, int64_t end, RoundedPrompt* out) {
+  const int64_t last = end == out->columns ? out->parts * 32 : end;  // the rest of the last block is zeros
+  const bool halves = out->bits == 4;
+  for (int64_t i = start; i < last; i += 32) {
+    const int64_t left = out->columns - i, at = m * out->parts + i / 32;
+    const F a = left > 0 ? load_up_to(x + i, left) : zero(), b = left > 16 ? load_up_to(x + i + 16, left - 16) : zero();
+    const float largest = max_lane(max(abs(a), abs(b)));
+    const F by = set1(127.0f / (largest > 1e-30f ? largest : 1e-30f));
+    alignas(16) int8_t q[32];
+    store_int8(q, to_int(mul(a, by)));
+    store_int8(q + 16, to_int(mul(b, by)));
+    int8_t* to = out->numbers + at * 32;
+    int32_t total = 0;
+    for (int j = 0; j < 32; ++j) {
+      to[halves ? j / 2 + j % 2 * 16 : j] = q[j];
+      total += q[j];
+    }
+    const float scale = largest * (1.0f / 127);
+    out->scales[at] = scale;
+    out->middles[at] = (halves ? -8 : -128) * total;
+    out->sums[at] = scale * static_cast<float>(total);
+  }
+}
+
+constexpr int64_t kTileRows = 32, kTileParts = 16;  // of a matrix: two times sixteen rows, 512 columns
+
+// A piece of a matrix as dot_part reads it, with scales and what zero points add, row by row.
+struct Tile {
+  alignas(64) uint8_t numbers[kTileParts][2][512];
+  alignas(64) float scales[kTileParts][kTileRows];
+  alignas(64) float below[kTileParts][kTileRows];  // scale * (middle - zero point)
+};
+
+template <int BITS>
+static void fill_tile(const Matrix& w, int64_t first, int64_t last, int64_t part, int64_t parts, Tile* tile) {
+  const int64_t row_bytes = w.row_bytes(), blocks = w.blocks(), part_bytes = 32 * BITS / 8;
+  for (int64_t r = 0; r < kTileRows; r += 4) {
+    const uint8_t* rows[4];
+    for (int i = 0; i < 4; ++i) {
+      rows[i] = w.packed + std::min(first + r + i, last - 1) * row_bytes + part * part_bytes;
+      __builtin_prefetch(rows[i] + kTileRows * row_bytes, 0, 2);
+    }
+    for (int64_t p = 0; p < parts; ++p) {
+      tile_rows<BITS>(rows, tile->numbers[p][r / 16] + r % 16 * 4);
+      for (int i = 0; i < 4; ++i) rows[i] += part_bytes;
+    }
+  }
+  for (int64_t r = 0; r < kTileRows; ++r) {
+    const int64_t row = std::min(first + r, last - 1);
+    for (int64_t p = 0; p < parts; ++p) {
+      const int64_t g = (part + p) * 32 / w.block;
+      const float scale = w.scales[row * blocks + g];
+      tile->scales[p][r] = scale;
+      if (w.zeros != nullptr) {
+        const uint8_t* zeros = w.zeros + row * w.zero_bytes();
+        const int zero_point = BITS == 4 ? (zeros[g / 2] >> (g % 2 * 4)) & 15 : zeros[g];
+        tile->below[p][r] = scale * static_cast<float>((BITS == 4 ? 8 : 128) - zero_point);
+      }
+    }
+  }
+}
+
+template <int BITS, bool ZEROS, int TOKENS>
+static inline void multiply_tile(const Tile& tile, int64_t parts, const RoundedPrompt& x, int64_t m, int64_t part, float* sums,
+                                 bool begin) {
+  F total[TOKENS][2];
+  for (int i = 0; i < TOKENS; ++i) {
+    for (int h = 0; h < 2; ++h) total[i][h] = begin ? zero() : load(sums + i * kTileRows + h * 16);
+  }
+  for (int64_t p = 0; p < parts; ++p) {
+    for (int i = 0; i < TOKENS; ++i) {
+      const int64_t at = (m + i) * x.parts + part + p;
+      const I middle = set1_int(x.middles[at]);
+      const F scale = set1(x.scales[at]);
+      for (int h = 0; h < 2; ++h) {
+        const I dot = dot_part<BITS>(middle, tile.numbers[p][h], x.numbers + at * 32);
+        total[i][h] = fma(to_float(dot), mul(scale, load(tile.scales[p] + h * 16)), total[i][h]);
+        if (ZEROS) total[i][h] = fma(load(tile.below[p] + h * 16), set1(x.sums[at]), total[i][h]);
+      }
+    }
+  }
+  for (int i = 0; i < TOKENS; ++i) {
+    for (int h = 0; h < 2; ++h) store(sums + i * kTileRows + h * 16, total[i][h]);
+  }
+}
+
+template <int BITS, bool ZEROS>
+static void product_tiles(const Matrix& w, int64_t first, int64_t last, const RoundedPrompt& x, int64_t m0, int64_t m1,
+                          float* out, int64_t stride) {
+  constexpr int64_t kTokens = 128;
+  Tile tile;
+  alignas(64) float sums[kTokens * kTileRows];
+  for (int64_t n = first; n < last; n += kTileRows) {
+    for (int64_t m = m0; m < m1; m += kTokens) {
+      const int64_t count = std::min(kTokens, m1 - m);
+      for (int64_t part = 0; part < x.parts; part += kTileParts) {
+        const int64_t parts = std::min(kTileParts, x.parts - part);
+        fill_tile<BITS>(w, n, last, part, parts, &tile);
+        int64_t i = 0;
+        for (; i + 4 <= count; i += 4) multiply_tile<BITS, ZEROS, 4>(tile, parts, x, m + i, part, sums + i * kTileRows, part == 0);
+        for (; i < count; ++i) multiply_tile<BITS, ZEROS, 1>(tile, parts, x, m + i, part, sums + i * kTileRows, part == 0);
+      }
+      const int64_t rows = std::min(kTileRows, last - n);
+      for (int64_t i = 0; i < count; ++i) {
+        float* to = out + (m + i) * stride + n - first;
+        for (int64_t r = 0; r < rows; ++r) to[r] = w.bias == nullptr ? sums[i * kTileRows + r] : sums[i * kTileRows + r] + w.bias[n + r];
+      }
+    }
+  }
+}
+
+static void product_prompt(const Matrix& w, int64_t first, int64_t last, const RoundedPrompt& x, int64_t m0, int64_t m1,
+                           float* out, int64_t stride) {
+  const bool zeros = w.zeros != nullptr;
+  const auto function = w.bits == 4 ? (zeros ? product_tiles<4, true> : product_tiles<4, false>)
+                                    : (zeros ? product_tiles<8, true> : product_tiles<8, false>);
+  function(w, first, last, x, m0, m1, out, stride);
+}
+
+static void rotate(float* x, const float* cosine, const float* sine, int64_t size) {
+  const int64_t half = size / 2;
+  for (int64_t i = 0; i < half; i += 16) {
+    const int64_t n = half - i;
+    const F a = load_up_to(x + i, n), b = load_up_to(x + half + i, n);
+    const F c = load_up_to(cosine + i, n), s = load_up_to(sine + i, n);
+    store_up_to(x + i, sub(mul(a, c), mul(b, s)), n);
+    store_up_to(x + half + i, add(mul(b, c), mul(a, s)), n);
+  }
+}
+
+static void swiglu(float* gate, const float* up, int64_t size) {
+  for (int64_t i = 0; i < size; i += 16) {
+    const int64_t n = size - i;
+    const F g = load_up_to(gate + i, n);
+    const F silu = div(g, add(set1(1.0f), exponential(sub(zero(), g))));
+    store_up_to(gate + i, mul(silu, load_up_to(up + i, n)), n);
+  }
+}
+
+static void add(const float* a, const float* b, int64_t size, float* out) {
+  for (int64_t i = 0; i < size; i += 16) {
+    store_up_to(out + i, add(load_up_to(a + i, size - i), load_up_to(b + i, size - i)), size - i);
+  }
+}
+
+static void scale(const float* a, const float* b, int64_t size, float* out) {
+  for (int64_t i = 0; i < size; i += 16) {
+    store_up_to(out + i, mul(load_up_to(a + i, size - i), load_up_to(b + i, size - i)), size - i);
+  }
+}
+
+static void to_int8(const float* x, const float* scale, int64_t size, int8_t* out) {
+  for (int64_t i = 0; i < size; i += 16) {
+    const int64_t n = std::min<int64_t>(16, size - i);
+    const F divisor = n == 16 ? load(scale + i) : fma(load_part(scale + i, n), set1(1.0f), zero());
+    const F safe = n == 16 ? divisor : max(divisor, set1(1e-30f));
+    const F bounded = max(min(div(load_up_to(x + i, n), safe), set1(127.0f)), set1(-128.0f));
+    alignas(16) int8_t q[16];
+    store_int8(q, to_int(bounded));
+    for (int64_t j = 0; j < n; ++j) out[i + j] = q[j];
+  }
+}
+
+// Sixteen numbers of a cached row, from column e on.
+template <bool INT8>
+static inline F cached_numbers(const void* rows, int64_t row, int64_t size, int64_t e) {
+  if (INT8) {
+    const int8_t* p = static_cast<const int8_t*>(rows) + row * size + e;
+    return size - e >= 16 ? load_int8(p) : load_int8_part(p, size - e);
+  }
+  return load_up_to(static_cast<const float*>(rows) + row * size + e, size - e);
+}
+
+// Scores of four cached rows for QUERIES queries.
+template <bool INT8, int QUERIES>
+static inline void four_scores(const float* const* queries, const void* keys, int64_t row, int64_t last, int64_t size,
+                               float* out) {
+  F t[QUERIES][4];
+  for (int i = 0; i < QUERIES; ++i) t[i][0] = t[i][1] = t[i][2] = t[i][3] = zero();
+  for (int64_t e = 0; e < size; e += 16) {
+    F q[QUERIES];
+    for (int i = 0; i < QUERIES; ++i) q[i] = load_up_to(queries[i] + e, size - e);
+    for (int j = 0; j < 4; ++j) {
+      const F k = cached_numbers<INT8>(keys, std::min(row + j, last), size, e);
+      for (int i = 0; i < QUERIES; ++i) t[i][j] = fma(q[i], k, t[i][j]);
+    }
+  }
+  for (int i = 0; i < QUERIES; ++i) sum4(t[i][0], t[i][1], t[i][2], t[i][3], out + i * kAttendAtOnce);
+}
+
+// Adds up values of cached rows for QUERIES queries, SLICES times sixteen columns from e on.
+template <bool INT8, int QUERIES, int SLICES>
+static inline void weighted_values(const float* weights, const void* values, int64_t begin, int64_t count, int64_t size,
+                                   int64_t e, float* out) {
+  F t[SLICES][QUERIES];
+  for (int c = 0; c < SLICES; ++c) {
+    for (int j = 0; j < QUERIES; ++j) t[c][j] = zero();
+  }
+  for (int64_t s = 0; s < count; ++s) {
+    F v[SLICES];
+    for (int c = 0; c < SLICES; ++c) v[c] = cached_numbers<INT8>(values, begin + s, size, e + c * 16);
+    for (int j = 0; j < QUERIES; ++j) {
+      const F weight = set1(weights[j * kAttendAtOnce + s]);
+      for (int c = 0; c < SLICES; ++c) t[c][j] = fma(weight, v[c], t[c][j]);
+    }
+  }
+  for (int j = 0; j < QUERIES; ++j) {
+    for (int c = 0; c < SLICES; ++c) store_up_to(out + j * size + e + c * 16, t[c][j], size - e - c * 16);
+  }
+}
+
+template <bool INT8, int QUERIES>
+static inline void all_values(const float* weights, const void* values, int64_t begin, int64_t count, int64_t size,
+                              float* out) {
+  int64_t e = 0;
+  if (QUERIES < 4) {
+    for (; e + 64 <= size; e += 64) weighted_values<INT8, QUERIES, 4>(weights, values, begin, count, size, e, out);
+  }
+  for (; e + 32 <= size; e += 32) weighted_values<INT8, QUERIES, 2>(weights, values, begin, count, size, e, out);
+  for (; e < size; e += 16) weighted_values<INT8, QUERIES, 1>(weights, values, begin, count, size, e, out);
+}
+
+template <bool INT8>
+static void attend_part(const float* const* queries, const int64_t* limits, int64_t n, const Cached& cached,
+                        int64_t begin, int64_t end, int64_t size, float* scores, float* out, float* largest,
+                        float* total) {
+  const int64_t count = end - begin, padded = (count + 15) / 16 * 16;
+  for (int64_t s = 0; s < count; s += 4) {
+    int64_t i = 0;
+    for (; i + 2 <= n; i += 2) {
+      four_scores<INT8, 2>(queries + i, cached.keys, begin + s, end - 1, size, scores + i * kAttendAtOnce + s);
+    }
+    if (i < n) four_scores<INT8, 1>(queries + i, cached.keys, begin + s, end - 1, size, scores + i * kAttendAtOnce + s);
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    float* row = scores + i * kAttendAtOnce;
+    const int64_t seen = std::max<int64_t>(0, std::min(count, limits[i] - begin));
+    for (int64_t s = seen; s < padded; ++s) row[s] = -INFINITY;
+    F top = set1(-INFINITY);
+    for (int64_t s = 0; s < padded; s += 16) top = max(top, load(row + s));
+    largest[i] = max_lane(top);
+    const F shift = set1(seen > 0 ? largest[i] : 0.0f);
+    F weights = zero();
+    for (int64_t s = 0; s < padded; s += 16) {
+      const F w = exponential(sub(load(row + s), shift));
+      store(row + s, w);
+    }
+    for (int64_t s = seen; s < padded; ++s) row[s] = 0;
+    for (int64_t s = 0; s < padded; s += 16) weights = add(weights, load(row + s));
+    total[i] = sum(weights);
+  }
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    all_values<INT8, 4>(scores + i * kAttendAtOnce, cached.values, begin, count, size, out + i * size);
+  }
+  for (; i + 2 <= n; i += 2) {
+    all_values<INT8, 2>(scores + i * kAttendAtOnce, cached.values, begin, count, size, out + i * size);
+  }
+  for (; i < n; ++i) all_values<INT8, 1>(scores + i * kAttendAtOnce, cached.values, begin, count, size, out + i * size);
+}
+
+static void attend(const float* const* queries, const int64_t* limits, int64_t n, const Cached& cached, int64_t begin,
+                   int64_t end, int64_t size, float* scores, float* out, float* largest, float* total) {
+  const auto function = cached.int8 ? attend_part<true> : attend_part<false>;
+  function(queries, limits, n, cached, begin, end, size, scores, out, largest, total);
+}
+
+static void join(const float* parts, const float* largest, const float* total, int64_t parts_count, int64_t stride,
+                 int64_t statistics_stride, int64_t size, float* out) {
+  float top = -INFINITY;
+  for (int64_t p = 0; p < parts_count; ++p) top = std::max(top, largest[p * statistics_stride]);
+  float sum_of_all = 0;
+  for (int64_t e = 0; e < size; e += 16) store_up_to(out + e, zero(), size - e);
+  for (int64_t p = 0; p < parts_count; ++p) {
+    if (!(largest[p * statistics_stride] > -INFINITY)) continue;
+    alignas(64) float factor[16];
+    store(factor, exponential(set1(largest[p * statistics_stride] - top)));
+    sum_of_all = std::fma(factor[0], total[p * statistics_stride], sum_of_all);
+    for (int64_t e = 0; e < size; e += 16) {
+      const F so_far = load_up_to(out + e, size - e);
+      store_up_to(out + e, fma(set1(factor[0]), load_up_to(parts + p * stride + e, size - e), so_far), size - e);
+    }
+  }
+  const F share = set1(1.0f / sum_of_all);
+  for (int64_t e = 0; e < size; e += 16) store_up_to(out + e, mul(load_up_to(out + e, size - e), share), size - e);
+}
+
+static const sportsllm::Variant& functions(const char* name) {
+  static const sportsllm::Variant all = {name,   rms_norm, round, sum_blocks, product, round_prompt, product_prompt, rotate,
+                                         swiglu, add,      scale, to_int8,    attend,  join};
+  return all;
+}
+
+}  // namespace KERNEL_VARIANT

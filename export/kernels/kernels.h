@@ -1,0 +1,104 @@
+// What a processor's variant computes: products with packed matrices, norms, attention. All variants give the same bits.
+//
+// Shapes: M rows of activations (tokens), N rows and K columns of a matrix, G blocks in one of its rows, E head size.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace sportsllm {
+
+// A packed matrix as MatMulNBits publishes it: (N, G) blocks of `block` whole numbers of 4 or 8 bits, (N, G) scales, and
+// zero points, (N, G) of the same width, where there are any; without them the middle, 8 or 128, is zero.
+struct Matrix {
+  const uint8_t* packed = nullptr;
+  const float* scales = nullptr;
+  const uint8_t* zeros = nullptr;
+  const float* bias = nullptr;
+  int64_t rows = 0, columns = 0;
+  int bits = 0, block = 0;
+
+  int64_t blocks() const { return (columns + block - 1) / block; }
+  int64_t row_bytes() const { return blocks() * block * bits / 8; }
+  int64_t zero_bytes() const { return (blocks() * bits + 7) / 8; }
+};
+
+// Activations rounded to 8 bits for matrices of one format, with a scale for every 8 numbers, since each lane has its own
+// scale in any case. One chunk serves 64 bytes of a matrix: 128 numbers at 4 bits, even ones before odd ones, 64 at 8.
+struct Rounded {
+  int bits = 0, block = 0;
+  int64_t columns = 0, chunks = 0, blocks = 0;  // of one row; blocks are padded to 16
+  int8_t* numbers = nullptr;                    // (M, chunks, 128 or 64)
+  float* scales = nullptr;                      // (M, chunks, 16), a lane's
+  int32_t* middles = nullptr;                   // (M, chunks, 16), -8 or -128 times the sum of a lane's numbers
+  float* sums = nullptr;                        // (M, blocks), of a block's rounded values, for zero points
+
+  int64_t chunk_size() const { return bits == 4 ? 128 : 64; }
+};
+
+// Activations of a prompt, rounded to 8 bits with a scale for every 32 numbers, so that whole numbers add up over 32.
+struct RoundedPrompt {
+  int bits = 0;                // of the matrix; at 4 bits the 32 numbers lie with even ones before odd ones
+  int64_t columns = 0, parts = 0;  // parts: groups of 32 in a row, padded to the matrix's blocks
+  int8_t* numbers = nullptr;   // (M, parts, 32)
+  float* scales = nullptr;     // (M, parts)
+  int32_t* middles = nullptr;  // (M, parts), -8 or -128 times the sum of the numbers
+  float* sums = nullptr;       // (M, parts), of the rounded values
+};
+
+// Keys and values of one key/value head of one sequence, (S, E) float32, or int8 with a scale for each column.
+struct Cached {
+  const void* keys = nullptr;
+  const void* values = nullptr;
+  bool int8 = false;
+};
+
+struct Variant {
+  const char* name;
+  // Norm of x: x / sqrt(mean(x ** 2) + epsilon) * weight.
+  void (*rms_norm)(const float* x, const float* weight, int64_t size, float epsilon, float* out);
+  // Rounds columns [start, end) of row m; start is a multiple of 16, and so is end unless it is the row's.
+  void (*round)(const float* x, int64_t m, int64_t start, int64_t end, Rounded* out);
+  // The sums of a row's blocks, after all of it is rounded.
+  void (*sum_blocks)(int64_t m, Rounded* out);
+  // out[m * stride + n - first] = row m of x times row n of the matrix, plus its bias, for n in [first, last).
+  void (*product)(const Matrix& w, int64_t first, int64_t last, const Rounded& x, int64_t m0, int64_t m1, float* out,
+                  int64_t stride);
+  // The same for a prompt: columns [start, end) of row m, start a multiple of 32; and products of all rows.
+  void (*round_prompt)(const float* x, int64_t m, int64_t start, int64_t end, RoundedPrompt* out);
+  void (*product_prompt)(const Matrix& w, int64_t first, int64_t last, const RoundedPrompt& x, int64_t m0, int64_t m1,
+                         float* out, int64_t stride);
+  // Turns pairs (i, i + E / 2) by cos and sin, (E / 2) each.
+  void (*rotate)(float* x, const float* cosine, const float* sine, int64_t size);
+  // gate * sigmoid(gate) * up, in place of gate.
+  void (*swiglu)(float* gate, const float* up, int64_t size);
+  void (*add)(const float* a, const float* b, int64_t size, float* out);
+  void (*scale)(const float* a, const float* b, int64_t size, float* out);  // a * b
+  // round(x / scale) between -128 and 127.
+  void (*to_int8)(const float* x, const float* scale, int64_t size, int8_t* out);
+  // Attention of n queries over cached tokens [begin, end), of which query i sees those before limits[i].
+  // out (n, E) is divided by nothing: the weights are exp(score - largest[i]) and total[i] is their sum.
+  void (*attend)(const float* const* queries, const int64_t* limits, int64_t n, const Cached& cached, int64_t begin,
+                 int64_t end, int64_t size, float* scores, float* out, float* largest, float* total);
+  // Joins parts of attention over parts of the cache: (parts, E), each with its largest score and total.
+  void (*join)(const float* parts, const float* largest, const float* total, int64_t parts_count, int64_t stride,
+               int64_t statistics_stride, int64_t size, float* out);
+};
+
+constexpr int64_t kAttendAtOnce = 256;  // tokens; scores holds n times as many
+
+const Variant* variant_plain();
+#if defined(__x86_64__) || defined(_M_X64)
+const Variant* variant_avx2();
+const Variant* variant_avx_vnni();
+const Variant* variant_avx512();
+#endif
+#if defined(__aarch64__)
+const Variant* variant_neon_dot();
+const Variant* variant_neon_i8mm();
+#endif
+
+// The fastest for this processor, or the one that the environment's SPORTSLLM_KERNELS names.
+const Variant& chosen_variant();
+
+}  // namespace sportsllm

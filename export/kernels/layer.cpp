@@ -1,0 +1,369 @@
+#include "layer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "team.h"
+
+namespace sportsllm {
+
+namespace {
+
+constexpr int64_t kFewRows = 8;        // up to here the cache is read in parts, so that all threads have work
+constexpr int64_t kRowsOfPiece = 32;   // of a matrix; a multiple of 16
+constexpr int64_t kQueryTokens = 16;   // of a prompt, attended together
+
+int64_t pieces_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+// Rounded activations of a few rows or of a prompt's many, for one matrix.
+class Activations {
+ public:
+  void take(Scratch* scratch, int64_t rows, const Matrix& matrix) {
+    matrix_ = &matrix, prompt_ = rows > kFewRows;
+    if (prompt_) {
+      many_ = scratch->take_prompt(rows, matrix);
+    } else {
+      few_ = scratch->take_rounded(rows, matrix);
+    }
+  }
+
+  void round(const Variant& v, const float* x, int64_t m, int64_t start, int64_t end) {
+    prompt_ ? v.round_prompt(x, m, start, end, &many_) : v.round(x, m, start, end, &few_);
+  }
+
+  // After all of a row is rounded.
+  void finish(const Variant& v, int64_t m) {
+    if (!prompt_ && matrix_->zeros != nullptr) v.sum_blocks(m, &few_);
+  }
+
+  void product(const Variant& v, int64_t first, int64_t last, int64_t m0, int64_t m1, float* out, int64_t stride) const {
+    prompt_ ? v.product_prompt(*matrix_, first, last, many_, m0, m1, out, stride)
+            : v.product(*matrix_, first, last, few_, m0, m1, out, stride);
+  }
+
+ private:
+  const Matrix* matrix_ = nullptr;
+  bool prompt_ = false;
+  Rounded few_;
+  RoundedPrompt many_;
+};
+
+class LayerJob {
+ public:
+  LayerJob(const LayerWeights& weights, const LayerInputs& inputs, Scratch* scratch)
+      : w_(weights), in_(inputs), v_(chosen_variant()), rows_(inputs.batch * inputs.tokens) {
+    group_ = w_.heads / w_.kv_heads, kept_rows_ = in_.batch * in_.kept();
+    int64_t longest = 0;
+    for (int64_t b = 0; b < in_.batch; ++b) longest = std::max(longest, start(b) + in_.tokens);
+    // A prompt's queries go through the whole cache in turn; parts of it are joined in order, whoever computed them.
+    tile_ = rows_ <= kFewRows ? in_.tokens : std::min(kQueryTokens, in_.tokens);
+    tiles_ = pieces_of(in_.tokens, tile_), parts_ = pieces_of(longest, kAttendAtOnce);
+    scratch->begin_counting();
+    take(scratch);
+    scratch->begin();
+    take(scratch);
+  }
+
+  void run(RunParallel parallel, void* context) {
+    Team<LayerJob> team(this);
+    const bool few = rows_ <= kFewRows;
+    if (few) {
+      for (int64_t m = 0; m < rows_; ++m) first_norm(m);
+    } else {
+      team.add(rows_, &LayerJob::first_norm);
+    }
+    team.add(w_.heads + 2 * w_.kv_heads, &LayerJob::project);
+    team.add(in_.batch * w_.kv_heads * tiles_ * (few ? parts_ : 1), &LayerJob::attend, few ? &LayerJob::join_all : nullptr);
+    if (!few) team.add(rows_, &LayerJob::join);
+    team.add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::project_out, few ? &LayerJob::second_norms : nullptr);
+    if (!few) team.add(kept_rows_, &LayerJob::second_norm);
+    team.add(pieces_of(w_.inner, kRowsOfPiece), &LayerJob::widen, &LayerJob::sum_inner);
+    team.add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::narrow);
+    parallel(context, &Team<LayerJob>::work_of, &team);
+  }
+
+ private:
+  // Position of a sequence's first new token.
+  int64_t start(int64_t b) const { return std::max<int64_t>(0, in_.last[b] + 1 - in_.tokens); }
+  // Row among all new tokens of a row that is kept.
+  int64_t all_row(int64_t kept) const {
+    const int64_t b = kept / in_.kept(), t = kept % in_.kept();
+    return b * in_.tokens + in_.tokens - in_.kept() + t;
+  }
+
+  void take(Scratch* scratch) {
+    total_ = scratch->take<float>(rows_ * w_.hidden);
+    normed_ = scratch->take<float>(rows_ * w_.hidden);
+    rounded_.take(scratch, rows_, w_.qkv);
+    const int64_t width = w_.heads * w_.head_size;
+    queries_ = scratch->take<float>(rows_ * width);
+    attended_ = scratch->take<float>(rows_ * width);
+    one_head_ = scratch->take<float>((w_.heads + 2 * w_.kv_heads) * rows_ * w_.head_size);
+    rounded_attended_.take(scratch, rows_, w_.output);
+    rounded_second_.take(scratch, kept_rows_, w_.gate_up);
+    rounded_inner_.take(scratch, kept_rows_, w_.down);
+    inner_ = scratch->take<float>(pieces_of(w_.inner, kRowsOfPiece) * kept_rows_ * 2 * kRowsOfPiece);
+    narrow_ = scratch->take<float>(pieces_of(w_.hidden, kRowsOfPiece) * kept_rows_ * kRowsOfPiece);
+    // Of each piece of attention: the scores, and where the cache is read in parts their outcome.
+    pieces_ = in_.batch * w_.kv_heads * tiles_ * (rows_ <= kFewRows ? parts_ : 1);
+    queries_of_piece_ = group_ * tile_;
+    scores_ = scratch->take<float>(pieces_ * queries_of_piece_ * kAttendAtOnce);
+    parts_out_ = scratch->take<float>(rows_ * w_.heads * parts_ * w_.head_size);
+    largest_ = scratch->take<float>(rows_ * w_.heads * parts_);
+    totals_ = scratch->take<float>(rows_ * w_.heads * parts_);
+    pointers_ = scratch->take<const float*>(pieces_ * queries_of_piece_);
+    limits_ = scratch->take<int64_t>(pieces_ * queries_of_piece_);
+    local_ = scratch->take<float>(pieces_ * queries_of_piece_ * (w_.head_size + 2));
+  }
+
+  void first_norm(int64_t m) {
+    const float* x = in_.x + m * w_.hidden;
+    float* total = total_ + m * w_.hidden;
+    if (in_.residual != nullptr) {
+      v_.add(x, in_.residual + m * w_.hidden, w_.hidden, total);
+    } else {
+      std::memcpy(total, x, w_.hidden * sizeof(float));
+    }
+    norm_and_round(total, w_.norm, m, &rounded_);
+  }
+
+  void norm_and_round(const float* x, const float* weight, int64_t m, Activations* out) {
+    float* normed = normed_ + m * w_.hidden;
+    v_.rms_norm(x, weight, w_.hidden, w_.epsilon, normed);
+    out->round(v_, normed, m, 0, w_.hidden);
+    out->finish(v_, m);
+  }
+
+  // One head's queries, keys or values of all rows: product, norm, rotation, and to the cache.
+  void project(int64_t head) {
+    const int64_t e = w_.head_size, first = head * e;
+    float* found = one_head_ + head * rows_ * e;
+    rounded_.product(v_, first, first + e, 0, rows_, found, e);
+    const bool query = head < w_.heads, key = !query && head < w_.heads + w_.kv_heads;
+    const int64_t kv = query ? 0 : key ? head - w_.heads : head - w_.heads - w_.kv_heads;
+    for (int64_t b = 0; b < in_.batch; ++b) {
+      if (!query) copy_past(b, kv, key);
+      for (int64_t t = 0; t < in_.tokens; ++t) {
+        const int64_t m = b * in_.tokens + t, position = start(b) + t;
+        float* x = found + m * e;
+        if (query || key) {
+          const float* weight = query ? w_.query_norm : w_.key_norm;
+          if (weight != nullptr) v_.rms_norm(x, weight, e, w_.epsilon, x);
+          v_.rotate(x, w_.cosine + position * (e / 2), w_.sine + position * (e / 2), e);
+        }
+        if (query) {
+          float* to = queries_ + (m * w_.heads + head) * e;
+          if (w_.key_scale != nullptr) {
+            v_.scale(x, w_.key_scale + head / group_ * e, e, to);
+          } else {
+            std::memcpy(to, x, e * sizeof(float));
+          }
+          // 1 / sqrt(E), where one product serves all scores.
+          for (int64_t i = 0; i < e; ++i) to[i] *= scale();
+        } else {
+          write(key ? in_.key : in_.value, key ? w_.key_scale : w_.value_scale, b, kv, position, x);
+        }
+      }
+    }
+  }
+
+  float scale() const { return 1.0f / std::sqrt(static_cast<float>(w_.head_size)); }
+
+  void write(void* cache, const float* scales, int64_t b, int64_t kv, int64_t position, const float* x) {
+    const int64_t e = w_.head_size, at = ((b * w_.kv_heads + kv) * in_.room + position) * e;
+    if (scales != nullptr) {
+      v_.to_int8(x, scales + kv * e, e, static_cast<int8_t*>(cache) + at);
+    } else {
+      std::memcpy(static_cast<float*>(cache) + at, x, e * sizeof(float));
+    }
+  }
+
+  // Where past and present are not one buffer.
+  void copy_past(int64_t b, int64_t kv, bool key) {
+    const char* past = static_cast<const char*>(key ? in_.past_key : in_.past_value);
+    char* present = static_cast<char*>(key ? in_.key : in_.value);
+    if (past == present) return;
+    const int64_t row = w_.head_size * (w_.key_scale != nullptr ? 1 : static_cast<int64_t>(sizeof(float)));
+    const int64_t head = b * w_.kv_heads + kv, known = std::min(in_.past_room, start(b));
+    std::memcpy(present + head * in_.room * row, past + head * in_.past_room * row, known * row);
+  }
+
+  void attend(int64_t piece) {
+    const bool few = rows_ <= kFewRows;
+    int64_t rest = piece;
+    const int64_t part = few ? rest % parts_ : 0;
+    if (few) rest /= parts_;
+    const int64_t tile = rest % tiles_, kv = rest / tiles_ % w_.kv_heads, b = rest / tiles_ / w_.kv_heads;
+    const int64_t first = tile * tile_, last = std::min(in_.tokens, first + tile_), e = w_.head_size;
+    const float** queries = pointers_ + piece * queries_of_piece_;
+    int64_t* limits = limits_ + piece * queries_of_piece_;
+    int64_t n = 0;
+    for (int64_t t = first; t < last; ++t) {
+      for (int64_t g = 0; g < group_; ++g, ++n) {
+        queries[n] = queries_ + ((b * in_.tokens + t) * w_.heads + kv * group_ + g) * e;
+        limits[n] = start(b) + t + 1;
+      }
+    }
+    const int64_t head = (b * w_.kv_heads + kv) * in_.room * e, seen = start(b) + last;
+    Cached cached;
+    cached.int8 = w_.key_scale != nullptr;
+    const int64_t size = cached.int8 ? 1 : sizeof(float);
+    cached.keys = static_cast<const char*>(in_.key) + head * size;
+    cached.values = static_cast<const char*>(in_.value) + head * size;
+    float* out = local_ + piece * queries_of_piece_ * (e + 2);
+    float *largest = out + queries_of_piece_ * e, *total = largest + queries_of_piece_;
+    for (int64_t p = few ? part : 0; p < (few ? part + 1 : parts_); ++p) {
+      const int64_t begin = p * kAttendAtOnce, end = std::min(seen, begin + kAttendAtOnce);
+      if (begin < end) {
+        v_.attend(queries, limits, n, cached, begin, end, e, scores_ + piece * queries_of_piece_ * kAttendAtOnce, out,
+                  largest, total);
+      }
+      for (int64_t i = 0; i < n; ++i) {
+        const int64_t row = b * in_.tokens + first + i / group_, at = (row * w_.heads + kv * group_ + i % group_) * parts_ + p;
+        largest_[at] = begin < end ? largest[i] : -INFINITY;
+        totals_[at] = begin < end ? total[i] : 0;
+        if (begin < end) std::memcpy(parts_out_ + at * e, out + i * e, e * sizeof(float));
+      }
+    }
+  }
+
+  void join(int64_t m) {
+    const int64_t e = w_.head_size, width = w_.heads * e;
+    float* row = attended_ + m * width;
+    for (int64_t h = 0; h < w_.heads; ++h) {
+      const int64_t at = (m * w_.heads + h) * parts_;
+      v_.join(parts_out_ + at * e, largest_ + at, totals_ + at, parts_, e, 1, e, row + h * e);
+      if (w_.value_scale != nullptr) v_.scale(row + h * e, w_.value_scale + h / group_ * e, e, row + h * e);
+    }
+    rounded_attended_.round(v_, row, m, 0, width);
+    rounded_attended_.finish(v_, m);
+  }
+
+  void join_all() {
+    for (int64_t m = 0; m < rows_; ++m) join(m);
+  }
+
+  // Rows of the output matrix; its sum with the layer's input is what the second half is added to.
+  void project_out(int64_t piece) {
+    const int64_t first = piece * kRowsOfPiece, last = std::min(w_.hidden, first + kRowsOfPiece), d = w_.hidden;
+    for (int64_t b = 0; b < in_.batch; ++b) {
+      const int64_t kept = b * in_.kept(), m = all_row(kept);
+      float* to = in_.residual_out + kept * d + first;
+      rounded_attended_.product(v_, first, last, m, m + in_.kept(), to - m * d, d);
+      for (int64_t t = 0; t < in_.kept(); ++t) v_.add(to + t * d, total_ + (m + t) * d + first, last - first, to + t * d);
+    }
+  }
+
+  void second_norm(int64_t kept) {
+    norm_and_round(in_.residual_out + kept * w_.hidden, w_.second_norm, kept, &rounded_second_);
+  }
+
+  void second_norms() {
+    for (int64_t m = 0; m < kept_rows_; ++m) second_norm(m);
+  }
+
+  void widen(int64_t piece) {
+    const int64_t first = piece * kRowsOfPiece, last = std::min(w_.inner, first + kRowsOfPiece), n = last - first;
+    float* gate = inner_ + piece * kept_rows_ * 2 * kRowsOfPiece;
+    float* up = gate + kept_rows_ * kRowsOfPiece;
+    rounded_second_.product(v_, first, last, 0, kept_rows_, gate, kRowsOfPiece);
+    rounded_second_.product(v_, w_.inner + first, w_.inner + last, 0, kept_rows_, up, kRowsOfPiece);
+    for (int64_t m = 0; m < kept_rows_; ++m) {
+      v_.swiglu(gate + m * kRowsOfPiece, up + m * kRowsOfPiece, n);
+      rounded_inner_.round(v_, gate + m * kRowsOfPiece - first, m, first, last);
+    }
+  }
+
+  void sum_inner() {
+    for (int64_t m = 0; m < kept_rows_; ++m) rounded_inner_.finish(v_, m);
+  }
+
+  void narrow(int64_t piece) {
+    const int64_t first = piece * kRowsOfPiece, last = std::min(w_.hidden, first + kRowsOfPiece);
+    rounded_inner_.product(v_, first, last, 0, kept_rows_, in_.out + first, w_.hidden);
+  }
+
+  const LayerWeights& w_;
+  const LayerInputs& in_;
+  const Variant& v_;
+  const int64_t rows_;
+  int64_t group_ = 0, kept_rows_ = 0, tile_ = 0, tiles_ = 0, parts_ = 0, pieces_ = 0;
+  int64_t queries_of_piece_ = 0;
+  float *total_ = nullptr, *normed_ = nullptr, *queries_ = nullptr, *attended_ = nullptr, *one_head_ = nullptr;
+  float *inner_ = nullptr, *narrow_ = nullptr, *scores_ = nullptr, *parts_out_ = nullptr, *largest_ = nullptr;
+  float *totals_ = nullptr, *local_ = nullptr;
+  const float** pointers_ = nullptr;
+  int64_t* limits_ = nullptr;
+  Activations rounded_, rounded_attended_, rounded_second_, rounded_inner_;
+};
+
+class HeadJob {
+ public:
+  HeadJob(const HeadWeights& weights, const float* x, const float* residual, int64_t rows, float* logits, Scratch* scratch)
+      : w_(weights), v_(chosen_variant()), x_(x), residual_(residual), rows_(rows), logits_(logits) {
+    scratch->begin_counting();
+    take(scratch);
+    scratch->begin();
+    take(scratch);
+  }
+
+  void run(RunParallel parallel, void* context) {
+    Team<HeadJob> team(this);
+    if (rows_ > kFewRows) {
+      team.add(rows_, &HeadJob::norm);
+    } else {
+      for (int64_t m = 0; m < rows_; ++m) norm(m);
+    }
+    team.add(pieces_of(w_.table.rows, kTableRows), &HeadJob::multiply);
+    parallel(context, &Team<HeadJob>::work_of, &team);
+  }
+
+ private:
+  static constexpr int64_t kTableRows = 64;
+
+  void take(Scratch* scratch) {
+    rounded_.take(scratch, rows_, w_.table);
+    total_ = scratch->take<float>(rows_ * w_.hidden);
+  }
+
+  void norm(int64_t m) {
+    const int64_t d = w_.hidden;
+    const float* x = x_ + m * d;
+    float* total = total_ + m * d;
+    if (residual_ != nullptr) {
+      v_.add(x, residual_ + m * d, d, total);
+      x = total;
+    }
+    v_.rms_norm(x, w_.norm, d, w_.epsilon, total);
+    rounded_.round(v_, total, m, 0, d);
+    rounded_.finish(v_, m);
+  }
+
+  void multiply(int64_t piece) {
+    const int64_t first = piece * kTableRows, last = std::min(w_.table.rows, first + kTableRows);
+    rounded_.product(v_, first, last, 0, rows_, logits_ + first, w_.table.rows);
+  }
+
+  const HeadWeights& w_;
+  const Variant& v_;
+  const float *x_, *residual_;
+  const int64_t rows_;
+  float* logits_;
+  float* total_ = nullptr;
+  Activations rounded_;
+};
+
+}  // namespace
+
+void run_layer(const LayerWeights& weights, const LayerInputs& inputs, Scratch* scratch, RunParallel parallel,
+               void* context) {
+  LayerJob(weights, inputs, scratch).run(parallel, context);
+}
+
+void run_head(const HeadWeights& weights, const float* x, const float* residual, int64_t rows, float* logits,
+              Scratch* scratch, RunParallel parallel, void* context) {
+  HeadJob(weights, x, residual, rows, logits, scratch).run(parallel, context);
+}
+
+}  // namespace sportsllm

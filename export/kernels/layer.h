@@ -1,0 +1,51 @@
+// One decoder layer: attention over a cache and SwiGLU, each after a norm and added to what came in.
+//
+// Shapes: B sequences, T new tokens of each, M = B * T, D hidden size, H query heads, K key/value heads, E head size,
+// P and S tokens that the cache has room for before and after.
+#pragma once
+
+#include "kernels.h"
+#include "scratch.h"
+
+namespace sportsllm {
+
+struct LayerWeights {
+  int64_t hidden = 0, heads = 0, kv_heads = 0, head_size = 0, inner = 0, context = 0;
+  float epsilon = 0;
+  const float *norm = nullptr, *second_norm = nullptr;        // (D)
+  const float *query_norm = nullptr, *key_norm = nullptr;     // (E), or none
+  const float *cosine = nullptr, *sine = nullptr;             // (context, E / 2)
+  const float *key_scale = nullptr, *value_scale = nullptr;   // (K, E) of an INT8 cache, or none
+  Matrix qkv, output, gate_up, down;
+};
+
+struct LayerInputs {
+  int64_t batch = 0, tokens = 0, keep = 0;  // last tokens whose outputs are wanted; all of them for 0
+  const float *x = nullptr, *residual = nullptr;  // (B, T, D); residual may be missing
+  const int32_t* last = nullptr;                  // (B), each sequence's length less 1, the new tokens with it
+  const void *past_key = nullptr, *past_value = nullptr;
+  int64_t past_room = 0, room = 0;                // P, S
+  void *key = nullptr, *value = nullptr;          // (B, K, S, E), the same memory as past or other
+  float *out = nullptr, *residual_out = nullptr;  // (B, kept, D): what the second half adds, and what it is added to
+
+  int64_t kept() const { return keep > 0 && keep < tokens ? keep : tokens; }
+};
+
+using RunParallel = void (*)(void* context, void (*work)(void*, size_t), void* team);
+
+// Runs the layer; `parallel` calls work(team) once or more, from as many threads as it likes.
+void run_layer(const LayerWeights& weights, const LayerInputs& inputs, Scratch* scratch, RunParallel parallel,
+               void* context);
+
+struct HeadWeights {
+  int64_t hidden = 0;
+  float epsilon = 0;
+  const float* norm = nullptr;
+  Matrix table;
+};
+
+// Logits (M, V) of the normed sum of x and residual, (M, D).
+void run_head(const HeadWeights& weights, const float* x, const float* residual, int64_t rows, float* logits,
+              Scratch* scratch, RunParallel parallel, void* context);
+
+}  // namespace sportsllm

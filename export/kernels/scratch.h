@@ -1,0 +1,67 @@
+// Memory of one call, kept by the calling thread for the next.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+#include "kernels.h"
+
+namespace sportsllm {
+
+class Scratch {
+ public:
+  ~Scratch() { std::free(memory_); }
+
+  // Sizes are counted first and given out in a second round, so that nothing moves.
+  void begin_counting() { counting_ = true, used_ = 0; }
+  void begin() {
+    if (used_ > size_) {
+      std::free(memory_);
+      size_ = (used_ + kPage - 1) / kPage * kPage;
+      memory_ = static_cast<char*>(std::aligned_alloc(kPage, size_));
+      if (memory_ == nullptr) {
+        size_ = 0;
+        throw std::bad_alloc();
+      }
+    }
+    counting_ = false, used_ = 0;
+  }
+
+  template <typename T>
+  T* take(int64_t count) {
+    const int64_t at = used_;
+    used_ += (count * static_cast<int64_t>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
+    return counting_ ? nullptr : reinterpret_cast<T*>(memory_ + at);
+  }
+
+  Rounded take_rounded(int64_t rows, const Matrix& matrix) {
+    Rounded out;
+    out.bits = matrix.bits, out.block = matrix.block, out.columns = matrix.columns;
+    const int64_t size = out.chunk_size(), padded = matrix.blocks() * matrix.block;
+    out.chunks = (padded + size - 1) / size, out.blocks = (matrix.blocks() + 15) / 16 * 16;
+    out.numbers = take<int8_t>(rows * out.chunks * size);
+    out.scales = take<float>(rows * out.chunks * 16);
+    out.middles = take<int32_t>(rows * out.chunks * 16);
+    out.sums = take<float>(rows * out.blocks);
+    return out;
+  }
+
+  RoundedPrompt take_prompt(int64_t rows, const Matrix& matrix) {
+    RoundedPrompt out;
+    out.bits = matrix.bits, out.columns = matrix.columns, out.parts = matrix.blocks() * matrix.block / 32;
+    out.numbers = take<int8_t>(rows * out.parts * 32);
+    out.scales = take<float>(rows * out.parts);
+    out.middles = take<int32_t>(rows * out.parts);
+    out.sums = take<float>(rows * out.parts);
+    return out;
+  }
+
+ private:
+  static constexpr int64_t kPage = 4096, kAlignment = 64;
+  char* memory_ = nullptr;
+  int64_t size_ = 0, used_ = 0;
+  bool counting_ = false;
+};
+
+}  // namespace sportsllm

@@ -1,0 +1,193 @@
+// Sixteen lanes as two registers of AVX2, with or without AVX-VNNI. See simd_plain.h for what each function does.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "simd_x86.h"
+
+namespace KERNEL_VARIANT {
+
+struct F {
+  __m256 a, b;
+};
+struct I {
+  __m256i a, b;
+};
+using U = I;
+
+constexpr int kRowsAtOnce = 4;
+
+static inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+static inline F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+static inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline __m256i first(int64_t n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+static inline F load_part(const float* p, int64_t n) {
+  return {_mm256_maskload_ps(p, first(n)), _mm256_maskload_ps(p + 8, first(n - 8))};
+}
+static inline void store(float* p, F x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+static inline void store_part(float* p, F x, int64_t n) {
+  _mm256_maskstore_ps(p, first(n), x.a);
+  _mm256_maskstore_ps(p + 8, first(n - 8), x.b);
+}
+static inline F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+static inline F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+static inline F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+static inline F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+static inline F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+static inline F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+static inline F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+static inline F abs(F x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+static inline I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+static inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+static inline F nearest(F x) { return {_mm256_round_ps(x.a, 0), _mm256_round_ps(x.b, 0)}; }
+
+static inline __m256 power_of_two_8(__m256 n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+static inline F power_of_two(F n) { return {power_of_two_8(n.a), power_of_two_8(n.b)}; }
+
+static inline __m256 two_of_4(const float* p) {
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_set1_ps(p[0])), _mm_set1_ps(p[1]), 1);
+}
+static inline F expand4(const float* p) { return {two_of_4(p), two_of_4(p + 2)}; }
+static inline F expand8(const float* p) { return {_mm256_broadcast_ss(p), _mm256_broadcast_ss(p + 1)}; }
+
+static inline __m256 max_in_8(__m256 x) {
+  x = _mm256_max_ps(x, _mm256_shuffle_ps(x, x, 0xB1));
+  x = _mm256_max_ps(x, _mm256_shuffle_ps(x, x, 0x4E));
+  return _mm256_max_ps(x, _mm256_permute2f128_ps(x, x, 1));
+}
+static inline F max_of_8(F x) { return {max_in_8(x.a), max_in_8(x.b)}; }
+
+static inline __m128 quarter(F x) {
+  const __m256 half = _mm256_add_ps(x.a, x.b);
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+static inline float sum(F x) {
+  __m128 y = quarter(x);
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_shuffle_ps(y, y, 1)));
+}
+static inline void sum4(F a, F b, F c, F d, float* out) {
+  const __m128 qa = quarter(a), qb = quarter(b), qc = quarter(c), qd = quarter(d);
+  const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(qa, qb), _mm_unpackhi_ps(qa, qb));  // a02 b02 a13 b13
+  const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(qc, qd), _mm_unpackhi_ps(qc, qd));
+  _mm_storeu_ps(out, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
+}
+static inline float max_lane(F x) {
+  const __m256 eight = max_in_8(_mm256_max_ps(x.a, x.b));
+  return _mm256_cvtss_f32(eight);
+}
+
+static inline U load_bytes(const uint8_t* p) {
+  const __m256i* q = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+static inline U load_bytes_part(const uint8_t* p, int64_t n) {
+  alignas(32) uint8_t copy[64] = {};
+  for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
+  return load_bytes(copy);
+}
+static inline U low(U x) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+static inline U high(U x) { return low({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
+static inline I load_ints(const int32_t* p) { return load_bytes(reinterpret_cast<const uint8_t*>(p)); }
+
+#if KERNEL_AVX_VNNI
+static inline __m256i add_products(__m256i start, __m256i w, __m256i x) { return _mm256_dpbusd_avx_epi32(start, w, x); }
+#else
+// Sums of two products fit 16 bits: 2 * 15 * 127, and 2 * 128 * 127 where `w` is an absolute value.
+static inline __m256i add_products(__m256i start, __m256i w, __m256i x) {
+  return _mm256_add_epi32(start, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+}
+#endif
+static inline I dot4(I start, U w, const int8_t* x) {
+  const U y = load_bytes(reinterpret_cast<const uint8_t*>(x));
+  return {add_products(start.a, w.a, y.a), add_products(start.b, w.b, y.b)};
+}
+static inline I dot8(U w, const int8_t* x, I middle) {
+  const U y = load_bytes(reinterpret_cast<const uint8_t*>(x));
+#if KERNEL_AVX_VNNI
+  return {add_products(middle.a, w.a, y.a), add_products(middle.b, w.b, y.b)};
+#else
+  (void)middle;
+  const __m256i half = _mm256_set1_epi8(-128), none = _mm256_setzero_si256();
+  const __m256i a = _mm256_xor_si256(w.a, half), b = _mm256_xor_si256(w.b, half);
+  return {add_products(none, _mm256_abs_epi8(a), _mm256_sign_epi8(y.a, a)),
+          add_products(none, _mm256_abs_epi8(b), _mm256_sign_epi8(y.b, b))};
+#endif
+}
+
+static inline __m256i load_32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
+template <int BITS>
+static inline I dot_part(I start, const uint8_t* w, const int8_t* x) {
+#if !KERNEL_AVX_VNNI
+  // At 4 bits sums of sixteen products fit 16 bits: 16 * 15 * 127.
+  const __m256i ones = _mm256_set1_epi16(1);
+  __m256i a = _mm256_setzero_si256(), b = a;
+#endif
+  for (int j = 0; j < 8; ++j) {
+    int32_t four;
+    __builtin_memcpy(&four, x + 4 * j, 4);
+    const __m256i y = _mm256_set1_epi32(four), wa = load_32(w + 64 * j), wb = load_32(w + 64 * j + 32);
+#if KERNEL_AVX_VNNI
+    start = {add_products(start.a, wa, y), add_products(start.b, wb, y)};
+#else
+    if (BITS == 4) {
+      a = _mm256_add_epi16(a, _mm256_maddubs_epi16(wa, y)), b = _mm256_add_epi16(b, _mm256_maddubs_epi16(wb, y));
+    } else {
+      // Two sums of 16 bits each: bytes from 128 on would not fit, so their highest bit counts on its own.
+      const __m256i low = _mm256_set1_epi8(127), top = _mm256_set1_epi8(64);
+      const __m256i ha = _mm256_and_si256(_mm256_srli_epi16(wa, 1), top), hb = _mm256_and_si256(_mm256_srli_epi16(wb, 1), top);
+      start.a = _mm256_add_epi32(start.a, _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_and_si256(wa, low), y), ones));
+      start.b = _mm256_add_epi32(start.b, _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_and_si256(wb, low), y), ones));
+      const __m256i two = _mm256_set1_epi16(2);
+      start.a = _mm256_add_epi32(start.a, _mm256_madd_epi16(_mm256_maddubs_epi16(ha, y), two));
+      start.b = _mm256_add_epi32(start.b, _mm256_madd_epi16(_mm256_maddubs_epi16(hb, y), two));
+    }
+#endif
+  }
+#if !KERNEL_AVX_VNNI
+  if (BITS == 4) start = {_mm256_add_epi32(start.a, _mm256_madd_epi16(a, ones)), _mm256_add_epi32(start.b, _mm256_madd_epi16(b, ones))};
+#endif
+  return start;
+}
+static inline I set1_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+
+static inline void store_int8(int8_t* p, I x) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
+  const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(words, words), 0xD8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(bytes));
+}
+static inline F int8_to_float(__m128i x) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))};
+}
+static inline F load_int8(const int8_t* p) { return int8_to_float(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+static inline F load_int8_part(const int8_t* p, int64_t n) {
+  alignas(16) int8_t copy[16] = {};
+  for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
+  return load_int8(copy);
+}
+static inline F bytes_to_float(__m128i x) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(x)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(x, 8)))};
+}
+static inline F load_uint8(const uint8_t* p) { return bytes_to_float(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+static inline F load_nibbles(const uint8_t* p) {
+  const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), mask = _mm_set1_epi8(15);
+  return bytes_to_float(_mm_unpacklo_epi8(_mm_and_si128(x, mask), _mm_and_si128(_mm_srli_epi16(x, 4), mask)));
+}
+
+}  // namespace KERNEL_VARIANT

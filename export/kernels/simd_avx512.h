@@ -1,0 +1,110 @@
+// Sixteen lanes on AVX-512 with VNNI. See simd_plain.h for what each function does.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "simd_x86.h"
+
+namespace KERNEL_VARIANT {
+
+using F = __m512;
+using I = __m512i;
+using U = __m512i;
+
+constexpr int kRowsAtOnce = 4;
+
+static inline F zero() { return _mm512_setzero_ps(); }
+static inline F set1(float x) { return _mm512_set1_ps(x); }
+static inline F load(const float* p) { return _mm512_loadu_ps(p); }
+static inline __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+static inline F load_part(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
+static inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+static inline void store_part(float* p, F x, int64_t n) { _mm512_mask_storeu_ps(p, first(n), x); }
+static inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+static inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+static inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+static inline F div(F a, F b) { return _mm512_div_ps(a, b); }
+static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+static inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+static inline F min(F a, F b) { return _mm512_min_ps(a, b); }
+static inline F abs(F a) { return _mm512_abs_ps(a); }
+static inline I to_int(F x) { return _mm512_cvtps_epi32(x); }
+static inline F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+static inline F nearest(F x) { return _mm512_roundscale_ps(x, 0); }
+
+static inline F power_of_two(F n) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+
+static inline F expand4(const float* p) {
+  const __m512i lanes = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  return _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(_mm_loadu_ps(p)));
+}
+static inline F expand8(const float* p) {
+  return _mm512_insertf32x8(_mm512_set1_ps(p[0]), _mm256_set1_ps(p[1]), 1);
+}
+
+static inline F max_of_8(F x) {
+  x = max(x, _mm512_shuffle_ps(x, x, 0xB1));
+  x = max(x, _mm512_shuffle_ps(x, x, 0x4E));
+  return max(x, _mm512_shuffle_f32x4(x, x, 0xB1));
+}
+
+// Lanes i and i + 8 first, then i + 4, i + 2, i + 1.
+static inline __m128 quarter(F x) {
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+static inline float sum(F x) {
+  __m128 y = quarter(x);
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_shuffle_ps(y, y, 1)));
+}
+static inline void sum4(F a, F b, F c, F d, float* out) {
+  const __m128 qa = quarter(a), qb = quarter(b), qc = quarter(c), qd = quarter(d);
+  const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(qa, qb), _mm_unpackhi_ps(qa, qb));  // a02 b02 a13 b13
+  const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(qc, qd), _mm_unpackhi_ps(qc, qd));
+  _mm_storeu_ps(out, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
+}
+static inline float max_lane(F x) { return _mm512_reduce_max_ps(x); }
+
+static inline U load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+static inline U load_bytes_part(const uint8_t* p, int64_t n) {
+  return _mm512_maskz_loadu_epi8(n >= 64 ? ~0ull : (1ull << n) - 1, p);
+}
+static inline U low(U x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+static inline U high(U x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+static inline I load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
+static inline I dot4(I start, U w, const int8_t* x) { return _mm512_dpbusd_epi32(start, w, _mm512_loadu_si512(x)); }
+static inline I dot8(U w, const int8_t* x, I middle) { return _mm512_dpbusd_epi32(middle, w, _mm512_loadu_si512(x)); }
+
+template <int BITS>
+static inline I dot_part(I start, const uint8_t* w, const int8_t* x) {
+  for (int j = 0; j < 8; ++j) {
+    int32_t four;
+    __builtin_memcpy(&four, x + 4 * j, 4);
+    start = _mm512_dpbusd_epi32(start, _mm512_loadu_si512(w + 64 * j), _mm512_set1_epi32(four));
+  }
+  return start;
+}
+static inline I set1_int(int32_t x) { return _mm512_set1_epi32(x); }
+
+static inline void store_int8(int8_t* p, I x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x));
+}
+static inline F load_int8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+static inline F load_int8_part(const int8_t* p, int64_t n) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(n), p)));
+}
+static inline F bytes_to_float(__m128i x) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(x)); }
+static inline F load_uint8(const uint8_t* p) { return bytes_to_float(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+static inline F load_nibbles(const uint8_t* p) {
+  const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), mask = _mm_set1_epi8(15);
+  return bytes_to_float(_mm_unpacklo_epi8(_mm_and_si128(x, mask), _mm_and_si128(_mm_srli_epi16(x, 4), mask)));
+}
+
+}  // namespace KERNEL_VARIANT

@@ -1,0 +1,141 @@
+// Sixteen lanes in plain C++: the oracle of the others, which compute the same numbers bit for bit.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace KERNEL_VARIANT {
+
+struct F {  // sixteen floats
+  float lane[16];
+};
+struct I {  // sixteen whole numbers
+  int32_t lane[16];
+};
+struct U {  // sixty-four bytes; four belong to each lane
+  uint8_t byte[64];
+};
+
+constexpr int kRowsAtOnce = 4;  // rows of a matrix that are multiplied together
+
+template <typename Function>
+static inline F each(Function function) {
+  F out;
+  for (int i = 0; i < 16; ++i) out.lane[i] = function(i);
+  return out;
+}
+
+static inline F set1(float x) { return each([=](int) { return x; }); }
+static inline F zero() { return set1(0); }
+static inline F load(const float* p) { return each([=](int i) { return p[i]; }); }
+// The first n lanes, the others 0; n may be 0 to 16.
+static inline F load_part(const float* p, int64_t n) { return each([=](int i) { return i < n ? p[i] : 0.0f; }); }
+static inline void store(float* p, F x) { std::memcpy(p, x.lane, sizeof x.lane); }
+static inline void store_part(float* p, F x, int64_t n) { std::memcpy(p, x.lane, sizeof(float) * std::max<int64_t>(n, 0)); }
+static inline F add(F a, F b) { return each([&](int i) { return a.lane[i] + b.lane[i]; }); }
+static inline F sub(F a, F b) { return each([&](int i) { return a.lane[i] - b.lane[i]; }); }
+static inline F mul(F a, F b) { return each([&](int i) { return a.lane[i] * b.lane[i]; }); }
+static inline F div(F a, F b) { return each([&](int i) { return a.lane[i] / b.lane[i]; }); }
+static inline F fma(F a, F b, F c) { return each([&](int i) { return std::fma(a.lane[i], b.lane[i], c.lane[i]); }); }
+static inline F max(F a, F b) { return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; }); }
+static inline F min(F a, F b) { return each([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; }); }
+static inline F abs(F a) { return each([&](int i) { return std::fabs(a.lane[i]); }); }
+static inline F nearest(F x) { return each([&](int i) { return std::nearbyint(x.lane[i]); }); }  // halves to even
+
+static inline I to_int(F x) {  // nearest, halves to even
+  I out;
+  for (int i = 0; i < 16; ++i) out.lane[i] = static_cast<int32_t>(std::nearbyint(x.lane[i]));
+  return out;
+}
+static inline F to_float(I x) { return each([&](int i) { return static_cast<float>(x.lane[i]); }); }
+
+// 2 to a whole power from -126 to 127.
+static inline F power_of_two(F n) { return each([&](int i) { return std::ldexp(1.0f, static_cast<int>(n.lane[i])); }); }
+
+static inline F expand4(const float* p) { return each([=](int i) { return p[i / 4]; }); }  // four lanes each
+static inline F expand8(const float* p) { return each([=](int i) { return p[i / 8]; }); }  // eight lanes each
+
+// The largest of the lower eight lanes in each of those, and of the upper eight.
+static inline F max_of_8(F x) {
+  return each([&](int i) { return *std::max_element(x.lane + i / 8 * 8, x.lane + i / 8 * 8 + 8); });
+}
+
+// The sum of all lanes: i and i + 8 first, then i + 4, i + 2, i + 1.
+static inline float sum(F x) {
+  for (int step = 8; step > 0; step /= 2) {
+    for (int i = 0; i < step; ++i) x.lane[i] += x.lane[i + step];
+  }
+  return x.lane[0];
+}
+static inline void sum4(F a, F b, F c, F d, float* out) {
+  out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
+}
+static inline float max_lane(F x) { return *std::max_element(x.lane, x.lane + 16); }
+
+static inline U load_bytes_part(const uint8_t* p, int64_t n) {
+  U out = {};
+  std::memcpy(out.byte, p, std::min<int64_t>(n, 64));
+  return out;
+}
+static inline U load_bytes(const uint8_t* p) { return load_bytes_part(p, 64); }
+static inline U low(U x) {
+  for (uint8_t& byte : x.byte) byte &= 15;
+  return x;
+}
+static inline U high(U x) {
+  for (uint8_t& byte : x.byte) byte >>= 4;
+  return x;
+}
+static inline I load_ints(const int32_t* p) {
+  I out;
+  std::memcpy(out.lane, p, sizeof out.lane);
+  return out;
+}
+// Lane by lane start + the sum of w * x, w from 0 to 15.
+static inline I dot4(I start, U w, const int8_t* x) {
+  for (int i = 0; i < 64; ++i) start.lane[i / 4] += w.byte[i] * x[i];
+  return start;
+}
+// Lane by lane the sum of (w - 128) * x; `middle` is what remains for w = 0.
+static inline I dot8(U w, const int8_t* x, I middle) { return dot4(middle, w, x); }
+
+// Lane by lane start + the sum of w * x over 32 numbers: w as eight times (16 lanes, 4 bytes), x the same for all lanes.
+template <int BITS>
+static inline I dot_part(I start, const uint8_t* w, const int8_t* x) {
+  for (int j = 0; j < 8; ++j) {
+    for (int i = 0; i < 64; ++i) start.lane[i / 4] += w[64 * j + i] * x[4 * j + i % 4];
+  }
+  return start;
+}
+// Puts 32 numbers of each of four rows where dot_part looks for them: four numbers of a row, then of the next; at 4 bits
+// even ones before odd ones.
+template <int BITS>
+static inline void tile_rows(const uint8_t* const* rows, uint8_t* to) {
+  for (int r = 0; r < 4; ++r) {
+    for (int i = 0; i < 32; ++i) {
+      const uint8_t number = BITS == 8 ? rows[r][i] : i < 16 ? rows[r][i] & 15 : rows[r][i - 16] >> 4;
+      to[i / 4 * 64 + 4 * r + i % 4] = number;
+    }
+  }
+}
+static inline I set1_int(int32_t x) {
+  I out;
+  for (int32_t& lane : out.lane) lane = x;
+  return out;
+}
+
+static inline void store_int8(int8_t* p, I x) {  // numbers from -128 to 127
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(std::min(127, std::max(-128, x.lane[i])));
+}
+static inline F load_int8(const int8_t* p) { return each([=](int i) { return static_cast<float>(p[i]); }); }
+static inline F load_int8_part(const int8_t* p, int64_t n) {
+  return each([=](int i) { return i < n ? static_cast<float>(p[i]) : 0.0f; });
+}
+static inline F load_uint8(const uint8_t* p) { return each([=](int i) { return static_cast<float>(p[i]); }); }
+static inline F load_nibbles(const uint8_t* p) {  // eight bytes, lower halves first
+  return each([=](int i) { return static_cast<float>((p[i / 2] >> (4 * (i % 2))) & 15); });
+}
+
+}  // namespace KERNEL_VARIANT

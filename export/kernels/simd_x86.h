@@ -1,0 +1,33 @@
+// What AVX2 and AVX-512 share. See simd_plain.h for what each function does.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace KERNEL_VARIANT {
+
+static inline __m128i load_16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+
+// Four bytes of each of four rows next to each other, four times.
+static inline void store_across(__m128i a, __m128i b, __m128i c, __m128i d, uint8_t* to) {
+  const __m128i ab = _mm_unpacklo_epi32(a, b), cd = _mm_unpacklo_epi32(c, d);
+  const __m128i ab_high = _mm_unpackhi_epi32(a, b), cd_high = _mm_unpackhi_epi32(c, d);
+  const __m128i out[4] = {_mm_unpacklo_epi64(ab, cd), _mm_unpackhi_epi64(ab, cd), _mm_unpacklo_epi64(ab_high, cd_high),
+                          _mm_unpackhi_epi64(ab_high, cd_high)};
+  for (int j = 0; j < 4; ++j) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 64 * j), out[j]);
+}
+
+template <int BITS>
+static inline void tile_rows(const uint8_t* const* rows, uint8_t* to) {
+  __m128i first[4], second[4];
+  for (int r = 0; r < 4; ++r) {
+    const __m128i x = load_16(rows[r]), mask = _mm_set1_epi8(15);
+    first[r] = BITS == 4 ? _mm_and_si128(x, mask) : x;
+    second[r] = BITS == 4 ? _mm_and_si128(_mm_srli_epi16(x, 4), mask) : load_16(rows[r] + 16);
+  }
+  store_across(first[0], first[1], first[2], first[3], to);
+  store_across(second[0], second[1], second[2], second[3], to + 256);
+}
+
+}  // namespace KERNEL_VARIANT

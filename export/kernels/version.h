@@ -1,0 +1,3 @@
+#pragma once
+
+#define SPORTSLLM_KERNELS_VERSION "1"

@@ -1,0 +1,322 @@
+"""The kernels in ONNX Runtime against float64, each variant against the plain one, and what they refuse."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from export.kernels.build import BuildError, build
+
+Array = npt.NDArray[Any]
+Case = tuple[dict[str, Array], dict[str, "Packed"], dict[str, Any]]
+HIDDEN, HEADS, KV_HEADS, SIZE, INNER, CONTEXT, ROOM = 48, 4, 2, 12, 80, 64, 40
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        return build(tmp_path_factory.mktemp("kernels"))
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+class Packed:
+    """A random matrix (N, K) as MatMulNBits stores it, and its numbers in float64."""
+
+    def __init__(
+        self, rng: np.random.Generator, rows: int, columns: int, bits: int, block: int, zeros: bool, size: float = 1.0
+    ) -> None:
+        groups = -(-columns // block)
+        numbers = rng.integers(0, 2**bits, (rows, groups, block), dtype=np.uint8)
+        points = rng.integers(0, 2**bits, (rows, groups), dtype=np.uint8) if zeros else None
+        self.scale = (size * rng.uniform(0.01, 0.1, (rows, groups)) / 2 ** (bits - 4)).astype(np.float32)
+        self.packed = numbers if bits == 8 else numbers[..., ::2] | numbers[..., 1::2] << 4
+        self.points = points
+        if points is not None and bits == 4:
+            even = np.pad(points, ((0, 0), (0, groups % 2)))
+            self.points = even[:, ::2] | even[:, 1::2] << 4
+        middle = np.float64(2 ** (bits - 1)) if points is None else points[..., None].astype(np.float64)
+        self.dense = ((numbers - middle) * self.scale[..., None]).reshape(rows, -1)[:, :columns]
+        self.sizes = {"bits": bits, "block_size": block}
+
+    def parts(self, name: str) -> dict[str, Array]:
+        parts = {f"{name}.packed": self.packed, f"{name}.scale": self.scale}
+        return parts if self.points is None else {**parts, f"{name}.zero_point": self.points}
+
+
+def session(
+    library: Path,
+    op: str,
+    names: list[str],
+    outputs: dict[str, int],
+    constants: dict[str, Array],
+    fed: dict[str, Array],
+    attributes: dict[str, Any],
+    threads: int = 1,
+) -> ort.InferenceSession:
+    """A graph of one node."""
+    known = {**constants, **fed}
+    inputs = [name if name in known else "" for name in names]
+    while inputs[-1] == "":
+        inputs.pop()
+    node = helper.make_node(op, inputs, list(outputs), domain="sportsllm", **attributes)
+    types = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in fed.items()}
+    graph = helper.make_graph(
+        [node],
+        "one",
+        [helper.make_tensor_value_info(name, kind, [None] * fed[name].ndim) for name, kind in types.items()],
+        [helper.make_tensor_value_info(name, kind, None) for name, kind in outputs.items()],
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("sportsllm", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    options.register_custom_ops_library(str(library))
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def head_logits(
+    library: Path, matrix: Packed, x: Array, bias: Array | None = None, threads: int = 1, norm: Array | None = None
+) -> Array:
+    norm = np.ones(x.shape[-1], np.float32) if norm is None else norm
+    constants = {"norm": norm, **matrix.parts("head"), **({} if bias is None else {"head.bias": bias})}
+    names = ["x", "residual", "norm", "head.packed", "head.scale", "head.zero_point", "head.bias"]
+    sizes = {f"head_{key}": value for key, value in matrix.sizes.items()}
+    attributes = {"hidden_size": x.shape[-1], "epsilon": 1e-5, **sizes}
+    made = session(
+        library, "DecoderHead", names, {"logits": TensorProto.FLOAT}, constants, {"x": x}, attributes, threads
+    )
+    found: Array = made.run(None, {"x": x})[0]
+    return found
+
+
+def normed(x: Array) -> Array:
+    wide = x.astype(np.float64)
+    found: Array = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5)
+    return found
+
+
+def rounding_bound(x: Array, dense: Array, group: int) -> Array:
+    """What rounding each number by at most half a step of its group's scale can change in x W^T."""
+    padded = np.pad(np.abs(x), [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % group)])
+    largest = padded.reshape(*x.shape[:-1], -1, group).max(-1).repeat(group, -1)[..., : x.shape[-1]]
+    found: Array = (largest / 254) @ np.abs(dense).T
+    return found
+
+
+CASES = [
+    (bits, block, zeros, columns, rows)
+    for bits in (4, 8)
+    for block in (32, 64, 128, 256)
+    for zeros in (False, True)
+    for columns, rows in ((96, 37), (640, 66), (172, 5))
+]
+
+
+@pytest.mark.parametrize(("bits", "block", "zeros", "columns", "rows"), CASES)
+def test_products_lie_within_the_rounding_of_their_inputs(
+    library: Path, bits: int, block: int, zeros: bool, columns: int, rows: int
+) -> None:
+    """1 to 8 rows have a scale for every 8 inputs, prompts one for every 32."""
+    rng = np.random.default_rng(columns + block + bits)
+    matrix = Packed(rng, rows, columns, bits, block, zeros)
+    bias = rng.normal(size=rows).astype(np.float32)
+    for tokens, group in ((1, 8), (3, 8), (8, 8), (21, 32)):
+        x = rng.normal(size=(1, tokens, columns)).astype(np.float32) * np.exp(rng.normal(size=columns)).astype(
+            np.float32
+        )
+        wanted = normed(x) @ matrix.dense.T + bias
+        found = head_logits(library, matrix, x, bias)
+        bound = rounding_bound(normed(x), matrix.dense, group)
+        assert np.all(np.abs(found - wanted) <= 1.01 * bound + 1e-4 * np.abs(wanted).max())
+
+
+def test_extreme_numbers(library: Path) -> None:
+    rng = np.random.default_rng(3)
+    for bits, number in ((4, 0), (4, 255), (8, 0), (8, 255)):
+        matrix = Packed(rng, 8, 256, bits, 32, zeros=False)
+        matrix.packed[:] = number
+        level = (number & 15 if bits == 4 else number) - 2 ** (bits - 1)
+        dense = np.repeat(matrix.scale.astype(np.float64), 32, axis=1) * level
+        for x in (np.ones((1, 1, 256)), np.zeros((1, 9, 256)), np.full((1, 9, 256), 1e-39), np.full((1, 1, 256), 1e18)):
+            x = x.astype(np.float32)
+            wanted = normed(x) @ dense.T
+            np.testing.assert_allclose(head_logits(library, matrix, x), wanted, rtol=1e-4, atol=1e-6)
+
+
+def layer_case(bits: int, block: int, zeros: bool, int8: bool) -> Case:
+    rng = np.random.default_rng(bits + block)
+    shapes = {
+        "qkv": ((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN),
+        "output": (HIDDEN, HEADS * SIZE),
+        "gate_up": (2 * INNER, HIDDEN),
+        "down": (HIDDEN, INNER),
+    }
+    matrices = {name: Packed(rng, *shape, bits, block, zeros, size=0.3) for name, shape in shapes.items()}
+    angles = np.arange(CONTEXT)[:, None] * 10_000.0 ** (-np.arange(SIZE // 2) / (SIZE // 2))
+    constants = {
+        "cosine": np.cos(angles).astype(np.float32),
+        "sine": np.sin(angles).astype(np.float32),
+        "norm": rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32),
+        "second_norm": rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32),
+    }
+    if int8:
+        constants["key_scale"] = np.full((1, KV_HEADS, 1, SIZE), 0.05, np.float32)
+        constants["value_scale"] = np.full((1, KV_HEADS, 1, SIZE), 0.05, np.float32)
+    attributes: dict[str, Any] = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "head_size": SIZE}
+    attributes |= {"hidden_size": HIDDEN, "intermediate_size": INNER, "epsilon": 1e-5}
+    for name, matrix in matrices.items():
+        constants |= matrix.parts(name)
+        attributes |= {f"{name}_{key}": value for key, value in matrix.sizes.items()}
+    return constants, matrices, attributes
+
+
+def names_of_layer() -> list[str]:
+    first = "x residual last total keep past_key past_value cosine sine key_scale value_scale norm query_norm key_norm"
+    names = first.split()
+    for name in ("qkv", "output", "second_norm", "gate_up", "down"):
+        parts = ["packed", "scale", "zero_point", "bias"]
+        names += [name] if name == "second_norm" else [f"{name}.{part}" for part in parts]
+    return names
+
+
+def run_layer(
+    library: Path,
+    case: Case,
+    pieces: list[int],
+    int8: bool = False,
+) -> tuple[Array, Array]:
+    """Sum of the layer's two outputs for tokens read in pieces, (T, D), and the keys, (K, T, E)."""
+    constants, _, attributes = case
+    kind = np.int8 if int8 else np.float32
+    cache = [np.zeros((1, KV_HEADS, ROOM, SIZE), kind) for _ in range(2)]
+    x = np.random.default_rng(7).normal(size=(1, sum(pieces), HIDDEN)).astype(np.float32)
+    cached = TensorProto.INT8 if int8 else TensorProto.FLOAT
+    outputs = {"out": TensorProto.FLOAT, "residual_out": TensorProto.FLOAT, "key": cached, "value": cached}
+    made, found, start = None, [], 0
+    for count in pieces:
+        fed = {
+            "x": x[:, start : start + count],
+            "last": np.array([start + count - 1], np.int32),
+            "total": np.array(ROOM, np.int32),
+            "past_key": cache[0],
+            "past_value": cache[1],
+        }
+        op = "DecoderLayerInt8" if int8 else "DecoderLayer"
+        made = made or session(library, op, names_of_layer(), outputs, constants, fed, attributes, threads=2)
+        out, residual, *cache = made.run(None, fed)
+        found.append((out + residual)[0])
+        start += count
+    return np.concatenate(found), cache[0][0, :, :start]
+
+
+def layer_oracle(case: Case, tokens: int) -> tuple[Array, Array]:
+    """The same in float64, inputs not rounded."""
+    constants, matrices, _ = case
+    x = np.random.default_rng(7).normal(size=(1, tokens, HIDDEN)).astype(np.float32)[0].astype(np.float64)
+    parts = np.split(
+        normed(x) * constants["norm"] @ matrices["qkv"].dense.T, np.cumsum([HEADS * SIZE, KV_HEADS * SIZE]), axis=1
+    )
+    query, key, value = (part.reshape(tokens, -1, SIZE).transpose(1, 0, 2) for part in parts)
+    cosine, sine = (constants[name][:tokens].astype(np.float64) for name in ("cosine", "sine"))
+
+    def rotated(h: Array) -> Array:
+        a, b = h[..., : SIZE // 2], h[..., SIZE // 2 :]
+        return np.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1)
+
+    query, key = rotated(query), rotated(key)
+    group = HEADS // KV_HEADS
+    scores = query @ key.repeat(group, 0).transpose(0, 2, 1) / np.sqrt(SIZE)
+    scores = np.where(np.tril(np.ones((tokens, tokens), bool)), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    attended = (weights @ value.repeat(group, 0)).transpose(1, 0, 2).reshape(tokens, -1)
+    total = x + attended @ matrices["output"].dense.T
+    gate, up = np.split(normed(total) * constants["second_norm"] @ matrices["gate_up"].dense.T, 2, axis=1)
+    inner = gate / (1 + np.exp(-gate)) * up
+    return total + inner @ matrices["down"].dense.T, key
+
+
+@pytest.mark.parametrize(("bits", "block", "zeros"), [(4, 32, True), (4, 64, False), (8, 32, False), (8, 128, True)])
+def test_a_layer_agrees_with_float64(library: Path, bits: int, block: int, zeros: bool) -> None:
+    """Rounding inputs to 8 bits four times in a row changes about half a percent."""
+    case = layer_case(bits, block, zeros, int8=False)
+    for pieces in ([1] * 5, [20, 1, 3], [8, 12]):
+        found, keys = run_layer(library, case, pieces)
+        wanted, wanted_keys = layer_oracle(case, sum(pieces))
+        assert np.linalg.norm(found - wanted) < 0.015 * np.linalg.norm(wanted)
+        assert np.linalg.norm(keys - wanted_keys) < 0.01 * np.linalg.norm(wanted_keys)
+
+
+def test_an_int8_cache_holds_keys_rounded_by_its_scales(library: Path) -> None:
+    case = layer_case(8, 32, False, int8=True)
+    _, keys = run_layer(library, case, [20, 1], int8=True)
+    _, wanted = layer_oracle(case, 21)
+    assert np.abs(keys - np.clip(wanted / 0.05, -128, 127)).max() < 1.5
+
+
+def test_several_rows_equal_single_ones_bit_for_bit(library: Path) -> None:
+    case = layer_case(4, 32, True, int8=False)
+    together, alone = run_layer(library, case, [3, 8]), run_layer(library, case, [1] * 11)
+    assert np.array_equal(together[0], alone[0])
+    assert np.array_equal(together[1], alone[1])
+
+
+def outcome(library: Path) -> bytes:
+    """Bits of many products and of layers, for comparing variants."""
+    found = []
+    for bits, block, zeros, columns, rows in CASES[::5]:
+        rng = np.random.default_rng(5)
+        matrix = Packed(rng, rows, columns, bits, block, zeros)
+        for tokens, threads in ((1, 1), (6, 3), (21, 2)):
+            x = rng.normal(size=(1, tokens, columns)).astype(np.float32)
+            found.append(head_logits(library, matrix, x, threads=threads))
+    for bits, int8 in ((4, False), (8, True)):
+        found += run_layer(library, layer_case(bits, 32, bits == 4, int8), [20, 1, 5], int8)
+    return b"".join(array.tobytes() for array in found)
+
+
+@pytest.mark.parametrize("variant", ["avx2", "avx_vnni", "avx512"])
+def test_variants_give_the_same_bits(library: Path, variant: str) -> None:
+    """Those that this processor lacks fall back to the plain one, and are not tested here."""
+    outcomes = []
+    for name in ("plain", variant):
+        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_kernels as t; "
+        code += f"sys.stdout.buffer.write(t.outcome(t.Path({str(library)!r})))"
+        root = str(Path(__file__).parents[3])
+        environment = {**os.environ, "SPORTSLLM_KERNELS": name, "PYTHONPATH": root}
+        outcomes.append(
+            subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
+        )
+    assert outcomes[0]
+    assert outcomes[0] == outcomes[1]
+
+
+def test_bad_shapes_are_refused_when_the_graph_is_opened(library: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = np.zeros((1, 1, 64), np.float32)
+    matrix = Packed(rng, 8, 64, 4, 32, zeros=False)
+    short = Packed(rng, 8, 64, 4, 32, zeros=False)
+    short.packed = short.packed[:, :1]
+    odd = Packed(rng, 8, 64, 4, 32, zeros=False)
+    odd.sizes["block_size"] = 48
+    wrong_bits = Packed(rng, 8, 64, 4, 32, zeros=False)
+    wrong_bits.sizes["bits"] = 5
+    for bad, message in ((short, "has shape"), (odd, "blocks of 48"), (wrong_bits, "5 bits")):
+        with pytest.raises(Exception, match=message):
+            head_logits(library, bad, x)
+    with pytest.raises(Exception, match="norm"):
+        head_logits(library, matrix, x, norm=np.ones(3, np.float32))
+
+
+def test_a_full_cache_is_refused(library: Path) -> None:
+    with pytest.raises(Exception, match=f"room for {ROOM}"):
+        run_layer(library, layer_case(4, 32, False, int8=False), [30, 20])
