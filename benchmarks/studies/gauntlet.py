@@ -3,7 +3,9 @@
     python -m benchmarks.studies.gauntlet runs/gauntlet --out benchmarks/results/gauntlet
 
 Every finished model is scored in PyTorch on the half of its teacher's held-out text that no choice looked at. Rows say
-by how many percent bits per byte (perplexity for rounded ones) lie above the teacher's.
+by how many percent bits per byte (perplexity for rounded ones) lie above the teacher's; by how many percent a student
+that starts from its teacher has fewer bits per byte than a fresh one; and how many percent of INT4's damage training as
+rounded takes away. The plot is gauntlet.html.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.report.charts import Chart, chart, color, log_axis, marks
+from benchmarks.report.page import render_page
 from sportsllm.console import output
 from sportsllm.files import atomic_write_text
 from sportsllm.inference.evaluate import TextScore, score_documents
@@ -26,6 +30,7 @@ from sportsllm.text.tokenizer import load_tokenizer
 
 KINDS = ("two-thirds", "half", "narrowed", "narrowed-fresh", "int8", "int4", "int4-trained")
 ROUNDED = ("int8", "int4", "int4-trained")
+GAINS = {"cut_against_fresh": "percent fewer bits per byte", "damage_gone": "percent of INT4's damage"}
 _TOKENS = 65_536
 
 
@@ -60,8 +65,43 @@ def rise(scores: Mapping[str, TextScore], kind: str) -> float | None:
     return 100 * (made.bits_per_byte / whole.bits_per_byte - 1)
 
 
+def gains(scores: Mapping[str, TextScore]) -> dict[str, float | None]:
+    """The figures of `GAINS`, where what they compare is there."""
+    cut, fresh = (scores.get(kind) for kind in ("narrowed", "narrowed-fresh"))
+    whole, trained = (rise(scores, kind) for kind in ("int4", "int4-trained"))
+    return {
+        "cut_against_fresh": 100 * (1 - cut.bits_per_byte / fresh.bits_per_byte) if cut and fresh else None,
+        "damage_gone": 100 * (1 - trained / whole) if whole and trained is not None else None,
+    }
+
+
+def summary(rows: Mapping[str, Mapping[str, float | None]]) -> dict[str, dict[str, float | None]]:
+    """Median and worst of every column: the largest rise, the smallest gain."""
+    found: dict[str, dict[str, float | None]] = {"median": {}, "worst": {}}
+    for column in (*KINDS, *GAINS):
+        known = [value for row in rows.values() if (value := row.get(column)) is not None]
+        worst = min if column in GAINS else max
+        found["median"][column] = statistics.median(known) if known else None
+        found["worst"][column] = worst(known) if known else None
+    return found
+
+
+def plot(rows: Mapping[str, Mapping[str, float | None]]) -> Chart:
+    """Rises by kind, a symbol for each teacher."""
+    known = [value for row in rows.values() for kind in KINDS if (value := row.get(kind)) is not None and value > 0]
+    traces = []
+    for index, (teacher, row) in enumerate(rows.items()):
+        found = {kind: value for kind in KINDS if (value := row.get(kind)) is not None and value > 0}
+        points = [(0.0, value, teacher) for value in found.values()]
+        hover = "%{text}, %{x}: %{y:.2f}%<extra></extra>"
+        traces.append({**marks(points, teacher, color(index), "circle", hover), "x": list(found)})
+    caption = "Percent above the teacher: perplexity of rounded models, bits per byte of the others."
+    vertical = log_axis("above the teacher, %", min(known), max(known))
+    return chart("gauntlet", "What defaults give", caption, traces, {"title": "", "type": "category"}, vertical)
+
+
 def main() -> None:
-    """Read the finished models of a gauntlet, print the table and write it as CSV."""
+    """Read the finished models of a gauntlet, print the table, write it as CSV and draw it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--out", type=Path, required=True)
@@ -69,18 +109,17 @@ def main() -> None:
     rows: dict[str, dict[str, float | None]] = {}
     for teacher in teachers(arguments.directory):
         scores = measure(arguments.directory, teacher)
-        rows[teacher] = {kind: rise(scores, kind) for kind in KINDS}
-        rows[teacher]["bits_per_byte"] = scores[""].bits_per_byte
-    columns = ["bits_per_byte", *KINDS]
-    known = {kind: [value for row in rows.values() if (value := row[kind]) is not None] for kind in KINDS}
-    rows["median"] = {kind: statistics.median(values) if values else None for kind, values in known.items()}
-    rows["worst"] = {kind: max(values, default=None) for kind, values in known.items()}
+        rows[teacher] = {"bits_per_byte": scores[""].bits_per_byte, **{kind: rise(scores, kind) for kind in KINDS}}
+        rows[teacher] |= gains(scores)
+    columns = ["bits_per_byte", *KINDS, *GAINS]
     lines = [["teacher", *columns]]
-    for name, row in rows.items():
+    for name, row in (rows | summary(rows)).items():
         lines.append([name, *("" if (value := row.get(key)) is None else f"{value:.4g}" for key in columns)])
     atomic_write_text(arguments.out / "gauntlet.csv", "".join(",".join(line) + "\n" for line in lines))
-    writer = csv.writer(output().file)
-    writer.writerows(lines)
+    figure = plot(rows)
+    page = render_page("gauntlet.html", [figure], title=figure.title, caption=figure.caption, rows=lines)
+    atomic_write_text(arguments.out / "gauntlet.html", page)
+    csv.writer(output().file).writerows(lines)
 
 
 if __name__ == "__main__":
