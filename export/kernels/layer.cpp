@@ -11,7 +11,9 @@ namespace sportsllm {
 namespace {
 
 constexpr int64_t kFewRows = 8;        // up to here the cache is read in parts, so that all threads have work
-constexpr int64_t kRowsOfPiece = 32;   // of a matrix; a multiple of 16
+// Of a matrix, a multiple of 16. Fetching ahead of small pieces brings rows that another thread computes: 32 rows made a
+// step of two threads 1.3 times as long.
+constexpr int64_t kRowsOfPiece = 96;
 constexpr int64_t kQueryTokens = 16;   // of a prompt, attended together
 
 int64_t pieces_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
