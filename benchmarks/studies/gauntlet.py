@@ -30,7 +30,7 @@ from sportsllm.text.tokenizer import load_tokenizer
 
 KINDS = ("two-thirds", "half", "narrowed", "narrowed-fresh", "int8", "int4", "int4-trained")
 ROUNDED = ("int8", "int4", "int4-trained")
-GAINS = {"cut_against_fresh": "percent fewer bits per byte", "damage_gone": "percent of INT4's damage"}
+GAINS = ("cut_against_fresh", "damage_gone")
 _TOKENS = 65_536
 
 

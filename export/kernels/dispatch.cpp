@@ -4,10 +4,6 @@
 
 #include "kernels.h"
 
-#if defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#endif
-
 namespace sportsllm {
 
 namespace {
@@ -45,6 +41,11 @@ const Variant& choose() {
 const Variant& chosen_variant() {
   static const Variant& chosen = choose();
   return chosen;
+}
+
+bool wanted_runs_here() {
+  const char* wanted = std::getenv("SPORTSLLM_KERNELS");
+  return wanted == nullptr || std::strcmp(wanted, chosen_variant().name) == 0;
 }
 
 }  // namespace sportsllm

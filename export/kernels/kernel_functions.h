@@ -360,9 +360,8 @@ static void scale(const float* a, const float* b, int64_t size, float* out) {
 static void to_int8(const float* x, const float* scale, int64_t size, int8_t* out) {
   for (int64_t i = 0; i < size; i += 16) {
     const int64_t n = std::min<int64_t>(16, size - i);
-    const F divisor = n == 16 ? load(scale + i) : fma(load_part(scale + i, n), set1(1.0f), zero());
-    const F safe = n == 16 ? divisor : max(divisor, set1(1e-30f));
-    const F bounded = max(min(div(load_up_to(x + i, n), safe), set1(127.0f)), set1(-128.0f));
+    const F divisor = max(load_up_to(scale + i, n), set1(1e-30f));
+    const F bounded = max(min(div(load_up_to(x + i, n), divisor), set1(127.0f)), set1(-128.0f));
     alignas(16) int8_t q[16];
     store_int8(q, to_int(bounded));
     for (int64_t j = 0; j < n; ++j) out[i + j] = q[j];
@@ -448,11 +447,8 @@ static void attend_part(const float* const* queries, const int64_t* limits, int6
     for (int64_t s = 0; s < padded; s += 16) top = max(top, load(row + s));
     largest[i] = max_lane(top);
     const F shift = set1(seen > 0 ? largest[i] : 0.0f);
+    for (int64_t s = 0; s < padded; s += 16) store(row + s, exponential(sub(load(row + s), shift)));
     F weights = zero();
-    for (int64_t s = 0; s < padded; s += 16) {
-      const F w = exponential(sub(load(row + s), shift));
-      store(row + s, w);
-    }
     for (int64_t s = seen; s < padded; ++s) row[s] = 0;
     for (int64_t s = 0; s < padded; s += 16) weights = add(weights, load(row + s));
     total[i] = sum(weights);
@@ -473,20 +469,20 @@ static void attend(const float* const* queries, const int64_t* limits, int64_t n
   function(queries, limits, n, cached, begin, end, size, scores, out, largest, total);
 }
 
-static void join(const float* parts, const float* largest, const float* total, int64_t parts_count, int64_t stride,
-                 int64_t statistics_stride, int64_t size, float* out) {
+static void join(const float* parts, const float* largest, const float* total, int64_t count, int64_t size,
+                 float* out) {
   float top = -INFINITY;
-  for (int64_t p = 0; p < parts_count; ++p) top = std::max(top, largest[p * statistics_stride]);
+  for (int64_t p = 0; p < count; ++p) top = std::max(top, largest[p]);
   float sum_of_all = 0;
   for (int64_t e = 0; e < size; e += 16) store_up_to(out + e, zero(), size - e);
-  for (int64_t p = 0; p < parts_count; ++p) {
-    if (!(largest[p * statistics_stride] > -INFINITY)) continue;
+  for (int64_t p = 0; p < count; ++p) {
+    if (!(largest[p] > -INFINITY)) continue;
     alignas(64) float factor[16];
-    store(factor, exponential(set1(largest[p * statistics_stride] - top)));
-    sum_of_all = std::fma(factor[0], total[p * statistics_stride], sum_of_all);
+    store(factor, exponential(set1(largest[p] - top)));
+    sum_of_all = std::fma(factor[0], total[p], sum_of_all);
     for (int64_t e = 0; e < size; e += 16) {
       const F so_far = load_up_to(out + e, size - e);
-      store_up_to(out + e, fma(set1(factor[0]), load_up_to(parts + p * stride + e, size - e), so_far), size - e);
+      store_up_to(out + e, fma(set1(factor[0]), load_up_to(parts + p * size + e, size - e), so_far), size - e);
     }
   }
   const F share = set1(1.0f / sum_of_all);

@@ -81,8 +81,7 @@ struct Variant {
   void (*attend)(const float* const* queries, const int64_t* limits, int64_t n, const Cached& cached, int64_t begin,
                  int64_t end, int64_t size, float* scores, float* out, float* largest, float* total);
   // Joins parts of attention over parts of the cache: (parts, E), each with its largest score and total.
-  void (*join)(const float* parts, const float* largest, const float* total, int64_t parts_count, int64_t stride,
-               int64_t statistics_stride, int64_t size, float* out);
+  void (*join)(const float* parts, const float* largest, const float* total, int64_t count, int64_t size, float* out);
 };
 
 constexpr int64_t kAttendAtOnce = 256;  // tokens; scores holds n times as many
@@ -93,12 +92,11 @@ const Variant* variant_avx2();
 const Variant* variant_avx_vnni();
 const Variant* variant_avx512();
 #endif
-#if defined(__aarch64__)
-const Variant* variant_neon_dot();
-const Variant* variant_neon_i8mm();
-#endif
 
-// The fastest for this processor, or the one that the environment's SPORTSLLM_KERNELS names.
+// The fastest for this processor, or the one that the environment's SPORTSLLM_KERNELS names; see `wanted_runs_here`.
 const Variant& chosen_variant();
+
+// Whether this processor runs the variant that SPORTSLLM_KERNELS names, if it names one.
+bool wanted_runs_here();
 
 }  // namespace sportsllm

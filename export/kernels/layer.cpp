@@ -10,11 +10,11 @@ namespace sportsllm {
 
 namespace {
 
-constexpr int64_t kFewRows = 8;        // up to here the cache is read in parts, so that all threads have work
-// Of a matrix, a multiple of 16. Fetching ahead of small pieces brings rows that another thread computes: 32 rows made a
+constexpr int64_t kFewRows = 8;  // up to here the cache is read in parts, so that all threads have work
+// Of a matrix, a multiple of 32. Fetching ahead of small pieces brings rows that another thread computes: 32 rows made a
 // step of two threads 1.3 times as long.
 constexpr int64_t kRowsOfPiece = 96;
-constexpr int64_t kQueryTokens = 16;   // of a prompt, attended together
+constexpr int64_t kQueryTokens = 16;  // of a prompt, attended together
 
 int64_t pieces_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
@@ -87,7 +87,7 @@ class LayerJob {
 
  private:
   // Position of a sequence's first new token.
-  int64_t start(int64_t b) const { return std::max<int64_t>(0, in_.last[b] + 1 - in_.tokens); }
+  int64_t start(int64_t b) const { return std::max<int64_t>(0, int64_t{in_.last[b]} + 1 - in_.tokens); }
   // Row among all new tokens of a row that is kept.
   int64_t all_row(int64_t kept) const {
     const int64_t b = kept / in_.kept(), t = kept % in_.kept();
@@ -106,7 +106,6 @@ class LayerJob {
     rounded_second_.take(scratch, kept_rows_, w_.gate_up);
     rounded_inner_.take(scratch, kept_rows_, w_.down);
     inner_ = scratch->take<float>(pieces_of(w_.inner, kRowsOfPiece) * kept_rows_ * 2 * kRowsOfPiece);
-    narrow_ = scratch->take<float>(pieces_of(w_.hidden, kRowsOfPiece) * kept_rows_ * kRowsOfPiece);
     // Of each piece of attention: the scores, and where the cache is read in parts their outcome.
     pieces_ = in_.batch * w_.kv_heads * tiles_ * (rows_ <= kFewRows ? parts_ : 1);
     queries_of_piece_ = group_ * tile_;
@@ -235,7 +234,7 @@ class LayerJob {
     float* row = attended_ + m * width;
     for (int64_t h = 0; h < w_.heads; ++h) {
       const int64_t at = (m * w_.heads + h) * parts_;
-      v_.join(parts_out_ + at * e, largest_ + at, totals_ + at, parts_, e, 1, e, row + h * e);
+      v_.join(parts_out_ + at * e, largest_ + at, totals_ + at, parts_, e, row + h * e);
       if (w_.value_scale != nullptr) v_.scale(row + h * e, w_.value_scale + h / group_ * e, e, row + h * e);
     }
     rounded_attended_.round(v_, row, m, 0, width);
@@ -293,7 +292,7 @@ class LayerJob {
   int64_t group_ = 0, kept_rows_ = 0, tile_ = 0, tiles_ = 0, parts_ = 0, pieces_ = 0;
   int64_t queries_of_piece_ = 0;
   float *total_ = nullptr, *normed_ = nullptr, *queries_ = nullptr, *attended_ = nullptr, *one_head_ = nullptr;
-  float *inner_ = nullptr, *narrow_ = nullptr, *scores_ = nullptr, *parts_out_ = nullptr, *largest_ = nullptr;
+  float *inner_ = nullptr, *scores_ = nullptr, *parts_out_ = nullptr, *largest_ = nullptr;
   float *totals_ = nullptr, *local_ = nullptr;
   const float** pointers_ = nullptr;
   int64_t* limits_ = nullptr;
@@ -317,13 +316,11 @@ class HeadJob {
     } else {
       for (int64_t m = 0; m < rows_; ++m) norm(m);
     }
-    team.add(pieces_of(w_.table.rows, kTableRows), &HeadJob::multiply);
+    team.add(pieces_of(w_.table.rows, kRowsOfPiece), &HeadJob::multiply);
     parallel(context, &Team<HeadJob>::work_of, &team);
   }
 
  private:
-  static constexpr int64_t kTableRows = 64;
-
   void take(Scratch* scratch) {
     rounded_.take(scratch, rows_, w_.table);
     total_ = scratch->take<float>(rows_ * w_.hidden);
@@ -343,7 +340,7 @@ class HeadJob {
   }
 
   void multiply(int64_t piece) {
-    const int64_t first = piece * kTableRows, last = std::min(w_.table.rows, first + kTableRows);
+    const int64_t first = piece * kRowsOfPiece, last = std::min(w_.table.rows, first + kRowsOfPiece);
     rounded_.product(v_, first, last, 0, rows_, logits_ + first, w_.table.rows);
   }
 

@@ -231,7 +231,8 @@ class Layer {
     in.residual = static_cast<const float*>(residual.data);
     const Tensor last = runtime_.input(context, kLast), total = runtime_.input(context, kTotal);
     require(last.type == ort::kInt32 && last.shape == std::vector<int64_t>{in.batch}, "lengths have shape " + text(last.shape));
-    require(total.type == ort::kInt32 && static_cast<bool>(total), "the total length is missing");
+    require(total.type == ort::kInt32 && (total.shape.empty() || total.shape == std::vector<int64_t>{1}),
+            "the total length has shape " + text(total.shape));
     in.last = static_cast<const int32_t*>(last.data);
     if (const Tensor keep = runtime_.input(context, kKeep)) {
       require(keep.type == ort::kInt64 && keep.shape == std::vector<int64_t>{1}, "positions to keep have shape " + text(keep.shape));
@@ -246,7 +247,7 @@ class Layer {
     in.past_key = key.data, in.past_value = value.data;
     in.room = std::max<int64_t>(in.past_room, *static_cast<const int32_t*>(total.data));
     for (int64_t b = 0; b < in.batch; ++b) {
-      const int64_t start = std::max<int64_t>(0, in.last[b] + 1 - in.tokens);
+      const int64_t start = std::max<int64_t>(0, int64_t{in.last[b]} + 1 - in.tokens);
       require(in.last[b] >= 0 && start <= in.past_room && start + in.tokens <= std::max(in.room, in.tokens) &&
                   start + in.tokens <= w.context,
               "a sequence of " + std::to_string(start + in.tokens) + " tokens; the cache has room for " +
@@ -380,11 +381,6 @@ Operator head_operator() {
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 #endif
 
-EXPORTED const char* sportsllm_kernels_version() { return SPORTSLLM_KERNELS_VERSION; }
-
-// The variant that this processor runs, for example "avx2".
-EXPORTED const char* sportsllm_kernels_variant() { return sportsllm::chosen_variant().name; }
-
 EXPORTED ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
   ort::Table table = base->get_api(ort::kApiVersion);
   if (table == nullptr) {
@@ -393,6 +389,7 @@ EXPORTED ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort:
   }
   const Runtime runtime(table);
   return runtime.guarded([&] {
+    require(wanted_runs_here(), "SPORTSLLM_KERNELS names no variant that this processor runs");
     // They live as long as the program: a session may outlive the options.
     static std::vector<Operator>* operators = [] {
       auto* all = new std::vector<Operator>();

@@ -57,17 +57,8 @@ static inline __m128 quarter(F x) {
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
   return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
-static inline float sum(F x) {
-  __m128 y = quarter(x);
-  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
-  return _mm_cvtss_f32(_mm_add_ss(y, _mm_shuffle_ps(y, y, 1)));
-}
-static inline void sum4(F a, F b, F c, F d, float* out) {
-  const __m128 qa = quarter(a), qb = quarter(b), qc = quarter(c), qd = quarter(d);
-  const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(qa, qb), _mm_unpackhi_ps(qa, qb));  // a02 b02 a13 b13
-  const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(qc, qd), _mm_unpackhi_ps(qc, qd));
-  _mm_storeu_ps(out, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
-}
+static inline float sum(F x) { return sum_of_lanes(quarter(x)); }
+static inline void sum4(F a, F b, F c, F d, float* out) { sums_of_lanes(quarter(a), quarter(b), quarter(c), quarter(d), out); }
 static inline float max_lane(F x) { return _mm512_reduce_max_ps(x); }
 
 static inline U load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }

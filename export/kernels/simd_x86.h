@@ -9,6 +9,17 @@ namespace KERNEL_VARIANT {
 
 static inline __m128i load_16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 
+// What is left of `sum` and `sum4` when lanes i, i + 4, i + 8 and i + 12 have become one.
+static inline float sum_of_lanes(__m128 x) {
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
+}
+static inline void sums_of_lanes(__m128 a, __m128 b, __m128 c, __m128 d, float* out) {
+  const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));  // a02 b02 a13 b13
+  const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+  _mm_storeu_ps(out, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
+}
+
 // Four bytes of each of four rows next to each other, four times.
 static inline void store_across(__m128i a, __m128i b, __m128i c, __m128i d, uint8_t* to) {
   const __m128i ab = _mm_unpacklo_epi32(a, b), cd = _mm_unpacklo_epi32(c, d);

@@ -286,16 +286,18 @@ def outcome(library: Path) -> bytes:
 
 @pytest.mark.parametrize("variant", ["avx2", "avx_vnni", "avx512"])
 def test_variants_give_the_same_bits(library: Path, variant: str) -> None:
-    """Those that this processor lacks fall back to the plain one, and are not tested here."""
     outcomes = []
     for name in ("plain", variant):
         code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_kernels as t; "
         code += f"sys.stdout.buffer.write(t.outcome(t.Path({str(library)!r})))"
         root = str(Path(__file__).parents[3])
         environment = {**os.environ, "SPORTSLLM_KERNELS": name, "PYTHONPATH": root}
-        outcomes.append(
-            subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
-        )
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, check=False)
+        if b"names no variant that this processor runs" in done.stderr:
+            pytest.skip(f"this processor lacks {name}")
+        done.check_returncode()
+        outcomes.append(done.stdout)
     assert outcomes[0]
     assert outcomes[0] == outcomes[1]
 
