@@ -88,10 +88,9 @@ def quantize(
     method: Annotated[
         str | None,
         typer.Option(
-            help="rtn (round to nearest) or mse (grid of least squared error); with calibration text awq, gptq, smooth "
-            "or smooth+gptq.",
-            show_default="gptq with --calibration or --qad, and for 4 bits where the training text is known; "
-            "smooth+gptq with --per-row as well; else mse",
+            help="rtn (round to nearest) or mse (grid of least squared error); with calibration text balance, awq, "
+            "gptq, smooth or smooth+gptq.",
+            show_default="gptq for 4 bits, balance for 8, smooth+gptq with --per-row; mse for untrained weights",
         ),
     ] = None,
     grid: GridFlags,

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, UsageError
@@ -28,6 +29,7 @@ from sportsllm.inference.sampling import Sampling
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.kinds import block_state
+from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
@@ -41,6 +43,7 @@ BEGINNING_TOKENS = 16
 """What is read of a document that is a prompt."""
 _BEGINNING_CHARACTERS = 64 * BEGINNING_TOKENS
 _MOST_ROWS, _FEWEST_ROWS, _CACHE_BYTES = 128, 32, 2**30
+_EMPTY = "{}: the model produced only empty texts; check the checkpoint and its tokenizer"
 Result = TypeVar("Result")
 
 
@@ -102,21 +105,11 @@ def write_corpus(checkpoint: Path, out: Path, request: Request) -> dict[str, Any
         prompts = read_prompts(request.prompts, words, longest) if request.prompts else [[words.begin_id]]
         prompts = [prompts[place] for place in np.random.default_rng(request.seed).permutation(len(prompts))]
         model = load_checkpoint(checkpoint).to(training_device()).eval()
-        stops = sorted({*config.stop_token_ids, words.begin_id})
-
-        def batch(number: int, cancelled: Event) -> list[tuple[int, SampledText]]:
-            texts = range(number * rows, (number + 1) * rows)
-            uniform = np.stack([np.random.default_rng([request.seed, text]).random(longest) for text in texts])
-            starts = [prompts[text % len(prompts)] for text in texts]
-            sampled = sample_texts(model, starts, stops, sampling, uniform, cancelled)
-            return [(len(start), text) for start, text in zip(starts, sampled, strict=True)]
-
         counts = {"documents": 0, "tokens": 0, "bytes": 0, "ended": 0}
-        threads = torch.get_num_threads() if model.head_weight.device.type == "cpu" else 1
         with (
             (directory / CORPUS).open("w", encoding="utf-8") as file,
             progress_bar("sample", request.tokens) as bar,
-            closing(in_turn(batch, threads)) as batches,
+            closing(sampled_batches(model, words, prompts, sampling, longest, rows, request.seed)) as batches,
         ):
             while counts["tokens"] < request.tokens:
                 before = counts["tokens"]
@@ -132,9 +125,7 @@ def write_corpus(checkpoint: Path, out: Path, request: Request) -> dict[str, Any
                     if counts["tokens"] >= request.tokens:
                         break
                 if counts["tokens"] == before:
-                    raise ArtifactError(
-                        f"{checkpoint}: the model produced only empty texts; check the checkpoint and its tokenizer"
-                    )
+                    raise ArtifactError(_EMPTY.format(checkpoint))
                 bar.advance(min(counts["tokens"], request.tokens) - before)
         if not counts["ended"]:
             say(f"no text ended within {longest} tokens: all are cut off")
@@ -143,6 +134,58 @@ def write_corpus(checkpoint: Path, out: Path, request: Request) -> dict[str, Any
 
     inputs = [checkpoint, *([request.prompts] if request.prompts else [])]
     return run_stage(out, Stage("sample", settings, inputs, seed=request.seed), make)
+
+
+def own_text(checkpoint: Path, config: ModelConfig, count: int, length: int, seed: int = 0) -> list[Tensor]:
+    """Token ids of texts that a checkpoint writes from the begin token, (1, T) each with T at most `length`.
+
+    For statistics where no text is known: what a model writes passes through the states that it computes when it is
+    used (https://arxiv.org/abs/2410.17170). They have `count` times `length` tokens together, or there are four times
+    `count` of them.
+    """
+    words, samples, tokens = load_tokenizer(checkpoint, config), list[Tensor](), 0
+    model = load_checkpoint(checkpoint).to(training_device()).eval()
+    rows = min(default_rows(config, length, count * length), max(1, count // torch.get_num_threads()))
+    plain = Request(count * length).sampling
+    with (
+        progress_bar("sample", count * length) as bar,
+        closing(sampled_batches(model, words, [[words.begin_id]], plain, length, rows, seed)) as batches,
+    ):
+        while tokens < count * length and len(samples) < 4 * count:
+            texts = [text.tokens for _, text in next(batches) if len(text.tokens) > 1]
+            samples += [torch.tensor([ids]) for ids in texts]
+            tokens += sum(map(len, texts))
+            bar.advance(sum(map(len, texts)))
+            if not texts:
+                break
+    if not samples:
+        raise ArtifactError(_EMPTY.format(checkpoint))
+    return samples
+
+
+def sampled_batches(
+    model: SportsLLM,
+    words: TextTokenizer,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    longest: int,
+    rows: int,
+    seed: int,
+) -> Generator[list[tuple[int, SampledText]]]:
+    """Batches of `rows` texts without end, each with the length of its prompt, from several threads on a CPU.
+
+    Text n continues prompt n, from the first again behind the last, by draws that the seed and n decide.
+    """
+    stops = sorted({*model.config.stop_token_ids, words.begin_id})
+
+    def batch(number: int, cancelled: Event) -> list[tuple[int, SampledText]]:
+        texts = range(number * rows, (number + 1) * rows)
+        uniform = np.stack([np.random.default_rng([seed, text]).random(longest) for text in texts])
+        starts = [prompts[text % len(prompts)] for text in texts]
+        sampled = sample_texts(model, starts, stops, sampling, uniform, cancelled)
+        return [(len(start), text) for start, text in zip(starts, sampled, strict=True)]
+
+    return in_turn(batch, torch.get_num_threads() if model.head_weight.device.type == "cpu" else 1)
 
 
 def default_rows(config: ModelConfig, longest: int, tokens: int) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compress.pruning.activations import second_moment
+from compress.pruning.activations import second_moment, summed
 from compress.pruning.refit import LayerPair, LeastSquares, Streams, refit_block, run_layer
 from compress.quantization.channel_scaling import scale_block
 from compress.quantization.config import UNPACKED
@@ -28,15 +28,18 @@ from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, block_matrices
-from sportsllm.models.language_model import RMSNorm, Rope
+from sportsllm.models.language_model import Block, RMSNorm, Rope
 from sportsllm.models.rope import rope_tables
 from sportsllm.storage.checkpoint import load_block, read_ends
 from sportsllm.storage.safetensors_files import TensorFiles
+from sportsllm.text.calibration import check_familiar
+from sportsllm.training.chunked_loss import cross_entropy
 
 # Pull towards the given weights, as a share of the inputs' mean square; see `compress.pruning.refit`.
 RIDGE = 1e-2
 TABLE_SHARE = 0.5
 _TABLE_TOKENS = 8  # per hidden channel: enough for the second moment of a tied head
+_JUDGED = 8  # pieces that show whether the text is of the model's kind
 _ROWS = 8192  # rounded together: bounds the memory that a head takes
 
 
@@ -80,8 +83,8 @@ def quantize_calibrated(
         packed: empty.
         samples: calibration token ids, each (B, T).
         scaling: scale each layer first, by a rule of `compress.quantization.channel_scaling`.
-        gptq: fit and round by GPTQ; else by the grid of least squared error, columns counting as their inputs are
-            strong.
+        gptq: fit and round by GPTQ; else each matrix by itself on the grid of least squared error, columns counting as
+            their inputs in the full model are strong.
         ridge: see the module.
         originals: where given, gets the layers' matrices as they were before rounding, scaled, by module.
     """
@@ -93,12 +96,12 @@ def quantize_calibrated(
     norm.weight.data = ends["model.norm.weight"]
     embedding, head = ends.pop(f"{EMBEDDING}.weight"), ends.pop(f"{HEAD}.weight", None)
     if gptq and head is None and packed.config.bits_for(EMBEDDING) != UNPACKED:
-        _round(packed, EMBEDDING, embedding, _tied_gram(tensors, model, samples, embedding, norm, rope), gptq)
+        _gptq(packed, EMBEDDING, embedding, _tied_gram(tensors, model, samples, embedding, norm, rope))
     else:
         packed.add_matrix(EMBEDDING, embedding, search=True)
     full_BTD = [embedding[tokens] for tokens in samples]
     stored = packed.matrix(EMBEDDING)
-    rounded_BTD = [stored[tokens] for tokens in samples]
+    rounded_BTD = [stored[tokens] for tokens in samples] if gptq else []
     del embedding, stored
     with progress_bar("quantize", model.num_hidden_layers) as bar:
         for layer in range(model.num_hidden_layers):
@@ -108,20 +111,22 @@ def quantize_calibrated(
             if originals is not None:
                 matrices = (matrix.name for matrix in block_matrices(model))
                 originals |= {f"{prefix}.{name}": source.get_parameter(f"{name}.weight") for name in matrices}
-            block = copy.deepcopy(source)
-            following = run_layer(source, full_BTD, rope)
-
-            def solve(name: str, linear: nn.Linear, sums: LeastSquares, prefix: str = prefix) -> None:
-                wanted = sums.solve(linear.weight, ridge) if gptq and sums.gram_II.any() else linear.weight
-                linear.weight.data = _round(packed, f"{prefix}.{name}", wanted, sums.gram_II.float(), gptq)
-
-            refit_block(LayerPair(block, source, model, rope), Streams(full_BTD, rounded_BTD, following), solve)
-            for name, parameter in block.named_parameters():
+            if gptq:
+                following = run_layer(source, full_BTD, rope)
+                pair, streams = (
+                    LayerPair(copy.deepcopy(source), source, model, rope),
+                    Streams(full_BTD, rounded_BTD, following),
+                )
+                _fit_and_round(packed, prefix, pair, streams, ridge)
+                rounded_BTD = run_layer(pair.block, rounded_BTD, rope)
+            else:
+                following = _round_alone(packed, prefix, source, model, full_BTD, rope)
+            for name, parameter in source.named_parameters():
                 if parameter.ndim == 1:
                     packed.add(f"{prefix}.{name}", parameter, search=True)
-            rounded_BTD = run_layer(block, rounded_BTD, rope)
             full_BTD = following
             bar.advance()
+    _check_text(samples, full_BTD, norm, TensorFiles(checkpoint)[f"{HEAD if head is not None else EMBEDDING}.weight"])
     for name, tensor in ends.items():
         packed.add(name, tensor, search=True)
     if head is None:
@@ -129,9 +134,51 @@ def quantize_calibrated(
     if gptq and packed.config.bits_for(HEAD) != UNPACKED:
         sums = LeastSquares.over(zip(map(norm, rounded_BTD), map(norm, full_BTD), strict=True))
         wanted = LeastSquares(sums.gram_II, head.double() @ sums.cross_OI).solve(head, ridge)
-        _round(packed, HEAD, wanted, sums.gram_II.float(), gptq)
+        _gptq(packed, HEAD, wanted, sums.gram_II.float())
     else:
         packed.add_matrix(HEAD, head, search=True)
+
+
+def _fit_and_round(packed: PackedCheckpoint, prefix: str, pair: LayerPair, streams: Streams, ridge: float) -> None:
+    """GPTQ of one layer, each matrix fitted before; `pair.block` becomes what is stored."""
+
+    def solve(name: str, linear: nn.Linear, sums: LeastSquares) -> None:
+        wanted = sums.solve(linear.weight, ridge) if sums.gram_II.any() else linear.weight
+        linear.weight.data = _gptq(packed, f"{prefix}.{name}", wanted, sums.gram_II.float())
+
+    refit_block(pair, streams, solve)
+
+
+def _round_alone(
+    packed: PackedCheckpoint, prefix: str, block: Block, model: ModelConfig, states_BTD: Sequence[Tensor], rope: Rope
+) -> list[Tensor]:
+    """Round each matrix of a layer by itself, columns counting as their inputs are strong; returns the states after
+    the layer.
+    """
+
+    def squares(inputs: Tensor, _output: Tensor) -> Tensor:
+        return inputs.flatten(0, -2).double().square().sum(dim=0)
+
+    names = [matrix.name for matrix in block_matrices(model)]
+    with summed({name: (block.get_submodule(name), squares) for name in names}) as found:
+        following = run_layer(block, states_BTD, rope)
+    for name in names:
+        weight_NK, module = block.get_parameter(f"{name}.weight"), f"{prefix}.{name}"
+        _check_finite(module, found[name])
+        spec = packed.config.grid_for(module, weight_NK.shape[1])
+        grid = fit_grid(weight_NK, *spec, search=True, weights_K=found[name].float())
+        packed.add_packed(module, grid.pack(grid.round(weight_NK)))
+    return following
+
+
+def _check_text(samples: Sequence[Tensor], last_BTD: Sequence[Tensor], norm: RMSNorm, head_VD: Tensor) -> None:
+    """Whether the full model, whose last states are given, knows the calibration text; a few pieces tell."""
+    few = samples[:_JUDGED]
+    nats = sum(
+        float(cross_entropy(norm(x_BTD[:, :-1]), head_VD.float(), tokens[:, 1:]))
+        for x_BTD, tokens in zip(last_BTD, few, strict=False)
+    )
+    check_familiar(samples, nats / sum(tokens[:, 1:].numel() for tokens in few))
 
 
 def _tied_gram(
@@ -149,15 +196,15 @@ def _tied_gram(
     return gram_DD / gram_DD.diagonal().mean() + TABLE_SHARE * torch.eye(len(gram_DD))
 
 
-def _round(packed: PackedCheckpoint, module: str, weight_NK: Tensor, gram_KK: Tensor, gptq: bool) -> Tensor:
-    """Quantize one matrix; returns what it stands for, (N, K) float32."""
-    if not gram_KK.isfinite().all():
-        raise ArtifactError(f"{module}: what it reads of the calibration text overflows; the checkpoint is damaged")
+def _gptq(packed: PackedCheckpoint, module: str, weight_NK: Tensor, gram_KK: Tensor) -> Tensor:
+    """Quantize one matrix by GPTQ; returns what it stands for, (N, K) float32."""
+    _check_finite(module, gram_KK)
     spec = packed.config.grid_for(module, weight_NK.shape[1])
-    if gptq:
-        quantized = stack_rows([gptq_weight(rows, gram_KK, *spec) for rows in torch.split(weight_NK, _ROWS)])
-    else:
-        grid = fit_grid(weight_NK, *spec, search=True, weights_K=gram_KK.diagonal())
-        quantized = grid.pack(grid.round(weight_NK))
+    quantized = stack_rows([gptq_weight(rows, gram_KK, *spec) for rows in torch.split(weight_NK, _ROWS)])
     packed.add_packed(module, quantized)
     return torch.from_numpy(quantized.dequantize())
+
+
+def _check_finite(module: str, moments: Tensor) -> None:
+    if not moments.isfinite().all():
+        raise ArtifactError(f"{module}: what it reads of the calibration text overflows; the checkpoint is damaged")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compress.distillation.recovery import Recovery, prepare_recovery, recover
 from compress.distillation.student_training import RunState
+from compress.distillation.synthetic_text import own_text
 from compress.quantization.aware_training import make_trainable, pack_trained
 from compress.quantization.config import QuantizationConfig, bits_per_weight
 from compress.quantization.layer_by_layer import quantize_calibrated, quantize_without_data
@@ -29,9 +30,10 @@ from sportsllm.storage.checkpoint import load_checkpoint, write_checkpoint
 from sportsllm.storage.safetensors_files import TensorFiles, bitsandbytes_kind, quantization_config
 from sportsllm.text.calibration import calibration_samples
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.setup import held_out_files, manifest_setting
+from sportsllm.training.setup import held_out_files, manifest_setting, tokens_per_parameter
 
-SAMPLES, SAMPLE_TOKENS = 64, 512
+SAMPLE_TOKENS, LEAST_SAMPLES = 512, 16
+_SAMPLES_TIMES_PARAMETERS = 1e10  # about a minute of sampling on two cores
 SENSITIVITY_SAMPLES = 16
 
 
@@ -43,11 +45,13 @@ class Method:
         search: take the grid of least squared error instead of the one that holds every number.
         scaling: scale channels first, by a rule of `compress.quantization.channel_scaling`.
         gptq: fit to the inputs and round by GPTQ.
+        samples: pieces of calibration text that are read unless a number is given.
     """
 
     search: bool = True
     scaling: str | None = None
     gptq: bool = False
+    samples: int = 64
 
     @property
     def reads_text(self) -> bool:
@@ -58,6 +62,7 @@ class Method:
 METHODS = {
     "rtn": Method(search=False),
     "mse": Method(),
+    "balance": Method(scaling="balance", samples=16),
     "awq": Method(scaling="awq"),
     "smooth": Method(scaling="smooth"),
     "gptq": Method(scaling="balance", gptq=True),
@@ -69,49 +74,53 @@ METHODS = {
 class CalibrationText:
     """Files that statistics are taken from, never held-out ones, and how many pieces of them are read.
 
-    Without files those that the checkpoint was made from are read, without a number up to 64 pieces.
+    Without files those that the checkpoint was made from are read; where those are not known, texts that the checkpoint
+    writes itself. Without a number as many pieces are read as the method asks for.
     """
 
     files: tuple[Path, ...] = ()
     samples: int | None = None
 
-    def read(self, checkpoint: Path, model: ModelConfig) -> list[Tensor]:
-        """Token ids of pieces of at most 512 tokens, each (1, T).
+    def found(self, checkpoint: Path) -> CalibrationText:
+        """The same with the files that the checkpoint was made from, if none are given and all of those are there."""
+        made_from = tuple(Path(name) for name in manifest_setting(checkpoint, "corpus") or ())
+        known = all(path.exists() for path in made_from)
+        return self if self.files or not known else CalibrationText(made_from, self.samples)
+
+    def read(self, checkpoint: Path, model: ModelConfig, most: int) -> list[Tensor]:
+        """Token ids of pieces of at most 512 tokens, each (1, T); about `most` of that length without a number.
 
         Raises:
             ArtifactError: there is no text, or less than asked for.
         """
+        if not self.files:
+            count = self.samples or min(most, max(LEAST_SAMPLES, round(_SAMPLES_TIMES_PARAMETERS / model.parameters)))
+            say(f"no calibration text is known: it is {count} texts that the model writes itself")
+            return own_text(checkpoint, model, count, min(SAMPLE_TOKENS, model.max_position_embeddings))
         words, valid = load_tokenizer(checkpoint, model), held_out_files(checkpoint)
-        return calibration_samples(self.files, valid, words, model, self.samples, SAMPLE_TOKENS, SAMPLES)
+        return calibration_samples(self.files, valid, words, model, self.samples, SAMPLE_TOKENS, most)
 
 
 def resolve_method(
-    name: str | None,
-    config: QuantizationConfig,
-    text: CalibrationText,
-    budget: SizeBudget | None,
-    trained: bool,
-    known_text: bool = False,
+    name: str | None, config: QuantizationConfig, text: CalibrationText, budget: SizeBudget | None, untrained: bool
 ) -> str:
     """The name of the method that flags ask for.
 
     Args:
-        name: None for gptq where there is calibration text or training (smooth+gptq per channel), else mse. INT8
-            loses so little that text has to be given for it.
+        name: None for gptq at 4 bits, balance at 8, smooth+gptq per channel; mse for untrained weights.
         config: grids of the matrices.
-        text: for calibration.
+        text: for calibration, as it was given.
         budget: for a mixture of precisions.
-        trained: whether quantization-aware training follows.
-        known_text: the checkpoint names the text that it was made from, and it is there.
+        untrained: the weights are random, so that no text says anything about them.
 
     Raises:
         UsageError: an unknown method, or flags that do not go with it.
     """
     if name is None:
-        informed = bool(text.files) or trained or (known_text and config.bits < 8)
-        if not informed and config.bits < 8:
-            say("no calibration text is known, so the matrices are only rounded; --calibration FILE loses about half")
-        name = ("smooth+gptq" if config.per_channel else "gptq") if informed else "mse"
+        name = "smooth+gptq" if config.per_channel else "balance" if config.bits == 8 else "gptq"
+        if untrained and not text.files:
+            say("untrained weights: they are rounded without calibration (mse)")
+            name = "mse"
     if name not in METHODS:
         raise UsageError(f"--method {name!r} is not known; choose one of {', '.join(METHODS)}")
     method = METHODS[name]
@@ -165,7 +174,7 @@ def check_request(
     """Check a request against the checkpoint, and find the calibration text.
 
     Raises:
-        UsageError: there is no calibration text, or the budget is too small.
+        UsageError: the budget is too small.
         ArtifactError: the checkpoint is damaged or quantized already.
     """
     if quantization_config(checkpoint) is not None:
@@ -175,14 +184,7 @@ def check_request(
         budget.spare_bytes(model, config)
     if not METHODS[method].reads_text and budget is None:
         return QuantizationPlan(checkpoint, model, config, method, None, None)
-    files = text.files or tuple(Path(name) for name in manifest_setting(checkpoint, "corpus") or ())
-    if not files:
-        asked = f"--method {method}" if METHODS[method].reads_text else "mixing precisions"
-        raise UsageError(
-            f"{asked} needs calibration text, and {checkpoint} does not say what it was made from; "
-            "give --calibration FILE, or --method mse with one precision, which needs none"
-        )
-    return QuantizationPlan(checkpoint, model, config, method, CalibrationText(files, text.samples), budget)
+    return QuantizationPlan(checkpoint, model, config, method, text.found(checkpoint), budget)
 
 
 @dataclass(frozen=True)
@@ -199,8 +201,8 @@ class RoundedWeights:
 
 def round_weights(plan: QuantizationPlan, keep_originals: bool) -> RoundedWeights:
     """Quantize a checkpoint's tensors."""
-    samples = [] if plan.text is None else plan.text.read(plan.checkpoint, plan.model)
     method, config, groups = METHODS[plan.method], plan.config, list[SensitivityGroup]()
+    samples = [] if plan.text is None else plan.text.read(plan.checkpoint, plan.model, method.samples)
     if plan.budget is not None:
         groups = measure_groups(load_checkpoint(plan.checkpoint), config, samples[:SENSITIVITY_SAMPLES])
         config = choose_bits(config, groups, plan.budget.spare_bytes(plan.model, config))
@@ -278,9 +280,7 @@ def quantize(
         ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
     """
     config, text = config or QuantizationConfig(), text or CalibrationText()
-    made_from = [Path(name) for name in manifest_setting(checkpoint, "corpus") or ()]
-    known = bool(made_from) and all(path.exists() for path in made_from)
-    name = resolve_method(method, config, text, budget, recovery is not None, known)
+    name = resolve_method(method, config, text, budget, tokens_per_parameter(checkpoint) == 0)
     plan = check_request(checkpoint, config, name, text, budget)
     settings, parents, cache, seed = plan.settings(), [checkpoint], None, None
     parents += plan.text.files if plan.text else []

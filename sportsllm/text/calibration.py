@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sportsllm.console import say
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.documents import cut_text
@@ -61,6 +62,26 @@ def calibration_samples(
             "give more text or ask for fewer"
         )
     return samples
+
+
+def check_familiar(samples: Sequence[Tensor], nats: float) -> None:
+    """Say so where a model knows nothing of its calibration text, such as one in another language.
+
+    That is where it predicts the tokens no better than their frequencies in the text would: at or above the entropy of
+    those, which a short text makes look smaller than it is.
+
+    Args:
+        samples: token ids, (1, T) each.
+        nats: the model's mean cross-entropy a token on them.
+    """
+    counts = torch.cat([tokens.flatten() for tokens in samples]).bincount().double()
+    shares = counts[counts > 0] / counts.sum()
+    entropy = -float((shares * shares.log()).sum())
+    if nats >= entropy:
+        say(
+            f"the model knows nothing of the calibration text: {nats:.2f} nats a token, its tokens' frequencies alone "
+            f"{entropy:.2f}; give --calibration text like what the model was trained on"
+        )
 
 
 def _pieces(

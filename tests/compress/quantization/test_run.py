@@ -116,7 +116,7 @@ def calibration(method: str, file: Path, samples: int) -> CalibrationText | None
     return CalibrationText((file,), samples) if METHODS[method].reads_text else None
 
 
-@pytest.mark.parametrize("method", ["rtn", "mse", "awq", "gptq"])
+@pytest.mark.parametrize("method", ["rtn", "mse", "balance", "awq", "gptq"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("head_bits", [4, 32])
 def test_the_stage(
@@ -137,7 +137,7 @@ def test_the_stage(
     kept = {name: value for name, value in loaded.state_dict().items() if value.ndim == 1}
     assert len(kept) == 1 + 2 * (2 + 2 + 4)
     for name, value in kept.items():
-        assert torch.equal(value, model.state_dict()[name]) or method in ("awq", "gptq")  # which scale them
+        assert torch.equal(value, model.state_dict()[name]) or method in ("awq", "balance", "gptq")  # which scale them
     tokens = torch.randint(0, 384, (1, 64), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
         found, wanted = loaded(tokens), model(tokens)
@@ -160,29 +160,37 @@ def test_minding_the_inputs_beats_rounding(checkpoint: Path, corpus_file: Path, 
     assert errors[2] < 0.8 * errors[1] and errors[1] < errors[0]
 
 
-@pytest.mark.parametrize(("bits", "known", "method"), [(4, True, "gptq"), (4, False, "mse"), (8, True, "mse")])
-def test_known_training_text_calibrates_four_bits(
-    bits: int, known: bool, method: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("bits", "per_row", "untrained", "method"),
+    [
+        (4, False, False, "gptq"),
+        (8, False, False, "balance"),
+        (8, True, False, "smooth+gptq"),
+        (4, False, True, "mse"),
+    ],
+)
+def test_the_default_method(bits: int, per_row: bool, untrained: bool, method: str) -> None:
+    granularity = Granularity.PER_CHANNEL if per_row else Granularity.BLOCK
+    config = QuantizationConfig(bits, granularity=granularity)
+    assert resolve_method(None, config, CalibrationText(), None, untrained) == method
+
+
+def test_a_model_without_known_text_writes_its_own(
+    checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = resolve_method(None, QuantizationConfig(bits), CalibrationText(), None, False, known)
-    assert found == method
-    assert ("no calibration text is known" in capsys.readouterr().err) == (method == "mse" and bits == 4)
-
-
-def test_the_default_method_follows_from_the_text(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
-    out, text = tmp_path / "out", CalibrationText((corpus_file,), 4)
-    plain = quantize(checkpoint, tmp_path / "plain")
-    read = quantize(checkpoint, tmp_path / "read", text=text)
-    assert (plain["method"], read["method"]) == ("mse", "gptq")
-    with pytest.raises(UsageError, match="needs calibration text"):
-        quantize(checkpoint, out, method="gptq")
+    own = quantize(checkpoint, tmp_path / "own", text=CalibrationText((), 4))
+    assert own["method"] == "gptq"
+    assert "4 texts that the model writes itself" in capsys.readouterr().err
+    again = quantize(checkpoint, tmp_path / "again", text=CalibrationText((), 4))
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("own", "again")]
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0]) and again["method"] == "gptq"
     with pytest.raises(UsageError, match="reads no calibration text"):
-        quantize(checkpoint, out, method="rtn", text=text)
+        quantize(checkpoint, tmp_path / "out", method="rtn", text=CalibrationText((corpus_file,), 4))
     empty = tmp_path / "empty.txt"
     empty.write_text("", encoding="utf-8")
     with pytest.raises(ArtifactError, match="no calibration text"):
-        quantize(checkpoint, out, text=CalibrationText((empty,)))
-    assert not out.exists()
+        quantize(checkpoint, tmp_path / "out", text=CalibrationText((empty,)))
+    assert not (tmp_path / "out").exists()
 
 
 def test_blocks_that_pad_much_are_told(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

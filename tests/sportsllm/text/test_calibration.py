@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from sportsllm.errors import ArtifactError
 from sportsllm.models.presets import preset
-from sportsllm.text.calibration import calibration_samples
+from sportsllm.text.calibration import calibration_samples, check_familiar
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 
@@ -65,3 +66,11 @@ def test_every_piece_counts_where_text_is_short(words, tmp_path: Path) -> None: 
         calibration_samples([text], [], words, CONFIG, 2, 64)
     with pytest.raises(ArtifactError, match="no calibration text"):
         calibration_samples([], [], words, CONFIG, None, 64)
+
+
+def test_text_of_another_kind_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    samples = [torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0, 1, 2, 3]])]  # entropy: log 4 = 1.386 nats
+    check_familiar(samples, 1.38)
+    assert capsys.readouterr().err == ""
+    check_familiar(samples, 1.39)
+    assert "knows nothing of the calibration text: 1.39 nats a token" in capsys.readouterr().err
