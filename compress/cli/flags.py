@@ -42,14 +42,22 @@ class TeacherFlags(FlagGroup):
 
     def config(self, start: Start, teacher: Path) -> DistillationConfig:
         """What a student learns that starts from `start`; the teacher's manifest says how much that has read."""
-        from compress.distillation.settings import DistillationConfig, default_kl_weight, parse_kl_weight
+        from compress.distillation.settings import (
+            DistillationConfig,
+            default_hidden_weight,
+            default_kl_weight,
+            parse_kl_weight,
+        )
         from sportsllm.training.setup import tokens_per_parameter
 
         given = self.given()
         weight = given.pop("kl_weight", None)
         if weight is None:
-            return DistillationConfig(kl_weight=default_kl_weight(start, tokens_per_parameter(teacher)), **given)
-        return DistillationConfig(kl_weight=parse_kl_weight(str(weight)), **given)  # a recipe may give a number
+            share = default_kl_weight(start, tokens_per_parameter(teacher))
+        else:
+            share = parse_kl_weight(str(weight))  # a recipe may give a number
+        given.setdefault("hidden_weight", default_hidden_weight(start, share, self.signals))
+        return DistillationConfig(kl_weight=share, **given)
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,8 @@ class DistillationFlags(TeacherFlags):
         float | None, typer.Option(help="Softmax temperature of teacher and student.", show_default="1")
     ] = None
     hidden_weight: Annotated[
-        float | None, typer.Option(help="Weight of hidden-state matching in the loss.", show_default="0")
+        float | None,
+        typer.Option(help="Weight of hidden-state matching in the loss.", show_default="3 for cut weights, else 0"),
     ] = None
     layer_map: Annotated[
         str | None,

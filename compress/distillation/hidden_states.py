@@ -16,6 +16,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE
 
+_RIDGE = 1e-3  # of a fitted projection, as a share of the states' mean square
 _LEAST_SQUARE = 1e-12  # of a teacher's state, so that a state of zeros divides by something
 
 
@@ -70,6 +71,22 @@ class HiddenMatching(nn.Module):
             matrix_ED = torch.empty(teacher.hidden_size, student.hidden_size)
             nn.init.orthogonal_(matrix_ED, generator=generator)
             self.projections.append(nn.Parameter(matrix_ED))
+
+    @torch.no_grad()
+    def fit(self, student_states: Sequence[Tensor], teacher_states: Sequence[Tensor], targets: Tensor) -> None:
+        """Give the projections the least loss on one batch; arguments are those of `forward`.
+
+        From random ones a short run of training would mostly learn them.
+        """
+        scored = targets.flatten() != IGNORE
+        for projection_ED, (student, teacher) in zip(self.projections, self.layer_map, strict=False):
+            s_ND, t_NE = (
+                states.flatten(0, 1)[scored].double() for states in (student_states[student], teacher_states[teacher])
+            )
+            size_N1 = t_NE.square().sum(dim=-1, keepdim=True).clamp(min=_LEAST_SQUARE)
+            gram_DD = s_ND.T @ (s_ND / size_N1)
+            gram_DD += _RIDGE * gram_DD.diagonal().mean() * torch.eye(len(gram_DD), device=gram_DD.device)
+            projection_ED.copy_(torch.linalg.solve(gram_DD, s_ND.T @ (t_NE / size_N1)).T)
 
     def forward(self, student_states: Sequence[Tensor], teacher_states: Sequence[Tensor], targets: Tensor) -> Tensor:
         """Sum over scored tokens of `hidden_matching_loss`, its mean over the pairs.

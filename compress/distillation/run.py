@@ -79,8 +79,8 @@ class Start(Protocol):
     def shape(self) -> ModelConfig: ...
     @property
     def inputs(self) -> list[Path]: ...
-    def build(self, training: StudentTraining) -> SportsLLM:
-        """The student before training."""
+    def build(self, training: StudentTraining) -> tuple[SportsLLM, StudentTraining]:
+        """The student before training, and the training with what is known of the student's layers."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class Fresh:
     shape: ModelConfig
     inputs: list[Path]
 
-    def build(self, training: StudentTraining) -> SportsLLM:
+    def build(self, training: StudentTraining) -> tuple[SportsLLM, StudentTraining]:
         """The student before training."""
         model = SportsLLM(self.shape)
         model.initialize(training.config.seed)
-        return model
+        return model, training
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ class Checkpoint:
     shape: ModelConfig
     inputs: list[Path]
 
-    def build(self, training: StudentTraining) -> SportsLLM:
+    def build(self, training: StudentTraining) -> tuple[SportsLLM, StudentTraining]:
         """The student before training."""
-        return load_checkpoint(self.inputs[0])
+        return load_checkpoint(self.inputs[0]), training
 
 
 def resolve_start(student: str, init: Path | None, start: str | None, teacher: Path) -> Fresh | Checkpoint:
@@ -206,10 +206,10 @@ def distill(student: str, start: Start, training: StudentTraining, out: Path, re
     def make(directory: Path) -> dict[str, Any]:
         text = StudentText.read(training, load_tokenizer(training.teacher, theirs))
         copy_tokenizer(training.teacher, directory)
-        model = start.build(training)
+        model, known = start.build(training)
         before = {"bits_per_byte_before": text.bits_per_byte(model)} if config.steps and has_weights else {}
         state = RunState(directory, stage.fingerprint(), resume)
-        results = train_student(model, training, text, cache, state, f"distil {student}", has_weights)
+        results = train_student(model, known, text, cache, state, f"distil {student}", has_weights)
         save_checkpoint(directory, model)
         return {**results, **before}
 

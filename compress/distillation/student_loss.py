@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from compress.distillation.divergences import mixed_chunk
@@ -53,3 +54,13 @@ def distillation_loss(
         return total
 
     return loss
+
+
+@torch.no_grad()
+def fit_matching(matching: HiddenMatching, student: SportsLLM, teacher: SportsLLM, batch: Batch) -> None:
+    """`HiddenMatching.fit` on a batch, which is moved to the student's device."""
+    moved = batch.to(student.head_weight.device)
+    states: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for model, found in zip((student, teacher), states, strict=True):
+        model.hidden(moved.tokens, moved.documents, states=found)
+    matching.to(student.head_weight.device).fit(*states, moved.targets)

@@ -11,7 +11,7 @@ from typing import Any
 
 from compress.distillation.hidden_states import HiddenMatching, attached
 from compress.distillation.settings import DistillationConfig
-from compress.distillation.student_loss import distillation_loss
+from compress.distillation.student_loss import distillation_loss, fit_matching
 from compress.distillation.teacher import load_teacher, running_teacher
 from compress.teacher_cache.files import SIGNALS
 from compress.teacher_cache.read import CacheKey, TeacherCache, open_teacher_cache
@@ -178,6 +178,8 @@ def train_student(
         if teacher is not None and training.distillation.hidden_weight:
             layers = training.distillation.layers(student.config, teacher.config)
             matching = HiddenMatching(student.config, teacher.config, layers, config.seed)
+            if has_weights:
+                fit_matching(matching, student, teacher, batches.batch(0))
         judged = validation(text.split, text.tokenizer, config, has_weights)
         loss = distillation_loss(training.distillation, teacher, config.steps * config.accumulation, cache)
         with attached(student, matching):

@@ -15,7 +15,7 @@ from torch import Tensor
 from compress.distillation.recovery import Recovery, prepare_recovery, recover
 from compress.distillation.settings import DistillationConfig
 from compress.pruning.heads import heads_change, reduce_heads
-from compress.pruning.kept_units import LayerRun, choose_units, kept_layers
+from compress.pruning.kept_units import LayerRun, choose_units, kept_layers, loss_per_token
 from compress.pruning.output_selection import output_scores
 from compress.pruning.refit import refit_layers
 from compress.pruning.rotation import principal_directions, rotate
@@ -39,11 +39,12 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.artifact import STATE_DIRECTORY, Stage, partial_directory, run_stage
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
-from sportsllm.text.calibration import calibration_samples
+from sportsllm.text.calibration import calibration_samples, check_familiar
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.setup import held_out_files, manifest_setting
 
 SAMPLE_LENGTH = 512
+_JUDGED = 8  # pieces that show whether the text is of the model's kind
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class PruneJob:
         words = load_tokenizer(self.checkpoint, model.config)
         valid = [*held_out_files(self.checkpoint), *(self.recovery.valid if self.recovery else ())]
         samples = calibration_samples(self.calibration, valid, words, model.config, self.config.samples, length)
+        with torch.no_grad():
+            check_familiar(samples, loss_per_token(model, samples[:_JUDGED]))
         return model, samples, measure_scores(model, self.config, samples, self.scores)
 
 
@@ -187,8 +190,10 @@ def prune_checkpoint(
         pruned = prune_to_shape(model, scores, shape, job.config, samples)
         network, training = pruned.model, dict[str, Any]()
         if recovery is not None:
-            objective = map_kept_layers(recovery, pruned.layers, config.num_hidden_layers)
-            mapped, identity = dataclasses.replace(recovery, objective=objective), stage.fingerprint()
+            objective, identity = recovery.objective, stage.fingerprint()
+            if recovery.teacher is None:  # another one has layers of its own
+                objective = map_kept_layers(objective, pruned.layers, config.num_hidden_layers)
+            mapped = dataclasses.replace(recovery, objective=objective)
             network, training = recover(
                 network, mapped, job.checkpoint, directory=directory, identity=identity, resume=resume, signals=signals
             )
@@ -211,14 +216,12 @@ def prune_checkpoint(
     return run_stage(out, stage, make, resume)
 
 
-def map_kept_layers(recovery: Recovery, kept: Sequence[int], layers: int) -> DistillationConfig:
-    """The recovery's objective, with a layer map that matches each kept layer's input to its input in the full model.
+def map_kept_layers(objective: DistillationConfig, kept: Sequence[int], layers: int) -> DistillationConfig:
+    """The objective with a layer map that matches each kept layer's input to its input in the full model.
 
-    So the layer before a dropped one learns to stand in for it, as in the refit. A given map stays, and so does the
-    evenly spread one of a teacher other than the unpruned model, which has layers of its own.
+    So the layer before a dropped one learns to stand in for it, as in the refit. A given map stays.
     """
-    objective = recovery.objective
-    if not objective.hidden_weight or objective.layer_map is not None or recovery.teacher is not None:
+    if not objective.hidden_weight or objective.layer_map is not None:
         return objective
     pairs = ",".join(f"{student}:{teacher}" for student, teacher in enumerate([*kept, layers]))
     return dataclasses.replace(objective, layer_map=pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -9,7 +10,7 @@ from typing import ClassVar
 from compress.distillation.run import Fresh, Start, resolve_start
 from compress.distillation.student_training import StudentTraining
 from compress.pruning.cut import check_cut, cut_to_config
-from compress.pruning.run import SAMPLE_LENGTH, PruneConfig
+from compress.pruning.run import SAMPLE_LENGTH, PruneConfig, map_kept_layers
 from sportsllm.console import say
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -34,8 +35,10 @@ class Cut:
     shape: ModelConfig
     inputs: list[Path]
 
-    def build(self, training: StudentTraining) -> SportsLLM:
-        """The student before training; its calibration text is the training text."""
+    def build(self, training: StudentTraining) -> tuple[SportsLLM, StudentTraining]:
+        """The student before training, whose calibration text is the training text; hidden states are matched at the
+        layers that were kept.
+        """
         teacher = load_checkpoint(training.teacher)
         words = load_tokenizer(training.teacher, teacher.config)
         context = min(self.shape.max_position_embeddings, teacher.config.max_position_embeddings)
@@ -49,7 +52,8 @@ class Cut:
         say(f"the student is cut out of {training.teacher}: layers {kept}, {self.shape.parameters:,} parameters")
         student = SportsLLM(self.shape)  # positions beyond the teacher's context have no weights
         student.load_state_dict(cut.model.state_dict())
-        return student
+        mapped = map_kept_layers(training.distillation, cut.layers, teacher.config.num_hidden_layers)
+        return student, dataclasses.replace(training, distillation=mapped)
 
 
 def choose_start(student: str, init: Path | None, start: str | None, teacher: Path) -> Start:

@@ -92,6 +92,23 @@ def states_of(model: SportsLLM, batch: Batch) -> list[Tensor]:
     return states
 
 
+def test_fitted_projections_have_no_gradient_left() -> None:
+    """The loss is quadratic in a projection, so that its minimum is where the gradient is 0, but for the ridge."""
+    teacher, student = tiny_model(seed=1, num_hidden_layers=4), tiny_model(hidden_size=48, num_key_value_heads=1)
+    batch = batch_of(256)
+    module = HiddenMatching(student.config, teacher.config, default_layer_map(2, 4))
+    with torch.inference_mode():
+        states, wanted = ([s.clone() for s in states_of(model, batch)] for model in (student, teacher))
+
+    def gradients() -> list[float]:
+        losses = module([s.clone() for s in states], [s.clone() for s in wanted], batch.targets)
+        return [float(g.norm()) for g in torch.autograd.grad(losses, list(module.projections))]
+
+    before = gradients()
+    module.fit(states, wanted, batch.targets)
+    assert all(after < 0.02 * first for after, first in zip(gradients(), before, strict=True))
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_gradient_reaches_every_matrix_of_the_student(checkpointed: bool) -> None:
     teacher, student = tiny_model(seed=1, num_hidden_layers=4), tiny_model(hidden_size=48, num_key_value_heads=1)

@@ -14,6 +14,7 @@ from compress.distillation.run import Checkpoint, Fresh, distill, resolve_start
 from compress.distillation.settings import (
     DistillationConfig,
     KLWeight,
+    default_hidden_weight,
     default_kl_weight,
     default_layer_map,
     parse_kl_weight,
@@ -151,12 +152,10 @@ def test_signals_are_made_once_and_serve_pruning_too(
 
 def test_recovery_matches_what_each_kept_layer_reads() -> None:
     objective = dataclasses.replace(FP32, hidden_weight=1.0)
-    recovery = Recovery(CONFIG, (), objective=objective)
-    assert map_kept_layers(recovery, [0, 3, 4], 5).layer_map == "0:0,1:3,2:4,3:5"
+    assert map_kept_layers(objective, [0, 3, 4], 5).layer_map == "0:0,1:3,2:4,3:5"
     own = dataclasses.replace(objective, layer_map="3:5")
-    assert map_kept_layers(dataclasses.replace(recovery, objective=own), [0, 3, 4], 5) is own
-    assert map_kept_layers(dataclasses.replace(recovery, teacher=Path("other")), [0, 3, 4], 5) is objective
-    assert map_kept_layers(dataclasses.replace(recovery, objective=FP32), [0, 3, 4], 5) is FP32
+    assert map_kept_layers(own, [0, 3, 4], 5) is own
+    assert map_kept_layers(FP32, [0, 3, 4], 5) is FP32  # nothing is matched
 
 
 def test_a_fresh_start_takes_the_shape_of_a_checkpoint_alone(
@@ -196,6 +195,13 @@ def test_adapters_and_matching_need_what_they_work_on(
     with pytest.raises(UsageError, match="--layer-map has 9:1"):
         run(checkpoint, str(student), tmp_path / "out", corpus_file, distillation=far)
     assert not list(tmp_path.glob("out*"))
+
+
+def test_hidden_states_are_matched_by_default_where_cut_weights_have_a_teacher() -> None:
+    one, none = KLWeight(1.0, 1.0), KLWeight(0.0, 0.0)
+    assert default_hidden_weight(Start.CUT, one, None) == 3.0
+    assert default_hidden_weight(Start.CUT, none, None) == default_hidden_weight(Start.CUT, one, Path("cache")) == 0.0
+    assert default_hidden_weight(Start.RANDOM, one, None) == default_hidden_weight(Start.ROUNDED, one, None) == 0.0
 
 
 def test_the_default_kl_weight_depends_on_the_start() -> None:
