@@ -67,7 +67,9 @@ def score_documents(
         ids = [tokenizer.begin_id, *tokenizer.encode(text)]
         if first_window and len(ids) > context:
             ids = ids[:context]
-            size += len(tokenizer.decode(ids).encode())
+            read = tokenizer.decode(ids)
+            whole = read if text.startswith(read) else read.rstrip("\ufffd")  # of a character that the window cuts
+            size += len(whole.encode())
         else:
             size += len(text.encode())
         for start, stop, scored in windows(len(ids), context):

@@ -50,6 +50,16 @@ def test_scores_equal_a_brute_force_sum(checkpoint: Path, texts: list[str]) -> N
     assert result.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-4)
 
 
+def test_a_window_that_cuts_a_character_counts_whole_ones(checkpoint: Path) -> None:
+    """Bytes are tokens here where nothing is merged: the context of 128 ends inside the 64th of two-byte characters."""
+    decoder = open_decoder(checkpoint)
+    tokenizer = load_tokenizer(checkpoint, decoder.config)
+    text = "\u0416" * 100
+    assert len(tokenizer.encode(text)) == 200
+    score = score_documents(decoder, tokenizer, [text], first_window=True)
+    assert (score.tokens, score.bytes) == (127, 126)
+
+
 @pytest.mark.slow
 def test_stories260k_has_its_published_perplexity(stories: Path) -> None:
     text = DATA / "tinystories_sample" / "test.jsonl"
