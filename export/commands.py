@@ -33,6 +33,10 @@ def export(
     web: Annotated[
         bool, typer.Option("--web", help="Write the files that transformers.js looks for in a browser.")
     ] = False,
+    inline: Annotated[
+        bool,
+        typer.Option("--inline", help="Write no functions for this program's kernels, for readers that know none."),
+    ] = False,
     max_ram: Annotated[
         int | None,
         typer.Option("--max-ram", min=1, help="Upper bound on memory (MB); the graph is then checked layer by layer."),
@@ -43,7 +47,7 @@ def export(
     from export.export import ExportOptions, export_checkpoint
     from sportsllm.console import output
 
-    options = ExportOptions(dtype, threads, kv_cache, calibration or [], profile, standard_ops, web, max_ram)
+    options = ExportOptions(dtype, threads, kv_cache, calibration or [], profile, standard_ops, web, inline, max_ram)
     result = export_checkpoint(checkpoint, out, options)
     parity = result["parity"]
     output().print(

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).parent
-_NAME = {"win32": "libsportsllm_kernels.dll", "darwin": "libsportsllm_kernels.dylib"}
-NAME = _NAME.get(sys.platform, "libsportsllm_kernels.so")
+from export.kernels.library import HERE, VERSION, library_name
+
+NAME = library_name(VERSION)
 # Nothing is contracted, so that all variants round alike.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden"]
 VARIANTS = {

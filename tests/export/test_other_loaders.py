@@ -87,5 +87,5 @@ def test_onnxruntime_genai_generates_the_same_tokens(exported: Path, checkpoint:
             tokens.append(int(generator.get_next_tokens()[0]))
         from export.runtime.decoder import open as open_export
 
-        ours = list(generate(open_export(directory, 2), PROMPT, 20, Sampling(temperature=0)))
+        ours = list(generate(open_export(directory, 2, "portable"), PROMPT, 20, Sampling(temperature=0)))
         assert tokens == ours[: len(tokens)] and tokens
