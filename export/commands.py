@@ -56,6 +56,11 @@ def export(
         f"greedy choices agree in {parity['greedy_match']:.1%}, "
         f"largest logit error {parity['max_abs_logit_error']:.1e}"
     )
+    for kernels, cost in parity.get("input_rounding", {}).items():  # an export of an earlier version has none
+        output().print(
+            f"8-bit inputs cost, {kernels} kernels: KL {cost['kl']:.1e} nats a token, {cost['greedy_match']:.1%} of "
+            f"greedy choices as in PyTorch ({cost['positions']} positions)"
+        )
     if max_ram is not None and not result["cached"]:
         output().print(f"at most {result['peak_rss_bytes'] / 1e6:,.0f} MB of memory, {max_ram:,} allowed")
     return result

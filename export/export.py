@@ -28,7 +28,14 @@ from sportsllm.storage.safetensors_files import REOPEN_BYTES, bitsandbytes_kind,
 
 DTYPES = ("fp32", "fp16")
 PROFILES = ("memory", "latency")
-_REPORTED = ("max_abs_logit_error", "kl", "greedy_match", "passed", "tokenizer_changes")  # of parity.json
+_REPORTED = (
+    "max_abs_logit_error",
+    "kl",
+    "greedy_match",
+    "passed",
+    "input_rounding",
+    "tokenizer_changes",
+)  # of parity.json
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class _Part:
         """A product's inputs and attributes of the kernel; a reason instead where there is no such product."""
         node = self.nodes.get(f"{name}/product")
         if node is None or node.op_type != "MatMulNBits":
-            self.reasons.append(f"{name.rpartition('.')[2]}: {_format(node)}")
+            self.reasons.append(_format(node))
             return {}, {}
         sizes = {size: node.attributes[size].as_int() for size in ("bits", "block_size")}
         if sizes["bits"] not in (4, 8) or sizes["block_size"] not in _BLOCKS:
@@ -111,8 +111,8 @@ class _Part:
 
 
 def _format(node: ir.Node | None) -> str:
-    formats = {"FusedMatMul": "dense", "DynamicQuantizeMatMul": "INT8 per row"}
-    return "parts in different formats" if node is None else formats.get(node.op_type, node.op_type)
+    formats = {"FusedMatMul": "dense matrices", "DynamicQuantizeMatMul": "INT8 per row"}
+    return "matrices in unlike formats" if node is None else formats.get(node.op_type, node.op_type)
 
 
 def _layer(

@@ -19,7 +19,7 @@ from export.paths import find_files
 from sportsllm.errors import ResourceError, UsageError
 
 CHOICES = ("auto", "native", "portable")
-# What `auto` takes where both are there; see docs/log.md for what was measured.
+# What `auto` takes where both are there. `bench --kernels both` measures both, in turns.
 PREFERRED = "native"
 _METADATA_FIELD = 14  # of ModelProto: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
 _FIXED_BYTES = {1: 8, 5: 4}  # of fields, by wire type

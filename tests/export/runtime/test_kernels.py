@@ -65,6 +65,11 @@ def test_both_are_within_the_limits_of_parity(settings: dict[str, Any], exports:
     assert [item.name for item in report.passes] == ["exact", "deployed", "native"]
     native = report.passes[2]
     assert native.limits == DEPLOYED["int4"]
+    cost = report.to_dict()["input_rounding"]
+    assert list(cost) == ["portable", "native"] and cost["native"]["positions"] > 300
+    for item in report.passes[1:]:
+        found = cost["native" if item.name == "native" else "portable"]
+        assert found["greedy_match"] == pytest.approx(item.greedy_match) and 0 < found["kl"] < item.limits.kl
     # Other numbers than the portable ones, so these were other kernels.
     assert native.comparisons[0].max_abs_logit_error != report.passes[1].comparisons[0].max_abs_logit_error
 
