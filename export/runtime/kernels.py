@@ -84,9 +84,9 @@ def choose_kernels(graph: Path, wanted: str = "auto") -> Kernels:
     return Kernels("native", library, f"version {version}")
 
 
-def kernels_of_directory(directory: Path) -> Kernels:
-    """What `auto` takes for an export."""
-    return choose_kernels(find_files(directory).graph)
+def kernels_of_directory(directory: Path, wanted: str = "auto") -> Kernels:
+    """What runs an export; see `choose_kernels`."""
+    return choose_kernels(find_files(directory).graph, wanted)
 
 
 def _load_error(library: Path) -> str:
