@@ -55,6 +55,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"bits": 4, "asymmetric": True},
     {"bits": 8, "block": 64, "int8_cache": True},
     {"bits": 4, "int8_cache": True, "head_dim": 8, "qk_norm": True},
+    {"bits": 8, "attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+    {"bits": 4, "block": 128, "tie_word_embeddings": False, "num_hidden_layers": 1, "hidden_size": 72},
 ]
 
 
@@ -64,7 +66,7 @@ def test_both_are_within_the_limits_of_parity(settings: dict[str, Any], exports:
     assert report.failures() == []
     assert [item.name for item in report.passes] == ["exact", "deployed", "native"]
     native = report.passes[2]
-    assert native.limits == DEPLOYED["int4"]
+    assert native.limits == DEPLOYED[report.precision]
     cost = report.to_dict()["input_rounding"]
     assert list(cost) == ["portable", "native"] and cost["native"]["positions"] > 300
     for item in report.passes[1:]:
