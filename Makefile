@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 
-.PHONY: setup quickstart demo test lint types clean
+.PHONY: setup quickstart demo test lint types wheels clean
 
 setup: $(KERNELS)
 
@@ -46,6 +46,13 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+# For other machines with Linux: x86-64 and Arm, glibc 2.28 or later, cross-compiled by the package ziglang.
+wheels: $(STAMP)
+	SPORTSLLM_WHEEL=x86_64 $(BIN)/python -m build --wheel
+	rm -rf build
+	SPORTSLLM_WHEEL=aarch64 $(BIN)/python -m build --wheel
+	rm -rf build
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -8,7 +8,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).parent))
-from export.kernels.build import HERE, NAME, BuildError, build, compilers
+from export.kernels.build import HERE, NAME, TARGET, BuildError, build, compilers
 
 
 class BuildWithKernels(build_py):
@@ -28,7 +28,9 @@ class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         self.root_is_pure = not list(Path(self.bdist_dir).rglob(NAME))
         python, abi, platform = super().get_tag()
-        return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
+        if self.root_is_pure:
+            return python, abi, platform
+        return "py3", "none", f"manylinux_2_28_{TARGET}" if TARGET else platform
 
 
 setup(
