@@ -3,17 +3,23 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+KERNELS := $(VENV)/.kernels
 
-.PHONY: setup quickstart demo test lint types clean
+.PHONY: setup quickstart demo test lint types wheels clean
 
-setup: $(STAMP)
+setup: $(KERNELS)
 
 # torch goes first and alone, pinned: a range would fetch several GB of CUDA libraries.
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[compress,parquet,gguf,optimum,genai,test]"
-	@touch $(STAMP)
+	@touch $(STAMP) $(KERNELS)
+
+# The install has built the kernels; here they are built again when a source changes. Without a compiler all else works.
+$(KERNELS): export/kernels/build.py $(wildcard export/kernels/*.cpp export/kernels/*.h) | $(STAMP)
+	$(BIN)/python -m export.kernels.build || true
+	@touch $(KERNELS)
 
 quickstart: $(STAMP)
 	$(BIN)/sportsllm-compress run recipes/quickstart.toml
@@ -31,7 +37,7 @@ demo: $(STAMP)
 	$(BIN)/sportsllm-compress run recipes/demo.toml
 
 # FAST=1 leaves out the tests that take longer than ten seconds.
-test: $(STAMP)
+test: $(KERNELS)
 	$(BIN)/python -m pytest -n logical --dist loadfile $(if $(FAST),-m "not slow")
 
 lint: $(STAMP)
@@ -40,6 +46,13 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+# For other machines with Linux: x86-64 and Arm, glibc 2.28 or later, cross-compiled by the package ziglang.
+wheels: $(STAMP)
+	SPORTSLLM_WHEEL=x86_64 $(BIN)/python -m build --wheel
+	rm -rf build
+	SPORTSLLM_WHEEL=aarch64 $(BIN)/python -m build --wheel
+	rm -rf build
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -50,7 +50,7 @@ def bench_model(
     check_on_device(device, on_device)
     if runtimes:
         turn_depths(load_config(request.directory).max_position_embeddings)  # refused now rather than after minutes
-    own = bits_per_byte(request.directory, text, request.threads) if text else None
+    own = bits_per_byte(request.directory, text, request.threads, request.kernels) if text else None
     reference = bits_per_byte(teacher, text, request.threads) if text and teacher else None
     try:
         result = run_bench(request)
@@ -69,9 +69,9 @@ def bench_model(
     return result
 
 
-def bits_per_byte(directory: Path, text: Sequence[Path], threads: int | None = None) -> float:
+def bits_per_byte(directory: Path, text: Sequence[Path], threads: int | None = None, kernels: str = "auto") -> float:
     """Bits per byte of `directory` on the documents of `text`, as `eval` computes it."""
-    decoder = open_decoder(directory, threads)
+    decoder = open_decoder(directory, threads, kernels)
     tokenizer = load_tokenizer(directory, decoder.config)
     documents = list(read_documents(text))
     return score_documents(decoder, tokenizer, documents, description=f"score {directory.name}").bits_per_byte

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.measure.options import MeasuringFlags
-from benchmarks.runtimes.options import RuntimeFlags
+from benchmarks.measure.options import BOTH, MeasuringFlags
+from benchmarks.runtimes.options import RuntimeFlags, portable_too
 from benchmarks.search.options import EffortFlags
 from sportsllm.cli import flags
 from sportsllm.cli.flag_groups import expand_flag_groups
@@ -159,14 +159,20 @@ def bench(
 
     from benchmarks.bench import advice, bench_model
     from benchmarks.console_results import print_bench, verdict_line
-    from sportsllm.console import output
+    from export.runtime.kernels import kernels_of_directory
+    from sportsllm.console import output, say
     from sportsllm.errors import ConflictError, GateError
     from sportsllm.files import atomic_write_text
+    from sportsllm.inference.decoder import is_onnx_directory
 
     if out is not None and out.exists():
         raise ConflictError(f"{out}: exists already; choose another --out or move it away")
-    request = measuring.request(directory, threads)
-    result = bench_model(request, device, on_device, text or [], teacher, others.runtimes(directory)).to_json()
+    request, runtimes = measuring.request(directory, threads), others.runtimes(directory)
+    if measuring.kernels == BOTH:
+        runtimes.append(portable_too(directory))
+    if is_onnx_directory(directory):
+        say(str(kernels_of_directory(directory, request.kernels)))
+    result = bench_model(request, device, on_device, text or [], teacher, runtimes).to_json()
     if out is not None:
         atomic_write_text(out, json.dumps(result, indent=1) + "\n")
     print_bench(output(), result)

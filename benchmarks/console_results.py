@@ -21,10 +21,11 @@ _CANDIDATE_FIGURES = ("file_mb", "tpot_p50_ms")
 def print_bench(console: Console, result: Mapping[str, Any]) -> None:
     """Figures with their noise, the decode table, what was asked for besides, what is absent, and the budget."""
     cpus, rounds = result["cpus"], result["rounds"]
+    kernels = f", {result['kernels']} kernels" if result.get("kernels") else ""
     pinned = "not pinned" if cpus is None else f"pinned to {', '.join(map(str, cpus))}"
     console.print(
         f"{result['directory']}: {result['parameters']:,} parameters, {number(result['file_bytes'] / 1e6)} MB, "
-        f"{result['runtime']}, {result['threads']} threads ({pinned}), {rounds} fresh processes",
+        f"{result['runtime']}{kernels}, {result['threads']} threads ({pinned}), {rounds} fresh processes",
         markup=False,
     )
     confidence = 100 * interval_confidence(rounds, interval_rank(rounds))

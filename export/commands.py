@@ -33,6 +33,10 @@ def export(
     web: Annotated[
         bool, typer.Option("--web", help="Write the files that transformers.js looks for in a browser.")
     ] = False,
+    inline: Annotated[
+        bool,
+        typer.Option("--inline", help="Write no functions for this program's kernels, for readers that know none."),
+    ] = False,
     max_ram: Annotated[
         int | None,
         typer.Option("--max-ram", min=1, help="Upper bound on memory (MB); the graph is then checked layer by layer."),
@@ -43,7 +47,7 @@ def export(
     from export.export import ExportOptions, export_checkpoint
     from sportsllm.console import output
 
-    options = ExportOptions(dtype, threads, kv_cache, calibration or [], profile, standard_ops, web, max_ram)
+    options = ExportOptions(dtype, threads, kv_cache, calibration or [], profile, standard_ops, web, inline, max_ram)
     result = export_checkpoint(checkpoint, out, options)
     parity = result["parity"]
     output().print(
@@ -52,6 +56,11 @@ def export(
         f"greedy choices agree in {parity['greedy_match']:.1%}, "
         f"largest logit error {parity['max_abs_logit_error']:.1e}"
     )
+    for kernels, cost in parity.get("input_rounding", {}).items():  # an export of an earlier version has none
+        output().print(
+            f"8-bit inputs cost, {kernels} kernels: KL {cost['kl']:.1e} nats a token, {cost['greedy_match']:.1%} of "
+            f"greedy choices as in PyTorch ({cost['positions']} positions)"
+        )
     if max_ram is not None and not result["cached"]:
         output().print(f"at most {result['peak_rss_bytes'] / 1e6:,.0f} MB of memory, {max_ram:,} allowed")
     return result

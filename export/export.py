@@ -28,7 +28,14 @@ from sportsllm.storage.safetensors_files import REOPEN_BYTES, bitsandbytes_kind,
 
 DTYPES = ("fp32", "fp16")
 PROFILES = ("memory", "latency")
-_REPORTED = ("max_abs_logit_error", "kl", "greedy_match", "passed", "tokenizer_changes")  # of parity.json
+_REPORTED = (
+    "max_abs_logit_error",
+    "kl",
+    "greedy_match",
+    "passed",
+    "input_rounding",
+    "tokenizer_changes",
+)  # of parity.json
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class ExportOptions:
     profile: str = "memory"  # or `latency`: a second graph that reads prompts faster, see `export.graph.prefill_graph`
     standard_ops: bool = False  # standard ONNX operators alone, for runtimes that do not have ONNX Runtime's own
     web: bool = False  # write the files that transformers.js looks for in a browser
+    inline: bool = False  # write no functions for the kernels, for readers that know none
     max_ram_mb: int | None = None  # the most memory (MB, 10^6 bytes) of this process; the gate then goes layer by layer
 
     def settings(self, checkpoint: Path) -> dict[str, Any]:
@@ -51,6 +59,7 @@ class ExportOptions:
             "profile": self.profile if self.profile != "memory" else None,
             "standard_ops": self.standard_ops,
             "web": self.web,
+            "inline": self.inline,
             "calibration": [str(path) for path in self.calibration],
         }
         given = {name: value for name, value in later.items() if value}
@@ -67,7 +76,8 @@ def export_checkpoint(checkpoint: Path, out: Path, options: ExportOptions) -> di
 
     Returns:
         `out`, `cached` and `size_bytes`; `parameters`, and `precision`, the narrowest that matrices are stored in;
-        `kv_cache` and `profile` as asked for; `build_seconds` without the gate and `seconds` with it;
+        `kv_cache` and `profile` as asked for; `kernels`, the version of those that the graph calls, or None;
+        `build_seconds` without the gate and `seconds` with it;
         `peak_rss_bytes` of this process; and the main figures of `parity.json` as `parity`.
 
     Raises:
@@ -113,6 +123,7 @@ def _make(checkpoint: Path, directory: Path, options: ExportOptions) -> dict[str
         "precision": report.precision,
         "kv_cache": options.kv_cache,
         "profile": options.profile,
+        "kernels": written.folded.version,
         "build_seconds": round(built - started, 3),
         "seconds": round(time.perf_counter() - started, 3),
         "peak_rss_bytes": peak,
@@ -129,7 +140,10 @@ def _write(checkpoint: Path, directory: Path, options: ExportOptions) -> Written
             "quantize the checkpoint first for a small export"
         )
     scales = cache_scales(checkpoint, options.calibration) if options.kv_cache == "int8" else None
-    written = write_graph(checkpoint, directory, dtype == "fp16", scales, options.standard_ops, options.web)
+    written = write_graph(
+        checkpoint, directory, dtype == "fp16", scales, options.standard_ops, options.web, options.inline
+    )
+    say(str(written.folded))
     if options.profile == "latency":
         write_prompt_graph(checkpoint, directory, written, scales)
     web = written.precision if options.web else None

@@ -9,6 +9,7 @@ KEEP_LOGITS = "num_logits_to_keep"  # optional input: 0 gives the logits of all 
 
 # Keys and values of the graph's metadata.
 DATA_BYTES_KEY = "data_bytes"  # size that the data file must have
+KERNELS_KEY = "kernels"  # version of the kernels that the graph calls; absent where it calls none
 CACHE_KEY = "cache"  # one of the next two; in place where an export does not say
 IN_PLACE_CACHE = "shared"  # past and present are one buffer with room to grow; sequences are padded on the right
 CONCAT_CACHE = "growing"  # present is past followed by the new tokens, a new tensor; masked columns do not count

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from export.kernels.build import compilers
+from export.kernels.library import VERSION, library_name
+
 ROOT = Path(__file__).resolve().parents[1]
 ABSENT = ("torch", "onnx", "safetensors", "onnx_ir", "transformers")
 
@@ -49,6 +52,9 @@ def test_top_level_names_and_data_files(wheel: Path) -> None:
     assert "benchmarks/devices/raspberry-pi-5-8gb.toml" in names
     assert "sportsllm/simulator/templates/football.toml" in names
     assert any(name.startswith("benchmarks/templates/") for name in names)
+    built = next(compilers(), None) is not None
+    assert (f"export/kernels/{library_name(VERSION)}" in names) == built
+    assert wheel.name.endswith("py3-none-any.whl") != built
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +98,9 @@ def test_a_device_needs_no_torch(device: Path, exported: Path, corpus_file: Path
     assert found.stdout.strip() == "[]"
     result = run("generate", exported, "--prompt", "Goal", "--max-new-tokens", 5, "--json")
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout.splitlines()[-1])["tokens"] == 5
+    generated = json.loads(result.stdout.splitlines()[-1])
+    assert generated["tokens"] == 5
+    assert generated["kernels"] == ("portable" if next(compilers(), None) is None else "native")
     result = run("eval", exported, "--text", corpus_file, "--json")
     assert result.returncode == 0 and json.loads(result.stdout)["bits_per_byte"] > 0, result.stderr
     result = run("verify", exported, "--json")

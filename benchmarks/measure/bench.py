@@ -62,6 +62,7 @@ class BenchRequest:
     prompt_lengths: Sequence[int] = ()
     batch_sizes: Sequence[int] = ()
     minutes: float = 0.0
+    kernels: str = "auto"  # what runs an export
 
     @property
     def checks(self) -> list[int]:
@@ -108,6 +109,7 @@ def run_bench(request: BenchRequest) -> BenchResult:
     per_token = read["weight_bytes"] + read["kv_bytes_per_token"] * depth
     settings = {
         **_settings(directory, request.threads),
+        "kernels": request.kernels,
         "prompts": prompts_that_fit(context, request.prompt_lengths),
         "depths": depths,
         "energy_depth": depth,
@@ -129,6 +131,7 @@ def run_bench(request: BenchRequest) -> BenchResult:
     figures: dict[str, Any] = {
         "directory": str(directory),
         "runtime": raw["speed"][0]["runtime"],
+        "kernels": raw["speed"][0]["kernels"],
         "parameters": config.parameters,
         "context_length": context,
         "threads": settings["threads"],
@@ -207,7 +210,8 @@ def machine() -> dict[str, Any]:
 
 def _settings(directory: Path, threads: int | None) -> dict[str, Any]:
     threads = threads or default_threads()
-    return {"directory": str(directory.resolve()), "threads": threads, "cpus": choose_cpus(threads), "seed": 0}
+    cpus = choose_cpus(threads)
+    return {"directory": str(directory.resolve()), "threads": threads, "cpus": cpus, "seed": 0, "kernels": "auto"}
 
 
 def _turn(settings: Mapping[str, Any], mode: str, name: str | None = None) -> Turn:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from benchmarks.measure.bench import BenchRequest
 
 
+BOTH = "both"  # of --kernels: measure the native ones alone and in turns with the portable ones
+
+
 @dataclass(frozen=True)
 class MeasuringFlags(FlagGroup):
     """How often, at which lengths and for how long."""
@@ -41,6 +44,14 @@ class MeasuringFlags(FlagGroup):
         float, typer.Option(min=0, metavar="MINUTES", help="Also decode for this long, to see if speed lasts.")
     ] = 0.0
 
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="What runs an export: native (this program's kernels), portable (ONNX Runtime's), auto; "
+            "or both, in turns."
+        ),
+    ] = "auto"
+
     def request(self, directory: Path, threads: int | None) -> BenchRequest:
         """What to measure of a directory."""
         from benchmarks.measure.bench import BenchRequest
@@ -48,7 +59,8 @@ class MeasuringFlags(FlagGroup):
         prompts = parse_numbers("--prompt-lengths", self.prompt_lengths)
         batches = parse_numbers("--batch-size", self.batch_size)
         timing = self.rounds, self.most_rounds, self.timeout
-        return BenchRequest(directory, threads, *timing, prompts, batches, self.minutes)
+        kernels = "native" if self.kernels == BOTH else self.kernels
+        return BenchRequest(directory, threads, *timing, prompts, batches, self.minutes, kernels)
 
 
 def parse_numbers(flag: str, text: str | None) -> list[int]:

@@ -56,7 +56,8 @@ def measure_against(
         `against_raw`: every round of those that were measured.
     """
     depths = turn_depths(config.max_position_embeddings)
-    entries = {OURS: Runtime(OURS, sys.executable, directory)} | {runtime.name: runtime for runtime in runtimes}
+    ours = Runtime(OURS, sys.executable, directory, kernels=str(settings.get("kernels", "auto")))
+    entries = {OURS: ours} | {runtime.name: runtime for runtime in runtimes}
     against = {name: _missing(runtime) for name, runtime in entries.items()}
     asked = {key: settings[key] for key in ("threads", "cpus")} | {"depths": depths, "vocab_size": config.vocab_size}
     turns = [_turn(runtime, asked) for name, runtime in entries.items() if not against[name]]
@@ -82,13 +83,13 @@ def measure_against(
 
 
 def _compared(runtimes: Sequence[Runtime]) -> list[str]:
-    """Which of them ours is compared with: a second export of ours counts only if there is no other runtime."""
-    return [one.name for one in runtimes if one.kind != OTHER] or [one.name for one in runtimes]
+    """Which of them ours is compared with: others of ours count only if there is no other runtime."""
+    return [one.name for one in runtimes if one.kind not in (OTHER, OURS)] or [one.name for one in runtimes]
 
 
 def _missing(runtime: Runtime) -> dict[str, Any]:
     """Why a runtime cannot take part, empty where it can: found out before the rounds, not in the middle of them."""
-    if runtime.name == OURS:
+    if runtime.kind == OURS:
         return {}
     turn = _turn(runtime, {"probe": True})
     try:
@@ -109,7 +110,7 @@ def _failure(failure: ChildFailure) -> dict[str, Any]:
 
 
 def _turn(runtime: Runtime, settings: Mapping[str, Any]) -> Turn:
-    asked = {"kind": runtime.kind, "options": dict(runtime.options), **settings}
+    asked = {"kind": runtime.kind, "options": dict(runtime.options), "kernels": runtime.kernels, **settings}
     if runtime.directory is not None:
         asked["directory"] = str(runtime.directory.resolve())
     command = [runtime.python, str(Path(worker.__file__).resolve()), json.dumps(asked)]

@@ -15,6 +15,7 @@ import typer
 from sportsllm.cli.flag_groups import FlagGroup
 from sportsllm.errors import UsageError
 
+OURS = "ours"
 OTHER = "other"  # a second export of this project, as `benchmarks.runtimes.worker` calls it, which is slow to import
 WITH_OPTIONS = ("openvino", "llama.cpp")  # take settings when they open a model; the others keep theirs beside it
 INSTALL = {
@@ -38,6 +39,7 @@ class Runtime:
     python: str
     directory: Path | None
     options: Mapping[str, Any] = field(default_factory=dict)
+    kernels: str = "auto"  # of this program's own runtime
 
     @property
     def kind(self) -> str:
@@ -47,6 +49,11 @@ class Runtime:
 
 def _kind(name: str) -> str:
     return name.partition("+")[0]
+
+
+def portable_too(directory: Path) -> Runtime:
+    """This program's runtime with ONNX Runtime's operators, to be measured beside its own kernels."""
+    return Runtime(f"{OURS}+portable", sys.executable, directory, kernels="portable")
 
 
 @dataclass(frozen=True)

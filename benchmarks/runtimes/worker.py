@@ -44,14 +44,14 @@ def stepwise(choose: Callable[[list[int], int], Iterator[None]]) -> Generate:
     return generate
 
 
-def ours(directory: Path, threads: int, room: int) -> Opened:
+def ours(directory: Path, threads: int, room: int, kernels: str = "auto") -> Opened:
     """This project's runtime."""
     sys.path.insert(0, str(ROOT))
     import numpy as np
 
     from sportsllm.inference.decoder import open_decoder
 
-    decoder = open_decoder(directory, threads)
+    decoder = open_decoder(directory, threads, kernels)
 
     def choose(prompt: list[int], length: int) -> Iterator[None]:
         logits = decoder.prefill([prompt], max_length=length)
@@ -225,6 +225,8 @@ def run_turn(specification: dict[str, Any]) -> dict[str, Any]:
     depths = specification["depths"]
     room = max(depths) + 1 + WARM_UP + STEPS
     options = specification.get("options") or {}
+    if specification["kind"] == OURS:
+        options["kernels"] = specification["kernels"]
     generate, shape = opener(Path(specification["directory"]), int(specification["threads"]), room, **options)
     figures = time_turn(generate, depths, int(specification["vocab_size"]))
     peak = runpy.run_path(str(ROOT / "sportsllm" / "process_memory.py"))["peak_rss_bytes"]()

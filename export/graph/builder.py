@@ -6,7 +6,7 @@ The same calls in the same order give the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, cast
 
 import numpy as np
@@ -21,7 +21,8 @@ Array = npt.NDArray[Any]
 
 MS = "com.microsoft"  # the domain of ONNX Runtime's own operators
 IR_VERSION = 10  # with opset 21: read by onnxruntime since 1.19 and by the browser build
-OPSETS = {"": 21, MS: 1}  # a graph imports those that it uses
+KERNELS = "sportsllm"  # the domain of this program's own, see `export.graph.native`
+OPSETS = {"": 21, MS: 1, KERNELS: 1}  # a graph imports those that it uses
 INLINE_BELOW_BYTES = 1024  # smaller tensors go into the graph file: loaders expect shape constants there
 PAGE_BYTES = 4096  # large tensors start on a page, so that they can be mapped
 SMALL_BYTES = 65_536
@@ -32,17 +33,31 @@ class Builder:
     """Collects the inputs, nodes, weights, outputs and metadata of one graph."""
 
     def __init__(self, name: str, metadata: Mapping[str, str]) -> None:
-        self._name, self._metadata = name, metadata
+        self._name, self.metadata = name, dict(metadata)
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
         self._nodes: list[ir.Node] = []
         self._initializers: dict[str, ir.Value] = {}
         self._aliases: dict[str, str] = {}  # from the alias's name to the weight's
+        self.functions: list[ir.Function] = []
 
     @property
     def nodes(self) -> Sequence[ir.Node]:
         """The nodes, without those inside branches."""
         return self._nodes
+
+    def replace(self, nodes: Sequence[ir.Node], by: ir.Node, values: Mapping[ir.Value, ir.Value]) -> None:
+        """Put one node where some were, and the new ones of `values` where the old ones are read."""
+        gone, place = set(nodes), self._nodes.index(nodes[0])
+        self._nodes = [node for node in self._nodes if node not in gone]
+        self._nodes.insert(place, by)
+        ir.convenience.replace_all_uses_with(list(values), list(values.values()))
+        self._outputs = [values.get(value, value) for value in self._outputs]
+
+    @property
+    def inputs(self) -> Sequence[ir.Value]:
+        """The inputs so far."""
+        return self._inputs
 
     @property
     def weights(self) -> Sequence[ir.Value]:
@@ -155,8 +170,7 @@ class Builder:
                 value.const_value = _store(value.const_value, stream, files.data.name) if known is None else known
             length = stream.tell()
         used = [value for value in self._initializers.values() if value.uses() or value in self._inputs]
-        domains = {node.domain for node in self._nodes}
-        opsets = {domain: version for domain, version in OPSETS.items() if domain in domains}
+        opsets = opsets_of([*self._nodes, *(node for function in self.functions for node in function)])
         graph = ir.Graph(
             self._inputs, self._outputs, nodes=self._nodes, initializers=used, opset_imports=opsets, name=self._name
         )
@@ -165,10 +179,26 @@ class Builder:
             ir_version=IR_VERSION,
             producer_name="sportsllm-compress",
             producer_version=__version__,
-            metadata_props={DATA_BYTES_KEY: str(length), **self._metadata},
+            functions=self.functions,
+            metadata_props={DATA_BYTES_KEY: str(length), **self.metadata},
         )
         ir.save(model, files.graph)
         return {name: cast(ir.TensorProtocol, value.const_value) for name, value in self._initializers.items()}
+
+
+def with_branches(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
+    """The nodes, and those inside their branches."""
+    for node in nodes:
+        yield node
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                yield from with_branches(attribute.as_graph())
+
+
+def opsets_of(nodes: Iterable[ir.Node]) -> dict[str, int]:
+    """The operator sets that nodes are of."""
+    domains = {node.domain for node in with_branches(nodes)}
+    return {domain: version for domain, version in OPSETS.items() if domain in domains}
 
 
 def _store(tensor: ir.LazyTensor, stream: IO[bytes], location: str) -> ir.TensorProtocol:

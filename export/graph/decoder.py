@@ -27,6 +27,7 @@ from export.graph.builder import Builder
 from export.graph.kinds import half_builders
 from export.graph.layer import LayerBuilder, OrtLayerBuilder, Sequences, StandardLayerBuilder
 from export.graph.matmul import Matmul
+from export.graph.native import Folded, fold_model
 from export.graph.standard_matmul import StandardEmbedding, StandardMatmul
 from export.graph.weights import Weights
 from export.paths import plain_files, web_files
@@ -46,6 +47,7 @@ class WrittenGraph:
     tensors: Mapping[str, ir.TensorProtocol]  # the stored ones by name, see `Builder.write`
     residual: Sequence[tuple[str, ...]]  # values whose sum is the residual stream: after embedding and each layer
     precision: str  # see `graph_precision`
+    folded: Folded  # which parts call kernels
 
 
 def write_graph(
@@ -55,6 +57,7 @@ def write_graph(
     scales: CacheScales | None = None,
     standard: bool = False,
     web: bool = False,
+    inline: bool = False,
 ) -> WrittenGraph:
     """Write the graph of a checkpoint, packed or not, and its data into `directory`, which exists.
 
@@ -68,6 +71,7 @@ def write_graph(
         scales: of an INT8 cache; a float32 one if not given.
         standard: use standard ONNX operators alone; they know no INT8 cache.
         web: write the files that a browser looks for; else `model.onnx` and `model.onnx.data`.
+        inline: write no functions, for readers that know none. Browsers and `standard` get none in any case.
 
     Raises:
         ArtifactError: the checkpoint is damaged, or does not fit float16.
@@ -92,9 +96,14 @@ def write_graph(
     graph.output(logits, metadata.LOGITS, FLOAT, ["batch_size", "sequence_length", config.vocab_size])
     add_presents(graph, config, scales, stream.presents)
     precision = graph_precision(graph.nodes, graph.weights)
+    refused = "standard operators" if standard else "a browser has none" if web else "--inline" if inline else None
+    if refused is None:
+        folded = fold_model(graph, config, stream.residual, int8_cache=scales is not None)
+    else:
+        folded = Folded(config.num_hidden_layers, reasons=[refused])
     files = web_files(directory, precision) if web else plain_files(directory)
     files.graph.parent.mkdir(exist_ok=True)
-    return WrittenGraph(graph.write(files), stream.residual, precision)
+    return WrittenGraph(graph.write(files), stream.residual, precision, folded)
 
 
 def graph_precision(nodes: Iterable[ir.Node], weights: Iterable[ir.Value]) -> str:
@@ -144,17 +153,20 @@ def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: 
                 if keep is None:
                     return Stream(x_BTD, residual_BTD, presents, residual)
                 # Nothing reads what the rest of the last layer does with positions that are not kept.
-                x_BTD, residual_BTD = _last_positions(layers.graph, keep, (x_BTD, residual_BTD))
+                last = f"model.layers.{layer}.kept"
+                x_BTD, residual_BTD = _last_positions(layers.graph, last, keep, (x_BTD, residual_BTD))
             x_BTD = half.output(layer, x_BTD)
         residual.append(_names(x_BTD, residual_BTD))
     return Stream(x_BTD, residual_BTD, presents, residual)
 
 
-def _last_positions(graph: Builder, keep: ir.Value, values: Sequence[ir.Value]) -> list[ir.Value]:
+def _last_positions(graph: Builder, name: str, keep: ir.Value, values: Sequence[ir.Value]) -> list[ir.Value]:
     """The last `keep` positions of (B, T, ...) values, all of them for 0."""
-    start = graph.node("kept/start", "Neg", [keep])  # -0 is the first position
+    start = graph.node(f"{name}/start", "Neg", [keep])  # -0 is the first position
     end = graph.constant("kept/end", np.array([np.iinfo(np.int64).max], np.int64))
-    return [graph.node(f"{value.name}/kept", "Slice", [value, start, end, graph.axis(1)]) for value in values]
+    return [
+        graph.node(f"{name}/{place}", "Slice", [value, start, end, graph.axis(1)]) for place, value in enumerate(values)
+    ]
 
 
 def _names(*values: ir.Value | None) -> tuple[str, ...]:

@@ -41,44 +41,48 @@ def group_query_attention(
 
 
 class LongPrefill:
-    """The choice between the two ways, which all layers share, and each layer's branch for long pieces.
+    """One layer's choice between the two ways, and its branch for long pieces.
 
-    Attributes:
-        is_long: whether this way is taken: one sequence, a long piece, and a cache with room for it. A `past` without
-            room, as loaders give it that take `present` as a new tensor, goes through the operator.
+    This way is taken for one sequence, a long piece, and a cache with room for it. A `past` without room, as loaders
+    give it that take `present` as a new tensor, goes through the operator. The length is asked first and alone, since
+    the question costs every decode step.
     """
 
     def __init__(
         self,
         graph: Builder,
         config: ModelConfig,
-        tokens_BT: ir.Value,
-        past: ir.Value,
-        lengths_B: ir.Value,
-        width_S: ir.Value,
+        x_BTD: ir.Value,
+        lengths: tuple[ir.Value, ir.Value],
         tables: tuple[ir.Value, ir.Value] | None,
     ) -> None:
-        """Add the nodes that choose.
+        """Add no nodes yet.
 
         Args:
-            graph: gets them.
-            config: the model's shape.
-            tokens_BT: token ids.
-            past: keys or values of any layer, (B, K, L, E).
-            lengths_B: (B,) int64, tokens of each sequence with the new ones.
-            width_S: (1,) int64, columns of the attention mask.
+            graph, config: get them; the model's shape.
+            x_BTD: the layer's input, for its shape.
+            lengths: what GroupQueryAttention reads of them: each sequence's less 1, (B,), and the mask's width, int32.
             tables: cosine and sine, (context, E / 2); None where query and key come rotated.
         """
-        self._graph, self._config, self._lengths_B, self._tables = graph, config, lengths_B, tables
-        self._count_T = graph.node("prompt/tokens", "Shape", [tokens_BT], start=1, end=2)
-        batch = graph.node("prompt/batch", "Shape", [tokens_BT], start=0, end=1)
-        room_L = graph.node("prompt/room", "Shape", [past], start=2, end=3)
-        least = graph.constant("prompt/least", np.array([LONG_PIECE], np.int64))
-        long = graph.node("prompt/long", "GreaterOrEqual", [self._count_T, least])
-        alone = graph.node("prompt/alone", "Equal", [batch, graph.constant("prompt/one", np.array([1], np.int64))])
-        fits = graph.node("prompt/fits", "GreaterOrEqual", [room_L, width_S])
-        both = graph.node("prompt/long_and_alone", "And", [long, alone])
-        self.is_long = graph.node("prompt/is_long", "And", [both, fits])
+        self._graph, self._config, self._x_BTD, self._tables = graph, config, x_BTD, tables
+        self._last_B, self._total = lengths
+
+    def is_long(self, name: str) -> ir.Value:
+        """Whether the piece is long, (1,)."""
+        least = self._graph.constant("prompt/least", np.array([LONG_PIECE], np.int64))
+        return self._graph.node(f"{name}/long", "GreaterOrEqual", [self._width(name, 1), least])
+
+    def has_room(self, name: str, past: ir.Value) -> ir.Value:
+        """Whether there is one sequence, and room for it in `past`, (B, K, L, E); (1,)."""
+        graph, one = self._graph, self._graph.constant("prompt/one", np.array([1], np.int64))
+        room_L = graph.node(f"{name}/room", "Shape", [past], start=2, end=3)
+        width_S = graph.node(f"{name}/width", "Cast", [self._total], to=ir.DataType.INT64.value)
+        alone = graph.node(f"{name}/alone", "Equal", [self._width(name, 0), one])
+        fits = graph.node(f"{name}/fits", "GreaterOrEqual", [room_L, width_S])
+        return graph.node(f"{name}/alone_and_fits", "And", [alone, fits])
+
+    def _width(self, name: str, axis: int) -> ir.Value:
+        return self._graph.node(f"{name}/size_{axis}", "Shape", [self._x_BTD], start=axis, end=axis + 1)
 
     def attend(
         self, name: str, parts: Sequence[ir.Value], past: Sequence[ir.Value], scales: Sequence[ir.Value]
@@ -130,9 +134,10 @@ class LongPrefill:
         one, zero = graph.constant("one", np.array(1, np.int64)), graph.constant("zero", np.array(0, np.int64))
         scalar = graph.constant("scalar_shape", np.array([], np.int64))
         # P and S
-        before = graph.node(f"{name}/before", "Sub", [self._lengths_B, self._count_T])
-        past_P = graph.node(f"{name}/past", "Max", [before, zero])
-        total_S = graph.node(f"{name}/total", "Add", [past_P, self._count_T])
+        last_B = graph.node(f"{name}/length_less_1", "Cast", [self._last_B], to=ir.DataType.INT64.value)
+        lengths_B, count_T = graph.node(f"{name}/length", "Add", [last_B, one]), self._width(name, 1)
+        past_P = graph.node(f"{name}/past", "Max", [graph.node(f"{name}/before", "Sub", [lengths_B, count_T]), zero])
+        total_S = graph.node(f"{name}/total", "Add", [past_P, count_T])
         last = graph.node(f"{name}/last", "Sub", [total_S, one])
         seqlens_k = graph.node(f"{name}/seqlens_k", "Cast", [last], to=INT32.value)
         total = graph.node(f"{name}/total_scalar", "Reshape", [total_S, scalar])

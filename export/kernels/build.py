@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).parent
-_NAME = {"win32": "libsportsllm_kernels.dll", "darwin": "libsportsllm_kernels.dylib"}
-NAME = _NAME.get(sys.platform, "libsportsllm_kernels.so")
+from export.kernels.library import HERE, VERSION, library_name
+
+NAME = library_name(VERSION)
 # Nothing is contracted, so that all variants round alike.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden"]
 VARIANTS = {
@@ -31,6 +31,8 @@ VARIANTS = {
         "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma"],
     },
 }
+# x86_64 or aarch64: compile for that processor and Linux with glibc 2.28, whatever this machine is (`make wheels`).
+TARGET = os.environ.get("SPORTSLLM_WHEEL")
 _SHARED = ("dispatch", "layer", "library", "variant_plain")
 
 
@@ -40,13 +42,19 @@ class BuildError(Exception):
 
 def compilers() -> Iterator[list[str]]:
     """Commands of C++ compilers that are there, the preferred first."""
+    zig = [sys.executable, "-m", "ziglang", "c++", "-fno-sanitize=undefined"]
+    has_zig = importlib.util.find_spec("ziglang") is not None
+    if TARGET:
+        if has_zig:
+            yield [*zig, "-target", f"{TARGET}-linux-gnu.2.28"]
+        return
     if os.environ.get("CXX"):
         yield shlex.split(os.environ["CXX"])
     for name in ("g++", "clang++", "c++"):
         if shutil.which(name):
             yield [name]
-    if importlib.util.find_spec("ziglang"):
-        yield [sys.executable, "-m", "ziglang", "c++", "-fno-sanitize=undefined"]
+    if has_zig:
+        yield zig
 
 
 def build(directory: Path) -> Path:
@@ -58,7 +66,8 @@ def build(directory: Path) -> Path:
     command = next(compilers(), None)
     if command is None:
         raise BuildError("no C++ compiler; install g++ or clang, or the Python package ziglang")
-    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+    here = platform.machine().lower()
+    machine = TARGET or {"amd64": "x86_64", "arm64": "aarch64"}.get(here, here)
     variants = {f"variant_{name}": flags for name, flags in VARIANTS.get(machine, {}).items()}
     with tempfile.TemporaryDirectory() as work:
         jobs = [

@@ -26,7 +26,15 @@ from torch import Tensor
 from export.cache_scales import LayerCache
 from export.metadata import ATTENTION_MASK, INPUT_IDS, LOGITS, PAST, PRESENT
 from export.parity.comparison import ParityReport, Pass, compare, merge
-from export.parity.inputs import STEPS, GateInputs, exact_graph, round_to_half, threads_of_torch, unequal_tables
+from export.parity.inputs import (
+    STEPS,
+    GateInputs,
+    exact_graph,
+    native_library,
+    round_to_half,
+    threads_of_torch,
+    unequal_tables,
+)
 from export.paths import find_files
 from export.runtime.session import session_options
 from sportsllm.inference.decoder import Logits
@@ -55,8 +63,8 @@ def check_parity_by_layer(
     tensors = TensorFiles(checkpoint)
     check_names(tensors, inputs.config)
 
-    def run_pass(name: str, expected: Sequence[Logits], exact: bool) -> Pass:
-        found = GraphParts(inputs, export, residual, threads, exact).logits(inputs.sequences)
+    def run_pass(name: str, expected: Sequence[Logits], exact: bool, library: Path | None = None) -> Pass:
+        found = GraphParts(inputs, export, residual, threads, exact, library).logits(inputs.sequences)
         compared = [compare(want, have) for want, have in zip(expected, found, strict=True)]
         limits = inputs.exact_limits if exact else inputs.deployed_limits
         return Pass(name, limits, (merge("by layer", compared),))
@@ -67,6 +75,9 @@ def check_parity_by_layer(
         expected = _expected(tensors, inputs, half=False)
         if inputs.precision != "fp32":
             passes.append(run_pass("deployed", expected, exact=False))
+            library = native_library(export)
+            if library is not None:
+                passes.append(run_pass("native", expected, exact=False, library=library))
             if inputs.precision == "fp16":
                 expected = _expected(tensors, inputs, half=True)
             exact_graph(inputs.graph)
@@ -119,11 +130,17 @@ class GraphParts:
     """The exported graph, opened part by part."""
 
     def __init__(
-        self, inputs: GateInputs, export: Path, residual: Sequence[Sequence[str]], threads: int | None, exact: bool
+        self,
+        inputs: GateInputs,
+        export: Path,
+        residual: Sequence[Sequence[str]],
+        threads: int | None,
+        exact: bool,
+        library: Path | None = None,
     ) -> None:
         self._model, self._folder = inputs.graph, find_files(export).data.parent
         self._cuts = [(INPUT_IDS,), *map(tuple, residual), (LOGITS,)]
-        self._threads, self._exact = threads, exact
+        self._options = threads, exact, library
         self._past = {str(v.name): v for v in inputs.graph.graph.inputs if str(v.name).startswith(PAST)}
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Logits]:
@@ -142,13 +159,11 @@ class GraphParts:
         """Some values of every sequence from others; `layer` is that between them, if there is one."""
         own = [name for name in self._past if name.startswith(f"{PAST}{layer}.")]
         presents = [name.replace(PAST, PRESENT) for name in own]
-        # The first layer's cache tells all layers over an INT8 cache how much room there is.
-        cached = list(dict.fromkeys([*own, next(iter(self._past))]))
-        session = self._session([*given, INPUT_IDS, ATTENTION_MASK, *cached], [*wanted, *presents])
+        session = self._session([*given, INPUT_IDS, ATTENTION_MASK, *own], [*wanted, *presents])
         found = []
         for values in read:
             room = values[INPUT_IDS].shape[1]
-            past = {name: _empty_cache(self._past[name], room) for name in cached}
+            past = {name: _empty_cache(self._past[name], room) for name in own}
             found.append(_run_pieces(session, past, _pieces(values)))
         return found
 
@@ -159,8 +174,8 @@ class GraphParts:
         part.opset_imports.update(model.graph.opset_imports)
         for value in (*part.inputs, *part.outputs):  # inner values of the whole graph have no type
             value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
-        whole = ir.Model(part, ir_version=model.ir_version)
-        options = session_options(self._threads, self._exact)
+        whole = ir.Model(part, ir_version=model.ir_version, functions=list(model.functions.values()))
+        options = session_options(*self._options)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self._folder))
         options.enable_cpu_mem_arena = False
         return ort.InferenceSession(ir.to_proto(whole).SerializeToString(), options, providers=["CPUExecutionProvider"])

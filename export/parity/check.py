@@ -11,6 +11,8 @@ one batch has prompts of unequal length. The reference reads every prompt in one
 - The latency profile has a second exact pass, of prompts: its graph for prompts reads a prompt and the other graph the
   rest. The reference is a PyTorch model whose matrices are rounded per row while it reads the prompt.
 - The deployed pass runs the files as they are. It bounds what int8 activations or float16 storage cost.
+- The native pass runs them with this program's kernels, where the graph calls those and they are built, within the same
+  limits.
 - Prompts visit few rows of the embedding and of the rotary table, so both are compared whole, for equality.
 """
 
@@ -27,7 +29,15 @@ import torch
 
 from export.cache_scales import CacheScales, RoundedCache
 from export.parity.comparison import Comparison, Limits, ParityReport, Pass, compare, merge
-from export.parity.inputs import STEPS, GateInputs, exact_graph, round_to_half, threads_of_torch, unequal_tables
+from export.parity.inputs import (
+    STEPS,
+    GateInputs,
+    exact_graph,
+    native_library,
+    round_to_half,
+    threads_of_torch,
+    unequal_tables,
+)
 from export.parity.limits import DEPLOYED_PER_ROW
 from export.paths import prompt_files
 from export.runtime.decoder import OnnxDecoder
@@ -52,7 +62,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
     Raises:
         ArtifactError: one of the two is damaged.
     """
-    deployed = OnnxDecoder(export, threads)
+    deployed = OnnxDecoder(export, threads, kernels="portable")
     inputs = GateInputs.read(checkpoint, export)
     graph, sequences, limits = inputs.graph, inputs.sequences, inputs.exact_limits
     prompts = prompt_files(export).graph
@@ -63,15 +73,19 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
             passes = [run_pass("exact", deployed, sequences, expected, limits)]
         else:
             deployed_limits = DEPLOYED_PER_ROW if prompts.exists() else inputs.deployed_limits
-            last = run_pass("deployed", deployed, sequences, expected, deployed_limits)
+            rounded = [run_pass("deployed", deployed, sequences, expected, deployed_limits)]
             del deployed
+            if native_library(export) is not None:
+                native = OnnxDecoder(export, threads, kernels="native")
+                rounded.append(run_pass("native", native, sequences, expected, deployed_limits))
+                del native
             if inputs.precision == "fp16":
                 round_to_half(model.get_parameter(f"{name}.weight") for name in matrix_shapes(model.config))
                 expected = [_read_whole(model, sequence, inputs.scales) for sequence in sequences]
             prompt_graph = exact_graph(ir.load(prompts)) if prompts.exists() else None
             exact = OnnxDecoder(export, threads, exact_graph(graph), prompt_graph)
             exact.use_prompt_graph = False
-            passes = [run_pass("exact", exact, sequences, expected, limits), last]
+            passes = [run_pass("exact", exact, sequences, expected, limits), *rounded]
             if prompt_graph is not None:
                 exact.use_prompt_graph = True
                 found = _compare_prompts(model, exact, sequences[0], inputs.scales)

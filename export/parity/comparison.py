@@ -72,7 +72,7 @@ class ParityReport:
     """What the gate found."""
 
     precision: str  # `fp32`, `fp16`, `int8` or `int4`: the smallest in the graph
-    passes: tuple[Pass, ...]  # exact, and deployed where that differs
+    passes: tuple[Pass, ...]  # exact, deployed where that differs, and native with this program's kernels
     unequal_tables: tuple[str, ...]  # stored tables that differ from the model's
     # Texts that do not survive encoding and decoding; only reported, since normalising tokenizers do that by design.
     tokenizer_changes: tuple[str, ...] | None  # None without a tokenizer
@@ -87,15 +87,30 @@ class ParityReport:
         """Whether the export may be published."""
         return not self.failures()
 
+    def input_rounding(self) -> dict[str, dict[str, float]]:
+        """What rounding activations to 8 bits costs, by the kernels that do it: the mean KL in nats a token and the
+        share of greedy choices as in PyTorch, over `positions` of all kinds of reading. Empty for dense weights."""
+        if not self.precision.startswith("int"):
+            return {}
+        runs = {"deployed": "portable", "native": "native"}
+        cost = {}
+        for item in self.passes:
+            if item.name in runs:
+                whole = merge("", item.comparisons)
+                figures = {"kl": whole.kl, "greedy_match": whole.greedy_match, "positions": whole.positions}
+                cost[runs[item.name]] = figures
+        return cost
+
     def to_dict(self) -> dict[str, Any]:
-        """parity.json; the figures at the top are those of the file as it runs."""
-        last = self.passes[-1]
+        """parity.json; the figures at the top are those of the file as it runs everywhere."""
+        last = next((item for item in self.passes if item.name == "deployed"), self.passes[-1])
         return {
             "max_abs_logit_error": max(c.max_abs_logit_error for c in last.comparisons),
             "kl": max(c.kl for c in last.comparisons),
             "greedy_match": last.greedy_match,
             "passed": self.passed,
             "failures": self.failures(),
+            "input_rounding": self.input_rounding(),
             **asdict(self),
             "tokenizer_changes": None if self.tokenizer_changes is None else list(self.tokenizer_changes),
         }

@@ -16,9 +16,11 @@ from torch import Tensor
 from export.cache_scales import CacheScales
 from export.graph.decoder import graph_precision
 from export.graph.matmul import FLAT, PER_ROW_PRODUCT
+from export.kernels.library import library_of
 from export.parity.comparison import Limits
 from export.parity.limits import DEPLOYED, DEPLOYED_PER_ROW, EXACT, EXACT_INT8_CACHE
 from export.paths import find_files
+from export.runtime.kernels import called_version
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
@@ -61,7 +63,7 @@ class GateInputs:
                 f"{export / 'config.json'}: is not that of {checkpoint}; compare an export with its source"
             )
         tokenizer = load_tokenizer(checkpoint, config) if (checkpoint / "tokenizer.json").exists() else None
-        precision = graph_precision(graph.graph, graph.graph.initializers.values())
+        precision = graph_precision(graph_nodes(graph), graph.graph.initializers.values())
         scales, sequences = graph_cache_scales(graph, config), make_sequences(config, tokenizer)
         return GateInputs(graph, config, precision, scales, sequences, tokenizer)
 
@@ -83,6 +85,17 @@ class GateInputs:
         return tuple(text for text in TEXTS if tokenizer.decode(tokenizer.encode(text)) != text)
 
 
+def native_library(export: Path) -> Path | None:
+    """The library that runs an export's kernels; None where it is not built, or the graph calls none."""
+    version = called_version(find_files(export).graph)
+    return None if version is None else library_of(version)
+
+
+def graph_nodes(graph: ir.Model) -> list[ir.Node]:
+    """The nodes, those of functions too."""
+    return [node for part in (graph.graph, *graph.functions.values()) for node in part]
+
+
 def graph_cache_scales(graph: ir.Model, config: ModelConfig) -> CacheScales | None:
     """The scales of a graph's INT8 cache; None for a float32 one."""
     found: dict[str, list[torch.Tensor]] = {"k": [], "v": []}
@@ -98,7 +111,7 @@ def graph_cache_scales(graph: ir.Model, config: ModelConfig) -> CacheScales | No
 
 def exact_graph(graph: ir.Model) -> bytes:
     """The graph with all products in float32, serialized; it reads the same data file."""
-    for node in list(graph.graph):
+    for node in graph_nodes(graph):
         if "accuracy_level" in node.attributes:
             node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
         if node.op_type == PER_ROW_PRODUCT:

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from export.metadata import ATTENTION_MASK, INPUT_IDS, KEEP_LOGITS, LOGITS
-from export.paths import PROMPT_FILE, prompt_files
+from export.paths import PROMPT_FILE, find_files, prompt_files
+from export.runtime.kernels import choose_kernels, portable
 from export.runtime.kv_cache import Cache, cache_maker
 from export.runtime.session import open_session, raise_if_out_of_memory
 from sportsllm.errors import ArtifactError, UsageError
@@ -29,13 +30,14 @@ PREFILL_CHUNK = 128
 SCORE_CHUNK = 128
 
 
-def open(directory: Path, threads: int | None = None) -> OnnxDecoder:
+def open(directory: Path, threads: int | None = None, kernels: str = "auto") -> OnnxDecoder:
     """Open a directory that `export` wrote for generation and scoring, on all cores where `threads` is not given.
 
     Raises:
         ArtifactError: a file is missing, truncated or too long, or the graph is not a decoder.
+        UsageError, ResourceError: see `export.runtime.kernels.choose_kernels`.
     """
-    return OnnxDecoder(directory, threads)
+    return OnnxDecoder(directory, threads, kernels=kernels)
 
 
 class OnnxDecoder:
@@ -45,16 +47,24 @@ class OnnxDecoder:
         config: the model's shape.
         prefill_chunk: tokens of a prompt that are read at once.
         use_prompt_graph: whether prompts go through `prompt.onnx`; true where the directory has one.
+        kernels: what runs the graph.
     """
 
     def __init__(
-        self, directory: Path, threads: int | None = None, graph: bytes | None = None, prompt_graph: bytes | None = None
+        self,
+        directory: Path,
+        threads: int | None = None,
+        graph: bytes | None = None,
+        prompt_graph: bytes | None = None,
+        kernels: str = "auto",
     ) -> None:
-        """See `open`; `graph`, and `prompt_graph` for `prompt.onnx`, as in `open_session`."""
+        """See `open`; `graph`, and `prompt_graph` for `prompt.onnx`, as in `open_session`: those run portable."""
         self.config = load_config(directory)
         self.prefill_chunk = PREFILL_CHUNK
         self._directory = directory
-        self._session = open_session(directory, self.config, threads, graph)
+        path = find_files(directory).graph
+        self.kernels = choose_kernels(path, kernels) if graph is None else portable()
+        self._session = open_session(directory, self.config, threads, graph, library=self.kernels.library)
         self._make_cache = cache_maker(self._session, directory)
         self._cache: Cache | None = None
         self._read: list[list[int]] = []  # tokens of the cache's sequences
@@ -69,8 +79,8 @@ class OnnxDecoder:
 
         With `reuse` the beginning is skipped that a prompt shares with what its place in the cache holds from the last
         prompts and steps. The logits equal those of a fresh start up to the order of additions. Where inputs are
-        rounded as whole tensors (INT8 per row, the latency profile) they also depend on how the text was cut into
-        pieces, and on which tokens `step` read.
+        rounded as whole tensors (INT8 per row, the latency profile), or more finely for a few tokens than for many (the
+        native kernels), they also depend on how the text was cut into pieces, and on which tokens `step` read.
 
         Raises:
             UsageError: no row, an empty one, or one longer than `max_length` or the context.

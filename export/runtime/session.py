@@ -29,9 +29,10 @@ _LOAD_ERRORS = (
 )
 
 
-def session_options(threads: int | None, exact: bool = False) -> ort.SessionOptions:
+def session_options(threads: int | None, exact: bool = False, library: Path | None = None) -> ort.SessionOptions:
     """How sessions run; `exact` for `export.parity.inputs.exact_graph`, with products in float32.
 
+    `library` has kernels for the functions that the graph calls, see `export.runtime.kernels`.
     The figures are tokens/s of a 97M INT4 model on 2 threads, ONNX Runtime 1.31.1 (docs/log.md). The memory arena stays
     on: without it the peak was 10 to 40 MB higher, since freed pieces went unused.
     """
@@ -46,6 +47,8 @@ def session_options(threads: int | None, exact: bool = False) -> ort.SessionOpti
     options.add_session_config_entry("session.intra_op.spin_duration_us", "1000")
     if exact:  # else MatMulNBits, made at load of DequantizeLinear and MatMul, rounds activations
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+    if library is not None:
+        options.register_custom_ops_library(str(library))
     return options
 
 
@@ -55,6 +58,7 @@ def open_session(
     threads: int | None,
     graph: bytes | None = None,
     files: GraphFiles | None = None,
+    library: Path | None = None,
 ) -> ort.InferenceSession:
     """Load an export's graph after checking its files, and check that it fits the config.
 
@@ -63,6 +67,7 @@ def open_session(
         threads: CPU threads; all cores where not given.
         graph: `export.parity.inputs.exact_graph` to run on the directory's data instead of the file.
         files: `export.paths.prompt_files`; those of the model's graph if not given.
+        library: see `session_options`.
 
     Raises:
         ArtifactError: a file is missing, truncated or too long, or the graph is not a decoder.
@@ -71,7 +76,7 @@ def open_session(
     files = files or find_files(directory)
     path = files.graph
     _check_sizes(directory, files)
-    options = session_options(threads, exact=graph is not None)
+    options = session_options(threads, graph is not None, library)
     if graph is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(files.data.parent))
     try:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sportsllm.cli import flags
 from sportsllm.cli.flag_groups import expand_flag_groups
 from sportsllm.errors import ArtifactError, UsageError
+
+if TYPE_CHECKING:
+    from sportsllm.inference.decoder import Decoder
 
 DEFAULT_CORPUS = Path("runs/corpus")
 _SIMULATED_MEGABYTES = 20.0
@@ -152,6 +155,7 @@ def evaluate(
     max_questions: Annotated[
         int | None, typer.Option(min=1, help="Ask only the first N of each file.", show_default="all")
     ] = None,
+    kernels: flags.Kernels = "auto",
     threads: flags.Threads = None,
 ) -> dict[str, Any]:
     """Perplexity, bits per byte and multiple-choice accuracy of a checkpoint or an export."""
@@ -163,9 +167,10 @@ def evaluate(
 
     if not text and not questions:
         raise UsageError("give --text FILE, --questions FILE, or both")
-    decoder = open_decoder(directory, threads)
+    decoder = open_decoder(directory, threads, kernels)
+    ran = _say_kernels(decoder)
     tokenizer = load_tokenizer(directory, decoder.config)
-    result: dict[str, Any] = {"directory": str(directory)}
+    result: dict[str, Any] = {"directory": str(directory), "kernels": ran}
     if text:
         score = score_documents(decoder, tokenizer, list(read_documents(text)), first_window=first_window)
         result |= {
@@ -207,6 +212,7 @@ def generate(
     ] = None,
     ids: Annotated[bool, typer.Option("--ids", help="Print token ids instead of text.")] = False,
     seed: flags.Seed = 0,
+    kernels: flags.Kernels = "auto",
     threads: flags.Threads = None,
 ) -> dict[str, Any]:
     """Stream text from a checkpoint or an export, or its answer to a message."""
@@ -222,7 +228,8 @@ def generate(
     except UnicodeEncodeError:
         raise UsageError("--prompt is not valid UTF-8") from None
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    decoder = open_decoder(directory, threads)
+    decoder = open_decoder(directory, threads, kernels)
+    ran = _say_kernels(decoder)
     tokenizer = load_tokenizer(directory, decoder.config)
     stops = list(decoder.config.stop_token_ids)
     for word in stop or []:
@@ -264,7 +271,20 @@ def generate(
         "ids": tokens,
         "ttft_ms": (first - started) * 1e3,
         "tokens_per_s": (len(tokens) - 1) / seconds if len(tokens) > 1 else None,
+        "kernels": ran,
     }
+
+
+def _say_kernels(decoder: Decoder) -> str | None:
+    """One line about what runs an export, and its name; None for a checkpoint."""
+    from sportsllm.console import say
+    from sportsllm.inference.decoder import kernels_of
+
+    found = kernels_of(decoder)
+    if found is None:
+        return None
+    say(found[1])
+    return found[0]
 
 
 def verify(directory: flags.Directory) -> dict[str, Any]:
@@ -281,14 +301,30 @@ def verify(directory: flags.Directory) -> dict[str, Any]:
             load_config(directory)
         except ArtifactError as error:
             problems.append(str(error))
+    kernels = _kernels_of_export(directory)
+    if kernels is not None:
+        output().print(kernels[1], markup=False)
     for problem in problems:
         output().print(problem, markup=False)
     output().print(f"{directory}: {files} files checked, {len(problems)} problems")
     result: dict[str, Any] = {"ok": not problems, "files": files, "problems": problems}
+    result["kernels"] = None if kernels is None else kernels[0]
     if problems:
         result["complaint"] = f"{directory}: {len(problems)} problems; copy or make the directory again"
         result["exit_code"] = ArtifactError.exit_code
     return result
+
+
+def _kernels_of_export(directory: Path) -> tuple[str, str] | None:
+    """What would run an export here, `native` or `portable`, and a line about it; None for a checkpoint."""
+    import importlib
+
+    from sportsllm.inference.decoder import is_onnx_directory
+
+    if not is_onnx_directory(directory):
+        return None
+    chosen = importlib.import_module("export.runtime.kernels").kernels_of_directory(directory)
+    return chosen.name, str(chosen)
 
 
 def run(

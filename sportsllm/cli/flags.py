@@ -69,6 +69,10 @@ def load_command(name: str) -> Command:
 
 Out = Annotated[Path, typer.Option("--out", help="New directory to write.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.", show_default="all cores")]
+Kernels = Annotated[
+    str,
+    typer.Option(help="What runs an export: native (this program's kernels), portable (ONNX Runtime's), or auto."),
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
 Calibration = Annotated[
     list[Path], typer.Option("--calibration", help="Text that statistics are taken from; never held-out text.")

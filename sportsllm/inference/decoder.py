@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from sportsllm.errors import ArtifactError
+from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ModelConfig
 
 Logits = npt.NDArray[np.float32]
@@ -50,19 +50,33 @@ def web_graphs(directory: Path) -> list[Path]:
     return [] if any(directory.glob("*.safetensors")) else sorted((directory / "onnx").glob("model*.onnx"))
 
 
-def open_decoder(directory: Path, threads: int | None = None) -> Decoder:
+def open_decoder(directory: Path, threads: int | None = None, kernels: str = "auto") -> Decoder:
     """Open a checkpoint (PyTorch) or an export (ONNX Runtime) for generation and scoring.
 
-    `threads` are the CPU's; the library chooses where it is not given.
+    Args:
+        directory: which.
+        threads: the CPU's; the library chooses where it is not given.
+        kernels: what runs an export, `auto`, `native` or `portable`: see `export.runtime.kernels`.
 
     Raises:
         ArtifactError: no such directory, or its files are damaged.
+        UsageError: kernels for a checkpoint, or for a graph that calls none.
+        ResourceError: `native` where the kernels are not built.
     """
     if not directory.is_dir():
         raise ArtifactError(f"{directory}: no such directory; give a checkpoint or an export")
     # By name, so that this package depends neither on `export` nor, on a device, on torch.
-    module = "export.runtime.decoder" if is_onnx_directory(directory) else "sportsllm.inference.torch_decoder"
-    return cast(Decoder, importlib.import_module(module).open(directory, threads))
+    if is_onnx_directory(directory):
+        return cast(Decoder, importlib.import_module("export.runtime.decoder").open(directory, threads, kernels))
+    if kernels != "auto":
+        raise UsageError(f"--kernels {kernels}: {directory} is a checkpoint, which PyTorch runs; export it first")
+    return cast(Decoder, importlib.import_module("sportsllm.inference.torch_decoder").open(directory, threads))
+
+
+def kernels_of(decoder: Decoder) -> tuple[str, str] | None:
+    """What runs an export, `native` or `portable`, and a line for people; None for a checkpoint, which PyTorch runs."""
+    chosen = getattr(decoder, "kernels", None)
+    return None if chosen is None else (chosen.name, str(chosen))
 
 
 def log_softmax(logits: Logits) -> Logits:

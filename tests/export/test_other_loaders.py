@@ -1,13 +1,16 @@
 """Exports in other people's loaders, where those are installed."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
+from export.kernels.library import VERSION, library_of
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.inference.torch_decoder import TorchDecoder
@@ -28,7 +31,6 @@ def greedy(checkpoint: Path, count: int = 20) -> list[int]:
 
 
 def test_plain_onnxruntime_reads_the_documented_names(exported: Path, checkpoint: Path) -> None:
-    import numpy as np
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(exported / "model.onnx"), providers=["CPUExecutionProvider"])
@@ -52,6 +54,16 @@ def test_optimum_generates_the_same_tokens(exported: Path, checkpoint: Path) -> 
     assert out[0, 5:].tolist() == greedy(checkpoint)
 
 
+def test_optimum_inlines_layers_that_are_functions(checkpoint: Path, tmp_path: Path) -> None:
+    optimum = pytest.importorskip("optimum.onnxruntime", reason="needs the extra [optimum]")
+    quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
+    assert export_checkpoint(tmp_path / "int4", tmp_path / "out", ExportOptions(threads=2))["kernels"]
+    model = optimum.ORTModelForCausalLM.from_pretrained(str(tmp_path / "out"), provider="CPUExecutionProvider")
+    out = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+    ours = generate(open_decoder(tmp_path / "out", 2, "portable"), PROMPT, 20, Sampling(temperature=0))
+    assert out[0, 5:].tolist() == list(ours)
+
+
 def test_optimum_runs_standard_operators_with_padding_on_the_left(checkpoint: Path, tmp_path: Path) -> None:
     """Each row as if it were alone, packed or not."""
     optimum = pytest.importorskip("optimum.onnxruntime", reason="needs the extra [optimum]")
@@ -71,6 +83,31 @@ def test_optimum_runs_standard_operators_with_padding_on_the_left(checkpoint: Pa
             assert found[0] == greedy(checkpoint)
 
 
+@pytest.mark.parametrize("registered", [False, True])
+def test_onnxruntime_genai_runs_either_kernels(registered: bool, checkpoint: Path, tmp_path: Path) -> None:
+    """The same logits as ours, bit for bit, with the library registered in its settings and without."""
+    genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra [genai]")
+    library = library_of(VERSION)
+    if registered and library is None:
+        pytest.skip("the kernels are not built")
+    quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
+    export_checkpoint(tmp_path / "int4", tmp_path / "out", ExportOptions(threads=2))
+    config = genai.Config(str(tmp_path / "out"))
+    if registered:
+        options = {"custom_ops_library": str(library)}
+        config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
+    parameters = genai.GeneratorParams(model := genai.Model(config))
+    parameters.set_search_options(max_length=15, min_length=15, do_sample=False)
+    generator = genai.Generator(model, parameters)
+    generator.append_tokens(PROMPT)
+    decoder = open_decoder(tmp_path / "out", 2, "native" if registered else "portable")
+    logits = decoder.prefill([PROMPT], 15)
+    for _ in range(5):
+        np.testing.assert_array_equal(generator.get_logits().reshape(-1), logits[0])
+        generator.generate_next_token()
+        logits = decoder.step([int(generator.get_next_tokens()[0])])
+
+
 def test_onnxruntime_genai_generates_the_same_tokens(exported: Path, checkpoint: Path, tmp_path: Path) -> None:
     genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra [genai]")
     quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
@@ -87,5 +124,5 @@ def test_onnxruntime_genai_generates_the_same_tokens(exported: Path, checkpoint:
             tokens.append(int(generator.get_next_tokens()[0]))
         from export.runtime.decoder import open as open_export
 
-        ours = list(generate(open_export(directory, 2), PROMPT, 20, Sampling(temperature=0)))
+        ours = list(generate(open_export(directory, 2, "portable"), PROMPT, 20, Sampling(temperature=0)))
         assert tokens == ours[: len(tokens)] and tokens

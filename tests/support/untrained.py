@@ -54,7 +54,7 @@ def make_export(checkpoint: Path, stored: ModelFormat, directory: Path) -> None:
         write_checkpoint(source, config, packed.tensors, quantization=packed.record("rtn"))
     full = torch.full((config.num_hidden_layers, config.num_key_value_heads, config.head_dim), 0.05)
     scales = CacheScales(full, full) if stored.cache == "int8" else None
-    tensors = write_graph(source, directory, scales=scales, standard=stored.standard)
+    tensors = write_graph(source, directory, scales=scales, standard=stored.standard, inline=True)
     if stored.latency:
         write_prompt_graph(source, directory, tensors, scales)
     shutil.copyfile(source / "config.json", directory / "config.json")

@@ -76,7 +76,7 @@ def result(export: Path, checkpoint: Path) -> dict[str, Any]:
         patch.setattr(bench, "COLD_ROUNDS", 1)
         patch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
         qualities = {export: 2.06, checkpoint: 2.0}
-        patch.setattr("benchmarks.bench.bits_per_byte", lambda directory, text, threads: qualities[directory])
+        patch.setattr("benchmarks.bench.bits_per_byte", lambda directory, *_: qualities[directory])
         return bench_model(request, "host", text=[Path("held-out.txt")], teacher=checkpoint).to_json()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.measure import cpus
 from benchmarks.runtimes.compare import best_ratios, measure_against, turn_depths
-from benchmarks.runtimes.options import INSTALL, Runtime, RuntimeFlags
+from benchmarks.runtimes.options import INSTALL, Runtime, RuntimeFlags, portable_too
 from benchmarks.runtimes.worker import RUNTIMES, WARM_UP, time_turn
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -258,6 +258,17 @@ def test_a_runtime_finds_nothing_of_this_environment(export: Path, interpreters:
     shown = one["status"].split()
     assert str(interpreters.modules) in one["status"]
     assert str(root) not in shown and str(root / "benchmarks") not in shown
+
+
+def test_our_kernels_are_measured_in_turns_with_portable_ones(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
+    # This export calls none, so asking for native ones fails: what was asked for has reached the runtime.
+    native = Runtime("ours+native", sys.executable, export, kernels="native")
+    result = measure(export, [portable_too(export), native])
+    status = {name: one["status"] for name, one in result["against"].items()}
+    assert (status["ours"], status["ours+portable"]) == ("measured", "measured")
+    assert "calls none" in status["ours+native"]
+    assert {ratio["peer"] for ratio in result["against_ratios"].values()} == {"ours+portable"}
 
 
 def turn(rate: float, first: float, peak: float) -> dict[str, Any]:

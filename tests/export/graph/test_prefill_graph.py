@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_both_graphs_compute_what_pytorch_computes(bits: int, name: str, exports: Exports) -> None:
     report = exports(bits, latency=True, **SHAPES[name]).report
     assert report.failures() == []
-    assert [item.name for item in report.passes] == ["exact", "exact prompts", "deployed"]
+    assert [item.name for item in report.passes if item.name != "native"] == ["exact", "exact prompts", "deployed"]
     assert report.passes[1].comparisons[0].relative_error < report.passes[1].limits.error / 4
 
 

@@ -36,7 +36,8 @@ def test_a_faithful_export_passes(
     report = check_parity(directory, directory, threads=1)
     assert report.failures() == [] and report.passed
     assert report.precision == precision
-    assert [item.name for item in report.passes] == (["exact"] if precision == "fp32" else ["exact", "deployed"])
+    everywhere = [item.name for item in report.passes if item.name != "native"]
+    assert everywhere == (["exact"] if precision == "fp32" else ["exact", "deployed"])
     assert [c.kind for c in report.passes[0].comparisons] == ["prefill", "decode", "ragged batch"]
     # The limits leave room, but not much more than an order of magnitude: see the constants.
     assert max(c.relative_error for c in report.passes[0].comparisons) < EXACT.error / 4

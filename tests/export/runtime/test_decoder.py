@@ -161,9 +161,9 @@ def test_packed_model_decodes_as_it_scores(tmp_path: Path) -> None:
     packed = tiny_model()
     save(tmp_path, packed, pack_model(packed, 4))
     write_graph(tmp_path, tmp_path)
-    decoder = open_decoder(tmp_path, threads=1)
+    decoder = open_decoder(tmp_path, threads=1, kernels="portable")
     (row,) = draw(30)
-    expected = runtime.open(tmp_path, 1).logits(row)
+    expected = runtime.open(tmp_path, 1, "portable").logits(row)
     found = [decoder.prefill([row[:20]]), *(decoder.step([token]) for token in row[20:])]
     np.testing.assert_allclose(np.concatenate(found), expected[19:], atol=TOLERANCE, rtol=0)
     # What rounding activations to 8 bits costs: a few percent of logits of size 1.

@@ -1,0 +1,138 @@
+"""Which kernels run a graph: this program's own, where its library is built, or ONNX Runtime's, which run everywhere.
+
+A graph that calls kernels is run by either, see `export.graph.functions`. Reads the graph's metadata before the session
+is made, since the library must be registered first.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnxruntime as ort
+
+from export.kernels.library import VERSION, library_of
+from export.metadata import KERNELS_KEY
+from export.paths import find_files
+from sportsllm.errors import ResourceError, UsageError
+
+CHOICES = ("auto", "native", "portable")
+# What `auto` takes where both are there. `bench --kernels both` measures both, in turns.
+PREFERRED = "native"
+_METADATA_FIELD = 14  # of ModelProto: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
+_FIXED_BYTES = {1: 8, 5: 4}  # of fields, by wire type
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What runs a graph.
+
+    Attributes:
+        name: `native` or `portable`.
+        library: to be registered; None for `portable`.
+        reason: why, for people.
+    """
+
+    name: str
+    library: Path | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"kernels: {self.name} ({self.reason})"
+
+
+def portable(reason: str = "as asked for") -> Kernels:
+    """ONNX Runtime's own operators."""
+    return Kernels("portable", None, reason)
+
+
+def choose_kernels(graph: Path, wanted: str = "auto") -> Kernels:
+    """What runs a graph.
+
+    Args:
+        graph: an ONNX file.
+        wanted: one of `CHOICES`; `auto` takes `PREFERRED` where there is a choice.
+
+    Raises:
+        UsageError: an unknown choice, or `native` for a graph that calls no kernels.
+        ResourceError: `native`, and the library is missing, of another version than the graph's, or cannot be loaded.
+    """
+    if wanted not in CHOICES:
+        raise UsageError(f"--kernels {wanted!r}: choose {', '.join(CHOICES[:-1])} or {CHOICES[-1]}")
+    if wanted == "portable":
+        return portable()
+    version = called_version(graph)
+    if version is None:
+        if wanted == "native":
+            raise UsageError(f"--kernels native: {graph} calls none; export INT4 or INT8 blocks without --inline")
+        return portable("the graph calls none")
+    if wanted == "auto" and PREFERRED == "portable":
+        return portable("preferred here")
+    library = library_of(version)
+    if library is None:
+        problem = f"the library is not built; run `python -m export.kernels.build` for version {version}"
+        if version != VERSION:
+            problem = f"the graph calls version {version}, this program has version {VERSION}; export it again"
+    else:
+        problem = _load_error(library)
+    if library is None or problem:
+        if wanted == "native":
+            raise ResourceError(f"--kernels native: {graph}: {problem}")
+        return portable(problem)
+    return Kernels("native", library, f"version {version}")
+
+
+def kernels_of_directory(directory: Path, wanted: str = "auto") -> Kernels:
+    """What runs an export; see `choose_kernels`."""
+    return choose_kernels(find_files(directory).graph, wanted)
+
+
+def _load_error(library: Path) -> str:
+    """Why ONNX Runtime cannot use a library; empty if it can."""
+    try:
+        ort.SessionOptions().register_custom_ops_library(str(library))
+    except Exception as error:  # the runtime's errors have no common class
+        return f"{library.name} cannot be used here: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
+def called_version(graph: Path) -> str | None:
+    """The version of the kernels that a graph calls; None where it calls none, or is no graph."""
+    if not graph.is_file() or graph.stat().st_size == 0:
+        return None
+    with graph.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            for number, place, end in _fields(data, 0, len(data)):
+                if number == _METADATA_FIELD:
+                    entry = {key: bytes(data[start:stop]) for key, start, stop in _fields(data, place, end)}
+                    if entry.get(1) == KERNELS_KEY.encode():
+                        return entry.get(2, b"").decode(errors="replace")
+        except IndexError:
+            return None  # damaged: opening it says so
+    return None
+
+
+def _fields(data: mmap.mmap, place: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Number, begin and end of a protobuf message's fields (https://protobuf.dev/programming-guides/encoding/)."""
+    while place < end:
+        tag, place = _varint(data, place)
+        kind = tag & 7
+        if kind == 0:
+            _, stop = _varint(data, place)
+        elif kind == 2:
+            length, place = _varint(data, place)
+            stop = place + length
+        else:
+            stop = place + _FIXED_BYTES.get(kind, end)
+        yield tag >> 3, place, stop
+        place = stop
+
+
+def _varint(data: mmap.mmap, place: int) -> tuple[int, int]:
+    """A number of 7 bits a byte, the lowest first, and the place behind it."""
+    value = shift = 0
+    while data[place] & 0x80:
+        value, shift, place = value | (data[place] & 0x7F) << shift, shift + 7, place + 1
+    return value | data[place] << shift, place + 1

@@ -1,0 +1,39 @@
+"""Builds the kernels into the package. Where that fails the install goes on without them, and commands say so."""
+
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+sys.path.insert(0, str(Path(__file__).parent))
+from export.kernels.build import HERE, NAME, TARGET, BuildError, build, compilers
+
+
+class BuildWithKernels(build_py):
+    """`build_py` that compiles the library beside its sources, or beside their copies."""
+
+    def run(self) -> None:
+        super().run()
+        try:
+            build(HERE if self.editable_mode else Path(self.build_lib) / "export" / "kernels")
+        except BuildError as error:
+            print(f"warning: the kernels were not built: {error}", file=sys.stderr)
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for this platform and every Python, if the library is in it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        self.root_is_pure = not list(Path(self.bdist_dir).rglob(NAME))
+        python, abi, platform = super().get_tag()
+        if self.root_is_pure:
+            return python, abi, platform
+        return "py3", "none", f"manylinux_2_28_{TARGET}" if TARGET else platform
+
+
+setup(
+    cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel},
+    setup_requires=[] if next(compilers(), None) else ["ziglang"],
+)

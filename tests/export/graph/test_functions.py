@@ -1,0 +1,111 @@
+"""Layers as calls of functions: which are, that the body is the same graph, and what is stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from export.graph.decoder import write_graph
+from export.kernels.library import VERSION
+from export.paths import DATA_FILE, GRAPH_FILE
+from export.runtime.decoder import OnnxDecoder
+from tests.support.export_models import Export, Exports, pack_model, save, tiny_model
+
+SETTINGS: list[dict[str, Any]] = [
+    {"bits": 4, "asymmetric": True},
+    {"bits": 8, "block": 64, "num_hidden_layers": 4, "tie_word_embeddings": False},
+    {"bits": 4, "head_dim": 8, "num_hidden_layers": 1},
+    {"bits": 8, "attention_bias": True, "mlp_bias": True, "attention_output_bias": True},
+    {"bits": 4, "int8_cache": True},
+    {"bits": 8, "int8_cache": True, "head_dim": 8, "qk_norm": True},
+]
+
+
+def graph_of(export: Export) -> onnx.ModelProto:
+    return onnx.load(str(export.directory / GRAPH_FILE), load_external_data=False)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_portable_logits_are_those_of_the_plain_graph(settings: dict[str, Any], exports: Exports) -> None:
+    """Bit for bit, prompts, steps and batches: the body has the same operators."""
+    prompt = np.random.default_rng(0).integers(0, 96, 100).tolist()
+    found = []
+    for inline in (False, True):
+        decoder = OnnxDecoder(exports(inline=inline, **settings).directory, 2, kernels="portable")
+        logits = [decoder.logits(prompt), decoder.prefill([prompt[:3], prompt[:70], prompt], 120)]
+        logits += [decoder.step([4, token, 7]) for token in (5, 6)]
+        found.append(np.concatenate(logits))
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_graphs_are_valid_and_no_larger(settings: dict[str, Any], exports: Exports) -> None:
+    folded, inline = exports(**settings), exports(inline=True, **settings)
+    onnx.checker.check_model(str(folded.directory / GRAPH_FILE), full_check=True)
+    graph = graph_of(folded)
+    inferred = onnx.shape_inference.infer_shapes(graph, check_type=True, data_prop=True)
+    assert [item.name for item in inferred.graph.output] == [item.name for item in graph_of(inline).graph.output]
+    assert {item.key: item.value for item in graph.metadata_props}["kernels"] == VERSION
+    assert "kernels" not in {item.key for item in graph_of(inline).metadata_props}
+    assert len(graph_of(inline).functions) == 0
+    sizes = [(export.directory / DATA_FILE).stat().st_size for export in (folded, inline)]
+    assert sizes[0] == sizes[1]  # what is large is stored once, and not in functions
+    assert (folded.directory / GRAPH_FILE).stat().st_size < 60_000
+
+
+def test_equal_layers_share_a_function(exports: Exports) -> None:
+    """The first has no residual stream yet, the last keeps some positions only."""
+    graph = graph_of(exports(4, num_hidden_layers=5))
+    calls = [node.op_type for node in graph.graph.node if node.domain == "sportsllm"]
+    middle = "DecoderLayer1"
+    assert calls == ["DecoderLayer", middle, middle, middle, "DecoderLayer2", "DecoderHead"]
+    assert sorted(function.name for function in graph.functions) == sorted(set(calls))
+    int8 = graph_of(exports(4, int8_cache=True))
+    assert [node.op_type for node in int8.graph.node][-3:] == ["DecoderLayerInt8", "DecoderLayerInt81", "DecoderHead"]
+
+
+def formats(name: str) -> int | None:
+    """Of each layer another format, more of them than there are names for; dense in the twelfth."""
+    parts = name.split(".")
+    if "layers" not in parts or len(parts) < 5:
+        return None
+    layer = int(parts[2])
+    if layer == 11:
+        return 16
+    place = {"self_attn": 0, "o_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}
+    kind = place.get(parts[4], place["self_attn"])
+    return 8 if layer >> kind & 1 else 4
+
+
+def test_layers_without_a_name_or_a_format_stay_as_they_are(tmp_path: Any) -> None:
+    model = tiny_model(num_hidden_layers=12)
+    record = pack_model(model, 4, bits_of=formats)
+    written = write_graph(save(tmp_path, model, record), tmp_path)
+    assert str(written.folded) == (
+        "kernels: called for 8 of 12 layers and the head (more than 8 kinds of layers; dense matrices)"
+    )
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
+    write_graph(tmp_path, plain, inline=True)
+    found = [OnnxDecoder(path, 1, kernels="portable").logits([1, 2, 3]) for path in (tmp_path, plain)]
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, "dense"),
+        ({"bits": 4, "block": 16}, "4 bits in blocks of 16"),
+        ({"bits": 4, "standard": True}, "standard operators"),
+        ({"bits": 4, "web": True}, "a browser has none"),
+    ],
+    ids=str,
+)
+def test_what_calls_none_says_why(settings: dict[str, Any], reason: str, exports: Exports) -> None:
+    folded = exports(**settings).written.folded
+    assert folded.version is None
+    assert str(folded).startswith("kernels: the graph calls none (") and reason in str(folded)

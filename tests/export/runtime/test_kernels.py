@@ -1,0 +1,243 @@
+"""Exports that call kernels: run by them or by ONNX Runtime's operators, chosen, refused, and said."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from compress.quantization.config import QuantizationConfig
+from compress.quantization.run import quantize
+from export.export import ExportOptions, export_checkpoint
+from export.kernels import library
+from export.kernels.build import BuildError, build
+from export.parity.limits import DEPLOYED
+from export.paths import GRAPH_FILE
+from export.runtime import kernels
+from export.runtime.decoder import OnnxDecoder
+from export.runtime.kernels import called_version, choose_kernels
+from sportsllm.cli.main import main
+from sportsllm.errors import ArtifactError, ResourceError, UsageError
+from sportsllm.inference.sampling import Sampling, generate
+from sportsllm.inference.torch_decoder import TorchDecoder
+from sportsllm.storage.checkpoint import load_checkpoint
+from sportsllm.text.tokenizer import load_tokenizer
+from tests.support.export_models import Exports
+from tests.support.models import STORIES
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        return library.library_of(library.VERSION) or build(tmp_path_factory.mktemp("kernels"))
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def _library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that do not ask for a machine without kernels have them."""
+    if "missing" not in request.fixturenames:
+        monkeypatch.setattr(library, "HERE", request.getfixturevalue("built").parent)
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "HERE", tmp_path)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"bits": 4, "asymmetric": True},
+    {"bits": 8, "block": 64, "int8_cache": True},
+    {"bits": 4, "int8_cache": True, "head_dim": 8, "qk_norm": True},
+    {"bits": 8, "attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+    {"bits": 4, "block": 128, "tie_word_embeddings": False, "num_hidden_layers": 1, "hidden_size": 72},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_both_are_within_the_limits_of_parity(settings: dict[str, Any], exports: Exports) -> None:
+    report = exports(**settings).report
+    assert report.failures() == []
+    assert [item.name for item in report.passes] == ["exact", "deployed", "native"]
+    native = report.passes[2]
+    assert native.limits == DEPLOYED[report.precision]
+    cost = report.to_dict()["input_rounding"]
+    assert list(cost) == ["portable", "native"] and cost["native"]["positions"] > 300
+    for item in report.passes[1:]:
+        found = cost["native" if item.name == "native" else "portable"]
+        assert found["greedy_match"] == pytest.approx(item.greedy_match) and 0 < found["kl"] < item.limits.kl
+    # Other numbers than the portable ones, so these were other kernels.
+    assert native.comparisons[0].max_abs_logit_error != report.passes[1].comparisons[0].max_abs_logit_error
+
+
+@pytest.mark.parametrize("int8_cache", [False, True], ids=["float32 cache", "int8 cache"])
+def test_batches_forks_and_reuse(int8_cache: bool, exports: Exports) -> None:
+    """As one after the other. Prompts are rounded by their pieces, so reuse is near and not equal."""
+    directory = exports(8, int8_cache=int8_cache).directory
+    decoder = OnnxDecoder(directory, 2, kernels="native")
+    assert decoder.kernels.name == "native"
+    prompts = [[3, 1, 4], list(range(70)), [9] * 40]
+    together = [decoder.prefill(prompts, 90), decoder.step([5, 6, 7])]
+    fork = decoder.fork()
+    after = fork.step([1, 2, 3])
+    np.testing.assert_array_equal(decoder.step([1, 2, 3]), after)
+    for row, prompt in enumerate(prompts):
+        alone = OnnxDecoder(directory, 1, kernels="native")
+        np.testing.assert_array_equal(alone.prefill([prompt], 90)[0], together[0][row])
+        np.testing.assert_array_equal(alone.step([5 + row])[0], together[1][row])
+    fresh = OnnxDecoder(directory, 2, kernels="native")
+    expected = fresh.prefill([[*prompts[1], 5, 6]], 90)
+    decoder.prefill([prompts[1]], 90)
+    again = decoder.prefill([[*prompts[1], 5, 6]], 90, reuse=True)
+    # Two tokens behind a prompt, not 72 in a piece: rounded by 8 instead of by 32.
+    assert np.abs(again - expected).max() < 0.2 * expected.std()
+
+
+def test_two_sessions_at_once(exports: Exports) -> None:
+    """Each in a thread of its own, as many steps as one after the other."""
+    directory, found = exports(4).directory, dict[int, list[Any]]()
+
+    def run(place: int) -> None:
+        decoder = OnnxDecoder(directory, 2, kernels="native")
+        found[place] = [decoder.prefill([[place, 2, 3]], 40), *(decoder.step([token]) for token in range(30))]
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for place in (0, 1):
+        one_by_one = found.pop(place)
+        run(place)
+        np.testing.assert_array_equal(np.concatenate(found[place]), np.concatenate(one_by_one))
+
+
+@pytest.mark.parametrize("int8_cache", [False, True], ids=["float32 cache", "int8 cache"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_real_text_is_continued_as_by_pytorch(bits: int, int8_cache: bool, tmp_path: Path) -> None:
+    """40 greedy tokens. Later ones differ: a model this small often has two tokens that are nearly as likely."""
+    quantize(checkpoint=STORIES, out=tmp_path / "packed", config=QuantizationConfig(bits=bits))
+    options = ExportOptions(threads=2)
+    if int8_cache:
+        (text := tmp_path / "text.txt").write_text(
+            "Once upon a time, there was a little girl named Lily. She loved to play outside in the sunshine. "
+            "One day, she saw a big red ball."
+        )
+        options = ExportOptions(threads=2, kv_cache="int8", calibration=[text])
+    export_checkpoint(tmp_path / "packed", tmp_path / "out", options)
+    model = load_checkpoint(tmp_path / "packed")
+    tokenizer = load_tokenizer(tmp_path / "packed", model.config)
+    prompt = [tokenizer.begin_id, *tokenizer.encode("Once upon a time")]
+    decoders = [TorchDecoder(model), *(OnnxDecoder(tmp_path / "out", 2, kernels=k) for k in ("native", "portable"))]
+    found = [list(generate(decoder, prompt, 40, Sampling(temperature=0))) for decoder in decoders]
+    assert len(found[0]) == 40 and found[1] == found[0] and found[2] == found[0]
+
+
+def test_the_choice_is_read_from_the_graph(exports: Exports, built: Path, tmp_path: Path) -> None:
+    graph = exports(4).directory / GRAPH_FILE
+    assert called_version(graph) == library.VERSION
+    assert choose_kernels(graph, "auto").library == built
+    assert choose_kernels(graph, "portable").library is None
+    dense = exports().directory / GRAPH_FILE
+    assert called_version(dense) is None and "calls none" in str(choose_kernels(dense))
+    with pytest.raises(UsageError, match="calls none"):
+        choose_kernels(dense, "native")
+    with pytest.raises(UsageError, match="choose auto, native or portable"):
+        choose_kernels(graph, "fast")
+    for content in (b"", b"no graph at all", graph.read_bytes()[:-5], b"\xff" * 20):
+        (tmp_path / "bad").write_bytes(content)
+        choose_kernels(tmp_path / "bad")
+
+
+def test_a_library_of_another_version_is_refused_by_name(exports: Exports, tmp_path: Path) -> None:
+    copy = exports(4).copy_to(tmp_path / "copy")
+    graph = onnx.load(str(copy / GRAPH_FILE), load_external_data=False)
+    for entry in graph.metadata_props:
+        if entry.key == "kernels":
+            entry.value = "99"
+    (copy / GRAPH_FILE).write_bytes(graph.SerializeToString())
+    with pytest.raises(ResourceError, match=f"calls version 99, this program has version {library.VERSION}"):
+        OnnxDecoder(copy, 1, kernels="native")
+    chosen = OnnxDecoder(copy, 1).kernels
+    assert chosen.name == "portable" and "version 99" in chosen.reason
+
+
+@pytest.mark.usefixtures("missing")
+def test_without_a_library_the_same_file_runs(exports: Exports) -> None:
+    directory = exports(4).directory
+    decoder = OnnxDecoder(directory, 1)
+    assert str(decoder.kernels).startswith("kernels: portable (the library is not built; run")
+    with pytest.raises(ResourceError, match="not built"):
+        OnnxDecoder(directory, 1, kernels="native")
+    asked = OnnxDecoder(directory, 1, kernels="portable")
+    np.testing.assert_array_equal(decoder.logits([1, 2, 3]), asked.logits([1, 2, 3]))
+
+
+def test_a_broken_library_is_named(exports: Exports, built: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / built.name).write_bytes(b"not a library")
+    monkeypatch.setattr(library, "HERE", tmp_path)
+    decoder = OnnxDecoder(exports(4).directory, 1)
+    assert decoder.kernels.name == "portable" and built.name in decoder.kernels.reason
+
+
+def test_portable_can_be_preferred(exports: Exports, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "PREFERRED", "portable")
+    assert choose_kernels(exports(4).directory / GRAPH_FILE).name == "portable"
+
+
+def spoil(copy: Path, name: str) -> None:
+    """Change a graph so that it no longer fits itself."""
+    graph = onnx.load(str(copy / GRAPH_FILE), load_external_data=False)
+    call = next(node for node in graph.graph.node if node.op_type.startswith("DecoderLayer"))
+    if name == "heads":
+        next(item for item in call.attribute if item.name == "kv_num_heads").i = 3
+    if name == "weights":
+        packed = next(item for item in graph.graph.initializer if item.name == call.input[14])
+        packed.dims[0] //= 2
+    if name == "cache":
+        call.op_type = "DecoderLayerInt8"
+    (copy / GRAPH_FILE).write_bytes(graph.SerializeToString())
+
+
+@pytest.mark.parametrize("name", ["heads", "weights", "cache"])
+def test_bad_graphs_end_in_one_line(name: str, exports: Exports, tmp_path: Path) -> None:
+    copy = exports(4).copy_to(tmp_path / "copy")
+    spoil(copy, name)
+    with pytest.raises(ArtifactError, match=GRAPH_FILE) as error:
+        OnnxDecoder(copy, 1, kernels="native")
+    assert "\n" not in str(error.value)
+
+
+def test_commands_say_what_runs(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantize(checkpoint=checkpoint, out=tmp_path / "packed", config=QuantizationConfig())
+    (text := tmp_path / "text.txt").write_text("The home side won.")
+    exported = export_checkpoint(tmp_path / "packed", tmp_path / "out", ExportOptions(threads=1))
+    assert exported["kernels"] == library.VERSION
+    assert "kernels: called for all 2 layers and the head" in capsys.readouterr().err
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main([str(argument) for argument in arguments])
+        return int(stop.value.code or 0), *capsys.readouterr()
+
+    def found(*arguments: object) -> dict[str, Any]:
+        code, out, err = run(*arguments, "--json")
+        assert code == 0, err
+        result: dict[str, Any] = json.loads(out.splitlines()[-1])
+        assert result["kernels"] is None or f"kernels: {result['kernels']} (" in err
+        return result
+
+    for wanted in ("native", "portable"):
+        few = ("--prompt", "Goal", "--max-new-tokens", 2, "--kernels", wanted)
+        assert found("generate", tmp_path / "out", *few)["kernels"] == wanted
+        assert found("eval", tmp_path / "out", "--text", text, "--kernels", wanted)["kernels"] == wanted
+    assert found("verify", tmp_path / "out")["kernels"] == "native"
+    assert found("generate", checkpoint, "--prompt", "Goal", "--max-new-tokens", 1)["kernels"] is None
+    code, _, err = run("generate", checkpoint, "--kernels", "native")
+    assert code == 2 and "is a checkpoint" in err
