@@ -108,6 +108,7 @@ class Run:
 LEAST_STEPS = 200
 """Steps that a run has, as long as each reads 1,024 tokens or more: at equal tokens they are worth more than anything
 else in the recipe (docs/log.md)."""
+_CUT_STEPS = 800  # of a recovery, as long as Muon's are cheap
 _SHAPE = ("batch_size", "accumulation", "sequence")  # of a step
 _TOKENS_PER_STEP = (1_024, 8_192)
 _WARMUP_SHARE, _MOST_WARMUP = 0.05, 50
@@ -158,7 +159,7 @@ def train_config(
     """The settings of a run, printed in one line.
 
     With a number of `tokens`, which is rounded up to whole steps, the tokens of a step follow from it: a two-hundredth,
-    between 1,024 and 8,192. With steps they are 4 x 4 x 512. The warm-up takes a twentieth of the steps, at most 50.
+    of cut weights down to an eight-hundredth where Muon stays cheap, between 1,024 and 8,192. With steps they are 4 x 4 x 512. The warm-up takes a twentieth of the steps, at most 50.
 
     Args:
         run: what is trained.
@@ -179,7 +180,7 @@ def train_config(
     if run.start is Start.ROUNDED:
         base["weight_decay"] = 0.0  # the weights are near their final values: decay would pull them away
     if tokens is not None:
-        base |= _batches(tokens, run.model.max_position_embeddings, given)
+        base |= _batches(tokens, run, given)
     shape = {key: value for key, value in (base | given).items() if key in _SHAPE}
     tokens_per_step = TrainConfig(**shape).tokens_per_step
     if tokens is not None:
@@ -201,11 +202,15 @@ def train_config(
     return config
 
 
-def _batches(tokens: int, context: int, given: Mapping[str, Any]) -> dict[str, int]:
+def _batches(tokens: int, run: Run, given: Mapping[str, Any]) -> dict[str, int]:
     """Sequences of a batch, batches of a step and tokens of a sequence, for a run of `tokens`."""
     least, most = _TOKENS_PER_STEP
-    wanted = 2 ** math.floor(math.log2(min(most, max(least, tokens / LEAST_STEPS))))
-    sequence = given.get("sequence", min(TrainConfig.sequence, context))
+    share = tokens / LEAST_STEPS
+    if run.start is Start.CUT:
+        cheap = 2 ** math.ceil(math.log2(_MUON_TOKENS_PER_CHANNEL * run.model.hidden_size))
+        share = min(share, max(tokens / _CUT_STEPS, cheap))
+    wanted = 2 ** math.floor(math.log2(min(most, max(least, share))))
+    sequence = given.get("sequence", min(TrainConfig.sequence, run.model.max_position_embeddings))
     rows = max(1, wanted // sequence)
     batch_size = given.get("batch_size", max(1, min(TrainConfig.batch_size, rows // given.get("accumulation", 1))))
     return {"sequence": sequence, "batch_size": batch_size, "accumulation": max(1, rows // batch_size)}

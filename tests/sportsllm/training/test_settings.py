@@ -25,6 +25,25 @@ def test_no_run_ends_inside_its_warm_up(tokens: int) -> None:
         assert config.steps < 5 or schedule.factor(config.steps - 1) < 0.2
 
 
+@pytest.mark.parametrize(
+    ("start", "hidden", "tokens", "tokens_per_step"),
+    [
+        (Start.CUT, 96, 1_000_000, 1_024),  # 800 steps or more
+        (Start.CUT, 96, 3_000_000, 2_048),
+        (Start.CUT, 192, 1_000_000, 2_048),  # the least that Muon is cheap with
+        (Start.CUT, 192, 300_000, 1_024),  # 200 steps come first
+        (Start.CUT, 768, 1_000_000, 4_096),  # Muon is never cheap: 200 steps
+        (Start.RANDOM, 96, 1_000_000, 4_096),
+        (Start.ROUNDED, 96, 1_000_000, 4_096),
+    ],
+)
+def test_recoveries_take_more_steps_where_muon_is_cheap(
+    start: Start, hidden: int, tokens: int, tokens_per_step: int
+) -> None:
+    model = TINY.with_changes(hidden_size=hidden)
+    assert train_config(Run(start, model), tokens, {}).tokens_per_step == tokens_per_step
+
+
 def test_the_documented_set_up_stays() -> None:
     config = train_config(Run(Start.RANDOM, LARGE), None, {})
     assert (config.steps, config.batch_size, config.accumulation, config.sequence) == (5_000, 4, 4, 512)
@@ -38,7 +57,7 @@ def test_everything_can_be_overridden() -> None:
     assert (config.learning_rate, config.warmup, config.final_rate, config.decay_share) == (0.5, 7, 0.0, 0.5)
     assert config.validate_every == 2 and config.steps == -(-10_000 // (3 * 2 * 128))
     assert train_config(SMALL, 10_000, {"sequence": 2_048}).tokens_per_step == 2_048
-    assert train_config(SMALL, 8_000_000, {"batch_size": 1}).accumulation == 16
+    assert train_config(Run(Start.RANDOM, TINY), 8_000_000, {"batch_size": 1}).accumulation == 16
     assert train_config(SMALL, 8_000_000, {"accumulation": 1}).batch_size == 4
     for settings, message in (
         (["steps=5"], "give --steps or --tokens"),
