@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "kernels.h"
 
@@ -41,6 +42,15 @@ static void rms_norm(const float* x, const float* weight, int64_t size, float ep
   }
 }
 
+static inline int32_t sum_of_8(const int8_t* q) {
+  uint64_t eight;
+  std::memcpy(&eight, q, 8);
+  eight ^= 0x8080808080808080u;  // each 128 more, so that none is below 0
+  const uint64_t every_other = 0x00FF00FF00FF00FFu, pairs = (eight & every_other) + (eight >> 8 & every_other);
+  return static_cast<int32_t>(pairs * 0x0001000100010001u >> 48) - 8 * 128;
+}
+static inline int32_t sum_of_4(const int8_t* q) { return q[0] + q[1] + q[2] + q[3]; }
+
 static void round(const float* x, int64_t m, int64_t start, int64_t end, Rounded* out) {
   const bool halves = out->bits == 4;
   const int64_t size = out->chunk_size(), per_lane = size / 16;
@@ -57,19 +67,13 @@ static void round(const float* x, int64_t m, int64_t start, int64_t end, Rounded
     float* scales = &out->scales[chunk * 16 + inside / per_lane];
     int32_t* middles = &out->middles[chunk * 16 + inside / per_lane];
     if (halves) {
-      for (int j = 0; j < 8; ++j) {
-        numbers[inside / 2 + j] = q[2 * j];
-        numbers[64 + inside / 2 + j] = q[2 * j + 1];
-      }
+      split_bytes(q, numbers + inside / 2, numbers + 64 + inside / 2);
     } else {
-      for (int j = 0; j < 16; ++j) numbers[inside + j] = q[j];
+      std::memcpy(numbers + inside, q, 16);
     }
-    const int lanes = static_cast<int>(16 / per_lane), middle = halves ? -8 : -128;
-    for (int lane = 0; lane < lanes; ++lane) {
-      int total = 0;
-      for (int64_t j = 0; j < per_lane; ++j) total += q[lane * per_lane + j];
+    for (int lane = 0; lane < 16 / per_lane; ++lane) {
       scales[lane] = scale[lane * per_lane];
-      middles[lane] = middle * total;
+      middles[lane] = halves ? -8 * sum_of_8(q + lane * 8) : -128 * sum_of_4(q + lane * 4);
     }
   }
 }

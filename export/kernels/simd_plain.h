@@ -124,6 +124,10 @@ static inline I set1_int(int32_t x) {
 static inline void store_int8(int8_t* p, I x) {  // numbers from -128 to 127
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(std::min(127, std::max(-128, x.lane[i])));
 }
+// Of sixteen bytes the even ones and the odd ones.
+static inline void split_bytes(const int8_t* p, int8_t* even, int8_t* odd) {
+  for (int i = 0; i < 8; ++i) even[i] = p[2 * i], odd[i] = p[2 * i + 1];
+}
 static inline F load_int8(const int8_t* p) { return each([=](int i) { return static_cast<float>(p[i]); }); }
 static inline F load_int8_part(const int8_t* p, int64_t n) {
   return each([=](int i) { return i < n ? static_cast<float>(p[i]) : 0.0f; });
