@@ -10,7 +10,9 @@
 namespace KERNEL_VARIANT {
 
 using sportsllm::Cached;
+using sportsllm::find_pages;
 using sportsllm::kAttendAtOnce;
+using sportsllm::kPageGroup;
 using sportsllm::Matrix;
 using sportsllm::Rounded;
 using sportsllm::RoundedPrompt;
@@ -205,6 +207,8 @@ static void product_lanes(const Matrix& w, int64_t first, int64_t last, const Ro
 
 static void product(const Matrix& w, int64_t first, int64_t last, const Rounded& x, int64_t m0, int64_t m1, float* out,
                     int64_t stride) {
+  const int64_t row_bytes = w.row_bytes(), group = first * row_bytes / kPageGroup, after = last * row_bytes / kPageGroup;
+  if (group != after) find_pages(w.packed + (after + 1) * kPageGroup, (after - group) * kPageGroup);
   const int lanes = w.block * w.bits / 32;
   const auto function = w.bits == 4 ? (lanes == 4    ? product_lanes<4, 4>
                                        : lanes == 8  ? product_lanes<4, 8>
@@ -442,7 +446,9 @@ template <bool INT8>
 static void attend_part(const float* const* queries, const int64_t* limits, int64_t n, const Cached& cached,
                         int64_t begin, int64_t end, int64_t size, float* scores, float* out, float* largest,
                         float* total) {
-  const int64_t count = end - begin, padded = (count + 15) / 16 * 16;
+  const int64_t count = end - begin, padded = (count + 15) / 16 * 16, row_bytes = size * (INT8 ? 1 : 4);
+  find_pages(static_cast<const char*>(cached.keys) + begin * row_bytes, count * row_bytes);
+  find_pages(static_cast<const char*>(cached.values) + begin * row_bytes, count * row_bytes);
   for (int64_t s = 0; s < count; s += 4) {
     int64_t i = 0;
     for (; i + 2 <= n; i += 2) {

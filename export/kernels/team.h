@@ -5,10 +5,12 @@
 // Each thread begins with a range of its own, so that it reads memory in order, and then helps with the others'.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <exception>
 #include <thread>
+
+#include "kernels.h"
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
@@ -24,8 +26,6 @@ inline void pause() {
 #endif
 }
 
-inline void fetch(const char* p) { __builtin_prefetch(p, 0, 2); }
-
 constexpr int kMostPhases = 8;
 constexpr int kMostRanges = 16;
 
@@ -39,7 +39,7 @@ template <typename Job>
 class Team {
  public:
   // `workers`: how many threads are expected.
-  Team(Job* job, int workers) : job_(job), ranges_(workers < kMostRanges ? workers : kMostRanges) {}
+  Team(Job* job, int workers) : job_(job), ranges_(std::min(workers, kMostRanges)) {}
 
   // Adds a phase of one piece or more.
   void add(int64_t pieces, void (Job::*piece)(int64_t), void (Job::*after)() = nullptr, Ahead ahead = {}) {
@@ -97,13 +97,17 @@ class Team {
 
   // Until phase p is done; meanwhile fetches what this thread reads in the next.
   void wait(int p, int range) {
-    const Phase& next = phases_[p + 1 < count_ ? p + 1 : p];
-    const int64_t first = begin_of(next, range) * next.ahead.bytes, last = begin_of(next, range + 1) * next.ahead.bytes;
-    const char* at = static_cast<const char*>(next.ahead.start) + first;
-    const char* const end = at + (last - first < kMostAhead ? last - first : kMostAhead);
+    const char *at = nullptr, *end = nullptr;
+    if (p + 1 < count_) {
+      const Phase& next = phases_[p + 1];
+      at = static_cast<const char*>(next.ahead.start) + begin_of(next, range) * next.ahead.bytes;
+      const int64_t bytes = (begin_of(next, range + 1) - begin_of(next, range)) * next.ahead.bytes;
+      end = at + std::min(kMostAhead, bytes);
+      find_pages(at, std::min(kPageGroup, bytes));
+    }
     for (int turns = 0; ready_.load(std::memory_order_acquire) <= p; ++turns) {
-      if (p + 1 < count_ && at < end) {
-        fetch(at), at += 64;
+      if (at < end) {
+        __builtin_prefetch(at, 0, 2), at += 64;
       } else if (turns < kSpins) {
         pause();
       } else {
