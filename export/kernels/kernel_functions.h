@@ -3,13 +3,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "kernels.h"
 
 namespace KERNEL_VARIANT {
 
 using sportsllm::Cached;
+using sportsllm::find_pages;
 using sportsllm::kAttendAtOnce;
+using sportsllm::kPageGroup;
 using sportsllm::Matrix;
 using sportsllm::Rounded;
 using sportsllm::RoundedPrompt;
@@ -41,6 +44,15 @@ static void rms_norm(const float* x, const float* weight, int64_t size, float ep
   }
 }
 
+static inline int32_t sum_of_8(const int8_t* q) {
+  uint64_t eight;
+  std::memcpy(&eight, q, 8);
+  eight ^= 0x8080808080808080u;  // each 128 more, so that none is below 0
+  const uint64_t every_other = 0x00FF00FF00FF00FFu, pairs = (eight & every_other) + (eight >> 8 & every_other);
+  return static_cast<int32_t>(pairs * 0x0001000100010001u >> 48) - 8 * 128;
+}
+static inline int32_t sum_of_4(const int8_t* q) { return q[0] + q[1] + q[2] + q[3]; }
+
 static void round(const float* x, int64_t m, int64_t start, int64_t end, Rounded* out) {
   const bool halves = out->bits == 4;
   const int64_t size = out->chunk_size(), per_lane = size / 16;
@@ -57,19 +69,13 @@ static void round(const float* x, int64_t m, int64_t start, int64_t end, Rounded
     float* scales = &out->scales[chunk * 16 + inside / per_lane];
     int32_t* middles = &out->middles[chunk * 16 + inside / per_lane];
     if (halves) {
-      for (int j = 0; j < 8; ++j) {
-        numbers[inside / 2 + j] = q[2 * j];
-        numbers[64 + inside / 2 + j] = q[2 * j + 1];
-      }
+      split_bytes(q, numbers + inside / 2, numbers + 64 + inside / 2);
     } else {
-      for (int j = 0; j < 16; ++j) numbers[inside + j] = q[j];
+      std::memcpy(numbers + inside, q, 16);
     }
-    const int lanes = static_cast<int>(16 / per_lane), middle = halves ? -8 : -128;
-    for (int lane = 0; lane < lanes; ++lane) {
-      int total = 0;
-      for (int64_t j = 0; j < per_lane; ++j) total += q[lane * per_lane + j];
+    for (int lane = 0; lane < 16 / per_lane; ++lane) {
       scales[lane] = scale[lane * per_lane];
-      middles[lane] = middle * total;
+      middles[lane] = halves ? -8 * sum_of_8(q + lane * 8) : -128 * sum_of_4(q + lane * 4);
     }
   }
 }
@@ -90,31 +96,29 @@ static void sum_blocks(int64_t m, Rounded* out) {
 
 // The scales of the blocks that a chunk touches, lane by lane; LANES of them share a block.
 template <int LANES>
-static inline F chunk_scales(const float* scales, int64_t chunk, int64_t lanes) {
+static inline F chunk_scales(const float* scales, int64_t chunk) {
   if (LANES == 4) return expand4(scales + chunk * 4);
   if (LANES == 8) return expand8(scales + chunk * 2);
-  return set1(scales[chunk * 16 / lanes]);
+  return set1(scales[chunk / std::max(1, LANES / 16)]);
 }
 
 // How far ahead of a product its matrix is fetched: its rows are short, and the processor finds no pattern in them.
 // Measured on a Zen 4: 768 columns at 4 bits come at 10 GB/s without, 19 with 3 to 6 kB.
 constexpr int64_t kFetchAhead = 6144;
 
+// Adds the products of a chunk of each row of the matrix, `left` bytes of it.
 template <int BITS, int ROWS>
-static inline void multiply(const uint8_t* const (&bytes)[kRowsAtOnce], const F (&scale)[kRowsAtOnce], int64_t left,
-                            const Rounded& x, int64_t m, int64_t chunk, F (&total)[ROWS][kRowsAtOnce]) {
+static inline void multiply(const uint8_t* bytes, int64_t row_bytes, const F (&scale)[kRowsAtOnce], int64_t left,
+                            const int8_t* numbers, const float* scales, const int32_t* middles, int64_t chunks,
+                            F (&total)[ROWS][kRowsAtOnce]) {
   const int64_t size = BITS == 4 ? 128 : 64;
-  const uint8_t* ahead = bytes[0] + kFetchAhead + chunk * 64 * (kRowsAtOnce - 1);  // the rows lie one behind the other
   for (int r = 0; r < kRowsAtOnce; ++r) {
-    __builtin_prefetch(ahead + r * 64, 0, 2);
-    const U w = left >= 64 ? load_bytes(bytes[r]) : load_bytes_part(bytes[r], left);
-    const U w_low = BITS == 4 ? low(w) : w, w_high = BITS == 4 ? high(w) : w;
+    const U w = left >= 64 ? load_bytes(bytes + r * row_bytes) : load_bytes_part(bytes + r * row_bytes, left);
     for (int row = 0; row < ROWS; ++row) {
-      const int64_t at = (m + row) * x.chunks + chunk;
-      const int8_t* numbers = &x.numbers[at * size];
-      I dot = load_ints(&x.middles[at * 16]);
-      dot = BITS == 4 ? dot4(dot4(dot, w_low, numbers), w_high, numbers + 64) : dot8(w, numbers, dot);
-      total[row][r] = fma(to_float(dot), mul(scale[r], load(&x.scales[at * 16])), total[row][r]);
+      const I middle = load_ints(middles + row * chunks * 16);
+      const I dot = BITS == 4 ? dot_nibbles(middle, w, numbers + row * chunks * size)
+                              : dot_bytes(middle, w, numbers + row * chunks * size);
+      total[row][r] = fma(to_float(dot), mul(scale[r], load(scales + row * chunks * 16)), total[row][r]);
     }
   }
 }
@@ -135,38 +139,44 @@ static inline F zero_points(const Matrix& w, int64_t at) {
 template <int BITS, int LANES, int ROWS>
 static void product_rows(const Matrix& w, int64_t first, int64_t last, const Rounded& x, int64_t m, float* out,
                          int64_t stride) {
-  const int64_t row_bytes = w.row_bytes(), blocks = w.blocks(), zero_bytes = w.zero_bytes();
-  const int64_t lanes = static_cast<int64_t>(w.block) * BITS / 32;
-  const int64_t whole = row_bytes / 64;
-  for (int64_t n = first; n < last; n += kRowsAtOnce) {
-    const uint8_t* bytes[kRowsAtOnce];
+  const int64_t row_bytes = w.row_bytes(), blocks = w.blocks(), zero_bytes = w.zero_bytes(), chunks = x.chunks;
+  const int64_t whole = row_bytes / 64, left = row_bytes - whole * 64, size = BITS == 4 ? 128 : 64;
+  const int8_t* numbers = x.numbers + m * chunks * size;
+  const float* scales_of_x = x.scales + m * chunks * 16;
+  const int32_t* middles = x.middles + m * chunks * 16;
+  const int64_t together = w.rows < kRowsAtOnce ? 1 : kRowsAtOnce, step = w.rows < kRowsAtOnce ? 0 : 1;
+  for (int64_t n = first; n < last; n += together) {
+    const int64_t n0 = std::min(n, w.rows - together);  // at the end of the matrix, rows before are computed again
+    const uint8_t* bytes = w.packed + n0 * row_bytes;
     const float* scales[kRowsAtOnce];
-    F total[ROWS][kRowsAtOnce];
+    F scale[kRowsAtOnce], total[ROWS][kRowsAtOnce];
     for (int r = 0; r < kRowsAtOnce; ++r) {
-      const int64_t row = std::min(n + r, last - 1);  // beyond the end: computed and dropped
-      bytes[r] = w.packed + row * row_bytes;
-      scales[r] = w.scales + row * blocks;
+      scales[r] = w.scales + (n0 + r * step) * blocks;
       for (int i = 0; i < ROWS; ++i) total[i][r] = zero();
     }
-    F scale[kRowsAtOnce];
     for (int64_t chunk = 0; chunk < whole; ++chunk) {
-      for (int r = 0; r < kRowsAtOnce; ++r) scale[r] = chunk_scales<LANES>(scales[r], chunk, lanes);
-      multiply<BITS, ROWS>(bytes, scale, 64, x, m, chunk, total);
-      for (int r = 0; r < kRowsAtOnce; ++r) bytes[r] += 64;
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        scale[r] = chunk_scales<LANES>(scales[r], chunk);
+        // The rows lie one behind the other.
+        __builtin_prefetch(bytes + kFetchAhead + (chunk * kRowsAtOnce + r) * 64, 0, 2);
+      }
+      multiply<BITS, ROWS>(bytes + chunk * 64, row_bytes * step, scale, 64, numbers + chunk * size, scales_of_x + chunk * 16,
+                           middles + chunk * 16, chunks, total);
     }
-    if (const int64_t left = row_bytes - whole * 64; left > 0) {
+    if (left > 0) {
       for (int r = 0; r < kRowsAtOnce; ++r) {
         float tail[4] = {};
-        const int64_t start = whole * 16 / lanes;
+        const int64_t start = LANES > 16 ? whole / std::max(1, LANES / 16) : whole * 16 / LANES;
         for (int64_t g = start; g < blocks; ++g) tail[g - start] = scales[r][g];
-        scale[r] = chunk_scales<LANES>(tail, 0, lanes);
+        scale[r] = chunk_scales<LANES>(tail, 0);
       }
-      multiply<BITS, ROWS>(bytes, scale, left, x, m, whole, total);
+      multiply<BITS, ROWS>(bytes + whole * 64, row_bytes * step, scale, left, numbers + whole * size,
+                           scales_of_x + whole * 16, middles + whole * 16, chunks, total);
     }
     if (w.zeros != nullptr) {
       for (int64_t g = 0; g < blocks; g += 16) {
         for (int r = 0; r < kRowsAtOnce; ++r) {
-          const F zero_point = zero_points<BITS>(w, std::min(n + r, last - 1) * zero_bytes + g * BITS / 8);
+          const F zero_point = zero_points<BITS>(w, (n0 + r * step) * zero_bytes + g * BITS / 8);
           const F below = mul(load_up_to(scales[r] + g, blocks - g), sub(set1(BITS == 4 ? 8.0f : 128.0f), zero_point));
           for (int i = 0; i < ROWS; ++i) {
             total[i][r] = fma(below, load(&x.sums[(m + i) * x.blocks + g]), total[i][r]);
@@ -178,8 +188,9 @@ static void product_rows(const Matrix& w, int64_t first, int64_t last, const Rou
       float sums[kRowsAtOnce];
       for (int r = 0; r < kRowsAtOnce; r += 4) sum4(total[i][r], total[i][r + 1], total[i][r + 2], total[i][r + 3], sums + r);
       float* to = out + (m + i) * stride + n - first;
-      for (int64_t r = 0; r < std::min<int64_t>(kRowsAtOnce, last - n); ++r) {
-        to[r] = w.bias == nullptr ? sums[r] : sums[r] + w.bias[n + r];
+      const float* from = sums + n - n0;
+      for (int64_t r = 0; r < std::min(together, last - n); ++r) {
+        to[r] = w.bias == nullptr ? from[r] : from[r] + w.bias[n + r];
       }
     }
   }
@@ -196,14 +207,18 @@ static void product_lanes(const Matrix& w, int64_t first, int64_t last, const Ro
 
 static void product(const Matrix& w, int64_t first, int64_t last, const Rounded& x, int64_t m0, int64_t m1, float* out,
                     int64_t stride) {
-  const int lanes = std::min(16, w.block * w.bits / 32);
-  if (w.bits == 4) {
-    if (lanes == 4) return product_lanes<4, 4>(w, first, last, x, m0, m1, out, stride);
-    if (lanes == 8) return product_lanes<4, 8>(w, first, last, x, m0, m1, out, stride);
-    return product_lanes<4, 16>(w, first, last, x, m0, m1, out, stride);
-  }
-  if (lanes == 8) return product_lanes<8, 8>(w, first, last, x, m0, m1, out, stride);
-  return product_lanes<8, 16>(w, first, last, x, m0, m1, out, stride);
+  const int64_t row_bytes = w.row_bytes(), group = first * row_bytes / kPageGroup, after = last * row_bytes / kPageGroup;
+  if (group != after) find_pages(w.packed + (after + 1) * kPageGroup, (after - group) * kPageGroup);
+  const int lanes = w.block * w.bits / 32;
+  const auto function = w.bits == 4 ? (lanes == 4    ? product_lanes<4, 4>
+                                       : lanes == 8  ? product_lanes<4, 8>
+                                       : lanes == 16 ? product_lanes<4, 16>
+                                                     : product_lanes<4, 32>)
+                                    : (lanes == 8    ? product_lanes<8, 8>
+                                       : lanes == 16 ? product_lanes<8, 16>
+                                       : lanes == 32 ? product_lanes<8, 32>
+                                                     : product_lanes<8, 64>);
+  function(w, first, last, x, m0, m1, out, stride);
 }
 
 static void round_prompt(const float* x, int64_t m, int64_t start, int64_t end, RoundedPrompt* out) {
@@ -431,7 +446,9 @@ template <bool INT8>
 static void attend_part(const float* const* queries, const int64_t* limits, int64_t n, const Cached& cached,
                         int64_t begin, int64_t end, int64_t size, float* scores, float* out, float* largest,
                         float* total) {
-  const int64_t count = end - begin, padded = (count + 15) / 16 * 16;
+  const int64_t count = end - begin, padded = (count + 15) / 16 * 16, row_bytes = size * (INT8 ? 1 : 4);
+  find_pages(static_cast<const char*>(cached.keys) + begin * row_bytes, count * row_bytes);
+  find_pages(static_cast<const char*>(cached.values) + begin * row_bytes, count * row_bytes);
   for (int64_t s = 0; s < count; s += 4) {
     int64_t i = 0;
     for (; i + 2 <= n; i += 2) {

@@ -11,10 +11,10 @@ namespace sportsllm {
 namespace {
 
 constexpr int64_t kFewRows = 8;  // up to here the cache is read in parts, so that all threads have work
-// Of a matrix, a multiple of 32. Fetching ahead of small pieces brings rows that another thread computes: 32 rows made a
-// step of two threads 1.3 times as long.
-constexpr int64_t kRowsOfPiece = 96;
+constexpr int64_t kRowsOfPiece = 32;  // of a matrix
 constexpr int64_t kQueryTokens = 16;  // of a prompt, attended together
+
+Ahead ahead(const Matrix& matrix, int64_t rows) { return {matrix.packed, rows * matrix.row_bytes()}; }
 
 int64_t pieces_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
@@ -54,35 +54,37 @@ class Activations {
 class LayerJob {
  public:
   LayerJob(const LayerWeights& weights, const LayerInputs& inputs, Scratch* scratch)
-      : w_(weights), in_(inputs), v_(chosen_variant()), rows_(inputs.batch * inputs.tokens) {
+      : w_(weights), in_(inputs), v_(chosen_variant()), scratch_(scratch), rows_(inputs.batch * inputs.tokens) {
     group_ = w_.heads / w_.kv_heads, kept_rows_ = in_.batch * in_.kept();
     int64_t longest = 0;
     for (int64_t b = 0; b < in_.batch; ++b) longest = std::max(longest, start(b) + in_.tokens);
     // A prompt's queries go through the whole cache in turn; parts of it are joined in order, whoever computed them.
     tile_ = rows_ <= kFewRows ? in_.tokens : std::min(kQueryTokens, in_.tokens);
     tiles_ = pieces_of(in_.tokens, tile_), parts_ = pieces_of(longest, kAttendAtOnce);
-    scratch->begin_counting();
-    take(scratch);
-    scratch->begin();
-    take(scratch);
+    scratch_->begin_counting();
+    take(scratch_);
+    scratch_->begin();
+    take(scratch_);
   }
 
   void run(RunParallel parallel, void* context) {
-    Team<LayerJob> team(this);
+    Team<LayerJob> team(this, scratch_->workers);
     const bool few = rows_ <= kFewRows;
     if (few) {
       for (int64_t m = 0; m < rows_; ++m) first_norm(m);
     } else {
       team.add(rows_, &LayerJob::first_norm);
     }
-    team.add(w_.heads + 2 * w_.kv_heads, &LayerJob::project);
+    team.add(w_.heads + 2 * w_.kv_heads, &LayerJob::project, nullptr, ahead(w_.qkv, w_.head_size));
     team.add(in_.batch * w_.kv_heads * tiles_ * (few ? parts_ : 1), &LayerJob::attend, few ? &LayerJob::join_all : nullptr);
     if (!few) team.add(rows_, &LayerJob::join);
-    team.add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::project_out, few ? &LayerJob::second_norms : nullptr);
+    team.add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::project_out, few ? &LayerJob::second_norms : nullptr,
+             ahead(w_.output, kRowsOfPiece));
     if (!few) team.add(kept_rows_, &LayerJob::second_norm);
-    team.add(pieces_of(w_.inner, kRowsOfPiece), &LayerJob::widen, &LayerJob::sum_inner);
-    team.add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::narrow);
+    team.add(pieces_of(w_.inner, kRowsOfPiece), &LayerJob::widen, &LayerJob::sum_inner, ahead(w_.gate_up, kRowsOfPiece));
+    team.add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::narrow, nullptr, ahead(w_.down, kRowsOfPiece));
     parallel(context, &Team<LayerJob>::work_of, &team);
+    scratch_->workers = std::max(1, team.arrived());
   }
 
  private:
@@ -288,6 +290,7 @@ class LayerJob {
   const LayerWeights& w_;
   const LayerInputs& in_;
   const Variant& v_;
+  Scratch* const scratch_;
   const int64_t rows_;
   int64_t group_ = 0, kept_rows_ = 0, tile_ = 0, tiles_ = 0, parts_ = 0, pieces_ = 0;
   int64_t queries_of_piece_ = 0;
@@ -302,15 +305,15 @@ class LayerJob {
 class HeadJob {
  public:
   HeadJob(const HeadWeights& weights, const float* x, const float* residual, int64_t rows, float* logits, Scratch* scratch)
-      : w_(weights), v_(chosen_variant()), x_(x), residual_(residual), rows_(rows), logits_(logits) {
-    scratch->begin_counting();
-    take(scratch);
-    scratch->begin();
-    take(scratch);
+      : w_(weights), v_(chosen_variant()), x_(x), residual_(residual), rows_(rows), logits_(logits), scratch_(scratch) {
+    scratch_->begin_counting();
+    take(scratch_);
+    scratch_->begin();
+    take(scratch_);
   }
 
   void run(RunParallel parallel, void* context) {
-    Team<HeadJob> team(this);
+    Team<HeadJob> team(this, scratch_->workers);
     if (rows_ > kFewRows) {
       team.add(rows_, &HeadJob::norm);
     } else {
@@ -318,6 +321,7 @@ class HeadJob {
     }
     team.add(pieces_of(w_.table.rows, kRowsOfPiece), &HeadJob::multiply);
     parallel(context, &Team<HeadJob>::work_of, &team);
+    scratch_->workers = std::max(1, team.arrived());
   }
 
  private:
@@ -349,6 +353,7 @@ class HeadJob {
   const float *x_, *residual_;
   const int64_t rows_;
   float* logits_;
+  Scratch* const scratch_;
   float* total_ = nullptr;
   Activations rounded_;
 };

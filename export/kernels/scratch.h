@@ -28,6 +28,8 @@ class Scratch {
     counting_ = false, used_ = 0;
   }
 
+  int workers = 1;  // how many threads the last call had
+
   template <typename T>
   T* take(int64_t count) {
     const int64_t at = used_;

@@ -89,39 +89,42 @@ static inline U load_bytes_part(const uint8_t* p, int64_t n) {
   for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
   return load_bytes(copy);
 }
-static inline U low(U x) {
-  const __m256i mask = _mm256_set1_epi8(15);
-  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
-}
-static inline U high(U x) { return low({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
 static inline I load_ints(const int32_t* p) { return load_bytes(reinterpret_cast<const uint8_t*>(p)); }
+
+static inline __m256i load_32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+static inline __m256i load_32(const int8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 
 #if KERNEL_AVX_VNNI
 static inline __m256i add_products(__m256i start, __m256i w, __m256i x) { return _mm256_dpbusd_avx_epi32(start, w, x); }
-#else
-// Sums of two products fit 16 bits: 2 * 15 * 127, and 2 * 128 * 127 where `w` is an absolute value.
-static inline __m256i add_products(__m256i start, __m256i w, __m256i x) {
-  return _mm256_add_epi32(start, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
-}
 #endif
-static inline I dot4(I start, U w, const int8_t* x) {
-  const U y = load_bytes(reinterpret_cast<const uint8_t*>(x));
-  return {add_products(start.a, w.a, y.a), add_products(start.b, w.b, y.b)};
-}
-static inline I dot8(U w, const int8_t* x, I middle) {
-  const U y = load_bytes(reinterpret_cast<const uint8_t*>(x));
+static inline __m256i dot_nibbles_8(__m256i start, __m256i w, const int8_t* x) {
+  const __m256i mask = _mm256_set1_epi8(15), low = _mm256_and_si256(w, mask);
+  const __m256i high = _mm256_and_si256(_mm256_srli_epi16(w, 4), mask);
 #if KERNEL_AVX_VNNI
-  return {add_products(middle.a, w.a, y.a), add_products(middle.b, w.b, y.b)};
+  return add_products(add_products(start, low, load_32(x)), high, load_32(x + 64));
 #else
-  (void)middle;
-  const __m256i half = _mm256_set1_epi8(-128), none = _mm256_setzero_si256();
-  const __m256i a = _mm256_xor_si256(w.a, half), b = _mm256_xor_si256(w.b, half);
-  return {add_products(none, _mm256_abs_epi8(a), _mm256_sign_epi8(y.a, a)),
-          add_products(none, _mm256_abs_epi8(b), _mm256_sign_epi8(y.b, b))};
+  // Sums of four products fit 16 bits: 4 * 15 * 127.
+  const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low, load_32(x)), _mm256_maddubs_epi16(high, load_32(x + 64)));
+  return _mm256_add_epi32(start, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 #endif
 }
-
-static inline __m256i load_32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+static inline I dot_nibbles(I start, U w, const int8_t* x) {
+  return {dot_nibbles_8(start.a, w.a, x), dot_nibbles_8(start.b, w.b, x + 32)};
+}
+static inline __m256i dot_bytes_8(__m256i start, __m256i w, const int8_t* x) {
+#if KERNEL_AVX_VNNI
+  return add_products(start, w, load_32(x));
+#else
+  // (w - 128) * x, so that sums of two products fit 16 bits, 2 * 128 * 127, and nothing is left for the start.
+  (void)start;
+  const __m256i signed_w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(signed_w), _mm256_sign_epi8(load_32(x), signed_w));
+  return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+}
+static inline I dot_bytes(I start, U w, const int8_t* x) {
+  return {dot_bytes_8(start.a, w.a, x), dot_bytes_8(start.b, w.b, x + 32)};
+}
 
 template <int BITS>
 static inline I dot_part(I start, const uint8_t* w, const int8_t* x) {

@@ -65,11 +65,13 @@ static inline U load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 static inline U load_bytes_part(const uint8_t* p, int64_t n) {
   return _mm512_maskz_loadu_epi8(n >= 64 ? ~0ull : (1ull << n) - 1, p);
 }
-static inline U low(U x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-static inline U high(U x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 static inline I load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
-static inline I dot4(I start, U w, const int8_t* x) { return _mm512_dpbusd_epi32(start, w, _mm512_loadu_si512(x)); }
-static inline I dot8(U w, const int8_t* x, I middle) { return _mm512_dpbusd_epi32(middle, w, _mm512_loadu_si512(x)); }
+static inline I dot_nibbles(I start, U w, const int8_t* x) {
+  const __m512i mask = _mm512_set1_epi8(15);
+  start = _mm512_dpbusd_epi32(start, _mm512_and_si512(w, mask), _mm512_loadu_si512(x));
+  return _mm512_dpbusd_epi32(start, _mm512_and_si512(_mm512_srli_epi16(w, 4), mask), _mm512_loadu_si512(x + 64));
+}
+static inline I dot_bytes(I start, U w, const int8_t* x) { return _mm512_dpbusd_epi32(start, w, _mm512_loadu_si512(x)); }
 
 template <int BITS>
 static inline I dot_part(I start, const uint8_t* w, const int8_t* x) {

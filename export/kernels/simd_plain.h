@@ -80,26 +80,21 @@ static inline U load_bytes_part(const uint8_t* p, int64_t n) {
   return out;
 }
 static inline U load_bytes(const uint8_t* p) { return load_bytes_part(p, 64); }
-static inline U low(U x) {
-  for (uint8_t& byte : x.byte) byte &= 15;
-  return x;
-}
-static inline U high(U x) {
-  for (uint8_t& byte : x.byte) byte >>= 4;
-  return x;
-}
 static inline I load_ints(const int32_t* p) {
   I out;
   std::memcpy(out.lane, p, sizeof out.lane);
   return out;
 }
-// Lane by lane start + the sum of w * x, w from 0 to 15.
-static inline I dot4(I start, U w, const int8_t* x) {
+// Lane by lane start + the sum of w * x over the lane's eight numbers, lower halves of bytes with the first 64 of x; and
+// over four whole bytes, where `start` is -128 times the sum of x.
+static inline I dot_nibbles(I start, U w, const int8_t* x) {
+  for (int i = 0; i < 64; ++i) start.lane[i / 4] += (w.byte[i] & 15) * x[i] + (w.byte[i] >> 4) * x[64 + i];
+  return start;
+}
+static inline I dot_bytes(I start, U w, const int8_t* x) {
   for (int i = 0; i < 64; ++i) start.lane[i / 4] += w.byte[i] * x[i];
   return start;
 }
-// Lane by lane the sum of (w - 128) * x; `middle` is what remains for w = 0.
-static inline I dot8(U w, const int8_t* x, I middle) { return dot4(middle, w, x); }
 
 // Lane by lane start + the sum of w * x over 32 numbers: w as eight times (16 lanes, 4 bytes), x the same for all lanes.
 template <int BITS>
@@ -128,6 +123,10 @@ static inline I set1_int(int32_t x) {
 
 static inline void store_int8(int8_t* p, I x) {  // numbers from -128 to 127
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(std::min(127, std::max(-128, x.lane[i])));
+}
+// Of sixteen bytes the even ones and the odd ones.
+static inline void split_bytes(const int8_t* p, int8_t* even, int8_t* odd) {
+  for (int i = 0; i < 8; ++i) even[i] = p[2 * i], odd[i] = p[2 * i + 1];
 }
 static inline F load_int8(const int8_t* p) { return each([=](int i) { return static_cast<float>(p[i]); }); }
 static inline F load_int8_part(const int8_t* p, int64_t n) {

@@ -9,6 +9,13 @@ namespace KERNEL_VARIANT {
 
 static inline __m128i load_16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 
+static inline void split_bytes(const int8_t* p, int8_t* even, int8_t* odd) {
+  const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+  const __m128i x = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), order);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(even), x);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(odd), _mm_unpackhi_epi64(x, x));
+}
+
 // What is left of `sum` and `sum4` when lanes i, i + 4, i + 8 and i + 12 have become one.
 static inline float sum_of_lanes(__m128 x) {
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));

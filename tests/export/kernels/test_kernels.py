@@ -193,6 +193,7 @@ def run_layer(
     case: Case,
     pieces: list[int],
     int8: bool = False,
+    threads: int = 2,
 ) -> tuple[Array, Array]:
     """Sum of the layer's two outputs for tokens read in pieces, (T, D), and the keys, (K, T, E)."""
     constants, _, attributes = case
@@ -211,7 +212,7 @@ def run_layer(
             "past_value": cache[1],
         }
         op = "DecoderLayerInt8" if int8 else "DecoderLayer"
-        made = made or session(library, op, names_of_layer(), outputs, constants, fed, attributes, threads=2)
+        made = made or session(library, op, names_of_layer(), outputs, constants, fed, attributes, threads)
         out, residual, *cache = made.run(None, fed)
         found.append((out + residual)[0])
         start += count
@@ -268,6 +269,15 @@ def test_several_rows_equal_single_ones_bit_for_bit(library: Path) -> None:
     together, alone = run_layer(library, case, [3, 8]), run_layer(library, case, [1] * 11)
     assert np.array_equal(together[0], alone[0])
     assert np.array_equal(together[1], alone[1])
+
+
+def test_any_number_of_threads_gives_the_same_bits(library: Path) -> None:
+    """The second call and later ones give each thread a range of its own."""
+    case = layer_case(4, 32, True, int8=False)
+    one, *others = [run_layer(library, case, [12, 1, 1, 3, 1], threads=threads) for threads in (1, 2, 3)]
+    for found in others:
+        assert np.array_equal(found[0], one[0])
+        assert np.array_equal(found[1], one[1])
 
 
 def outcome(library: Path) -> bytes:
