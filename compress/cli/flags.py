@@ -51,12 +51,10 @@ class TeacherFlags(FlagGroup):
         from sportsllm.training.setup import tokens_per_parameter
 
         given = self.given()
-        weight = given.pop("kl_weight", None)
-        if weight is None:
-            share = default_kl_weight(start, tokens_per_parameter(teacher))
-        else:
-            share = parse_kl_weight(str(weight))  # a recipe may give a number
-        given.setdefault("hidden_weight", default_hidden_weight(start, share, self.signals))
+        weight, read = given.pop("kl_weight", None), tokens_per_parameter(teacher)
+        # A recipe may give a number.
+        share = default_kl_weight(start, read) if weight is None else parse_kl_weight(str(weight))
+        given.setdefault("hidden_weight", default_hidden_weight(start, share, self.signals, read))
         return DistillationConfig(kl_weight=share, **given)
 
 
@@ -83,7 +81,10 @@ class DistillationFlags(TeacherFlags):
     ] = None
     hidden_weight: Annotated[
         float | None,
-        typer.Option(help="Weight of hidden-state matching in the loss.", show_default="3 for cut weights, else 0"),
+        typer.Option(
+            help="Weight of hidden-state matching in the loss.",
+            show_default="3 for cut weights, unless the teacher has read less than 5 tokens a parameter",
+        ),
     ] = None
     layer_map: Annotated[
         str | None,

@@ -33,7 +33,7 @@ from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.setup import held_out_files, manifest_setting, tokens_per_parameter
 
 SAMPLE_TOKENS, LEAST_SAMPLES = 512, 16
-_SAMPLES_TIMES_PARAMETERS = 1e10  # about a minute of sampling on two cores
+_SAMPLES_TIMES_PARAMETERS = 4e9  # about a minute of sampling on two cores
 SENSITIVITY_SAMPLES = 16
 
 

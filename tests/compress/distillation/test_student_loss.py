@@ -199,9 +199,11 @@ def test_adapters_and_matching_need_what_they_work_on(
 
 def test_hidden_states_are_matched_by_default_where_cut_weights_have_a_teacher() -> None:
     one, none = KLWeight(1.0, 1.0), KLWeight(0.0, 0.0)
-    assert default_hidden_weight(Start.CUT, one, None) == 3.0
-    assert default_hidden_weight(Start.CUT, none, None) == default_hidden_weight(Start.CUT, one, Path("cache")) == 0.0
-    assert default_hidden_weight(Start.RANDOM, one, None) == default_hidden_weight(Start.ROUNDED, one, None) == 0.0
+    assert default_hidden_weight(Start.CUT, one, None, None) == default_hidden_weight(Start.CUT, one, None, 7.6) == 3.0
+    assert default_hidden_weight(Start.CUT, one, None, 0.6) == 0.0  # a teacher that is barely trained
+    assert default_hidden_weight(Start.CUT, none, None, None) == 0.0
+    assert default_hidden_weight(Start.CUT, one, Path("cache"), None) == 0.0
+    assert all(default_hidden_weight(start, one, None, None) == 0.0 for start in (Start.RANDOM, Start.ROUNDED))
 
 
 def test_the_default_kl_weight_depends_on_the_start() -> None:
