@@ -64,7 +64,10 @@ def device(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(directory, with_pip=True)
     binaries = directory / "bin"
     install = [str(binaries / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*install, "-c", str(ROOT / "constraints.txt"), str(wheel)], check=True, capture_output=True)
+    # With the sources on PYTHONPATH pip would find the program installed already.
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    wanted = ["-c", str(ROOT / "constraints.txt"), str(wheel)]
+    subprocess.run([*install, *wanted], check=True, capture_output=True, env=clean)
     return binaries
 
 
