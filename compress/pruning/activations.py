@@ -31,6 +31,11 @@ def summed(watched: Mapping[Key, tuple[nn.Module, Statistic]]) -> Iterator[dict[
         yield sums
 
 
+def input_squares(inputs: Tensor, _output: Tensor) -> Tensor:
+    """The statistic of `summed` for the strength of a module's inputs: sum of a^2 over all tokens, (U,), float64."""
+    return inputs.flatten(0, -2).double().square().sum(dim=0)
+
+
 def second_moment(activations: Tensor) -> Tensor:
     """Sum of a a^T over all tokens, (U, U), by float32 products."""
     a_NU = activations.flatten(0, -2).float()

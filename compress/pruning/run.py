@@ -39,12 +39,11 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.artifact import STATE_DIRECTORY, Stage, partial_directory, run_stage
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
-from sportsllm.text.calibration import calibration_samples, check_familiar
+from sportsllm.text.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.setup import held_out_files, manifest_setting
 
 SAMPLE_LENGTH = 512
-_JUDGED = 8  # pieces that show whether the text is of the model's kind
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class PruneJob:
         valid = [*held_out_files(self.checkpoint), *(self.recovery.valid if self.recovery else ())]
         samples = calibration_samples(self.calibration, valid, words, model.config, self.config.samples, length)
         with torch.no_grad():
-            check_familiar(samples, loss_per_token(model, samples[:_JUDGED]))
+            check_familiar(samples, loss_per_token(model, samples[:JUDGED_SAMPLES]))
         return model, samples, measure_scores(model, self.config, samples, self.scores)
 
 

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from compress.pruning.activations import summed
+from compress.pruning.activations import input_squares, summed
 from compress.pruning.refit import first_positions
 from compress.quantization.config import GridSpec, QuantizationConfig
 from compress.quantization.gptq import output_error
@@ -113,11 +113,7 @@ def scale_block(
 
 def _squares(block: Block, readers: Sequence[Matrix], states_BTD: Sequence[Tensor], rope: Rope) -> dict[str, Tensor]:
     """By a matrix's name (K,) the sum of x^2 of its inputs."""
-
-    def squares(inputs: Tensor, _output: Tensor) -> Tensor:
-        return inputs.flatten(0, -2).double().square().sum(dim=0)
-
-    with summed({matrix.name: (block.get_submodule(matrix.name), squares) for matrix in readers}) as found:
+    with summed({matrix.name: (block.get_submodule(matrix.name), input_squares) for matrix in readers}) as found:
         for x_BTD in states_BTD:
             block(x_BTD, first_positions(rope, x_BTD))
     return found

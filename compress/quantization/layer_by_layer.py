@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compress.pruning.activations import second_moment, summed
+from compress.pruning.activations import input_squares, second_moment, summed
 from compress.pruning.refit import LayerPair, LeastSquares, Streams, refit_block, run_layer
 from compress.quantization.channel_scaling import scale_block
 from compress.quantization.config import UNPACKED
@@ -32,14 +32,13 @@ from sportsllm.models.language_model import Block, RMSNorm, Rope
 from sportsllm.models.rope import rope_tables
 from sportsllm.storage.checkpoint import load_block, read_ends
 from sportsllm.storage.safetensors_files import TensorFiles
-from sportsllm.text.calibration import check_familiar
+from sportsllm.text.calibration import JUDGED_SAMPLES, check_familiar
 from sportsllm.training.chunked_loss import cross_entropy
 
 # Pull towards the given weights, as a share of the inputs' mean square; see `compress.pruning.refit`.
 RIDGE = 1e-2
 TABLE_SHARE = 0.5
 _TABLE_TOKENS = 8  # per hidden channel: enough for the second moment of a tied head
-_JUDGED = 8  # pieces that show whether the text is of the model's kind
 _ROWS = 8192  # rounded together: bounds the memory that a head takes
 
 
@@ -126,7 +125,7 @@ def quantize_calibrated(
                     packed.add(f"{prefix}.{name}", parameter, search=True)
             full_BTD = following
             bar.advance()
-    _check_text(samples, full_BTD, norm, TensorFiles(checkpoint)[f"{HEAD if head is not None else EMBEDDING}.weight"])
+    _check_text(samples, full_BTD, norm, tensors[f"{EMBEDDING}.weight"] if head is None else head)
     for name, tensor in ends.items():
         packed.add(name, tensor, search=True)
     if head is None:
@@ -155,12 +154,8 @@ def _round_alone(
     """Round each matrix of a layer by itself, columns counting as their inputs are strong; returns the states after
     the layer.
     """
-
-    def squares(inputs: Tensor, _output: Tensor) -> Tensor:
-        return inputs.flatten(0, -2).double().square().sum(dim=0)
-
     names = [matrix.name for matrix in block_matrices(model)]
-    with summed({name: (block.get_submodule(name), squares) for name in names}) as found:
+    with summed({name: (block.get_submodule(name), input_squares) for name in names}) as found:
         following = run_layer(block, states_BTD, rope)
     for name in names:
         weight_NK, module = block.get_parameter(f"{name}.weight"), f"{prefix}.{name}"
@@ -173,7 +168,7 @@ def _round_alone(
 
 def _check_text(samples: Sequence[Tensor], last_BTD: Sequence[Tensor], norm: RMSNorm, head_VD: Tensor) -> None:
     """Whether the full model, whose last states are given, knows the calibration text; a few pieces tell."""
-    few = samples[:_JUDGED]
+    few = samples[:JUDGED_SAMPLES]
     nats = sum(
         float(cross_entropy(norm(x_BTD[:, :-1]), head_VD.float(), tokens[:, 1:]))
         for x_BTD, tokens in zip(last_BTD, few, strict=False)

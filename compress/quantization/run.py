@@ -83,9 +83,14 @@ class CalibrationText:
 
     def found(self, checkpoint: Path) -> CalibrationText:
         """The same with the files that the checkpoint was made from, if none are given and all of those are there."""
+        if self.files:
+            return self
         made_from = tuple(Path(name) for name in manifest_setting(checkpoint, "corpus") or ())
-        known = all(path.exists() for path in made_from)
-        return self if self.files or not known else CalibrationText(made_from, self.samples)
+        missing = [path for path in made_from if not path.exists()]
+        if missing:
+            say(f"{missing[0]}: training text that {checkpoint} names, not found")
+            return self
+        return CalibrationText(made_from, self.samples)
 
     def read(self, checkpoint: Path, model: ModelConfig, most: int) -> list[Tensor]:
         """Token ids of pieces of at most 512 tokens, each (1, T); about `most` of that length without a number.
@@ -95,7 +100,7 @@ class CalibrationText:
         """
         if not self.files:
             count = self.samples or min(most, max(LEAST_SAMPLES, round(_SAMPLES_TIMES_PARAMETERS / model.parameters)))
-            say(f"no calibration text is known: it is {count} texts that the model writes itself")
+            say(f"no calibration text is at hand: it is {count} texts that the model writes itself")
             return own_text(checkpoint, model, count, min(SAMPLE_TOKENS, model.max_position_embeddings))
         words, valid = load_tokenizer(checkpoint, model), held_out_files(checkpoint)
         return calibration_samples(self.files, valid, words, model, self.samples, SAMPLE_TOKENS, most)

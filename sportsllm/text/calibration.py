@@ -15,6 +15,7 @@ from sportsllm.text.split import training_side
 from sportsllm.text.tokenizer import TextTokenizer
 
 DEFAULT_SAMPLES = 256
+JUDGED_SAMPLES = 8  # show whether the text is of the model's kind, see `check_familiar`
 _LEAST_TOKENS = 8  # a shorter rest of a document says nothing about how it is read
 
 

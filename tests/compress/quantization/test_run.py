@@ -184,6 +184,11 @@ def test_a_model_without_known_text_writes_its_own(
     again = quantize(checkpoint, tmp_path / "again", text=CalibrationText((), 4))
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("own", "again")]
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0]) and again["method"] == "gptq"
+    gone = CalibrationText((), 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compress.quantization.run.manifest_setting", lambda *_: [str(tmp_path / "gone.txt")])
+        assert gone.found(checkpoint) is gone
+    assert "gone.txt: training text that" in capsys.readouterr().err.replace("\n", "")
     with pytest.raises(UsageError, match="reads no calibration text"):
         quantize(checkpoint, tmp_path / "out", method="rtn", text=CalibrationText((corpus_file,), 4))
     empty = tmp_path / "empty.txt"
