@@ -1,4 +1,4 @@
-"""Builds the kernels with the compiler at hand: `python -m export.kernels.build`.
+"""Builds the kernels with the compiler at hand: `python -m export.kernels.build [DIR]`.
 
 Uses the standard library alone, since the install runs it. The compiler is $CXX, g++, clang++ or c++, or the package
 ziglang, whichever is found first. Each variant has a file and flags of its own, so that the library runs on every
@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,8 +30,9 @@ VARIANTS = {
         "avx_vnni": ["-mavx2", "-mfma", "-mavxvnni"],
         "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma"],
     },
+    "aarch64": {"neon": [], "dotprod": ["-march=armv8.2-a+dotprod"]},
 }
-# x86_64 or aarch64: compile for that processor and Linux with glibc 2.28, whatever this machine is (`make wheels`).
+# x86_64 or aarch64: compile for that processor, whatever this machine is, with $CXX or for Linux with glibc 2.28.
 TARGET = os.environ.get("SPORTSLLM_WHEEL")
 _SHARED = ("dispatch", "layer", "library", "variant_plain")
 
@@ -44,12 +45,12 @@ def compilers() -> Iterator[list[str]]:
     """Commands of C++ compilers that are there, the preferred first."""
     zig = [sys.executable, "-m", "ziglang", "c++", "-fno-sanitize=undefined"]
     has_zig = importlib.util.find_spec("ziglang") is not None
+    if os.environ.get("CXX"):
+        yield shlex.split(os.environ["CXX"])
     if TARGET:
         if has_zig:
             yield [*zig, "-target", f"{TARGET}-linux-gnu.2.28"]
         return
-    if os.environ.get("CXX"):
-        yield shlex.split(os.environ["CXX"])
     for name in ("g++", "clang++", "c++"):
         if shutil.which(name):
             yield [name]
@@ -66,24 +67,42 @@ def build(directory: Path) -> Path:
     command = next(compilers(), None)
     if command is None:
         raise BuildError("no C++ compiler; install g++ or clang, or the Python package ziglang")
-    here = platform.machine().lower()
-    machine = TARGET or {"amd64": "x86_64", "arm64": "aarch64"}.get(here, here)
-    variants = {f"variant_{name}": flags for name, flags in VARIANTS.get(machine, {}).items()}
     with tempfile.TemporaryDirectory() as work:
-        jobs = [
-            [*command, *FLAGS, *variants.get(name, []), "-c", str(HERE / f"{name}.cpp"), "-o", f"{work}/{name}.o"]
-            for name in (*_SHARED, *variants)
-        ]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(_run, jobs))
         made = Path(work) / NAME
-        objects = [f"{work}/{name}.o" for name in (*_SHARED, *variants)]
+        objects = compile_sources(command, Path(work), here() if TARGET is None else TARGET)
         _run([*command, "-shared", "-o", str(made), *objects, *([] if sys.platform == "darwin" else ["-s"])])
         directory.mkdir(parents=True, exist_ok=True)
         new = directory / f"{NAME}.new"
         shutil.copyfile(made, new)  # then one step: a program that has the old one open keeps it
         new.replace(directory / NAME)
     return directory / NAME
+
+
+def here() -> str:
+    """This machine's processor family, by the name that `VARIANTS` uses."""
+    name = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
+
+
+def compile_sources(command: Sequence[str], work: Path, machine: str, flags: Sequence[str] = ()) -> list[str]:
+    """Compile all sources, with more flags where they are given, and return the object files.
+
+    Raises:
+        BuildError: the compiler fails.
+    """
+    variants = {f"variant_{name}": own for name, own in VARIANTS.get(machine, {}).items()}
+    if "ziglang" in command:  # it knows processors by names of its own
+        variants = {
+            name: [flag.replace("-march=armv8.2-a", "-mcpu=generic") for flag in own] for name, own in variants.items()
+        }
+    made = {name: str(work / f"{name}.o") for name in (*_SHARED, *variants)}
+    jobs = [
+        [*command, *FLAGS, *flags, *variants.get(name, []), "-c", str(HERE / f"{name}.cpp"), "-o", path]
+        for name, path in made.items()
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(_run, jobs))
+    return list(made.values())
 
 
 def _run(command: list[str]) -> None:
@@ -95,6 +114,6 @@ def _run(command: list[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        print(build(HERE))
+        print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE))
     except BuildError as error:
         sys.exit(f"error: the kernels were not built: {error}")

@@ -4,6 +4,11 @@
 
 #include "kernels.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace sportsllm {
 
 namespace {
@@ -23,6 +28,17 @@ const Candidate kCandidates[] = {
      }},
     {variant_avx_vnni, [] { return __builtin_cpu_supports("avxvnni") && __builtin_cpu_supports("avx2") != 0; }},
     {variant_avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+#endif
+#if defined(__aarch64__)
+    {variant_dotprod,
+     [] {
+#if defined(__linux__)
+       return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+       return true;  // Apple's processors
+#endif
+     }},
+    {variant_neon, [] { return true; }},
 #endif
     {variant_plain, [] { return true; }},
 };

@@ -99,6 +99,9 @@ const Variant* variant_plain();
 const Variant* variant_avx2();
 const Variant* variant_avx_vnni();
 const Variant* variant_avx512();
+#elif defined(__aarch64__)
+const Variant* variant_neon();
+const Variant* variant_dotprod();
 #endif
 
 // The fastest for this processor, or the one that the environment's SPORTSLLM_KERNELS names; see `wanted_runs_here`.

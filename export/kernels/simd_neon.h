@@ -1,0 +1,230 @@
+// Sixteen lanes as four registers of NEON, with or without dot products. See simd_plain.h for what each function does.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace KERNEL_VARIANT {
+
+struct F {
+  float32x4_t v[4];
+};
+struct I {
+  int32x4_t v[4];
+};
+struct U {
+  uint8x16_t v[4];
+};
+
+constexpr int kRowsAtOnce = 4;
+
+template <typename Function>
+static inline F each(Function function) {
+  return {{function(0), function(1), function(2), function(3)}};
+}
+
+static inline F set1(float x) { return each([=](int) { return vdupq_n_f32(x); }); }
+static inline F zero() { return set1(0); }
+static inline F load(const float* p) { return each([=](int i) { return vld1q_f32(p + 4 * i); }); }
+static inline F load_part(const float* p, int64_t n) {
+  float copy[16] = {};
+  for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
+  return load(copy);
+}
+static inline void store(float* p, F x) {
+  for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, x.v[i]);
+}
+static inline void store_part(float* p, F x, int64_t n) {
+  float copy[16];
+  store(copy, x);
+  for (int64_t i = 0; i < n; ++i) p[i] = copy[i];
+}
+static inline F add(F a, F b) { return each([&](int i) { return vaddq_f32(a.v[i], b.v[i]); }); }
+static inline F sub(F a, F b) { return each([&](int i) { return vsubq_f32(a.v[i], b.v[i]); }); }
+static inline F mul(F a, F b) { return each([&](int i) { return vmulq_f32(a.v[i], b.v[i]); }); }
+static inline F div(F a, F b) { return each([&](int i) { return vdivq_f32(a.v[i], b.v[i]); }); }
+static inline F fma(F a, F b, F c) { return each([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); }); }
+// The second where one is not a number, as on other processors; NEON's own give neither.
+static inline float32x4_t larger(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+static inline F max(F a, F b) { return each([&](int i) { return larger(a.v[i], b.v[i]); }); }
+static inline F min(F a, F b) { return each([&](int i) { return vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); }); }
+static inline F abs(F a) { return each([&](int i) { return vabsq_f32(a.v[i]); }); }
+static inline F nearest(F x) { return each([&](int i) { return vrndnq_f32(x.v[i]); }); }
+
+static inline I to_int(F x) {
+  return {{vcvtnq_s32_f32(x.v[0]), vcvtnq_s32_f32(x.v[1]), vcvtnq_s32_f32(x.v[2]), vcvtnq_s32_f32(x.v[3])}};
+}
+static inline F to_float(I x) { return each([&](int i) { return vcvtq_f32_s32(x.v[i]); }); }
+static inline F power_of_two(F n) {
+  const int32x4_t bias = vdupq_n_s32(127);
+  return each([&](int i) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n.v[i]), bias), 23)); });
+}
+
+static inline F expand4(const float* p) { return each([=](int i) { return vld1q_dup_f32(p + i); }); }
+static inline F expand8(const float* p) { return each([=](int i) { return vld1q_dup_f32(p + i / 2); }); }
+
+static inline float32x4_t max_of_4(float32x4_t x) {
+  x = larger(x, vrev64q_f32(x));
+  return larger(x, vextq_f32(x, x, 2));
+}
+static inline F max_of_8(F x) {
+  const float32x4_t low = max_of_4(larger(x.v[0], x.v[1])), high = max_of_4(larger(x.v[2], x.v[3]));
+  return {{low, low, high, high}};
+}
+
+// Lanes i and i + 8 first, then i + 4, i + 2, i + 1.
+static inline float32x4_t quarter(F x) {
+  return vaddq_f32(vaddq_f32(x.v[0], x.v[2]), vaddq_f32(x.v[1], x.v[3]));
+}
+static inline float sum(F x) {
+  const float32x4_t four = quarter(x);
+  return vpadds_f32(vadd_f32(vget_low_f32(four), vget_high_f32(four)));
+}
+static inline void sum4(F a, F b, F c, F d, float* out) {
+  const float32x4_t qa = quarter(a), qb = quarter(b), qc = quarter(c), qd = quarter(d);
+  const float32x2_t a2 = vadd_f32(vget_low_f32(qa), vget_high_f32(qa)), b2 = vadd_f32(vget_low_f32(qb), vget_high_f32(qb));
+  const float32x2_t c2 = vadd_f32(vget_low_f32(qc), vget_high_f32(qc)), d2 = vadd_f32(vget_low_f32(qd), vget_high_f32(qd));
+  vst1q_f32(out, vcombine_f32(vpadd_f32(a2, b2), vpadd_f32(c2, d2)));
+}
+static inline float max_lane(F x) {
+  return vgetq_lane_f32(max_of_4(larger(larger(x.v[0], x.v[1]), larger(x.v[2], x.v[3]))), 0);
+}
+
+static inline U load_bytes(const uint8_t* p) { return {{vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}}; }
+static inline U load_bytes_part(const uint8_t* p, int64_t n) {
+  uint8_t copy[64] = {};
+  for (int64_t i = 0; i < n && i < 64; ++i) copy[i] = p[i];
+  return load_bytes(copy);
+}
+static inline I load_ints(const int32_t* p) { return {{vld1q_s32(p), vld1q_s32(p + 4), vld1q_s32(p + 8), vld1q_s32(p + 12)}}; }
+
+#if KERNEL_DOT
+static inline int32x4_t add_products(int32x4_t start, int8x16_t w, int8x16_t x) { return vdotq_s32(start, w, x); }
+#else
+// Sums of two products fit 16 bits: 2 * 128 * 127.
+static inline int32x4_t add_products(int32x4_t start, int8x16_t w, int8x16_t x) {
+  const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(x)), high = vmull_high_s8(w, x);
+  return vpadalq_s16(start, vpaddq_s16(low, high));
+}
+#endif
+
+static inline I dot_nibbles(I start, U w, const int8_t* x) {
+  for (int i = 0; i < 4; ++i) {
+    const int8x16_t low = vreinterpretq_s8_u8(vandq_u8(w.v[i], vdupq_n_u8(15)));
+    const int8x16_t high = vreinterpretq_s8_u8(vshrq_n_u8(w.v[i], 4));
+    const int8x16_t even = vld1q_s8(x + 16 * i), odd = vld1q_s8(x + 64 + 16 * i);
+#if KERNEL_DOT
+    start.v[i] = add_products(add_products(start.v[i], low, even), high, odd);
+#else
+    // Sums of four products fit 16 bits: 4 * 15 * 127.
+    const int16x8_t a = vmlal_s8(vmull_s8(vget_low_s8(low), vget_low_s8(even)), vget_low_s8(high), vget_low_s8(odd));
+    const int16x8_t b = vmlal_high_s8(vmull_high_s8(low, even), high, odd);
+    start.v[i] = vpadalq_s16(start.v[i], vpaddq_s16(a, b));
+#endif
+  }
+  return start;
+}
+// (w - 128) * x, so that nothing is left for the start.
+static inline int8x16_t less_128(uint8x16_t w) { return vreinterpretq_s8_u8(veorq_u8(w, vdupq_n_u8(128))); }
+static inline I dot_bytes(I, U w, const int8_t* x) {
+  I out;
+  for (int i = 0; i < 4; ++i) out.v[i] = add_products(vdupq_n_s32(0), less_128(w.v[i]), vld1q_s8(x + 16 * i));
+  return out;
+}
+
+#if KERNEL_DOT
+template <int LANE>
+static inline void add_column(I* total, const uint8_t* w, int8x16_t x, bool nibbles) {
+  for (int i = 0; i < 4; ++i) {
+    const uint8x16_t bytes = vld1q_u8(w + 16 * i);
+    total->v[i] = vdotq_laneq_s32(total->v[i], nibbles ? vreinterpretq_s8_u8(bytes) : less_128(bytes), x, LANE);
+  }
+}
+template <int BITS>
+static inline I dot_part(I start, const uint8_t* w, const int8_t* x) {
+  if (BITS == 8) start = {{vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)}};
+  for (int half = 0; half < 2; ++half) {
+    const int8x16_t y = vld1q_s8(x + 16 * half);
+    const uint8_t* from = w + 256 * half;
+    add_column<0>(&start, from, y, BITS == 4), add_column<1>(&start, from + 64, y, BITS == 4);
+    add_column<2>(&start, from + 128, y, BITS == 4), add_column<3>(&start, from + 192, y, BITS == 4);
+  }
+  return start;
+}
+#else
+template <int BITS>
+static inline I dot_part(I start, const uint8_t* w, const int8_t* x) {
+  if (BITS == 8) start = {{vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)}};
+  for (int j = 0; j < 8; ++j) {
+    int32_t four;
+    std::memcpy(&four, x + 4 * j, 4);
+    const int8x16_t y = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    for (int i = 0; i < 4; ++i) {
+      const uint8x16_t bytes = vld1q_u8(w + 64 * j + 16 * i);
+      start.v[i] = add_products(start.v[i], BITS == 4 ? vreinterpretq_s8_u8(bytes) : less_128(bytes), y);
+    }
+  }
+  return start;
+}
+#endif
+static inline I set1_int(int32_t x) { return {{vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x)}}; }
+
+// Four bytes of each of four rows next to each other, four times.
+static inline void store_across(const uint8x16_t* rows, uint8_t* to) {
+  uint32x4_t r[4];
+  for (int i = 0; i < 4; ++i) r[i] = vreinterpretq_u32_u8(rows[i]);
+  const uint32x4_t a = vtrn1q_u32(r[0], r[1]), b = vtrn2q_u32(r[0], r[1]), c = vtrn1q_u32(r[2], r[3]), d = vtrn2q_u32(r[2], r[3]);
+  const auto join = [](uint32x4_t x, uint32x4_t y, bool high) {
+    const uint64x2_t p = vreinterpretq_u64_u32(x), q = vreinterpretq_u64_u32(y);
+    return vreinterpretq_u8_u64(high ? vtrn2q_u64(p, q) : vtrn1q_u64(p, q));
+  };
+  vst1q_u8(to, join(a, c, false)), vst1q_u8(to + 64, join(b, d, false));
+  vst1q_u8(to + 128, join(a, c, true)), vst1q_u8(to + 192, join(b, d, true));
+}
+template <int BITS>
+static inline void tile_rows(const uint8_t* const* rows, uint8_t* to) {
+  uint8x16_t first[4], second[4];
+  for (int r = 0; r < 4; ++r) {
+    const uint8x16_t x = vld1q_u8(rows[r]);
+    first[r] = BITS == 4 ? vandq_u8(x, vdupq_n_u8(15)) : x;
+    second[r] = BITS == 4 ? vshrq_n_u8(x, 4) : vld1q_u8(rows[r] + 16);
+  }
+  store_across(first, to);
+  store_across(second, to + 256);
+}
+
+static inline void store_int8(int8_t* p, I x) {
+  const int16x8_t low = vcombine_s16(vqmovn_s32(x.v[0]), vqmovn_s32(x.v[1]));
+  const int16x8_t high = vcombine_s16(vqmovn_s32(x.v[2]), vqmovn_s32(x.v[3]));
+  vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
+}
+static inline void split_bytes(const int8_t* p, int8_t* even, int8_t* odd) {
+  const int8x8x2_t x = vld2_s8(p);
+  vst1_s8(even, x.val[0]);
+  vst1_s8(odd, x.val[1]);
+}
+static inline F words_to_float(int16x8_t low, int16x8_t high) {
+  return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)),
+           vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_high_s16(high))}};
+}
+static inline F load_int8(const int8_t* p) {
+  const int8x16_t x = vld1q_s8(p);
+  return words_to_float(vmovl_s8(vget_low_s8(x)), vmovl_high_s8(x));
+}
+static inline F load_int8_part(const int8_t* p, int64_t n) {
+  int8_t copy[16] = {};
+  for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
+  return load_int8(copy);
+}
+static inline F bytes_to_float(uint8x16_t x) {
+  return words_to_float(vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(x))), vreinterpretq_s16_u16(vmovl_high_u8(x)));
+}
+static inline F load_uint8(const uint8_t* p) { return bytes_to_float(vld1q_u8(p)); }
+static inline F load_nibbles(const uint8_t* p) {
+  const uint8x8_t x = vld1_u8(p), low = vand_u8(x, vdup_n_u8(15)), high = vshr_n_u8(x, 4);
+  return bytes_to_float(vcombine_u8(vzip1_u8(low, high), vzip2_u8(low, high)));
+}
+
+}  // namespace KERNEL_VARIANT

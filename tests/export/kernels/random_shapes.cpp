@@ -1,0 +1,302 @@
+// Random shapes through the functions of a variant and through whole layers: `random_shapes SEED CASES`.
+//
+// The variant is the one that SPORTSLLM_KERNELS names. Functions are compared with float64 here; layers are run by one, two
+// and three threads. The line printed holds a hash of every number found, which must be the same for all variants.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "layer.h"
+
+using namespace sportsllm;
+
+namespace {
+
+uint64_t state, hash = 14695981039346656037u;
+
+uint64_t random_bits() {  // xorshift64*
+  state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
+  return state * 2685821657736338717u;
+}
+int64_t between(int64_t low, int64_t high) { return low + static_cast<int64_t>((random_bits() >> 11) % (high - low + 1)); }
+float uniform(float low, float high) { return low + (high - low) * static_cast<float>(random_bits() >> 40) / (1 << 24); }
+template <typename T>
+T one_of(std::initializer_list<T> choices) { return choices.begin()[between(0, static_cast<int64_t>(choices.size()) - 1)]; }
+
+// On the heap with no byte to spare, so that the address sanitizer sees a read behind the end.
+template <typename T>
+using Numbers = std::vector<T>;
+
+Numbers<float> floats(int64_t count, float size) {
+  Numbers<float> out(count);
+  const float by = one_of({size, size, size, size, 0.0f, 1e-39f, size * 1e12f});
+  for (float& x : out) x = uniform(-by, by);
+  return out;
+}
+Numbers<float> ordinary(int64_t count, float low, float high) {
+  Numbers<float> out(count);
+  for (float& x : out) x = uniform(low, high);
+  return out;
+}
+Numbers<uint8_t> bytes(int64_t count) {
+  Numbers<uint8_t> out(count);
+  const int64_t kind = between(0, 5);
+  for (uint8_t& x : out) x = static_cast<uint8_t>(kind == 0 ? 0 : kind == 1 ? 255 : random_bits() >> 20);
+  return out;
+}
+
+void keep(const float* x, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    hash = (hash ^ bits) * 1099511628211u;
+  }
+}
+
+void check(bool holds, const char* what, double found, double wanted) {
+  if (holds) return;
+  std::printf("%s: found %g, wanted %g\n", what, found, wanted);
+  std::exit(1);
+}
+void near(const char* what, double found, double wanted, double size) {
+  check(std::fabs(found - wanted) <= 1e-5 * size + 1e-30, what, found, wanted);
+}
+
+struct Owned : Matrix {
+  Numbers<uint8_t> all_packed, all_zeros;
+  Numbers<float> all_scales, all_bias;
+
+  Owned(int64_t n, int64_t k, float size) {
+    rows = n, columns = k, bits = one_of({4, 8}), block = one_of({32, 64, 128, 256});
+    all_packed = bytes(rows * row_bytes()), packed = all_packed.data();
+    all_scales = ordinary(rows * blocks(), 0.1f * size, size), scales = all_scales.data();
+    if (between(0, 1)) all_zeros = bytes(rows * zero_bytes()), zeros = all_zeros.data();
+    if (between(0, 1)) all_bias = ordinary(rows, -1, 1), bias = all_bias.data();
+  }
+
+  double at(int64_t n, int64_t k) const {
+    const int64_t g = k / block;
+    const uint8_t byte = packed[n * row_bytes() + k * bits / 8];
+    const int number = bits == 8 ? byte : byte >> (k % 2 * 4) & 15;
+    int zero = 1 << (bits - 1);
+    if (zeros != nullptr) {
+      const uint8_t of = zeros[n * zero_bytes() + g * bits / 8];
+      zero = bits == 8 ? of : of >> (g % 2 * 4) & 15;
+    }
+    return static_cast<double>(scales[n * blocks() + g]) * (number - zero);
+  }
+};
+
+// The rounded value of column k, found where kernels.h says it lies.
+double rounded_at(const Rounded& x, int64_t m, int64_t k) {
+  const int64_t size = x.chunk_size(), chunk = m * x.chunks + k / size, i = k % size;
+  const int64_t at = x.bits == 4 ? i / 2 + i % 2 * 64 : i;
+  return static_cast<double>(x.scales[chunk * 16 + i * 16 / size]) * x.numbers[chunk * size + at];
+}
+double rounded_at(const RoundedPrompt& x, int64_t m, int64_t k) {
+  const int64_t part = m * x.parts + k / 32, i = k % 32;
+  return static_cast<double>(x.scales[part]) * x.numbers[part * 32 + (x.bits == 4 ? i / 2 + i % 2 * 16 : i)];
+}
+
+template <typename X>
+void compare_product(const Owned& w, const X& x, const float* inputs, int64_t m, const float* found) {
+  const int64_t group = std::is_same<X, Rounded>::value ? 8 : 32;  // numbers that share a scale
+  for (int64_t k = 0; k < w.columns; ++k) {
+    const double value = inputs[m * w.columns + k];
+    double largest = 0;
+    for (int64_t i = k / group * group; i < std::min(w.columns, k / group * group + group); ++i) {
+      largest = std::max(largest, std::fabs(static_cast<double>(inputs[m * w.columns + i])));
+    }
+    check(std::fabs(rounded_at(x, m, k) - value) <= largest / 253 + 1e-30, "rounding", rounded_at(x, m, k), value);
+  }
+  for (int64_t n = 0; n < w.rows; ++n) {
+    double wanted = w.bias == nullptr ? 0 : w.bias[n], size = std::fabs(wanted);
+    for (int64_t k = 0; k < w.columns; ++k) {
+      const double value = rounded_at(x, m, k);
+      wanted += w.at(n, k) * value;
+      size += w.scales[n * w.blocks() + k / w.block] * (w.bits == 4 ? 15 : 255) * std::fabs(value);
+    }
+    near("product", found[m * w.rows + n], wanted, size);
+  }
+}
+
+void product_case(const Variant& v) {
+  const int64_t rows = between(1, 70), columns = between(1, 600);
+  const Owned w(rows, columns, 0.1f);
+  const int64_t m = one_of({1, 2, 3, 5, 8, 9, 40});
+  const Numbers<float> x = floats(m * w.columns, 1);
+  Numbers<float> found(m * w.rows);
+  const int64_t middle = between(0, w.rows);
+  Scratch scratch;
+  if (m <= 8) {
+    scratch.begin_counting(), scratch.take_rounded(m, w), scratch.begin();
+    Rounded rounded = scratch.take_rounded(m, w);
+    for (int64_t i = 0; i < m; ++i) {
+      const int64_t cut = between(0, w.columns / 16) * 16;
+      if (cut > 0) v.round(x.data() + i * w.columns, i, 0, cut, &rounded);
+      if (cut < w.columns) v.round(x.data() + i * w.columns, i, cut, w.columns, &rounded);
+      v.sum_blocks(i, &rounded);
+    }
+    if (middle > 0) v.product(w, 0, middle, rounded, 0, m, found.data(), w.rows);
+    if (middle < w.rows) v.product(w, middle, w.rows, rounded, 0, m, found.data() + middle, w.rows);
+    for (int64_t i = 0; i < m; ++i) compare_product(w, rounded, x.data(), i, found.data());
+  } else {
+    scratch.begin_counting(), scratch.take_prompt(m, w), scratch.begin();
+    RoundedPrompt rounded = scratch.take_prompt(m, w);
+    for (int64_t i = 0; i < m; ++i) v.round_prompt(x.data() + i * w.columns, i, 0, w.columns, &rounded);
+    if (middle > 0) v.product_prompt(w, 0, middle, rounded, 0, m, found.data(), w.rows);
+    if (middle < w.rows) v.product_prompt(w, middle, w.rows, rounded, 0, m, found.data() + middle, w.rows);
+    for (int64_t i = 0; i < m; ++i) compare_product(w, rounded, x.data(), i, found.data());
+  }
+  keep(found.data(), m * w.rows);
+}
+
+void attention_case(const Variant& v) {
+  const int64_t e = 2 * between(1, 70), n = between(1, 9), seen = between(1, 2 * kAttendAtOnce);
+  const bool int8 = between(0, 1) != 0;
+  const Numbers<float> keys = ordinary(seen * e, -1, 1), values = ordinary(seen * e, -1, 1);
+  Numbers<int8_t> rounded_keys(seen * e), rounded_values(seen * e);
+  const Numbers<float> steps(e, 1.0f / 64);
+  for (int64_t s = 0; s < seen; ++s) {
+    v.to_int8(keys.data() + s * e, steps.data(), e, rounded_keys.data() + s * e);
+    v.to_int8(values.data() + s * e, steps.data(), e, rounded_values.data() + s * e);
+  }
+  const Numbers<float> queries = ordinary(n * e, -0.3f, 0.3f);
+  std::vector<const float*> pointers;
+  std::vector<int64_t> limits;
+  for (int64_t i = 0; i < n; ++i) pointers.push_back(queries.data() + i * e), limits.push_back(between(1, seen));
+  Cached cached = {keys.data(), values.data(), false};
+  if (int8) cached = {rounded_keys.data(), rounded_values.data(), true};
+  const int64_t parts = (seen + kAttendAtOnce - 1) / kAttendAtOnce;
+  Numbers<float> scores(n * kAttendAtOnce), out(n * parts * e), largest(n * parts), total(n * parts);
+  Numbers<float> part(n * e), most(n), sums(n), joined(n * e);
+  for (int64_t p = 0; p < parts; ++p) {
+    const int64_t begin = p * kAttendAtOnce;
+    v.attend(pointers.data(), limits.data(), n, cached, begin, std::min(seen, begin + kAttendAtOnce), e, scores.data(),
+             part.data(), most.data(), sums.data());
+    for (int64_t i = 0; i < n; ++i) {
+      std::memcpy(&out[(i * parts + p) * e], &part[i * e], e * sizeof(float));
+      largest[i * parts + p] = most[i], total[i * parts + p] = sums[i];
+    }
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    v.join(&out[i * parts * e], &largest[i * parts], &total[i * parts], parts, e, &joined[i * e]);
+    std::vector<double> wanted(e);
+    double all = 0;
+    for (int64_t s = 0; s < limits[i]; ++s) {
+      double score = 0;
+      for (int64_t c = 0; c < e; ++c) score += queries[i * e + c] * static_cast<double>(int8 ? rounded_keys[s * e + c] : keys[s * e + c]);
+      const double weight = std::exp(score);
+      all += weight;
+      for (int64_t c = 0; c < e; ++c) wanted[c] += weight * (int8 ? rounded_values[s * e + c] : values[s * e + c]);
+    }
+    for (int64_t c = 0; c < e; ++c) near("attention", joined[i * e + c], wanted[c] / all, int8 ? 640 : 10);
+  }
+  keep(joined.data(), n * e);
+}
+
+void small_case(const Variant& v) {
+  const int64_t size = 2 * between(1, 60);
+  const Numbers<float> x = floats(size, 3), y = floats(size, 3), angles = ordinary(size, -3, 3);
+  Numbers<float> found(size), turned = x, gate = x, cosine(size / 2), sine(size / 2);
+  double squares = 0;
+  for (float one : x) squares += static_cast<double>(one) * one;
+  v.rms_norm(x.data(), y.data(), size, 1e-5f, found.data());
+  keep(found.data(), size);
+  for (int64_t i = 0; i < size; ++i) {
+    const double wanted = x[i] / std::sqrt(squares / size + 1e-5) * y[i];
+    near("norm", found[i], wanted, std::fabs(wanted));
+  }
+  for (int64_t i = 0; i < size / 2; ++i) cosine[i] = std::round(std::cos(angles[i]) * 64) / 64, sine[i] = std::round(std::sin(angles[i]) * 64) / 64;
+  v.rotate(turned.data(), cosine.data(), sine.data(), size);
+  v.swiglu(gate.data(), y.data(), size);
+  for (int64_t i = 0; i < size / 2; ++i) {
+    const double a = x[i], b = x[size / 2 + i], c = cosine[i], s = sine[i];
+    near("rotation", turned[i], a * c - b * s, std::fabs(a) + std::fabs(b));
+    near("rotation", turned[size / 2 + i], b * c + a * s, std::fabs(a) + std::fabs(b));
+  }
+  for (int64_t i = 0; i < size; ++i) {
+    const double wanted = x[i] < -80 ? 0 : x[i] / (1 + std::exp(-static_cast<double>(x[i]))) * y[i];
+    near("swiglu", gate[i], wanted, std::fabs(wanted) + (x[i] < -80 ? std::fabs(static_cast<double>(x[i]) * y[i]) : 0));
+  }
+  keep(turned.data(), size), keep(gate.data(), size);
+}
+
+int threads_of_run;
+
+void parallel(void*, void (*work)(void*, size_t), void* team) {
+  std::vector<std::thread> others;
+  for (int i = 1; i < threads_of_run; ++i) others.emplace_back(work, team, 0);
+  work(team, 0);
+  for (std::thread& other : others) other.join();
+}
+
+void layer_case() {
+  LayerWeights w;
+  w.kv_heads = between(1, 3), w.heads = w.kv_heads * between(1, 4), w.head_size = 2 * between(1, 20);
+  w.hidden = between(1, 100), w.inner = between(1, 150), w.context = 600, w.epsilon = 1e-5f;
+  const int64_t e = w.head_size, batch = between(1, 3);
+  const Numbers<float> norm = ordinary(w.hidden, 0.5f, 1.5f), head_norm = ordinary(e, 0.5f, 1.5f);
+  const Numbers<float> cosine = ordinary(w.context * e / 2, -1, 1), sine = ordinary(w.context * e / 2, -1, 1);
+  const Numbers<float> steps = ordinary(w.kv_heads * e, 0.02f, 0.1f);
+  w.norm = w.second_norm = norm.data(), w.cosine = cosine.data(), w.sine = sine.data();
+  if (between(0, 1)) w.query_norm = w.key_norm = head_norm.data();
+  const bool int8 = between(0, 1) != 0;
+  if (int8) w.key_scale = w.value_scale = steps.data();
+  const Owned qkv((w.heads + 2 * w.kv_heads) * e, w.hidden, 0.02f), output(w.hidden, w.heads * e, 0.02f);
+  const Owned gate_up(2 * w.inner, w.hidden, 0.02f), down(w.hidden, w.inner, 0.02f);
+  w.qkv = qkv, w.output = output, w.gate_up = gate_up, w.down = down;
+  std::vector<int64_t> calls = {one_of({1, 3, 20, 300}), 1, between(1, 8), 1};
+  std::vector<Numbers<float>> inputs;
+  int64_t room = between(0, 9);
+  for (int64_t tokens : calls) inputs.push_back(ordinary(batch * tokens * w.hidden, -2, 2)), room += tokens;
+  const int64_t keep_last = between(0, 2), row = w.kv_heads * room * e * (int8 ? 1 : 4);
+  Numbers<float> first;
+  for (threads_of_run = 1; threads_of_run <= 3; ++threads_of_run) {
+    Numbers<uint8_t> keys(batch * row), values(batch * row);
+    Numbers<float> all;
+    Scratch scratch;
+    std::vector<int32_t> last(batch, -1);
+    for (size_t call = 0; call < calls.size(); ++call) {
+      LayerInputs in;
+      in.batch = batch, in.tokens = calls[call], in.keep = keep_last, in.x = inputs[call].data();
+      if (call % 2 == 1) in.residual = inputs[call].data();
+      for (int32_t& end : last) end += static_cast<int32_t>(in.tokens);
+      in.last = last.data(), in.past_key = in.key = keys.data(), in.past_value = in.value = values.data();
+      in.past_room = in.room = room;
+      Numbers<float> out(batch * in.kept() * w.hidden), residual(out.size());
+      in.out = out.data(), in.residual_out = residual.data();
+      run_layer(w, in, &scratch, parallel, nullptr);
+      all.insert(all.end(), out.begin(), out.end()), all.insert(all.end(), residual.begin(), residual.end());
+    }
+    if (threads_of_run == 1) {
+      first = all;
+      keep(all.data(), static_cast<int64_t>(all.size()));
+      for (float x : all) check(std::isfinite(x), "a layer's number", x, 0);
+    } else {
+      check(std::memcmp(first.data(), all.data(), all.size() * sizeof(float)) == 0, "threads", threads_of_run, 1);
+    }
+  }
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  if (count != 3) return 2;
+  state = 2 * std::strtoull(words[1], nullptr, 10) + 1;
+  const int64_t cases = std::atoll(words[2]);
+  if (!wanted_runs_here()) return 3;
+  const Variant& v = chosen_variant();
+  for (int64_t i = 0; i < cases; ++i) {
+    if (i % 4 == 0) layer_case();
+    product_case(v);
+    attention_case(v);
+    small_case(v);
+  }
+  std::printf("%s %016llx\n", v.name, static_cast<unsigned long long>(hash));
+}
