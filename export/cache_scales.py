@@ -36,14 +36,23 @@ _TOP = 127.0
 
 @dataclass(frozen=True)
 class CacheScales:
-    """Scales of keys and values, each (L, K, E) float32, above 0."""
+    """Scales of an INT8 cache.
+
+    Attributes:
+        keys, values: (L, K, E) float32, above 0.
+        moved: share of its size by which each number is moved at random before it is rounded; see `export.parity`.
+    """
 
     keys: Tensor
     values: Tensor
+    moved: float = 0.0
 
     def rounded(self, layer: int, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's keys and values as an INT8 cache returns them."""
         scale = self.keys[layer][None, :, None], self.values[layer][None, :, None]
+        if self.moved:
+            random = torch.Generator().manual_seed(layer)
+            k_BKSE, v_BKSE = (x * (1 + self.moved * torch.randn(x.shape, generator=random)) for x in (k_BKSE, v_BKSE))
         return _rounded(k_BKSE, scale[0]), _rounded(v_BKSE, scale[1])
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from export.cache_scales import LayerCache
+from export.cache_scales import CacheScales, LayerCache
 from export.metadata import ATTENTION_MASK, INPUT_IDS, LOGITS, PAST, PRESENT
 from export.parity.comparison import ParityReport, Pass, compare, merge
 from export.parity.inputs import (
@@ -66,20 +66,20 @@ def check_parity_by_layer(
     def run_pass(name: str, expected: Sequence[Logits], exact: bool, library: Path | None = None) -> Pass:
         found = GraphParts(inputs, export, residual, threads, exact, library).logits(inputs.sequences)
         compared = [compare(want, have) for want, have in zip(expected, found, strict=True)]
-        limits = inputs.exact_limits if exact else inputs.deployed_limits
-        return Pass(name, limits, (merge("by layer", compared),))
+        return Pass(name, exact_limits if exact else inputs.deployed_limits, (merge("by layer", compared),))
 
     passes: list[Pass] = []
     with threads_of_torch(threads), _quick_collections():
         unequal = tuple(unequal_tables(inputs.graph, inputs.config, tensors))
-        expected = _expected(tensors, inputs, half=False)
+        expected = _expected(tensors, inputs, inputs.scales, half=False)
+        exact_limits = inputs.exact_limits(expected, lambda scales: _expected(tensors, inputs, scales, half=False))
         if inputs.precision != "fp32":
             passes.append(run_pass("deployed", expected, exact=False))
             library = native_library(export)
             if library is not None:
                 passes.append(run_pass("native", expected, exact=False, library=library))
             if inputs.precision == "fp16":
-                expected = _expected(tensors, inputs, half=True)
+                expected = _expected(tensors, inputs, inputs.scales, half=True)
             exact_graph(inputs.graph)
         passes.insert(0, run_pass("exact", expected, exact=True))
     return ParityReport(inputs.precision, tuple(passes), unequal, inputs.tokenizer_changes())
@@ -99,7 +99,7 @@ def _quick_collections() -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _expected(tensors: TensorFiles, inputs: GateInputs, half: bool) -> list[Logits]:
+def _expected(tensors: TensorFiles, inputs: GateInputs, scales: CacheScales | None, half: bool) -> list[Logits]:
     """(T, V) logits of every sequence."""
     config = inputs.config
     cos, sin = map(torch.from_numpy, rope_tables(config, config.max_position_embeddings))
@@ -112,7 +112,7 @@ def _expected(tensors: TensorFiles, inputs: GateInputs, half: bool) -> list[Logi
             round_to_half(block_weights(block))
         for place, x_1TD in enumerate(states):
             length = x_1TD.shape[1]
-            states[place] = block(x_1TD, (cos[:length], sin[:length]), None, LayerCache(inputs.scales))
+            states[place] = block(x_1TD, (cos[:length], sin[:length]), None, LayerCache(scales))
         del block
         give_back()
     norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -64,11 +64,16 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
     """
     deployed = OnnxDecoder(export, threads, kernels="portable")
     inputs = GateInputs.read(checkpoint, export)
-    graph, sequences, limits = inputs.graph, inputs.sequences, inputs.exact_limits
+    graph, sequences = inputs.graph, inputs.sequences
     prompts = prompt_files(export).graph
     model = load_checkpoint(checkpoint)
     with threads_of_torch(threads):
-        expected = [_read_whole(model, sequence, inputs.scales) for sequence in sequences]
+
+        def read(scales: CacheScales | None) -> list[Logits]:
+            return [_read_whole(model, sequence, scales) for sequence in sequences]
+
+        expected = read(inputs.scales)
+        limits = inputs.exact_limits(expected, read)
         if inputs.precision == "fp32":
             passes = [run_pass("exact", deployed, sequences, expected, limits)]
         else:
@@ -81,7 +86,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
                 del native
             if inputs.precision == "fp16":
                 round_to_half(model.get_parameter(f"{name}.weight") for name in matrix_shapes(model.config))
-                expected = [_read_whole(model, sequence, inputs.scales) for sequence in sequences]
+                expected = read(inputs.scales)
             prompt_graph = exact_graph(ir.load(prompts)) if prompts.exists() else None
             exact = OnnxDecoder(export, threads, exact_graph(graph), prompt_graph)
             exact.use_prompt_graph = False

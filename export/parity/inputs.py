@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,11 +17,12 @@ from export.cache_scales import CacheScales
 from export.graph.decoder import graph_precision
 from export.graph.matmul import FLAT, PER_ROW_PRODUCT
 from export.kernels.library import library_of
-from export.parity.comparison import Limits
-from export.parity.limits import DEPLOYED, DEPLOYED_PER_ROW, EXACT, EXACT_INT8_CACHE
+from export.parity.comparison import Limits, compare, merge
+from export.parity.limits import DEPLOYED, DEPLOYED_PER_ROW, EXACT, MOVED, int8_cache_limits
 from export.paths import find_files
 from export.runtime.kernels import called_version
 from sportsllm.errors import ArtifactError
+from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.kinds import EMBEDDING
@@ -67,10 +68,12 @@ class GateInputs:
         scales, sequences = graph_cache_scales(graph, config), make_sequences(config, tokenizer)
         return GateInputs(graph, config, precision, scales, sequences, tokenizer)
 
-    @property
-    def exact_limits(self) -> Limits:
-        """Of the exact pass."""
-        return EXACT if self.scales is None else EXACT_INT8_CACHE
+    def exact_limits(self, expected: Sequence[Logits], read: Callable[[CacheScales], Sequence[Logits]]) -> Limits:
+        """Of the exact pass; `read` gives the reference's logits with an INT8 cache of these scales."""
+        if self.scales is None:
+            return EXACT
+        moved = read(replace(self.scales, moved=MOVED))
+        return int8_cache_limits(merge("", [compare(*pair) for pair in zip(expected, moved, strict=True)]))
 
     @property
     def deployed_limits(self) -> Limits:
