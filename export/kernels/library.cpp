@@ -245,7 +245,10 @@ class Layer {
     require(key.shape == expected && value.shape == expected && key.type == type && value.type == type,
             "the cache has shapes " + text(key.shape) + " and " + text(value.shape) + ", or another type");
     in.past_key = key.data, in.past_value = value.data;
-    in.room = std::max<int64_t>(in.past_room, *static_cast<const int32_t*>(total.data));
+    const int64_t all = *static_cast<const int32_t*>(total.data);
+    require(all <= std::max(in.past_room, w.context),
+            "a total length of " + std::to_string(all) + "; the context is " + std::to_string(w.context));
+    in.room = std::max(in.past_room, all);
     for (int64_t b = 0; b < in.batch; ++b) {
       const int64_t start = std::max<int64_t>(0, int64_t{in.last[b]} + 1 - in.tokens);
       require(in.last[b] >= 0 && start <= in.past_room && start + in.tokens <= std::max(in.room, in.tokens) &&

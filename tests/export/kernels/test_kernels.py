@@ -332,3 +332,12 @@ def test_bad_shapes_are_refused_when_the_graph_is_opened(library: Path) -> None:
 def test_a_full_cache_is_refused(library: Path) -> None:
     with pytest.raises(Exception, match=f"room for {ROOM}"):
         run_layer(library, layer_case(4, 32, False, int8=False), [30, 20])
+
+
+def test_damaged_graphs_and_inputs_do_not_crash(library: Path) -> None:
+    script, root = Path(__file__).with_name("mutated_graphs.py"), str(Path(__file__).parents[3])
+    command = [sys.executable, str(script), str(library), "0", "300"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    count, ran = map(int, done.stdout.split())
+    assert 0 < ran < count == 300
