@@ -17,17 +17,24 @@ from sportsllm.errors import UsageError
 
 OURS = "ours"
 OTHER = "other"  # a second export of this project, as `benchmarks.runtimes.worker` calls it, which is slow to import
-WITH_OPTIONS = ("openvino", "llama.cpp")  # take settings when they open a model; the others keep theirs beside it
+WITH_OPTIONS = (
+    "openvino",
+    "llama.cpp",
+    "ik_llama.cpp",
+)  # take settings when they open a model; the others keep theirs beside it
 INSTALL = {
     "genai": "pip install onnxruntime-genai",
     "openvino": "pip install openvino-genai",
     "llama.cpp": "pip install llama-cpp-python",
+    "ik_llama.cpp": "pip install ik-llama-cpp-python",
     "optimum": "pip install 'sportsllm-compress[optimum]' torch",
     OTHER: "pip install sportsllm-compress",
 }
+_GGUF = "export/gguf/convert.py CONVERT_HF_TO_GGUF.PY CHECKPOINT --outfile FILE.gguf, then llama-quantize"
 CONVERT = {  # what makes a model for the runtimes that cannot read our export
     "openvino": "optimum-cli export openvino --model CHECKPOINT --weight-format int4 DIR",
-    "llama.cpp": "export/gguf/convert.py CONVERT_HF_TO_GGUF.PY CHECKPOINT --outfile FILE.gguf, then llama-quantize",
+    "llama.cpp": _GGUF,
+    "ik_llama.cpp": _GGUF,
 }
 
 
@@ -64,8 +71,8 @@ class RuntimeFlags(FlagGroup):
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Runtimes to measure beside this one: genai, openvino, llama.cpp, optimum; other is a second export. "
-            "NAME+LABEL measures one several times.",
+            help="Runtimes to measure beside this one: genai, openvino, llama.cpp, ik_llama.cpp, optimum; "
+            "other is a second export. NAME+LABEL measures one several times.",
         ),
     ] = None
     peer_directory: Annotated[
@@ -88,7 +95,7 @@ class RuntimeFlags(FlagGroup):
         list[str] | None,
         typer.Option(
             metavar="NAME=KEY=VALUE",
-            help="A setting of openvino or llama.cpp, by its own name; may be repeated.",
+            help="A setting of openvino, llama.cpp or ik_llama.cpp, by its own name; may be repeated.",
             show_default="the runtime's own",
         ),
     ] = None

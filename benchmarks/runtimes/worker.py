@@ -150,10 +150,7 @@ def llama_cpp(path: Path, threads: int, room: int, **options: Any) -> Opened:
     """llama.cpp through llama-cpp-python, on a .gguf file or a directory with one; options are those of `Llama`."""
     from llama_cpp import Llama
 
-    found = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
-    if len(found) != 1:
-        raise ValueError(f"{path}: holds {len(found)} .gguf files; name one")
-    model = Llama(str(found[0]), n_ctx=room, n_threads=threads, n_threads_batch=threads, verbose=False, **options)
+    model = Llama(str(_gguf(path)), n_ctx=room, n_threads=threads, n_threads_batch=threads, verbose=False, **options)
 
     def choose(prompt: list[int], length: int) -> Iterator[None]:
         model.reset()
@@ -169,6 +166,47 @@ def llama_cpp(path: Path, threads: int, room: int, **options: Any) -> Opened:
     return stepwise(choose), shape
 
 
+def ik_llama_cpp(path: Path, threads: int, room: int, **options: Any) -> Opened:
+    """ik_llama.cpp through ik-llama-cpp-python, on a .gguf file or a directory with one; options: those of `IkLlama`.
+
+    Through its inner classes, since its own loop chooses tokens in Python, one number of the vocabulary at a time.
+    """
+    import numpy as np
+    from ik_llama_cpp import IkLlama
+    from ik_llama_cpp import _ctypes_api as library
+    from ik_llama_cpp._internals import make_batch_range
+
+    llama = IkLlama(str(_gguf(path)), n_ctx=room, n_threads=threads, verbose=False, **options)
+    vocab_size, hidden_size = llama._model.n_vocab, library.llama_model_n_embd(llama._model.model)
+
+    def read(tokens: list[int], start: int) -> None:
+        batch = make_batch_range(tokens, pos_start=start)
+        failed = llama._context.decode(batch)
+        library.llama_batch_free(batch)
+        if failed:
+            raise RuntimeError(f"llama_decode returned {failed}")
+
+    def choose(prompt: list[int], length: int) -> Iterator[None]:
+        context = llama._context  # not kept without `llama`, which closes it at its own end
+        context.kv_cache_clear()
+        for start in range(0, len(prompt), context._n_ubatch):
+            read(prompt[start : start + context._n_ubatch], start)
+        for place in range(len(prompt), length):
+            token = int(np.ctypeslib.as_array(context.get_logits(), (vocab_size,)).argmax())
+            yield
+            read([token], place)
+
+    return stepwise(choose), {"vocab_size": vocab_size, "hidden_size": hidden_size}
+
+
+def _gguf(path: Path) -> Path:
+    """A .gguf file, or the one of a directory."""
+    found = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    if len(found) != 1:
+        raise ValueError(f"{path}: holds {len(found)} .gguf files; name one")
+    return found[0]
+
+
 # By the name in --against: the module it needs, the package whose version is reported, the function that opens it.
 RUNTIMES: dict[str, tuple[str, str, Callable[..., Opened]]] = {
     OURS: ("onnxruntime", "sportsllm-compress", ours),
@@ -176,6 +214,7 @@ RUNTIMES: dict[str, tuple[str, str, Callable[..., Opened]]] = {
     "genai": ("onnxruntime_genai", "onnxruntime-genai", genai),
     "openvino": ("openvino_genai", "openvino-genai", openvino),
     "llama.cpp": ("llama_cpp", "llama-cpp-python", llama_cpp),
+    "ik_llama.cpp": ("ik_llama_cpp", "ik-llama-cpp-python", ik_llama_cpp),
     "optimum": ("optimum.onnxruntime", "optimum-onnx", optimum),
 }
 

@@ -190,9 +190,9 @@ def sampled_batches(
 
 
 def default_rows(config: ModelConfig, longest: int, tokens: int) -> int:
-    """Texts of a batch: what the cache has room for, but at least two batches where `tokens` allow it."""
+    """Texts of a batch: what the cache has room for, but no more than gives every thread a batch."""
     row_bytes = 4 * longest * config.num_hidden_layers * sum(math.prod(state.shape) for state in block_state(config))
-    wanted = max(_FEWEST_ROWS, min(_MOST_ROWS, tokens // (2 * longest)))
+    wanted = max(_FEWEST_ROWS, min(_MOST_ROWS, math.ceil(1.25 * tokens / (torch.get_num_threads() * longest))))
     return max(1, min(wanted, _CACHE_BYTES // row_bytes))
 
 

@@ -6,6 +6,7 @@ cores (docs/log.md). PyTorch's operators give the interpreter's lock back while 
 in the thread that asks for it.
 """
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +16,10 @@ import torch
 
 from sportsllm.errors import UsageError
 from sportsllm.models.language_model import SportsLLM
+
+# Seconds after which a thread that waits asks for the interpreter's lock; Python's own 5 ms are many operators long.
+# Sampling 3.1M parameters in two threads: 5,270 to 5,430 tokens/s with those, 5,970 with these, 5,660 with 5 us.
+_SWITCH_S = 5e-4
 
 
 @contextmanager
@@ -26,7 +31,7 @@ def batch_threads(count: int) -> Iterator[ThreadPoolExecutor | None]:
     if count == 1:
         yield None
         return
-    available = torch.get_num_threads()
+    available, switch_s = torch.get_num_threads(), sys.getswitchinterval()
     ready = Barrier(count + 1)
 
     def start() -> None:
@@ -39,7 +44,11 @@ def batch_threads(count: int) -> Iterator[ThreadPoolExecutor | None]:
             pool.submit(int)
         ready.wait()
         torch.set_num_threads(available)
-        yield pool
+        sys.setswitchinterval(_SWITCH_S)
+        try:
+            yield pool
+        finally:
+            sys.setswitchinterval(switch_s)
 
 
 def check_parallel(model: SportsLLM, device: torch.device) -> None:

@@ -92,6 +92,32 @@ class Llama:
         assert temp == 0.0 and self.tokens
         return 5
 """,
+    "ik_llama_cpp/_ctypes_api.py": """
+def llama_batch_free(batch): batch.clear()
+def llama_model_n_embd(model): return 32
+""",
+    "ik_llama_cpp/_internals.py": """
+def make_batch_range(tokens, *, pos_start, logits_last=True): return [pos_start, *tokens]
+""",
+    "ik_llama_cpp/__init__.py": """
+import ctypes
+from peer_log import log
+class Context:
+    _n_ubatch = 20
+    def kv_cache_clear(self): self.tokens = []
+    def decode(self, batch):
+        assert batch[0] == len(self.tokens)
+        self.tokens += batch[1:]
+        if len(self.tokens) == 32: log(prompt=list(self.tokens))
+        return 0
+    def get_logits(self): return ctypes.cast((ctypes.c_float * 64)(), ctypes.POINTER(ctypes.c_float))
+class Model:
+    n_vocab, model = 64, None
+class IkLlama:
+    def __init__(self, path, **settings):
+        self._model, self._context = Model(), Context()
+        log(directory=path, **settings)
+""",
 }
 
 
@@ -118,6 +144,7 @@ class Interpreters:
 
     def write(self, **changed: str) -> str:
         for name, text in (FAKES | {f"{name}.py": text for name, text in changed.items()}).items():
+            (self.modules / name).parent.mkdir(exist_ok=True)
             (self.modules / name).write_text(text, encoding="utf-8")
         program = self.folder / "python"
         lines = f'PYTHONPATH="{self.modules}" PEER_LOG="{self.log}" exec "{sys.executable}" "$@"'
@@ -164,7 +191,7 @@ def test_every_adapter_drives_its_runtime(export: Path, interpreters: Interprete
     python = interpreters.write()
     gguf = tmp_path / "model.gguf"
     gguf.touch()
-    places = {"genai": export, "openvino": export, "llama.cpp": gguf}
+    places = {"genai": export, "openvino": export, "llama.cpp": gguf, "ik_llama.cpp": gguf}
     runtimes = [
         Runtime("other", sys.executable, export),
         *(Runtime(name, python, place) for name, place in places.items()),
@@ -178,13 +205,13 @@ def test_every_adapter_drives_its_runtime(export: Path, interpreters: Interprete
         assert one["decode_tokens_per_s"]["32"] > 0 and one["ttft_ms"]["32"] > 0
         assert one["peak_rss_bytes"] > 5e6 and one["rounds"] == 1 and one["steady"] is False
         assert one["cpus"] == cpus.choose_cpus(1)
-    assert interpreters.logged("n_threads") == [1] and interpreters.logged("INFERENCE_NUM_THREADS") == [1]
+    assert interpreters.logged("n_threads") == [1, 1] and interpreters.logged("INFERENCE_NUM_THREADS") == [1]
     overlay = json.loads(interpreters.logged("overlay")[0])
     assert overlay["model"]["decoder"]["session_options"]["intra_op_num_threads"] == 1
-    assert interpreters.logged("directory") == [str(export), str(export), str(gguf)]
+    assert interpreters.logged("directory") == [str(export), str(export), str(gguf), str(gguf)]
     prompts = interpreters.logged("prompt")
-    assert len(prompts) == 12 and all(len(prompt) == 32 for prompt in prompts)
-    assert prompts[:4] == prompts[4:8] == prompts[8:]  # the same for all
+    assert len(prompts) == 16 and all(len(prompt) == 32 for prompt in prompts)
+    assert prompts[:4] == prompts[4:8] == prompts[8:12] == prompts[12:]  # the same for all
     assert verify_directory(export)[1] == []  # no runtime changed what it read
     assert result["against_ratios"]["decode_tokens_per_s.32"]["better"] == "higher"
     assert json.loads(json.dumps(result)) == result

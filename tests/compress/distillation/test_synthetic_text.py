@@ -89,6 +89,6 @@ def test_prompts_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path) -
 def test_a_batch_fits_its_cache() -> None:
     config = tiny_config()  # 2 layers, keys and values of 2 heads of 16: 512 bytes a token
     assert default_rows(config, 64, 1_000_000) == 128
-    assert default_rows(config, 64, 64 * 2 * 40) == 40
+    assert default_rows(config, 64, 64 * torch.get_num_threads() * 40) == 50  # a fifth may end early
     assert default_rows(config, 64, 10) == 32
     assert default_rows(config, 2**20, 2**30) == 2
