@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import ArtifactError
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
@@ -23,12 +23,10 @@ from sportsllm.models.rope import rope_tables
 from sportsllm.process_memory import give_back
 from sportsllm.storage.checkpoint import check_names, load_block, load_table
 from sportsllm.storage.safetensors_files import TensorFiles
-from sportsllm.text.calibration import calibration_samples
-from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.setup import held_out_files, manifest_setting
+from sportsllm.training.calibration_text import CalibrationText
 
 PRECISIONS = ("fp32", "int8")
-SAMPLES, SAMPLE_TOKENS = 16, 512
+SAMPLES = 16
 # Ranges to try, as shares of the largest number seen; those above 1 leave room for larger ones.
 _SHARES = torch.linspace(0.4, 1.2, 33).tolist()
 _TOP = 127.0
@@ -92,22 +90,14 @@ def cache_scales(checkpoint: Path, calibration: Sequence[Path]) -> CacheScales:
 
     Args:
         checkpoint: packed or not.
-        calibration: text files, never held-out ones; the checkpoint's training text if there are none.
+        calibration: text files, never held-out ones; without any see `CalibrationText`.
 
     Raises:
-        UsageError: no text is given, and the checkpoint does not name any.
         ArtifactError: there is no text in the files.
     """
-    files = list(calibration) or [Path(name) for name in manifest_setting(checkpoint, "corpus") or []]
-    if not files:
-        raise UsageError(
-            f"--kv-cache int8 needs calibration text, and {checkpoint} does not say what it was made from; "
-            "give --calibration FILE"
-        )
     config, tensors = load_config(checkpoint), TensorFiles(checkpoint)
     check_names(tensors, config)
-    words, valid = load_tokenizer(checkpoint, config), held_out_files(checkpoint)
-    samples = calibration_samples(files, valid, words, config, None, SAMPLE_TOKENS, SAMPLES)
+    samples = CalibrationText(tuple(calibration)).found(checkpoint).read(checkpoint, config, SAMPLES)
     table = load_table(tensors, config, "model.embed_tokens")
     states = [table[tokens] for tokens in samples]
     del table

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from export.cache_scales import PRECISIONS as CACHE_PRECISIONS
-from export.cache_scales import SAMPLE_TOKENS, SAMPLES, cache_scales
+from export.cache_scales import SAMPLES, cache_scales
 from export.graph.decoder import WrittenGraph, write_graph
 from export.graph.kinds import check_kinds
 from export.graph.prefill_graph import write_prompt_graph
@@ -25,6 +25,7 @@ from sportsllm.process_memory import peak_rss_bytes
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import write_json
 from sportsllm.storage.safetensors_files import REOPEN_BYTES, bitsandbytes_kind, quantization_config
+from sportsllm.training.calibration_text import SAMPLE_TOKENS, CalibrationText
 
 DTYPES = ("fp32", "fp16")
 PROFILES = ("memory", "latency")
@@ -163,6 +164,12 @@ def _check_options(checkpoint: Path, options: ExportOptions) -> None:
             raise UsageError(f"{flag} {value!r}: choose {' or '.join(known)}")
     if options.calibration and options.kv_cache == "fp32":
         raise UsageError("--calibration belongs to --kv-cache int8; leave it out, or add that")
+    bounded = options.max_ram_mb is not None and options.kv_cache == "int8"
+    if bounded and not CalibrationText(tuple(options.calibration)).found(checkpoint).files:
+        raise UsageError(
+            f"--kv-cache int8 with --max-ram needs calibration text: {checkpoint} names none, and to write some it "
+            "would have to be in memory whole; give --calibration FILE"
+        )
     if options.standard_ops and options.kv_cache != "fp32":
         raise UsageError(
             f"--standard-ops with --kv-cache {options.kv_cache}: no standard operator reads such a cache; leave one of "

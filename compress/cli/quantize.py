@@ -114,8 +114,8 @@ def quantize(
     threads: options.Threads = None,
 ) -> dict[str, Any]:
     """Pack the matrices as INT8 or INT4 blocks, exactly as the runtime reads them."""
-    from compress.quantization.run import CalibrationText
     from compress.quantization.run import quantize as run_quantize
+    from sportsllm.training.calibration_text import CalibrationText
     from sportsllm.training.setup import set_threads
 
     set_threads(threads)

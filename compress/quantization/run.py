@@ -13,7 +13,6 @@ from torch import Tensor
 
 from compress.distillation.recovery import Recovery, prepare_recovery, recover
 from compress.distillation.student_training import RunState
-from compress.distillation.synthetic_text import own_text
 from compress.quantization.aware_training import make_trainable, pack_trained
 from compress.quantization.config import QuantizationConfig, bits_per_weight
 from compress.quantization.layer_by_layer import quantize_calibrated, quantize_without_data
@@ -28,12 +27,9 @@ from sportsllm.models.kinds import matrix_shapes
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import load_checkpoint, write_checkpoint
 from sportsllm.storage.safetensors_files import TensorFiles, bitsandbytes_kind, quantization_config
-from sportsllm.text.calibration import calibration_samples
-from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.setup import held_out_files, manifest_setting, tokens_per_parameter
+from sportsllm.training.calibration_text import CalibrationText
+from sportsllm.training.setup import manifest_setting, tokens_per_parameter
 
-SAMPLE_TOKENS, LEAST_SAMPLES = 512, 16
-_SAMPLES_TIMES_PARAMETERS = 4e9  # about a minute of sampling on two cores
 SENSITIVITY_SAMPLES = 16
 
 
@@ -68,42 +64,6 @@ METHODS = {
     "gptq": Method(scaling="balance", gptq=True),
     "smooth+gptq": Method(scaling="smooth", gptq=True),
 }
-
-
-@dataclass(frozen=True)
-class CalibrationText:
-    """Files that statistics are taken from, never held-out ones, and how many pieces of them are read.
-
-    Without files those that the checkpoint was made from are read; where those are not known, texts that the checkpoint
-    writes itself. Without a number as many pieces are read as the method asks for.
-    """
-
-    files: tuple[Path, ...] = ()
-    samples: int | None = None
-
-    def found(self, checkpoint: Path) -> CalibrationText:
-        """The same with the files that the checkpoint was made from, if none are given and all of those are there."""
-        if self.files:
-            return self
-        made_from = tuple(Path(name) for name in manifest_setting(checkpoint, "corpus") or ())
-        missing = [path for path in made_from if not path.exists()]
-        if missing:
-            say(f"{missing[0]}: training text that {checkpoint} names, not found")
-            return self
-        return CalibrationText(made_from, self.samples)
-
-    def read(self, checkpoint: Path, model: ModelConfig, most: int) -> list[Tensor]:
-        """Token ids of pieces of at most 512 tokens, each (1, T); about `most` of that length without a number.
-
-        Raises:
-            ArtifactError: there is no text, or less than asked for.
-        """
-        if not self.files:
-            count = self.samples or min(most, max(LEAST_SAMPLES, round(_SAMPLES_TIMES_PARAMETERS / model.parameters)))
-            say(f"no calibration text is at hand: it is {count} texts that the model writes itself")
-            return own_text(checkpoint, model, count, min(SAMPLE_TOKENS, model.max_position_embeddings))
-        words, valid = load_tokenizer(checkpoint, model), held_out_files(checkpoint)
-        return calibration_samples(self.files, valid, words, model, self.samples, SAMPLE_TOKENS, most)
 
 
 def resolve_method(

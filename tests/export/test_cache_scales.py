@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from export.cache_scales import cache_scales
 from export.export import ExportOptions, export_checkpoint
 from export.paths import DATA_FILE, GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
@@ -63,11 +62,19 @@ def test_the_command_measures_on_text(checkpoint: Path, corpus_file: Path, tmp_p
     assert 0 < np.abs(plain - full).max() < 0.1 * full.std()
 
 
+def test_without_text_the_model_writes_its_own(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ExportOptions(threads=1, kv_cache="int8")
+    assert export_checkpoint(checkpoint, tmp_path / "out", options)["parity"]["passed"]
+    assert "texts that the model writes itself" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
         ({"kv_cache": "int4"}, UsageError, "--kv-cache 'int4'"),
-        ({"kv_cache": "int8"}, UsageError, "needs calibration text"),
+        ({"kv_cache": "int8", "max_ram_mb": 4000}, UsageError, "needs calibration text"),
         ({"calibration": ["matches"]}, UsageError, "belongs to --kv-cache int8"),
         ({"kv_cache": "int8", "calibration": ["nothing.txt"]}, ArtifactError, "nothing.txt"),
     ],
@@ -82,5 +89,3 @@ def test_bad_input(
     with pytest.raises(error, match=message):
         export_checkpoint(checkpoint, tmp_path / "out", ExportOptions(calibration=files, **settings))
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UsageError, match="needs calibration text"):
-        cache_scales(checkpoint, [])

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from compress.cli.sample import sample
-from compress.distillation.synthetic_text import CORPUS, Request, default_rows, write_corpus
+from compress.distillation.synthetic_text import CORPUS, Request, write_corpus
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.inference.sampling import Sampling
 from sportsllm.models.hf_config import load_config
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.training.own_text import default_rows
 from tests.support.models import tiny_config
 
 

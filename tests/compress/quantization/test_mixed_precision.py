@@ -10,10 +10,11 @@ import torch
 from compress.quantization.config import QuantizationConfig, bits_per_weight, matrix_bytes, matrix_weights
 from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget, choose_bits, measure_groups
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
-from compress.quantization.run import CalibrationText, quantize
+from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
 from sportsllm.errors import UsageError
 from sportsllm.models.kinds import matrix_shapes
+from sportsllm.training.calibration_text import CalibrationText
 from tests.support.models import tiny_config, tiny_model
 
 

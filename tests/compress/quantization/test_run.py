@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from compress.quantization.config import Granularity, GridSpec, QuantizationConfig
 from compress.quantization.mixed_precision import SizeBudget
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
-from compress.quantization.run import METHODS, CalibrationText, quantize, resolve_method
+from compress.quantization.run import METHODS, quantize, resolve_method
 from sportsllm.cli.flags import load_command
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.simulator import simulate
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.storage.packed_weights import QuantizedWeight, pack, unpack
 from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.training.calibration_text import CalibrationText
 from tests.support.gelu_kind import registered
 from tests.support.models import tiny_config, tiny_model
 
@@ -186,7 +187,7 @@ def test_a_model_without_known_text_writes_its_own(
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0]) and again["method"] == "gptq"
     gone = CalibrationText((), 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compress.quantization.run.manifest_setting", lambda *_: [str(tmp_path / "gone.txt")])
+        patch.setattr("sportsllm.training.calibration_text.manifest_setting", lambda *_: [str(tmp_path / "gone.txt")])
         assert gone.found(checkpoint) is gone
     assert "gone.txt: training text that" in capsys.readouterr().err.replace("\n", "")
     with pytest.raises(UsageError, match="reads no calibration text"):

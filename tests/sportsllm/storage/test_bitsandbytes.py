@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compress.quantization.config import QuantizationConfig
-from compress.quantization.run import CalibrationText, quantize
+from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
 from sportsllm.cli.main import main
 from sportsllm.errors import ArtifactError
@@ -22,6 +22,7 @@ from sportsllm.models.hf_config import load_config, packed_by_bitsandbytes
 from sportsllm.storage.bitsandbytes import companions, read_dense
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.storage.safetensors_files import WEIGHTS, TensorFiles
+from sportsllm.training.calibration_text import CalibrationText
 from tests.support.bnb_models import KINDS, dense_model, dequantize, pack_linears, quantization, save, with_numbers_of
 
 IDS = torch.randint(0, 384, (1, 48), generator=torch.Generator().manual_seed(5))

@@ -1,0 +1,54 @@
+"""The text that statistics are taken from: given, known from training, or written by the model itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from sportsllm.console import say
+from sportsllm.models.config import ModelConfig
+from sportsllm.text.calibration import calibration_samples
+from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.training.own_text import own_text
+from sportsllm.training.setup import held_out_files, manifest_setting
+
+SAMPLE_TOKENS, LEAST_SAMPLES = 512, 16
+_SAMPLES_TIMES_PARAMETERS = 4e9  # about a minute of sampling on two cores
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """Files that statistics are taken from, never held-out ones, and how many pieces of them are read.
+
+    Without files those that the checkpoint was made from are read; where those are not known, texts that the checkpoint
+    writes itself. Without a number as many pieces are read as the method asks for.
+    """
+
+    files: tuple[Path, ...] = ()
+    samples: int | None = None
+
+    def found(self, checkpoint: Path) -> CalibrationText:
+        """The same with the files that the checkpoint was made from, if none are given and all of those are there."""
+        if self.files:
+            return self
+        made_from = tuple(Path(name) for name in manifest_setting(checkpoint, "corpus") or ())
+        missing = [path for path in made_from if not path.exists()]
+        if missing:
+            say(f"{missing[0]}: training text that {checkpoint} names, not found")
+            return self
+        return CalibrationText(made_from, self.samples)
+
+    def read(self, checkpoint: Path, model: ModelConfig, most: int) -> list[Tensor]:
+        """Token ids of pieces of at most 512 tokens, each (1, T); about `most` of that length without a number.
+
+        Raises:
+            ArtifactError: there is no text, or less than asked for.
+        """
+        if not self.files:
+            count = self.samples or min(most, max(LEAST_SAMPLES, round(_SAMPLES_TIMES_PARAMETERS / model.parameters)))
+            say(f"no calibration text is at hand: it is {count} texts that the model writes itself")
+            return own_text(checkpoint, model, count, min(SAMPLE_TOKENS, model.max_position_embeddings))
+        words, valid = load_tokenizer(checkpoint, model), held_out_files(checkpoint)
+        return calibration_samples(self.files, valid, words, model, self.samples, SAMPLE_TOKENS, most)
