@@ -17,7 +17,7 @@ from benchmarks.predict.coefficients import resolve
 from benchmarks.predict.latency import predict_figures
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.estimate import ShapeLosses
-from compress.pruning.shapes import Shape
+from compress.pruning.shapes import Shape, can_merge_kv_heads
 from sportsllm.console import progress_bar
 from sportsllm.models.config import ModelConfig
 
@@ -190,7 +190,7 @@ def grid_shapes(teacher: ModelConfig) -> Iterator[Shape]:
     inner = _values(full.intermediate, _WIDTH_STEP)
     for layers in _values(full.layers, 1):
         for hidden in widths:
-            for heads, kv_heads in _head_counts(full):
+            for heads, kv_heads in _head_counts(teacher):
                 for intermediate in inner:
                     yield Shape(hidden, intermediate, heads, kv_heads, layers, full.head_dim)
 
@@ -203,9 +203,11 @@ def _values(full: int, step: int) -> list[int]:
     return [every[round((number + 1) * len(every) / _MOST_VALUES) - 1] for number in range(_MOST_VALUES)]
 
 
-def _head_counts(full: Shape) -> list[tuple[int, int]]:
-    """(heads, kv_heads): whole groups cut, or key/value heads merged with all query heads kept."""
+def _head_counts(teacher: ModelConfig) -> list[tuple[int, int]]:
+    """(heads, kv_heads): whole groups cut, or, where that may be, key/value heads merged with all query heads kept."""
+    full = Shape.of(teacher)
     per_group = full.heads // full.kv_heads
-    groups = {(kv * per_group, kv) for kv in _values(full.kv_heads, 1)}
-    merged = {(full.heads, kv) for kv in range(1, full.kv_heads) if full.kv_heads % kv == 0}
-    return sorted(groups | merged)
+    counts = {(kv * per_group, kv) for kv in _values(full.kv_heads, 1)}
+    if can_merge_kv_heads(teacher):
+        counts |= {(full.heads, kv) for kv in range(1, full.kv_heads) if full.kv_heads % kv == 0}
+    return sorted(counts)

@@ -74,14 +74,14 @@ class Shape:
             raise UsageError(f"--heads {self.heads} is not a multiple of --kv-heads {self.kv_heads}; choose a divisor")
         if self.head_dim % 2:
             raise UsageError(f"--head-dim is {self.head_dim}; rotary embedding needs an even number")
-        if self.merges_kv_heads(config) and not _can_merge_kv_heads(config):
+        if self.merges_kv_heads(config) and not can_merge_kv_heads(config):
             kind = f"{config.attention_kind} attention" + " with q/k norms" * config.qk_norm
             raise UsageError(f"--kv-heads: {kind} cannot merge key/value heads; cut --heads as much as --kv-heads")
         return config.with_changes(**{FIELDS[name]: value for name, value in asdict(self).items()})
 
 
-def _can_merge_kv_heads(config: ModelConfig) -> bool:
-    # Norms of queries and keys do not commute with the merge.
+def can_merge_kv_heads(config: ModelConfig) -> bool:
+    """Whether key/value heads may be merged: norms of queries and keys do not commute with it."""
     return config.attention_kind == "grouped_query" and not config.qk_norm
 
 
@@ -208,7 +208,7 @@ def _head_counts(config: ModelConfig) -> list[tuple[int, int]]:
     per_group = full.heads // full.kv_heads
     counts = {(kv * per_group, kv) for kv in range(1, full.kv_heads + 1)}
     counts |= {(full.kv_heads * heads, full.kv_heads) for heads in range(1, per_group + 1)}
-    if _can_merge_kv_heads(config):
+    if can_merge_kv_heads(config):
         counts |= {(full.heads, kv) for kv in range(1, full.kv_heads) if full.kv_heads % kv == 0}
     return sorted(counts)
 

@@ -17,7 +17,7 @@ from benchmarks.devices.load import DEVICES, load_device
 from benchmarks.devices.schema import Device
 from benchmarks.measure.bench import BenchRequest, BenchResult
 from benchmarks.predict.model_size import ModelFormat, file_bytes
-from benchmarks.search.candidates import Candidate, Estimates, candidates, cut_by_limit
+from benchmarks.search.candidates import Candidate, Estimates, candidates, cut_by_limit, grid_shapes
 from benchmarks.search.estimate import Recovered
 from benchmarks.search.formats import usual_loss, weight_formats
 from benchmarks.search.measure import measured_estimates, suggested_vocabularies, usual_estimates
@@ -52,6 +52,14 @@ def with_limits(name: str = "laptop-x86", **limits: float) -> Device:
 
 def usual(teacher: ModelConfig = TEACHER) -> Estimates:
     return usual_estimates(teacher, 100_000)
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}])
+def test_every_shape_of_the_grid_can_be_cut(changes: dict[str, Any]) -> None:
+    teacher = TEACHER.with_changes(num_key_value_heads=4, **changes)
+    shapes = list(grid_shapes(teacher))
+    assert len({shape.applied_to(teacher) for shape in shapes}) == len(shapes)
+    assert any(shape.merges_kv_heads(teacher) for shape in shapes) == (not changes)
 
 
 def started(device: Device, teacher: ModelConfig = TEACHER) -> Search:
