@@ -37,6 +37,9 @@ def export(
         bool,
         typer.Option("--inline", help="Write no functions for this program's kernels, for readers that know none."),
     ] = False,
+    gguf: Annotated[
+        bool, typer.Option("--gguf", help="Write a GGUF file for llama.cpp and Ollama instead of an ONNX graph.")
+    ] = False,
     max_ram: Annotated[
         int | None,
         typer.Option("--max-ram", min=1, help="Upper bound on memory (MB); the graph is then checked layer by layer."),
@@ -47,6 +50,14 @@ def export(
     from export.export import ExportOptions, export_checkpoint
     from sportsllm.console import output
 
+    if gguf:
+        others: dict[str, Any] = {
+            "--kv-cache": kv_cache != "fp32",
+            "--calibration": calibration,
+            "--profile": profile != "memory",
+        }
+        others |= {"--standard-ops": standard_ops, "--web": web, "--inline": inline, "--max-ram": max_ram}
+        return _export_gguf(checkpoint, out, dtype, [flag for flag, given in others.items() if given], threads)
     options = ExportOptions(dtype, threads, kv_cache, calibration or [], profile, standard_ops, web, inline, max_ram)
     result = export_checkpoint(checkpoint, out, options)
     parity = result["parity"]
@@ -63,4 +74,26 @@ def export(
         )
     if max_ram is not None and not result["cached"]:
         output().print(f"at most {result['peak_rss_bytes'] / 1e6:,.0f} MB of memory, {max_ram:,} allowed")
+    return result
+
+
+def _export_gguf(
+    checkpoint: Path, out: Path, dtype: str | None, others: list[str], threads: int | None
+) -> dict[str, Any]:
+    from export.export import DTYPES
+    from export.gguf_export import export_gguf
+    from sportsllm.console import output
+    from sportsllm.errors import UsageError
+
+    if others:
+        raise UsageError(f"{others[0]} is about the ONNX graph; leave it out, or --gguf")
+    if dtype not in (None, *DTYPES):
+        raise UsageError(f"--dtype {dtype!r}: choose {' or '.join(DTYPES)}")
+    result = export_gguf(checkpoint, out, dtype == "fp16", threads)
+    parity, formats = result["parity"], ", ".join(result["formats"])
+    output().print(
+        f"{out}: GGUF, {result['architecture']}, {formats}, {result['parameters']:,} parameters, "
+        f"{result['size_bytes'] / 1e6:.1f} MB in {result['seconds']:.1f} s; read back: KL {parity['kl']:.1e}, greedy "
+        f"choices agree in {parity['greedy_match']:.1%}"
+    )
     return result

@@ -31,7 +31,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"cache_scales", "loader_files", "runtime"},
         {"graph"},
         {"parity"},
-        {"export"},
+        {"export", "gguf_export"},
         {"commands"},
     ],
     "compress": [{"__init__"}, {"teacher_cache"}, {"distillation"}, {"pruning"}, {"quantization"}, {"cli"}],

@@ -33,6 +33,12 @@ def rows_in_halves(rows: Tensor, heads: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(rows.shape)
 
 
+def rows_in_pairs(rows: Tensor, heads: int) -> Tensor:
+    """The way back from `rows_in_halves`: Hugging Face's rows in llama.cpp's order, contiguous."""
+    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape).contiguous()
+
+
 def read_weights(file: GGUFFile, config: ModelConfig) -> dict[str, Tensor]:
     """Every parameter of the model, float32.
 

@@ -263,8 +263,8 @@ def _rows(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def directory_bytes(directory: Path) -> int:
-    """Size of a directory's weight files in bytes (safetensors, or the graph and its data)."""
-    names = ["*.safetensors", "*.onnx", "*.onnx.data"]
+    """Size of a directory's weight files in bytes (safetensors, the graph and its data, or GGUF)."""
+    names = ["*.safetensors", "*.onnx", "*.onnx.data", "*.gguf"]
     if not any(directory.glob("*.safetensors")):  # beside them such graphs are other forms of the same model
         names += ["onnx/*.onnx", "onnx/*.onnx_data"]
     return sum(path.stat().st_size for name in names for path in directory.glob(name))

@@ -1,0 +1,111 @@
+"""tokenizer.json as GGUF's metadata: the way back from `sportsllm.gguf.tokenizer`, and refused where that has none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models
+
+from sportsllm.errors import ArtifactError
+from sportsllm.gguf.tokenizer import PRE_TOKENIZERS
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import read_json
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's token types
+_SPACE = "▁"
+_NEVER = -1e9  # the score of a token that no merge makes
+
+
+def tokenizer_metadata(directory: Path, config: ModelConfig) -> dict[str, Any]:
+    """The keys that begin with `tokenizer.`, without that.
+
+    Raises:
+        ArtifactError: there is no tokenizer.json, or one that llama.cpp would read in another way.
+    """
+    path = directory / "tokenizer.json"
+    data = read_json(path)
+    kind = data["model"].get("type")
+    if kind != "BPE":
+        raise ArtifactError(f"{path}: is {kind}; GGUF takes byte-level and SentencePiece's BPE")
+    merges = [pair if isinstance(pair, list) else pair.split(" ") for pair in data["model"]["merges"]]
+    added = {item["id"]: item for item in data.get("added_tokens", [])}
+    vocabulary = {number: token for token, number in data["model"]["vocab"].items()}
+    vocabulary |= {number: item["content"] for number, item in added.items()}
+    numbers = range(config.vocab_size)
+    tokens = [vocabulary.get(number, f"[PAD{number}]") for number in numbers]
+    types = [_type_of(added.get(number)) if number in vocabulary else _UNUSED for number in numbers]
+    found: dict[str, Any] = {"tokens": tokens, "token_type": types}
+    if data["model"].get("byte_fallback"):
+        found |= _sentencepiece(data, path, tokens, types, merges)
+    else:
+        found |= {"model": "gpt2", "pre": _pre_tokenizer(data, path), "merges": [" ".join(pair) for pair in merges]}
+    ids = {"bos": config.bos_token_id, "padding": config.pad_token_id}
+    ids |= dict(zip(("eos", "eot", "eom"), config.stop_token_ids, strict=False))
+    found |= {f"{name}_token_id": number for name, number in ids.items() if number is not None}
+    first = Tokenizer.from_file(str(path)).encode("a").ids[:1]
+    found["add_bos_token"] = config.bos_token_id is not None and first == [config.bos_token_id]
+    template = _chat_template(directory)
+    return {f"ggml.{key}": value for key, value in found.items()} | ({"chat_template": template} if template else {})
+
+
+def _type_of(added: Mapping[str, Any] | None) -> int:
+    return _NORMAL if added is None else _CONTROL if added["special"] else _USER_DEFINED
+
+
+def _pre_tokenizer(data: Mapping[str, Any], path: Path) -> str:
+    """llama.cpp's name of the rule that splits a text into words."""
+
+    def without_offsets(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return {key: without_offsets(value) for key, value in part.items() if key != "trim_offsets"}
+        return [without_offsets(each) for each in part] if isinstance(part, list) else part
+
+    normalizers = {"qwen2": {"type": "NFC"}}
+    for name, rule in PRE_TOKENIZERS.items():
+        if name is None:
+            continue
+        probe = Tokenizer(models.BPE())
+        probe.pre_tokenizer = rule
+        same = without_offsets(json.loads(probe.to_str())["pre_tokenizer"]) == without_offsets(data["pre_tokenizer"])
+        if same and data.get("normalizer") == normalizers.get(name):
+            return name
+    known = ", ".join(name for name in PRE_TOKENIZERS if name)
+    raise ArtifactError(
+        f"{path}: its normalizer and pre-tokenizer are none of llama.cpp's that are known here ({known})"
+    )
+
+
+def _sentencepiece(
+    data: Mapping[str, Any], path: Path, tokens: list[str], types: list[int], merges: list[list[str]]
+) -> dict[str, Any]:
+    """A score for each token, so that the order of scores is that of the merges."""
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    prefixed = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace]}
+    if data.get("normalizer") not in (replace, prefixed) or data.get("pre_tokenizer") is not None:
+        raise ArtifactError(f"{path}: its normalizer or pre-tokenizer is not SentencePiece's; GGUF cannot say it")
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(merges):
+        ranks.setdefault(left + right, rank)
+    unknown = data["model"].get("unk_token")
+    for number, token in enumerate(tokens):
+        if token == unknown:
+            types[number] = _UNKNOWN
+        elif len(token) == 6 and token.startswith("<0x") and types[number] == _NORMAL:
+            types[number] = _BYTE
+    return {
+        "model": "llama",
+        "scores": [float(-ranks[token]) if token in ranks else _NEVER for token in tokens],
+        "unknown_token_id": tokens.index(unknown),
+        "add_space_prefix": data["normalizer"] == prefixed,
+    }
+
+
+def _chat_template(directory: Path) -> str | None:
+    jinja, settings = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if jinja.exists():
+        return jinja.read_text(encoding="utf-8")
+    found = read_json(settings).get("chat_template") if settings.exists() else None
+    return found if isinstance(found, str) else None

@@ -1,0 +1,159 @@
+"""A checkpoint as one GGUF file, for llama.cpp and what is built on it. The way back is `sportsllm.gguf`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from export.gguf.tensors import BLOCK, Format, dense, encode
+from export.gguf.tokenizer import tokenizer_metadata
+from sportsllm.console import progress_bar, say
+from sportsllm.errors import UsageError
+from sportsllm.gguf.config import ROPE_FACTORS
+from sportsllm.gguf.weights import rows_in_pairs
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
+from sportsllm.models.kinds import parameters
+from sportsllm.models.rope import inverse_frequencies
+from sportsllm.storage.packed_matrix import read_packed
+from sportsllm.storage.packed_weights import QuantizedWeight
+from sportsllm.storage.safetensors_files import TensorFiles
+
+_FILE_TYPES = {
+    Format.F32: gguf.LlamaFileType.ALL_F32,
+    Format.F16: gguf.LlamaFileType.MOSTLY_F16,
+    Format.Q4_0: gguf.LlamaFileType.MOSTLY_Q4_0,
+    Format.Q4_1: gguf.LlamaFileType.MOSTLY_Q4_1,
+    Format.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0,
+}
+
+
+def architecture_of(config: ModelConfig) -> str:
+    """llama.cpp's name of the architecture.
+
+    Raises:
+        UsageError: it has none for this model.
+    """
+    if (config.attention_kind, config.mlp_kind) != ("grouped_query", "swiglu"):
+        raise UsageError(
+            f"GGUF: {config.attention_kind} attention with {config.mlp_kind} feed-forward is not supported"
+        )
+    others = config.attention_output_bias or config.mlp_bias
+    if config.qk_norm:
+        if config.attention_bias or others:
+            raise UsageError("GGUF: llama.cpp has no architecture with norms of queries and keys and with biases")
+        return "qwen3"
+    return "qwen2" if config.attention_bias and not others else "llama"
+
+
+def write_gguf(checkpoint: Path, path: Path, half: bool) -> dict[str, int]:
+    """Write a checkpoint, packed or not, with its tokenizer; dense matrices in float16 if `half`.
+
+    Returns:
+        Bytes of tensors by format, the largest first.
+
+    Raises:
+        UsageError: an architecture or blocks that GGUF has not.
+        ArtifactError: the checkpoint is damaged, or has a tokenizer that GGUF cannot say.
+    """
+    config, tensors = load_config(checkpoint), TensorFiles(checkpoint)
+    kind = architecture_of(config)
+    writer = gguf.GGUFWriter(path, kind)
+    names = gguf.get_tensor_name_map(_number_of(kind), config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if kind == "llama" else {}
+    bytes_of, odd = Counter[str](), list[str]()
+    wanted = parameters(config)
+    with progress_bar("tensors", len(wanted)) as bar:
+        for parameter in wanted:
+            module, _, part = parameter.name.rpartition(".")
+            paired = heads.get(module.rpartition(".")[2], 0)
+            values: npt.NDArray[Any]
+            if part == "weight" and f"{module}.weight_packed" in tensors:
+                weight = read_packed(tensors, module, parameter.shape, checkpoint)
+                weight = _paired(weight, paired) if paired else weight
+                if weight.in_features % BLOCK:
+                    odd.append(module)
+                    values, stored = dense(weight.dequantize(), half=True)
+                else:
+                    values, stored = encode(weight, module)
+            else:
+                tensor = tensors[parameter.name].float()
+                values, stored = dense((rows_in_pairs(tensor, paired) if paired else tensor).numpy(), half)
+            name = names.get_name(parameter.name, try_suffixes=(".weight", ".bias"))
+            assert name is not None, "every parameter of these architectures has a name"
+            writer.add_tensor(name, values, raw_dtype=stored)
+            bytes_of[stored.name] += values.nbytes
+            bar.advance(1)
+    if odd:
+        say(
+            f"{len(odd)} packed matrices are stored in float16, {odd[0]} first: rows of a width that is no multiple of "
+            f"{BLOCK} have no format in GGUF"
+        )
+    if config.rope_scaling is not None and config.rope_scaling.rope_type == "llama3":
+        plain = inverse_frequencies(config.with_changes(rope_scaling=None))
+        writer.add_tensor(ROPE_FACTORS, (plain / inverse_frequencies(config)).astype(np.float32))
+    file_type = next(number for stored, number in _FILE_TYPES.items() if stored.name == bytes_of.most_common(1)[0][0])
+    facts = {"general.name": checkpoint.resolve().name, "general.file_type": int(file_type)}
+    facts |= {f"{kind}.{key}": value for key, value in _sizes(config).items()}
+    facts |= {f"tokenizer.{key}": value for key, value in tokenizer_metadata(checkpoint, config).items()}
+    _add(writer, facts)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return dict(bytes_of.most_common())
+
+
+def _number_of(kind: str) -> Any:
+    return next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
+
+
+def _paired(weight: QuantizedWeight, heads: int) -> QuantizedWeight:
+    """The same matrix with its rows in llama.cpp's order."""
+
+    def moved(array: Any) -> Any:
+        return None if array is None else rows_in_pairs(torch.from_numpy(array), heads).numpy()
+
+    parts = (moved(weight.packed), moved(weight.scales), moved(weight.zero_points))
+    return QuantizedWeight(*parts, weight.bits, weight.block_size, weight.in_features)
+
+
+def _sizes(config: ModelConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(config.rope_theta),
+        "rope.dimension_count": config.head_dim,
+        "vocab_size": config.vocab_size,
+    }
+    if config.rope_scaling is not None and config.rope_scaling.rope_type == "linear":
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(config.rope_scaling.factor)}
+    return found
+
+
+def _add(writer: gguf.GGUFWriter, facts: Mapping[str, Any]) -> None:
+    for key, value in facts.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)

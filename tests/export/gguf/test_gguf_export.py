@@ -1,0 +1,154 @@
+"""GGUF files: their formats against the package `gguf`, and checkpoints that come back from them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from compress.quantization.config import QuantizationConfig
+from compress.quantization.run import quantize
+from export.gguf.tensors import encode
+from export.gguf.tokenizer import tokenizer_metadata
+from export.gguf_export import GGUF_FILE, MODELFILE, export_gguf
+from sportsllm.cli.main import main
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.gguf.run import import_gguf
+from sportsllm.gguf.weights import rows_in_halves, rows_in_pairs
+from sportsllm.models.config import RopeScaling
+from sportsllm.models.hf_config import load_config
+from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.storage.packed_weights import ROW_BITS, QuantizedWeight, pack
+from sportsllm.text.tokenizer import load_tokenizer
+from tests.support.models import tiny_model
+
+TEXTS = ("The home side won 3-1, 12345 people saw it.", " two  spaces\n\tand “quotes”", "Zoë ran 57½ m ⚽ 한국")
+
+
+def packed(bits: int, block_size: int, zeros: bool, columns: int = 128) -> QuantizedWeight:
+    """A random matrix whose scales float16 holds exactly."""
+    rng, groups = np.random.default_rng(bits + block_size), -(-columns // block_size)
+    quants = rng.integers(0, 2**bits, (6, groups, block_size), dtype=np.uint8)
+    scales = (rng.integers(1, 64, (6, groups)) / 1024).astype(np.float32)
+    points = pack(rng.integers(0, 2**bits, (6, groups), dtype=np.uint8), bits) if zeros else None
+    return QuantizedWeight(pack(quants, bits), scales, points, bits, block_size, columns)
+
+
+@pytest.mark.parametrize(
+    ("bits", "block_size", "zeros", "name"),
+    [
+        (4, 32, False, "Q4_0"),
+        (4, 32, True, "Q4_1"),
+        (8, 32, False, "Q8_0"),
+        (4, 128, True, "Q4_1"),
+        (8, 64, False, "Q8_0"),
+    ],
+)
+def test_packed_numbers_are_those_that_gguf_reads(bits: int, block_size: int, zeros: bool, name: str) -> None:
+    weight = packed(bits, block_size, zeros)
+    values, kind = encode(weight, "module")
+    assert kind.name == name
+    assert np.array_equal(gguf.dequantize(values, kind), weight.dequantize())
+
+
+def test_what_gguf_has_no_format_for_is_refused_by_name() -> None:
+    for weight, message in (
+        (packed(4, 16, False), "down_proj: blocks of 16"),
+        (packed(8, 32, True), "--symmetric"),
+        (packed(ROW_BITS, 128, False), "per row"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            encode(weight, "down_proj")
+
+
+def test_the_order_of_rows_comes_back() -> None:
+    rows = torch.randn(4 * 6, 5)
+    assert torch.equal(rows_in_halves(rows_in_pairs(rows, 4), 4), rows)
+    # Head 0: channels 0 and 3, which rotate together in halves, become neighbours.
+    assert torch.equal(rows_in_pairs(rows, 4)[:2], rows[[0, 3]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "architecture"),
+    [
+        ({}, "llama"),
+        ({"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}, "llama"),
+        ({"rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 8192), "tie_word_embeddings": False}, "llama"),
+        ({"attention_bias": True, "rope_scaling": RopeScaling("linear", 2.0)}, "qwen2"),
+        ({"qk_norm": True}, "qwen3"),
+    ],
+)
+def test_a_dense_checkpoint_comes_back_bit_for_bit(
+    changes: dict[str, Any], architecture: str, tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    model = tiny_model(**changes)
+    (tmp_path / "model").mkdir()
+    save_checkpoint(tmp_path / "model", model, tokenizer_directory)
+    result = export_gguf(tmp_path / "model", tmp_path / "gguf")
+    assert result["architecture"] == architecture and result["formats"].keys() == {"F32"}
+    assert result["size_bytes"] > 4 * model.config.parameters and result["parity"]["kl"] == 0
+    import_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
+    back = load_checkpoint(tmp_path / "back")
+    assert back.config == load_config(tmp_path / "model")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
+    ours, again = load_tokenizer(tmp_path / "model"), load_tokenizer(tmp_path / "back")
+    assert [again.encode(text) for text in TEXTS] == [ours.encode(text) for text in TEXTS]
+    assert (tmp_path / "gguf" / MODELFILE).read_text(encoding="utf-8").startswith(f"FROM ./{GGUF_FILE}\n")
+
+
+@pytest.mark.parametrize(("bits", "symmetric", "main"), [(4, False, "Q4_1"), (4, True, "Q4_0"), (8, True, "Q8_0")])
+def test_a_packed_checkpoint_keeps_its_numbers(
+    bits: int, symmetric: bool, main: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    quantize(checkpoint, tmp_path / "packed", QuantizationConfig(bits, symmetric=symmetric), method="rtn")
+    result = export_gguf(tmp_path / "packed", tmp_path / "gguf")
+    assert main in result["formats"]
+    import_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
+    back, ours = load_checkpoint(tmp_path / "back"), load_checkpoint(tmp_path / "packed")
+    for block, other in zip(back.model.layers, ours.model.layers, strict=True):
+        found, wanted = block.self_attn.k_proj.weight, other.self_attn.k_proj.weight
+        # Scales, and least values of up to 15 of them, are rounded to 11 bits.
+        assert (found - wanted).abs().max() <= 2**-11 * 2 * 15 / 7 * wanted.abs().max()
+
+
+def test_sentencepiece_comes_back(stories: Path, tmp_path: Path) -> None:
+    result = export_gguf(stories, tmp_path / "gguf", half=True)
+    assert result["formats"].keys() == {"F16", "F32"}
+    import_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
+    ours, again = load_tokenizer(stories), load_tokenizer(tmp_path / "back")
+    assert [again.encode(text) for text in TEXTS] == [ours.encode(text) for text in TEXTS]
+
+
+def test_tokenizers_that_gguf_cannot_say_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(checkpoint, copy)
+    data = json.loads((copy / "tokenizer.json").read_text(encoding="utf-8"))
+    for changes, message in (
+        ({"normalizer": {"type": "Lowercase"}}, "none of llama.cpp's"),
+        ({"model": {**data["model"], "type": "WordPiece"}}, "is WordPiece"),
+        ({"model": {**data["model"], "byte_fallback": True}}, "not SentencePiece's"),
+    ):
+        (copy / "tokenizer.json").write_text(json.dumps({**data, **changes}), encoding="utf-8")
+        with pytest.raises(ArtifactError, match=message):
+            tokenizer_metadata(copy, load_config(copy))
+
+
+def test_the_command_says_what_it_wrote_and_refuses_flags_of_the_graph(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def code_of(*flags: str) -> int | str | None:
+        with pytest.raises(SystemExit) as exit_of:
+            main(["export", str(checkpoint), "--gguf", *flags, "--out", str(tmp_path / "out")])
+        return exit_of.value.code
+
+    assert code_of("--web") == 2
+    assert "--web is about the ONNX graph" in capsys.readouterr().err
+    assert code_of("--dtype", "bf16") == 2
+    assert "--dtype 'bf16'" in capsys.readouterr().err
+    assert code_of("--json") == 0
+    assert json.loads(capsys.readouterr().out)["architecture"] == "llama"
