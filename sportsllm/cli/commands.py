@@ -208,7 +208,8 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total; 1 is off.")] = 0.9,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repeated tokens; 1 is off.")] = 1.0,
     stop: Annotated[
-        list[str] | None, typer.Option(help="Text of one token that ends generation.", show_default="the model's own")
+        list[str] | None,
+        typer.Option(help="Text that ends generation; may be repeated.", show_default="the model's own"),
     ] = None,
     ids: Annotated[bool, typer.Option("--ids", help="Print token ids instead of text.")] = False,
     seed: flags.Seed = 0,
@@ -221,6 +222,7 @@ def generate(
     from sportsllm.inference.sampling import Sampling
     from sportsllm.inference.sampling import generate as stream
     from sportsllm.text.chat import render_chat
+    from sportsllm.text.stopping import until
     from sportsllm.text.tokenizer import load_tokenizer
 
     try:
@@ -231,12 +233,10 @@ def generate(
     decoder = open_decoder(directory, threads, kernels)
     ran = _say_kernels(decoder)
     tokenizer = load_tokenizer(directory, decoder.config)
-    stops = list(decoder.config.stop_token_ids)
-    for word in stop or []:
-        encoded = tokenizer.encode(word)
-        if len(encoded) != 1:
-            raise UsageError(f"--stop {word!r} is {len(encoded)} tokens; give a text that is one token")
-        stops += encoded
+    if "" in (stop or []):
+        raise UsageError("--stop is empty; give the text that ends generation")
+    special = [found for found in (tokenizer.encode(word, special=True) for word in stop or []) if len(found) == 1]
+    stops = [*decoder.config.stop_token_ids, *(token for found in special for token in found)]
     if chat:
         message = {"role": "user", "content": prompt}
         begin, prompt = tokenizer.encode(render_chat(directory, [message]), special=True), f"{prompt}\n\n"
@@ -253,20 +253,24 @@ def generate(
             if not tokens:
                 first = time.perf_counter()
             tokens.append(token)
+            if ids:
+                target.write(f"{token} ")
+                target.flush()
             yield token
 
     pieces = []
     if not ids:
         target.write(prompt)
-    for piece in (f"{token} " for token in collect()) if ids else tokenizer.decode_stream(begin, collect()):
+    for piece in until(tokenizer.decode_stream(begin, collect()), stop or []):
         pieces.append(piece)
-        target.write(piece)
-        target.flush()
+        if not ids:
+            target.write(piece)
+            target.flush()
     target.write("\n")
     seconds = time.perf_counter() - first
     return {
         "prompt": prompt,
-        "text": tokenizer.decode(tokens) if ids else "".join(pieces),
+        "text": "".join(pieces),
         "tokens": len(tokens),
         "ids": tokens,
         "ttft_ms": (first - started) * 1e3,

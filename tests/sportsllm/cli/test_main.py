@@ -80,6 +80,12 @@ def test_json_is_one_object_and_words_go_to_stderr(
     code, out, _ = call(capsys, "generate", checkpoint, "--prompt", "Goal", "--max-new-tokens", 5, "--json")
     result = json.loads(out.splitlines()[-1])
     assert {"text", "tokens", "ttft_ms", "tokens_per_s"} <= set(result) and result["tokens"] == 5
+    text = json.loads(out)["text"]
+    stopped = call(
+        capsys, "generate", checkpoint, "--prompt", "Goal", "--max-new-tokens", 5, "--stop", text[1:3], "--json"
+    )
+    assert json.loads(stopped[1])["text"] == text[: text.index(text[1:3])]
+    complains(call(capsys, "generate", checkpoint, "--stop", ""), 2, "--stop is empty")
     code, out, _ = call(capsys, "generate", checkpoint, "--ids", "--temperature", 0, "--max-new-tokens", 3)
     assert len([int(token) for token in out.split()]) == 3
 
