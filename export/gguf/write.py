@@ -101,6 +101,7 @@ def write_gguf(checkpoint: Path, path: Path, half: bool) -> dict[str, int]:
         writer.add_tensor(ROPE_FACTORS, (plain / inverse_frequencies(config)).astype(np.float32))
     file_type = next(number for stored, number in _FILE_TYPES.items() if stored.name == bytes_of.most_common(1)[0][0])
     facts = {"general.name": checkpoint.resolve().name, "general.file_type": int(file_type)}
+    facts["general.quantization_version"] = gguf.GGML_QUANT_VERSION
     facts |= {f"{kind}.{key}": value for key, value in _sizes(config).items()}
     facts |= {f"tokenizer.{key}": value for key, value in tokenizer_metadata(checkpoint, config).items()}
     _add(writer, facts)
