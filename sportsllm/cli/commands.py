@@ -15,6 +15,7 @@ from sportsllm.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
     from sportsllm.inference.decoder import Decoder
+    from sportsllm.text.tokenizer import TextTokenizer
 
 DEFAULT_CORPUS = Path("runs/corpus")
 _SIMULATED_MEGABYTES = 20.0
@@ -233,10 +234,7 @@ def generate(
     decoder = open_decoder(directory, threads, kernels)
     ran = _say_kernels(decoder)
     tokenizer = load_tokenizer(directory, decoder.config)
-    if "" in (stop or []):
-        raise UsageError("--stop is empty; give the text that ends generation")
-    special = [found for found in (tokenizer.encode(word, special=True) for word in stop or []) if len(found) == 1]
-    stops = [*decoder.config.stop_token_ids, *(token for found in special for token in found)]
+    stops = [*decoder.config.stop_token_ids, *_single_tokens(tokenizer, stop or [])]
     if chat:
         message = {"role": "user", "content": prompt}
         begin, prompt = tokenizer.encode(render_chat(directory, [message]), special=True), f"{prompt}\n\n"
@@ -277,6 +275,13 @@ def generate(
         "tokens_per_s": (len(tokens) - 1) / seconds if len(tokens) > 1 else None,
         "kernels": ran,
     }
+
+
+def _single_tokens(tokenizer: TextTokenizer, texts: list[str]) -> list[int]:
+    """The tokens of texts that are one token, as special ones are, which decoding leaves out."""
+    if "" in texts:
+        raise UsageError("--stop is empty; give the text that ends generation")
+    return [ids[0] for ids in (tokenizer.encode(text, special=True) for text in texts) if len(ids) == 1]
 
 
 def _say_kernels(decoder: Decoder) -> str | None:
