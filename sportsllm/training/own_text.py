@@ -46,7 +46,7 @@ def own_text(checkpoint: Path, config: ModelConfig, count: int, length: int, see
     """
     words, samples, tokens = load_tokenizer(checkpoint, config), list[Tensor](), 0
     model = load_checkpoint(checkpoint).to(training_device()).eval()
-    rows = min(default_rows(config, length, count * length), max(1, count // torch.get_num_threads()))
+    rows = min(default_rows(config, length, count * length), max(1, count // 2))
     with (
         progress_bar("sample", count * length) as bar,
         closing(sampled_batches(model, words, [[words.begin_id]], OWN_DISTRIBUTION, length, rows, seed)) as batches,
@@ -90,9 +90,12 @@ def sampled_batches(
 
 
 def default_rows(config: ModelConfig, longest: int, tokens: int) -> int:
-    """Texts of a batch: what the cache has room for, but no more than gives every thread a batch."""
+    """Texts of a batch: what the cache has room for, but no more than leaves two batches.
+
+    Whatever the machine: which texts are kept follows from it.
+    """
     row_bytes = 4 * longest * config.num_hidden_layers * sum(math.prod(state.shape) for state in block_state(config))
-    wanted = max(_FEWEST_ROWS, min(_MOST_ROWS, math.ceil(1.25 * tokens / (torch.get_num_threads() * longest))))
+    wanted = max(_FEWEST_ROWS, min(_MOST_ROWS, math.ceil(1.25 * tokens / (2 * longest))))
     return max(1, min(wanted, _CACHE_BYTES // row_bytes))
 
 
