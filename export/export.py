@@ -46,7 +46,7 @@ class ExportOptions:
     dtype: str | None = None  # `fp32` (if None) or `fp16` storage of an unpacked checkpoint; a packed one keeps its own
     threads: int | None = None  # CPU threads of the gate
     kv_cache: str = "fp32"  # or `int8`: a quarter of the memory, scales measured on calibration text
-    calibration: Sequence[Path] = ()  # text for `int8`; the checkpoint's training text if empty
+    calibration: Sequence[Path] = ()  # text for `int8`; see `CalibrationText` if empty
     profile: str = "memory"  # or `latency`: a second graph that reads prompts faster, see `export.graph.prefill_graph`
     standard_ops: bool = False  # standard ONNX operators alone, for runtimes that do not have ONNX Runtime's own
     web: bool = False  # write the files that transformers.js looks for in a browser

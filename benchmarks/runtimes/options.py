@@ -17,11 +17,8 @@ from sportsllm.errors import UsageError
 
 OURS = "ours"
 OTHER = "other"  # a second export of this project, as `benchmarks.runtimes.worker` calls it, which is slow to import
-WITH_OPTIONS = (
-    "openvino",
-    "llama.cpp",
-    "ik_llama.cpp",
-)  # take settings when they open a model; the others keep theirs beside it
+# Take settings when they open a model; the others keep theirs beside it.
+WITH_OPTIONS = ("openvino", "llama.cpp", "ik_llama.cpp")
 INSTALL = {
     "genai": "pip install onnxruntime-genai",
     "openvino": "pip install openvino-genai",

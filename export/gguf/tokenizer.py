@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gguf import TokenType
 from tokenizers import Tokenizer, models
 
 from sportsllm.errors import ArtifactError
-from sportsllm.gguf.tokenizer import PRE_TOKENIZERS
+from sportsllm.gguf.tokenizer import PRE_TOKENIZERS, SPACE
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import read_json
+from sportsllm.text.chat import find_template
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's token types
-_SPACE = "▁"
 _NEVER = -1e9  # the score of a token that no merge makes
 
 
@@ -36,7 +36,7 @@ def tokenizer_metadata(directory: Path, config: ModelConfig) -> dict[str, Any]:
     vocabulary |= {number: item["content"] for number, item in added.items()}
     numbers = range(config.vocab_size)
     tokens = [vocabulary.get(number, f"[PAD{number}]") for number in numbers]
-    types = [_type_of(added.get(number)) if number in vocabulary else _UNUSED for number in numbers]
+    types = [_type_of(added.get(number)) if number in vocabulary else TokenType.UNUSED for number in numbers]
     found: dict[str, Any] = {"tokens": tokens, "token_type": types}
     if data["model"].get("byte_fallback"):
         found |= _sentencepiece(data, path, tokens, types, merges)
@@ -47,12 +47,14 @@ def tokenizer_metadata(directory: Path, config: ModelConfig) -> dict[str, Any]:
     found |= {f"{name}_token_id": number for name, number in ids.items() if number is not None}
     first = Tokenizer.from_file(str(path)).encode("a").ids[:1]
     found["add_bos_token"] = config.bos_token_id is not None and first == [config.bos_token_id]
-    template = _chat_template(directory)
+    template, _ = find_template(directory)
     return {f"ggml.{key}": value for key, value in found.items()} | ({"chat_template": template} if template else {})
 
 
 def _type_of(added: Mapping[str, Any] | None) -> int:
-    return _NORMAL if added is None else _CONTROL if added["special"] else _USER_DEFINED
+    if added is None:
+        return TokenType.NORMAL
+    return TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
 
 
 def _pre_tokenizer(data: Mapping[str, Any], path: Path) -> str:
@@ -65,14 +67,12 @@ def _pre_tokenizer(data: Mapping[str, Any], path: Path) -> str:
 
     normalizers = {"qwen2": {"type": "NFC"}}
     for name, rule in PRE_TOKENIZERS.items():
-        if name is None:
-            continue
         probe = Tokenizer(models.BPE())
         probe.pre_tokenizer = rule
         same = without_offsets(json.loads(probe.to_str())["pre_tokenizer"]) == without_offsets(data["pre_tokenizer"])
         if same and data.get("normalizer") == normalizers.get(name):
             return name
-    known = ", ".join(name for name in PRE_TOKENIZERS if name)
+    known = ", ".join(PRE_TOKENIZERS)
     raise ArtifactError(
         f"{path}: its normalizer and pre-tokenizer are none of llama.cpp's that are known here ({known})"
     )
@@ -82,30 +82,24 @@ def _sentencepiece(
     data: Mapping[str, Any], path: Path, tokens: list[str], types: list[int], merges: list[list[str]]
 ) -> dict[str, Any]:
     """A score for each token, so that the order of scores is that of the merges."""
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    prefixed = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace]}
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    prefixed = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, replace]}
     if data.get("normalizer") not in (replace, prefixed) or data.get("pre_tokenizer") is not None:
         raise ArtifactError(f"{path}: its normalizer or pre-tokenizer is not SentencePiece's; GGUF cannot say it")
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merges):
         ranks.setdefault(left + right, rank)
     unknown = data["model"].get("unk_token")
+    if unknown not in tokens:
+        raise ArtifactError(f"{path}: has no unknown token; GGUF's SentencePiece needs one")
     for number, token in enumerate(tokens):
         if token == unknown:
-            types[number] = _UNKNOWN
-        elif len(token) == 6 and token.startswith("<0x") and types[number] == _NORMAL:
-            types[number] = _BYTE
+            types[number] = TokenType.UNKNOWN
+        elif len(token) == 6 and token.startswith("<0x") and types[number] == TokenType.NORMAL:
+            types[number] = TokenType.BYTE
     return {
         "model": "llama",
         "scores": [float(-ranks[token]) if token in ranks else _NEVER for token in tokens],
         "unknown_token_id": tokens.index(unknown),
         "add_space_prefix": data["normalizer"] == prefixed,
     }
-
-
-def _chat_template(directory: Path) -> str | None:
-    jinja, settings = directory / "chat_template.jinja", directory / "tokenizer_config.json"
-    if jinja.exists():
-        return jinja.read_text(encoding="utf-8")
-    found = read_json(settings).get("chat_template") if settings.exists() else None
-    return found if isinstance(found, str) else None

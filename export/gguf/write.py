@@ -17,7 +17,7 @@ from export.gguf.tokenizer import tokenizer_metadata
 from sportsllm.console import progress_bar, say
 from sportsllm.errors import UsageError
 from sportsllm.gguf.config import ROPE_FACTORS
-from sportsllm.gguf.weights import rows_in_pairs
+from sportsllm.gguf.weights import gguf_name, paired_heads, rows_in_pairs
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.kinds import parameters
@@ -66,18 +66,16 @@ def write_gguf(checkpoint: Path, path: Path, half: bool) -> dict[str, int]:
     config, tensors = load_config(checkpoint), TensorFiles(checkpoint)
     kind = architecture_of(config)
     writer = gguf.GGUFWriter(path, kind)
-    names = gguf.get_tensor_name_map(_number_of(kind), config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if kind == "llama" else {}
     bytes_of, odd = Counter[str](), list[str]()
     wanted = parameters(config)
     with progress_bar("tensors", len(wanted)) as bar:
         for parameter in wanted:
             module, _, part = parameter.name.rpartition(".")
-            paired = heads.get(module.rpartition(".")[2], 0)
+            heads = paired_heads(kind, config, parameter.name)
             values: npt.NDArray[Any]
             if part == "weight" and f"{module}.weight_packed" in tensors:
                 weight = read_packed(tensors, module, parameter.shape, checkpoint)
-                weight = _paired(weight, paired) if paired else weight
+                weight = _paired(weight, heads) if heads else weight
                 if weight.in_features % BLOCK:
                     odd.append(module)
                     values, stored = dense(weight.dequantize(), half=True)
@@ -85,8 +83,8 @@ def write_gguf(checkpoint: Path, path: Path, half: bool) -> dict[str, int]:
                     values, stored = encode(weight, module)
             else:
                 tensor = tensors[parameter.name].float()
-                values, stored = dense((rows_in_pairs(tensor, paired) if paired else tensor).numpy(), half)
-            name = names.get_name(parameter.name, try_suffixes=(".weight", ".bias"))
+                values, stored = dense((rows_in_pairs(tensor, heads) if heads else tensor).numpy(), half)
+            name = gguf_name(kind, config, parameter.name)
             assert name is not None, "every parameter of these architectures has a name"
             writer.add_tensor(name, values, raw_dtype=stored)
             bytes_of[stored.name] += values.nbytes
@@ -104,16 +102,12 @@ def write_gguf(checkpoint: Path, path: Path, half: bool) -> dict[str, int]:
     facts["general.quantization_version"] = gguf.GGML_QUANT_VERSION
     facts |= {f"{kind}.{key}": value for key, value in _sizes(config).items()}
     facts |= {f"tokenizer.{key}": value for key, value in tokenizer_metadata(checkpoint, config).items()}
-    _add(writer, facts)
+    add_facts(writer, facts)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return dict(bytes_of.most_common())
-
-
-def _number_of(kind: str) -> Any:
-    return next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
 
 
 def _paired(weight: QuantizedWeight, heads: int) -> QuantizedWeight:
@@ -146,7 +140,8 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
     return found
 
 
-def _add(writer: gguf.GGUFWriter, facts: Mapping[str, Any]) -> None:
+def add_facts(writer: gguf.GGUFWriter, facts: Mapping[str, Any]) -> None:
+    """Add metadata, each by its type: truth value, whole number, number, text, or a list of one of those."""
     for key, value in facts.items():
         if isinstance(value, bool):
             writer.add_bool(key, value)

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from sportsllm.gguf.file import GGUFFile
 from sportsllm.storage.checkpoint import write_json
 
 PREFIX = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)  # llama.cpp's token types
-_SPACE = "▁"
+SPACE = "▁"
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 _SINGLE_DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2])
 
@@ -30,7 +30,7 @@ def _llama3(digits: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-PRE_TOKENIZERS: dict[str | None, pre_tokenizers.PreTokenizer] = {
+PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
     "gpt-2": _GPT2,
     "smollm": _SINGLE_DIGITS,
     "starcoder": _SINGLE_DIGITS,
@@ -50,21 +50,25 @@ def write_tokenizer(file: GGUFFile, directory: Path) -> None:
     if kind not in ("gpt2", "llama"):
         raise file.error(f"tokenizer {kind!r} is not supported; use gpt2 (byte-level BPE) or llama (SentencePiece BPE)")
     tokens = file.value(f"{PREFIX}tokens", list)
-    types = file.value_or(None, f"{PREFIX}token_type", list) or [_NORMAL] * len(tokens)
+    types = file.value_or(None, f"{PREFIX}token_type", list) or [TokenType.NORMAL] * len(tokens)
     if len(set(tokens)) != len(tokens) or len(types) != len(tokens):
         raise file.error(f"{PREFIX}tokens: a token is there twice, or has no type; convert the model again")
     # A converter fills up rows that no token belongs to.
-    vocabulary = {t: i for i, t in enumerate(tokens) if not (types[i] == _UNUSED and t == f"[PAD{i}]")}
+    vocabulary = {t: i for i, t in enumerate(tokens) if not (types[i] == TokenType.UNUSED and t == f"[PAD{i}]")}
     tokenizer = _byte_level(file, vocabulary) if kind == "gpt2" else _sentencepiece(file, vocabulary, types)
     tokenizer.add_special_tokens(
         [
             AddedToken(t, special=True, normalized=False)
             for t, i in vocabulary.items()
-            if types[i] in (_UNKNOWN, _CONTROL)
+            if types[i] in (TokenType.UNKNOWN, TokenType.CONTROL)
         ]
     )
     tokenizer.add_tokens(
-        [AddedToken(t, special=False, normalized=False) for t, i in vocabulary.items() if types[i] == _USER_DEFINED]
+        [
+            AddedToken(t, special=False, normalized=False)
+            for t, i in vocabulary.items()
+            if types[i] == TokenType.USER_DEFINED
+        ]
     )
     named = _named_tokens(file, tokens)
     adds_begin = file.value_or(kind == "llama" or _name(file) == "llama-bpe", f"{PREFIX}add_bos_token", bool)
@@ -99,8 +103,8 @@ def _named_tokens(file: GGUFFile, tokens: Sequence[str]) -> dict[str, str]:
 
 def _byte_level(file: GGUFFile, vocabulary: Mapping[str, int]) -> Tokenizer:
     name = _name(file)
-    if name not in PRE_TOKENIZERS:
-        known = ", ".join(map(str, PRE_TOKENIZERS))
+    if name is None or name not in PRE_TOKENIZERS:
+        known = ", ".join(PRE_TOKENIZERS)
         raise file.error(f"pre-tokenizer {name!r} ({PREFIX}pre) is not known; known are {known}")
     merges = [tuple(merge.split(" ")) for merge in file.value(f"{PREFIX}merges", list)]
     wrong = next((m for m in merges if len(m) != 2 or not {*m, "".join(m)} <= vocabulary.keys()), None)
@@ -125,7 +129,7 @@ def _sentencepiece(file: GGUFFile, vocabulary: Mapping[str, int], types: Sequenc
     unknown = file.value_or(0, f"{PREFIX}unknown_token_id", int)
     if lacking or len(scores) != len(types) or unknown not in vocabulary.values():
         raise file.error("tokenizer 'llama' lacks byte tokens, scores or an unknown token; convert the model again")
-    plain = {token for token, number in vocabulary.items() if types[number] == _NORMAL}
+    plain = {token for token, number in vocabulary.items() if types[number] == TokenType.NORMAL}
     pairs = [
         (-scores[vocabulary[token]], vocabulary[token], token[:cut], token[cut:])
         for token in plain
@@ -138,8 +142,8 @@ def _sentencepiece(file: GGUFFile, vocabulary: Mapping[str, int], types: Sequenc
         models.BPE(vocab=dict(vocabulary), merges=merges, unk_token=names[unknown], fuse_unk=True, byte_fallback=True)
     )
     prefix = file.value_or(True, f"{PREFIX}add_space_prefix", bool)
-    replace = normalizers.Replace(" ", _SPACE)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if prefix else replace
-    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    replace = normalizers.Replace(" ", SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
+    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
     return tokenizer

@@ -5,6 +5,9 @@ Shape suffixes: R rows, C columns, H heads, D head size.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import gguf
 import numpy as np
 import torch
@@ -16,6 +19,25 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import parameters
 
 _ARCHITECTURES = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()}
+
+
+def gguf_name(kind: str, config: ModelConfig, parameter: str) -> str | None:
+    """What a GGUF file of an architecture calls a parameter that Hugging Face names so."""
+    found: str | None = _name_map(kind, config.num_hidden_layers).get_name(parameter, (".weight", ".bias"))
+    return found
+
+
+@cache
+def _name_map(kind: str, layers: int) -> Any:
+    return gguf.get_tensor_name_map(_ARCHITECTURES[kind], layers)
+
+
+def paired_heads(kind: str, config: ModelConfig, parameter: str) -> int:
+    """How many heads a parameter's rows belong to if they are queries or keys in llama.cpp's own order, else 0."""
+    if kind != "llama":
+        return 0
+    found = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
+    return next((heads for part, heads in found.items() if part in parameter), 0)
 
 
 def rows_in_halves(rows: Tensor, heads: int) -> Tensor:
@@ -46,20 +68,16 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> dict[str, Tensor]:
         ArtifactError: a tensor is missing, of another shape, not finite, in a format that is not known, or of no use.
     """
     kind = architecture(file)
-    names = gguf.get_tensor_name_map(_ARCHITECTURES[kind], config.num_hidden_layers)
     unused = set(file.tensors) - {ROPE_FACTORS}
     found: dict[str, Tensor] = {}
     for parameter in parameters(config):
-        name = names.get_name(parameter.name, try_suffixes=(".weight", ".bias"))
+        name = gguf_name(kind, config, parameter.name)
         if name is None or name not in file.tensors:
             raise file.error(f"tensor {name!r} is missing; convert the model again")
         unused.discard(name)
         tensor = _dense(file, name, parameter.shape)
-        if kind == "llama" and ".q_proj." in parameter.name:
-            tensor = rows_in_halves(tensor, config.num_attention_heads)
-        elif kind == "llama" and ".k_proj." in parameter.name:
-            tensor = rows_in_halves(tensor, config.num_key_value_heads)
-        found[parameter.name] = tensor
+        heads = paired_heads(kind, config, parameter.name)
+        found[parameter.name] = rows_in_halves(tensor, heads) if heads else tensor
     if unused:
         raise file.error(f"tensor {sorted(unused)[0]!r} belongs to no part of a {kind} model; refuse")
     return found

@@ -33,7 +33,11 @@ def render_chat(directory: Path, messages: Sequence[Mapping[str, str]]) -> str:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    template, settings = _template(directory)
+    template, settings = find_template(directory)
+    if template is None:
+        raise ArtifactError(
+            f"{directory}: has no chat template, so the model was not trained to chat; leave --chat out"
+        )
     # Hugging Face's templates are written for these settings and names.
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
@@ -46,7 +50,8 @@ def render_chat(directory: Path, messages: Sequence[Mapping[str, str]]) -> str:
         raise ArtifactError(f"{directory}: its chat template fails ({problem}); leave --chat out") from None
 
 
-def _template(directory: Path) -> tuple[str, dict[str, Any]]:
+def find_template(directory: Path) -> tuple[str | None, dict[str, Any]]:
+    """The chat template of a checkpoint or an export, None without one, and what tokenizer_config.json says."""
     path, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     settings = read_json(path) if path.exists() else {}
     if file.exists():
@@ -54,11 +59,7 @@ def _template(directory: Path) -> tuple[str, dict[str, Any]]:
     found = settings.get("chat_template")
     if isinstance(found, list):  # several by name
         found = next((item.get("template") for item in found if item.get("name") == "default"), None)
-    if not isinstance(found, str):
-        raise ArtifactError(
-            f"{directory}: has no chat template, so the model was not trained to chat; leave --chat out"
-        )
-    return found, settings
+    return found if isinstance(found, str) else None, settings
 
 
 def _text(token: Any) -> Any:

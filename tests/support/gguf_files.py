@@ -11,6 +11,8 @@ import gguf
 import numpy as np
 import torch
 
+from export.gguf.write import add_facts
+
 SIZES: dict[str, Any] = {
     "vocab_size": 384,
     "hidden_size": 64,
@@ -65,17 +67,8 @@ def write_file(
     """
     writer = gguf.GGUFWriter(path, architecture)
     keys = {f"{architecture}.{key}": value for key, value in settings.items()}
-    for key, value in (keys | {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}).items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif value is not None:
-            writer.add_array(key, list(value))
+    keys |= {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+    add_facts(writer, {key: value for key, value in keys.items() if value is not None})
     writer.add_name("Tiny")
     for number, (name, values) in enumerate(tensors.items()):
         kind = gguf.GGMLQuantizationType[formats[number % len(formats)] if formats and values.ndim == 2 else "F32"]

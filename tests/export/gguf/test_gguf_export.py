@@ -128,10 +128,13 @@ def test_tokenizers_that_gguf_cannot_say_are_refused(checkpoint: Path, tmp_path:
     copy = tmp_path / "model"
     shutil.copytree(checkpoint, copy)
     data = json.loads((copy / "tokenizer.json").read_text(encoding="utf-8"))
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    sentencepiece = {"normalizer": replace, "pre_tokenizer": None}
     for changes, message in (
         ({"normalizer": {"type": "Lowercase"}}, "none of llama.cpp's"),
         ({"model": {**data["model"], "type": "WordPiece"}}, "is WordPiece"),
         ({"model": {**data["model"], "byte_fallback": True}}, "not SentencePiece's"),
+        ({"model": {**data["model"], "byte_fallback": True}, **sentencepiece}, "no unknown token"),
     ):
         (copy / "tokenizer.json").write_text(json.dumps({**data, **changes}), encoding="utf-8")
         with pytest.raises(ArtifactError, match=message):
