@@ -19,9 +19,10 @@ from sportsllm.errors import ArtifactError
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
-from sportsllm.models.rope import rope_tables
+from sportsllm.models.kinds import EMBEDDING
+from sportsllm.models.language_model import embed, first_positions, rope_of
 from sportsllm.process_memory import give_back
-from sportsllm.storage.checkpoint import check_names, load_block, load_table
+from sportsllm.storage.checkpoint import check_names, load_block, load_positions, load_table
 from sportsllm.storage.safetensors_files import TensorFiles
 from sportsllm.training.calibration_text import CalibrationText
 
@@ -98,8 +99,8 @@ def cache_scales(checkpoint: Path, calibration: Sequence[Path]) -> CacheScales:
     config, tensors = load_config(checkpoint), TensorFiles(checkpoint)
     check_names(tensors, config)
     samples = CalibrationText(tuple(calibration)).found(checkpoint).read(checkpoint, config, SAMPLES)
-    table = load_table(tensors, config, "model.embed_tokens")
-    states = [table[tokens] for tokens in samples]
+    table, positions = load_table(tensors, config, EMBEDDING), load_positions(tensors, config)
+    states = [embed(config, table[tokens], positions) for tokens in samples]
     del table
     return measure_scales(config, (load_block(tensors, config, i) for i in range(config.num_hidden_layers)), states)
 
@@ -117,13 +118,13 @@ def measure_scales(config: ModelConfig, blocks: Iterable[nn.Module], states: lis
     """
     if not states:
         raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
-    cos, sin = map(torch.from_numpy, rope_tables(config, config.max_position_embeddings))
+    rope = rope_of(config)
     found: dict[str, list[Tensor]] = {"keys": [], "values": []}
     for block in blocks:
         seen = []
         for place, x_1SD in enumerate(states):
-            cache, length = LayerCache(), x_1SD.shape[1]
-            states[place] = block(x_1SD, (cos[:length], sin[:length]), None, cache)
+            cache = LayerCache()
+            states[place] = block(x_1SD, first_positions(rope, x_1SD), None, cache)
             seen.append(cache)
         for part, scales in found.items():
             kept_KSE = torch.cat([getattr(cache, part)[0] for cache in seen], dim=1)

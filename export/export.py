@@ -19,7 +19,7 @@ from export.parity.by_layer import check_parity_by_layer
 from export.parity.check import check_parity
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, GateError, ResourceError, UsageError
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf_config import family_of, load_config
 from sportsllm.models.kinds import block_state, matrix_shapes
 from sportsllm.process_memory import peak_rss_bytes
 from sportsllm.storage.artifact import Stage, run_stage
@@ -149,6 +149,11 @@ def _write(checkpoint: Path, directory: Path, options: ExportOptions) -> Written
         write_prompt_graph(checkpoint, directory, written, scales)
     web = written.precision if options.web else None
     write_loader_files(checkpoint, directory, in_place=not options.standard_ops, web=web)
+    if family_of(load_config(checkpoint)) is None:
+        say(
+            "config.json: this mix of parts is of no family that Hugging Face's loaders know; optimum and "
+            "transformers.js cannot open the export, onnxruntime-genai and this program can"
+        )
     return written
 
 

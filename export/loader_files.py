@@ -9,13 +9,14 @@ from typing import Any
 from export.metadata import ATTENTION_MASK, INPUT_IDS, LOGITS, PAST, PRESENT
 from export.paths import GRAPH_FILE, WEB_NAMES, web_files
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import OWN_MODEL_TYPE, load_config, read_json
+from sportsllm.models.hf_config import OWN_MODEL_TYPE, family_of, load_config, read_json, to_hf
 from sportsllm.models.kinds import block_state
 from sportsllm.storage.checkpoint import TOKENIZER_FILES, write_generation_config, write_json
 from sportsllm.storage.safetensors_files import quantization_config
 
 # onnxruntime-genai allocates the cache for this many tokens at once; callers can ask for more, up to the context.
 GENAI_MAX_LENGTH = 1_024
+_GENAI_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def write_loader_files(checkpoint: Path, directory: Path, in_place: bool = True, web: str | None = None) -> None:
@@ -40,6 +41,10 @@ def write_loader_files(checkpoint: Path, directory: Path, in_place: bool = True,
     if not (directory / "generation_config.json").exists():
         write_generation_config(directory, config)
     settings = read_json(checkpoint / "config.json")
+    if settings.get("model_type") not in (OWN_MODEL_TYPE, written := family_of(config)) and written is not None:
+        # A family that is only read: loaders have rules of their own for it, which this graph does not follow.
+        settings = to_hf(config)
+        write_json(directory / "config.json", settings)
     if quantization_config(checkpoint) is None and settings.pop("quantization_config", None) is not None:
         write_json(directory / "config.json", settings)
     if web is not None:
@@ -57,8 +62,8 @@ def genai_config(config: ModelConfig, model_type: str, in_place: bool = True) ->
     """The settings that onnxruntime-genai opens the directory with; `model_type` as in config.json."""
     context = config.max_position_embeddings
     model: dict[str, Any] = {
-        # Read as "a decoder"; genai refuses names that it does not know.
-        "type": "llama" if model_type == OWN_MODEL_TYPE else model_type,
+        # Read as "a decoder"; genai refuses names that it does not know, and reads some of them in its own way.
+        "type": model_type if model_type in _GENAI_TYPES else "llama",
         "context_length": context,
         "vocab_size": config.vocab_size,
         "decoder": {

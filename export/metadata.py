@@ -6,6 +6,7 @@ ATTENTION_MASK = "attention_mask"
 LOGITS = "logits"
 PAST, PRESENT = "past_key_values.", "present."  # followed by layer and state: `past_key_values.0.key`
 KEEP_LOGITS = "num_logits_to_keep"  # optional input: 0 gives the logits of all positions, n those of the last n
+ROPE_CACHES = ("cos_cache", "sin_cache", "local_cos_cache", "local_sin_cache")  # constants; see `rope_of` of the model
 
 # Keys and values of the graph's metadata.
 DATA_BYTES_KEY = "data_bytes"  # size that the data file must have

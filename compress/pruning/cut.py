@@ -21,6 +21,13 @@ _SAME = (
     "attention_bias",
     "attention_output_bias",
     "mlp_bias",
+    "attention_scale",
+    "embedding_scale",
+    "norm_kind",
+    "output_norms",
+    "position_kind",
+    "rope_local_theta",
+    "sliding_window",
 )
 
 

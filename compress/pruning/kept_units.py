@@ -114,7 +114,8 @@ def choose_units(
         choose_in_layer(config, smaller, {name: score[layer] for name, score in scores.units.items()})
         for layer in chosen
     ]
-    return KeptUnits(config, smaller, chosen, units)
+    types = config.with_layers(chosen).layer_types
+    return KeptUnits(config, smaller.with_changes(layer_types=types), chosen, units)
 
 
 def choose_in_layer(full: ModelConfig, smaller: ModelConfig, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:

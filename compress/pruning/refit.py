@@ -7,7 +7,7 @@ Layer by layer both models read the calibration text. For each matrix of the cut
 
     matrices that write to   t = the full model's residual stream after this half of the block (after the block's last
     the residual stream          half: at the next kept layer), less the cut model's before it
-    all others               t = the full model's values of the rows that stay
+    all others               t = the full model's values of the rows that stay; so too where a norm follows the half
 
 so that each layer makes up for the layers before it, and the layer before a dropped one for that one.
 The structured form of optimal brain compression's update (https://arxiv.org/abs/2208.11580).
@@ -29,8 +29,8 @@ from compress.pruning.kept_units import KeptUnits
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import NORMS, block_matrices, input_groups
-from sportsllm.models.language_model import Block, Rope, SportsLLM
+from sportsllm.models.kinds import NORMS, adds_to_residual, block_matrices, input_groups
+from sportsllm.models.language_model import Block, Rope, SportsLLM, first_positions
 from sportsllm.models.parts import Matrix
 
 RIDGE = 1e-3
@@ -117,12 +117,12 @@ def refit_layers(
     def solve(_name: str, linear: nn.Linear, sums: LeastSquares) -> None:
         linear.weight.data = sums.solve(linear.weight, ridge)
 
-    rope, cut_rope = ((one.rope_cos, one.rope_sin) for one in (model, pruned))
+    rope, cut_rope = model.rope, pruned.rope
     blocks, cut_blocks, wanted_blocks = (
         cast("list[Block]", list(one.model.layers)) for one in (model, pruned, reduced or model)
     )
-    full_BTD = [model.model.embed_tokens(tokens) for tokens in samples]
-    cut_BTD = [pruned.model.embed_tokens(tokens) for tokens in samples]
+    full_BTD = [model.embedded(tokens) for tokens in samples]
+    cut_BTD = [pruned.embedded(tokens) for tokens in samples]
     for block in blocks[: kept.layers[0]]:
         full_BTD = run_layer(block, full_BTD, rope)
     with progress_bar("refit", len(kept.layers)) as bar:
@@ -133,7 +133,7 @@ def refit_layers(
             wanted = {
                 matrix.name: wanted_blocks[layer].get_parameter(f"{matrix.name}.weight")[kept.of_matrix(matrix, new)[0]]
                 for matrix in block_matrices(kept.full)
-                if not matrix.writes_residual
+                if not adds_to_residual(kept.full, matrix)
             }
             pair = LayerPair(cut_blocks[new], blocks[layer], model.config, rope, wanted, into, cut_rope)
             refit_block(pair, Streams(full_BTD, cut_BTD, target_BTD), solve)
@@ -145,12 +145,6 @@ def refit_layers(
 def run_layer(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
     """The residual stream after a layer."""
     return [block(x, first_positions(rope, x)) for x in states_BTD]
-
-
-def first_positions(rope: Rope, x_BTD: Tensor) -> Rope:
-    """The tables of the first T positions, for x (B, T, D)."""
-    length = x_BTD.shape[1]
-    return rope[0][:length], rope[1][:length]
 
 
 def refit_block(pair: LayerPair, streams: Streams, solve: Solve) -> None:
@@ -190,7 +184,7 @@ def _refit_group(pair: LayerPair, half: str, group: Sequence[Matrix], streams: S
     for matrix in sorted(group, key=lambda matrix: matrix.writes_residual):
         linear = cast(nn.Linear, pair.block.get_submodule(matrix.name))
         ours = inputs(pair.block, streams.changed, pair.own_rope or pair.rope)
-        if matrix.writes_residual:
+        if adds_to_residual(pair.config, matrix):
             bias = 0.0 if linear.bias is None else linear.bias
             ends = zip(streams.target, streams.changed, strict=True)
             targets = ((after if pair.into is None else after @ pair.into) - before - bias for after, before in ends)

@@ -13,7 +13,7 @@ from itertools import product
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import NORMS, block_matrices, block_units, halves
+from sportsllm.models.kinds import block_matrices, block_units, can_cut_hidden, halves, norms_of_block
 from sportsllm.models.parts import Matrix, Unit
 
 # Each dimension of a shape, as flags and files name it, and the field of `ModelConfig` that it changes.
@@ -61,14 +61,18 @@ class Shape:
         """The config of the pruned model; UsageError if a dimension grows, or cannot be cut that way."""
         full = Shape.of(config)
         cuttable = {"layers", *map(dimension_of, block_units(config).values())}
-        if config.attention_kind == "grouped_query":
+        if config.attention_kind == "grouped_query" and config.rope_local_theta is None:
             cuttable.add("head_dim")
+        if not can_cut_hidden(config):
+            cuttable.discard("hidden")
         for name, value in asdict(self).items():
             flag, limit = f"--{name.replace('_', '-')}", getattr(full, name)
             if not 1 <= value <= limit:
                 raise UsageError(f"{flag} is {value}; the model has {limit}, choose 1 to {limit}")
             if value != limit and name not in cuttable:
                 kinds = f"{config.attention_kind} attention and {config.mlp_kind} feed-forward"
+                if name == "hidden" and not can_cut_hidden(config):
+                    kinds = "LayerNorm" if config.norm_kind == "layer" else "norms after attention and feed-forward"
                 raise UsageError(f"{flag} cannot be cut in a model of {kinds}; leave it out")
         if self.heads % self.kv_heads:
             raise UsageError(f"--heads {self.heads} is not a multiple of --kv-heads {self.kv_heads}; choose a divisor")
@@ -98,6 +102,8 @@ def unit_span(matrix: Matrix, unit: Unit, length: int) -> int:
 def block_counter(config: ModelConfig) -> Callable[[Shape], int]:
     """`ModelConfig.block_parameters` of a model cut to a shape: sums of products of two counts of units."""
 
+    last_norm = config.norm_numbers // config.hidden_size
+
     @functools.cache
     def products(head_dim: int) -> list[tuple[str, str, int]]:
         return _products(config.with_changes(head_dim=head_dim))
@@ -105,7 +111,7 @@ def block_counter(config: ModelConfig) -> Callable[[Shape], int]:
     def count(shape: Shape) -> int:
         sizes = {**vars(shape), _ONE: 1}
         layer: int = sum(numbers * sizes[rows] * sizes[columns] for rows, columns, numbers in products(shape.head_dim))
-        return shape.layers * layer + shape.hidden  # the last norm
+        return shape.layers * layer + shape.hidden * last_norm
 
     return count
 
@@ -124,7 +130,7 @@ def _products(config: ModelConfig) -> list[tuple[str, str, int]]:
         columns, width = side(matrix, units[matrix.column_unit], matrix.columns)
         terms[rows, columns] += height * width
         terms[rows, _ONE] += height * matrix.bias
-    terms["hidden", _ONE] += len(NORMS)
+    terms["hidden", _ONE] += norms_of_block(config) * (config.norm_numbers // config.hidden_size)
     terms[_ONE, _ONE] += sum(vector.size for kind in halves(config).values() for vector in kind.vectors(config))
     return [(rows, columns, numbers) for (rows, columns), numbers in terms.items() if numbers]
 
@@ -192,7 +198,8 @@ def _smaller_shapes(config: ModelConfig, share: float, depths: Iterable[int]) ->
         raise UsageError(f"--params is {share:g}; it must be above 0 and at most 1")
     full, count = Shape.of(config), block_counter(config)
     target = share * config.block_parameters
-    grid = product(depths, _widths(full.hidden), _head_counts(config), _widths(full.intermediate))
+    hidden_sizes = _widths(full.hidden) if can_cut_hidden(config) else [full.hidden]
+    grid = product(depths, hidden_sizes, _head_counts(config), _widths(full.intermediate))
     for layers, hidden, (heads, kv_heads), intermediate in grid:
         shape = Shape(hidden, intermediate, heads, kv_heads, layers, full.head_dim)
         size = count(shape)

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from compress.pruning.kept_units import KeptUnits
 from sportsllm.errors import UsageError
-from sportsllm.models.kinds import EMBEDDING, HEAD, NORMS, block_matrices, halves
+from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, OUTPUT_NORMS, POSITIONS, block_matrices, halves
 from sportsllm.models.language_model import SportsLLM
+
+_NORM_PARTS = ("weight", "bias")
 
 
 def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:
@@ -44,11 +46,14 @@ def _rules(kept: KeptUnits) -> dict[str, tuple[str, Tensor | None, Tensor | None
     rules: dict[str, tuple[str, Tensor | None, Tensor | None]] = {
         f"{module}.weight": (f"{module}.weight", None, hidden) for module in (EMBEDDING, HEAD)
     }
-    rules["model.norm.weight"] = "model.norm.weight", hidden, None
+    context = torch.arange(kept.config.positions)
+    rules[f"{POSITIONS}.weight"] = f"{POSITIONS}.weight", context, hidden
+    rules |= {f"{LAST_NORM}.{part}": (f"{LAST_NORM}.{part}", hidden, None) for part in _NORM_PARTS}
     for new, old in enumerate(kept.layers):
         inside: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         for half, kind in halves(kept.full).items():
-            inside[f"{NORMS[half]}.weight"] = hidden, None
+            norms = (NORMS[half], OUTPUT_NORMS[half])
+            inside |= {f"{norm}.{part}": (hidden, None) for norm in norms for part in _NORM_PARTS}
             inside |= {f"{half}.{vector.name}.weight": (None, None) for vector in kind.vectors(kept.full)}
         for matrix in block_matrices(kept.full):
             rows, columns = kept.of_matrix(matrix, new)

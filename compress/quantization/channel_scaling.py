@@ -24,13 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from compress.pruning.activations import input_squares, summed
-from compress.pruning.refit import first_positions
 from compress.quantization.config import GridSpec, QuantizationConfig
 from compress.quantization.gptq import output_error
 from compress.quantization.grid import fit_grid
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices, block_units, input_groups
-from sportsllm.models.language_model import Block, Rope
+from sportsllm.models.language_model import Block, Rope, first_positions
 from sportsllm.models.parts import HIDDEN, Matrix
 from sportsllm.storage.packed_weights import ROW_BITS
 
@@ -181,7 +180,8 @@ def _divide(block: Block, reader: Matrix, scale_K: Tensor, rows_K: Tensor) -> No
     """Take the scale out of what makes the reader's inputs."""
     if reader.scale_source is None:
         norm = block.get_submodule(NORMS[reader.name.partition(".")[0]])
-        norm.weight = nn.Parameter(cast(Tensor, norm.weight) / scale_K, requires_grad=False)
+        for part, parameter in list(norm.named_parameters(recurse=False)):  # LayerNorm has a bias too
+            norm.register_parameter(part, nn.Parameter(parameter / scale_K, requires_grad=False))
         return
     source = cast(nn.Linear, block.get_submodule(reader.scale_source))
     scale_R = torch.ones(source.out_features).index_copy_(0, rows_K, scale_K)

@@ -27,10 +27,9 @@ from compress.quantization.packed_checkpoint import PackedCheckpoint, stack_rows
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import EMBEDDING, HEAD, block_matrices
-from sportsllm.models.language_model import Block, RMSNorm, Rope
-from sportsllm.models.rope import rope_tables
-from sportsllm.storage.checkpoint import load_block, read_ends
+from sportsllm.models.kinds import EMBEDDING, HEAD, POSITIONS, block_matrices
+from sportsllm.models.language_model import Block, ResidualNorm, Rope, embed, rope_of
+from sportsllm.storage.checkpoint import load_block, load_last_norm, load_positions, read_ends
 from sportsllm.storage.safetensors_files import TensorFiles
 from sportsllm.text.calibration import JUDGED_SAMPLES, check_familiar
 from sportsllm.training.chunked_loss import cross_entropy
@@ -87,20 +86,17 @@ def quantize_calibrated(
         ridge: see the module.
         originals: where given, gets the layers' matrices as they were before rounding, scaled, by module.
     """
-    tables = rope_tables(model, model.max_position_embeddings)
-    rope = torch.from_numpy(tables[0]), torch.from_numpy(tables[1])
-    tensors = TensorFiles(checkpoint)
-    ends = read_ends(tensors, model)
-    norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
-    norm.weight.data = ends["model.norm.weight"]
+    rope, tensors = rope_of(model), TensorFiles(checkpoint)
+    ends, norm = read_ends(tensors, model), load_last_norm(tensors, model)
     embedding, head = ends.pop(f"{EMBEDDING}.weight"), ends.pop(f"{HEAD}.weight", None)
     if gptq and head is None and packed.config.bits_for(EMBEDDING) != UNPACKED:
         _gptq(packed, EMBEDDING, embedding, _tied_gram(tensors, model, samples, embedding, norm, rope))
     else:
         packed.add_matrix(EMBEDDING, embedding, search=True)
-    full_BTD = [embedding[tokens] for tokens in samples]
+    positions = ends.get(f"{POSITIONS}.weight")
+    full_BTD = [embed(model, embedding[tokens], positions) for tokens in samples]
     stored = packed.matrix(EMBEDDING)
-    rounded_BTD = [stored[tokens] for tokens in samples] if gptq else []
+    rounded_BTD = [embed(model, stored[tokens], positions) for tokens in samples] if gptq else []
     del embedding, stored
     with progress_bar("quantize", model.num_hidden_layers) as bar:
         for layer in range(model.num_hidden_layers):
@@ -166,7 +162,7 @@ def _round_alone(
     return following
 
 
-def _check_text(samples: Sequence[Tensor], last_BTD: Sequence[Tensor], norm: RMSNorm, head_VD: Tensor) -> None:
+def _check_text(samples: Sequence[Tensor], last_BTD: Sequence[Tensor], norm: ResidualNorm, head_VD: Tensor) -> None:
     """Whether the full model, whose last states are given, knows the calibration text; a few pieces tell."""
     few = samples[:JUDGED_SAMPLES]
     nats = sum(
@@ -177,14 +173,20 @@ def _check_text(samples: Sequence[Tensor], last_BTD: Sequence[Tensor], norm: RMS
 
 
 def _tied_gram(
-    tensors: TensorFiles, model: ModelConfig, samples: Sequence[Tensor], embedding: Tensor, norm: RMSNorm, rope: Rope
+    tensors: TensorFiles,
+    model: ModelConfig,
+    samples: Sequence[Tensor],
+    embedding: Tensor,
+    norm: ResidualNorm,
+    rope: Rope,
 ) -> Tensor:
     """(D, D): what an error of the tied table counts as head and as embedding, see the module; read from the full
     model.
     """
     sizes = torch.tensor([tokens.numel() for tokens in samples]).cumsum(0)
     count = int((sizes < _TABLE_TOKENS * model.hidden_size).sum()) + 1
-    states_BTD = [embedding[tokens] for tokens in samples[:count]]
+    positions = load_positions(tensors, model)
+    states_BTD = [embed(model, embedding[tokens], positions) for tokens in samples[:count]]
     for layer in range(model.num_hidden_layers):
         states_BTD = run_layer(load_block(tensors, model, layer), states_BTD, rope)
     gram_DD = torch.stack([second_moment(norm(x_BTD)) for x_BTD in states_BTD]).sum(dim=0)

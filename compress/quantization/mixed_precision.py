@@ -99,9 +99,9 @@ def measure_groups(model: SportsLLM, config: QuantizationConfig, samples: Sequen
         samples: calibration token ids, each (1, T).
     """
     high = dataclasses.replace(config, bits=HIGH_BITS, symmetric=True)
-    rope, groups = (model.rope_cos, model.rope_sin), input_groups(model.config)
+    rope, groups = model.rope, input_groups(model.config)
     blocks = cast("list[Block]", list(model.model.layers))
-    states = [[cast(Tensor, model.model.embed_tokens(tokens)) for tokens in samples]]
+    states = [[model.embedded(tokens) for tokens in samples]]
     for block in blocks:
         states.append(run_layer(block, states[-1], rope))
     found = []

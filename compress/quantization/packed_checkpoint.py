@@ -46,13 +46,13 @@ class PackedCheckpoint:
         self._roles = {parameter.name: parameter.role for parameter in parameters(model)}
 
     def add(self, name: str, tensor: Tensor, search: bool) -> None:
-        """A tensor of the model: a matrix is rounded to the nearest numbers of its grid, norms and biases stay.
+        """A tensor of the model: a matrix is rounded to the nearest numbers of its grid; others stay.
 
         Raises:
             UsageError: no kind of attention or feed-forward says what the tensor is.
         """
         role = self._roles.get(name)
-        if role in ("norm", "bias"):
+        if role in ("norm", "bias", "positions"):
             self.add_vector(name, tensor)
         elif role in ("matrix", "embedding", "head"):
             self.add_matrix(name.removesuffix(".weight"), tensor, search)

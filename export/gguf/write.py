@@ -16,10 +16,10 @@ from export.gguf.tensors import BLOCK, Format, dense, encode
 from export.gguf.tokenizer import tokenizer_metadata
 from sportsllm.console import progress_bar, say
 from sportsllm.errors import UsageError
-from sportsllm.gguf.config import ROPE_FACTORS
+from sportsllm.gguf.config import ARCHITECTURES, ROPE_FACTORS
 from sportsllm.gguf.weights import gguf_name, paired_heads, rows_in_pairs
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf_config import family_of, load_config
 from sportsllm.models.kinds import parameters
 from sportsllm.models.rope import inverse_frequencies
 from sportsllm.storage.packed_matrix import read_packed
@@ -41,16 +41,13 @@ def architecture_of(config: ModelConfig) -> str:
     Raises:
         UsageError: it has none for this model.
     """
-    if (config.attention_kind, config.mlp_kind) != ("grouped_query", "swiglu"):
-        raise UsageError(
-            f"GGUF: {config.attention_kind} attention with {config.mlp_kind} feed-forward is not supported"
-        )
-    others = config.attention_output_bias or config.mlp_bias
-    if config.qk_norm:
-        if config.attention_bias or others:
-            raise UsageError("GGUF: llama.cpp has no architecture with norms of queries and keys and with biases")
-        return "qwen3"
-    return "qwen2" if config.attention_bias and not others else "llama"
+    family = family_of(config)
+    if family not in ARCHITECTURES:
+        kinds = f"a model with {config.attention_kind} attention and {config.mlp_kind} feed-forward"
+        raise UsageError(f"GGUF: {family or kinds} is not supported; use a model of {', '.join(ARCHITECTURES)}")
+    if family == "qwen3" and config.attention_bias:
+        raise UsageError("GGUF: llama.cpp has no architecture with norms of queries and keys and with biases")
+    return family
 
 
 def write_gguf(checkpoint: Path, path: Path, half: bool) -> dict[str, int]:

@@ -33,7 +33,7 @@ from export.graph.weights import Weights
 from export.paths import plain_files, web_files
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
-from sportsllm.models.kinds import EMBEDDING, HEAD, NORMS, block_state
+from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, OUTPUT_NORMS, block_state
 from sportsllm.models.parts import HIDDEN, Matrix
 
 FLOAT, INT8, INT64 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.INT64
@@ -91,8 +91,10 @@ def write_graph(
         sequences = Sequences(tokens_BT, mask_BS, scales, separate_prefill_branch=not web)
         layers = OrtLayerBuilder(graph, config, matmul, sequences)
     stream = add_layers(layers, pasts, keep)
-    x_BTD, _ = layers.norm("model.norm", stream.x_BTD, stream.residual_BTD)
-    logits = matmul.product(HEAD, x_BTD, [_table(config, EMBEDDING if config.tie_word_embeddings else HEAD)])
+    x_BTD, _ = layers.norm(LAST_NORM, stream.x_BTD, stream.residual_BTD)
+    head = EMBEDDING if config.tie_word_embeddings else HEAD
+    table = Matrix(head, config.vocab_size, config.hidden_size, "token", HIDDEN, HIDDEN)
+    logits = matmul.product(HEAD, x_BTD, [table])
     graph.output(logits, metadata.LOGITS, FLOAT, ["batch_size", "sequence_length", config.vocab_size])
     add_presents(graph, config, scales, stream.presents)
     precision = graph_precision(graph.nodes, graph.weights)
@@ -137,7 +139,7 @@ def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: 
     """
     halves = half_builders(layers)
     last_cached = [half for half in halves if half.states][-1]
-    x_BTD = layers.matmul.embedding(layers.sequences.tokens_BT, _table(layers.config, EMBEDDING))
+    x_BTD = layers.embedding()
     residual_BTD: ir.Value | None = None
     presents: list[list[ir.Value]] = []
     residual = [_names(x_BTD)]
@@ -156,6 +158,9 @@ def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: 
                 last = f"model.layers.{layer}.kept"
                 x_BTD, residual_BTD = _last_positions(layers.graph, last, keep, (x_BTD, residual_BTD))
             x_BTD = half.output(layer, x_BTD)
+            if layers.config.output_norms:
+                norm = f"model.layers.{layer}.{OUTPUT_NORMS[half.half]}"
+                x_BTD, _ = layers.norm(norm, x_BTD, None)
         residual.append(_names(x_BTD, residual_BTD))
     return Stream(x_BTD, residual_BTD, presents, residual)
 
@@ -171,11 +176,6 @@ def _last_positions(graph: Builder, name: str, keep: ir.Value, values: Sequence[
 
 def _names(*values: ir.Value | None) -> tuple[str, ...]:
     return tuple(str(value.name) for value in values if value is not None)
-
-
-def _table(config: ModelConfig, module: str) -> Matrix:
-    """Embedding or head."""
-    return Matrix(module, config.vocab_size, config.hidden_size, "token", HIDDEN, HIDDEN)
 
 
 def add_inputs(

@@ -7,6 +7,7 @@ E head_dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -15,15 +16,22 @@ from export.graph.builder import MS
 from export.graph.half import HalfBuilder
 from export.graph.int8_cache_prefill import LongPrefill, group_query_attention
 from export.graph.layer import LayerBuilder
+from export.graph.positions import position_ids, rotary_caches, sequence_lengths
 from sportsllm.models.parts import HIDDEN
-from sportsllm.models.rope import rope_tables
 
-FLOAT, INT8, INT32, INT64 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.INT32, ir.DataType.INT64
-LAST, TOTAL = "positions/seqlens_k", "positions/total"  # what all layers read: lengths less 1, and S
+FLOAT, INT8 = ir.DataType.FLOAT, ir.DataType.INT8
 # GroupQueryAttention rotates only heads of a multiple of 16; for others ONNX Runtime refuses the graph.
 ROTARY_MULTIPLE = 16
-_SCALAR = np.array([], np.int64)  # the shape of one
 _K_SCALE_INPUT = 12  # place of k_scale among GroupQueryAttention's inputs; v_scale follows
+
+
+class _Call(NamedTuple):
+    """What GroupQueryAttention of one layer reads beside query, key, value and lengths."""
+
+    past: Sequence[ir.Value]
+    scales: Sequence[ir.Value]
+    tables: Sequence[ir.Value]  # none where it does not rotate
+    window: int | None
 
 
 class OrtGroupedQuery(HalfBuilder):
@@ -36,35 +44,34 @@ class OrtGroupedQuery(HalfBuilder):
 
     def __init__(self, layers: LayerBuilder, half: str) -> None:
         super().__init__(layers, half)
-        graph, mask_BS = self.graph, layers.sequences.mask_BS
-        self._one, scalar = graph.constant("one", np.array(1, np.int64)), graph.constant("scalar_shape", _SCALAR)
-        lengths_B = graph.node("positions/lengths", "ReduceSum", [mask_BS, graph.axis(1)], keepdims=0)
-        last_B = graph.node("positions/last", "Sub", [lengths_B, self._one])
-        width_S = graph.node("positions/mask_width", "Shape", [mask_BS], start=1, end=2)
-        total = graph.node("positions/mask_scalar", "Reshape", [width_S, scalar])
-        self._seqlens_k = graph.node(LAST, "Cast", [last_B], to=INT32.value)
-        self._total = graph.node(TOTAL, "Cast", [total], to=INT32.value)
-        cos, sin = rope_tables(self.config, self.config.max_position_embeddings)
-        self._tables = graph.constant("cos_cache", cos), graph.constant("sin_cache", sin)
+        self._seqlens_k, self._total = sequence_lengths(self.graph, layers.sequences.mask_BS)
+        config = self.config
+        self._tables = [
+            rotary_caches(self.graph, config, layer) if config.rotates(layer) else ()
+            for layer in range(config.num_hidden_layers)
+        ]
         self._rotates_outside = self.config.head_dim % ROTARY_MULTIPLE != 0
-        # Otherwise the operator takes query, key and value as one.
-        self._split = self.config.qk_norm or self._rotates_outside
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
-        parts: Sequence[ir.Value] = self.products(layer, HIDDEN, x_BTD, self._split)
         name, config, sequences = self.name(layer), self.config, self.layers.sequences
-        if self._split:
+        tables = self._tables[layer]
+        # Otherwise the operator takes query, key and value as one.
+        split = config.qk_norm or self._rotates_outside or not tables
+        parts: Sequence[ir.Value] = self.products(layer, HIDDEN, x_BTD, split)
+        if split:
             query, key, value = parts
-            ids_BT = self._position_ids(name, x_BTD) if self._rotates_outside else None
-            query = self._prepare_heads(f"{name}.q", query, config.num_attention_heads, ids_BT)
-            key = self._prepare_heads(f"{name}.k", key, config.num_key_value_heads, ids_BT)
+            outside = tables if self._rotates_outside else ()
+            ids_BT = position_ids(self.graph, name, self._seqlens_k, x_BTD) if outside else None
+            query = self._prepare_heads(f"{name}.q", query, config.num_attention_heads, ids_BT, outside)
+            key = self._prepare_heads(f"{name}.k", key, config.num_key_value_heads, ids_BT, outside)
             parts = [query, key, value]
-        scales = self._cache_scales(layer)
+            tables = () if outside else tables
+        call = _Call(past, self._cache_scales(layer), tables, config.window(layer))
         if sequences.scales is None or not sequences.separate_prefill_branch:
-            attended, *present = self._group_query(name, parts, past, scales)
+            attended, *present = self._group_query(name, parts, call)
             return attended, present
-        tables = None if self._rotates_outside else self._tables
-        prefill = LongPrefill(self.graph, config, x_BTD, (self._seqlens_k, self._total), tables)
+        lengths = self._seqlens_k, self._total
+        prefill = LongPrefill(self.graph, config, x_BTD, lengths, tables or None, call.window)
         types = {"attended": FLOAT, "key": INT8, "value": INT8}
 
         def either() -> Sequence[ir.Value]:
@@ -72,8 +79,8 @@ class OrtGroupedQuery(HalfBuilder):
                 f"{name}/attention_if_alone",
                 prefill.has_room(f"{name}/room", past[0]),
                 {
-                    "then_branch": lambda: prefill.attend(f"{name}/long", parts, past, scales),
-                    "else_branch": lambda: self._group_query(f"{name}/many", parts, past, scales),
+                    "then_branch": lambda: prefill.attend(f"{name}/long", parts, past, call.scales),
+                    "else_branch": lambda: self._group_query(f"{name}/many", parts, call),
                 },
                 {f"{name}/alone/{output}": dtype for output, dtype in types.items()},
             )
@@ -83,40 +90,23 @@ class OrtGroupedQuery(HalfBuilder):
             prefill.is_long(f"{name}/piece"),
             {
                 "then_branch": either,
-                "else_branch": lambda: self._group_query(f"{name}/short", parts, past, scales),
+                "else_branch": lambda: self._group_query(f"{name}/short", parts, call),
             },
             {f"{name}/{output}": dtype for output, dtype in types.items()},
         )
         return attended, present
 
-    def _position_ids(self, name: str, x_BTD: ir.Value) -> ir.Value:
-        """Where each new token stands, (B, T), as GroupQueryAttention counts: token t at max(length - T, 0) + t."""
-        graph, scalar = self.graph, self.graph.constant("scalar_shape", _SCALAR)
-        zero = graph.constant("zero", np.array(0, np.int64))
-        last_B = graph.node(f"{name}/positions/last", "Cast", [self._seqlens_k], to=INT64.value)
-        lengths_B = graph.node(f"{name}/positions/lengths", "Add", [last_B, self._one])
-        width_T = graph.node(f"{name}/positions/new_width", "Shape", [x_BTD], start=1, end=2)
-        before_B = graph.node(f"{name}/positions/before", "Sub", [lengths_B, width_T])
-        first_B = graph.node(f"{name}/positions/first", "Max", [before_B, zero])
-        first_B1 = graph.node(f"{name}/positions/first_column", "Unsqueeze", [first_B, graph.axis(1)])
-        new = graph.node(f"{name}/positions/new_scalar", "Reshape", [width_T, scalar])
-        steps_T = graph.node(f"{name}/positions/steps", "Range", [zero, new, self._one])
-        return graph.node(f"{name}/positions/ids", "Add", [first_B1, steps_T])
-
-    def _group_query(
-        self, name: str, parts: Sequence[ir.Value], past: Sequence[ir.Value], scales: Sequence[ir.Value]
-    ) -> Sequence[ir.Value]:
+    def _group_query(self, name: str, parts: Sequence[ir.Value], call: _Call) -> Sequence[ir.Value]:
         """GroupQueryAttention as it is: attended values, present keys and values."""
         query, *rest = parts
         key, value = rest or (None, None)  # all in one: the operator takes the query's rows first
-        tables = () if self._rotates_outside else self._tables
-        inputs = [query, key, value, *past, self._seqlens_k, self._total, *tables]
+        inputs = [query, key, value, *call.past, self._seqlens_k, self._total, *call.tables]
         attributes: dict[str, int | str] = {}
-        if scales:
-            inputs += [None] * (_K_SCALE_INPUT - len(inputs)) + list(scales)
+        if call.scales:
+            inputs += [None] * (_K_SCALE_INPUT - len(inputs)) + list(call.scales)
             attributes = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
-        outputs = ("attended", "key", "value")
-        return group_query_attention(self.graph, self.config, name, inputs, outputs, bool(tables), **attributes)
+        outputs, rotary = ("attended", "key", "value"), bool(call.tables)
+        return group_query_attention(self.graph, self.config, name, inputs, outputs, rotary, call.window, **attributes)
 
     def _cache_scales(self, layer: int) -> list[ir.Value]:
         """A layer's scales of keys and of values, (1, K, 1, E); none for a float32 cache."""
@@ -127,7 +117,9 @@ class OrtGroupedQuery(HalfBuilder):
         name = self.name(layer)
         return [self.graph.constant(f"{name}.{part}_scale", x[None, :, None].numpy()) for part, x in found.items()]
 
-    def _prepare_heads(self, name: str, x: ir.Value, heads: int, ids_BT: ir.Value | None) -> ir.Value:
+    def _prepare_heads(
+        self, name: str, x: ir.Value, heads: int, ids_BT: ir.Value | None, tables: Sequence[ir.Value]
+    ) -> ir.Value:
         """What GroupQueryAttention does not do: norm of each head (Qwen3), rotation of odd sizes; (B, T, heads * E)."""
         graph, size = self.graph, self.config.head_dim
         if self.config.qk_norm:
@@ -139,5 +131,5 @@ class OrtGroupedQuery(HalfBuilder):
             x = graph.node(f"{name}_norm/flat", "Reshape", [normed, together])
         if ids_BT is None:
             return x
-        inputs = [x, ids_BT, *self._tables]
+        inputs = [x, ids_BT, *tables]
         return graph.node(f"{name}_rotary", "RotaryEmbedding", inputs, MS, num_heads=heads, rotary_embedding_dim=size)

@@ -11,6 +11,7 @@ H query heads, K key/value heads, E head_dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -31,11 +32,16 @@ def group_query_attention(
     inputs: Sequence[ir.Value | None],
     outputs: Sequence[str],
     do_rotary: bool = False,
+    window: int | None = None,
     **attributes: int | str,
 ) -> list[ir.Value]:
-    """Add the operator; names of its outputs follow `name`."""
+    """Add the operator; names of its outputs follow `name`. `window` is how many tokens count, the newest included."""
     heads = {"num_heads": config.num_attention_heads, "kv_num_heads": config.num_key_value_heads}
-    given = {**heads, "do_rotary": int(do_rotary), **attributes}
+    given: dict[str, Any] = {**heads, "do_rotary": int(do_rotary), **attributes}
+    if window is not None:
+        given["local_window_size"] = window
+    if config.attention_scale is not None:
+        given["scale"] = float(config.attention_scale)
     names = [f"{name}/{output}" for output in outputs]
     return graph.node_with_outputs(f"{name}/attention", "GroupQueryAttention", inputs, names, MS, **given)
 
@@ -54,7 +60,8 @@ class LongPrefill:
         config: ModelConfig,
         x_BTD: ir.Value,
         lengths: tuple[ir.Value, ir.Value],
-        tables: tuple[ir.Value, ir.Value] | None,
+        tables: Sequence[ir.Value] | None,
+        window: int | None = None,
     ) -> None:
         """Add no nodes yet.
 
@@ -63,8 +70,9 @@ class LongPrefill:
             x_BTD: the layer's input, for its shape.
             lengths: what GroupQueryAttention reads of them: each sequence's less 1, (B,), and the mask's width, int32.
             tables: cosine and sine, (context, E / 2); None where query and key come rotated.
+            window: how many tokens count, the newest included; all if None.
         """
-        self._graph, self._config, self._x_BTD, self._tables = graph, config, x_BTD, tables
+        self._graph, self._config, self._x_BTD, self._tables, self._window = graph, config, x_BTD, tables, window
         self._last_B, self._total = lengths
 
     def is_long(self, name: str) -> ir.Value:
@@ -118,7 +126,7 @@ class LongPrefill:
             before.append(self._dequantized(f"{part}_before", old_1KPE, scale))
             present.append(self._stored(part, quantized, old, indices))
         inputs, outputs = [query, *new, *before, seqlens_k, total], ("attended", "all_keys", "all_values")
-        attended, _, _ = group_query_attention(graph, config, name, inputs, outputs)
+        attended, _, _ = group_query_attention(graph, config, name, inputs, outputs, window=self._window)
         return [attended, *present]
 
     def _positions(self, name: str) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value, ir.Value]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from export.graph.feed_forward import GeGLU, Gelu, SwiGLU
 from export.graph.grouped_query import OrtGroupedQuery
 from export.graph.half import HalfBuilder
 from export.graph.layer import LayerBuilder
 from export.graph.standard_grouped_query import StandardGroupedQuery
-from export.graph.swiglu import SwiGLU
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 
@@ -20,6 +20,8 @@ def _grouped_query(layers: LayerBuilder, half: str) -> HalfBuilder:
 HALF_BUILDERS: dict[str, Callable[[LayerBuilder, str], HalfBuilder]] = {
     "grouped_query": _grouped_query,
     "swiglu": SwiGLU,
+    "geglu": GeGLU,
+    "gelu": Gelu,
 }
 INT8_CACHE_KINDS = ("grouped_query",)  # of attention, whose builder takes the scales of an INT8 cache
 

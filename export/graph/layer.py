@@ -15,7 +15,10 @@ import onnx_ir as ir
 from export.cache_scales import CacheScales
 from export.graph.builder import MS, Builder
 from export.graph.matmul import Matmul
+from export.graph.positions import places_by_mask, position_ids, sequence_lengths
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import EMBEDDING, POSITIONS
+from sportsllm.models.parts import HIDDEN, Matrix
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,39 @@ class LayerBuilder(ABC):
         self._epsilon = float(np.float32(config.rms_norm_eps))
 
     def norm(self, name: str, x: ir.Value, residual: ir.Value | None) -> tuple[ir.Value, ir.Value]:
-        """RMSNorm of x + residual; returns the normed values and the sum."""
-        gamma = self.matmul.vector(f"{name}.weight", self.config.hidden_size)
-        if residual is None:
-            return self.rms_norm(name, x, gamma), x
-        return self._add_and_norm(name, x, residual, gamma)
+        """The model's norm of x + residual; returns the normed values and the sum."""
+        gamma, beta = self.matmul.vector(f"{name}.weight", self.config.hidden_size), None
+        if self.config.norm_kind == "layer":
+            beta = self.matmul.vector(f"{name}.bias", self.config.hidden_size)
+        if residual is not None:
+            return self._add_and_norm(name, x, residual, gamma, beta)
+        return self.rms_norm(name, x, gamma) if beta is None else self.layer_norm(name, x, gamma, beta), x
+
+    def layer_norm(self, name: str, x: ir.Value, gamma: ir.Value, beta: ir.Value) -> ir.Value:
+        """(x - mean(x)) / sqrt(var(x) + eps) * gamma + beta."""
+        return self.graph.node(name, "LayerNormalization", [x, gamma, beta], epsilon=self._epsilon)
+
+    def gelu(self, name: str, x: ir.Value) -> ir.Value:
+        """x * Phi(x), Phi by its tanh form."""
+        return self.graph.node(name, "Gelu", [x], approximate="tanh")
+
+    def embedding(self) -> ir.Value:
+        """What the first layer reads, (B, T, D); see `sportsllm.models.language_model.embed`."""
+        config, graph, tokens_BT = self.config, self.graph, self.sequences.tokens_BT
+        table = Matrix(EMBEDDING, config.vocab_size, config.hidden_size, "token", HIDDEN, HIDDEN)
+        x_BTD = self.matmul.embedding(tokens_BT, table)
+        if config.embedding_scale != 1.0:
+            scale = graph.constant("embed/scale", np.array(config.embedding_scale, np.float32))
+            x_BTD = graph.node("embed/scaled", "Mul", [x_BTD, scale])
+        if not config.positions:
+            return x_BTD
+        positions = self.matmul.table(f"{POSITIONS}.weight", (config.positions, config.hidden_size))
+        rows_BTD = graph.node("embed/positions", "Gather", [positions, self.places()])
+        return graph.node("embed/placed", "Add", [x_BTD, rows_BTD])
+
+    @abstractmethod
+    def places(self) -> ir.Value:
+        """Where each new token stands, (B, T)."""
 
     def rms_norm(self, name: str, x: ir.Value, gamma: ir.Value) -> ir.Value:
         """x / sqrt(mean(x ** 2) + eps) * gamma in standard operators, which ONNX Runtime fuses into one.
@@ -62,8 +93,10 @@ class LayerBuilder(ABC):
         """x * sigmoid(x)."""
 
     @abstractmethod
-    def _add_and_norm(self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """See `norm`."""
+    def _add_and_norm(
+        self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value, beta: ir.Value | None
+    ) -> tuple[ir.Value, ir.Value]:
+        """See `norm`; with beta it is LayerNorm."""
 
 
 class OrtLayerBuilder(LayerBuilder):
@@ -74,11 +107,17 @@ class OrtLayerBuilder(LayerBuilder):
     def silu(self, name: str, x: ir.Value) -> ir.Value:
         return self.graph.node(name, "QuickGelu", [x], MS, alpha=1.0)  # x * sigmoid(1.0 * x)
 
-    def _add_and_norm(self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value) -> tuple[ir.Value, ir.Value]:
-        op, outputs = "SkipSimplifiedLayerNormalization", (name, "", "", f"{name}/sum")
-        normed, _, _, total = self.graph.node_with_outputs(
-            name, op, [x, residual, gamma], outputs, MS, epsilon=self._epsilon
-        )
+    def places(self) -> ir.Value:
+        last_B, _ = sequence_lengths(self.graph, self.sequences.mask_BS)
+        return position_ids(self.graph, "embed", last_B, self.sequences.tokens_BT)
+
+    def _add_and_norm(
+        self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value, beta: ir.Value | None
+    ) -> tuple[ir.Value, ir.Value]:
+        op = "SkipSimplifiedLayerNormalization" if beta is None else "SkipLayerNormalization"
+        inputs = [x, residual, gamma] if beta is None else [x, residual, gamma, beta]
+        outputs = (name, "", "", f"{name}/sum")
+        normed, _, _, total = self.graph.node_with_outputs(name, op, inputs, outputs, MS, epsilon=self._epsilon)
         return normed, total
 
 
@@ -90,6 +129,12 @@ class StandardLayerBuilder(LayerBuilder):
     def silu(self, name: str, x: ir.Value) -> ir.Value:
         return self.graph.node(name, "Mul", [x, self.graph.node(f"{name}/sigmoid", "Sigmoid", [x])])
 
-    def _add_and_norm(self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def places(self) -> ir.Value:
+        return places_by_mask(self.graph, self.sequences.tokens_BT, self.sequences.mask_BS)
+
+    def _add_and_norm(
+        self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value, beta: ir.Value | None
+    ) -> tuple[ir.Value, ir.Value]:
         total = self.graph.node(f"{name}/sum", "Add", [x, residual])
-        return self.rms_norm(name, total, gamma), total
+        normed = self.rms_norm(name, total, gamma) if beta is None else self.layer_norm(name, total, gamma, beta)
+        return normed, total

@@ -37,6 +37,10 @@ class Matmul:
         """A norm's weight or a bias, float32."""
         return self._graph.weight(name, FLOAT, (size,), lambda: self._weights.read(name, (size,)))
 
+    def table(self, name: str, shape: tuple[int, int]) -> ir.Value:
+        """A table that is never packed, float32."""
+        return self._graph.weight(name, FLOAT, shape, lambda: self._weights.read(name, shape))
+
     def embedding(self, tokens: ir.Value, table: Matrix) -> ir.Value:
         """Rows of a table by token id, (B, T) to (B, T, K) float32."""
         graph, packing = self._graph, self._packing(table)

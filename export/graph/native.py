@@ -14,7 +14,7 @@ import onnx_ir as ir
 from export import metadata
 from export.graph.builder import KERNELS, Builder
 from export.graph.functions import Call, Functions
-from export.graph.grouped_query import LAST, TOTAL
+from export.graph.positions import LAST, TOTAL
 from export.kernels.library import VERSION
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import HEAD
@@ -123,6 +123,16 @@ def _layer(
     if (config.attention_kind, config.mlp_kind) != ("grouped_query", "swiglu"):
         part.reasons.append(f"attention {config.attention_kind} with feed-forward {config.mlp_kind}")
         return None
+    unlike = {
+        "LayerNorm": config.norm_kind != "rms",
+        "norms after attention and feed-forward": config.output_norms,
+        "scores of another scale": config.attention_scale is not None,
+        "sliding attention": config.window(layer) is not None,
+        "attention without rotation": not config.rotates(layer),
+    }
+    if any(unlike.values()):
+        part.reasons += [reason for reason, found in unlike.items() if found]
+        return None
     found = {key: part.matrix(key, f"{name}.{module}") for key, module in _MATRICES.items()}
     if part.reasons:
         return None
@@ -158,6 +168,8 @@ def _layer(
 def _head(part: _Part, config: ModelConfig, stream: Sequence[str]) -> Call | None:
     """The head's call; None where it cannot be one."""
     matrix, sizes = part.matrix("head", HEAD)
+    if config.norm_kind != "rms":
+        part.reasons.append("LayerNorm")
     if part.reasons:
         return None
     inputs = {**part.stream(stream), "norm": part.values["model.norm.weight"], **matrix}

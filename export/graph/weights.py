@@ -64,7 +64,8 @@ class Weights:
             ArtifactError: it is missing, of another shape, or not finite.
         """
         if name not in self._tensors:
-            raise ArtifactError(f"{self._directory}: tensor {name!r} is missing; config.json asks for it")
+            stored = self._tensors.stored_name(name)
+            raise ArtifactError(f"{self._directory}: tensor {stored!r} is missing; config.json asks for it")
         tensor = self._tensors[name]
         if tuple(tensor.shape) != tuple(shape):
             raise ArtifactError(

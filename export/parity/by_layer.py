@@ -40,10 +40,9 @@ from export.runtime.session import session_options
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD
-from sportsllm.models.language_model import RMSNorm, block_weights
-from sportsllm.models.rope import rope_tables
+from sportsllm.models.language_model import block_weights, embed, first_positions, rope_of
 from sportsllm.process_memory import give_back
-from sportsllm.storage.checkpoint import check_names, load_block, load_table
+from sportsllm.storage.checkpoint import check_names, load_block, load_last_norm, load_positions, load_table
 from sportsllm.storage.safetensors_files import TensorFiles
 
 Array = npt.NDArray[Any]
@@ -102,21 +101,19 @@ def _quick_collections() -> Iterator[None]:
 def _expected(tensors: TensorFiles, inputs: GateInputs, scales: CacheScales | None, half: bool) -> list[Logits]:
     """(T, V) logits of every sequence."""
     config = inputs.config
-    cos, sin = map(torch.from_numpy, rope_tables(config, config.max_position_embeddings))
+    rope, positions = rope_of(config), load_positions(tensors, config)
     table = _table(tensors, config, EMBEDDING, half)
-    states = [table[torch.tensor([row])] for row in inputs.sequences]
+    states = [embed(config, table[torch.tensor([row])], positions) for row in inputs.sequences]
     del table
     for layer in range(config.num_hidden_layers):
         block = load_block(tensors, config, layer)
         if half:
             round_to_half(block_weights(block))
         for place, x_1TD in enumerate(states):
-            length = x_1TD.shape[1]
-            states[place] = block(x_1TD, (cos[:length], sin[:length]), None, LayerCache(scales))
+            states[place] = block(x_1TD, first_positions(rope, x_1TD), None, LayerCache(scales))
         del block
         give_back()
-    norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-    norm.weight.data = tensors["model.norm.weight"].float()
+    norm = load_last_norm(tensors, config)
     table = _table(tensors, config, EMBEDDING if config.tie_word_embeddings else HEAD, half)
     return [cast(Logits, F.linear(norm(x_1TD[0]), table).numpy()) for x_1TD in states]
 

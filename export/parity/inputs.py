@@ -17,6 +17,7 @@ from export.cache_scales import CacheScales
 from export.graph.decoder import graph_precision
 from export.graph.matmul import FLAT, PER_ROW_PRODUCT
 from export.kernels.library import library_of
+from export.metadata import ROPE_CACHES
 from export.parity.comparison import Limits, compare, merge
 from export.parity.limits import DEPLOYED, DEPLOYED_PER_ROW, EXACT, MOVED, int8_cache_limits
 from export.paths import find_files
@@ -26,7 +27,7 @@ from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.kinds import EMBEDDING
-from sportsllm.models.rope import rope_tables
+from sportsllm.models.language_model import rope_of
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
 SEED = 20_260
@@ -147,8 +148,7 @@ def round_to_half(matrices: Iterable[Tensor]) -> None:
 def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Names of stored tables, embedding and, where the model has them, rotary, that differ from the checkpoint's."""
     found = graph.graph.initializers
-    tables = zip(("cos_cache", "sin_cache"), rope_tables(config, config.max_position_embeddings), strict=True)
-    rotary = {name: torch.from_numpy(table) for name, table in tables if name in found}
+    rotary = {name: table for name, table in zip(ROPE_CACHES, rope_of(config), strict=False) if name in found}
     for name in (*rotary, *(name for name in tensors if name.startswith(f"{EMBEDDING}."))):
         value = found.get(name, found.get(f"{name}{FLAT}"))
         stored = None if value is None else cast(Any, value.const_value).numpy()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from sportsllm.errors import UsageError
 from sportsllm.gguf.file import GGUFFile
-from sportsllm.models.config import ModelConfig, RopeScaling
+from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig, RopeScaling
 from sportsllm.models.rope import inverse_frequencies
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Those that are written too; further ones are read."""
+READ_ARCHITECTURES = (*ARCHITECTURES, "smollm3", "gemma3", "phi3", "gpt2")
 ROPE_FACTORS = "rope_freqs.weight"
 _SIZES = {
     "embedding_length": "hidden_size",
@@ -25,6 +28,11 @@ _READ = {
     "rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.scaling.type", "rope.scaling.factor", "expert_count",
     "expert_used_count",
 }  # fmt: skip
+_READ_OF = {
+    "gemma3": {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"},
+    "phi3": {"attention.sliding_window"},
+    "gpt2": {"attention.layer_norm_epsilon"},
+}
 # What these say is in other keys, or is about how the model came about.
 _IGNORED = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
 _LLAMA3 = RopeScaling("llama3", 1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -34,11 +42,11 @@ def architecture(file: GGUFFile) -> str:
     """The model's architecture.
 
     Raises:
-        ArtifactError: it is not one of `ARCHITECTURES`.
+        ArtifactError: it is not one of `READ_ARCHITECTURES`.
     """
     name = file.value("general.architecture", str)
-    if name not in ARCHITECTURES:
-        raise file.error(f"architecture {name!r} is not supported; use one of {', '.join(ARCHITECTURES)}")
+    if name not in READ_ARCHITECTURES:
+        raise file.error(f"architecture {name!r} is not supported; use one of {', '.join(READ_ARCHITECTURES)}")
     return name
 
 
@@ -50,7 +58,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
     """
     name = architecture(file)
     own = {key.removeprefix(f"{name}.") for key in file.metadata if key.startswith(f"{name}.")}
-    if unknown := sorted(own - _READ - _IGNORED):
+    if unknown := sorted(own - _READ - _READ_OF.get(name, set()) - _IGNORED):
         raise file.error(f"{name}.{unknown[0]} is not known, so that the model may compute something else; refuse")
     values: dict[str, Any] = {field: file.value(f"{name}.{key}", int) for key, field in _SIZES.items()}
     if file.value_or(0, f"{name}.expert_count", int):
@@ -67,7 +75,9 @@ def read_config(file: GGUFFile) -> ModelConfig:
     values |= {
         "head_dim": head_dim,
         "vocab_size": int(file.tensors["token_embd.weight"].shape[-1]),
-        "rms_norm_eps": _decimal(file.value(f"{name}.attention.layer_norm_rms_epsilon", float)),
+        "rms_norm_eps": _decimal(
+            file.value(f"{name}.attention.layer_norm_{'' if name == 'gpt2' else 'rms_'}epsilon", float)
+        ),
         "rope_theta": _decimal(file.value_or(10_000.0, f"{name}.rope.freq_base", float)),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -76,11 +86,58 @@ def read_config(file: GGUFFile) -> ModelConfig:
         "qk_norm": name == "qwen3",
         **_special_tokens(file),
     }
+    if name in _FAMILIES:
+        values |= _FAMILIES[name](file, values)
     try:
         config = ModelConfig(**values)
         return config.with_changes(rope_scaling=_rope_scaling(file, name, config))
     except UsageError as error:
         raise file.error(str(error)) from None
+
+
+def _smollm3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    """llama.cpp rotates in three layers of four, as in the one model that there is."""
+    types = tuple(FULL if (layer + 1) % 4 else UNROTATED for layer in range(values["num_hidden_layers"]))
+    return {"layer_types": types if UNROTATED in types else None}
+
+
+def _gemma3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What llama.cpp knows of the architecture without being told: every sixth layer is full, and how scores scale."""
+    layers, hidden = values["num_hidden_layers"], values["hidden_size"]
+    every = file.value_or(6, "gemma3.attention.sliding_window_pattern", int)
+    largest = layers == 62  # the model of 27 billion parameters
+    scored = hidden // values["num_attention_heads"] if largest else values["head_dim"]
+    return {
+        "mlp_kind": "geglu",
+        "qk_norm": True,
+        "output_norms": True,
+        "embedding_scale": hidden**0.5,
+        "attention_scale": scored**-0.5,
+        "layer_types": tuple(SLIDING if (layer + 1) % every else FULL for layer in range(layers)),
+        "sliding_window": file.value("gemma3.attention.sliding_window", int),
+        "rope_theta": _decimal(file.value_or(1e6, "gemma3.rope.freq_base", float)),
+        "rope_local_theta": _decimal(file.value_or(10_000.0, "gemma3.rope.freq_base_swa", float)),
+    }
+
+
+def _phi3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    window = file.value_or(0, "phi3.attention.sliding_window", int)
+    if not 0 < window < values["max_position_embeddings"]:
+        return {}
+    return {"sliding_window": window, "layer_types": (SLIDING,) * values["num_hidden_layers"]}
+
+
+def _gpt2(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    biases = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), True)
+    return {"mlp_kind": "gelu", "norm_kind": "layer", "position_kind": "learned", **biases}
+
+
+_FAMILIES: dict[str, Callable[[GGUFFile, Mapping[str, Any]], dict[str, Any]]] = {
+    "smollm3": _smollm3,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "gpt2": _gpt2,
+}
 
 
 def _decimal(value: float) -> float:

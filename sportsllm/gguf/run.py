@@ -29,7 +29,7 @@ def import_gguf(source: Path, out: Path, context: int | None = None) -> dict[str
     """Write the model of a GGUF file as a float32 checkpoint with its tokenizer.
 
     Args:
-        source: a file of an architecture of `sportsllm.gguf.config.ARCHITECTURES`, in any format that `gguf` reads.
+        source: a file of one of `sportsllm.gguf.config.READ_ARCHITECTURES`, in any format that `gguf` reads.
         out: the directory to make.
         context: the longest sequence in tokens, where less than the model's own is enough.
 

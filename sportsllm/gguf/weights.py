@@ -17,7 +17,10 @@ from sportsllm.gguf.config import ROPE_FACTORS, architecture
 from sportsllm.gguf.file import GGUFFile
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import parameters
+from sportsllm.storage.layouts import parts_of
 
+_LAYOUTS = {"gemma3": "gemma3_text", "phi3": "phi3", "gpt2": "gpt2"}
+"""Architectures that name or fuse tensors as a layout of Hugging Face's does; Gemma's norms are 1 + weight here."""
 _ARCHITECTURES = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -34,7 +37,7 @@ def _name_map(kind: str, layers: int) -> Any:
 
 def paired_heads(kind: str, config: ModelConfig, parameter: str) -> int:
     """How many heads a parameter's rows belong to if they are queries or keys in llama.cpp's own order, else 0."""
-    if kind != "llama":
+    if kind not in ("llama", "smollm3"):
         return 0
     found = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
     return next((heads for part, heads in found.items() if part in parameter), 0)
@@ -68,14 +71,24 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> dict[str, Tensor]:
         ArtifactError: a tensor is missing, of another shape, not finite, in a format that is not known, or of no use.
     """
     kind = architecture(file)
+    parts = parts_of(_LAYOUTS.get(kind, ""), config)
     unused = set(file.tensors) - {ROPE_FACTORS}
     found: dict[str, Tensor] = {}
     for parameter in parameters(config):
-        name = gguf_name(kind, config, parameter.name)
+        part = parts.get(parameter.name)
+        name = gguf_name(kind, config, parameter.name if part is None else part.stored)
         if name is None or name not in file.tensors:
             raise file.error(f"tensor {name!r} is missing; convert the model again")
         unused.discard(name)
-        tensor = _dense(file, name, parameter.shape)
+        tensor = _dense(file, name)
+        if kind == "phi3" and part is not None:
+            tensor = part.read(tensor)  # its rows of a fused matrix
+        elif kind == "gpt2" and part is not None and parameter.role in ("matrix", "bias"):
+            # Matrices lie as (outputs, inputs) here, unlike in Hugging Face's files.
+            tensor = part.read(tensor.T if tensor.ndim == 2 else tensor)
+        if tuple(tensor.shape) != parameter.shape:
+            shape = tuple(tensor.shape)
+            raise file.error(f"tensor {name!r} has shape {shape}, the header asks for {parameter.shape}")
         heads = paired_heads(kind, config, parameter.name)
         found[parameter.name] = rows_in_halves(tensor, heads) if heads else tensor
     if unused:
@@ -83,10 +96,8 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> dict[str, Tensor]:
     return found
 
 
-def _dense(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Tensor:
+def _dense(file: GGUFFile, name: str) -> Tensor:
     stored = file.tensors[name]
-    if tuple(stored.shape.tolist()[::-1]) != shape:
-        raise file.error(f"tensor {name!r} has shape {tuple(stored.shape.tolist()[::-1])}, the header asks for {shape}")
     try:
         values = gguf.dequantize(stored.data, stored.tensor_type)
     except NotImplementedError:

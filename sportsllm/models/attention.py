@@ -5,6 +5,7 @@ L cache length.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,45 +63,68 @@ class KVCache:
             self.tensors[place][..., : self.length, :] = old[..., : self.length, :]
 
 
-def attend_cached(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, layer: int, cache: KVCache | None) -> Tensor:
+class Scores(NamedTuple):
+    """How scores are made: their scale, head_dim ** -0.5 if None, and how many tokens count, the newest included."""
+
+    scale: float | None = None
+    window: int | None = None
+
+
+_PLAIN = Scores()
+
+
+def attend_cached(
+    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, layer: int, cache: KVCache | None, scores: Scores = _PLAIN
+) -> Tensor:
     """Causal attention of new tokens to this layer's cache and to themselves; (B, T, H, E)."""
     q, k, v = (t.transpose(1, 2) for t in (q_BTHE, k_BTKE, v_BTKE))
-    causal, mask = True, None
+    past = 0
     if cache is not None:
-        past, new = cache.length, q.shape[2]
+        past = cache.length
         k, v = cache.append(layer, k, v)
-        if new == 1:
-            return attend_last(q, k, v).transpose(1, 2)
-        if past:  # row t sees the cache and the new tokens up to itself
-            causal = False
-            mask = torch.ones(new, past + new, dtype=torch.bool, device=q.device).tril(past)
-    return attend(q, k, v, causal, mask).transpose(1, 2)
+        if q.shape[2] == 1:
+            return attend_last(q, k, v, scores).transpose(1, 2)
+    return attend(q, k, v, past, scores).transpose(1, 2)
 
 
-def attend_last(q_BH1E: Tensor, k_BKLE: Tensor, v_BKLE: Tensor) -> Tensor:
+def attend_last(q_BH1E: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, scores: Scores = _PLAIN) -> Tensor:
     """Attention of one token a sequence to all L, (B, H, 1, E); a group's heads are multiplied in one piece."""
     batch, heads, _, size = q_BH1E.shape
-    q_BKGE = q_BH1E.float().reshape(batch, k_BKLE.shape[1], -1, size) * size**-0.5
+    if scores.window is not None:
+        k_BKLE, v_BKLE = k_BKLE[:, :, -scores.window :], v_BKLE[:, :, -scores.window :]
+    scale = size**-0.5 if scores.scale is None else scores.scale
+    q_BKGE = q_BH1E.float().reshape(batch, k_BKLE.shape[1], -1, size) * scale
     weights_BKGL = torch.softmax(q_BKGE @ k_BKLE.float().transpose(2, 3), dim=-1)
     return (weights_BKGL @ v_BKLE.float()).view(batch, heads, 1, -1).to(v_BKLE.dtype)
 
 
-def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
-    """Scaled dot-product attention with grouped heads, (B, H, T, E), in v's type.
+def attend(q_BHTE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, past: int = 0, scores: Scores = _PLAIN) -> Tensor:
+    """Causal scaled dot-product attention with grouped heads, (B, H, T, E), in v's type; `past` tokens come before.
 
     On a CPU it computes in float32: the kernel's bfloat16 backward is slower (62 against 49 ms with head_dim 32), and
     for every new document length it keeps compiled code, tens of MB a training step.
     """
-    dtype, device = v_BKTE.dtype, q_BHTE.device.type
+    dtype, device, (new, length) = v_BKLE.dtype, q_BHTE.device.type, (q_BHTE.shape[2], k_BKLE.shape[2])
+    mask = None
+    if past or (scores.window is not None and length > scores.window):  # row t sees the past and itself
+        mask = torch.ones(new, length, dtype=torch.bool, device=q_BHTE.device).tril(past)
+        if scores.window is not None:
+            mask = mask.triu(past - scores.window + 1)
+
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scale, enable_gqa=True
+        )
+
     if device != "cpu":
-        return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=mask, is_causal=causal, enable_gqa=True)
+        return attended(q_BHTE, k_BKLE, v_BKLE)
     with torch.autocast(device, enabled=False):
-        q, k, v = q_BHTE.float(), k_BKTE.float(), v_BKTE.float()
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
-    return y.to(dtype)
+        return attended(q_BHTE.float(), k_BKLE.float(), v_BKLE.float()).to(dtype)
 
 
-def attend_documents(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Sequence[int]) -> Tensor:
+def attend_documents(
+    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Sequence[int], scores: Scores = _PLAIN
+) -> Tensor:
     """Causal attention inside each document of a packed batch, never across; (B, T, H, E).
 
     `documents` are their ends in the batch read as one row of B * T tokens, rising, the last B * T. One attention
@@ -112,11 +136,11 @@ def attend_documents(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: 
     outputs = []
     for rows in zip(*parts, strict=True):
         q, k, v = (row.transpose(0, 1)[None] for row in rows)
-        outputs.append(attend(q, k, v, causal=True)[0].transpose(0, 1))
-    return torch.cat(outputs).view(q_BTHE.shape)
+        outputs.append(attend(q, k, v, scores=scores)[0].transpose(0, 1))
+    return torch.cat(outputs).view(*q_BTHE.shape[:-1], v_BTKE.shape[-1])
 
 
-def rotate(x_BTHE: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BTHE: Tensor, rope: Sequence[Tensor]) -> Tensor:
     """Rotary embedding, half-split pairs; `rope` is cosine and sine, each (T, E / 2) or (B, T, E / 2)."""
     cos, sin = (table.unsqueeze(-2) for table in rope)
     first, second = x_BTHE.float().chunk(2, dim=-1)

@@ -6,6 +6,7 @@ Imports neither torch nor any other large library: the device install reads it t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -24,13 +25,30 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
 
+FULL, SLIDING, UNROTATED = "full", "sliding", "unrotated"
+"""What a layer's attention does: see all tokens, see the last `sliding_window`, or see all without their positions."""
+LAYER_TYPES = (FULL, SLIDING, UNROTATED)
+NORM_KINDS, POSITION_KINDS = ("rms", "layer"), ("rotary", "learned")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """Dimensions and switches of a LLaMA-family decoder. Names are Hugging Face's.
+    """Dimensions and switches of a decoder. Names are Hugging Face's.
 
     `attention_bias` is a bias on q, k and v; `attention_output_bias` one on o (Llama sets both with
     one field, Qwen2 has only the first). `qk_norm` normalises each query and key head (Qwen3).
     `attention_kind` and `mlp_kind` name the two halves of a block, as `sportsllm.models.kinds` lists them.
+
+    The rest is off in a LLaMA model:
+
+        layer_types         one of `LAYER_TYPES` for each layer; all are full if None (Gemma 3, Mistral, SmolLM3)
+        sliding_window      tokens that a sliding layer sees, the newest included
+        rope_local_theta    rotary base of sliding layers, without `rope_scaling`; `rope_theta` if None (Gemma 3)
+        attention_scale     what scores are multiplied by; head_dim ** -0.5 if None (Gemma 3)
+        embedding_scale     what embeddings are multiplied by before the first layer (Gemma 3)
+        output_norms        whether a norm follows each half of a block, before the sum (Gemma 3)
+        norm_kind           `rms`, or `layer`: LayerNorm with a bias (GPT-2)
+        position_kind       `rotary`, or `learned`: a table of positions is added to the embedding (GPT-2)
     """
 
     vocab_size: int
@@ -55,6 +73,14 @@ class ModelConfig:
     pad_token_id: int | None = 2
     attention_kind: str = "grouped_query"
     mlp_kind: str = "swiglu"
+    layer_types: tuple[str, ...] | None = None
+    sliding_window: int | None = None
+    rope_local_theta: float | None = None
+    attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    output_norms: bool = False
+    norm_kind: str = "rms"
+    position_kind: str = "rotary"
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.type == "int"):  # the sizes
@@ -73,9 +99,24 @@ class ModelConfig:
             raise UsageError(f"config: dropout is {self.dropout}; it must be in [0, 1)")
         if not (0 < self.rms_norm_eps < math.inf and 0 < self.rope_theta < math.inf):
             raise UsageError("config: rms_norm_eps and rope_theta must be greater than 0")
-        for field, known in (("attention_kind", kinds.ATTENTION), ("mlp_kind", kinds.FEED_FORWARD)):
+        for field, known in (
+            ("attention_kind", tuple(kinds.ATTENTION)),
+            ("mlp_kind", tuple(kinds.FEED_FORWARD)),
+            ("norm_kind", NORM_KINDS),
+            ("position_kind", POSITION_KINDS),
+        ):
             if getattr(self, field) not in known:
                 raise UsageError(f"config: {field} is {getattr(self, field)!r}; use one of {', '.join(known)}")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        types = self.layer_types or ()
+        if self.layer_types is not None and len(types) != self.num_hidden_layers:
+            raise UsageError(f"config: layer_types has {len(types)} entries for {self.num_hidden_layers} layers")
+        if set(types) - set(LAYER_TYPES):
+            raise UsageError(f"config: layer_types has {sorted(set(types))}; use {', '.join(LAYER_TYPES)}")
+        if SLIDING in types and (self.sliding_window is None or self.sliding_window < 1):
+            raise UsageError(f"config: sliding_window is {self.sliding_window}; sliding layers need at least 1")
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -94,6 +135,14 @@ class ModelConfig:
         """Width of all key heads together."""
         return self.num_key_value_heads * self.head_dim
 
+    def window(self, layer: int) -> int | None:
+        """How many tokens a layer's attention sees, the newest included; None for all."""
+        return self.sliding_window if self.layer_types and self.layer_types[layer] == SLIDING else None
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer's queries and keys are rotated by their positions."""
+        return self.position_kind == "rotary" and not (self.layer_types and self.layer_types[layer] == UNROTATED)
+
     def parameters_by_component(self) -> dict[str, int]:
         """Exact number of trained numbers in each part; they add up to `parameters`."""
         layers, hidden = self.num_hidden_layers, self.hidden_size
@@ -101,14 +150,24 @@ class ModelConfig:
             half: sum(matrix.numbers + matrix.bias * matrix.rows for matrix in kind.matrices(self))
             for half, kind in kinds.halves(self).items()
         }
-        norms = sum(hidden + sum(v.size for v in kind.vectors(self)) for kind in kinds.halves(self).values())
+        inner_norms = sum(vector.size for kind in kinds.halves(self).values() for vector in kind.vectors(self))
         return {
-            "embedding": self.vocab_size * hidden,
+            "embedding": (self.vocab_size + self.positions) * hidden,
             "attention": layers * sizes["self_attn"],
             "feed_forward": layers * sizes["mlp"],
-            "norms": layers * norms + hidden,
+            "norms": layers * (inner_norms + kinds.norms_of_block(self) * self.norm_numbers) + self.norm_numbers,
             "head": 0 if self.tie_word_embeddings else self.vocab_size * hidden,
         }
+
+    @property
+    def positions(self) -> int:
+        """Rows of the table of learned positions."""
+        return self.max_position_embeddings if self.position_kind == "learned" else 0
+
+    @property
+    def norm_numbers(self) -> int:
+        """Numbers of a norm of the residual stream."""
+        return self.hidden_size * (2 if self.norm_kind == "layer" else 1)
 
     @property
     def parameters(self) -> int:
@@ -122,5 +181,12 @@ class ModelConfig:
         return parts["attention"] + parts["feed_forward"] + parts["norms"]
 
     def with_changes(self, **changes: Any) -> ModelConfig:
-        """A copy with some fields replaced, validated again."""
+        """A copy with some fields replaced, validated again; with fewer layers the first ones' types stay."""
+        if self.layer_types is not None and "num_hidden_layers" in changes:
+            changes = {"layer_types": self.layer_types[: changes["num_hidden_layers"]]} | changes
         return replace(self, **changes)
+
+    def with_layers(self, layers: Sequence[int]) -> ModelConfig:
+        """A copy with some of the layers, each with its own type."""
+        types = None if self.layer_types is None else tuple(self.layer_types[layer] for layer in layers)
+        return replace(self, num_hidden_layers=len(layers), layer_types=types)

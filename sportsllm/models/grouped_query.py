@@ -47,8 +47,9 @@ class GroupedQuery:
         return State("key", shape), State("value", shape)
 
     def mixing_macs(self, config: ModelConfig, depth: int) -> int:
-        """Scores and the weighted sum of values."""
-        return 2 * config.query_size * depth
+        """Scores and the weighted sum of values; the mean over layers where some see fewer tokens."""
+        seen = [min(depth, config.window(layer) or depth) for layer in range(config.num_hidden_layers)]
+        return 2 * config.query_size * sum(seen) // len(seen)
 
     def activation_bytes(self, config: ModelConfig, mixed: bool) -> int:
         """q, k, v and the output in float32, in which attention computes on a CPU, and a log-sum for each head.
@@ -84,21 +85,26 @@ class GroupedQuery:
         self,
         half: Any,
         x_BTD: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Sequence[Tensor],
         documents: Sequence[int] | None,
         cache: KVCache | None,
     ) -> Tensor:
-        from sportsllm.models.attention import attend_cached, attend_documents, rotate
+        from sportsllm.models.attention import Scores, attend_cached, attend_documents, rotate
+
+        config, layer = half.config, half.layer
 
         def heads(y_BTD: Tensor) -> Tensor:
-            return y_BTD.view(*y_BTD.shape[:2], -1, half.config.head_dim)
+            return y_BTD.view(*y_BTD.shape[:2], -1, config.head_dim)
 
         q_BTHE, k_BTKE, v_BTKE = heads(half.q_proj(x_BTD)), heads(half.k_proj(x_BTD)), heads(half.v_proj(x_BTD))
-        if half.config.qk_norm:
+        if config.qk_norm:
             q_BTHE, k_BTKE = half.q_norm(q_BTHE), half.k_norm(k_BTKE)
-        q_BTHE, k_BTKE = rotate(q_BTHE, rope), rotate(k_BTKE, rope)
+        scores = Scores(config.attention_scale, config.window(layer))
+        if config.rotates(layer):
+            tables = rope[-2:] if scores.window is not None else rope[:2]
+            q_BTHE, k_BTKE = rotate(q_BTHE, tables), rotate(k_BTKE, tables)
         if documents is not None:
-            y_BTHE = attend_documents(q_BTHE, k_BTKE, v_BTKE, documents)
+            y_BTHE = attend_documents(q_BTHE, k_BTKE, v_BTKE, documents, scores)
         else:
-            y_BTHE = attend_cached(q_BTHE, k_BTKE, v_BTKE, half.layer, cache)
+            y_BTHE = attend_cached(q_BTHE, k_BTKE, v_BTKE, layer, cache, scores)
         return cast("Tensor", half.o_proj(y_BTHE.flatten(2)))

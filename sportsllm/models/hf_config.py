@@ -8,31 +8,35 @@ from typing import Any
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ModelConfig, RopeScaling
+from sportsllm.models.hf_families import FAMILIES
 
 # Fields of config.json that do not change the model's output.
 _IGNORED = {
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache",
-    "initializer_range", "_name_or_path", "max_window_layers", "sliding_window", "quantization_config",
+    "initializer_range", "_name_or_path", "max_window_layers", "quantization_config",
     "transformers.js_config", "unk_token_id",
 }  # fmt: skip
 # Fields that are harmless only with these values.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
     "pretraining_tp": (1,),
     "attention_dropout": (0, 0.0),
-    "use_sliding_window": (False,),
     "partial_rotary_factor": (1, 1.0),
     "is_decoder": (False, True),
     "use_mrope": (False,),
 }
+COMMON_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings",
+    "attention_bias", "mlp_bias", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+"""Fields of `ModelConfig` that have the same name and meaning in the files of most families."""
 _SIZES = ("num_attention_heads", "hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers")
-_MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 OWN_MODEL_TYPE = "sportsllm"
-"""For kinds of attention or feed-forward that have no layout of Hugging Face's: every field under its own name."""
+"""For models that are of no family of Hugging Face's: every field under its own name."""
 
 
 def config_from_hf(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """Read the parsed config.json of a LLaMA-family model; `where` is the file's name, for messages.
+    """Read the parsed config.json of a model of `FAMILIES`; `where` is the file's name, for messages.
 
     Raises:
         ArtifactError: a field this program does not know or cannot honour; its name is in the message.
@@ -47,19 +51,15 @@ def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:
     model_type = data.get("model_type", "llama")
     if model_type == OWN_MODEL_TYPE:
         return _parse_own(data, where)
-    if model_type not in _MODEL_TYPES:
-        raise ArtifactError(
-            f"{where}: model_type {model_type!r} is not supported; use one of {', '.join(_MODEL_TYPES)}"
-        )
+    if model_type not in FAMILIES:
+        raise ArtifactError(f"{where}: model_type {model_type!r} is not supported; use one of {', '.join(FAMILIES)}")
     rest = {key: value for key, value in data.items() if key not in _IGNORED}
     for key, allowed in _REQUIRED.items():
         value = rest.pop(key, allowed[0])
         if value not in allowed:
             raise ArtifactError(f"{where}: {key} is {value!r}; only {allowed[0]!r} is supported")
-    layer_types = rest.pop("layer_types", None)
-    if layer_types is not None and set(layer_types) != {"full_attention"}:
-        raise ArtifactError(f"{where}: layer_types has {sorted(set(layer_types))}; only 'full_attention' is supported")
-
+    family = FAMILIES[model_type]
+    own = family.read(rest, where)
     try:
         values: dict[str, Any] = {name: rest.pop(name) for name in _SIZES}
     except KeyError as error:
@@ -67,17 +67,12 @@ def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:
     rope = dict(rest.pop("rope_parameters", None) or {})  # transformers 5 keeps theta and scaling together
     scaling = rest.pop("rope_scaling", None) or rope
     heads = values["num_attention_heads"]
-    default_head_dim = 128 if model_type == "qwen3" else values["hidden_size"] // heads
-    bias = bool(rest.pop("attention_bias", model_type == "qwen2"))
     values |= {
         "num_key_value_heads": rest.pop("num_key_value_heads", None) or heads,
-        "head_dim": rest.pop("head_dim", None) or default_head_dim,
-        "tie_word_embeddings": rest.pop("tie_word_embeddings", False),
+        "head_dim": rest.pop("head_dim", None) or values["hidden_size"] // heads,
+        "tie_word_embeddings": rest.pop("tie_word_embeddings", family.ties),
         "rope_theta": rest.pop("rope_theta", None) or rope.get("rope_theta", 10_000.0),
         "rope_scaling": _rope_scaling(scaling, where),
-        "qk_norm": model_type == "qwen3",
-        "attention_bias": bias,
-        "attention_output_bias": bias and model_type != "qwen2",
     }
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = rest.pop(key, None)
@@ -86,7 +81,7 @@ def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:
     values |= {key: rest.pop(key) for key in own_defaults if key in rest}
     if rest:
         raise ArtifactError(f"{where}: unknown field {sorted(rest)[0]!r}; remove it or use a supported model")
-    return _checked(values, where)
+    return _checked(values | own, where)
 
 
 def _parse_own(data: Mapping[str, Any], where: str) -> ModelConfig:
@@ -94,8 +89,9 @@ def _parse_own(data: Mapping[str, Any], where: str) -> ModelConfig:
     unknown = sorted(values.keys() - {field.name for field in fields(ModelConfig)})
     if unknown:
         raise ArtifactError(f"{where}: unknown field {unknown[0]!r}; remove it or use a supported model")
-    if isinstance(values.get("eos_token_id"), list):
-        values["eos_token_id"] = tuple(values["eos_token_id"])
+    for name in ("eos_token_id", "layer_types"):
+        if isinstance(values.get(name), list):
+            values[name] = tuple(values[name])
     return _checked(values | {"rope_scaling": _rope_scaling(values.get("rope_scaling") or {}, where)}, where)
 
 
@@ -120,44 +116,30 @@ def _rope_scaling(data: Mapping[str, Any], where: str) -> RopeScaling | None:
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The config.json that Hugging Face's loaders read; one of our own where a kind is none of theirs."""
-    if (config.attention_kind, config.mlp_kind) != (ModelConfig.attention_kind, ModelConfig.mlp_kind):
+    """The config.json that Hugging Face's loaders read; one of our own where a model is of none of their families."""
+    model_type = family_of(config)
+    if model_type is None:
         return {"architectures": ["SportsLLM"], "model_type": OWN_MODEL_TYPE} | asdict(config)
-    model_type = _model_type(config)
-    data: dict[str, Any] = {"architectures": [_MODEL_TYPES[model_type]], "model_type": model_type}
-    ours = {"attention_output_bias", "qk_norm", "dropout", "attention_kind", "mlp_kind", "rope_scaling"}
-    for field in fields(config):
-        if field.name not in ours:
-            value = getattr(config, field.name)
-            data[field.name] = list(value) if isinstance(value, tuple) else value
-    if model_type == "qwen2":
-        del data["attention_bias"]
-    if model_type != "llama":
-        del data["mlp_bias"]
-        data["use_sliding_window"] = False
+    family = FAMILIES[model_type]
+    data: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
+    for name in COMMON_FIELDS:
+        value = getattr(config, name)
+        data[name] = list(value) if isinstance(value, tuple) else value
     scaling = config.rope_scaling
     if scaling is not None:
         linear = {"rope_type": "linear", "factor": scaling.factor}
         data["rope_scaling"] = linear if scaling.rope_type == "linear" else asdict(scaling)
     if config.dropout:
         data["dropout"] = config.dropout
-    return data | {"hidden_act": "silu", "torch_dtype": "float32"}
+    written = family.written(config)
+    dropped = {name for name in COMMON_FIELDS if name in written and written[name] is None}
+    data = {name: value for name, value in data.items() if name not in dropped}
+    return data | {name: value for name, value in written.items() if value is not None} | {"torch_dtype": "float32"}
 
 
-def _model_type(config: ModelConfig) -> str:
-    one_bias = config.attention_bias == config.attention_output_bias
-    if config.qk_norm:
-        kind, possible = "qwen3", one_bias and not config.mlp_bias
-    elif config.attention_bias and not one_bias:
-        kind, possible = "qwen2", not config.mlp_bias
-    else:
-        kind, possible = "llama", one_bias
-    if not possible:
-        raise UsageError(
-            "config: this mix of attention_bias, attention_output_bias, mlp_bias and qk_norm belongs to "
-            "no Hugging Face model type; use llama's, qwen2's or qwen3's"
-        )
-    return kind
+def family_of(config: ModelConfig) -> str | None:
+    """The model type that a model is written as; None where it is of no family of Hugging Face's."""
+    return next((name for name, family in FAMILIES.items() if family.fits(config)), None)
 
 
 def load_config(directory: Path) -> ModelConfig:

@@ -1,6 +1,6 @@
 """The kinds of attention and feed-forward, and the tensors of a whole model. Imports no torch.
 
-A new kind is a file like `swiglu.py` and a line in one of the two tables below.
+A new kind is a file like `gelu.py` and a line in one of the two tables below.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from sportsllm.models.gated import Gated
+from sportsllm.models.gelu import Gelu
 from sportsllm.models.grouped_query import GroupedQuery
 from sportsllm.models.parts import HIDDEN, Kind, Matrix, State, Unit
-from sportsllm.models.swiglu import SwiGLU
 
 if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
 
 ATTENTION: dict[str, Kind] = {"grouped_query": GroupedQuery()}
-FEED_FORWARD: dict[str, Kind] = {"swiglu": SwiGLU()}
+FEED_FORWARD: dict[str, Kind] = {"swiglu": Gated("silu"), "geglu": Gated("gelu"), "gelu": Gelu()}
 
 NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 """The two halves of a block, in order, and the norm before each."""
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+OUTPUT_NORMS = {"self_attn": "attention_output_norm", "mlp": "feed_forward_output_norm"}
+"""The norm after each half, in a model with `output_norms`."""
+EMBEDDING, HEAD, POSITIONS, LAST_NORM = "model.embed_tokens", "lm_head", "model.embed_positions", "model.norm"
 
 
 class Parameter(NamedTuple):
@@ -29,7 +32,7 @@ class Parameter(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    role: Literal["embedding", "head", "matrix", "bias", "norm"]
+    role: Literal["embedding", "positions", "head", "matrix", "bias", "norm"]
     writes_residual: bool = False
 
 
@@ -79,10 +82,12 @@ def parameters(config: ModelConfig) -> list[Parameter]:
     """Every tensor of a checkpoint, in the order of the model's own."""
     table = (config.vocab_size, config.hidden_size)
     found = [Parameter(f"{EMBEDDING}.weight", table, "embedding")]
+    if config.positions:
+        found.append(Parameter(f"{POSITIONS}.weight", (config.positions, config.hidden_size), "positions"))
     for layer in range(config.num_hidden_layers):
         for half, kind in halves(config).items():
             prefix = f"model.layers.{layer}"
-            found.append(Parameter(f"{prefix}.{NORMS[half]}.weight", (config.hidden_size,), "norm"))
+            found += _norm(config, f"{prefix}.{NORMS[half]}")
             for matrix in kind.matrices(config):
                 name, shape = f"{prefix}.{half}.{matrix.name}", (matrix.rows, matrix.columns)
                 found.append(Parameter(f"{name}.weight", shape, "matrix", matrix.writes_residual))
@@ -90,10 +95,33 @@ def parameters(config: ModelConfig) -> list[Parameter]:
                     found.append(Parameter(f"{name}.bias", (matrix.rows,), "bias"))
             for vector in kind.vectors(config):
                 found.append(Parameter(f"{prefix}.{half}.{vector.name}.weight", (vector.size,), "norm"))
-    found.append(Parameter("model.norm.weight", (config.hidden_size,), "norm"))
+            if config.output_norms:
+                found += _norm(config, f"{prefix}.{OUTPUT_NORMS[half]}")
+    found += _norm(config, LAST_NORM)
     if not config.tie_word_embeddings:
         found.append(Parameter(f"{HEAD}.weight", table, "head"))
     return found
+
+
+def _norm(config: ModelConfig, name: str) -> list[Parameter]:
+    """A norm of the residual stream."""
+    found = [Parameter(f"{name}.weight", (config.hidden_size,), "norm")]
+    return found + [Parameter(f"{name}.bias", (config.hidden_size,), "bias")] * (config.norm_kind == "layer")
+
+
+def norms_of_block(config: ModelConfig) -> int:
+    """How many norms of the residual stream a block has."""
+    return len(NORMS) * (2 if config.output_norms else 1)
+
+
+def adds_to_residual(config: ModelConfig, matrix: Matrix) -> bool:
+    """Whether a matrix's output is added to the residual stream as it is, with no norm between."""
+    return matrix.writes_residual and not config.output_norms
+
+
+def can_cut_hidden(config: ModelConfig) -> bool:
+    """Whether the residual stream may be written in another basis: norms must have nothing but a scale to fold away."""
+    return config.norm_kind == "rms" and not config.output_norms
 
 
 def matrix_shapes(config: ModelConfig, layers_only: bool = False) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The decoder: pre-norm blocks of attention and feed-forward, RMSNorm, rotary positions.
+"""The decoder: pre-norm blocks of attention and feed-forward; RMSNorm and rotary positions, or what a config says.
 
 The kinds of attention and feed-forward (`sportsllm.models.kinds`) define the two halves of a block.
 Shape suffixes: B sequences, T tokens, D hidden_size, E head_dim, V vocabulary.
@@ -15,12 +15,34 @@ from torch.utils.checkpoint import checkpoint
 
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import NORMS, check_parameters, halves, parameters
+from sportsllm.models.kinds import NORMS, OUTPUT_NORMS, check_parameters, halves, parameters
 from sportsllm.models.parts import Kind
 from sportsllm.models.rope import rope_tables
 
-Rope = tuple[Tensor, Tensor]
-"""Cosine and sine tables, each (T, E / 2) or (B, T, E / 2)."""
+_ROPE_TABLES = ("rope_cos", "rope_sin", "rope_local_cos", "rope_local_sin")
+Rope = tuple[Tensor, ...]
+"""Cosine and sine tables, each (T, E / 2) or (B, T, E / 2); then those of sliding layers, where they have their own."""
+
+
+def rope_of(config: ModelConfig) -> Rope:
+    """A model's tables, one row a position of its context."""
+    bases = [config.rope_theta] + [config.rope_local_theta] * (config.rope_local_theta is not None)
+    tables = [rope_tables(config, config.max_position_embeddings, local=place > 0) for place in range(len(bases))]
+    return tuple(torch.from_numpy(table) for pair in tables for table in pair)
+
+
+def first_positions(rope: Rope, x_BTD: Tensor) -> Rope:
+    """The tables of the first T positions, for x (B, T, D)."""
+    return tuple(table[: x_BTD.shape[1]] for table in rope)
+
+
+def embed(config: ModelConfig, rows_BTD: Tensor, positions: Tensor | None) -> Tensor:
+    """What the first layer reads, (B, T, D): the tokens' rows of the embedding, scaled, and their positions' rows.
+
+    `positions` are rows of a model's table of learned positions, if it has one: (B, T, D), or (N, D) of the first N.
+    """
+    x_BTD = rows_BTD if config.embedding_scale == 1.0 else rows_BTD * config.embedding_scale
+    return x_BTD if positions is None else x_BTD + positions[..., : x_BTD.shape[1], :]
 
 
 class RMSNorm(nn.Module):
@@ -32,10 +54,37 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any (..., size) in, the same shape out; in autocast's type, so that it is cast once for all its readers."""
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(dtype)
+        """Any (..., size) in, the same shape out; see `_compute_type`."""
+        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(_compute_type(x))
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias, in float32 (https://arxiv.org/abs/1607.06450)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `RMSNorm.forward`."""
+        return F.layer_norm(x.float(), (x.shape[-1],), self.weight.float(), self.bias.float(), self.eps).to(
+            _compute_type(x)
+        )
+
+
+ResidualNorm = RMSNorm | LayerNorm
+
+
+def residual_norm(config: ModelConfig) -> ResidualNorm:
+    """A norm of the residual stream."""
+    return (RMSNorm if config.norm_kind == "rms" else LayerNorm)(config.hidden_size, config.rms_norm_eps)
+
+
+def _compute_type(x: Tensor) -> torch.dtype:
+    """Autocast's type, so that a norm's output is cast once for all its readers."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class Half(nn.Module):
@@ -62,17 +111,20 @@ class Half(nn.Module):
 class Block(nn.Module):
     """One layer: attention and feed-forward, each after its norm and added to the residual stream."""
 
-    input_layernorm: RMSNorm
+    input_layernorm: ResidualNorm
     self_attn: Any
-    post_attention_layernorm: RMSNorm
+    post_attention_layernorm: ResidualNorm
     mlp: Any
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.dropout = config.dropout
+        self.output_norms = config.output_norms
         for name, kind in halves(config).items():
-            self.add_module(NORMS[name], RMSNorm(config.hidden_size, config.rms_norm_eps))
+            self.add_module(NORMS[name], residual_norm(config))
             self.add_module(name, Half(kind, config, layer))
+            if config.output_norms:
+                self.add_module(OUTPUT_NORMS[name], residual_norm(config))
 
     def forward(
         self, x_BTD: Tensor, rope: Rope, documents: Sequence[int] | None = None, cache: KVCache | None = None
@@ -84,9 +136,11 @@ class Block(nn.Module):
     def add_half(
         self, half: str, x_BTD: Tensor, rope: Rope, documents: Sequence[int] | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        """The residual stream after one of `NORMS`: x + half(norm(x))."""
+        """The residual stream after one of `NORMS`: x + half(norm(x)), the change normed too with `output_norms`."""
         normed = self.get_submodule(NORMS[half])(x_BTD)
         change = self.get_submodule(half)(normed, rope, documents, cache)
+        if self.output_norms:
+            change = self.get_submodule(OUTPUT_NORMS[half])(change)
         return x_BTD + F.dropout(change, self.dropout, self.training)
 
 
@@ -108,15 +162,15 @@ class Backbone(nn.Module):
         # From a table that is there: drawing one at random on the meta device imports torch's compiler, a second long.
         sizes = config.vocab_size, config.hidden_size
         self.embed_tokens: nn.Module = nn.Embedding(*sizes, _weight=torch.empty(sizes))
+        if config.positions:
+            sizes = config.positions, config.hidden_size
+            self.embed_positions = nn.Embedding(*sizes, _weight=torch.empty(sizes))
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = residual_norm(config)
 
 
 class SportsLLM(nn.Module):
     """The whole model. `hidden` and `head_weight` are for training, `forward` for everything else."""
-
-    rope_cos: Tensor
-    rope_sin: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -125,9 +179,8 @@ class SportsLLM(nn.Module):
         self.lm_head: nn.Module | None = None
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        cos, sin = rope_tables(config, config.max_position_embeddings)
-        self.register_buffer("rope_cos", torch.from_numpy(cos), persistent=False)
-        self.register_buffer("rope_sin", torch.from_numpy(sin), persistent=False)
+        for place, table in enumerate(rope_of(config)):
+            self.register_buffer(_ROPE_TABLES[place], table, persistent=False)
         self.checkpoint_activations = False
         check_parameters(config, {name: tuple(p.shape) for name, p in self.named_parameters()})
 
@@ -150,6 +203,17 @@ class SportsLLM(nn.Module):
                     parameter.normal_(0.0, spread, generator=generator)
 
     @property
+    def rope(self) -> Rope:
+        """The rotary tables of the whole context."""
+        return tuple(cast(Tensor, getattr(self, name)) for name in _ROPE_TABLES if hasattr(self, name))
+
+    def embedded(self, tokens_BT: Tensor, places: slice | Tensor | None = None) -> Tensor:
+        """What the first layer reads, (B, T, D); `places` are the tokens' positions, the first T if not given."""
+        table = self.model.embed_positions.weight if self.config.positions else None
+        rows = table[places] if table is not None and places is not None else table
+        return embed(self.config, self.model.embed_tokens(tokens_BT), rows)
+
+    @property
     def head_weight(self) -> Tensor:
         """The (V, D) matrix that turns hidden states into logits."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
@@ -170,8 +234,8 @@ class SportsLLM(nn.Module):
             cache: read before and extended by these tokens; not together with `documents`.
             states: where given, gets the residual stream (B, T, D) after the embedding and after each layer.
         """
-        x_BTD = self.model.embed_tokens(tokens_BT)
-        rope = self._rope(tokens_BT, documents, cache)
+        places = self._places(tokens_BT, documents, cache)
+        x_BTD, rope = self.embedded(tokens_BT, places), tuple(table[places] for table in self.rope)
         for layer in self.model.layers:
             if states is not None:
                 states.append(x_BTD)
@@ -200,15 +264,15 @@ class SportsLLM(nn.Module):
         losses = [block.auxiliary_loss for block in self.model.layers if hasattr(block, "auxiliary_loss")]
         return cast(Tensor, sum(losses)) if losses else None
 
-    def _rope(self, tokens_BT: Tensor, documents: Sequence[int] | None, cache: KVCache | None) -> Rope:
+    def _places(self, tokens_BT: Tensor, documents: Sequence[int] | None, cache: KVCache | None) -> slice | Tensor:
+        """Where the tokens stand, (B, T); as a slice where all sequences are alike."""
         batch, length = tokens_BT.shape
         start = cache.length if cache is not None else 0
         if documents is None:
             if start + length > self.config.max_position_embeddings:
                 raise ValueError(f"{start + length} tokens; the context is {self.config.max_position_embeddings}")
-            return self.rope_cos[start : start + length], self.rope_sin[start : start + length]
+            return slice(start, start + length)
         ends = torch.as_tensor(documents, device=tokens_BT.device)
         lengths = torch.diff(ends, prepend=ends.new_zeros(1))
         starts = torch.repeat_interleave(ends - lengths, lengths)
-        positions = (torch.arange(batch * length, device=tokens_BT.device) - starts).view(batch, length)
-        return self.rope_cos[positions], self.rope_sin[positions]
+        return (torch.arange(batch * length, device=tokens_BT.device) - starts).view(batch, length)

@@ -11,11 +11,16 @@ import numpy.typing as npt
 from sportsllm.models.config import ModelConfig
 
 
-def inverse_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
-    """Angle per position of each pair of channels, shape (head_dim / 2,), float32 as `transformers` has it."""
+def inverse_frequencies(config: ModelConfig, local: bool = False) -> npt.NDArray[np.float32]:
+    """Angle per position of each pair of channels, shape (head_dim / 2,), float32 as `transformers` has it.
+
+    `local` are those of sliding layers, in a model that has a base for them.
+    """
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    inverse = 1.0 / config.rope_theta**exponent
-    scaling = config.rope_scaling
+    base, scaling = config.rope_theta, config.rope_scaling
+    if local and config.rope_local_theta is not None:
+        base, scaling = config.rope_local_theta, None
+    inverse = 1.0 / base**exponent
     if scaling is not None and scaling.rope_type == "linear":
         inverse = inverse / scaling.factor
     elif scaling is not None:
@@ -28,8 +33,13 @@ def inverse_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
     return inverse.astype(np.float32)
 
 
-def rope_tables(config: ModelConfig, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Cosine and sine tables, each (length, head_dim / 2) float32, for half-split (Hugging Face) rotation."""
+def rope_tables(
+    config: ModelConfig, length: int, local: bool = False
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Cosine and sine tables, each (length, head_dim / 2) float32, for half-split (Hugging Face) rotation.
+
+    `local` as in `inverse_frequencies`.
+    """
     positions = np.arange(length, dtype=np.float32)
-    angles = positions[:, None] * inverse_frequencies(config)[None, :]
+    angles = positions[:, None] * inverse_frequencies(config, local)[None, :]
     return np.cos(angles), np.sin(angles)

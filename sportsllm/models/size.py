@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import NORMS, block_matrices, block_state, halves
+from sportsllm.models.kinds import NORMS, OUTPUT_NORMS, block_matrices, block_state, halves, norms_of_block
 from sportsllm.models.parts import Matrix
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
@@ -36,7 +36,9 @@ def block_parameters(config: ModelConfig) -> dict[str, int]:
         parts |= {matrix.name: matrix.numbers for matrix in matrices}
         parts |= {f"{matrix.name}.bias": matrix.rows for matrix in matrices if matrix.bias}
         norms |= {vector.name: vector.size for vector in kind.vectors(config)}
-        norms[NORMS[half]] = config.hidden_size
+        norms[NORMS[half]] = config.norm_numbers
+        if config.output_norms:
+            norms[OUTPUT_NORMS[half]] = config.norm_numbers
     return parts | norms
 
 
@@ -83,7 +85,8 @@ def weight_bytes(
         table = quantized_bytes(config.vocab_size, config.hidden_size, head_bits, block_size, zeros[head_bits])
     tables = 1 if config.tie_word_embeddings else 2
     norms_and_biases = config.block_parameters - block_numbers(config)
-    return config.num_hidden_layers * a_block + 4 * norms_and_biases + tables * table
+    positions = config.positions * config.hidden_size
+    return config.num_hidden_layers * a_block + 4 * (norms_and_biases + positions) + tables * table
 
 
 def kv_cache_bytes_per_token(config: ModelConfig) -> dict[str, int]:
@@ -168,10 +171,11 @@ def training_memory(
 def _layer_activation_bytes(config: ModelConfig, mixed: bool) -> int:
     """Bytes one block keeps for each token, with a = 4 in float32 and 2 under mixed precision.
 
-    Two norms keep x, x / rms(x) and 1 / rms(x) in float32: 2 (8 D + 4). The matrices that read the norms' results keep
-    those (a D each). The kinds of attention and feed-forward add their own.
+    Two norms keep x, x / rms(x) and 1 / rms(x) in float32: 2 (8 D + 4), and as much again those after the halves. The
+    matrices that read the norms' results keep those (a D each). The kinds of attention and feed-forward add their own.
     """
-    a_half = 2 * 4 * config.hidden_size + 4 + (2 if mixed else 4) * config.hidden_size
+    norms = norms_of_block(config) // len(NORMS)
+    a_half = norms * (2 * 4 * config.hidden_size + 4) + (2 if mixed else 4) * config.hidden_size
     return sum(a_half + kind.activation_bytes(config, mixed) for kind in halves(config).values())
 
 
@@ -200,7 +204,10 @@ def tensor_shapes(config: ModelConfig, batch: int, length: int, element_bytes: i
 
     add("embed_tokens.weight", "weight", (vocab, hidden))
     add("hidden", "activation", (*steps, hidden))
-    add("rope cos, sin", "table", (2, length, config.head_dim // 2))
+    if config.positions:
+        add("embed_positions.weight", "weight", (config.positions, hidden))
+    else:
+        add("rope cos, sin", "table", (2, length, config.head_dim // 2))
     for (half, described), result in zip(halves(config).items(), ("attention", "feed-forward"), strict=True):
         add(NORMS[half], "activation", (*steps, hidden), layers)
         for item in described.tensors(config):
@@ -212,6 +219,8 @@ def tensor_shapes(config: ModelConfig, batch: int, length: int, element_bytes: i
                 add(item.name, "activation", (batch, *item.shape, length, length), layers, item.held)
             else:
                 add(item.name, "activation", (*steps, *item.shape), layers, item.held)
+        if config.output_norms:
+            add(OUTPUT_NORMS[half], "activation", (*steps, hidden), layers)
         add(f"hidden + {result}", "activation", (*steps, hidden), layers)
     add("norm", "activation", (*steps, hidden))
     if not config.tie_word_embeddings:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config, to_hf
-from sportsllm.models.kinds import parameters
-from sportsllm.models.language_model import Block, SportsLLM
+from sportsllm.models.kinds import EMBEDDING, LAST_NORM, POSITIONS, parameters
+from sportsllm.models.language_model import Block, ResidualNorm, SportsLLM, residual_norm
+from sportsllm.storage.layouts import to_layout
 from sportsllm.storage.packed_matrix import read_packed
 from sportsllm.storage.quantized_layers import SUFFIXES, QuantizedEmbedding, QuantizedLinear
 from sportsllm.storage.safetensors_files import QUANT_METHOD, WEIGHTS, TensorFiles, check_shape, quantization_config
@@ -57,7 +58,7 @@ def _model_names(config: ModelConfig, tensors: TensorFiles) -> set[str]:
     names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
     if config.tie_word_embeddings and "lm_head.weight" in names:  # some writers store the tied matrix twice
         names.discard("lm_head.weight")
-        embedding = "model.embed_tokens.weight"
+        embedding = f"{EMBEDDING}.weight"
         if embedding in names and not torch.equal(tensors["lm_head.weight"], tensors[embedding]):
             raise ArtifactError(
                 f"{tensors.directory}: config.json says that embedding and head are one matrix, but lm_head.weight "
@@ -80,6 +81,21 @@ def load_table(tensors: TensorFiles, config: ModelConfig, module: str) -> Tensor
     if f"{module}.weight_packed" in tensors:
         return torch.from_numpy(read_packed(tensors, module, shape, tensors.directory).dequantize())
     return _read(tensors, f"{module}.weight", shape)
+
+
+def load_positions(tensors: TensorFiles, config: ModelConfig) -> Tensor | None:
+    """The table of learned positions, (context, D) float32, if the model has one."""
+    if not config.positions:
+        return None
+    return _read(tensors, f"{POSITIONS}.weight", (config.positions, config.hidden_size))
+
+
+def load_last_norm(tensors: TensorFiles, config: ModelConfig) -> ResidualNorm:
+    """The norm before the head."""
+    with torch.device("meta"):
+        norm = residual_norm(config)
+    _fill(norm, tensors, f"{LAST_NORM}.")
+    return norm.eval().requires_grad_(False)
 
 
 def check_names(tensors: TensorFiles, config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -110,7 +126,8 @@ def read_ends(tensors: TensorFiles, config: ModelConfig) -> dict[str, Tensor]:
 
 def _read(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor:
     if name not in tensors:
-        raise ArtifactError(f"{tensors.directory}: tensor {name!r} is missing; config.json asks for it")
+        stored = tensors.stored_name(name)
+        raise ArtifactError(f"{tensors.directory}: tensor {stored!r} is missing; config.json asks for it")
     tensor = tensors[name]
     check_shape(tensor, shape, name, tensors.directory)
     return tensor.float().contiguous()
@@ -166,7 +183,9 @@ def write_checkpoint(
 ) -> None:
     """As `save_checkpoint`, from tensors by name."""
     data = to_hf(config)
-    if quantization is not None:
+    if quantization is None:
+        tensors = to_layout(data["model_type"], config, tensors)
+    else:
         data["quantization_config"] = {"quant_method": QUANT_METHOD, **quantization}
     write_json(directory / "config.json", data)
     save_tensors(directory / WEIGHTS, tensors)

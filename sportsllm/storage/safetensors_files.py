@@ -14,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sportsllm.errors import ArtifactError
-from sportsllm.models.hf_config import packed_by_bitsandbytes, read_json
+from sportsllm.models.hf_config import load_config, packed_by_bitsandbytes, read_json
 from sportsllm.storage.artifact import MANIFEST, read_manifest
 from sportsllm.storage.bitsandbytes import companions, read_dense
+from sportsllm.storage.layouts import LAYOUTS, Part, is_buffer, parts_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -25,7 +26,46 @@ REOPEN_BYTES = 64_000_000
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, each read from disk on demand; bitsandbytes' matrices as dense ones.
+    """The tensors of a checkpoint by the model's names, each read from disk on demand; see `StoredTensors`.
+
+    A family's files may hold them in another layout, see `sportsllm.storage.layouts`; what this program quantized is
+    never in one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._stored = StoredTensors(directory)
+        self._parts: dict[str, Part] = {}
+        model_type = str(read_json(directory / "config.json").get("model_type"))
+        if model_type in LAYOUTS and quantization_config(directory) is None:
+            self._parts = parts_of(model_type, load_config(directory), self._stored)
+        used = {part.stored for part in self._parts.values()}
+        known = [name for name, part in self._parts.items() if part.stored in self._stored]
+        others = (name for name in self._stored if name not in used and not is_buffer(model_type, name))
+        self._names = dict.fromkeys([*known, *others])
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        part = self._parts.get(name)
+        return self._stored[name] if part is None else part.read(self._stored[part.stored])
+
+    def stored_name(self, name: str) -> str:
+        """What one of the model's tensors is called in the files."""
+        return self._parts[name].stored if name in self._parts else name
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # without reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint as they are named in its files; bitsandbytes' matrices as dense ones.
 
     Pages read from an open file count as memory, so a file is reopened after every `REOPEN_BYTES`.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from sportsllm.models.config import ModelConfig
 
-NAME = "gelu"
+NAME = "erf_gelu"
 
 
 class Gelu:

@@ -17,6 +17,7 @@ from compress.pruning.shapes import Shape
 from compress.pruning.slicing import slice_model
 from sportsllm.errors import UsageError
 from sportsllm.models import kinds
+from sportsllm.models.gelu import Gelu
 from sportsllm.models.kinds import NORMS, block_matrices
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.parts import Matrix
@@ -188,12 +189,12 @@ def test_a_trained_model_predicts_held_out_text_better(stories: Path, shape: Sha
 def test_two_writers_in_one_half_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(mlp_kind="gelu")
     pruned, kept, _ = cut(model, Shape.of(model.config))
-    described = gelu_kind.Gelu.matrices
+    described = Gelu.matrices
 
-    def both_write(self: gelu_kind.Gelu, config: object) -> tuple[Matrix, ...]:
+    def both_write(self: Gelu, config: object) -> tuple[Matrix, ...]:
         return tuple(matrix._replace(writes_residual=True) for matrix in described(self, config))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(gelu_kind.Gelu, "matrices", both_write)
+    monkeypatch.setattr(Gelu, "matrices", both_write)
     monkeypatch.setattr(kinds, "_block_matrices", kinds._block_matrices.__wrapped__)  # each config's are kept
     with pytest.raises(UsageError, match=r"mlp\.up_proj and mlp\.down_proj: refit needs one matrix"):
         refit_layers(pruned, model, kept, samples())

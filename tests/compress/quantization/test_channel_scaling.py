@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 
-from compress.pruning.refit import first_positions, run_layer
+from compress.pruning.refit import run_layer
 from compress.quantization.channel_scaling import RULES, InputStatistics, best_scale, scale_block, source_rows
 from compress.quantization.config import Granularity, GridSpec, QuantizationConfig
 from compress.quantization.packed_checkpoint import round_weight
 from sportsllm.models.kinds import block_matrices
-from sportsllm.models.language_model import Rope, SportsLLM
+from sportsllm.models.language_model import Rope, SportsLLM, first_positions
 from sportsllm.storage.packed_weights import ROW_BITS
 from tests.support.gelu_kind import registered
 from tests.support.models import tiny_config, tiny_model
@@ -36,7 +36,7 @@ def uneven(model: torch.nn.Module) -> None:
 def test_the_layer_computes_the_same(changes: dict[str, bool], kv_heads: int, rule: str) -> None:
     model = tiny_model(num_key_value_heads=kv_heads, **changes)
     uneven(model)
-    rope = (model.rope_cos, model.rope_sin)
+    rope = model.rope
     draw = torch.Generator().manual_seed(0)
     states = [torch.randn(1, length, 64, generator=draw) for length in (40, 25)]
     block = model.model.layers[1]
@@ -123,7 +123,7 @@ def test_a_matrix_without_a_source_is_left_alone() -> None:
     with registered() as kind:
         model = tiny_model(mlp_kind=kind)
         uneven(model)
-        rope = (model.rope_cos, model.rope_sin)
+        rope = model.rope
         states = [torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(0))]
         block = model.model.layers[0]
         before, down = run_layer(block, states, rope)[0], block.mlp.down_proj.weight.clone()
@@ -144,7 +144,7 @@ def test_balance_follows_its_formula(bits: int, alpha: float) -> None:
     """Of gate and up, which share their inputs: norm(x) of all tokens, and both matrices' columns."""
     model = tiny_model()
     uneven(model)
-    rope = (model.rope_cos, model.rope_sin)
+    rope = model.rope
     states = [torch.randn(1, length, 64, generator=torch.Generator().manual_seed(length)) for length in (40, 25)]
     block, before = copy.deepcopy(model.model.layers[0]), model.model.layers[0]
     scale_block(block, model.config, states, rope, QuantizationConfig(bits), "model.layers.0", "balance")
@@ -161,7 +161,7 @@ def uneven_layer() -> tuple[SportsLLM, Rope, list[torch.Tensor], list[torch.Tens
     """A model, its rotary tables, states to calibrate with and others, and what its first layer makes of these."""
     model = tiny_model(std=0.05)
     uneven(model)
-    rope = (model.rope_cos, model.rope_sin)
+    rope = model.rope
     draw = torch.Generator().manual_seed(0)
     seen, unseen = ([torch.randn(1, 60, 64, generator=draw)] for _ in range(2))
     return model, rope, seen, unseen, run_layer(model.model.layers[0], unseen, rope)[0]
@@ -196,7 +196,7 @@ def test_balanced_inputs_cost_less_in_whole_numbers() -> None:
 def test_strong_inputs_get_finer_steps() -> None:
     model = tiny_model(std=0.05)
     uneven(model)
-    rope = (model.rope_cos, model.rope_sin)
+    rope = model.rope
     states = [torch.randn(1, 60, 64, generator=torch.Generator().manual_seed(0))]
     wanted = run_layer(model.model.layers[0], states, rope)[0]
     errors = []

@@ -90,7 +90,9 @@ def test_onnxruntime_genai_reads_it(exported: Path) -> None:
 def test_a_kind_without_a_builder_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gelu_kind.registered() as name:
         save(tmp_path / "checkpoint", tiny_model(mlp_kind=name))
-        with pytest.raises(UsageError, match=r"'gelu' has no ONNX graph; these do: grouped_query, swiglu") as caught:
+        with pytest.raises(
+            UsageError, match=r"'erf_gelu' has no ONNX graph; these do: grouped_query, swiglu"
+        ) as caught:
             export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1))
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
     monkeypatch.setitem(ATTENTION, "other", ATTENTION["grouped_query"])

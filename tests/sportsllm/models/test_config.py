@@ -74,7 +74,7 @@ def test_hugging_face_round_trip() -> None:
     ("change", "named"),
     [
         ({"mystery": 1}, "mystery"),
-        ({"model_type": "gpt2"}, "gpt2"),
+        ({"model_type": "bert"}, "bert"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "beta"),

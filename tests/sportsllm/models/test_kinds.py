@@ -147,7 +147,7 @@ def test_a_config_of_our_own_layout(gelu: str) -> None:
 def test_without_its_kind_a_checkpoint_is_refused() -> None:
     with gelu_kind.registered() as name:
         data = to_hf(tiny_config(mlp_kind=name))
-    with pytest.raises(ArtifactError, match="mlp_kind is 'gelu'; use one of swiglu"):
+    with pytest.raises(ArtifactError, match="mlp_kind is 'erf_gelu'; use one of swiglu"):
         config_from_hf(data)
 
 

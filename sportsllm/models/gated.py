@@ -1,8 +1,10 @@
-"""SwiGLU: down(silu(gate(x)) * up(x)) (https://arxiv.org/abs/2002.05202)."""
+"""Gated feed-forward: down(f(gate(x)) * up(x)), SwiGLU with f = silu and GeGLU with f = gelu, its tanh form
+(https://arxiv.org/abs/2002.05202).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, Unit
 
@@ -12,8 +14,11 @@ if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
 
 
-class SwiGLU(Kind):
+class Gated(Kind):
     """Three matrices around a gate; see `sportsllm.models.parts.Kind`."""
+
+    def __init__(self, activation: Literal["silu", "gelu"]) -> None:
+        self.activation = activation
 
     def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
@@ -27,16 +32,18 @@ class SwiGLU(Kind):
         return (Unit("neuron", "intermediate_size", config.intermediate_size),)
 
     def activation_bytes(self, config: ModelConfig, mixed: bool) -> int:
-        """gate, silu(gate), up and their product."""
+        """gate, f(gate), up and their product."""
         return 4 * (2 if mixed else 4) * config.intermediate_size
 
     def tensors(self, config: ModelConfig) -> tuple[Matrix | Activation, ...]:
         gate, up, down = self.matrices(config)
         inner = (config.intermediate_size,)
-        product = Activation("silu(gate) * up", inner)
+        product = Activation(f"{self.activation}(gate) * up", inner)
         return gate, up, Activation("gate", inner), Activation("up", inner), product, down
 
     def forward(self, half: Any, x_BTD: Tensor, rope: Any, documents: Any, cache: Any) -> Tensor:
-        from torch.nn.functional import silu
+        from torch.nn.functional import gelu, silu
 
-        return cast("Tensor", half.down_proj(silu(half.gate_proj(x_BTD)) * half.up_proj(x_BTD)))
+        gate = half.gate_proj(x_BTD)
+        gate = silu(gate) if self.activation == "silu" else gelu(gate, approximate="tanh")
+        return cast("Tensor", half.down_proj(gate * half.up_proj(x_BTD)))

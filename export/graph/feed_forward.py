@@ -1,0 +1,36 @@
+"""Feed-forward in the graph; see `sportsllm.models.gated` and `sportsllm.models.gelu`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from export.graph.half import HalfBuilder
+from sportsllm.models.parts import HIDDEN
+
+
+class SwiGLU(HalfBuilder):
+    """silu(gate(x)) * up(x)."""
+
+    def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
+        gate, up = self.products(layer, HIDDEN, x_BTD)
+        silu = self.layers.silu(f"{self.name(layer)}/silu", gate)
+        return self.graph.node(f"{self.name(layer)}/inner", "Mul", [silu, up]), ()
+
+
+class GeGLU(HalfBuilder):
+    """gelu(gate(x)) * up(x)."""
+
+    def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
+        gate, up = self.products(layer, HIDDEN, x_BTD)
+        gelu = self.layers.gelu(f"{self.name(layer)}/gelu", gate)
+        return self.graph.node(f"{self.name(layer)}/inner", "Mul", [gelu, up]), ()
+
+
+class Gelu(HalfBuilder):
+    """gelu(up(x))."""
+
+    def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
+        (up,) = self.products(layer, HIDDEN, x_BTD)
+        return self.layers.gelu(f"{self.name(layer)}/inner", up), ()

@@ -1,0 +1,85 @@
+"""Where tokens stand, in both operator sets: lengths, places and rotary tables, which all layers share.
+
+Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, E head_dim.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from export.graph.builder import Builder
+from export.metadata import ROPE_CACHES
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.rope import rope_tables
+
+INT32, INT64 = ir.DataType.INT32, ir.DataType.INT64
+LAST, TOTAL = "positions/seqlens_k", "positions/total"  # what all layers read: lengths less 1, and S
+_PLACES = "places/new"
+_SCALAR = np.array([], np.int64)  # the shape of one
+
+
+def rotary_caches(graph: Builder, config: ModelConfig, layer: int) -> tuple[ir.Value, ir.Value]:
+    """A layer's cosine and sine tables, (context, E / 2) float32."""
+    local = config.rope_local_theta is not None and config.window(layer) is not None
+    tables = rope_tables(config, config.max_position_embeddings, local)
+    cos, sin = (graph.constant(name, table) for name, table in zip(ROPE_CACHES[2 * local :], tables, strict=False))
+    return cos, sin
+
+
+def sequence_lengths(graph: Builder, mask_BS: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Each sequence's tokens so far less 1, (B,), and S, both int32; the same values each time it is asked."""
+    known = {str(node.name): node.outputs[0] for node in graph.nodes if node.name in (LAST, TOTAL)}
+    if known:
+        return known[LAST], known[TOTAL]
+    one, scalar = graph.constant("one", np.array(1, np.int64)), graph.constant("scalar_shape", _SCALAR)
+    lengths_B = graph.node("positions/lengths", "ReduceSum", [mask_BS, graph.axis(1)], keepdims=0)
+    last_B = graph.node("positions/last", "Sub", [lengths_B, one])
+    width_S = graph.node("positions/mask_width", "Shape", [mask_BS], start=1, end=2)
+    total = graph.node("positions/mask_scalar", "Reshape", [width_S, scalar])
+    return (
+        graph.node(LAST, "Cast", [last_B], to=INT32.value),
+        graph.node(TOTAL, "Cast", [total], to=INT32.value),
+    )
+
+
+def position_ids(graph: Builder, name: str, seqlens_k: ir.Value, x: ir.Value) -> ir.Value:
+    """Where each new token of x, (B, T, ...), stands, (B, T), as GroupQueryAttention counts.
+
+    Token t stands at max(length - T, 0) + t.
+    """
+    scalar, one = graph.constant("scalar_shape", _SCALAR), graph.constant("one", np.array(1, np.int64))
+    zero = graph.constant("zero", np.array(0, np.int64))
+    last_B = graph.node(f"{name}/positions/last", "Cast", [seqlens_k], to=INT64.value)
+    lengths_B = graph.node(f"{name}/positions/lengths", "Add", [last_B, one])
+    width_T = graph.node(f"{name}/positions/new_width", "Shape", [x], start=1, end=2)
+    before_B = graph.node(f"{name}/positions/before", "Sub", [lengths_B, width_T])
+    first_B = graph.node(f"{name}/positions/first", "Max", [before_B, zero])
+    first_B1 = graph.node(f"{name}/positions/first_column", "Unsqueeze", [first_B, graph.axis(1)])
+    new = graph.node(f"{name}/positions/new_scalar", "Reshape", [width_T, scalar])
+    steps_T = graph.node(f"{name}/positions/steps", "Range", [zero, new, one])
+    return graph.node(f"{name}/positions/ids", "Add", [first_B1, steps_T])
+
+
+def places_by_mask(graph: Builder, tokens_BT: ir.Value, mask_BS: ir.Value) -> ir.Value:
+    """Where each new token stands, (B, T): the number of ones before it in the mask, wherever the padding is."""
+    known = [node.outputs[0] for node in graph.nodes if node.name == _PLACES]
+    if known:
+        return known[0]
+    zero, one = graph.constant("zero", np.array(0, np.int64)), graph.constant("one", np.array(1, np.int64))
+    start, end = new_columns(graph, tokens_BT)
+    counted_BS = graph.node("places/counted", "CumSum", [mask_BS, one])
+    before_BS = graph.node("places/before", "Sub", [counted_BS, one])
+    # Padding before the first token has no position; 0 will do.
+    all_BS = graph.node("places/all", "Max", [before_BS, zero])
+    return graph.node(_PLACES, "Slice", [all_BS, start, end, graph.axis(1)])
+
+
+def new_columns(graph: Builder, tokens_BT: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Start and end, (1,), of the new tokens among all columns: they are the last T."""
+    end = graph.constant("end", np.array([np.iinfo(np.int64).max], np.int64))
+    known = [node.outputs[0] for node in graph.nodes if node.name == "places/start"]
+    if known:
+        return known[0], end
+    width_T = graph.node("places/new_width", "Shape", [tokens_BT], start=1, end=2)
+    return graph.node("places/start", "Neg", [width_T]), end

@@ -1,0 +1,153 @@
+"""Families whose checkpoints hold other tensors than the model: under other names, fused, transposed or shifted.
+
+Reading goes tensor by tensor: a `Part` says where one of the model's lies and how it is made of what is stored.
+Writing joins the parts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import EMBEDDING, LAST_NORM, NORMS, OUTPUT_NORMS, POSITIONS, parameters
+
+
+class Part(NamedTuple):
+    """One of the model's tensors in a family's files.
+
+    Attributes:
+        stored: the name there.
+        read: the model's tensor from the stored one.
+        join: the stored tensor from the model's, all those that it holds, in the model's order.
+    """
+
+    stored: str
+    read: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    join: Callable[[Sequence[Tensor]], Tensor] = lambda parts: parts[0]
+
+
+Layout = Callable[[ModelConfig, str], Part]
+
+
+def parts_of(model_type: str, config: ModelConfig, stored: Container[str] = ()) -> dict[str, Part]:
+    """By the model's names its tensors in the files of a model type; empty where they are as in the model.
+
+    `stored` are the names in the files, if there are any: GPT-2's may lack the first part.
+    """
+    if model_type not in LAYOUTS:
+        return {}
+    parts = {item.name: LAYOUTS[model_type](config, item.name) for item in parameters(config)}
+    for name, part in parts.items():
+        bare = part.stored.removeprefix(_GPT2_PREFIX)
+        if part.stored not in stored and bare in stored:
+            parts[name] = part._replace(stored=bare)
+    return parts
+
+
+def is_buffer(model_type: str, name: str) -> bool:
+    """Whether a stored tensor is a constant that early versions of GPT-2 wrote: the causal mask."""
+    return model_type == "gpt2" and name.endswith((".attn.bias", ".attn.masked_bias"))
+
+
+def to_layout(model_type: str, config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The model's tensors as the files of a model type hold them."""
+    parts = parts_of(model_type, config)
+    joined: dict[str, list[Tensor]] = {}
+    for name in parts or tensors:
+        joined.setdefault(parts[name].stored if parts else name, []).append(tensors[name])
+    joins = {part.stored: part.join for part in parts.values()}
+    return {name: joins[name](found).contiguous() if parts else found[0] for name, found in joined.items()}
+
+
+def _layer(name: str) -> tuple[str, str]:
+    """`model.layers.3` and what follows, of a tensor in a layer; `` and the name of others."""
+    if not name.startswith("model.layers."):
+        return "", name
+    _, _, number, rest = name.split(".", 3)
+    return f"model.layers.{number}", rest
+
+
+def _gemma3(config: ModelConfig, name: str) -> Part:
+    """Norms multiply by 1 + weight, and two of them have other names."""
+    layer, rest = _layer(name)
+    norms = {
+        f"{NORMS['mlp']}.weight": "pre_feedforward_layernorm.weight",
+        f"{OUTPUT_NORMS['self_attn']}.weight": "post_attention_layernorm.weight",
+        f"{OUTPUT_NORMS['mlp']}.weight": "post_feedforward_layernorm.weight",
+    }
+    stored = f"{layer}.{norms.get(rest, rest)}" if layer else name
+    if "norm" not in rest:
+        return Part(stored)
+    return Part(stored, lambda weight: weight.float() + 1, lambda parts: parts[0] - 1)
+
+
+def _rows(start: int, stop: int, tensor: Tensor) -> Tensor:
+    return tensor[start:stop]
+
+
+def _phi3(config: ModelConfig, name: str) -> Part:
+    """Query, key and value are one matrix, gate and up another."""
+    layer, rest = _layer(name)
+    queries, keys, inner = config.query_size, config.key_value_size, config.intermediate_size
+    fused = {
+        "self_attn.q_proj.weight": ("self_attn.qkv_proj.weight", 0, queries),
+        "self_attn.k_proj.weight": ("self_attn.qkv_proj.weight", queries, queries + keys),
+        "self_attn.v_proj.weight": ("self_attn.qkv_proj.weight", queries + keys, queries + 2 * keys),
+        "mlp.gate_proj.weight": ("mlp.gate_up_proj.weight", 0, inner),
+        "mlp.up_proj.weight": ("mlp.gate_up_proj.weight", inner, 2 * inner),
+    }
+    if rest not in fused:
+        return Part(name)
+    stored, start, stop = fused[rest]
+    return Part(f"{layer}.{stored}", partial(_rows, start, stop), _stacked)
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts))
+
+
+def _columns(start: int, stop: int, tensor: Tensor) -> Tensor:
+    return tensor[..., start:stop].T
+
+
+def _transposed(parts: Sequence[Tensor]) -> Tensor:
+    return _stacked(parts).T
+
+
+_GPT2_PREFIX = "transformer."
+_GPT2_ENDS = {EMBEDDING: "transformer.wte", POSITIONS: "transformer.wpe", LAST_NORM: "transformer.ln_f"}
+_GPT2_MODULES = {
+    NORMS["self_attn"]: "ln_1",
+    NORMS["mlp"]: "ln_2",
+    "self_attn.o_proj": "attn.c_proj",
+    "mlp.up_proj": "mlp.c_fc",
+    "mlp.down_proj": "mlp.c_proj",
+}
+
+
+def _gpt2(config: ModelConfig, name: str) -> Part:
+    """Matrices lie as (inputs, outputs), and query, key and value are one of them."""
+    layer, rest = _layer(name)
+    module, _, kind = rest.rpartition(".")
+    if not layer:
+        return Part(f"{_GPT2_ENDS.get(module, module)}.{kind}")
+    layer = layer.replace("model.layers", "transformer.h")
+    width = config.hidden_size
+    places = {f"self_attn.{part}_proj": place for place, part in enumerate("qkv")}
+    if module in places:
+        start, stop = places[module] * width, (places[module] + 1) * width
+        if kind == "bias":
+            return Part(f"{layer}.attn.c_attn.bias", partial(_rows, start, stop), _stacked)
+        return Part(f"{layer}.attn.c_attn.weight", partial(_columns, start, stop), _transposed)
+    stored = f"{layer}.{_GPT2_MODULES[module]}.{kind}"
+    if kind == "weight" and module.endswith("_proj"):
+        return Part(stored, lambda matrix: matrix.T, _transposed)
+    return Part(stored)
+
+
+LAYOUTS: dict[str, Layout] = {"gemma3_text": _gemma3, "phi3": _phi3, "gpt2": _gpt2}

@@ -1,0 +1,88 @@
+"""Families beside LLaMA's all the way: pruned, recovered, quantized, exported, and read as in PyTorch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from compress.pruning.run import PruneJob, prune_checkpoint
+from compress.pruning.shapes import Shape
+from compress.quantization.config import QuantizationConfig
+from compress.quantization.run import quantize
+from export.export import ExportOptions, export_checkpoint
+from sportsllm.errors import UsageError
+from sportsllm.inference.decoder import open_decoder
+from sportsllm.inference.sampling import Sampling, generate
+from sportsllm.models.hf_config import load_config
+from sportsllm.training.calibration_text import CalibrationText
+from tests.support import families
+
+PROMPT = [0, 40, 70, 100, 200]
+NAMES = ["gemma3", "phi3-sliding", "smollm3", "gpt2"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer_directory: Path) -> Path:
+    directory = tmp_path_factory.mktemp(request.param) / "checkpoint"
+    families.save(request.param, directory)
+    shutil.copy(tokenizer_directory / "tokenizer.json", directory)
+    return directory
+
+
+def greedy(directory: Path) -> list[int]:
+    return list(generate(open_decoder(directory, threads=1), PROMPT, 24, Sampling(temperature=0)))
+
+
+@pytest.mark.parametrize("standard", [False, True])
+def test_the_graph_writes_the_same_text(model: Path, standard: bool, tmp_path: Path) -> None:
+    """The gate's sequences go beyond the window, and its ragged batch is padded."""
+    result = export_checkpoint(model, tmp_path / "out", ExportOptions(threads=1, standard_ops=standard))
+    assert result["parity"]["kl"] < 1e-6
+    assert greedy(tmp_path / "out") == greedy(model)
+
+
+def test_the_gate_by_layer_agrees(model: Path, tmp_path: Path) -> None:
+    result = export_checkpoint(model, tmp_path / "out", ExportOptions(threads=1, max_ram_mb=4_000))
+    assert result["parity"]["kl"] < 1e-6
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    words = np.random.default_rng(0).choice(["goal", "match", "win", "the", "a", "late", "keeper", "saves"], 2_000)
+    file.write_text(" ".join(words), encoding="utf-8")
+    return file
+
+
+def test_pruned_quantized_and_over_an_int8_cache(model: Path, text: Path, tmp_path: Path) -> None:
+    config = load_config(model)
+    full = Shape.of(config)
+    shape = Shape(full.hidden, 64, full.heads // 2, full.kv_heads // 2, 3, full.head_dim)
+    prune_checkpoint(PruneJob(model, [text]), shape, tmp_path / "pruned")
+    smaller = load_config(tmp_path / "pruned")
+    assert (smaller.num_hidden_layers, smaller.intermediate_size, smaller.num_attention_heads) == (3, 64, 2)
+    assert smaller.output_norms == config.output_norms and smaller.position_kind == config.position_kind
+    quantize(tmp_path / "pruned", tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,)))
+    options = ExportOptions(threads=1, kv_cache="int8", calibration=[text])
+    export_checkpoint(tmp_path / "int4", tmp_path / "out", options)  # the gate compares with PyTorch
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt2"])
+def test_a_hidden_size_that_norms_hold_is_not_cut(name: str, tmp_path: Path) -> None:
+    families.save(name, tmp_path)
+    config = load_config(tmp_path)
+    with pytest.raises(UsageError, match=r"--hidden cannot be cut in a model of .*[Nn]orm"):
+        Shape(32, 96, 4, config.num_key_value_heads, 4, config.head_dim).applied_to(config)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3-sliding", "smollm3", "gpt2"])
+def test_gguf_is_refused_by_family(name: str, tmp_path: Path) -> None:
+    from export.gguf.write import architecture_of
+
+    families.save(name, tmp_path)
+    with pytest.raises(UsageError, match=r"GGUF: .* is not supported; use") as caught:
+        architecture_of(load_config(tmp_path))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,130 @@
+"""Families beside LLaMA's against `transformers` on the same small weights, both ways."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.models.attention import KVCache
+from sportsllm.models.config import FULL, SLIDING, UNROTATED
+from sportsllm.models.hf_config import config_from_hf, family_of, load_config, to_hf
+from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
+from tests.support import families
+from tests.support.models import tiny_config
+
+# Float32 sums in another order, as a share of the logits' spread.
+TOLERANCE = 1e-5
+TOKENS = torch.randint(0, 384, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.std())
+
+
+@pytest.mark.parametrize("name", families.CONFIGS)
+def test_logits_are_theirs_and_again_theirs_when_saved(name: str, tmp_path: Path) -> None:
+    peer = families.save(name, tmp_path / "theirs")
+    ours = load_checkpoint(tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    save_checkpoint(tmp_path / "ours", ours)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    cache = KVCache(ours.config, 2, 40)
+    with torch.inference_mode():
+        wanted = peer(TOKENS).logits
+        parts = [ours(TOKENS[:, :10], cache), ours(TOKENS[:, 10:20], cache)]
+        parts += [ours(TOKENS[:, i : i + 1], cache) for i in range(20, 40)]
+        assert distance(ours(TOKENS), wanted) < TOLERANCE
+        assert distance(torch.cat(parts, dim=1), wanted) < TOLERANCE
+        assert distance(again(TOKENS).logits, wanted) < TOLERANCE
+    assert load_config(tmp_path / "ours") == ours.config
+    # Fused matrices come apart, and what is left is LLaMA's or, with a window, Mistral's.
+    written = {"phi3": "LlamaForCausalLM", "phi3-sliding": "MistralForCausalLM"}
+    assert type(again).__name__ == written.get(name, type(peer).__name__)
+    assert ours.config.parameters == sum(parameter.numel() for parameter in peer.parameters())
+
+
+@pytest.mark.parametrize("name", families.CONFIGS)
+def test_packed_documents_are_as_alone(name: str, tmp_path: Path) -> None:
+    families.save(name, tmp_path)
+    model = load_checkpoint(tmp_path)
+    row = TOKENS.reshape(1, -1)[:, :50]
+    with torch.inference_mode():
+        packed = model(row, documents=(30, 50))[0, 30:]
+        assert distance(packed, model(row[:, 30:])[0]) < TOLERANCE
+
+
+def test_gpt2_as_it_was_first_published(tmp_path: Path) -> None:
+    """Names without their first part, and the causal mask among the tensors."""
+    peer = families.save("gpt2", tmp_path)
+    tensors = {name.removeprefix("transformer."): t for name, t in load_file(tmp_path / "model.safetensors").items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 320, 320).tril()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with torch.inference_mode():
+        assert distance(load_checkpoint(tmp_path)(TOKENS), peer(TOKENS).logits) < TOLERANCE
+
+
+def test_rotary_bases_as_transformers_5_keeps_them() -> None:
+    data = json.loads(families.CONFIGS["gemma3"].to_json_string())
+    local, base = data.pop("rope_local_base_freq"), data.pop("rope_theta")
+    data["rope_parameters"] = {
+        "full_attention": {"rope_type": "default", "rope_theta": base},
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+    }
+    config = config_from_hf(data)
+    assert (config.rope_theta, config.rope_local_theta) == (1e6, 10_000.0)
+
+
+def test_layers_take_their_types_along() -> None:
+    config = tiny_config(num_hidden_layers=3, layer_types=(FULL, SLIDING, UNROTATED), sliding_window=4)
+    assert config.with_layers([1, 2]).layer_types == (SLIDING, UNROTATED)
+    assert config.with_changes(num_hidden_layers=2).layer_types == (FULL, SLIDING)
+    assert [config.window(layer) for layer in range(3)] == [None, 4, None]
+    assert [config.rotates(layer) for layer in range(3)] == [True, True, False]
+    assert family_of(config) is None  # no family has sliding and unrotated layers at once
+    assert config_from_hf(json.loads(json.dumps(to_hf(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        ("gemma3", "model.layers.1.post_feedforward_layernorm.weight", "post_feedforward_layernorm"),
+        ("gemma3", "model.layers.0.self_attn.q_norm.weight", "q_norm"),
+        ("gpt2", "transformer.h.2.ln_1.bias", r"h\.2\.ln_1\.bias"),
+        ("phi3", "model.layers.0.self_attn.qkv_proj.weight", "qkv_proj"),
+    ],
+)
+def test_a_missing_tensor_is_named_as_in_the_file(name: str, tensor: str, said: str, tmp_path: Path) -> None:
+    families.save(name, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[tensor]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ArtifactError, match=f"{said}.* is missing") as caught:
+        load_checkpoint(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ("gemma3", {"layer_types": ["chunked_attention"] * 4}, "layer_types has 'chunked_attention'"),
+        ("gemma3", {"sliding_window": 0}, "sliding_window is 0"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "longrope"),
+        ("phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "layer_types has 2 entries for 4 layers"),
+        ("mistral", {"use_sliding_window": True}, "use_sliding_window is True"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(name: str, changes: dict[str, Any], said: str) -> None:
+    data = json.loads(families.CONFIGS[name].to_json_string()) | changes
+    with pytest.raises((ArtifactError, UsageError), match=said) as caught:
+        config_from_hf(data)
+    assert "\n" not in str(caught.value)

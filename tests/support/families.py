@@ -1,0 +1,58 @@
+"""Small models of `transformers` in families other than LLaMA's, with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+WINDOW = 8
+SIZES: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 320,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+_GEMMA3 = {
+    "head_dim": 32,
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+_GPT2 = {"n_positions": 320, "n_embd": 64, "n_layer": 4, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1}
+CONFIGS: dict[str, transformers.PretrainedConfig] = {
+    "gemma3": transformers.Gemma3TextConfig(**SIZES, **_GEMMA3),
+    "gemma3-stretched": transformers.Gemma3TextConfig(
+        **SIZES, **_GEMMA3, rope_scaling={"rope_type": "linear", "factor": 4.0}
+    ),
+    "phi3": transformers.Phi3Config(**SIZES),
+    "phi3-sliding": transformers.Phi3Config(**SIZES, sliding_window=WINDOW),
+    "mistral": transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
+    "smollm3": transformers.SmolLM3Config(**SIZES),
+    "gpt2": transformers.GPT2Config(vocab_size=384, **_GPT2),
+}
+
+
+def peer(name: str) -> Any:
+    """A model of one of `CONFIGS`, norms and biases random too."""
+    torch.manual_seed(0)
+    found = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return found
+
+
+def save(name: str, directory: Path) -> Any:
+    """Write `peer(name)` as `transformers` does; returns it."""
+    found = peer(name)
+    found.save_pretrained(directory)
+    return found
