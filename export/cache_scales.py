@@ -70,7 +70,7 @@ class LayerCache(KVCache):
     """The cache of a single layer that reads one text at once, for layers that are in memory one by one.
 
     Attributes:
-        keys, values: (1, K, S, E), as the layer gave them.
+        states: as the layer gave them; keys and values, (1, K, S, E), of grouped-query attention.
     """
 
     def __init__(self, scales: CacheScales | None = None) -> None:
@@ -78,7 +78,7 @@ class LayerCache(KVCache):
         self.length, self._scales = 0, scales
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        self.keys, self.values = new
+        self.states = new
         return new if self._scales is None else self._scales.rounded(layer, *new)
 
 
@@ -119,18 +119,18 @@ def measure_scales(config: ModelConfig, blocks: Iterable[nn.Module], states: lis
     if not states:
         raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
     rope = rope_of(config)
-    found: dict[str, list[Tensor]] = {"keys": [], "values": []}
+    found: list[list[Tensor]] = [[], []]
     for block in blocks:
         seen = []
         for place, x_1SD in enumerate(states):
             cache = LayerCache()
             states[place] = block(x_1SD, first_positions(rope, x_1SD), None, cache)
             seen.append(cache)
-        for part, scales in found.items():
-            kept_KSE = torch.cat([getattr(cache, part)[0] for cache in seen], dim=1)
+        for part, scales in enumerate(found):
+            kept_KSE = torch.cat([cache.states[part][0] for cache in seen], dim=1)
             scales.append(torch.cat([_best_scales(head_SE[None]) for head_SE in kept_KSE]))  # few copies at once
         give_back()
-    return CacheScales(torch.stack(found["keys"]), torch.stack(found["values"]))
+    return CacheScales(torch.stack(found[0]), torch.stack(found[1]))
 
 
 def _best_scales(x_KSE: Tensor) -> Tensor:

@@ -125,6 +125,9 @@ def choose_in_layer(full: ModelConfig, smaller: ModelConfig, scores: Mapping[str
     del units[HIDDEN]
     for unit in units.values():
         members = [score for name, score in scores.items() if units[name].group == unit.name]
+        if left[unit.name] == unit.count and unit.group is None:
+            kept[unit.name] = torch.arange(unit.count)
+            continue
         if unit.name in scores:
             own = scores[unit.name]
         elif members:  # a group is worth what it groups

@@ -91,12 +91,12 @@ def can_merge_kv_heads(config: ModelConfig) -> bool:
 
 def unit_span(matrix: Matrix, unit: Unit, length: int) -> int:
     """How many of the `length` rows or columns of a matrix belong to one of its units."""
-    if length != unit.count * unit.size:
+    if length % unit.count:
         raise UsageError(
-            f"{matrix.name}: {length} rows or columns are not {unit.count} x {unit.size} of unit {unit.name!r}; "
-            "pruning has no rule for it"
+            f"{matrix.name}: {length} rows or columns are not divided evenly among {unit.count} of unit "
+            f"{unit.name!r}; pruning has no rule for it"
         )
-    return unit.size
+    return length // unit.count
 
 
 def block_counter(config: ModelConfig) -> Callable[[Shape], int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from export.graph.feed_forward import GeGLU, Gelu, SwiGLU
 from export.graph.grouped_query import OrtGroupedQuery
 from export.graph.half import HalfBuilder
+from export.graph.latent import LatentAttention
 from export.graph.layer import LayerBuilder
 from export.graph.standard_grouped_query import StandardGroupedQuery
 from sportsllm.errors import UsageError
@@ -19,6 +20,7 @@ def _grouped_query(layers: LayerBuilder, half: str) -> HalfBuilder:
 
 HALF_BUILDERS: dict[str, Callable[[LayerBuilder, str], HalfBuilder]] = {
     "grouped_query": _grouped_query,
+    "latent": LatentAttention,
     "swiglu": SwiGLU,
     "geglu": GeGLU,
     "gelu": Gelu,

@@ -75,14 +75,15 @@ class LayerBuilder(ABC):
     def places(self) -> ir.Value:
         """Where each new token stands, (B, T)."""
 
-    def rms_norm(self, name: str, x: ir.Value, gamma: ir.Value) -> ir.Value:
+    def rms_norm(self, name: str, x: ir.Value, gamma: ir.Value, eps: float | None = None) -> ir.Value:
         """x / sqrt(mean(x ** 2) + eps) * gamma in standard operators, which ONNX Runtime fuses into one.
 
         Its fused operator claims the standard domain, where `onnx.checker` does not know it.
         """
         graph = self.graph
         two = graph.constant("norm/two", np.array(2.0, np.float32))
-        epsilon = graph.constant("norm/epsilon", np.array(self._epsilon, np.float32))
+        constant = "norm/epsilon" if eps is None else f"norm/epsilon_{eps:g}"
+        epsilon = graph.constant(constant, np.array(self._epsilon if eps is None else eps, np.float32))
         squared = graph.node(f"{name}/squared", "Pow", [x, two])
         mean = graph.node(f"{name}/mean", "ReduceMean", [squared, graph.axis(-1)], keepdims=1)
         root = graph.node(f"{name}/root", "Sqrt", [graph.node(f"{name}/shifted", "Add", [mean, epsilon])])

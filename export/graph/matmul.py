@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from export.graph.builder import MS, Array, Builder
@@ -40,6 +41,10 @@ class Matmul:
     def table(self, name: str, shape: tuple[int, int]) -> ir.Value:
         """A table that is never packed, float32."""
         return self._graph.weight(name, FLOAT, shape, lambda: self._weights.read(name, shape))
+
+    def dequantized(self, module: str, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
+        """A matrix's numbers, packed or dense."""
+        return self._weights.read_dequantized(module, shape)
 
     def embedding(self, tokens: ir.Value, table: Matrix) -> ir.Value:
         """Rows of a table by token id, (B, T) to (B, T, K) float32."""

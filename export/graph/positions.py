@@ -1,6 +1,7 @@
 """Where tokens stand, in both operator sets: lengths, places and rotary tables, which all layers share.
 
-Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, E head_dim.
+Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, E head_dim,
+X = E / 2.
 """
 
 from __future__ import annotations
@@ -83,3 +84,66 @@ def new_columns(graph: Builder, tokens_BT: ir.Value) -> tuple[ir.Value, ir.Value
         return known[0], end
     width_T = graph.node("places/new_width", "Shape", [tokens_BT], start=1, end=2)
     return graph.node("places/start", "Neg", [width_T]), end
+
+
+def rotary_rows(graph: Builder, config: ModelConfig, layer: int, places_BT: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The new tokens' rows of a layer's cosine and sine tables, (B, T, 1, X); those of layers alike are the same."""
+    found = []
+    for table in rotary_caches(graph, config, layer):
+        part = str(table.name).removesuffix("_cache")
+        known = [node.outputs[0] for node in graph.nodes if node.name == f"places/{part}"]
+        if not known:
+            rows_BTX = graph.node(f"places/{part}_rows", "Gather", [table, places_BT])
+            known = [graph.node(f"places/{part}", "Unsqueeze", [rows_BTX, graph.axis(2)])]
+        found.append(known[0])
+    return found[0], found[1]
+
+
+def seen_columns(graph: Builder, tokens_BT: ir.Value, mask_BS: ir.Value, window: int | None) -> ir.Value:
+    """Whether new token t attends to column s, (B, 1, T, S); the same value for layers alike."""
+    name = "places/seen" if window is None else f"places/seen_{window}"
+    known = [node.outputs[0] for node in graph.nodes if node.name == name]
+    if known:
+        return known[0]
+    zero, one = graph.constant("zero", np.array(0, np.int64)), graph.constant("one", np.array(1, np.int64))
+    scalar = graph.constant("scalar_shape", np.array([], np.int64))
+    start, end = new_columns(graph, tokens_BT)
+    width_S = graph.node(f"{name}/mask_width", "Shape", [mask_BS], start=1, end=2)
+    total = graph.node(f"{name}/total", "Reshape", [width_S, scalar])
+    columns_S = graph.node(f"{name}/columns", "Range", [zero, total, one])
+    own_T = graph.node(f"{name}/own_columns", "Slice", [columns_S, start, end, graph.axis(0)])
+    own_T1 = graph.node(f"{name}/own_column", "Unsqueeze", [own_T, graph.axis(1)])
+    near_TS = graph.node(f"{name}/earlier", "LessOrEqual", [columns_S, own_T1])
+    real_BS = graph.node(f"{name}/real", "Cast", [mask_BS], to=ir.DataType.BOOL.value)
+    middle_axes = graph.constant("axes_1_2", np.array([1, 2], np.int64))
+    real_B11S = graph.node(f"{name}/real_row", "Unsqueeze", [real_BS, middle_axes])
+    if window is None:
+        return graph.node(name, "And", [near_TS, real_B11S])
+    # Columns of padding do not count: the window goes by places, the number of ones before a column.
+    counted_BS = graph.node(f"{name}/counted", "CumSum", [mask_BS, one])
+    counted_B1S = graph.node(f"{name}/counted_row", "Unsqueeze", [counted_BS, graph.axis(1)])
+    own_BT = graph.node(f"{name}/own_counted", "Slice", [counted_BS, start, end, graph.axis(1)])
+    own_BT1 = graph.node(f"{name}/own_counted_column", "Unsqueeze", [own_BT, graph.axis(2)])
+    size = graph.constant(f"window_{window}", np.array(window, np.int64))
+    first_BT1 = graph.node(f"{name}/first", "Sub", [own_BT1, size])
+    inside_BTS = graph.node(f"{name}/inside", "Greater", [counted_B1S, first_BT1])
+    inside_B1TS = graph.node(f"{name}/inside_heads", "Unsqueeze", [inside_BTS, graph.axis(1)])
+    causal = graph.node(f"{name}/causal", "And", [near_TS, real_B11S])
+    return graph.node(name, "And", [causal, inside_B1TS])
+
+
+def rotated_pairs(graph: Builder, name: str, x_BTHE: ir.Value, tables: tuple[ir.Value, ir.Value] | None) -> ir.Value:
+    """Each pair of channels, half a head apart, turned by the angle of the token's place; as it is without tables."""
+    if tables is None:
+        return x_BTHE
+    cos, sin = tables
+    outputs = [f"{name}/first", f"{name}/second"]
+    first, second = graph.node_with_outputs(f"{name}/halves", "Split", [x_BTHE], outputs, axis=-1, num_outputs=2)
+
+    def turned(half: str, op: str, own: ir.Value, other: ir.Value) -> ir.Value:
+        by_cos = graph.node(f"{own.name}_cos", "Mul", [own, cos])
+        by_sin = graph.node(f"{other.name}_sin", "Mul", [other, sin])
+        return graph.node(f"{name}/turned_{half}", op, [by_cos, by_sin])
+
+    both = [turned("first", "Sub", first, second), turned("second", "Add", second, first)]
+    return graph.node(f"{name}/turned", "Concat", both, axis=-1)

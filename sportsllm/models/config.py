@@ -49,6 +49,9 @@ class ModelConfig:
         output_norms        whether a norm follows each half of a block, before the sum (Gemma 3)
         norm_kind           `rms`, or `layer`: LayerNorm with a bias (GPT-2)
         position_kind       `rotary`, or `learned`: a table of positions is added to the embedding (GPT-2)
+        q_lora_rank, kv_lora_rank, qk_nope_head_dim, v_head_dim
+                            of latent attention (DeepSeek), where `head_dim` is the rotated part of a query or key, and
+                            `num_key_value_heads` is 1, that part being shared; low-rank queries are optional
     """
 
     vocab_size: int
@@ -81,6 +84,10 @@ class ModelConfig:
     output_norms: bool = False
     norm_kind: str = "rms"
     position_kind: str = "rotary"
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    v_head_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.type == "int"):  # the sizes
@@ -108,6 +115,17 @@ class ModelConfig:
             if getattr(self, field) not in known:
                 raise UsageError(f"config: {field} is {getattr(self, field)!r}; use one of {', '.join(known)}")
         self._check_layers()
+        if self.attention_kind == "latent":
+            self._check_latent()
+
+    def _check_latent(self) -> None:
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            if (value is None and name != "q_lora_rank") or (value is not None and value < 1):
+                raise UsageError(f"config: {name} is {value!r}; latent attention needs at least 1")
+        for name in ("num_key_value_heads", "qk_norm", "attention_bias", "attention_output_bias", "layer_types"):
+            if getattr(self, name) not in (1, False, None):
+                raise UsageError(f"config: {name} is {getattr(self, name)!r}; latent attention has none")
 
     def _check_layers(self) -> None:
         types = self.layer_types or ()
@@ -124,6 +142,21 @@ class ModelConfig:
         if self.eos_token_id is None:
             return ()
         return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+
+    @property
+    def kv_rank(self) -> int:
+        """`kv_lora_rank` of latent attention."""
+        return self.kv_lora_rank or 0
+
+    @property
+    def unrotated_dim(self) -> int:
+        """`qk_nope_head_dim` of latent attention."""
+        return self.qk_nope_head_dim or 0
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.v_head_dim or self.head_dim
 
     @property
     def query_size(self) -> int:

@@ -134,7 +134,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     written = family.written(config)
     dropped = {name for name in COMMON_FIELDS if name in written and written[name] is None}
     data = {name: value for name, value in data.items() if name not in dropped}
-    return data | {name: value for name, value in written.items() if value is not None} | {"torch_dtype": "float32"}
+    kept = {name: value for name, value in written.items() if name not in dropped}
+    return data | kept | {"torch_dtype": "float32"}
 
 
 def family_of(config: ModelConfig) -> str | None:

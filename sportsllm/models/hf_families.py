@@ -21,8 +21,9 @@ _HF_NAMES = {ours: theirs for theirs, ours in _HF_TYPES.items()}
 _SWITCHES = (
     "attention_kind", "mlp_kind", "qk_norm", "attention_bias", "attention_output_bias", "mlp_bias", "layer_types",
     "sliding_window", "rope_local_theta", "attention_scale", "embedding_scale", "output_norms", "norm_kind",
-    "position_kind",
+    "position_kind", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim",
 )  # fmt: skip
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
 _DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
 
 
@@ -181,6 +182,46 @@ def _read_gpt2(rest: Fields, where: str) -> Fields:
     return {"mlp_kind": "gelu", "norm_kind": "layer", "position_kind": "learned", **biases}
 
 
+def _read_deepseek(rest: Fields, where: str) -> Fields:
+    _require(
+        rest, where, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,), rope_scaling=(None,),
+        topk_method=("greedy", "noaux_tc", "group_limited_greedy"),
+    )  # fmt: skip
+    _full_only(rest, where)
+    layers, experts = int(rest.get("num_hidden_layers", 0)), rest.get("n_routed_experts")
+    if experts and rest.get("first_k_dense_replace", 0) < layers:
+        raise ArtifactError(f"{where}: n_routed_experts is {experts}; only dense models of this family are supported")
+    for key in (*_EXPERTS, "rope_interleave", "qk_head_dim"):
+        rest.pop(key, None)
+    values = {name: rest.pop(name, None) for name in _LATENT}
+    rest["head_dim"] = rest.pop("qk_rope_head_dim", rest.get("head_dim"))
+    rest["num_key_value_heads"] = 1
+    return {"attention_kind": "latent", **values}
+
+
+_EXPERTS = (
+    "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace",
+    "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "aux_loss_alpha", "seq_aux", "scoring_func",
+    "moe_layer_freq", "ep_size", "num_nextn_predict_layers",
+)  # fmt: skip
+
+
+def _write_deepseek(config: ModelConfig) -> Fields:
+    """As a dense model: no layer has experts, of which the file must name some all the same."""
+    return {
+        "hidden_act": "silu",
+        "mlp_bias": None,
+        "num_key_value_heads": config.num_attention_heads,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_nope_head_dim": config.qk_nope_head_dim,
+        "qk_rope_head_dim": config.head_dim,
+        "v_head_dim": config.v_head_dim,
+        "first_k_dense_replace": config.num_hidden_layers,
+        "rope_interleave": True,
+    }
+
+
 def _types(given: list[str], where: str) -> tuple[str, ...]:
     unknown = sorted(set(given) - _HF_TYPES.keys())
     if unknown:
@@ -305,6 +346,14 @@ FAMILIES = {
     ),
     "gemma3_text": Family("Gemma3ForCausalLM", _read_gemma3, _fits_gemma3, _write_gemma3, ties=True),
     "gpt2": Family("GPT2LMHeadModel", _read_gpt2, _fits_gpt2, _write_gpt2, ties=True),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        _read_deepseek,
+        lambda c: c.attention_kind == "latent" and _only(c, "attention_kind", *_LATENT),
+        _write_deepseek,
+    ),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", _read_deepseek, lambda _: False, _write_deepseek),
     "phi3": Family("Phi3ForCausalLM", _read_phi3, lambda _: False, _write_llama),
 }
-"""By model type. Phi-3 is read alone: with its fused matrices apart it is a LLaMA or Mistral model, and written so."""
+"""By model type. Phi-3 and DeepSeek-V2 are read alone, and written as the LLaMA, Mistral or DeepSeek-V3 model that they
+are when their tensors are put in order."""

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from sportsllm.models.gated import Gated
 from sportsllm.models.gelu import Gelu
 from sportsllm.models.grouped_query import GroupedQuery
+from sportsllm.models.latent import Latent
 from sportsllm.models.parts import HIDDEN, Kind, Matrix, State, Unit
 
 if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
 
-ATTENTION: dict[str, Kind] = {"grouped_query": GroupedQuery()}
+ATTENTION: dict[str, Kind] = {"grouped_query": GroupedQuery(), "latent": Latent()}
 FEED_FORWARD: dict[str, Kind] = {"swiglu": Gated("silu"), "geglu": Gated("gelu"), "gelu": Gelu()}
 
 NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}

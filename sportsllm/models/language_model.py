@@ -96,7 +96,7 @@ class Half(nn.Module):
         for matrix in kind.matrices(config):
             self.add_module(matrix.name, nn.Linear(matrix.columns, matrix.rows, bias=matrix.bias))
         for vector in kind.vectors(config):
-            self.add_module(vector.name, RMSNorm(vector.size, config.rms_norm_eps))
+            self.add_module(vector.name, RMSNorm(vector.size, vector.eps or config.rms_norm_eps))
 
     def forward(
         self,

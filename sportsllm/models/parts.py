@@ -71,6 +71,7 @@ class Vector(NamedTuple):
 
     name: str
     size: int
+    eps: float | None = None  # the model's if None
 
 
 class State(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,4 +150,36 @@ def _gpt2(config: ModelConfig, name: str) -> Part:
     return Part(stored)
 
 
-LAYOUTS: dict[str, Layout] = {"gemma3_text": _gemma3, "phi3": _phi3, "gpt2": _gpt2}
+def _deepseek(config: ModelConfig, name: str) -> Part:
+    """Rotary pairs are neighbours; the rotated rows are the last of each query head, and of the latent's matrix."""
+    heads = {"q_proj": config.num_attention_heads, "q_b_proj": config.num_attention_heads, "kv_a_proj_with_mqa": 1}
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if module not in heads:
+        return Part(name)
+    count, rotated = heads[module], config.head_dim
+
+    def turned(rows: Tensor, split: Sequence[int], axes: tuple[int, int]) -> Tensor:
+        by_head = rows.reshape(count, -1, rows.shape[1])
+        last = by_head[:, -rotated:].reshape(count, *split, rows.shape[1]).transpose(*axes)
+        return torch.cat([by_head[:, :-rotated], last.reshape(count, rotated, -1)], dim=1).reshape(rows.shape)
+
+    return Part(
+        name,
+        lambda rows: turned(rows, (rotated // 2, 2), (1, 2)),
+        lambda parts: turned(parts[0], (2, rotated // 2), (1, 2)),
+    )
+
+
+def layout_name(config_json: Mapping[str, Any]) -> str:
+    """The key of a file's layout in `LAYOUTS`, if it has one, from its config.json."""
+    name = str(config_json.get("model_type"))
+    return f"{name}-in-halves" if config_json.get("rope_interleave") is False else name
+
+
+LAYOUTS: dict[str, Layout] = {
+    "gemma3_text": _gemma3,
+    "phi3": _phi3,
+    "gpt2": _gpt2,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+}

@@ -17,7 +17,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.models.hf_config import load_config, packed_by_bitsandbytes, read_json
 from sportsllm.storage.artifact import MANIFEST, read_manifest
 from sportsllm.storage.bitsandbytes import companions, read_dense
-from sportsllm.storage.layouts import LAYOUTS, Part, is_buffer, parts_of
+from sportsllm.storage.layouts import LAYOUTS, Part, is_buffer, layout_name, parts_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -36,7 +36,7 @@ class TensorFiles(Mapping[str, Tensor]):
         self.directory = directory
         self._stored = StoredTensors(directory)
         self._parts: dict[str, Part] = {}
-        model_type = str(read_json(directory / "config.json").get("model_type"))
+        model_type = layout_name(read_json(directory / "config.json"))
         if model_type in LAYOUTS and quantization_config(directory) is None:
             self._parts = parts_of(model_type, load_config(directory), self._stored)
         used = {part.stored for part in self._parts.values()}

@@ -21,7 +21,7 @@ from sportsllm.training.calibration_text import CalibrationText
 from tests.support import families
 
 PROMPT = [0, 40, 70, 100, 200]
-NAMES = ["gemma3", "phi3-sliding", "smollm3", "gpt2"]
+NAMES = ["gemma3", "phi3-sliding", "smollm3", "gpt2", "deepseek-v3", "deepseek-v2"]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -60,13 +60,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_pruned_quantized_and_over_an_int8_cache(model: Path, text: Path, tmp_path: Path) -> None:
     config = load_config(model)
     full = Shape.of(config)
-    shape = Shape(full.hidden, 64, full.heads // 2, full.kv_heads // 2, 3, full.head_dim)
+    shape = Shape(full.hidden, 64, full.heads // 2, max(1, full.kv_heads // 2), 3, full.head_dim)
     prune_checkpoint(PruneJob(model, [text]), shape, tmp_path / "pruned")
     smaller = load_config(tmp_path / "pruned")
     assert (smaller.num_hidden_layers, smaller.intermediate_size, smaller.num_attention_heads) == (3, 64, 2)
     assert smaller.output_norms == config.output_norms and smaller.position_kind == config.position_kind
     quantize(tmp_path / "pruned", tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,)))
-    options = ExportOptions(threads=1, kv_cache="int8", calibration=[text])
+    options = ExportOptions(threads=1)
+    if config.attention_kind == "grouped_query":
+        options = ExportOptions(threads=1, kv_cache="int8", calibration=[text])
     export_checkpoint(tmp_path / "int4", tmp_path / "out", options)  # the gate compares with PyTorch
 
 
@@ -78,7 +80,7 @@ def test_a_hidden_size_that_norms_hold_is_not_cut(name: str, tmp_path: Path) -> 
         Shape(32, 96, 4, config.num_key_value_heads, 4, config.head_dim).applied_to(config)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3-sliding", "smollm3", "gpt2"])
+@pytest.mark.parametrize("name", NAMES)
 def test_gguf_is_refused_by_family(name: str, tmp_path: Path) -> None:
     from export.gguf.write import architecture_of
 

@@ -28,6 +28,14 @@ _GEMMA3 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 _GPT2 = {"n_positions": 320, "n_embd": 64, "n_layer": 4, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1}
+_LATENT = {
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 4,
+}
+_ALL_HEADS = SIZES | {"num_key_value_heads": 4}
 CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "gemma3": transformers.Gemma3TextConfig(**SIZES, **_GEMMA3),
     "gemma3-stretched": transformers.Gemma3TextConfig(
@@ -38,6 +46,11 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "mistral": transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
     "smollm3": transformers.SmolLM3Config(**SIZES),
     "gpt2": transformers.GPT2Config(vocab_size=384, **_GPT2),
+    "deepseek-v3": transformers.DeepseekV3Config(**_ALL_HEADS, **_LATENT, q_lora_rank=32),
+    "deepseek-v3-halves": transformers.DeepseekV3Config(
+        **_ALL_HEADS, **_LATENT, q_lora_rank=None, rope_interleave=False, tie_word_embeddings=True
+    ),
+    "deepseek-v2": transformers.DeepseekV2Config(**_ALL_HEADS, **_LATENT, q_lora_rank=None, head_dim=8),
 }
 
 

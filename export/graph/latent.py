@@ -1,0 +1,204 @@
+"""Multi-head latent attention in the graph; see `sportsllm.models.latent`.
+
+The cache holds a token's latent vector and its rotated key, side by side. Short pieces are read in the absorbed form,
+for which kv_b_proj is a float32 constant by head; long ones make keys and values of the cache, which is less work.
+Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, L room in the cache, H heads,
+R kv_lora_rank, E head_dim, N qk_nope_head_dim, V v_head_dim, C = R + E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from export.graph.builder import Array
+from export.graph.half import HalfBuilder
+from export.graph.layer import LayerBuilder
+from export.graph.positions import (
+    places_by_mask,
+    position_ids,
+    rotary_rows,
+    rotated_pairs,
+    seen_columns,
+    sequence_lengths,
+)
+from sportsllm.models.parts import HIDDEN
+
+FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
+LONG_PIECE = 16
+"""From this many new tokens on keys and values are made."""
+
+
+class LatentAttention(HalfBuilder):
+    """Attention over a float32 cache, which ONNX Runtime's graphs write in place and standard ones join anew."""
+
+    def __init__(self, layers: LayerBuilder, half: str) -> None:
+        super().__init__(layers, half)
+        graph, config, sequences = self.graph, self.config, layers.sequences
+        tokens_BT, mask_BS = sequences.tokens_BT, sequences.mask_BS
+        if layers.standard:
+            self._places_BT = places_by_mask(graph, tokens_BT, mask_BS)
+            self._seen_B1TS = seen_columns(graph, tokens_BT, mask_BS, None)
+        else:
+            last_B, _ = sequence_lengths(graph, mask_BS)
+            self._places_BT = position_ids(graph, "latent", last_B, tokens_BT)
+            self._share_places()
+        self._tables = rotary_rows(graph, config, 0, self._places_BT)
+
+    def _share_places(self) -> None:
+        """What all layers read to write into the cache: (B, T, 2) of sequence and place, and S, (1,); and the mask.
+
+        S is that of the longest sequence: the attention mask may be as wide as the cache.
+        """
+        graph = self.graph
+        scalar = graph.constant("scalar_shape", np.array([], np.int64))
+        zero, one = graph.constant("zero", np.array(0, np.int64)), graph.constant("one", np.array(1, np.int64))
+        last = graph.node("latent/last", "ReduceMax", [self._places_BT], keepdims=0)
+        total = graph.node("latent/total", "Add", [last, one])
+        self._width_S = graph.node("latent/width", "Unsqueeze", [total, graph.axis(0)])
+        columns_S = graph.node("latent/columns", "Range", [zero, total, one])
+        places_BT1 = graph.node("latent/place_column", "Unsqueeze", [self._places_BT, graph.axis(2)])
+        seen_BTS = graph.node("latent/earlier", "LessOrEqual", [columns_S, places_BT1])
+        self._seen_B1TS = graph.node("latent/seen", "Unsqueeze", [seen_BTS, graph.axis(1)])
+        batch = graph.node("latent/batch", "Shape", [self._places_BT], start=0, end=1)
+        count = graph.node("latent/count", "Reshape", [batch, scalar])
+        rows_B = graph.node("latent/rows", "Range", [zero, count, one])
+        column = graph.constant("latent/as_column", np.array([-1, 1, 1], np.int64))
+        rows_B11 = graph.node("latent/row_column", "Reshape", [rows_B, column])
+        none_BT1 = graph.node("latent/nothing", "Sub", [places_BT1, places_BT1])
+        rows_BT1 = graph.node("latent/row_of_each", "Add", [none_BT1, rows_B11])
+        self._where_BT2 = graph.node("latent/where", "Concat", [rows_BT1, places_BT1], axis=2)
+
+    def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
+        graph, config, name = self.graph, self.config, self.name(layer)
+        heads, rank, rotated = config.num_attention_heads, config.kv_rank, config.head_dim
+        *queries, latent = self.products(layer, HIDDEN, x_BTD)
+        (query,) = queries
+        if config.q_lora_rank is not None:
+            query = self._normed(layer, "q_a_layernorm", query, config.q_lora_rank)
+            (query,) = self.products(layer, "query_latent", query)
+        by_head = graph.constant("latent/by_head", np.array([0, 0, heads, -1], np.int64))
+        query_BTHE = graph.node(f"{name}.q/heads", "Reshape", [query, by_head])
+        parts = [f"{name}.q/plain", f"{name}.q/to_turn"]
+        plain, turn = graph.split(f"{name}.q/split", query_BTHE, [config.unrotated_dim, rotated], parts)
+        turned_BTHE = rotated_pairs(graph, f"{name}.q", turn, self._tables)
+        low, key = graph.split(f"{name}.kv/split", latent, [rank, rotated], [f"{name}.kv/low", f"{name}.kv/key"])
+        low = self._normed(layer, "kv_a_layernorm", low, rank)
+        key_BT1E = graph.node(f"{name}.k/head", "Unsqueeze", [key, graph.axis(2)])
+        key_BT1E = rotated_pairs(graph, f"{name}.k", key_BT1E, self._tables)
+        key_BTE = graph.node(f"{name}.k/turned_row", "Squeeze", [key_BT1E, graph.axis(2)])
+        new_BTC = graph.node(f"{name}/cached", "Concat", [low, key_BTE], axis=-1)
+        present, state_BSC = self._joined(name, past[0], new_BTC)
+        scale = (config.unrotated_dim + rotated) ** -0.5
+        factor = graph.constant("latent/scale", np.array(scale, np.float32))
+        plain_BTHN = graph.node(f"{name}.q/plain_scaled", "Mul", [plain, factor])
+        turned_BTHE = graph.node(f"{name}.q/turned_scaled", "Mul", [turned_BTHE, factor])
+        plain_BHTN, turned_BHTE = (
+            graph.node(f"{name}.q/{part}_by_head", "Transpose", [value], perm=[0, 2, 1, 3])
+            for part, value in (("plain", plain_BTHN), ("turned", turned_BTHE))
+        )
+        width_T = graph.node(f"{name}/piece", "Shape", [x_BTD], start=1, end=2)
+        least = graph.constant("latent/long_piece", np.array([LONG_PIECE], np.int64))
+        is_long = graph.node(f"{name}/is_long", "GreaterOrEqual", [width_T, least])
+        (mixed_BHTV,) = graph.if_else(
+            f"{name}/attention_either",
+            is_long,
+            {
+                "then_branch": lambda: [self._made(layer, f"{name}/long", plain_BHTN, turned_BHTE, state_BSC)],
+                "else_branch": lambda: [self._absorbed(layer, f"{name}/short", plain_BHTN, turned_BHTE, state_BSC)],
+            },
+            {f"{name}/mixed": FLOAT},
+        )
+        mixed_BTHV = graph.node(f"{name}/by_token", "Transpose", [mixed_BHTV], perm=[0, 2, 1, 3])
+        flat = graph.constant("latent/flat", np.array([0, 0, heads * config.value_dim], np.int64))
+        return graph.node(f"{name}/attended", "Reshape", [mixed_BTHV, flat]), [present]
+
+    def _normed(self, layer: int, vector: str, x: ir.Value, size: int) -> ir.Value:
+        name = f"{self.name(layer)}.{vector}"
+        (eps,) = (found.eps for found in self._vectors if found.name == vector)
+        return self.layers.rms_norm(name, x, self.layers.matmul.vector(f"{name}.weight", size), eps)
+
+    def _joined(self, name: str, past: ir.Value, new_BTC: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The cache with the new tokens, as the graph gives it back; and what of it is filled, (B, S, C)."""
+        graph = self.graph
+        if self.layers.standard:
+            present = graph.node(f"{name}/present", "Concat", [past, new_BTC], axis=1)
+            return present, present
+        present = graph.node(f"{name}/present", "ScatterND", [past, self._where_BT2, new_BTC])
+        begin = graph.constant("cache/begin", np.array([0], np.int64))
+        return present, graph.node(f"{name}/filled", "Slice", [present, begin, self._width_S, graph.axis(1)])
+
+    def _absorbed(
+        self, layer: int, name: str, plain_BHTN: ir.Value, turned_BHTE: ir.Value, state_BSC: ir.Value
+    ) -> ir.Value:
+        """Attention to the cached vectors themselves, (B, H, T, V); heads count as rows of one matrix."""
+        graph, config = self.graph, self.config
+        heads, rank = config.num_attention_heads, config.kv_rank
+        keys_HNR = self._by_head(layer, "keys", 0, config.unrotated_dim)
+        values_HVR = self._by_head(layer, "values", config.unrotated_dim, config.value_dim)
+        low_BHTR = graph.node(f"{name}/low_query", "MatMul", [plain_BHTN, keys_HNR])
+        query_BHTC = graph.node(f"{name}/query", "Concat", [low_BHTR, turned_BHTE], axis=-1)
+        width = rank + config.head_dim
+        rows = graph.constant("latent/rows_of_heads", np.array([0, -1, width], np.int64))
+        query_BXC = graph.node(f"{name}/query_rows", "Reshape", [query_BHTC, rows])
+        state_BCS = graph.node(f"{name}/columns", "Transpose", [state_BSC], perm=[0, 2, 1])
+        scores_BXS = graph.node(f"{name}/scores", "MatMul", [query_BXC, state_BCS])
+        apart = graph.constant("latent/heads_apart", np.array([0, heads, -1], np.int64))
+        size = graph.node(f"{name}/width", "Shape", [state_BSC], start=1, end=2)
+        shape = graph.node(f"{name}/scores_shape", "Concat", [apart, size], axis=0)
+        weights_BHTS = self._weights(name, graph.node(f"{name}/scores_by_head", "Reshape", [scores_BXS, shape]))
+        together = graph.constant("latent/heads_together", np.array([0, -1], np.int64))
+        flat = graph.node(f"{name}/weights_shape", "Concat", [together, size], axis=0)
+        weights_BXS = graph.node(f"{name}/weight_rows", "Reshape", [weights_BHTS, flat])
+        mixed_BXC = graph.node(f"{name}/mixed_rows", "MatMul", [weights_BXS, state_BSC])
+        mixed_BXR, _ = graph.split(
+            f"{name}/mixed_split", mixed_BXC, [rank, config.head_dim], [f"{name}/mixed_low", f"{name}/mixed_key"]
+        )
+        by_head = graph.constant("latent/low_by_head", np.array([0, heads, -1, rank], np.int64))
+        mixed_BHTR = graph.node(f"{name}/mixed_by_head", "Reshape", [mixed_BXR, by_head])
+        values_HRV = graph.node(f"{name}/values_turned", "Transpose", [values_HVR], perm=[0, 2, 1])
+        return graph.node(f"{name}/mixed", "MatMul", [mixed_BHTR, values_HRV])
+
+    def _made(
+        self, layer: int, name: str, plain_BHTN: ir.Value, turned_BHTE: ir.Value, state_BSC: ir.Value
+    ) -> ir.Value:
+        """Attention to keys and values made of the cache, (B, H, T, V)."""
+        graph, config = self.graph, self.config
+        rank, rotated = config.kv_rank, config.head_dim
+        low, key = graph.split(f"{name}/split", state_BSC, [rank, rotated], [f"{name}/low", f"{name}/key"])
+        low_B1SR = graph.node(f"{name}/low_heads", "Unsqueeze", [low, graph.axis(1)])
+        key_B1ES = graph.node(
+            f"{name}/key_columns",
+            "Transpose",
+            [graph.node(f"{name}/key_heads", "Unsqueeze", [key, graph.axis(1)])],
+            perm=[0, 1, 3, 2],
+        )
+        low_B1RS = graph.node(f"{name}/low_columns", "Transpose", [low_B1SR], perm=[0, 1, 3, 2])
+        keys_HNR = self._by_head(layer, "keys", 0, config.unrotated_dim)
+        values_HVR = self._by_head(layer, "values", config.unrotated_dim, config.value_dim)
+        keys_BHNS = graph.node(f"{name}/keys", "MatMul", [keys_HNR, low_B1RS])
+        values_BHVS = graph.node(f"{name}/values", "MatMul", [values_HVR, low_B1RS])
+        plain_BHTS = graph.node(f"{name}/plain_scores", "MatMul", [plain_BHTN, keys_BHNS])
+        turned_BHTS = graph.node(f"{name}/turned_scores", "MatMul", [turned_BHTE, key_B1ES])
+        weights_BHTS = self._weights(name, graph.node(f"{name}/scores", "Add", [plain_BHTS, turned_BHTS]))
+        values_BHSV = graph.node(f"{name}/value_rows", "Transpose", [values_BHVS], perm=[0, 1, 3, 2])
+        return graph.node(f"{name}/mixed", "MatMul", [weights_BHTS, values_BHSV])
+
+    def _weights(self, name: str, scores_BHTS: ir.Value) -> ir.Value:
+        # The least number instead of minus infinity: a padding token that attends to nothing stays a number.
+        least = self.graph.constant("latent/least", np.array(np.finfo(np.float32).min, np.float32))
+        masked = self.graph.node(f"{name}/masked", "Where", [self._seen_B1TS, scores_BHTS, least])
+        return self.graph.node(f"{name}/weights", "Softmax", [masked], axis=-1)
+
+    def _by_head(self, layer: int, part: str, start: int, count: int) -> ir.Value:
+        """(H, count, R): rows of every head of kv_b_proj, dequantized if it is packed."""
+        (matrix,) = (found for found in self._matrices if found.name == "kv_b_proj")
+        heads, module = self.config.num_attention_heads, f"{self.name(layer)}.kv_b_proj"
+
+        def read() -> Array:
+            dense = self.layers.matmul.dequantized(module, (matrix.rows, matrix.columns))
+            return np.ascontiguousarray(dense.reshape(heads, -1, matrix.columns)[:, start : start + count])
+
+        return self.graph.weight(f"{module}.{part}", FLOAT, (heads, count, matrix.columns), read)
