@@ -54,7 +54,9 @@ class LeastSquares:
         return LeastSquares(gram_II, cross_OI)
 
     def solve(self, weight_OI: Tensor, ridge: float) -> Tensor:
-        """The weights of least squared error, pulled towards the given ones; float32, (O, I)."""
+        """The weights of least squared error, pulled towards the given ones; float32, (O, I). Those without inputs."""
+        if not self.gram_II.any():
+            return weight_OI.detach().float()
         weight = weight_OI.detach().double()
         damped = self.gram_II + ridge * self.gram_II.diagonal().mean() * torch.eye(len(self.gram_II)).double()
         change = torch.linalg.solve(damped, (self.cross_OI - weight @ self.gram_II).T).T
@@ -159,8 +161,8 @@ def refit_block(pair: LayerPair, streams: Streams, solve: Solve) -> None:
     full_BTD, changed_BTD = streams.full, streams.changed
     for half in NORMS:
         groups = [group for group in input_groups(pair.config) if group[0].name.startswith(f"{half}.")]
-        writers = [matrix.name for group in groups for matrix in group if matrix.writes_residual]
-        if len(writers) != 1:
+        writers = [matrix.name for group in groups for matrix in group if adds_to_residual(pair.config, matrix)]
+        if len(writers) > 1:
             raise UsageError(
                 f"{' and '.join(writers) or half}: refit needs one matrix that writes to the residual stream; "
                 "leave it out with --no-repair"
@@ -181,7 +183,7 @@ def _refit_group(pair: LayerPair, half: str, group: Sequence[Matrix], streams: S
         return (_matrix_input(block, half, group[0].name, x, rope) for x in states_BTD)
 
     shared: LeastSquares | None = None
-    for matrix in sorted(group, key=lambda matrix: matrix.writes_residual):
+    for matrix in sorted(group, key=lambda matrix: adds_to_residual(pair.config, matrix)):
         linear = cast(nn.Linear, pair.block.get_submodule(matrix.name))
         ours = inputs(pair.block, streams.changed, pair.own_rope or pair.rope)
         if adds_to_residual(pair.config, matrix):
@@ -189,6 +191,10 @@ def _refit_group(pair: LayerPair, half: str, group: Sequence[Matrix], streams: S
             ends = zip(streams.target, streams.changed, strict=True)
             targets = ((after if pair.into is None else after @ pair.into) - before - bias for after, before in ends)
             sums = LeastSquares.over(zip(ours, targets, strict=True))
+        elif matrix.routed:
+            # The full model sends other tokens here, so that there is nothing to be compared with: no fit.
+            gram_II = LeastSquares.over((x, x) for x in ours).gram_II
+            sums = LeastSquares(gram_II, linear.weight.detach().double() @ gram_II)
         else:
             # The wanted weights times the full layer's input: one sum of products serves all. Biases are the same.
             theirs = inputs(pair.source, streams.full, pair.rope)

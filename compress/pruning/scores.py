@@ -104,6 +104,8 @@ def _unit_squares(size: int) -> Statistic:
     """`_squares` of the L2 norm of each unit's inputs, `size` of them side by side."""
 
     def statistic(inputs_BTI: Tensor, _output: Tensor) -> Tensor:
+        if inputs_BTI.ndim == 2:  # some tokens, perhaps none, without their order
+            inputs_BTI = inputs_BTI[None] if len(inputs_BTI) else inputs_BTI.new_zeros(1, 1, inputs_BTI.shape[1])
         parts = inputs_BTI.float().view(*inputs_BTI.shape[:-1], -1, size)
         return _squares(parts[..., 0] if size == 1 else parts.norm(dim=-1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from export.graph.experts import MixtureOfExperts
 from export.graph.feed_forward import GeGLU, Gelu, SwiGLU
 from export.graph.grouped_query import OrtGroupedQuery
 from export.graph.half import HalfBuilder
@@ -24,6 +25,7 @@ HALF_BUILDERS: dict[str, Callable[[LayerBuilder, str], HalfBuilder]] = {
     "swiglu": SwiGLU,
     "geglu": GeGLU,
     "gelu": Gelu,
+    "experts": MixtureOfExperts,
 }
 INT8_CACHE_KINDS = ("grouped_query",)  # of attention, whose builder takes the scales of an INT8 cache
 

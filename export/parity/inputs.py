@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from export.cache_scales import CacheScales
+from export.graph.builder import with_branches
 from export.graph.decoder import graph_precision
 from export.graph.matmul import FLAT, PER_ROW_PRODUCT
 from export.kernels.library import library_of
 from export.metadata import ROPE_CACHES
 from export.parity.comparison import Limits, compare, merge
-from export.parity.limits import DEPLOYED, DEPLOYED_PER_ROW, EXACT, MOVED, int8_cache_limits
+from export.parity.limits import DEPLOYED, DEPLOYED_PER_ROW, EXACT, EXPERTS_ERROR, MOVED, int8_cache_limits
 from export.paths import find_files
 from export.runtime.kernels import called_version
 from sportsllm.errors import ArtifactError
@@ -79,8 +80,9 @@ class GateInputs:
     @property
     def deployed_limits(self) -> Limits:
         """Of the deployed pass; wider where a product rounds its input with one scale for the whole tensor."""
-        per_row = any(node.op_type == PER_ROW_PRODUCT for node in self.graph.graph)
-        return DEPLOYED_PER_ROW if per_row else DEPLOYED[self.precision]
+        per_row = any(node.op_type == PER_ROW_PRODUCT for node in graph_nodes(self.graph))
+        limits = DEPLOYED_PER_ROW if per_row else DEPLOYED[self.precision]
+        return limits if self.config.experts is None else replace(limits, error=EXPERTS_ERROR)
 
     def tokenizer_changes(self) -> tuple[str, ...] | None:
         """Texts that do not survive encoding and decoding; None without a tokenizer."""
@@ -96,8 +98,8 @@ def native_library(export: Path) -> Path | None:
 
 
 def graph_nodes(graph: ir.Model) -> list[ir.Node]:
-    """The nodes, those of functions too."""
-    return [node for part in (graph.graph, *graph.functions.values()) for node in part]
+    """The nodes, those of functions and inside branches too."""
+    return [node for part in (graph.graph, *graph.functions.values()) for node in with_branches(part)]
 
 
 def graph_cache_scales(graph: ir.Model, config: ModelConfig) -> CacheScales | None:
@@ -125,7 +127,8 @@ def exact_graph(graph: ir.Model) -> bytes:
             product = ir.node("MatMul", [x, dense.outputs[0]], name=f"{node.name}/unscaled")
             scaled = ir.node("Mul", [product.outputs[0], scale], name=node.name)
             new = [dense, product, scaled]
-            ir.convenience.replace_nodes_and_values(graph.graph, node, [node], new, node.outputs, scaled.outputs)
+            around = graph.graph if node.graph is None else node.graph
+            ir.convenience.replace_nodes_and_values(around, node, [node], new, node.outputs, scaled.outputs)
     return cast(bytes, ir.to_proto(graph).SerializeToString())
 
 

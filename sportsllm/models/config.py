@@ -25,6 +25,47 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
 
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts; see `sportsllm.models.experts`.
+
+    Attributes:
+        count, active: routed experts, and how many of them a token is sent to.
+        shared: experts that every token is sent to.
+        router: `softmax` or `sigmoid`, how scores are made.
+        weights: of the chosen: their `scores`, these divided by their `sum`, or their `softmax`.
+        scale: what the weights are multiplied by.
+        groups, active_groups: into how many groups experts are divided, and how many of them are open to a token.
+        choice_bias: whether the router has a bias for the choice alone, not for the weights.
+        gated: whether an expert is SwiGLU; else silu between two matrices with biases.
+        balance_loss: factor of the load-balancing loss in training.
+    """
+
+    count: int
+    active: int
+    shared: int = 0
+    router: str = "softmax"
+    weights: str = "sum"
+    scale: float = 1.0
+    groups: int = 1
+    active_groups: int = 1
+    choice_bias: bool = False
+    gated: bool = True
+    balance_loss: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.active <= self.count:
+            raise UsageError(f"config: {self.active} experts a token of {self.count}; choose 1 to {self.count}")
+        if self.router not in ROUTERS or self.weights not in ROUTER_WEIGHTS:
+            raise UsageError(
+                f"config: router {self.router!r} with weights {self.weights!r} is not known; use "
+                f"{' or '.join(ROUTERS)} with {', '.join(ROUTER_WEIGHTS)}"
+            )
+        if self.count % self.groups or not 1 <= self.active_groups <= self.groups:
+            raise UsageError(f"config: {self.count} experts in {self.groups} groups, {self.active_groups} of them open")
+
+
+ROUTERS, ROUTER_WEIGHTS = ("softmax", "sigmoid"), ("scores", "sum", "softmax")
 FULL, SLIDING, UNROTATED = "full", "sliding", "unrotated"
 """What a layer's attention does: see all tokens, see the last `sliding_window`, or see all without their positions."""
 LAYER_TYPES = (FULL, SLIDING, UNROTATED)
@@ -52,6 +93,7 @@ class ModelConfig:
         q_lora_rank, kv_lora_rank, qk_nope_head_dim, v_head_dim
                             of latent attention (DeepSeek), where `head_dim` is the rotated part of a query or key, and
                             `num_key_value_heads` is 1, that part being shared; low-rank queries are optional
+        experts             of a mixture, each `intermediate_size` wide
     """
 
     vocab_size: int
@@ -88,6 +130,7 @@ class ModelConfig:
     kv_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None
     v_head_dim: int | None = None
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.type == "int"):  # the sizes
@@ -117,6 +160,8 @@ class ModelConfig:
         self._check_layers()
         if self.attention_kind == "latent":
             self._check_latent()
+        if (self.mlp_kind == "experts") != (self.experts is not None):
+            raise UsageError(f"config: mlp_kind {self.mlp_kind!r} with experts {self.experts}; give both or none")
 
     def _check_latent(self) -> None:
         for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
@@ -142,6 +187,19 @@ class ModelConfig:
         if self.eos_token_id is None:
             return ()
         return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+
+    @property
+    def chosen_experts(self) -> Experts:
+        """`experts` of a model that has some."""
+        assert self.experts is not None, "only a mixture of experts is asked for them"
+        return self.experts
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token is computed with: of a mixture the router, the chosen and the shared experts."""
+        matrices = [(kind.matrices(self), kind.active_numbers(self)) for kind in kinds.halves(self).values()]
+        unused = sum(sum(matrix.numbers for matrix in found) - active for found, active in matrices)
+        return self.parameters - self.num_hidden_layers * unused
 
     @property
     def kv_rank(self) -> int:

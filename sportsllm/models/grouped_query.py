@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from sportsllm.models.parts import HIDDEN, Activation, Matrix, State, Unit, Vector
+from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, State, Unit, Vector
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
 
 
-class GroupedQuery:
+class GroupedQuery(Kind):
     """Query, key, value and output matrices, rotary positions; see `sportsllm.models.parts.Kind`."""
 
     def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.config import ModelConfig, RopeScaling
+from sportsllm.models.config import Experts, ModelConfig, RopeScaling
 from sportsllm.models.hf_families import FAMILIES
 
 # Fields of config.json that do not change the model's output.
@@ -92,6 +92,8 @@ def _parse_own(data: Mapping[str, Any], where: str) -> ModelConfig:
     for name in ("eos_token_id", "layer_types"):
         if isinstance(values.get(name), list):
             values[name] = tuple(values[name])
+    if values.get("experts") is not None:
+        values["experts"] = Experts(**values["experts"])
     return _checked(values | {"rope_scaling": _rope_scaling(values.get("rope_scaling") or {}, where)}, where)
 
 

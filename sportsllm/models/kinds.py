@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from sportsllm.models.experts import MixtureOfExperts
 from sportsllm.models.gated import Gated
 from sportsllm.models.gelu import Gelu
 from sportsllm.models.grouped_query import GroupedQuery
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
 
 ATTENTION: dict[str, Kind] = {"grouped_query": GroupedQuery(), "latent": Latent()}
-FEED_FORWARD: dict[str, Kind] = {"swiglu": Gated("silu"), "geglu": Gated("gelu"), "gelu": Gelu()}
+FEED_FORWARD: dict[str, Kind] = {
+    "swiglu": Gated("silu"),
+    "geglu": Gated("gelu"),
+    "gelu": Gelu(),
+    "experts": MixtureOfExperts(),
+}
 
 NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 """The two halves of a block, in order, and the norm before each."""
@@ -117,7 +123,7 @@ def norms_of_block(config: ModelConfig) -> int:
 
 def adds_to_residual(config: ModelConfig, matrix: Matrix) -> bool:
     """Whether a matrix's output is added to the residual stream as it is, with no norm between."""
-    return matrix.writes_residual and not config.output_norms
+    return matrix.writes_residual and not matrix.routed and not config.output_norms and not config.experts
 
 
 def can_cut_hidden(config: ModelConfig) -> bool:

@@ -94,7 +94,13 @@ class Half(nn.Module):
         super().__init__()
         self.kind, self.config, self.layer = kind, config, layer
         for matrix in kind.matrices(config):
-            self.add_module(matrix.name, nn.Linear(matrix.columns, matrix.rows, bias=matrix.bias))
+            *path, name = matrix.name.split(".")
+            parent: nn.Module = self
+            for part in path:
+                if not hasattr(parent, part):
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            parent.add_module(name, nn.Linear(matrix.columns, matrix.rows, bias=matrix.bias))
         for vector in kind.vectors(config):
             self.add_module(vector.name, RMSNorm(vector.size, vector.eps or config.rms_norm_eps))
 
@@ -261,7 +267,9 @@ class SportsLLM(nn.Module):
 
     def auxiliary_loss(self) -> Tensor | None:
         """Sum of the losses that blocks add of their own (load balancing of experts); None where there are none."""
-        losses = [block.auxiliary_loss for block in self.model.layers if hasattr(block, "auxiliary_loss")]
+        parts = (part for block in self.model.layers for part in (block, block.mlp))
+        found = (getattr(part, "auxiliary_loss", None) for part in parts)
+        losses = [loss for loss in found if loss is not None]
         return cast(Tensor, sum(losses)) if losses else None
 
     def _places(self, tokens_BT: Tensor, documents: Sequence[int] | None, cache: KVCache | None) -> slice | Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from sportsllm.models.parts import HIDDEN, Activation, Matrix, State, Unit, Vector
+from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, State, Unit, Vector
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
 
 
-class Latent:
+class Latent(Kind):
     """Low-rank queries if `q_lora_rank` is set, low-rank keys and values; see `sportsllm.models.parts.Kind`."""
 
     def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:

@@ -48,6 +48,7 @@ class Matrix(NamedTuple):
         bias: whether it has one.
         scale_source: a matrix s where dividing row i of s by c and multiplying this one's columns that read it by c
             changes nothing; None where there is none. Matrices that read `HIDDEN` have the norm before them instead.
+        routed: whether it reads some tokens only, which ones being the model's own choice.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Matrix(NamedTuple):
     writes_residual: bool = False
     bias: bool = False
     scale_source: str | None = None
+    routed: bool = False
 
     @property
     def numbers(self) -> int:
@@ -111,6 +113,10 @@ class Kind(Protocol):
     def state(self, config: ModelConfig) -> tuple[State, ...]:
         """The tensors it caches."""
         return ()
+
+    def active_numbers(self, config: ModelConfig) -> int:
+        """Numbers of the matrices that one token is multiplied by."""
+        return sum(matrix.numbers for matrix in self.matrices(config))
 
     def mixing_macs(self, config: ModelConfig, depth: int) -> int:
         """Multiply-adds of one token outside the matrices, where it sees `depth` tokens."""

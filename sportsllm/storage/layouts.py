@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.experts import ROUTER
 from sportsllm.models.kinds import EMBEDDING, LAST_NORM, NORMS, OUTPUT_NORMS, POSITIONS, parameters
 
 
@@ -154,6 +155,8 @@ def _deepseek(config: ModelConfig, name: str) -> Part:
     """Rotary pairs are neighbours; the rotated rows are the last of each query head, and of the latent's matrix."""
     heads = {"q_proj": config.num_attention_heads, "q_b_proj": config.num_attention_heads, "kv_a_proj_with_mqa": 1}
     module = name.removesuffix(".weight").rpartition(".")[2]
+    if name.endswith(f".mlp.{ROUTER}.bias"):
+        return Part(f"{name.removesuffix('bias')}e_score_correction_bias")
     if module not in heads:
         return Part(name)
     count, rotated = heads[module], config.head_dim
@@ -170,6 +173,18 @@ def _deepseek(config: ModelConfig, name: str) -> Part:
     )
 
 
+_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+def _mixtral(config: ModelConfig, name: str) -> Part:
+    """Experts' matrices have numbers for names."""
+    layer, rest = _layer(name)
+    if not rest.startswith("mlp."):
+        return Part(name)
+    *path, matrix, kind = rest.removeprefix("mlp.").split(".")
+    return Part(".".join([layer, "block_sparse_moe", *path, _MIXTRAL.get(matrix, matrix), kind]))
+
+
 def layout_name(config_json: Mapping[str, Any]) -> str:
     """The key of a file's layout in `LAYOUTS`, if it has one, from its config.json."""
     name = str(config_json.get("model_type"))
@@ -180,6 +195,7 @@ LAYOUTS: dict[str, Layout] = {
     "gemma3_text": _gemma3,
     "phi3": _phi3,
     "gpt2": _gpt2,
+    "mixtral": _mixtral,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
 }

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sportsllm.console import progress_bar, say
 from sportsllm.errors import DivergedError, InterruptedRun, UsageError
+from sportsllm.models.experts import balance_biases, take_shares
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences
@@ -120,6 +121,8 @@ def train_model(
             bar.advance(config.tokens_per_step, f"loss {step_loss:.3f} · {rate:,.0f} tokens/s")
             if state.step % config.log_every == 0 or last:
                 run.write(loss=state.mean_loss, lr=learning_rate, grad_norm=norm, tokens_per_s=round(rate, 1))
+                if shares := take_shares(model):
+                    run.write(expert_shares=shares)
             pause = time.perf_counter()
             if best is not None and (last or run.validates()):
                 run.write(valid_bits_per_byte=best.consider())
@@ -163,7 +166,7 @@ class _Run:
             check_parallel(model, self.device)
         torch.manual_seed(config.seed)
 
-    def write(self, **record: float | None) -> None:
+    def write(self, **record: float | list[list[float]] | None) -> None:
         """A line of the metrics file."""
         assert self.metrics is not None, "the run has begun"
         step = {"step": self.state.step, "tokens": self.state.step * self.config.tokens_per_step}
@@ -211,6 +214,7 @@ class _Run:
             self.scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self.scaler.update()
+        balance_biases(self.model)
         self.state.step += 1
         self.state.losses = [*self.state.losses, total][-config.log_every :]
         return total, config.learning_rate * factor, norm

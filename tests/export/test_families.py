@@ -21,7 +21,7 @@ from sportsllm.training.calibration_text import CalibrationText
 from tests.support import families
 
 PROMPT = [0, 40, 70, 100, 200]
-NAMES = ["gemma3", "phi3-sliding", "smollm3", "gpt2", "deepseek-v3", "deepseek-v2"]
+NAMES = ["gemma3", "phi3-sliding", "smollm3", "gpt2", "deepseek-v3", "deepseek-v2", "mixtral", "deepseek-v3-experts"]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -60,10 +60,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_pruned_quantized_and_over_an_int8_cache(model: Path, text: Path, tmp_path: Path) -> None:
     config = load_config(model)
     full = Shape.of(config)
-    shape = Shape(full.hidden, 64, full.heads // 2, max(1, full.kv_heads // 2), 3, full.head_dim)
+    shape = Shape(
+        full.hidden, 2 * full.intermediate // 3, full.heads // 2, max(1, full.kv_heads // 2), 3, full.head_dim
+    )
     prune_checkpoint(PruneJob(model, [text]), shape, tmp_path / "pruned")
     smaller = load_config(tmp_path / "pruned")
-    assert (smaller.num_hidden_layers, smaller.intermediate_size, smaller.num_attention_heads) == (3, 64, 2)
+    assert (smaller.num_hidden_layers, smaller.intermediate_size, smaller.num_attention_heads) == (
+        3,
+        shape.intermediate,
+        2,
+    )
     assert smaller.output_norms == config.output_norms and smaller.position_kind == config.position_kind
     quantize(tmp_path / "pruned", tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,)))
     options = ExportOptions(threads=1)

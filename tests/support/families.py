@@ -35,6 +35,16 @@ _LATENT = {
     "v_head_dim": 12,
     "first_k_dense_replace": 4,
 }
+_EXPERTS = {
+    "first_k_dense_replace": 0,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+}
 _ALL_HEADS = SIZES | {"num_key_value_heads": 4}
 CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "gemma3": transformers.Gemma3TextConfig(**SIZES, **_GEMMA3),
@@ -50,6 +60,11 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "deepseek-v3-halves": transformers.DeepseekV3Config(
         **_ALL_HEADS, **_LATENT, q_lora_rank=None, rope_interleave=False, tie_word_embeddings=True
     ),
+    "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek-v3-experts": transformers.DeepseekV3Config(**_ALL_HEADS, **_LATENT | _EXPERTS, q_lora_rank=32),
+    "deepseek-v2-experts": transformers.DeepseekV2Config(
+        **_ALL_HEADS, **_LATENT | _EXPERTS | {"n_group": 1, "topk_group": 1}, q_lora_rank=None, head_dim=8
+    ),
     "deepseek-v2": transformers.DeepseekV2Config(**_ALL_HEADS, **_LATENT, q_lora_rank=None, head_dim=8),
 }
 
@@ -61,6 +76,9 @@ def peer(name: str) -> Any:
     with torch.no_grad():
         for parameter in found.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in found.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
     return found
 
 

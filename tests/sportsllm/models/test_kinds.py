@@ -94,8 +94,8 @@ def test_what_no_kind_describes_is_refused_by_name() -> None:
     shapes = {p.name: p.shape for p in parameters(config)}
     with pytest.raises(TypeError, match=r"experts\.weight: the model has \(2, 3, 4\), its description says None"):
         check_parameters(config, shapes | {"experts.weight": (2, 3, 4)})
-    with pytest.raises(UsageError, match="mlp_kind is 'experts'; use one of swiglu"):
-        tiny_config(mlp_kind="experts")
+    with pytest.raises(UsageError, match="mlp_kind is 'mixture'; use one of swiglu"):
+        tiny_config(mlp_kind="mixture")
 
 
 def test_the_cache_is_what_the_attention_says() -> None:

@@ -1,0 +1,167 @@
+"""A mixture of experts in the graph; see `sportsllm.models.experts`.
+
+Each expert is a branch that runs if some token is sent to it, on these tokens alone, and adds to what the experts
+before it have made: the weights of an expert that nobody chose are not read.
+Shape suffixes: B sequences, T new tokens, X = B * T, D hidden_size, N experts, K active ones, C tokens of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from export.graph.builder import Array
+from export.graph.half import HalfBuilder
+from sportsllm.models.experts import ROUTER, SHARED, routed_names
+from sportsllm.models.parts import Matrix
+
+FLOAT = ir.DataType.FLOAT
+
+
+class MixtureOfExperts(HalfBuilder):
+    """The router in float32 and a branch for each expert."""
+
+    def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
+        graph, name, experts = self.graph, self.name(layer), self.config.chosen_experts
+        flat = graph.constant("experts/flat", np.array([-1, self.config.hidden_size], np.int64))
+        x_XD = graph.node(f"{name}/tokens", "Reshape", [x_BTD, flat])
+        chosen_XK, weights_XK = self._routed(layer, x_XD)
+        weights_XN = self._dense(name, x_XD, chosen_XK, weights_XK)
+        marks_XN = self._dense(f"{name}/marks", x_XD, chosen_XK, None)
+        sent_NX = graph.node(f"{name}/sent", "Transpose", [marks_XN], perm=[1, 0])
+        zero = graph.constant("experts/zero", np.array(0.0, np.float32))
+        y_XD = graph.node(f"{name}/nothing", "Mul", [x_XD, zero])
+        for number, expert in enumerate(routed_names(experts)):
+            y_XD = self._branch(layer, number, expert, x_XD, y_XD, weights_XN, sent_NX)
+        if experts.shared:
+            y_XD = graph.node(f"{name}/with_shared", "Add", [y_XD, self._expert(layer, SHARED, x_XD)])
+        shape = graph.node(f"{name}/shape", "Shape", [x_BTD])
+        return graph.node(f"{name}/output", "Reshape", [y_XD, shape]), ()
+
+    def output(self, layer: int, x: ir.Value) -> ir.Value:
+        return x  # every expert has its own matrix for it
+
+    def _routed(self, layer: int, x_XD: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The chosen experts, (X, K) int64, and their weights."""
+        graph, name, experts = self.graph, f"{self.name(layer)}.{ROUTER}", self.config.chosen_experts
+        (router,) = (matrix for matrix in self._matrices if matrix.name == ROUTER)
+
+        def read() -> Array:
+            return np.ascontiguousarray(self.layers.matmul.dequantized(name, (router.rows, router.columns)).T)
+
+        # In float32: a choice that rounding turns is another model.
+        table_DN = graph.weight(f"{name}.columns", FLOAT, (router.columns, router.rows), read)
+        logits_XN = graph.node(f"{name}/logits", "MatMul", [x_XD, table_DN])
+        softmax = experts.router == "softmax"
+        scores_XN = graph.node(f"{name}/scores", "Softmax" if softmax else "Sigmoid", [logits_XN])
+        ranked_XN = scores_XN
+        if experts.choice_bias:
+            bias = self.layers.matmul.vector(f"{name}.bias", experts.count)
+            ranked_XN = graph.node(f"{name}/ranked", "Add", [scores_XN, bias])
+        if experts.groups > 1:
+            ranked_XN = self._open_groups(name, ranked_XN)
+        count = graph.constant(f"experts/active_{experts.active}", np.array([experts.active], np.int64))
+        outputs = [f"{name}/best", f"{name}/chosen"]
+        _, chosen_XK = graph.node_with_outputs(f"{name}/top", "TopK", [ranked_XN, count], outputs, axis=-1)
+        weights_XK = graph.node(f"{name}/chosen_scores", "GatherElements", [scores_XN, chosen_XK], axis=1)
+        if experts.weights == "softmax":
+            weights_XK = graph.node(f"{name}/weights", "Softmax", [weights_XK], axis=-1)
+        elif experts.weights == "sum":
+            total = graph.node(f"{name}/total", "ReduceSum", [weights_XK, graph.axis(-1)], keepdims=1)
+            weights_XK = graph.node(f"{name}/weights", "Div", [weights_XK, total])
+        if experts.scale != 1.0:
+            scale = graph.constant("experts/scale", np.array(experts.scale, np.float32))
+            weights_XK = graph.node(f"{name}/scaled", "Mul", [weights_XK, scale])
+        return chosen_XK, weights_XK
+
+    def _open_groups(self, name: str, ranked_XN: ir.Value) -> ir.Value:
+        """The ranks with 0 for experts of groups that are not among the best."""
+        graph, experts = self.graph, self.config.chosen_experts
+        apart = graph.constant("experts/by_group", np.array([0, experts.groups, -1], np.int64))
+        by_group = graph.node(f"{name}/by_group", "Reshape", [ranked_XN, apart])
+        two = graph.constant("experts/two", np.array([2], np.int64))
+        best_XG2, _ = graph.node_with_outputs(
+            f"{name}/best_two", "TopK", [by_group, two], [f"{name}/two", f"{name}/two_at"], axis=-1
+        )
+        sums_XG = graph.node(f"{name}/group_scores", "ReduceSum", [best_XG2, graph.axis(-1)], keepdims=0)
+        count = graph.constant("experts/open_groups", np.array([experts.active_groups], np.int64))
+        _, open_XO = graph.node_with_outputs(
+            f"{name}/open", "TopK", [sums_XG, count], [f"{name}/open_scores", f"{name}/open_at"], axis=-1
+        )
+        zero = graph.constant("experts/zero", np.array(0.0, np.float32))
+        none_XG = graph.node(f"{name}/closed", "Mul", [sums_XG, zero])
+        ones_XO = self._ones(f"{name}/opened", open_XO)
+        open_XG = graph.node(f"{name}/is_open", "ScatterElements", [none_XG, open_XO, ones_XO], axis=1)
+        open_XG1 = graph.node(f"{name}/is_open_column", "Unsqueeze", [open_XG, graph.axis(2)])
+        masked = graph.node(f"{name}/open_ranks", "Mul", [by_group, open_XG1])
+        together = graph.constant("experts/together", np.array([0, -1], np.int64))
+        return graph.node(f"{name}/open_ranks_flat", "Reshape", [masked, together])
+
+    def _ones(self, name: str, like: ir.Value) -> ir.Value:
+        """Float ones in the shape of a tensor."""
+        one = ir.tensor(np.array([1.0], np.float32))
+        shape = self.graph.node(f"{name}/shape", "Shape", [like])
+        return self.graph.node(f"{name}/ones", "ConstantOfShape", [shape], value=ir.AttrTensor("value", one))
+
+    def _dense(self, name: str, x_XD: ir.Value, chosen_XK: ir.Value, weights_XK: ir.Value | None) -> ir.Value:
+        """(X, N) the chosen experts' weights in their places, 0 elsewhere; ones without weights."""
+        graph, experts = self.graph, self.config.chosen_experts
+        weights_XK = self._ones(f"{name}/marks", chosen_XK) if weights_XK is None else weights_XK
+        rows = graph.node(f"{name}/rows", "Shape", [x_XD], start=0, end=1)
+        width = graph.constant("experts/count", np.array([experts.count], np.int64))
+        shape = graph.node(f"{name}/table", "Concat", [rows, width], axis=0)
+        nothing = ir.AttrTensor("value", ir.tensor(np.array([0.0], np.float32)))
+        empty_XN = graph.node(f"{name}/empty", "ConstantOfShape", [shape], value=nothing)
+        return graph.node(f"{name}/placed", "ScatterElements", [empty_XN, chosen_XK, weights_XK], axis=1)
+
+    def _branch(
+        self,
+        layer: int,
+        number: int,
+        expert: str,
+        x_XD: ir.Value,
+        y_XD: ir.Value,
+        weights_XN: ir.Value,
+        sent_NX: ir.Value,
+    ) -> ir.Value:
+        """The sum so far with one expert's part, if any token is sent to it."""
+        graph, name = self.graph, f"{self.name(layer)}.{expert}"
+        place = graph.constant(f"experts/number_{number}", np.array(number, np.int64))
+        sent_X = graph.node(f"{name}/sent", "Gather", [sent_NX, place], axis=0)
+        most = graph.node(f"{name}/sent_any", "ReduceMax", [sent_X], keepdims=0)
+        is_used = graph.node(f"{name}/is_used", "Cast", [most], to=ir.DataType.BOOL.value)
+
+        def run() -> Sequence[ir.Value]:
+            rows_1C = graph.node(f"{name}/rows", "NonZero", [sent_X])
+            rows_C1 = graph.node(f"{name}/row_column", "Transpose", [rows_1C], perm=[1, 0])
+            x_CD = graph.node(f"{name}/own_tokens", "GatherND", [x_XD, rows_C1])
+            weight_X = graph.node(f"{name}/own_weight", "Gather", [weights_XN, place], axis=1)
+            weight_C = graph.node(f"{name}/weight_rows", "GatherND", [weight_X, rows_C1])
+            weight_C1 = graph.node(f"{name}/weight_column", "Unsqueeze", [weight_C, graph.axis(1)])
+            made_CD = graph.node(f"{name}/weighted", "Mul", [self._expert(layer, expert, x_CD), weight_C1])
+            return [graph.node(f"{name}/added", "ScatterND", [y_XD, rows_C1, made_CD], reduction="add")]
+
+        def skip() -> Sequence[ir.Value]:
+            return [graph.node(f"{name}/skipped", "Identity", [y_XD])]
+
+        branches = {"then_branch": run, "else_branch": skip}
+        return graph.if_else(f"{name}/either", is_used, branches, {f"{name}/sum": FLOAT})[0]
+
+    def _expert(self, layer: int, expert: str, x_CD: ir.Value) -> ir.Value:
+        """One expert's output for some tokens."""
+        graph, name = self.graph, f"{self.name(layer)}.{expert}"
+        found = {matrix.name.removeprefix(f"{expert}."): matrix for matrix in self._matrices}
+
+        def named(part: str) -> Matrix:
+            return found[part]._replace(name=f"{name}.{part}")
+
+        matmul = self.layers.matmul
+        if self.config.chosen_experts.gated:
+            gate, up = matmul.products(f"{name}.gate_up_proj", x_CD, [named("gate_proj"), named("up_proj")])
+            inner = graph.node(f"{name}/inner", "Mul", [self.layers.silu(f"{name}/silu", gate), up])
+        else:
+            (up,) = matmul.products(f"{name}.up_proj", x_CD, [named("up_proj")])
+            inner = self.layers.silu(f"{name}/inner", up)
+        return matmul.product(f"{name}.down_proj", inner, [named("down_proj")])

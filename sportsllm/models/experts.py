@@ -1,0 +1,190 @@
+"""Mixture of experts: a router sends each token to a few of many feed-forward parts
+(https://arxiv.org/abs/1701.06538; Mixtral, https://arxiv.org/abs/2401.04088; DeepSeek, https://arxiv.org/abs/2412.19437).
+
+    scores  = softmax(router(x)) or sigmoid(router(x))
+    chosen  = the highest `active` of scores + bias, in the best groups of experts
+    weights = the chosen scores: as they are, divided by their sum, or their softmax; times `scale`
+    y       = sum over chosen e of weights_e * expert_e(x)  +  shared(x)
+
+An expert is down(silu(gate(x)) * up(x)), or down(silu(up(x))) with biases where it has no gate.
+Shape suffixes: B sequences, T tokens, D hidden_size, X = B * T, N experts, K active ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, Unit
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sportsllm.models.config import Experts, ModelConfig
+
+ROUTER = "gate"
+SHARED = "shared_experts"
+
+
+class MixtureOfExperts(Kind):
+    """The router, every expert's matrices and those of the shared ones; see `sportsllm.models.parts.Kind`."""
+
+    def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
+        experts = config.chosen_experts
+        router = Matrix(ROUTER, experts.count, config.hidden_size, "expert", HIDDEN, HIDDEN, bias=experts.choice_bias)
+        found = [router]
+        for name in expert_names(experts):
+            found += self._expert(config, name)
+        return tuple(found)
+
+    def _expert(self, config: ModelConfig, name: str) -> tuple[Matrix, ...]:
+        """One expert's matrices; all shared ones are one expert that is wider."""
+        experts, hidden, unit = config.chosen_experts, config.hidden_size, _unit(name)
+        inner, routed = config.intermediate_size, name != SHARED
+        if not routed:
+            inner *= experts.shared
+        read, bias = HIDDEN, not experts.gated
+        up = Matrix(f"{name}.up_proj", inner, hidden, unit, HIDDEN, read, bias=bias)
+        source = up.name if experts.gated else None
+        down = Matrix(f"{name}.down_proj", hidden, inner, HIDDEN, unit, f"{name}.inner", True, bias, source, routed)
+        gate = (Matrix(f"{name}.gate_proj", inner, hidden, unit, HIDDEN, read),) if experts.gated else ()
+        return (*gate, up, down)
+
+    def units(self, config: ModelConfig) -> tuple[Unit, ...]:
+        """The neurons of each expert, which are cut to the same number; the experts themselves stay."""
+        experts, inner = config.chosen_experts, config.intermediate_size
+        found = [Unit("expert", "experts", experts.count)]
+        for name in expert_names(experts):
+            found.append(Unit(_unit(name), "intermediate_size", inner, experts.shared if name == SHARED else 1))
+        return tuple(found)
+
+    def active_numbers(self, config: ModelConfig) -> int:
+        experts = config.chosen_experts
+        router, *others = self.matrices(config)
+        routed = sum(m.numbers for m in others if not m.name.startswith(SHARED)) // experts.count * experts.active
+        return router.numbers + routed + sum(m.numbers for m in others if m.name.startswith(SHARED))
+
+    def activation_bytes(self, config: ModelConfig, mixed: bool) -> int:
+        """Of each chosen expert its input, inner tensors and output, and the scores of all."""
+        experts, a = config.chosen_experts, (2 if mixed else 4)
+        inner = (4 if experts.gated else 2) * a * config.intermediate_size
+        return experts.active * (2 * a * config.hidden_size + inner) + experts.shared * inner + 3 * 4 * experts.count
+
+    def tensors(self, config: ModelConfig) -> tuple[Matrix | Activation, ...]:
+        experts = config.chosen_experts
+        router, *others = self.matrices(config)
+        scores = Activation("scores of experts", (experts.count,))
+        weights = Activation("weights of the chosen", (experts.active,))
+        inner = Activation("inner, of each chosen", (experts.active, config.intermediate_size))
+        return (router, scores, weights, *others, inner)
+
+    def forward(self, half: Any, x_BTD: Tensor, rope: Any, documents: Any, cache: Any) -> Tensor:
+        import torch
+
+        experts = half.config.chosen_experts
+        x_XD = x_BTD.flatten(0, 1)
+        scores_XN, chosen_XK, weights_XK = route(half, x_XD)
+        if half.training and experts.balance_loss:
+            half.auxiliary_loss = experts.balance_loss * imbalance(scores_XN, chosen_XK)
+        # Tokens in the order of their experts, so that each expert reads one piece.
+        order = torch.argsort(chosen_XK.flatten(), stable=True)
+        used_N = torch.bincount(chosen_XK.flatten(), minlength=experts.count)
+        if half.training:
+            half.used_N = used_N + getattr(half, "used_N", 0)
+        rows = order // experts.active
+        pieces = torch.split(x_XD[rows], used_N.tolist())
+        made = [run_expert(half, name, piece) for name, piece in zip(routed_names(experts), pieces, strict=True)]
+        weighted = torch.cat(made) * weights_XK.flatten()[order][:, None]
+        y_XD = torch.zeros_like(x_XD, dtype=weighted.dtype).index_add(0, rows, weighted)
+        if experts.shared:
+            y_XD = y_XD + run_expert(half, SHARED, x_XD)
+        return y_XD.view(x_BTD.shape).to(x_BTD.dtype)
+
+
+def expert_names(experts: Experts) -> list[str]:
+    """The modules of the routed experts, then of the shared ones."""
+    return routed_names(experts) + [SHARED] * (experts.shared > 0)
+
+
+def routed_names(experts: Experts) -> list[str]:
+    """The modules of the routed experts."""
+    return [f"experts.{number}" for number in range(experts.count)]
+
+
+def _unit(name: str) -> str:
+    return f"neuron of {name}"
+
+
+def run_expert(half: Any, name: str, x_XD: Tensor) -> Tensor:
+    """One expert's output for some tokens, perhaps none."""
+    from torch.nn.functional import silu
+
+    expert = half.get_submodule(name)
+    if half.config.chosen_experts.gated:
+        return cast("Tensor", expert.down_proj(silu(expert.gate_proj(x_XD)) * expert.up_proj(x_XD)))
+    return cast("Tensor", expert.down_proj(silu(expert.up_proj(x_XD))))
+
+
+def route(half: Any, x_XD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores (X, N) of the experts, the chosen ones (X, K) and their weights (X, K), in float32."""
+    import torch
+
+    experts, router = half.config.chosen_experts, half.get_submodule(ROUTER)
+    with torch.autocast(x_XD.device.type, enabled=False):
+        logits_XN = router(x_XD.float())
+        if router.bias is not None:  # it is of the choice alone
+            logits_XN = logits_XN - router.bias
+        scores_XN = logits_XN.softmax(-1) if experts.router == "softmax" else logits_XN.sigmoid()
+        ranked_XN = scores_XN.detach() if router.bias is None else scores_XN.detach() + router.bias.float()
+        if experts.groups > 1:
+            by_group = ranked_XN.view(len(x_XD), experts.groups, -1)
+            best = by_group.topk(2, dim=-1).values.sum(dim=-1).topk(experts.active_groups, dim=-1).indices
+            open_XG = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=x_XD.device).scatter(1, best, True)
+            ranked_XN = by_group.masked_fill(~open_XG[..., None], 0.0).flatten(1)
+        chosen_XK = ranked_XN.topk(experts.active, dim=-1).indices
+        weights_XK = scores_XN.gather(1, chosen_XK)
+        if experts.weights == "softmax":
+            weights_XK = weights_XK.softmax(-1)
+        elif experts.weights == "sum":
+            weights_XK = weights_XK / weights_XK.sum(-1, keepdim=True)
+        return scores_XN, chosen_XK, weights_XK * experts.scale
+
+
+BIAS_STEP = 1e-3
+"""Of the rule by which a router's bias moves (https://arxiv.org/abs/2408.15664)."""
+
+
+def balance_biases(model: Any) -> None:
+    """After a training step: experts that got less than their share of tokens are chosen more easily, others less."""
+    import torch
+
+    for block in model.model.layers:
+        router = getattr(block.mlp, ROUTER, None)
+        if router is None or router.bias is None or not hasattr(block.mlp, "used_N"):
+            continue
+        used_N = block.mlp.used_N.float()
+        with torch.no_grad():
+            router.bias += BIAS_STEP * torch.sign(used_N.mean() - used_N)
+
+
+def take_shares(model: Any) -> list[list[float]]:
+    """For each layer the share of choices that fell on each of its experts since the last call, in training."""
+    shares = []
+    for block in model.model.layers:
+        if hasattr(block.mlp, "used_N"):
+            used_N = block.mlp.used_N
+            shares.append([round(share, 4) for share in (used_N / used_N.sum()).tolist()])
+            del block.mlp.used_N
+    return shares
+
+
+def imbalance(scores_XN: Tensor, chosen_XK: Tensor) -> Tensor:
+    """N * sum over experts of f_i * p_i: 1 where all are used alike (https://arxiv.org/abs/2101.03961, section 2.2).
+
+    f_i is the share of choices that fall on expert i, p_i its mean share of a token's scores.
+    """
+    import torch
+
+    count = scores_XN.shape[1]
+    used_N = torch.bincount(chosen_XK.flatten(), minlength=count) / chosen_XK.numel()
+    share_N = (scores_XN / scores_XN.sum(-1, keepdim=True)).mean(dim=0)
+    return count * (used_N * share_N).sum()
