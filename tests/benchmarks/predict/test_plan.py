@@ -10,6 +10,7 @@ import pytest
 from benchmarks.cli.plan import plan
 from benchmarks.commands import devices
 from benchmarks.console_tables import band
+from sportsllm.cli.main import main
 from sportsllm.errors import UsageError
 from sportsllm.models.hf_config import to_hf
 from sportsllm.models.presets import PRESETS
@@ -143,6 +144,25 @@ def test_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
             plan(shape="7B", **flags)
     with pytest.raises(UsageError, match="has no parameters"):
         plan(shape="0M")
+
+
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The model as an argument; one JSON object on standard output, the tables on the other; one line for a mistake."""
+    for arguments, parameters in (
+        (["base-162m"], 162_417_408),
+        (["--model", "base-162m", "--training", "--device", "rtx-3060"], 162_417_408),
+        (["7B"], 7_000_000_000),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *arguments, "--json"])
+        printed = capsys.readouterr()
+        assert ended.value.code == 0 and json.loads(printed.out)["parameters"] == parameters
+        assert f"{parameters:,}" in printed.err
+    for mistake in (["7X"], ["small", "--batch-size", "0"], ["small", "--training", "--optimizer-bits", "12"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *mistake])
+        printed = capsys.readouterr()
+        assert ended.value.code == 2 and printed.err.startswith("error: ") and len(printed.err.splitlines()) == 1
 
 
 def test_large_shapes_are_counted_exactly() -> None:

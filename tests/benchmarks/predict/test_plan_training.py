@@ -16,6 +16,7 @@ from sportsllm.models.presets import PRESETS
 from sportsllm.models.training_memory import TrainingStep, training_memory
 
 CONFIG = PRESETS["base-162m"]
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 STEP = {"training": True, "batch": 32, "length": 2_048, "precision": "fp16"}
 
 
@@ -112,6 +113,24 @@ def test_the_ordinary_plan_says_whether_a_step_fits(capsys: pytest.CaptureFixtur
     result = plan(shape="base-162m", device="rtx-3060", batch=32, length=2_048)
     assert (result["training_memory"]["fits"], result["training_memory"]["fits_checkpointed"]) == (False, True)
     assert "fits with checkpointing only in 11,885 MB" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_tables_in_the_docs_are_what_is_computed() -> None:
+    use = (DOCS / "use" / "benchmarks.md").read_text(encoding="utf-8")
+    model = (DOCS / "how-it-works" / "model.md").read_text(encoding="utf-8")
+    for name in ("rtx-3060", "rtx-3070", "rtx-3080", "rtx-3090"):
+        found = _plan(name)
+        (row,) = [line for line in use.splitlines() if line.startswith(f"| {name.upper().replace('-', ' ')}")]
+        batches = f"{found['plain']['largest_batch']} / {found['checkpointed']['largest_batch']}"
+        assert f"| {found['usable_bytes'] / 1e6:,.0f} |" in row and row.endswith(f"| {batches} |")
+    totals = [found[column]["total_bytes"] for column in ("plain", "checkpointed")]
+    assert f"plain, {totals[0] / 1e6:,.0f} MB | checkpointed, {totals[1] / 1e6:,.0f} MB" in use
+    assert f"{totals[0] / 1e9:.1f} GB; checkpointed {totals[1] / 1e9:.2f} GB" in model
+    for name in ("small", "small-32k", "medium", "large", "70b", "200b"):
+        assert f"{plan(shape=name)['parameters']:,}" in model, name
+    shapes = plan(shape="base-162m", shapes=True, batch=32, length=2_048, precision="fp16")["shapes"]
+    sizes = {shape["name"]: shape["bytes"] for shape in shapes}
+    assert f"{sizes['hidden']:,} bytes" in model and f"{sizes['attention scores']:,} bytes" in model
 
 
 def test_refusals(tmp_path: Path) -> None:
