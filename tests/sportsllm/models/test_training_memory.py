@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,10 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.grouped_query import GroupedQuery
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS
 from sportsllm.models.size import LOSS_CHUNK_TOKENS
-from sportsllm.models.training_memory import TrainingStep, largest_batch, training_memory
+from sportsllm.models.swiglu import SwiGLU
+from sportsllm.models.training_memory import TrainingStep, largest_batch, layer_activation_bytes, training_memory
 from sportsllm.text.packing import Batch
 from sportsllm.training.loop import language_model_loss
 from sportsllm.training.optimizers import build_optimizers
@@ -178,6 +181,42 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
 def test_nonsense_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TrainingStep(**{"batch": 1, "length": 8, **arguments})
+
+
+def _saved_bytes(run: Callable[[], object]) -> int:
+    """Bytes of the activations that autograd keeps; weights and states of random numbers left out."""
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    return sum(tensor.numel() * tensor.element_size() for tensor in kept if tensor.ndim > 1)
+
+
+def test_a_gpus_kernels_keep_what_the_formula_says() -> None:
+    """torch's own rules of differentiation, for FlashAttention on tensors without memory."""
+    batch, length, heads, groups, size = 2, 32, TINY.num_attention_heads, TINY.num_key_value_heads, TINY.head_dim
+
+    def half(count: int) -> torch.Tensor:
+        shape = batch, count, length, size
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+    q, k, v = half(heads), half(groups), half(groups)
+    attention = _saved_bytes(lambda: torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True))
+    joined = 2 * TINY.query_size  # the output of all documents, as o_proj reads it
+    expected = attention + batch * length * joined
+    assert batch * length * GroupedQuery().activation_bytes(TINY, True, "gpu") == expected
+
+    # The fused norm's backward pass reads x and 1 / rms(x); the weight is held anyway.
+    schema = torch.ops.aten._fused_rms_norm_backward.default._schema
+    read = [argument.name for argument in schema.arguments if "Tensor" in str(argument.type)]
+    assert read == ["grad_out", "input", "rstd", "weight"]
+    norm, result = 4 * TINY.hidden_size + 4, 2 * TINY.hidden_size
+    halves = [kind.activation_bytes(TINY, True, "gpu") for kind in (GroupedQuery(), SwiGLU())]
+    assert layer_activation_bytes(TINY, True, "gpu") == 2 * (norm + result) + sum(halves)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
