@@ -1,4 +1,4 @@
-"""The commands `plan`, `devices`, `calibrate`, `bench`, `fit`, `report` and `compare`. Heavy imports are inside."""
+"""The commands `devices`, `calibrate`, `bench`, `fit`, `report` and `compare`. Heavy imports are inside."""
 
 from __future__ import annotations
 
@@ -15,59 +15,6 @@ from sportsllm.cli.flag_groups import expand_flag_groups
 from sportsllm.errors import UsageError
 
 OnDevice = Annotated[bool, typer.Option(help="This machine is the device: its measurements decide, not predictions.")]
-
-
-def plan(
-    model: Annotated[
-        str, typer.Option(metavar="NAME|DIR", help="A preset, or the directory of a checkpoint or an export.")
-    ] = "small",
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Predict speed and memory on this device.")
-    ] = None,
-    batch: Annotated[
-        int, typer.Option("--batch-size", "--batch", min=1, metavar="N", help="Sequences of one training batch.")
-    ] = 4,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            "--sequence",
-            "--length",
-            min=1,
-            metavar="N",
-            help="Tokens of one training sequence.",
-            show_default="512, or the context if shorter",
-        ),
-    ] = None,
-    shapes: Annotated[bool, typer.Option("--shapes", help="Also list every tensor of a training step.")] = False,
-    block_size: Annotated[
-        int, typer.Option(metavar="N", help="Weights of a quantized matrix that share a scale.")
-    ] = 32,
-    head_bits: Annotated[int, typer.Option(metavar="N", help="Bits of embedding and head at int8 and int4.")] = 8,
-    kv_cache: Annotated[
-        str, typer.Option(metavar="FORMAT", help="Format of the key/value cache in predictions: fp32 or int8.")
-    ] = "fp32",
-    optimizer: flags.Optimizer = None,
-    precision: flags.Precision = None,
-) -> dict[str, Any]:
-    """Parameters, memory by precision, KV cache and predicted speed, without running the model."""
-    from benchmarks.console_tables import print_plan
-    from benchmarks.predict.plan import plan_model
-    from sportsllm.console import output
-
-    result = plan_model(
-        model,
-        device=device,
-        batch=batch,
-        length=length,
-        shapes=shapes,
-        block_size=block_size,
-        head_bits=head_bits,
-        kv_cache=kv_cache,
-        optimizer=optimizer or "adamw",
-        precision="bf16" if precision in (None, "auto") else str(precision),
-    )
-    print_plan(output(), result)
-    return result
 
 
 def devices(

@@ -1,4 +1,4 @@
-"""Tables for people: the one way to draw a table, and what `plan`, `devices` and `calibrate` print."""
+"""Tables for people: the one way to draw a table, and what `devices` and `calibrate` print."""
 
 from __future__ import annotations
 
@@ -46,74 +46,6 @@ def megabytes(count: float) -> str:
     """Bytes as MB (10^6) with as many digits as help: 0.42, 51.7, 3,722."""
     value = count / 1e6
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def print_plan(console: Console, result: Mapping[str, Any]) -> None:
-    """Parameters, memory and, where there is a device, predictions with what they mean for its budget."""
-    parts = [(name, f"{count:,}") for name, count in result["parameters_by_component"].items()]
-    total = ("total", f"{result['parameters']:,}")
-    console.print(table(("part", "count"), [*parts, total], title=f"{result['model']}: parameters"))
-    block = [(name, f"{count:,}") for name, count in result["parameters_per_block"].items()]
-    console.print(table(("part", "count"), block, title=f"one of {result['layers']} blocks"))
-    weights = [(name, megabytes(size)) for name, size in result["weight_bytes"].items()]
-    console.print(table(("precision", "MB"), weights, title="weights"))
-    cache = [(name, f"{size:,}") for name, size in result["kv_cache_bytes_per_token"].items()]
-    console.print(table(("precision", "bytes a token"), cache, title="key/value cache"))
-    training = result["training_memory"]
-    step = f"training step, batch {training['batch']} x {training['length']}, {training['precision']}"
-    sizes = [
-        (name.removesuffix("_bytes").replace("_", " "), megabytes(size))
-        for name, size in training.items()
-        if name.endswith("_bytes")
-    ]
-    console.print(table(("part", "MB"), sizes, title=f"{step}, {training['optimizer']}"))
-    if "shapes" in result:
-        shapes = [
-            (
-                shape["name"] if shape["held"] else f"{shape['name']} (never made whole)",
-                shape["kind"],
-                " x ".join(f"{size:,}" for size in shape["shape"]),
-                str(shape["layers"]),
-                f"{shape['bytes']:,}",
-            )
-            for shape in result["shapes"]
-        ]
-        headers = ("tensor", "kind", "shape", "times", "bytes each")
-        console.print(table(headers, shapes, (0, 1, 2), "tensors along the way, float32"))
-    if "predicted" in result:
-        _print_predictions(console, result)
-
-
-def _print_predictions(console: Console, result: Mapping[str, Any]) -> None:
-    rows = [
-        (
-            row["precision"],
-            f"{row['depth']:,}",
-            band(row["ttft_ms_low"], row["ttft_ms_high"]),
-            band(row["tpot_ms_low"], row["tpot_ms_high"]),
-            band(1000 / row["tpot_ms_high"], 1000 / row["tpot_ms_low"]),
-            band(row["peak_rss_bytes_low"] / 1e6, row["peak_rss_bytes_high"] / 1e6),
-        )
-        for row in result["predicted"]
-    ]
-    if rows:  # in a very short context no step is timed
-        prompt = result["predicted"][0]["prompt_tokens"]
-        headers = ("precision", "depth", f"TTFT({prompt}) ms", "TPOT ms", "tokens/s", "peak MB")
-        console.print(table(headers, rows, title=f"predicted on {result['device']} (the model was not run)"))
-    budgets = [
-        (precision, "fits" if budget["passed"] else "misses", *map(_judged, budget["limits"]))
-        for precision, budget in result["predicted_budget"].items()
-    ]
-    titles = ("precision", "budget", *_LIMIT_TITLES)
-    console.print(table(titles, budgets, (0, 1), "against the budget (limit in brackets, ! where missed)"))
-    console.print(f"\n{reliability_line(result['efficiency'])}", markup=False)
-
-
-def _judged(limit: Mapping[str, Any]) -> str:
-    value = "?" if limit["value"] is None else f"{limit['value']:,.4g}"
-    if limit["source"] == "predicted":
-        value = band(limit["low"], limit["high"])
-    return f"{'!' if limit['passed'] is False else ''}{value} [{limit['limit']:,g}]"
 
 
 def band(low: float, high: float) -> str:

@@ -41,8 +41,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"measure"},
         {"predict", "runtimes", "report"},
         {"bench", "search", "compare", "console_tables"},
-        {"console_results", "studies"},
-        {"commands"},
+        {"console_results", "console_plan", "studies"},
+        {"commands", "cli"},
     ],
 }
 """The rooms of each package from the lowest floor up; a room imports lower floors only."""

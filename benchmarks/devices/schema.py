@@ -21,6 +21,7 @@ HARDWARE_RANGES = {
     "memory_bandwidth": ("GB/s", 0.1, 20_000),
     "int8_matmul_rate": ("GOP/s", 1, 1e7),
     "fp32_matmul_rate": ("GFLOP/s", 1, 1e7),
+    "fp16_matmul_rate": ("GFLOP/s", 1, 1e7),
     "power": ("W", 0.1, 2_000),
     "bandwidth_share": ("share", 0.01, 1),
     "layer_overhead": ("us", 0, 100_000),
@@ -75,7 +76,8 @@ class Hardware(Strict):
     """The figures that predictions are made from.
 
     `memory_usable` is what a model may take beside the system. The bandwidth is that beyond every cache, and the
-    matmul rates are the processor's peaks. `bandwidth_share` (of the bandwidth, reading weights) and `layer_overhead`
+    matmul rates are the processor's peaks, `fp16_matmul_rate` with sums in float32, as training does them; without it
+    that of float32 stands for it. `bandwidth_share` (of the bandwidth, reading weights) and `layer_overhead`
     (of a layer, for each token) replace those of `benchmarks.predict.coefficients` where the device's are known.
     """
 
@@ -87,6 +89,7 @@ class Hardware(Strict):
     memory_bandwidth: Quantity
     int8_matmul_rate: Quantity
     fp32_matmul_rate: Quantity
+    fp16_matmul_rate: Quantity | None = None
     power: Quantity | None = None
     bandwidth_share: Quantity | None = None
     layer_overhead: Quantity | None = None

@@ -33,7 +33,7 @@ COMMANDS = {
     "fit": "benchmarks.commands",
     "eval": "sportsllm.cli.commands",
     "generate": "sportsllm.cli.commands",
-    "plan": "benchmarks.commands",
+    "plan": "benchmarks.cli.plan",
     "run": "sportsllm.cli.commands",
     "verify": "sportsllm.cli.commands",
     "report": "benchmarks.commands",
@@ -127,6 +127,15 @@ Optimizer = Annotated[
         "--optimizer", help="adamw, or muon (Muon and AdamW).", show_default="muon, where its steps are cheap"
     ),
 ]
+OptimizerBits = Annotated[
+    int | None,
+    typer.Option(
+        "--optimizer-bits",
+        metavar="32|16|8",
+        help="Of the optimizer's states: 32, 16 (gradients too) or 8 (AdamW's, by bitsandbytes).",
+        show_default="32",
+    ),
+]
 Precision = Annotated[
     str | None,
     typer.Option("--precision", help="Type that is computed in: auto, fp32, bf16 or fp16.", show_default="auto"),
@@ -161,6 +170,7 @@ class TrainingFlags(FlagGroup):
     sequence: Sequence = None
     learning_rate: LearningRate = None
     optimizer: Optimizer = None
+    optimizer_bits: OptimizerBits = None
     schedule: Annotated[
         str | None, typer.Option(help="cosine, or wsd (warm-up, stable, decay).", show_default="cosine")
     ] = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, Unit
+from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, Processor, Unit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +63,7 @@ class MixtureOfExperts(Kind):
         routed = sum(m.numbers for m in others if not m.name.startswith(SHARED)) // experts.count * experts.active
         return router.numbers + routed + sum(m.numbers for m in others if m.name.startswith(SHARED))
 
-    def activation_bytes(self, config: ModelConfig, mixed: bool) -> int:
+    def activation_bytes(self, config: ModelConfig, mixed: bool, processor: Processor) -> int:
         """Of each chosen expert its input, inner tensors and output, and the scores of all."""
         experts, a = config.chosen_experts, (2 if mixed else 4)
         inner = (4 if experts.gated else 2) * a * config.intermediate_size

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, Unit
+from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, Processor, Unit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ class Gated(Kind):
     def units(self, config: ModelConfig) -> tuple[Unit, ...]:
         return (Unit("neuron", "intermediate_size", config.intermediate_size),)
 
-    def activation_bytes(self, config: ModelConfig, mixed: bool) -> int:
+    def activation_bytes(self, config: ModelConfig, mixed: bool, processor: Processor) -> int:
         """gate, f(gate), up and their product."""
         return 4 * (2 if mixed else 4) * config.intermediate_size
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, State, Unit, Vector
+from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, Processor, State, Unit, Vector
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,18 +51,20 @@ class GroupedQuery(Kind):
         seen = [min(depth, config.window(layer) or depth) for layer in range(config.num_hidden_layers)]
         return 2 * config.query_size * sum(seen) // len(seen)
 
-    def activation_bytes(self, config: ModelConfig, mixed: bool) -> int:
-        """q, k, v and the output in float32, in which attention computes on a CPU, and a log-sum for each head.
+    def activation_bytes(self, config: ModelConfig, mixed: bool, processor: Processor) -> int:
+        """q, k, v, attention's output and, a head, a log-sum in float32; and that output as o_proj reads it.
 
-        In plain float32 that output is also the next matrix's input and counts once. No (T, T) scores are kept.
-        Per-head norms of q and k (Qwen3) keep twice their width and one number a head, in float32.
+        On a CPU attention computes in float32; on a GPU, by FlashAttention (https://arxiv.org/abs/2205.14135), in the
+        type of the products. The outputs of a batch's documents are joined, which makes the second copy. No (T, T)
+        scores are kept. Per-head norms of q and k (Qwen3) keep their width, on a CPU twice, and one number a head, in
+        float32.
         """
-        queries, keys = config.query_size, config.key_value_size
-        total = 4 * (2 * queries + 2 * keys) + 4 * config.num_attention_heads
-        if mixed:
-            total += 2 * queries
+        queries, keys, heads = config.query_size, config.key_value_size, config.num_attention_heads
+        number = 2 if mixed else 4
+        total = (number if processor == "gpu" else 4) * 2 * (queries + keys) + 4 * heads + number * queries
         if config.qk_norm:
-            total += 2 * 4 * (queries + keys) + 4 * (config.num_attention_heads + config.num_key_value_heads)
+            copies = 1 if processor == "gpu" else 2
+            total += copies * 4 * (queries + keys) + 4 * (heads + config.num_key_value_heads)
         return total
 
     def tensors(self, config: ModelConfig) -> tuple[Matrix | Activation, ...]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, State, Unit, Vector
+from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, Processor, State, Unit, Vector
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +68,7 @@ class Latent(Kind):
         """Scores and the weighted sum over the latent vectors, and the absorbed matrices, which are kv_b_proj's own."""
         return config.num_attention_heads * depth * (2 * config.kv_rank + config.head_dim)
 
-    def activation_bytes(self, config: ModelConfig, mixed: bool) -> int:
+    def activation_bytes(self, config: ModelConfig, mixed: bool, processor: Processor) -> int:
         """Latents and what their norms keep; queries, keys, values and output in float32, a log-sum for each head."""
         a, heads = (2 if mixed else 4), config.num_attention_heads
         ranks = config.kv_rank + (config.q_lora_rank or 0)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from sportsllm.models.config import ModelConfig
 
+Processor = Literal["cpu", "gpu"]
 HIDDEN = "hidden"
 """The name of the residual stream's channels, the one unit that every kind reads and writes."""
 
@@ -122,7 +123,7 @@ class Kind(Protocol):
         """Multiply-adds of one token outside the matrices, where it sees `depth` tokens."""
         return 0
 
-    def activation_bytes(self, config: ModelConfig, mixed: bool) -> int:
+    def activation_bytes(self, config: ModelConfig, mixed: bool, processor: Processor) -> int:
         """Bytes it keeps of each token for the backward pass, its input not counted; `mixed` is mixed precision."""
 
     def tensors(self, config: ModelConfig) -> tuple[Matrix | Activation, ...]:

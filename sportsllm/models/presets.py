@@ -58,6 +58,14 @@ PRESETS: dict[str, ModelConfig] = {
     ),
 }
 
+PLANNED: dict[str, ModelConfig] = {
+    # Shapes that `plan` alone knows. Every query head has its key/value head, embedding and head are two matrices of
+    # 32,000 tokens, and the context has room for 100,000 tokens: where their source says nothing, as in base-162m.
+    "8b": _shape(32_000, 4_096, 14_336, 32, 32, 32, 131_072, tied=False),
+    "70b": _shape(32_000, 8_192, 28_672, 80, 64, 64, 131_072, tied=False),
+    "200b": _shape(32_000, 12_288, 49_152, 100, 96, 96, 131_072, tied=False),
+}
+
 
 def preset(name: str) -> ModelConfig:
     """The shape called `name`; the error for an unknown name lists them."""

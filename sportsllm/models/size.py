@@ -1,22 +1,25 @@
-"""Memory arithmetic: how many bytes a model needs on disk, in use and in training, without building it.
+"""Memory arithmetic: how many bytes a model needs on disk and in use, without building it.
 
 Imports no torch. Letters: B sequences, T tokens, D hidden_size, L layers, V vocabulary.
 """
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import NORMS, OUTPUT_NORMS, block_matrices, block_state, halves, norms_of_block
+from sportsllm.models.experts import ROUTER
+from sportsllm.models.kinds import NORMS, OUTPUT_NORMS, block_matrices, block_state, halves
 from sportsllm.models.parts import Matrix
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Numbers of a packed matrix that may share a scale, as MatMulNBits allows."""
 CACHE_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}
-LOSS_CHUNK_TOKENS = 1_024  # the default of `sportsllm.training.chunked_loss`; a test holds the two together
+LOSS_CHUNK_TOKENS = 1_024
+"""The most tokens of a chunk of the loss, on any processor."""
+_CPU_CHUNK_TOKENS = (128, 512)
+_CPU_CHUNK_LOGITS = 8 * 2**20
 _DENSE_BYTES = {"fp32": 4, "fp16": 2}
 _MATRIX_BITS = {"int8": 8, "int4": 4}
 
@@ -58,35 +61,88 @@ def quantized_bytes(rows: int, columns: int, bits: int, block_size: int, zero_po
 def weight_bytes(
     config: ModelConfig, precision: str, block_size: int = 32, head_bits: int = 8, zero_points: bool = False
 ) -> int:
-    """Bytes of all weights on disk; a tied embedding counts once.
+    """Bytes of all weights on disk; a tied embedding counts once. Arguments and errors: see `component_bytes`."""
+    return sum(component_bytes(config, precision, block_size, head_bits, zero_points).values())
+
+
+def component_bytes(
+    config: ModelConfig, precision: str, block_size: int = 32, head_bits: int = 8, zero_points: bool = False
+) -> dict[str, int]:
+    """Bytes of the parts that `ModelConfig.parameters_by_component` counts.
 
     Args:
         precision: fp32 or fp16 (everything), int8 or int4 (the blocks' matrices; norms and biases stay fp32).
+        block_size: numbers of a packed matrix that share a scale.
         head_bits: bits of embedding and head when the rest is quantized: 4, 8, or 32 for float32.
         zero_points: whether 4-bit blocks have one each; 8-bit blocks have none.
 
     Raises:
         UsageError: an unknown precision, block size or number of bits.
     """
+    a_block = block_bytes(config, precision, block_size, head_bits, zero_points)
+    norm_number = _DENSE_BYTES.get(precision, 4)
+    parts = dict.fromkeys(config.parameters_by_component(), 0)
+    for component, (half, kind) in zip(("attention", "feed_forward"), halves(config).items(), strict=True):
+        norms = {NORMS[half], OUTPUT_NORMS[half], *(vector.name for vector in kind.vectors(config))}
+        in_half = {matrix.name for matrix in kind.matrices(config)}
+        for name, size in a_block.items():
+            if name in norms:
+                parts["norms"] += config.num_hidden_layers * size
+            elif name.removesuffix(".bias") in in_half:
+                parts[component] += config.num_hidden_layers * size
+    parts["norms"] += norm_number * config.norm_numbers
+    table = norm_number * config.vocab_size * config.hidden_size
+    if precision in _MATRIX_BITS and head_bits != 32:
+        zeros = zero_points and head_bits == 4
+        table = quantized_bytes(config.vocab_size, config.hidden_size, head_bits, block_size, zeros)
+    parts["embedding"] = table + norm_number * config.positions * config.hidden_size
+    parts["head"] = 0 if config.tie_word_embeddings else table
+    return parts
+
+
+def block_bytes(
+    config: ModelConfig, precision: str, block_size: int = 32, head_bits: int = 8, zero_points: bool = False
+) -> dict[str, int]:
+    """Bytes of each part of one block, by the names of `block_parameters`; see `component_bytes`."""
+    check_format(precision, block_size, head_bits)
+    sizes = {name: _DENSE_BYTES.get(precision, 4) * count for name, count in block_parameters(config).items()}
+    if precision in _MATRIX_BITS:
+        bits = _MATRIX_BITS[precision]
+        for kind in halves(config).values():
+            for m in kind.matrices(config):
+                own = max(bits, 8) if m.name == ROUTER else bits
+                sizes[m.name] = quantized_bytes(m.rows, m.columns, own, block_size, zero_points and own == 4)
+    return sizes
+
+
+def count_bytes(parameters: int, precision: str, block_size: int | None = None) -> int:
+    """Bytes of weights of which only the number is known: all in one format, without scales or with those of blocks.
+
+    Raises:
+        UsageError: an unknown precision or block size.
+    """
+    check_format(precision, block_size or BLOCK_SIZES[0])
     if precision in _DENSE_BYTES:
-        return config.parameters * _DENSE_BYTES[precision]
-    if precision not in _MATRIX_BITS:
+        return _DENSE_BYTES[precision] * parameters
+    scales = 0 if block_size is None else 4 * -(-parameters // block_size)
+    return -(-parameters * _MATRIX_BITS[precision] // 8) + scales
+
+
+def check_format(precision: str, block_size: int, head_bits: int = 8) -> None:
+    """Refuse a format that no checkpoint has.
+
+    Raises:
+        UsageError: an unknown precision, block size or number of bits.
+    """
+    if precision not in PRECISIONS:
         raise UsageError(f"precision {precision!r} is not known; use one of {', '.join(PRECISIONS)}")
+    if precision in _DENSE_BYTES:
+        return
     if block_size not in BLOCK_SIZES:
         sizes = ", ".join(str(size) for size in BLOCK_SIZES)
         raise UsageError(f"block size {block_size} is not supported; use one of {sizes}")
     if head_bits not in (4, 8, 32):
         raise UsageError(f"head bits {head_bits} are not supported; use 4, 8 or 32")
-    bits = _MATRIX_BITS[precision]
-    zeros = {number: zero_points and number == 4 for number in (bits, head_bits)}
-    a_block = sum(quantized_bytes(m.rows, m.columns, bits, block_size, zeros[bits]) for m in block_matrices(config))
-    table = 4 * config.vocab_size * config.hidden_size
-    if head_bits != 32:
-        table = quantized_bytes(config.vocab_size, config.hidden_size, head_bits, block_size, zeros[head_bits])
-    tables = 1 if config.tie_word_embeddings else 2
-    norms_and_biases = config.block_parameters - block_numbers(config)
-    positions = config.positions * config.hidden_size
-    return config.num_hidden_layers * a_block + 4 * (norms_and_biases + positions) + tables * table
 
 
 def kv_cache_bytes_per_token(config: ModelConfig) -> dict[str, int]:
@@ -95,88 +151,17 @@ def kv_cache_bytes_per_token(config: ModelConfig) -> dict[str, int]:
     return {name: numbers * size for name, size in CACHE_BYTES.items()}
 
 
-@dataclass(frozen=True)
-class TrainingMemory:
-    """Bytes one training step needs, by what they are for.
+def loss_chunk_tokens(vocab_size: int, device: str = "cpu") -> int:
+    """Tokens whose logits `sportsllm.training.chunked_loss` makes at once.
 
-    `weights` are the low-precision copies that matrices are multiplied by under mixed precision and
-    `master_weights` the float32 originals; in plain float32 there is only `weights`. `activations` are what
-    the forward pass keeps for the backward pass, `activations_checkpointed` the same with activation
-    checkpointing, and `loss` what the chunked loss over the vocabulary holds.
+    On a CPU 256 to 512 were fastest at vocabularies of 2,048 and of 32,000: with fewer the products and the sum of the
+    head's gradient slow down, with more the passes over the logits leave the cache. Larger vocabularies get fewer, so
+    that a buffer stays near 32 MiB. A GPU needs long products.
     """
-
-    weights: int
-    master_weights: int
-    gradients: int
-    optimizer_states: int
-    loss: int
-    activations: int
-    activations_checkpointed: int
-
-    @property
-    def total(self) -> int:
-        """Bytes without activation checkpointing."""
-        fixed = self.weights + self.master_weights + self.gradients + self.optimizer_states + self.loss
-        return fixed + self.activations
-
-    @property
-    def total_checkpointed(self) -> int:
-        """Bytes with activation checkpointing."""
-        return self.total - self.activations + self.activations_checkpointed
-
-
-def training_memory(
-    config: ModelConfig, batch: int, length: int, precision: str = "bf16", optimizer: str = "adamw"
-) -> TrainingMemory:
-    """Memory of one training step of `sportsllm.models.language_model.SportsLLM`.
-
-        weights + master weights   4 P in fp32; 2 * (numbers in matrices) + 4 P in bf16 or fp16
-        gradients                  4 P
-        optimizer states           AdamW 8 P; Muon 4 for each number in a block's matrix, 8 for the rest
-        loss                       8 C V + 4 V D + 4 B T D  with chunks of C tokens
-        activations                see `_layer_activation_bytes`; L layers, the final norm and its output
-        activations, checkpointed  4 B T D for each layer's input, and one layer recomputed
-
-    Temporary results of single operators and the allocator's own losses are not counted.
-
-    P is the model's parameters, B = `batch` the sequences in memory at once (accumulation does not count) and T =
-    `length` their tokens. bf16 and fp16 are autocast over float32 weights.
-
-    Raises:
-        UsageError: an unknown precision or optimizer, or a batch or length below 1.
-    """
-    if batch < 1 or length < 1:
-        raise UsageError(f"batch {batch} and length {length} must be at least 1")
-    if precision not in ("fp32", "bf16", "fp16"):
-        raise UsageError(f"training precision {precision!r} is not known; use fp32, bf16 or fp16")
-    if optimizer not in ("adamw", "muon"):
-        raise UsageError(f"optimizer {optimizer!r} is not known; use adamw or muon")
-    mixed = precision != "fp32"
-    parameters, tokens, hidden = config.parameters, batch * length, config.hidden_size
-    in_blocks = block_numbers(config)
-    table = config.vocab_size * hidden
-    layer = _layer_activation_bytes(config, mixed)
-    ends = 8 + (2 * 4 * hidden + 4) + 4 * hidden  # token ids, final norm, its output
-    return TrainingMemory(
-        weights=2 * (in_blocks + table) if mixed else 4 * parameters,
-        master_weights=4 * parameters if mixed else 0,
-        gradients=4 * parameters,
-        optimizer_states=8 * parameters - (4 * in_blocks if optimizer == "muon" else 0),
-        loss=8 * min(tokens, LOSS_CHUNK_TOKENS) * config.vocab_size + 4 * table + 4 * tokens * hidden,
-        activations=tokens * (config.num_hidden_layers * layer + ends),
-        activations_checkpointed=tokens * (config.num_hidden_layers * 4 * hidden + layer + ends),
-    )
-
-
-def _layer_activation_bytes(config: ModelConfig, mixed: bool) -> int:
-    """Bytes one block keeps for each token, with a = 4 in float32 and 2 under mixed precision.
-
-    Two norms keep x, x / rms(x) and 1 / rms(x) in float32: 2 (8 D + 4), and as much again those after the halves. The
-    matrices that read the norms' results keep those (a D each). The kinds of attention and feed-forward add their own.
-    """
-    norms = norms_of_block(config) // len(NORMS)
-    a_half = norms * (2 * 4 * config.hidden_size + 4) + (2 if mixed else 4) * config.hidden_size
-    return sum(a_half + kind.activation_bytes(config, mixed) for kind in halves(config).values())
+    if device != "cpu":
+        return LOSS_CHUNK_TOKENS
+    least, most = _CPU_CHUNK_TOKENS
+    return max(least, min(most, _CPU_CHUNK_LOGITS // vocab_size))
 
 
 class TensorShape(NamedTuple):

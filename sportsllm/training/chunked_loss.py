@@ -19,28 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sportsllm.models.size import loss_chunk_tokens
 from sportsllm.text.packing import IGNORE
 
-CHUNK_TOKENS = 1_024
-"""The most tokens of a chunk, on any device."""
-_CPU_TOKENS = (128, 512)
-_CPU_LOGITS = 8 * 2**20
 # (first token of the chunk, float32 logits (C, V)) -> (summed loss, gradient (C, V) of that loss).
 # The logits are the callee's to overwrite, and may be returned as the gradient; the next call gets the same memory.
 ChunkLoss = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-
-
-def chunk_tokens(vocab_size: int, device: str = "cpu") -> int:
-    """Tokens whose logits are made at once.
-
-    On a CPU 256 to 512 were fastest at vocabularies of 2,048 and of 32,000: with fewer the products and the sum of the
-    head's gradient slow down, with more the passes over the logits leave the cache. Larger vocabularies get fewer, so
-    that a buffer stays near 32 MiB. A GPU needs long products.
-    """
-    if device != "cpu":
-        return CHUNK_TOKENS
-    least, most = _CPU_TOKENS
-    return max(least, min(most, _CPU_LOGITS // vocab_size))
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -92,12 +76,12 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def head_loss(hidden_ND: Tensor, weight_VD: Tensor, chunk_loss: ChunkLoss, chunk: int | None = None) -> Tensor:
-    """Sum over tokens of a loss on hidden @ weight.T, made `chunk` (or `chunk_tokens`) tokens at a time.
+    """Sum over tokens of a loss on hidden @ weight.T, made `chunk` (or `loss_chunk_tokens`) tokens at a time.
 
     Returns:
         A float32 scalar; its gradient reaches hidden states and weight, once.
     """
-    size = chunk or chunk_tokens(weight_VD.shape[0], hidden_ND.device.type)
+    size = chunk or loss_chunk_tokens(weight_VD.shape[0], hidden_ND.device.type)
     return cast(Tensor, cast(Any, _HeadLoss).apply(hidden_ND, weight_VD, chunk_loss, size))
 
 

@@ -120,9 +120,7 @@ def train_model(
             last, rate = state.step == config.steps, tokens_per_s()
             bar.advance(config.tokens_per_step, f"loss {step_loss:.3f} · {rate:,.0f} tokens/s")
             if state.step % config.log_every == 0 or last:
-                run.write(loss=state.mean_loss, lr=learning_rate, grad_norm=norm, tokens_per_s=round(rate, 1))
-                if shares := take_shares(model):
-                    run.write(expert_shares=shares)
+                run.write_step(loss=state.mean_loss, lr=learning_rate, grad_norm=norm, tokens_per_s=round(rate, 1))
             pause = time.perf_counter()
             if best is not None and (last or run.validates()):
                 run.write(valid_bits_per_byte=best.consider())
@@ -157,7 +155,12 @@ class _Run:
         self.dtype = resolve_precision(config.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.optimizers = build_optimizers(
-            model, config.optimizer, config.learning_rate, config.muon_learning_rate, config.weight_decay
+            model,
+            config.optimizer,
+            config.learning_rate,
+            config.muon_learning_rate,
+            config.weight_decay,
+            config.optimizer_bits,
         )
         self.state = RunState(directory, model, self.optimizers, self.scaler, identity, config)
         self.threads: ThreadPoolExecutor | None = None
@@ -171,6 +174,12 @@ class _Run:
         assert self.metrics is not None, "the run has begun"
         step = {"step": self.state.step, "tokens": self.state.step * self.config.tokens_per_step}
         self.metrics.write(json.dumps(step | record) + "\n")
+
+    def write_step(self, **record: float) -> None:
+        """`write`, and a line with each expert's share of the tokens, by layer, where there are experts."""
+        self.write(**record)
+        if shares := take_shares(self.model):
+            self.write(expert_shares=shares)
 
     def interrupted(self) -> InterruptedRun:
         """Save the state; the error that says so."""

@@ -59,10 +59,11 @@ class Muon(torch.optim.Muon):
                     parameter.add_(direction.to(parameter.dtype), alpha=-rate)
 
     def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        gradient, state = parameter.grad, self.state[parameter]
-        assert gradient is not None
+        assert parameter.grad is not None
+        state = self.state[parameter]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        buffer: Tensor = state["momentum_buffer"]
-        buffer.lerp_(gradient, 1 - group["momentum"])
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        gradient = parameter.grad.float()
+        buffer = state["momentum_buffer"].float().lerp_(gradient, 1 - group["momentum"])
+        state["momentum_buffer"].copy_(buffer)
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer

@@ -3,15 +3,17 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from sportsllm.errors import UsageError
 from sportsllm.models.language_model import block_weights
+from sportsllm.models.training_memory import OPTIMIZERS, check_optimizer_bits
+from sportsllm.training.bf16_adamw import Bfloat16AdamW
 from sportsllm.training.muon import Muon
 
-OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd")
 
 
@@ -54,25 +56,37 @@ def computes_in_bfloat16(device: torch.device) -> bool:
 
 
 def build_optimizers(
-    model: nn.Module, kind: str, learning_rate: float, muon_learning_rate: float, weight_decay: float
+    model: nn.Module,
+    kind: str,
+    learning_rate: float,
+    muon_learning_rate: float,
+    weight_decay: float,
+    bits: int = 32,
 ) -> list[torch.optim.Optimizer]:
     """One AdamW, or Muon and AdamW.
 
     Muon (https://kellerjordan.github.io/posts/muon/) takes the matrices inside the blocks; embedding, head,
     norms and biases stay with AdamW. Its rate is scaled by sqrt(max(1, rows / columns)), momentum 0.95, five
     Newton-Schulz steps. Norms and biases are not decayed.
+
+    With `bits` 16 states and gradients are bfloat16, which the trained parameters are told. With 8 the states are
+    bitsandbytes' (https://arxiv.org/abs/2110.02861), of tensors with 4,096 numbers or more.
+
+    Raises:
+        UsageError: an unknown optimizer, or bits that it cannot have.
     """
     if kind not in OPTIMIZERS:
         raise UsageError(f"optimizer {kind!r} is not known; use one of {', '.join(OPTIMIZERS)}")
+    check_optimizer_bits(kind, bits)
     for_muon = {id(weight) for weight in block_weights(model)} if kind == "muon" else set()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad_dtype = torch.bfloat16 if bits == 16 else parameter.dtype
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
     matrices = [parameter for parameter in trained if id(parameter) in for_muon]
     others = [parameter for parameter in trained if parameter.ndim >= 2 and id(parameter) not in for_muon]
     groups = [{"params": others, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.95), foreach=True)
-    ]
+    optimizers = [_adamw([g for g in groups if g["params"]], learning_rate, bits)]
     if matrices:
         optimizers.append(
             Muon(
@@ -89,3 +103,14 @@ def build_optimizers(
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return optimizers
+
+
+def _adamw(groups: list[dict[str, Any]], learning_rate: float, bits: int) -> torch.optim.Optimizer:
+    betas = (0.9, 0.95)
+    if bits == 8:
+        from bitsandbytes.optim import AdamW8bit
+
+        return cast(torch.optim.Optimizer, AdamW8bit(groups, lr=learning_rate, betas=betas))
+    if bits == 16:
+        return Bfloat16AdamW(groups, lr=learning_rate, betas=betas)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, foreach=True)

@@ -12,7 +12,8 @@ from typing import Any
 from sportsllm.console import say
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.training.optimizers import OPTIMIZERS, SCHEDULES
+from sportsllm.models.training_memory import OPTIMIZERS, check_optimizer_bits
+from sportsllm.training.optimizers import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class TrainConfig:
     `parallel_batches` of a step's batches are computed side by side, each by its share of the CPU's threads: faster
     for models too small to keep all cores at work on one batch, for as many times the activations and gradients.
     `precision` is fp32, bf16, fp16 (with loss scaling) or auto: bf16 where the processor computes in it,
-    else fp32. Learning rates are peaks; `muon_learning_rate` is for Muon's matrices only; `final_rate` is the last
+    else fp32. `optimizer_bits` are those of the optimizer's states: 32; 16, gradients too; or 8, AdamW's by
+    bitsandbytes. Learning rates are peaks; `muon_learning_rate` is for Muon's matrices only; `final_rate` is the last
     rate as a share of the peak, `decay_share` the part of a wsd run in which it falls. With `try_rates` the rates are
     those of three or four that do best in short runs.
     """
@@ -39,6 +41,7 @@ class TrainConfig:
     final_rate: float = 0.1
     decay_share: float = 0.2
     optimizer: str = "adamw"
+    optimizer_bits: int = 32
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     precision: str = "auto"
@@ -66,6 +69,7 @@ class TrainConfig:
                 f"optimizer {self.optimizer!r} / schedule {self.schedule!r}: use one of {', '.join(OPTIMIZERS)} "
                 f"and one of {', '.join(SCHEDULES)}"
             )
+        check_optimizer_bits(self.optimizer, self.optimizer_bits)
         for name in ("learning_rate", "muon_learning_rate", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0")
@@ -186,7 +190,8 @@ def train_config(
     tokens_per_step = TrainConfig(**shape).tokens_per_step
     if tokens is not None:
         base["steps"] = -(-tokens // tokens_per_step)
-    base["optimizer"] = default_optimizer(run, tokens_per_step)
+    eight_bits = given.get("optimizer_bits") == 8  # Muon has no such states
+    base["optimizer"] = "adamw" if eight_bits else default_optimizer(run, tokens_per_step)
     steps = (base | given).get("steps", TrainConfig.steps)
     base["warmup"] = min(_MOST_WARMUP, max(1, round(_WARMUP_SHARE * steps))) if steps > 1 else 0
     if run.start is not Start.RANDOM:

@@ -59,7 +59,7 @@ class RunState:
         for number, optimizer in enumerate(self.optimizers):
             tensors = {
                 f"{parameter}.{key}": torch.as_tensor(value)
-                for parameter, state in optimizer.state_dict()["state"].items()
+                for parameter, state in enumerate(_states(optimizer))
                 for key, value in state.items()
             }
             save_tensors(fresh / f"optimizer{number}.safetensors", _contiguous(tensors))
@@ -86,12 +86,7 @@ class RunState:
                 )
             self.model.load_state_dict(load_file(str(source / "model.safetensors")))
             for number, optimizer in enumerate(self.optimizers):
-                layout = optimizer.state_dict()
-                layout["state"] = {}
-                for name, tensor in load_file(str(source / f"optimizer{number}.safetensors")).items():
-                    parameter, _, key = name.partition(".")
-                    layout["state"].setdefault(int(parameter), {})[key] = tensor
-                optimizer.load_state_dict(layout)
+                _restore(optimizer, load_file(str(source / f"optimizer{number}.safetensors")))
             torch.set_rng_state(load_file(str(source / "rng.safetensors"))["torch"])
             for name in _PROGRESS:
                 setattr(self, name, state[name])
@@ -101,6 +96,24 @@ class RunState:
                 self.scaler.load_state_dict(state["scaler"])
         except (SafetensorError, KeyError, RuntimeError) as error:
             raise ArtifactError(f"{source}: damaged ({error}); remove {self.directory} and start again") from None
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Each parameter's state, in the groups' order. `state_dict` would change them: types, and bitsandbytes' names."""
+    return [optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _restore(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Put saved states back, in the types that they had; numbers stay on the CPU, bitsandbytes' steps plain ones."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, tensor in tensors.items():
+        number, _, key = name.partition(".")
+        parameter = parameters[int(number)]
+        if tensor.ndim:
+            value: Any = tensor.to(parameter.device)
+        else:
+            value = tensor if tensor.is_floating_point() else int(tensor)
+        optimizer.state[parameter][key] = value
 
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from sportsllm.models.kinds import FEED_FORWARD
-from sportsllm.models.parts import HIDDEN, Activation, Matrix, State, Unit, Vector
+from sportsllm.models.parts import HIDDEN, Activation, Matrix, Processor, State, Unit, Vector
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ class Gelu:
     def mixing_macs(self, config: ModelConfig, depth: int) -> int:
         return 0
 
-    def activation_bytes(self, config: ModelConfig, mixed: bool) -> int:
+    def activation_bytes(self, config: ModelConfig, mixed: bool, processor: Processor) -> int:
         """up and gelu(up)."""
         return 2 * (2 if mixed else 4) * config.intermediate_size
 

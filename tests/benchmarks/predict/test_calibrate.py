@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.commands import plan
+from benchmarks.cli.plan import plan
 from benchmarks.devices.load import load_device
 from benchmarks.devices.recognise import is_this_machine, processor_name
 from benchmarks.devices.schema import Coefficients

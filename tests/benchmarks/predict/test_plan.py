@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.commands import devices, plan
+from benchmarks.cli.plan import plan
+from benchmarks.commands import devices
 from benchmarks.console_tables import band
+from sportsllm.cli.main import main
 from sportsllm.errors import UsageError
 from sportsllm.models.hf_config import to_hf
 from sportsllm.models.presets import PRESETS
@@ -98,3 +100,101 @@ def test_plan_refuses_what_it_cannot_mean() -> None:
         plan(model="small", device="toaster")
     with pytest.raises(UsageError, match="--kv-cache fp16: no export has such a cache"):
         plan(model="small", device="raspberry-pi-5", kv_cache="fp16")
+    with pytest.raises(UsageError, match="given twice, 'small' and --model tiny-1m"):
+        plan(shape="small", model="tiny-1m")
+    with pytest.raises(UsageError, match=r"'7X' is no directory, no number of parameters such as 7B .* 70b"):
+        plan(shape="7X")
+    with pytest.raises(UsageError, match="batch size 0 must be at least 1"):
+        plan(shape="small", batch=0)
+    with pytest.raises(UsageError, match="block size 48"):
+        plan(shape="small", block_size=48)
+
+
+def test_parts_by_percent_and_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    """The shares of base-162m that its sources give, to a tenth of a percent; in fp32 four bytes a number."""
+    result = plan(shape="base-162m")
+    shares = {name: round(percent, 1) for name, percent in result["parameters_percent"].items()}
+    assert shares == {"embedding": 15.1, "attention": 17.4, "feed_forward": 52.3, "norms": 0.0, "head": 15.1}
+    for precision, parts in result["weight_bytes_by_component"].items():
+        assert sum(parts.values()) == result["weight_bytes"][precision]
+    for name, count in result["parameters_by_component"].items():
+        assert result["weight_bytes_by_component"]["fp32"][name] == 4 * count
+        assert result["weight_bytes_by_component"]["fp16"][name] == 2 * count
+    # Attention as INT4 in blocks of 32: half a byte a number and a float32 scale for each block.
+    assert result["weight_bytes_by_component"]["int4"]["attention"] == 28_311_552 // 2 + 4 * 28_311_552 // 32
+    assert result["weight_bytes_by_component"]["int4"]["norms"] == 4 * 19_200
+    block = result["weight_bytes_per_block"]["int8"]
+    assert block["up_proj"] == 2_359_296 + 4 * 2_359_296 // 32 and block["input_layernorm"] == 4 * 768
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) < 40  # a screen
+    assert ["attention", "28,311,552", "17.4", "113.2", "56.6", "31.9", "17.7"] in lines
+    assert ["all", "12", "blocks", "113,264,640", "69.7", "453.1", "226.5", "127.5", "70.9"] in lines
+    assert ["one", "block", "9,438,720", "5.8", "37.8", "18.9", "10.6", "5.90"] in lines
+
+
+def test_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    result = plan(shape="7B")
+    assert result["weight_bytes_without_scales"] == {"fp32": 28e9, "fp16": 14e9, "int8": 7e9, "int4": 3.5e9}
+    assert result["weight_bytes"] == {"fp32": 28e9, "fp16": 14e9, "int8": 7.875e9, "int4": 4.375e9}  # 1/8 byte each
+    assert "fp16, bf16 14,000" in " ".join(capsys.readouterr().out.split())
+    assert plan(shape="1.5b")["parameters"] == 1_500_000_000 and plan(shape="162.4M")["parameters"] == 162_400_000
+    assert "`70b` is a shape" in (plan(shape="70B"), capsys.readouterr().out)[1]
+    for flags in ({"device": "rtx-3060"}, {"training": True}, {"shapes": True}, {"cache_tokens": 5}):
+        with pytest.raises(UsageError, match="a number of parameters has weights only"):
+            plan(shape="7B", **flags)
+    with pytest.raises(UsageError, match="has no parameters"):
+        plan(shape="0M")
+
+
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The model as an argument; one JSON object on standard output, the tables on the other; one line for a mistake."""
+    for arguments, parameters in (
+        (["base-162m"], 162_417_408),
+        (["--model", "base-162m", "--training", "--device", "rtx-3060"], 162_417_408),
+        (["7B"], 7_000_000_000),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *arguments, "--json"])
+        printed = capsys.readouterr()
+        assert ended.value.code == 0 and json.loads(printed.out)["parameters"] == parameters
+        assert f"{parameters:,}" in printed.err
+    for mistake in (["7X"], ["small", "--batch-size", "0"], ["small", "--training", "--optimizer-bits", "12"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *mistake])
+        printed = capsys.readouterr()
+        assert ended.value.code == 2 and printed.err.startswith("error: ") and len(printed.err.splitlines()) == 1
+
+
+def test_large_shapes_are_counted_exactly() -> None:
+    """By hand: 2 V D + L (4 D^2 + 3 D F + 2 D) + D, with V = 32,000."""
+    for name, layers, hidden, inner, parameters in (
+        ("8b", 32, 4_096, 14_336, 8_047_038_464),
+        ("70b", 80, 8_192, 28_672, 78_371_889_152),
+        ("200b", 100, 12_288, 49_152, 242_380_812_288),
+    ):
+        block = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden
+        assert 2 * 32_000 * hidden + layers * block + hidden == parameters
+        assert plan(shape=name)["parameters"] == parameters
+
+
+def test_memory_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    """80 layers of 64 heads of 128 numbers, keys and values, 100,000 tokens: 262 GB in fp16."""
+    used = plan(shape="70b", cache_tokens=100_000)["memory_in_use"]
+    assert used["cache_bytes"]["fp16"] == 2 * 80 * 64 * 128 * 2 * 100_000 == 262_144_000_000
+    assert used["cache_bytes"]["int8"] * 4 == used["cache_bytes"]["fp32"]
+    assert "100,000 tokens x 1, MB 524,288 262,144 131,072" in " ".join(capsys.readouterr().out.split())
+    result = plan(shape="small", cache_tokens=1_000, cache_sequences=3)
+    total = result["memory_in_use"]["total_bytes"]["int4"]["int8"]
+    assert total == result["weight_bytes"]["int4"] + 3 * 1_000 * 18_432
+    with pytest.raises(UsageError, match="more than the context of 2048"):
+        plan(shape="small", cache_tokens=2_049)
+    with pytest.raises(UsageError, match="belongs to --cache-tokens"):
+        plan(shape="small", cache_sequences=2)
+
+
+def test_tensors_along_the_way_are_in_the_steps_precision() -> None:
+    hidden = {}
+    for precision in (None, "fp16"):
+        result = plan(shape="base-162m", shapes=True, batch=32, length=2_048, precision=precision)
+        hidden[precision] = next(shape["bytes"] for shape in result["shapes"] if shape["name"] == "hidden")
+    assert hidden == {None: 201_326_592, "fp16": 100_663_296}

@@ -24,7 +24,8 @@ from sportsllm.models.kinds import (
     parameters,
 )
 from sportsllm.models.language_model import SportsLLM, block_weights
-from sportsllm.models.size import tensor_shapes, training_memory
+from sportsllm.models.size import tensor_shapes
+from sportsllm.models.training_memory import layer_activation_bytes
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import language_model_loss, train_model
@@ -113,8 +114,8 @@ def test_a_second_kind_is_counted_trained_and_saved(gelu: str, batches: PackedSe
     assert config.parameters_by_component()["feed_forward"] == 2 * (2 * hidden * inner + inner + hidden)
     assert config.parameters == sum(p.numel() for p in model.parameters())
     assert [s.name for s in tensor_shapes(config, 1, 8) if "gelu" in s.name] == ["gelu(up)"]
-    swiglu = training_memory(tiny_config(), 2, 32).activations
-    assert training_memory(config, 2, 32).activations == swiglu - 2 * 32 * 2 * 2 * 2 * inner  # two tensors, two bytes
+    swiglu = layer_activation_bytes(tiny_config(), True, "cpu")
+    assert layer_activation_bytes(config, True, "cpu") == swiglu - 2 * 2 * inner  # two tensors, two bytes
     before = model.model.layers[0].mlp.up_proj.weight.clone()
     settings = TrainConfig(steps=3, sequence=32, batch_size=2, accumulation=1, precision="fp32", optimizer="muon")
     train_model(model, batches, language_model_loss, settings, tmp_path)

@@ -1,4 +1,4 @@
-"""Memory arithmetic: the worked examples, and the formulas against what numpy and torch really hold."""
+"""Memory arithmetic: the worked examples, and the formulas against what numpy really holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -14,18 +13,14 @@ from sportsllm.models.kinds import block_matrices
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS
 from sportsllm.models.size import (
-    LOSS_CHUNK_TOKENS,
     PRECISIONS,
     block_parameters,
     kv_cache_bytes_per_token,
     quantized_bytes,
     tensor_shapes,
-    training_memory,
     weight_bytes,
 )
 from sportsllm.storage.packed_weights import QuantizedWeight, pack
-from sportsllm.training import chunked_loss as losses
-from sportsllm.training.optimizers import build_optimizers
 
 TINY = ModelConfig(
     vocab_size=100,
@@ -155,96 +150,6 @@ def test_head_bits_32_leaves_the_tables_alone() -> None:
 def test_unknown_forms_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         weight_bytes(TINY, **arguments)
-
-
-def _saved_bytes(config: ModelConfig, batch: int, length: int, mixed: bool, checkpointed: bool) -> int:
-    """Bytes of distinct storages that autograd keeps for the backward pass, weights and their copies left out."""
-    model = SportsLLM(config)
-    model.initialize(0)
-    model.train()
-    model.checkpoint_activations = checkpointed
-    held = (*model.parameters(), *model.buffers())
-    known = {tensor.untyped_storage().data_ptr() for tensor in held}
-    matrices = {tuple(tensor.shape) for tensor in held if tensor.ndim == 2}
-    matrices |= {shape[::-1] for shape in matrices}  # a copy may be transposed
-    saved: dict[int, int] = {}
-    alive = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        alive.append(tensor)
-        address = tensor.untyped_storage().data_ptr()
-        if address not in known and tuple(tensor.shape) not in matrices:
-            saved[address] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    tokens = torch.randint(0, config.vocab_size, (batch, length))
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=mixed),
-    ):
-        model.hidden(tokens)
-    output = 4 * batch * length * config.hidden_size  # not saved, but held until the loss is made
-    return sum(saved.values()) + output
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4}, {"qk_norm": True}])
-def test_activations_are_what_autograd_keeps(changes: dict[str, Any], mixed: bool) -> None:
-    config, batch, length = TINY.with_changes(**changes), 2, 37
-    measured = _saved_bytes(config, batch, length, mixed, checkpointed=False)
-    needed = training_memory(config, batch, length, "bf16" if mixed else "fp32")
-    assert needed.activations == pytest.approx(measured, rel=0.01)
-
-
-def test_checkpointed_activations_are_inputs_and_one_layer() -> None:
-    batch, length = 2, 37
-    inputs = _saved_bytes(TINY, batch, length, mixed=False, checkpointed=True)
-    deep = _saved_bytes(TINY.with_changes(num_hidden_layers=4), batch, length, mixed=False, checkpointed=False)
-    layer = deep - _saved_bytes(TINY, batch, length, mixed=False, checkpointed=False)
-    needed = training_memory(TINY, batch, length, "fp32")
-    assert needed.activations_checkpointed == pytest.approx(inputs + layer, rel=0.01)
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_optimizer_states_are_what_the_optimizer_holds(kind: str) -> None:
-    model = SportsLLM(TINY)
-    optimizers = build_optimizers(model, kind, learning_rate=1e-3, muon_learning_rate=1e-2, weight_decay=0.1)
-    model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    held = sum(
-        tensor.numel() * tensor.element_size()
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for tensor in state.values()
-        if isinstance(tensor, torch.Tensor) and tensor.ndim  # AdamW's step counters are numbers
-    )
-    assert training_memory(TINY, 1, 4, optimizer=kind).optimizer_states == held
-
-
-def test_training_memory_adds_up() -> None:
-    config = PRESETS["base-162m"]
-    needed = training_memory(config, 32, 2_048)
-    parameters = config.parameters
-    assert needed.master_weights == needed.gradients == 4 * parameters
-    assert needed.optimizer_states == 8 * parameters
-    assert needed.weights < 2 * parameters  # the embedding is looked up, not multiplied by
-    plain = training_memory(config, 32, 2_048, "fp32")
-    assert (plain.weights, plain.master_weights) == (4 * parameters, 0)
-    assert needed.total - needed.total_checkpointed == needed.activations - needed.activations_checkpointed
-    # Without checkpointing no card of 24 GB holds this batch; with it one of 12 GB does.
-    assert needed.total > 24e9
-    assert needed.total_checkpointed < 12e9
-
-
-@pytest.mark.parametrize("arguments", [{"batch": 0}, {"length": 0}, {"precision": "int8"}, {"optimizer": "sgd"}])
-def test_training_memory_refuses_nonsense(arguments: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        training_memory(TINY, **{"batch": 1, "length": 8, **arguments})
-
-
-def test_loss_chunks_are_the_trainers() -> None:
-    assert LOSS_CHUNK_TOKENS == losses.CHUNK_TOKENS
 
 
 def test_shapes_name_every_tensor() -> None:

@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sportsllm.models.size import LOSS_CHUNK_TOKENS, loss_chunk_tokens
 from sportsllm.text.packing import IGNORE
 from sportsllm.training.chunked_loss import (
-    CHUNK_TOKENS,
     ChunkLoss,
-    chunk_tokens,
     cross_entropy,
     head_loss,
     softmax_into,
@@ -108,9 +107,9 @@ def test_only_the_wanted_gradients_are_made(wanted: str) -> None:
 
 
 def test_chunks_shrink_with_the_vocabulary() -> None:
-    assert chunk_tokens(384) == chunk_tokens(16_384) == 512
-    assert chunk_tokens(32_000) == 262 and chunk_tokens(256_000) == 128
-    assert chunk_tokens(256_000, "cuda") == CHUNK_TOKENS
+    assert loss_chunk_tokens(384) == loss_chunk_tokens(16_384) == 512
+    assert loss_chunk_tokens(32_000) == 262 and loss_chunk_tokens(256_000) == 128
+    assert loss_chunk_tokens(256_000, "cuda") == LOSS_CHUNK_TOKENS
 
 
 def test_bfloat16_autocast_stays_near() -> None:

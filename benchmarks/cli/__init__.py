@@ -1,0 +1,1 @@
+"""Commands of this package with more flags than fit into `benchmarks.commands`: `plan`."""

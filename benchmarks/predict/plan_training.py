@@ -1,0 +1,161 @@
+"""What a training takes before it is run: memory against a device's, time, energy and price."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.devices.schema import Device, Hardware
+from benchmarks.flops import forward_flops_per_token, training_flops_per_token
+from benchmarks.measure.hardware import this_machine
+from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.training_memory import TrainingMemory, TrainingStep, largest_batch, training_memory
+
+UTILIZATION = 0.3
+"""Model FLOPs over the processor's peak. Large models on accelerators reached 21 to 46% (PaLM, table 3,
+https://arxiv.org/abs/2204.02311); models below 10M parameters on two cores 21 to 35%, `small` 57% (docs/log.md)."""
+CHECKPOINT = "--set checkpoint_activations=true"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What time and price are worked out from.
+
+    Attributes:
+        tokens: to train on.
+        price_per_hour: of the device, in any currency.
+        utilization: model FLOPs as a share of the peak of the device's matrix products.
+    """
+
+    tokens: int | None = None
+    price_per_hour: float | None = None
+    utilization: float = UTILIZATION
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.tokens < 1:
+            raise UsageError(f"--tokens {self.tokens} must be at least 1")
+        if self.price_per_hour is not None and not 0 <= self.price_per_hour < math.inf:
+            raise UsageError(f"--price-per-hour {self.price_per_hour} must be 0 or more")
+        if not 0 < self.utilization <= 1:
+            raise UsageError(f"--utilization {self.utilization} must be above 0 and at most 1")
+        if self.price_per_hour is not None and self.tokens is None:
+            raise UsageError("--price-per-hour needs --tokens, the length of the training")
+
+
+def hardware_of(device: Device) -> Hardware:
+    """A device's figures; this machine's, measured once, for one that stands for any machine."""
+    return device.hardware or this_machine()
+
+
+def usable_bytes(device: Device) -> int:
+    """Memory that a training may take."""
+    return round(1e6 * hardware_of(device).memory_usable.value)
+
+
+def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None, cost: Cost) -> dict[str, Any]:
+    """Memory of a training step, plain and with activation checkpointing, and on a device what fits and how long.
+
+    Returns:
+        The step's settings; `plain` and `checkpointed`, each with bytes by part, `total_bytes`, when its `peak` is and
+        with a device `fits`, `largest_batch` and the figures of `_speed`; `changes`, each with the `flags` of `train`
+        that make the step fit; `flops_per_token`, and with tokens `flops`.
+
+    Raises:
+        UsageError: a price without a device.
+    """
+    if device is None and cost.price_per_hour is not None:
+        raise UsageError("--price-per-hour needs --device: how long a training takes depends on it")
+    per_token = training_flops_per_token(config, step.length)
+    result: dict[str, Any] = {
+        "device": None if device is None else device.name,
+        "processor": step.processor,
+        "batch": step.batch,
+        "length": step.length,
+        "precision": step.precision,
+        "optimizer": step.optimizer,
+        "optimizer_bits": step.optimizer_bits,
+        "flops_per_token": per_token,
+        "tokens": cost.tokens,
+        "flops": None if cost.tokens is None else per_token * cost.tokens,
+    }
+    if device is not None:
+        result |= {"usable_bytes": usable_bytes(device), "utilization": cost.utilization}
+        result |= _peak_rate(hardware_of(device), step)
+    for name, checkpointed in (("plain", False), ("checkpointed", True)):
+        each = replace(step, checkpointed=checkpointed)
+        result[name] = _described(training_memory(config, each))
+        if device is not None:
+            result[name]["fits"] = result[name]["total_bytes"] <= result["usable_bytes"]
+            result[name]["largest_batch"] = largest_batch(config, each, result["usable_bytes"])
+            result[name] |= _speed(config, each, result["peak_flops_per_s"], hardware_of(device), cost)
+    if device is not None:
+        result["changes"] = [] if result["plain"]["fits"] else _changes(config, step, result["usable_bytes"])
+    return result
+
+
+def _described(needed: TrainingMemory) -> dict[str, Any]:
+    parts = {f"{name}_bytes": count for name, count in needed.parts().items()}
+    return {**parts, "total_bytes": needed.total, "peak": needed.peak}
+
+
+def _peak_rate(hardware: Hardware, step: TrainingStep) -> dict[str, Any]:
+    """The rate of matrix products in the step's precision; that of float32 where the device file has no other."""
+    quantity, name = hardware.fp32_matmul_rate, "fp32_matmul_rate"
+    if step.mixed and hardware.fp16_matmul_rate is not None:
+        quantity, name = hardware.fp16_matmul_rate, "fp16_matmul_rate"
+    return {"peak_flops_per_s": 1e9 * quantity.value, "peak_from": name}
+
+
+def _speed(
+    config: ModelConfig, step: TrainingStep, peak_flops_per_s: float, hardware: Hardware, cost: Cost
+) -> dict[str, Any]:
+    """Tokens a second and, for a number of tokens, hours, energy of the device alone and price.
+
+    Checkpointing runs the blocks forward once more; the head's share of the forward pass is not repeated.
+    """
+    work = training_flops_per_token(config, step.length)
+    if step.checkpointed:
+        head = 2 * config.vocab_size * config.hidden_size
+        work += forward_flops_per_token(config, step.length) - head
+    rate = peak_flops_per_s * cost.utilization / work
+    found: dict[str, Any] = {"tokens_per_s": rate, "step_ms": 1e3 * step.batch * step.length / rate}
+    if cost.tokens is not None:
+        hours = cost.tokens / rate / 3_600
+        watts, price = hardware.power, cost.price_per_hour
+        found["hours"] = hours
+        found["energy_kwh"] = None if watts is None else hours * watts.value / 1e3
+        found["price"] = None if price is None else hours * price
+    return found
+
+
+def _changes(config: ModelConfig, step: TrainingStep, usable: int) -> list[dict[str, Any]]:
+    """Changes to a step's settings with which it fits, the ones that cost least time and quality first.
+
+    A smaller batch divides the given one, so that the accumulated step keeps its tokens. Smaller optimizer states are
+    proposed where checkpointing alone is not enough.
+    """
+    tries: list[tuple[str, TrainingStep]] = []
+    checkpointed = replace(step, checkpointed=True)
+    if not step.mixed:
+        tries += [("--precision bf16", replace(step, precision="bf16"))]
+    for each, flags in ((step, ()), (checkpointed, (CHECKPOINT,))):
+        most = largest_batch(config, each, usable)
+        batch = max((size for size in range(1, min(most, step.batch) + 1) if step.batch % size == 0), default=0)
+        if batch == step.batch:
+            tries.append((" ".join(flags), each))
+        elif batch:
+            smaller = f"--batch-size {batch} --accumulation {step.batch // batch}"
+            tries.append((" ".join((smaller, *flags)), replace(each, batch=batch)))
+    short = training_memory(config, checkpointed).total > usable
+    for bits in (16, 8):
+        if short and bits < step.optimizer_bits and not (bits == 8 and step.optimizer == "muon"):
+            less = replace(checkpointed, optimizer_bits=bits)
+            tries.append((f"{CHECKPOINT} --optimizer-bits {bits}", less))
+    needed = [(flags, changed, training_memory(config, changed).total) for flags, changed in tries]
+    return [
+        {"flags": flags, "batch": changed.batch, "checkpointed": changed.checkpointed, "total_bytes": total}
+        for flags, changed, total in needed
+        if total <= usable
+    ]

@@ -1,0 +1,151 @@
+"""`plan --training`: memory against a card's, the changes that make a step fit, time and price."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cli.plan import plan
+from benchmarks.devices.load import DEVICES, load_device
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.models.presets import PRESETS
+from sportsllm.models.training_memory import TrainingStep, training_memory
+
+CONFIG = PRESETS["base-162m"]
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+STEP = {"training": True, "batch": 32, "length": 2_048, "precision": "fp16"}
+
+
+def _plan(device: str, **changes: Any) -> dict[str, Any]:
+    found = plan(shape="base-162m", device=device, **{**STEP, **changes})["training"]
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("device", "fits", "plain", "checkpointed"),
+    [("rtx-3060", True, 8, 49), ("rtx-3070", False, 4, 26), ("rtx-3080", True, 6, 38), ("rtx-3090", True, 20, 118)],
+)
+def test_the_cards(device: str, fits: bool, plain: int, checkpointed: int) -> None:
+    """Batch 32 x 2,048 needs checkpointing on every card, and on the one of 8 GB a smaller batch too."""
+    found = _plan(device)
+    usable = 1e6 * load_device(device).hardware.memory_usable.value  # type: ignore[union-attr]
+    assert found["usable_bytes"] == usable
+    assert (found["plain"]["fits"], found["checkpointed"]["fits"]) == (False, fits)
+    assert (found["plain"]["largest_batch"], found["checkpointed"]["largest_batch"]) == (plain, checkpointed)
+    assert found["changes"]
+    for change in found["changes"]:
+        flags = shlex.split(change["flags"])
+        batch = int(flags[flags.index("--batch-size") + 1]) if "--batch-size" in flags else 32
+        accumulation = int(flags[flags.index("--accumulation") + 1]) if "--accumulation" in flags else 1
+        bits = int(flags[flags.index("--optimizer-bits") + 1]) if "--optimizer-bits" in flags else 32
+        checkpoint = "checkpoint_activations=true" in flags
+        step = TrainingStep(batch, 2_048, "fp16", optimizer_bits=bits, processor="gpu", checkpointed=checkpoint)
+        assert batch * accumulation == 32
+        assert change["total_bytes"] == training_memory(CONFIG, step).total <= usable
+
+
+def test_the_screen_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    result = plan(shape="base-162m", device="rtx-3070", tokens=10**9, price_per_hour=0.5, **STEP)
+    assert "predicted" not in result
+    json.dumps(result)
+    parts = {name: size for name, size in result["training"]["plain"].items() if name.endswith("_bytes")}
+    total = parts.pop("total_bytes")
+    assert sum(parts.values()) == total == result["training_memory_bytes"]
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) < 40
+    words = " ".join(printed.split())
+    for part in (
+        "master weights, float32 649.7 649.7",
+        "usable on rtx-3070 7,590 7,590",
+        "fits no no",
+        "largest batch that fits 4 26",
+        "--batch-size 16 --accumulation 2 --set checkpoint_activations=true 5,598",
+        "30% (--utilization) of the device's 40.6 TFLOP/s of 16-bit products",
+    ):
+        assert part in words, part
+
+
+def test_time_energy_and_price_by_hand() -> None:
+    """6 FLOPs a weight that is multiplied and token, 12 L D for each of (T + 1) / 2 positions; a third more blocks."""
+    found = _plan("rtx-3070", tokens=10**9, price_per_hour=0.5, utilization=0.25)
+    weights = 12 * (4 * 768**2 + 3 * 768 * 3_072)
+    head = 32_000 * 768
+    attention = 2 * 12 * 768 * 2_049  # forward
+    per_token = 3 * (2 * (weights + head) + attention)
+    assert (found["flops_per_token"], found["flops"]) == (per_token, per_token * 10**9)
+    rates = {"plain": per_token, "checkpointed": per_token + 2 * weights + attention}
+    for name, work in rates.items():
+        hours = 10**9 * work / (0.25 * 40.6e12) / 3_600
+        assert found[name]["hours"] == pytest.approx(hours)
+        assert found[name]["energy_kwh"] == pytest.approx(0.220 * hours)
+        assert found[name]["price"] == pytest.approx(0.5 * hours)
+        assert found[name]["step_ms"] * found[name]["tokens_per_s"] == pytest.approx(1e3 * 32 * 2_048)
+    assert _plan("rtx-3070", precision="fp32")["peak_from"] == "fp32_matmul_rate"
+    assert _plan("jetson")["peak_from"] == "fp32_matmul_rate"  # its file has no other
+
+
+def test_a_small_step_needs_no_change_and_float32_is_offered_bfloat16() -> None:
+    assert _plan("rtx-3090", batch=4)["changes"] == []
+    flags = [change["flags"] for change in _plan("rtx-3090", batch=16, precision="fp32")["changes"]]
+    assert flags[0] == "--precision bf16" and not any("--optimizer-bits 32" in each for each in flags)
+    assert all("bits 8" not in change["flags"] for change in _plan("rtx-3060", optimizer="muon")["changes"])
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(shape="8b", device="rtx-3090", training=True)["training"]
+    assert found["changes"] == [] and found["checkpointed"]["largest_batch"] == 0
+    assert "Nothing makes it fit; use a shorter --sequence or a smaller model." in capsys.readouterr().out
+
+
+def test_without_a_device_there_are_parts_and_flops(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(shape="tiny-1m", training=True, tokens=1_000, optimizer_bits=16)["training"]
+    assert "fits" not in found["plain"] and found["flops"] == 1_000 * found["flops_per_token"]
+    words = " ".join(capsys.readouterr().out.split())
+    assert "adamw with 16-bit states" in words and "FLOPs for 1,000 tokens." in words
+
+
+def test_the_ordinary_plan_says_whether_a_step_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    result = plan(shape="base-162m", device="rtx-3060", batch=32, length=2_048)
+    assert (result["training_memory"]["fits"], result["training_memory"]["fits_checkpointed"]) == (False, True)
+    assert "fits with checkpointing only in 11,885 MB" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_tables_in_the_docs_are_what_is_computed() -> None:
+    use = (DOCS / "use" / "benchmarks.md").read_text(encoding="utf-8")
+    model = (DOCS / "how-it-works" / "model.md").read_text(encoding="utf-8")
+    for name in ("rtx-3060", "rtx-3070", "rtx-3080", "rtx-3090"):
+        found = _plan(name)
+        (row,) = [line for line in use.splitlines() if line.startswith(f"| {name.upper().replace('-', ' ')}")]
+        batches = f"{found['plain']['largest_batch']} / {found['checkpointed']['largest_batch']}"
+        assert f"| {found['usable_bytes'] / 1e6:,.0f} |" in row and row.endswith(f"| {batches} |")
+    totals = [found[column]["total_bytes"] for column in ("plain", "checkpointed")]
+    assert f"plain, {totals[0] / 1e6:,.0f} MB | checkpointed, {totals[1] / 1e6:,.0f} MB" in use
+    assert f"{totals[0] / 1e9:.1f} GB; checkpointed {totals[1] / 1e9:.2f} GB" in model
+    for name in ("small", "small-32k", "medium", "large", "70b", "200b"):
+        assert f"{plan(shape=name)['parameters']:,}" in model, name
+    shapes = plan(shape="base-162m", shapes=True, batch=32, length=2_048, precision="fp16")["shapes"]
+    sizes = {shape["name"]: shape["bytes"] for shape in shapes}
+    assert f"{sizes['hidden']:,} bytes" in model and f"{sizes['attention scores']:,} bytes" in model
+
+
+def test_refusals(tmp_path: Path) -> None:
+    text = (DEVICES / "rtx-3070.toml").read_text(encoding="utf-8")
+    begin, end = text.index("[hardware.memory_usable]"), text.index("[hardware.cores]")
+    (tmp_path / "card.toml").write_text(text[:begin] + text[end:], encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"card\.toml: hardware.memory_usable: is missing"):
+        _plan(str(tmp_path / "card.toml"))
+    with pytest.raises(UsageError, match=r"flags that belong to --training: --tokens, --utilization"):
+        plan(shape="small", tokens=5, utilization=0.5)
+    with pytest.raises(UsageError, match="--price-per-hour needs --tokens"):
+        _plan("rtx-3070", price_per_hour=1.0)
+    with pytest.raises(UsageError, match="--price-per-hour needs --device"):
+        plan(shape="small", training=True, tokens=5, price_per_hour=1.0)
+    with pytest.raises(UsageError, match=r"--utilization 1.5 must be above 0"):
+        _plan("rtx-3070", utilization=1.5)
+    with pytest.raises(UsageError, match="optimizer bits 8 are for adamw"):
+        _plan("rtx-3070", optimizer="muon", optimizer_bits=8)
