@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "simulate": "sportsllm.cli.commands",
     "import": "sportsllm.cli.import_model",
+    "tokens": "sportsllm.cli.tokens",
     "train": "sportsllm.cli.commands",
     "distill": "compress.cli.distill",
     "prune": "compress.cli.prune",
