@@ -34,6 +34,9 @@ PRESETS: dict[str, ModelConfig] = {
     "tiny-300k": _shape(2_048, 64, 192, 4, 2, 1, 1_024),
 }
 
+DEFAULT_PRESET = "small"
+"""The one that changes of a shape start from where no model is named."""
+
 
 def preset(name: str) -> ModelConfig:
     """The shape called `name`; the error for an unknown name lists them."""

@@ -154,7 +154,7 @@ class _Run:
         self.dtype = resolve_precision(config.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.optimizers = build_optimizers(
-            model, config.optimizer, config.learning_rate, config.muon_learning_rate, config.weight_decay
+            model, config.optimizer, config.learning_rate, config.muon_learning_rate, config.weight_decay, config.muon
         )
         self.state = RunState(directory, model, self.optimizers, self.scaler, identity, config)
         self.threads: ThreadPoolExecutor | None = None

@@ -9,10 +9,11 @@ from torch import nn
 
 from sportsllm.errors import UsageError
 from sportsllm.models.language_model import block_weights
-from sportsllm.training.muon import Muon
+from sportsllm.training.muon import Muon, MuonSettings
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd")
+_PUBLISHED = MuonSettings()
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,18 @@ def computes_in_bfloat16(device: torch.device) -> bool:
 
 
 def build_optimizers(
-    model: nn.Module, kind: str, learning_rate: float, muon_learning_rate: float, weight_decay: float
+    model: nn.Module,
+    kind: str,
+    learning_rate: float,
+    muon_learning_rate: float,
+    weight_decay: float,
+    muon: MuonSettings = _PUBLISHED,
 ) -> list[torch.optim.Optimizer]:
     """One AdamW, or Muon and AdamW.
 
     Muon (https://kellerjordan.github.io/posts/muon/) takes the matrices inside the blocks; embedding, head,
-    norms and biases stay with AdamW. Its rate is scaled by sqrt(max(1, rows / columns)), momentum 0.95, five
-    Newton-Schulz steps. Norms and biases are not decayed.
+    norms and biases stay with AdamW. Its rate is scaled by sqrt(max(1, rows / columns)). Norms and
+    biases are not decayed.
     """
     if kind not in OPTIMIZERS:
         raise UsageError(f"optimizer {kind!r} is not known; use one of {', '.join(OPTIMIZERS)}")
@@ -80,9 +86,10 @@ def build_optimizers(
                 dtype=torch.bfloat16 if computes_in_bfloat16(matrices[0].device) else torch.float32,
                 lr=muon_learning_rate,
                 weight_decay=weight_decay,
-                momentum=0.95,
-                ns_coefficients=(3.4445, -4.7750, 2.0315),
-                ns_steps=5,
+                momentum=muon.momentum,
+                nesterov=muon.nesterov,
+                ns_coefficients=muon.coefficients,
+                ns_steps=muon.steps,
             )
         )
     for optimizer in optimizers:
