@@ -87,6 +87,7 @@ def evaluate(
             "bits_per_byte": score.bits_per_byte,
             "tokens": score.tokens,
             "bytes": score.bytes,
+            "text": [str(path) for path in text],
         }
         output().print(
             f"{directory}: perplexity {score.perplexity:.4f}, bits per byte {score.bits_per_byte:.4f} "

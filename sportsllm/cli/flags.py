@@ -37,6 +37,7 @@ COMMANDS = {
     "plan": "benchmarks.commands",
     "run": "sportsllm.cli.commands",
     "verify": "sportsllm.cli.commands",
+    "card": "sportsllm.cli.card",
     "report": "benchmarks.commands",
     "compare": "benchmarks.commands",
     "devices": "benchmarks.commands",
