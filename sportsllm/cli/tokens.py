@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from sportsllm.text.token_counts import TokenCounts
 
 _PRINTED_CACHE = "fp32"
-_SAMPLE_CHARACTERS = 20  # of a text, for each token that is shown: more than any common token has
 
 
 def tokens(
@@ -85,7 +84,7 @@ def _figures(source: Path, tokenizer: Tokenizer, counts: TokenCounts, first: str
         found["kv_cache_bytes_per_token"] = per_token
         found["kv_cache_bytes"] = {name: size * counts.tokens for name, size in per_token.items()}
     if show:
-        found["shown"] = token_pieces(tokenizer, first[: show * _SAMPLE_CHARACTERS], show)
+        found["shown"] = token_pieces(tokenizer, first, show)
     return found
 
 

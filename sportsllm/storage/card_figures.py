@@ -39,7 +39,9 @@ def check_results(directory: Path, chain: Sequence[Ancestor], results: Mapping[P
 
 def quality(chain: Sequence[Ancestor], results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The section on quality; nothing where nothing was measured on named text."""
-    measured = _measured_by_training(chain) + [row for result in results for row in _measured(result)]
+    measured = list(dict.fromkeys(row for result in results for row in _measured(result)))
+    known = {row[0] for row in measured}
+    measured = [row for row in _measured_by_training(chain) if row[0] not in known] + measured
     answered = [row for result in results for row in _answered(result)]
     parity = chain[-1].manifest.get("results", {}).get("parity")
     if not (measured or answered or parity):
@@ -47,7 +49,7 @@ def quality(chain: Sequence[Ancestor], results: Sequence[Mapping[str, Any]]) -> 
     yield "## Quality"
     if measured:
         yield "Bits per byte of held-out text; lower is better, and comparable between tokenizers."
-        yield markdown_table(("model", "bits per byte", "text"), list(dict.fromkeys(measured)), (0, 2))
+        yield markdown_table(("model", "bits per byte", "text"), measured, (0, 2))
     if answered:
         yield markdown_table(("model", "right answers", "questions", "file"), answered, (0, 3))
     if parity:
@@ -66,11 +68,11 @@ def _measured_by_training(chain: Sequence[Ancestor]) -> list[Row]:
 
 
 def _held_out(manifest: Mapping[str, Any]) -> str | None:
-    """The name of the text that a training scored; None where the manifest names none."""
+    """The name of the text that a training scored a part of; None where the manifest names none."""
     settings = manifest.get("settings", {})
     if settings.get("valid"):
-        return of_text(settings["valid"])
-    return f"2% of {of_text(settings['corpus'])}, held out" if settings.get("corpus") else None
+        return f"a part of {of_text(settings['valid'])}"
+    return f"a part of {of_text(settings['corpus'])}, held out" if settings.get("corpus") else None
 
 
 def _measured(result: Mapping[str, Any]) -> Iterator[Row]:

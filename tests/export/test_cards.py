@@ -92,7 +92,7 @@ def test_the_card_tells_the_whole_line(line: dict[str, Path], corpus_file: Path)
     order = [card.index(f"| `{name}` |") for name in ("theirs", "tuned", "int4", "onnx")]
     assert order == sorted(order)
     results = read_manifest(line["tuned"])["results"]
-    assert f"| `tuned` | {results['valid_bits_per_byte']:.4f} | 2% of `{corpus_file.parent.name}/" in card
+    assert f"| `tuned` | {results['valid_bits_per_byte']:.4f} | a part of `{corpus_file.parent.name}/" in card
     assert f"{load_config(line['onnx']).parameters:,} parameters" in card and "INT4" in card
     assert f"{read_manifest(line['onnx'])['results']['parity']['kl']:.2g} nats" in card
     assert "reads at most 128 tokens" in card and "weights are rounded" in card
@@ -106,7 +106,8 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(
     bench, scored = tmp_path / "bench.json", tmp_path / "eval.json"
     bench.write_text(json.dumps({**BENCH, "directory": str(onnx), "teacher": "runs/large"}), encoding="utf-8")
     asked = {"questions.jsonl": {"accuracy": 0.5, "questions": 20}}
-    scored.write_text(json.dumps({"directory": str(line["tuned"]), "question_files": asked}), encoding="utf-8")
+    figures = {"bits_per_byte": 1.5, "text": ["wiki/valid.jsonl"], "question_files": asked}
+    scored.write_text(json.dumps({"directory": str(line["tuned"]), **figures}), encoding="utf-8")
     flags = ["--license", "mit", "--base-model", "me/mine", "--language", "en"]
     code, out, err = call(capsys, "card", onnx, bench, scored, *flags, "--json")
     assert code == 0 and json.loads(out)["left_out"] == [] and "2 results" in err
@@ -115,6 +116,8 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(
     assert (
         "| `measured` | 1.2500 | `wiki/valid.jsonl` |" in card and "| `large` | 1.2000 | `wiki/valid.jsonl` |" in card
     )
+    assert "| `tuned` | 1.5000 | `wiki/valid.jsonl` |" in card
+    assert "a part of" not in card, "a training's figure, on less text, makes way for a measurement"
     assert "| `tuned` | 50.0% | 20 | `questions.jsonl` |" in card
     assert "It misses file_mb of the budget of raspberry-pi-5, by prediction." in card
     assert (front(onnx)["license"], front(onnx)["base_model"], front(onnx)["language"]) == ("mit", "me/mine", ["en"])
