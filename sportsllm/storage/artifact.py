@@ -28,7 +28,7 @@ from sportsllm.files import atomic_write_text
 from sportsllm.storage.card import CARD, model_card
 from sportsllm.storage.digests import digest as digest
 from sportsllm.storage.digests import file_sha256 as file_sha256
-from sportsllm.storage.front_matter import front_matter_of, read_front_matter
+from sportsllm.storage.front_matter import front_matter_of
 from sportsllm.storage.manifest import FIRST_DIGEST, MANIFEST_FORMAT
 from sportsllm.storage.manifest import MANIFEST as MANIFEST
 from sportsllm.storage.manifest import read_manifest as read_manifest
@@ -225,14 +225,14 @@ def write_card(directory: Path, results: Sequence[Mapping[str, Any]], stated: Ma
         stated: fields of the front matter that nothing else says, for example the licence.
 
     Raises:
-        ArtifactError: the directory is not finished or damaged, or the checkpoint of a GGUF file is gone.
+        ArtifactError: the directory is not finished or holds no model, or the checkpoint of a GGUF file is gone.
     """
     manifest = read_manifest(directory)
     text = model_card(directory, directory, manifest, results, stated)
-    if not read_front_matter(directory / CARD).keys() <= front_matter_of(text).keys():
+    if not front_matter_of(text):
         raise ArtifactError(
-            f"{directory}: the model that it was exported from, which has its config.json, is not where manifest.json "
-            "says; put it beside the directory"
+            f"{directory}: holds no model that a card could describe; for a GGUF file, put the checkpoint that it was "
+            "exported from beside the directory"
         )
     entry = manifest["files"].get(CARD, {})
     first = {FIRST_DIGEST: entry.get(FIRST_DIGEST, entry["sha256"])} if entry else {}

@@ -14,7 +14,7 @@ from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
 from export.gguf_export import export_gguf
 from sportsllm.models.hf_config import load_config
-from sportsllm.storage.artifact import MANIFEST, digest, read_manifest, verify_directory
+from sportsllm.storage.artifact import MANIFEST, Stage, digest, read_manifest, run_stage, verify_directory
 from sportsllm.training.pretrain import Pretraining, fine_tune
 from sportsllm.training.settings import TrainConfig
 from tests.sportsllm.cli.test_main import call, complains
@@ -141,6 +141,20 @@ def test_results_of_others_are_refused(
         complains(call(capsys, "card", line["onnx"], path), 2, message)
     complains(call(capsys, "card", line["onnx"], tmp_path / "none.json"), 3, "none.json: not found")
     complains(call(capsys, "card", line["theirs"]), 3, f"{MANIFEST}: not found")
+
+
+def test_what_is_no_model_gets_no_card(
+    line: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_stage(tmp_path / "corpus", Stage("simulate", {"megabytes": 1}), lambda _: {})
+    alone = shutil.copytree(line["gguf"], tmp_path / "alone")
+    manifest = json.loads((alone / MANIFEST).read_text(encoding="utf-8"))
+    manifest["parents"][0]["path"] = str(tmp_path / "gone")
+    (alone / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    for directory in (tmp_path / "corpus", alone):
+        before = (directory / "README.md").read_bytes()
+        complains(call(capsys, "card", directory, "--license", "mit"), 3, "holds no model that a card could describe")
+        assert (directory / "README.md").read_bytes() == before
 
 
 def code_of(directory: Path, heading: str) -> str:
