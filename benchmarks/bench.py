@@ -64,6 +64,7 @@ def bench_model(
         )
         figures["clean"] &= all(one["steady"] for one in figures["against"].values() if one["status"] == "measured")
     figures["bits_per_byte"], figures["teacher_bits_per_byte"] = own, reference
+    figures["text"], figures["teacher"] = [str(path) for path in text], None if teacher is None else str(teacher)
     figures["quality_loss_percent"] = 100 * (own / reference - 1) if own and reference else None
     figures["budget"] = judge_budget(device, figures, result.config, request.directory, on_device, predict_directory)
     return result

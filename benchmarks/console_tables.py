@@ -1,45 +1,19 @@
-"""Tables for people: the one way to draw a table, and what `devices` and `calibrate` print."""
+"""What `devices` and `calibrate` print."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from benchmarks.devices.schema import Device, Quantity, SourcedText
 from benchmarks.labels import LIMITS
 from benchmarks.predict.coefficients import reliability
+from sportsllm.console import table as table
 
 _LIMIT_TITLES = tuple(limit.title for limit in LIMITS.values())
-
-
-def table(
-    headers: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    texts: Sequence[int] = (0,),
-    title: str | None = None,
-    ratios: Sequence[int] | None = None,
-) -> Table:
-    """A plain table.
-
-    Args:
-        headers: of the columns.
-        rows: cells as text.
-        texts: the columns that are text; the others are numbers.
-        title: a line above it.
-        ratios: the columns' shares of the width, for long texts; else the first column keeps to one line.
-    """
-    table = Table(title=title and f"\n{title}", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for index, header in enumerate(headers):
-        justify: Literal["left", "right"] = "left" if index in texts else "right"
-        ratio, first = ratios[index] if ratios else None, index == 0 and not ratios
-        table.add_column(header, justify=justify, overflow="fold", no_wrap=first, ratio=ratio)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    return table
 
 
 def megabytes(count: float) -> str:

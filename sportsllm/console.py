@@ -5,13 +5,15 @@ standard error.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 _to_stderr = False
 _silent = False
@@ -63,6 +65,32 @@ def say(message: str) -> None:
             stream.write(f"{message}\n")
         return
     Console(stderr=True, highlight=False, soft_wrap=True).print(message, markup=False)
+
+
+def table(
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    texts: Sequence[int] = (0,),
+    title: str | None = None,
+    ratios: Sequence[int] | None = None,
+) -> Table:
+    """A plain table.
+
+    Args:
+        headers: of the columns.
+        rows: cells as text.
+        texts: the columns that are text; the others are numbers.
+        title: a line above it.
+        ratios: the columns' shares of the width, for long texts; else the first column keeps to one line.
+    """
+    table = Table(title=title and f"\n{title}", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for index, header in enumerate(headers):
+        justify: Literal["left", "right"] = "left" if index in texts else "right"
+        ratio, first = ratios[index] if ratios else None, index == 0 and not ratios
+        table.add_column(header, justify=justify, overflow="fold", no_wrap=first, ratio=ratio)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
 
 
 @contextmanager

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report.inputs import Inputs, StageSummary
-from sportsllm.errors import ArtifactError
-from sportsllm.storage.artifact import MANIFEST, digest, read_manifest
+from sportsllm.storage.artifact import read_manifest
+from sportsllm.storage.lineage import is_stage, parents_by_nearness
 
-_STARTS = ("init", "checkpoint", "teacher")  # settings that name the model a stage starts from, the nearest first
 _MOST_STEPS = 64
 
 
@@ -46,26 +45,15 @@ def parent_of(stage: StageSummary, others: Sequence[StageSummary]) -> StageSumma
     by_path = {Path(other.directory).resolve(): other for other in reversed(others) if not other.digest}
     manifest, directory = stage.manifest, Path(stage.directory)
     for _ in range(_MOST_STEPS):
-        settings = manifest.get("settings", {})
-        starts = [str(settings[key]) for key in _STARTS if settings.get(key)]
-        parents = [(parent["path"], parent["sha256"]) for parent in manifest.get("parents", [])]
-        parents.sort(key=lambda parent: starts.index(parent[0]) if parent[0] in starts else len(starts))
+        parents = parents_by_nearness(manifest)
         for path, value in parents:
             known = by_digest.get(value) or by_path.get(Path(path).resolve())
             if known is not None:
                 return known
         near = directory.parent
         places = [(place, value) for path, value in parents for place in (Path(path), near / Path(path).name)]
-        found = next((place for place, value in places if _is_stage(place, value)), None)
+        found = next((place for place, value in places if is_stage(place, value)), None)
         if found is None:
             return None
         directory, manifest = found, read_manifest(found)
     return None
-
-
-def _is_stage(directory: Path, value: str) -> bool:
-    """Whether a finished stage with this digest lies there; a damaged one is another."""
-    try:
-        return (directory / MANIFEST).is_file() and digest(directory) == value
-    except ArtifactError:
-        return False

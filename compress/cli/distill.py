@@ -42,7 +42,7 @@ def distill(
     from compress.distillation.run import resolve_teacher, teacher_corpus
     from compress.distillation.student_training import StudentTraining
     from compress.pruning.student_start import choose_start
-    from sportsllm.cli.commands import print_training
+    from sportsllm.cli.train import print_training
     from sportsllm.training.settings import Run
     from sportsllm.training.setup import set_threads
 

@@ -44,9 +44,9 @@ class SizeFlags(FlagGroup):
     def target(self) -> PruneTarget:
         """What to prune to."""
         from compress.pruning.plan import PruneTarget
-        from compress.pruning.shapes import FIELDS
+        from sportsllm.models.shape import DIMENSIONS
 
-        dimensions = {name: getattr(self, name) for name in FIELDS}
+        dimensions = {name: getattr(self, name) for name in DIMENSIONS}
         return PruneTarget(self.params, self.size_mb, dimensions, self.search, self.finalists)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from compress.pruning.run import PruneConfig, PrunedModel, cut_model, measure_scores
-from compress.pruning.shapes import FIELDS, Shape
+from compress.pruning.shapes import Shape
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.shape import DIMENSIONS
 
 # Fields that decide which tensors there are, or what a token is; the cut cannot change them.
 _SAME = (
@@ -63,7 +64,7 @@ def check_cut(full: ModelConfig, smaller: ModelConfig) -> None:
             raise UsageError(f"{name} is {theirs}, the full model's is {ours}; a cut keeps it")
     if smaller.tie_word_embeddings and not full.tie_word_embeddings:
         raise UsageError("tie_word_embeddings is true; the full model has a head of its own, which a cut cannot tie")
-    for name in (*FIELDS.values(), "max_position_embeddings"):
+    for name in (*DIMENSIONS.values(), "max_position_embeddings"):
         ours, theirs = getattr(full, name), getattr(smaller, name)
         if theirs > ours:
             raise UsageError(f"{name} is {theirs}, more than the full model's {ours}; a cut makes nothing larger")

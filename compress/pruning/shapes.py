@@ -15,17 +15,9 @@ from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_matrices, block_units, can_cut_hidden, halves, norms_of_block
 from sportsllm.models.parts import Matrix, Unit
+from sportsllm.models.shape import DIMENSIONS
 
-# Each dimension of a shape, as flags and files name it, and the field of `ModelConfig` that it changes.
-FIELDS = {
-    "hidden": "hidden_size",
-    "intermediate": "intermediate_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "layers": "num_hidden_layers",
-    "head_dim": "head_dim",
-}
-_DIMENSIONS = {field: dimension for dimension, field in FIELDS.items()}
+_DIMENSION_OF = {field: dimension for dimension, field in DIMENSIONS.items()}
 _WIDTH_STEP = 32
 _SLACK = 0.02  # a shape this much below the target counts as meeting it
 _BYTES_PER_PARAMETER = 4  # checkpoints are float32
@@ -34,7 +26,7 @@ _ONE = ""  # a dimension that is always 1
 
 def dimension_of(unit: Unit) -> str | None:
     """The dimension of a shape that counts a unit; None for a unit that pruning leaves whole."""
-    return _DIMENSIONS.get(unit.field)
+    return _DIMENSION_OF.get(unit.field)
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,7 @@ class Shape:
     @staticmethod
     def of(config: ModelConfig) -> Shape:
         """A model's own shape."""
-        return Shape(**{dimension: getattr(config, field) for dimension, field in FIELDS.items()})
+        return Shape(**{dimension: getattr(config, field) for dimension, field in DIMENSIONS.items()})
 
     def merges_kv_heads(self, config: ModelConfig) -> bool:
         """Whether key/value heads must be merged: more query heads a group than the model has."""
@@ -81,7 +73,7 @@ class Shape:
         if self.merges_kv_heads(config) and not can_merge_kv_heads(config):
             kind = f"{config.attention_kind} attention" + " with q/k norms" * config.qk_norm
             raise UsageError(f"--kv-heads: {kind} cannot merge key/value heads; cut --heads as much as --kv-heads")
-        return config.with_changes(**{FIELDS[name]: value for name, value in asdict(self).items()})
+        return config.with_changes(**{DIMENSIONS[name]: value for name, value in asdict(self).items()})
 
 
 def can_merge_kv_heads(config: ModelConfig) -> bool:

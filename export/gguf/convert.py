@@ -3,8 +3,8 @@
     PYTHON export/gguf/convert.py LLAMA_CPP/convert_hf_to_gguf.py CHECKPOINT --outfile model.gguf [its other flags]
 
 The converter only accepts BPE tokenizers that it knows by hash, so it refuses every newly trained one. This script
-tells it of those that use GPT-2's pre-tokenizer, as ours do, which it reads from tokenizer.json. All else, other
-tokenizers included, is left to the converter.
+tells it of those that use GPT-2's pre-tokenizer, or SmolLM's, which cuts off every digit first, as ours do; it reads
+that from tokenizer.json. All else, other tokenizers included, is left to the converter.
 
 Standard library only: it runs in the converter's environment, which is not this project's.
 """
@@ -17,20 +17,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
-GPT2 = "gpt-2"
+GPT2, SINGLE_DIGITS = "gpt-2", "smollm"
 METHOD = "get_vocab_base_pre"  # of the converter; names a tokenizer's pre-tokenizer
 USAGE = "usage: convert.py LLAMA_CPP/convert_hf_to_gguf.py CHECKPOINT [the converter's flags]"
 
 
-def uses_gpt2_pre_tokenizer(checkpoint: Path) -> bool:
-    """Whether tokenizer.json is byte-level BPE that splits text by GPT-2's expression and nothing else."""
+def pre_tokenizer_of(checkpoint: Path) -> str | None:
+    """llama.cpp's name of the pre-tokenizer in tokenizer.json: byte-level BPE that splits text by GPT-2's expression,
+    and may have every digit cut off before; None for any other.
+    """
     try:
         data = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
-        split = data["pre_tokenizer"]
+        split, name = data["pre_tokenizer"], GPT2
+        if split["type"] == "Sequence":
+            (digits, split), name = split["pretokenizers"], SINGLE_DIGITS
+            if digits != {"type": "Digits", "individual_digits": True}:
+                return None
         plain = data.get("normalizer") is None and data["model"]["type"] == "BPE" and split["type"] == "ByteLevel"
-        return plain and not split["add_prefix_space"] and split.get("use_regex", True) is True
+        known = plain and not split["add_prefix_space"] and split.get("use_regex", True) is True
+        return name if known else None
     except (OSError, ValueError, LookupError, TypeError):
-        return False
+        return None
 
 
 def load(converter: Path) -> Any:
@@ -40,8 +47,8 @@ def load(converter: Path) -> Any:
     return importlib.import_module(converter.stem)
 
 
-def patch_pre_tokenizer(folder: Path) -> bool:
-    """Let `METHOD` of every class that was imported from a folder return GPT-2; whether there was such a class."""
+def patch_pre_tokenizer(folder: Path, name: str) -> bool:
+    """Let `METHOD` of every class that was imported from a folder return `name`; whether there was such a class."""
     patched = False
     for module in list(sys.modules.values()):
         place = getattr(module, "__file__", None)
@@ -49,7 +56,7 @@ def patch_pre_tokenizer(folder: Path) -> bool:
             continue
         for value in vars(module).values():
             if isinstance(value, type) and METHOD in vars(value):
-                setattr(value, METHOD, lambda self, tokenizer: GPT2)
+                setattr(value, METHOD, lambda self, tokenizer: name)
                 patched = True
     return patched
 
@@ -66,9 +73,10 @@ def main(arguments: list[str]) -> int:
             return 2
     sys.argv = [str(converter), *arguments[1:]]
     module = load(converter)
-    if not uses_gpt2_pre_tokenizer(checkpoint):
+    name = pre_tokenizer_of(checkpoint)
+    if name is None:
         print(f"{checkpoint}: does not use GPT-2's pre-tokenizer; the converter must know its own", file=sys.stderr)
-    elif not patch_pre_tokenizer(converter.parent):
+    elif not patch_pre_tokenizer(converter.parent, name):
         print(f"error: {converter}: has no {METHOD}; use another release of llama.cpp", file=sys.stderr)
         return 2
     return module.main() or 0

@@ -1,4 +1,4 @@
-"""The commands of the core: simulate, train, eval, generate, run, verify. Heavy imports are inside."""
+"""The commands of the core: simulate, eval, generate, run, verify. Heavy imports are inside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sportsllm.cli import flags
-from sportsllm.cli.flag_groups import expand_flag_groups
 from sportsllm.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
@@ -18,14 +17,12 @@ if TYPE_CHECKING:
     from sportsllm.text.tokenizer import TextTokenizer
 
 DEFAULT_CORPUS = Path("runs/corpus")
-_SIMULATED_MEGABYTES = 20.0
+SIMULATED_MEGABYTES = 20.0
 
 
 def simulate(
     out: flags.Out = DEFAULT_CORPUS,
-    megabytes: Annotated[
-        float, typer.Option(min=0.01, help="UTF-8 megabytes of training text.")
-    ] = _SIMULATED_MEGABYTES,
+    megabytes: Annotated[float, typer.Option(min=0.01, help="UTF-8 megabytes of training text.")] = SIMULATED_MEGABYTES,
     questions: Annotated[int, typer.Option(min=0, help="Questions about held-out matches.")] = 500,
     seed: flags.Seed = 0,
 ) -> dict[str, Any]:
@@ -53,95 +50,6 @@ def simulate(
         f"{result['size_bytes'] / 1e6:.1f} MB, {result['questions']} questions"
     )
     return result
-
-
-@expand_flag_groups
-def train(
-    *,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Train from scratch: a preset's name, or a checkpoint whose shape is used.", show_default="by --init"
-        ),
-    ] = None,
-    init: Annotated[
-        Path | None, typer.Option(help="Fine-tune this unquantized checkpoint.", show_default="by --model")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="New directory.", show_default="runs/<model> or runs/<init>-tuned")
-    ] = None,
-    text: flags.TextFlags,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="Directory with a tokenizer to use with --model.", show_default="a new one is trained"),
-    ] = None,
-    lora: flags.LoraFlags,
-    length: flags.LengthFlags,
-    training: flags.TrainingFlags,
-    seed: flags.Seed = 0,
-    threads: flags.Threads = None,
-) -> dict[str, Any]:
-    """Train a tokenizer (unless given one) and a base model, or fine-tune a checkpoint (--init).
-
-    --steps 0 writes the model without training it.
-    """
-    from sportsllm.console import output
-    from sportsllm.models.hf_config import load_config
-    from sportsllm.training import pretrain
-    from sportsllm.training.settings import Run, Start
-    from sportsllm.training.setup import set_threads
-
-    set_threads(threads)
-    if (model is None) == (init is None):
-        raise UsageError("give --model PRESET to train from scratch or --init CHECKPOINT to fine-tune, one of the two")
-    if init is not None and tokenizer is not None:
-        raise UsageError(f"--tokenizer cannot be changed with --init: {init} was trained with its own; leave it out")
-    if init is None and lora.lora_rank is not None:
-        raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT instead of --model")
-    shape = load_config(init) if init is not None else pretrain.shape_of(str(model))[0]
-    start = Start.RANDOM if init is None else Start.TRAINED
-    config = training.config(
-        Run(start, shape, lora.lora_rank is not None), length.tokens, length.steps, seed=seed, parallel=True
-    )
-    adapters = lora.adapters(config.optimizer)
-    if not out:
-        out = Path("runs") / (f"{init.resolve().name}-tuned" if init else str(model))
-    corpus = text.corpus or _default_corpus()
-    valid = text.valid or ([] if text.corpus else [DEFAULT_CORPUS / "valid.jsonl"])
-    run = pretrain.Pretraining(corpus, valid, out, config, training.resume)
-    if init is not None:
-        result = pretrain.fine_tune(init, run, adapters)
-    else:
-        result = pretrain.train_base(str(model), run, tokenizer)
-    print_training(result)
-    if result.get("bits_per_byte_before") is not None:
-        output().print(
-            f"{result['out']}: {result['trained_parameters']:,} parameters trained, "
-            f"held-out bits per byte before {result['bits_per_byte_before']:.4f}"
-        )
-    return result
-
-
-def _default_corpus() -> list[Path]:
-    from sportsllm.console import say
-
-    if not (DEFAULT_CORPUS / "train.jsonl").exists():
-        say(f"no --corpus given: simulating {_SIMULATED_MEGABYTES:g} MB of matches into {DEFAULT_CORPUS}")
-        simulate(out=DEFAULT_CORPUS)
-    return [DEFAULT_CORPUS / "train.jsonl"]
-
-
-def print_training(result: dict[str, Any]) -> None:
-    """The line that training commands end with."""
-    from sportsllm.console import output
-
-    quality = result.get("valid_bits_per_byte")
-    output().print(
-        f"{result['out']}: {result['parameters']:,} parameters, {result['size_bytes'] / 1e6:.1f} MB, "
-        f"{result['tokens']:,} tokens at {result['tokens_per_s']:,.0f} tokens/s, "
-        f"held-out bits per byte {'not measured' if quality is None else format(quality, '.4f')}, "
-        f"peak memory {result['peak_rss_bytes'] / 1e6:,.0f} MB"
-    )
 
 
 def evaluate(
@@ -179,6 +87,7 @@ def evaluate(
             "bits_per_byte": score.bits_per_byte,
             "tokens": score.tokens,
             "bytes": score.bytes,
+            "text": [str(path) for path in text],
         }
         output().print(
             f"{directory}: perplexity {score.perplexity:.4f}, bits per byte {score.bits_per_byte:.4f} "

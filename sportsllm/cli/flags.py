@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from sportsllm.cli.flag_groups import FlagGroup
-from sportsllm.errors import ResourceError
+from sportsllm.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:
     from sportsllm.training.lora import Adapters
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 COMMANDS = {
     "simulate": "sportsllm.cli.commands",
     "import": "sportsllm.cli.import_model",
-    "train": "sportsllm.cli.commands",
+    "tokens": "sportsllm.cli.tokens",
+    "train": "sportsllm.cli.train",
     "distill": "compress.cli.distill",
     "prune": "compress.cli.prune",
     "prune-vocabulary": "compress.cli.prune_vocabulary",
@@ -36,6 +37,7 @@ COMMANDS = {
     "plan": "benchmarks.cli.plan",
     "run": "sportsllm.cli.commands",
     "verify": "sportsllm.cli.commands",
+    "card": "sportsllm.cli.card",
     "report": "benchmarks.commands",
     "compare": "benchmarks.commands",
     "devices": "benchmarks.commands",
@@ -174,7 +176,37 @@ class TrainingFlags(FlagGroup):
     schedule: Annotated[
         str | None, typer.Option(help="cosine, or wsd (warm-up, stable, decay).", show_default="cosine")
     ] = None
+    final_rate: Annotated[
+        float | None, typer.Option(help="Last learning rate as a share of the peak.", show_default="0.1")
+    ] = None
+    decay_share: Annotated[
+        float | None, typer.Option(help="Part of a wsd run in which the rate falls.", show_default="0.2")
+    ] = None
+    muon_learning_rate: Annotated[
+        float | None, typer.Option(help="Peak learning rate of Muon.", show_default="by the start, and by trial")
+    ] = None
+    muon_momentum: Annotated[float | None, typer.Option(help="Momentum of Muon.", show_default="0.95")] = None
+    muon_nesterov: Annotated[
+        bool | None,
+        typer.Option(
+            "--muon-nesterov/--no-muon-nesterov", help="Nesterov's form of Muon's momentum.", show_default="on"
+        ),
+    ] = None
+    muon_steps: Annotated[int | None, typer.Option(min=1, help="Newton-Schulz steps of Muon.", show_default="5")] = None
+    muon_coefficients: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,C", help="Coefficients of Muon's Newton-Schulz step.", show_default="3.4445,-4.775,2.0315"
+        ),
+    ] = None
     precision: Precision = None
+    settings: Annotated[
+        str,
+        typer.Option(
+            help="What is not given: derived (from the run's length, model and start), or documented (5,000 steps of "
+            "4 x 4 x 512 tokens, AdamW 3e-4, warm-up 50; dropout 0.1 for a new model)."
+        ),
+    ] = "derived"
     set: Annotated[
         list[str] | None,
         typer.Option(
@@ -187,10 +219,34 @@ class TrainingFlags(FlagGroup):
         self, run: Run, tokens: int | None = None, steps: int | None = None, *, seed: int = 0, parallel: bool = False
     ) -> TrainConfig:
         """The flags that were given, and what follows from the run; see `sportsllm.training.settings.train_config`."""
-        from sportsllm.training.settings import train_config
+        from sportsllm.training.settings import parse_numbers, train_config
 
-        flags = {name: value for name, value in self.given().items() if name not in ("set", "resume")}
-        return train_config(run, tokens, flags | {"steps": steps}, self.set or [], seed=seed, parallel=parallel)
+        flags = {name: value for name, value in self.given().items() if name not in ("set", "resume", "settings")}
+        if self.muon_coefficients is not None:
+            try:
+                flags["muon_coefficients"] = parse_numbers(self.muon_coefficients)
+            except ValueError:
+                raise UsageError(f"--muon-coefficients {self.muon_coefficients}: write three numbers, a,b,c") from None
+        return train_config(
+            run,
+            tokens,
+            flags | {"steps": steps},
+            self.set or [],
+            seed=seed,
+            parallel=parallel,
+            documented=self.documented,
+        )
+
+    @property
+    def documented(self) -> bool:
+        """Whether settings are the documented ones.
+
+        Raises:
+            UsageError: --settings is neither of the two.
+        """
+        if self.settings not in ("derived", "documented"):
+            raise UsageError(f"--settings {self.settings!r} is not known; use derived or documented")
+        return self.settings == "documented"
 
 
 @dataclass(frozen=True)

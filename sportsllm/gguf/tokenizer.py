@@ -15,11 +15,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from sportsllm.gguf.file import GGUFFile
 from sportsllm.storage.checkpoint import write_json
+from sportsllm.text.tokenizer import PRE_TOKENIZERS as BY_DIGITS
 
 PREFIX = "tokenizer.ggml."
 SPACE = "▁"
-_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
-_SINGLE_DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2])
 
 
 def _llama3(digits: str) -> pre_tokenizers.PreTokenizer:
@@ -31,9 +30,9 @@ def _llama3(digits: str) -> pre_tokenizers.PreTokenizer:
 
 
 PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
-    "gpt-2": _GPT2,
-    "smollm": _SINGLE_DIGITS,
-    "starcoder": _SINGLE_DIGITS,
+    "gpt-2": BY_DIGITS["grouped"],
+    "smollm": BY_DIGITS["single"],
+    "starcoder": BY_DIGITS["single"],
     "llama-bpe": _llama3("\\p{N}{1,3}"),
     "qwen2": _llama3("\\p{N}"),
 }

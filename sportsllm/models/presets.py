@@ -66,6 +66,9 @@ PLANNED: dict[str, ModelConfig] = {
     "200b": _shape(32_000, 12_288, 49_152, 100, 96, 96, 131_072, tied=False),
 }
 
+DEFAULT_PRESET = "small"
+"""The one that changes of a shape start from where no model is named."""
+
 
 def preset(name: str) -> ModelConfig:
     """The shape called `name`; the error for an unknown name lists them."""

@@ -24,8 +24,13 @@ from filelock import FileLock, Timeout
 from sportsllm import __version__
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
+from sportsllm.files import atomic_write_text
+from sportsllm.storage.card import CARD, model_card
+from sportsllm.storage.digests import digest as digest
+from sportsllm.storage.digests import file_sha256 as file_sha256
+from sportsllm.storage.front_matter import front_matter_of
+from sportsllm.storage.manifest import FIRST_DIGEST, MANIFEST_FORMAT
 from sportsllm.storage.manifest import MANIFEST as MANIFEST
-from sportsllm.storage.manifest import MANIFEST_FORMAT
 from sportsllm.storage.manifest import read_manifest as read_manifest
 
 STATE_DIRECTORY = "state"  # resumable state inside a `.partial`; removed before the rename
@@ -55,35 +60,6 @@ class Stage:
         """Equal for two runs that must give the same directory."""
         parts = [self.command, self.settings, self.seed, self.input_digests]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    """Hex SHA-256 of a file's content."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def digest(path: Path) -> str:
-    """Digest of an input: a file's SHA-256, or for a directory that of its names and contents.
-
-    A finished directory is identified by its manifest, so large weights are not read again.
-
-    Raises:
-        ArtifactError: nothing is there.
-    """
-    if path.is_file():
-        return file_sha256(path)
-    if not path.is_dir():
-        raise ArtifactError(f"{path}: not found; give an existing file or directory")
-    if (path / MANIFEST).exists():
-        files = {name: entry["sha256"] for name, entry in read_manifest(path)["files"].items()}
-    else:
-        files = {
-            str(item.relative_to(path)): file_sha256(item)
-            for item in sorted(path.rglob("*"))
-            if item.is_file() and not item.name.startswith(".")
-        }
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def finished_manifest(out: Path, stage: Stage) -> dict[str, Any] | None:
@@ -204,7 +180,7 @@ def _finish(partial: Path, out: Path, stage: Stage) -> None:
         ],
         "results": json.loads(json.dumps(stage.results, default=str)),
     }
-    (partial / "README.md").write_text(_card(manifest), encoding="utf-8")
+    (partial / CARD).write_text(model_card(partial, out, manifest), encoding="utf-8")
     files = {}
     for path in sorted(partial.rglob("*")):
         if path.is_file() and STATE_DIRECTORY not in path.relative_to(partial).parts[:-1]:
@@ -240,26 +216,30 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _card(manifest: Mapping[str, Any]) -> str:
-    lines = ["# Model card", "", f"Made by `sportsllm-compress {manifest['command']}` on {manifest['created']}."]
-    for kind in ("setting", "result"):
-        lines += ["", f"| {kind} | value |", "|---|---|"]
-        lines += [f"| {name} | {value} |" for name, value in _rows(manifest[f"{kind}s"])]
-    lines += ["", "Made from: " + (", ".join(parent["path"] for parent in manifest["parents"]) or "nothing else") + "."]
-    return "\n".join(lines) + "\n"
+def write_card(directory: Path, results: Sequence[Mapping[str, Any]], stated: Mapping[str, str | list[str]]) -> None:
+    """Write the model card of a finished directory again, and its digest into the manifest.
 
+    Args:
+        directory: finished.
+        results: measurements that it shows, see `model_card`.
+        stated: fields of the front matter that nothing else says, for example the licence.
 
-def _rows(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values for a table: what is inside others by `outer inner`, long lists by their length."""
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _rows(value, f"{name} ")
-        elif isinstance(value, list | tuple):
-            simple = all(isinstance(item, str | int | float) for item in value)
-            yield name, (", ".join(map(str, value)) or "none") if simple else f"{len(value)} entries in manifest.json"
-        else:
-            yield name, f"{value:.6g}" if isinstance(value, float) else str(value)
+    Raises:
+        ArtifactError: the directory is not finished or holds no model, or the checkpoint of a GGUF file is gone.
+    """
+    manifest = read_manifest(directory)
+    text = model_card(directory, directory, manifest, results, stated)
+    if not front_matter_of(text):
+        raise ArtifactError(
+            f"{directory}: holds no model that a card could describe; for a GGUF file, put the checkpoint that it was "
+            "exported from beside the directory"
+        )
+    entry = manifest["files"].get(CARD, {})
+    first = {FIRST_DIGEST: entry.get(FIRST_DIGEST, entry["sha256"])} if entry else {}
+    data = text.encode("utf-8")
+    manifest["files"][CARD] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), **first}
+    atomic_write_text(directory / CARD, text)
+    atomic_write_text(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def directory_bytes(directory: Path) -> int:

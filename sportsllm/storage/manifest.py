@@ -9,6 +9,8 @@ from sportsllm.models.hf_config import read_json
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
+FIRST_DIGEST = "first_sha256"
+"""Of a file that was written again, beside its `sha256`: what it was when the directory was made."""
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

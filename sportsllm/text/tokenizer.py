@@ -16,6 +16,14 @@ BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 _BYTES = 256  # every byte is a token, so any text can be written
 MIN_VOCAB_SIZE = _BYTES + 3
 
+_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
+PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
+    "grouped": _WORDS,
+    "single": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _WORDS]),
+}
+"""How a text is split before merges, by what becomes of its digits: GPT-2's words, where a number may be one token, or
+the same after every digit was cut off, so that each is a token of its own."""
+
 
 class TextTokenizer:
     """Text to ids and back, without special tokens, which callers place themselves.
@@ -66,19 +74,21 @@ class TextTokenizer:
                 yield piece
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> TextTokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digits: str = "grouped") -> TextTokenizer:
     """Train byte-level BPE on `texts` and save it in `directory` as tokenizer.json and tokenizer_config.json.
 
     Any UTF-8 text survives encode and decode, since all 256 bytes are tokens. Where a small corpus gives fewer than
     `vocab_size` entries, reserved tokens that no text makes fill it up, so that a preset keeps its shape.
+    `digits` is a key of `PRE_TOKENIZERS`.
 
     Raises:
-        UsageError: vocab_size is too small.
+        UsageError: vocab_size is too small, or `digits` is not known.
     """
+    check_digits(digits)
     if vocab_size < MIN_VOCAB_SIZE:
         raise UsageError(f"vocab_size {vocab_size} is too small; 256 bytes and 3 special tokens need {MIN_VOCAB_SIZE}")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = PRE_TOKENIZERS[digits]
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -104,6 +114,26 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> T
     return TextTokenizer(tokenizer, begin_id=0, end_id=1)
 
 
+def check_digits(digits: str) -> None:
+    """Refuse what is no key of `PRE_TOKENIZERS`."""
+    if digits not in PRE_TOKENIZERS:
+        raise UsageError(f"--digits {digits!r} is not known; use one of {', '.join(PRE_TOKENIZERS)}")
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer.json.
+
+    Raises:
+        ArtifactError: missing or damaged.
+    """
+    if not path.exists():
+        raise ArtifactError(f"{path}: not found; the directory needs its tokenizer")
+    try:
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises plain Exception for every fault of the file
+        raise ArtifactError(f"{path}: not a readable tokenizer ({error}); copy or train it again") from None
+
+
 def load_tokenizer(directory: Path, config: ModelConfig | None = None) -> TextTokenizer:
     """Read the tokenizer.json of a checkpoint or an export.
 
@@ -113,12 +143,7 @@ def load_tokenizer(directory: Path, config: ModelConfig | None = None) -> TextTo
         ArtifactError: missing, damaged, or it makes ids the embedding does not have.
     """
     path = directory / "tokenizer.json"
-    if not path.exists():
-        raise ArtifactError(f"{path}: not found; the directory needs its tokenizer")
-    try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises plain Exception for every fault of the file
-        raise ArtifactError(f"{path}: not a readable tokenizer ({error}); copy or train it again") from None
+    tokenizer = read_tokenizer(path)
     begin, end = _special_ids(directory, tokenizer, config)
     if begin is None:
         raise ArtifactError(f"{directory}: no begin or end token is named; set bos_token_id in config.json")

@@ -160,6 +160,7 @@ class _Run:
             config.learning_rate,
             config.muon_learning_rate,
             config.weight_decay,
+            config.muon,
             config.optimizer_bits,
         )
         self.state = RunState(directory, model, self.optimizers, self.scaler, identity, config)
@@ -175,7 +176,7 @@ class _Run:
         step = {"step": self.state.step, "tokens": self.state.step * self.config.tokens_per_step}
         self.metrics.write(json.dumps(step | record) + "\n")
 
-    def write_step(self, **record: float) -> None:
+    def write_step(self, **record: float | None) -> None:
         """`write`, and a line with each expert's share of the tokens, by layer, where there are experts."""
         self.write(**record)
         if shares := take_shares(self.model):

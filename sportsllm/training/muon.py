@@ -7,10 +7,24 @@ matrices of one shape go through the iteration together.
 
 import math
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MuonSettings:
+    """Momentum, Nesterov's form of it, and the number and coefficients (a, b, c) of the Newton-Schulz steps.
+
+    The defaults are the author's (https://kellerjordan.github.io/posts/muon/).
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    steps: int = 5
+    coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
 
 
 def newton_schulz(matrices_NRC: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

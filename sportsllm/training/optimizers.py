@@ -12,9 +12,10 @@ from sportsllm.errors import UsageError
 from sportsllm.models.language_model import block_weights
 from sportsllm.models.training_memory import OPTIMIZERS, check_optimizer_bits
 from sportsllm.training.bf16_adamw import Bfloat16AdamW
-from sportsllm.training.muon import Muon
+from sportsllm.training.muon import Muon, MuonSettings
 
 SCHEDULES = ("cosine", "wsd")
+_PUBLISHED = MuonSettings()
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,14 @@ def build_optimizers(
     learning_rate: float,
     muon_learning_rate: float,
     weight_decay: float,
+    muon: MuonSettings = _PUBLISHED,
     bits: int = 32,
 ) -> list[torch.optim.Optimizer]:
     """One AdamW, or Muon and AdamW.
 
     Muon (https://kellerjordan.github.io/posts/muon/) takes the matrices inside the blocks; embedding, head,
-    norms and biases stay with AdamW. Its rate is scaled by sqrt(max(1, rows / columns)), momentum 0.95, five
-    Newton-Schulz steps. Norms and biases are not decayed.
+    norms and biases stay with AdamW. Its rate is scaled by sqrt(max(1, rows / columns)). Norms and biases are not
+    decayed.
 
     With `bits` 16 states and gradients are bfloat16, which the trained parameters are told. With 8 the states are
     bitsandbytes' (https://arxiv.org/abs/2110.02861), of tensors with 4,096 numbers or more.
@@ -94,9 +96,10 @@ def build_optimizers(
                 dtype=torch.bfloat16 if computes_in_bfloat16(matrices[0].device) else torch.float32,
                 lr=muon_learning_rate,
                 weight_decay=weight_decay,
-                momentum=0.95,
-                ns_coefficients=(3.4445, -4.7750, 2.0315),
-                ns_steps=5,
+                momentum=muon.momentum,
+                nesterov=muon.nesterov,
+                ns_coefficients=muon.coefficients,
+                ns_steps=muon.steps,
             )
         )
     for optimizer in optimizers:

@@ -1,7 +1,7 @@
 """The base-model trainer: corpus in, checkpoint directory out; from scratch, or from another checkpoint's weights."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import preset
+from sportsllm.models.shape import changed_shape, described_shape
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.packing import PackedSequences, tokenize
 from sportsllm.text.split import TextSplit, load_corpus
-from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from sportsllm.text.tokenizer import TextTokenizer, check_digits, load_tokenizer, train_tokenizer
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
 from sportsllm.training.rate_trial import choose_rates, chosen_rates
@@ -68,20 +69,33 @@ class Pretraining:
         return training_results(network, result, batches) | chosen_rates(config)
 
 
-def train_base(model: str, training: Pretraining, tokenizer: Path | None = None) -> dict[str, Any]:
-    """Train a preset, or a checkpoint's shape, from scratch.
+def train_base(
+    model: str,
+    training: Pretraining,
+    tokenizer: Path | None = None,
+    changes: Mapping[str, Any] | None = None,
+    digits: str = "grouped",
+) -> dict[str, Any]:
+    """Train a preset, or the shape of a config.json, from scratch.
 
     Args:
-        model: the preset's name, or a checkpoint directory whose shape alone is used.
+        model: the preset's name, or a directory whose config.json alone is used.
         tokenizer: directory of a tokenizer to use; one is trained on the corpus if None.
+        changes: of the shape, see `changed_shape`.
+        digits: of the tokenizer that is trained, see `train_tokenizer`.
 
     Returns:
         The results, as `train --json` prints them.
     """
+    check_digits(digits)
     shape, shape_file = shape_of(model)
+    shape = changed_shape(shape, changes or {})
     config, own_tokenizer = training.config, [] if tokenizer is None else [tokenizer / "tokenizer.json"]
     inputs = [*training.corpus, *training.valid, *own_tokenizer, *shape_file]
-    stage = training.stage({"model": model}, {"tokenizer": None if tokenizer is None else str(tokenizer)}, inputs)
+    options: dict[str, Any] = {"tokenizer": None if tokenizer is None else str(tokenizer)}
+    options |= {"shape": dict(changes)} if changes else {}
+    options |= {"digits": digits} if digits != "grouped" else {}
+    stage = training.stage({"model": model}, options, inputs)
 
     def make(directory: Path) -> dict[str, Any]:
         texts = load_corpus(training.corpus, training.valid)
@@ -89,12 +103,13 @@ def train_base(model: str, training: Pretraining, tokenizer: Path | None = None)
             copy_tokenizer(tokenizer, directory)
         elif not (directory / "tokenizer.json").exists():
             say(f"training a tokenizer of {shape.vocab_size:,} entries")
-            train_tokenizer(texts.train, shape.vocab_size, directory)
+            train_tokenizer(texts.train, shape.vocab_size, directory, digits)
         words = load_tokenizer(directory)
         fitted = fit_vocabulary(shape, words.vocab_size, model).with_changes(
             bos_token_id=words.begin_id, eos_token_id=words.end_id, pad_token_id=words.pad_id
         )
         check_sequence(config.sequence, fitted)
+        say(f"{training.out}: {described_shape(fitted)}")
         network = SportsLLM(fitted)
         network.initialize(config.seed)
         results = training.fit(network.to(training_device()), texts, words, directory, stage)
@@ -143,7 +158,7 @@ def fine_tune(init: Path, training: Pretraining, adapters: Adapters | None = Non
 
 
 def shape_of(name: str) -> tuple[ModelConfig, list[Path]]:
-    """The shape of a preset or of a checkpoint directory, and the file it was read from, if any."""
+    """The shape of a preset or of a directory's config.json, and the file it was read from, if any."""
     directory = Path(name)
     if directory.is_dir():
         return load_config(directory), [directory / "config.json"]

@@ -13,6 +13,7 @@ from sportsllm.console import say
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.training_memory import OPTIMIZERS, check_optimizer_bits
+from sportsllm.training.muon import MuonSettings
 from sportsllm.training.optimizers import SCHEDULES
 
 
@@ -26,7 +27,9 @@ class TrainConfig:
     else fp32. `optimizer_bits` are those of the optimizer's states: 32; 16, gradients too; or 8, AdamW's by
     bitsandbytes. Learning rates are peaks; `muon_learning_rate` is for Muon's matrices only; `final_rate` is the last
     rate as a share of the peak, `decay_share` the part of a wsd run in which it falls. With `try_rates` the rates are
-    those of three or four that do best in short runs.
+    those of three or four that do best in short runs. `muon_…` are the settings of Muon, see `MuonSettings`.
+
+    The defaults are the documented set-up, which `train_config` keeps where that is asked for.
     """
 
     steps: int = 5_000
@@ -36,6 +39,10 @@ class TrainConfig:
     sequence: int = 512
     learning_rate: float = 3e-4
     muon_learning_rate: float = 0.02
+    muon_momentum: float = MuonSettings.momentum
+    muon_nesterov: bool = MuonSettings.nesterov
+    muon_steps: int = MuonSettings.steps
+    muon_coefficients: tuple[float, float, float] = MuonSettings.coefficients
     warmup: int = 50
     schedule: str = "cosine"
     final_rate: float = 0.1
@@ -52,7 +59,7 @@ class TrainConfig:
     log_every: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "accumulation", "parallel_batches", "sequence", "log_every"):
+        for name in ("batch_size", "accumulation", "parallel_batches", "sequence", "log_every", "muon_steps"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.parallel_batches > self.accumulation:
@@ -78,6 +85,15 @@ class TrainConfig:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be from 0 to 1")
         if not 0 <= self.weight_decay < math.inf:
             raise UsageError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
+        if not 0 <= self.muon_momentum < 1:
+            raise UsageError(f"muon_momentum is {self.muon_momentum}; it must be from 0 to below 1")
+        if len(self.muon_coefficients) != 3 or not all(map(math.isfinite, self.muon_coefficients)):
+            raise UsageError(f"muon_coefficients are {self.muon_coefficients}; give three numbers, a,b,c")
+
+    @property
+    def muon(self) -> MuonSettings:
+        """The settings of Muon but for its rate."""
+        return MuonSettings(self.muon_momentum, self.muon_nesterov, self.muon_steps, self.muon_coefficients)
 
     @property
     def tokens_per_step(self) -> int:
@@ -109,6 +125,8 @@ class Run:
     adapters: bool = False
 
 
+DOCUMENTED_DROPOUT = 0.1
+"""Of a new model in the documented set-up; the presets themselves have none."""
 LEAST_STEPS = 200
 """Steps that a run has, as long as each reads 1,024 tokens or more: at equal tokens they are worth more than anything
 else in the recipe (docs/log.md)."""
@@ -159,12 +177,13 @@ def train_config(
     *,
     seed: int = 0,
     parallel: bool = False,
+    documented: bool = False,
 ) -> TrainConfig:
     """The settings of a run, printed in one line.
 
     With a number of `tokens`, which is rounded up to whole steps, the tokens of a step follow from it: a two-hundredth,
     of cut weights down to an eight-hundredth where Muon stays cheap, between 1,024 and 8,192. With steps they are
-    4 x 4 x 512. The warm-up takes a twentieth of the steps, at most 50.
+    4 x 4 x 512. The warm-up takes a twentieth of the steps, at most 50. `documented` settings follow from nothing.
 
     Args:
         run: what is trained.
@@ -173,19 +192,42 @@ def train_config(
         settings: `key=value` pairs that stand above everything.
         seed: of the run.
         parallel: whether the loss can be computed for several batches side by side.
+        documented: what is not given is as in `TrainConfig`, whatever the run.
 
     Raises:
-        UsageError: an unknown key, a value of the wrong kind, or batches side by side where they cannot be.
+        UsageError: an unknown key, a value of the wrong kind, one that has no effect, or batches side by side where
+            they cannot be.
     """
     given = {key: value for key, value in flags.items() if value is not None} | _parsed(settings)
     if tokens is not None and "steps" in given:
         raise UsageError("give --steps or --tokens, not both")
+    base: dict[str, Any] = {"seed": seed}
+    if not documented:
+        base |= _derived(run, tokens, given)
+    elif tokens is not None:
+        shape = {key: value for key, value in given.items() if key in _SHAPE}
+        base["steps"] = -(-tokens // TrainConfig(**shape).tokens_per_step)
+    config = TrainConfig(**base | given)
+    _check_effect(config, given)
+    if config.parallel_batches > 1 and not parallel:
+        raise UsageError(
+            f"--set parallel_batches={config.parallel_batches}: is for train; students see their batches one after "
+            "another, and `run --jobs` trains several students at a time"
+        )
+    if config.steps:
+        say(described(config, run))
+    return config
+
+
+def _derived(run: Run, tokens: int | None, given: dict[str, Any]) -> dict[str, Any]:
+    """The settings that follow from a run, by their names."""
     adamw, muon = peak_rates(run)
-    base: dict[str, Any] = {"seed": seed, "learning_rate": adamw, "muon_learning_rate": muon}
+    base: dict[str, Any] = {"learning_rate": adamw, "muon_learning_rate": muon}
     if run.start is Start.ROUNDED:
         base["weight_decay"] = 0.0  # the weights are near their final values: decay would pull them away
+    base["sequence"] = min(TrainConfig.sequence, run.model.max_position_embeddings)
     if tokens is not None:
-        base |= _batches(tokens, run, given)
+        base |= _batches(tokens, given.get("sequence", base["sequence"]), run, given)
     shape = {key: value for key, value in (base | given).items() if key in _SHAPE}
     tokens_per_step = TrainConfig(**shape).tokens_per_step
     if tokens is not None:
@@ -197,29 +239,29 @@ def train_config(
     if run.start is not Start.RANDOM:
         base["validate_every"] = -(-steps // _VALIDATIONS)
         base["try_rates"] = not {"learning_rate", "muon_learning_rate"} & given.keys()
-    config = TrainConfig(**base | given)
-    if config.parallel_batches > 1 and not parallel:
-        raise UsageError(
-            f"--set parallel_batches={config.parallel_batches}: is for train; students see their batches one after "
-            "another, and `run --jobs` trains several students at a time"
-        )
-    if config.steps:
-        say(described(config, run))
-    return config
+    return base
 
 
-def _batches(tokens: int, run: Run, given: Mapping[str, Any]) -> dict[str, int]:
-    """Sequences of a batch, batches of a step and tokens of a sequence, for a run of `tokens`."""
+def _check_effect(config: TrainConfig, given: Mapping[str, Any]) -> None:
+    """Refuse settings of an optimizer or a schedule that the run has not."""
+    of_muon = [name for name in given if name.startswith("muon_")]
+    if of_muon and config.optimizer != "muon":
+        raise UsageError(f"{of_muon[0]} is Muon's, this run's optimizer is {config.optimizer}; add --optimizer muon")
+    if "decay_share" in given and config.schedule != "wsd":
+        raise UsageError(f"decay_share is for wsd, the schedule is {config.schedule}; add --schedule wsd")
+
+
+def _batches(tokens: int, sequence: int, run: Run, given: Mapping[str, Any]) -> dict[str, int]:
+    """Sequences of a batch and batches of a step, for a run of `tokens` in sequences of `sequence`."""
     least, most = _TOKENS_PER_STEP
     share = tokens / LEAST_STEPS
     if run.start is Start.CUT:
         cheap = 2 ** math.ceil(math.log2(_MUON_TOKENS_PER_CHANNEL * run.model.hidden_size))
         share = min(share, max(tokens / _CUT_STEPS, cheap))
     wanted = 2 ** math.floor(math.log2(min(most, max(least, share))))
-    sequence = given.get("sequence", min(TrainConfig.sequence, run.model.max_position_embeddings))
     rows = max(1, wanted // sequence)
     batch_size = given.get("batch_size", max(1, min(TrainConfig.batch_size, rows // given.get("accumulation", 1))))
-    return {"sequence": sequence, "batch_size": batch_size, "accumulation": max(1, rows // batch_size)}
+    return {"batch_size": batch_size, "accumulation": max(1, rows // batch_size)}
 
 
 def described(config: TrainConfig, run: Run) -> str:
@@ -245,12 +287,18 @@ def _parsed(settings: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def parse_numbers(text: str) -> tuple[float, ...]:
+    """Numbers that commas separate; ValueError for other text."""
+    return tuple(map(float, text.split(",")))
+
+
 def _parse(key: str, value: str, kind: type) -> Any:
     if kind is bool:
         if value not in ("true", "false"):
             raise UsageError(f"--set {key}={value}: write true or false")
         return value == "true"
     try:
-        return kind(value)
+        return parse_numbers(value) if kind is tuple else kind(value)
     except ValueError:
-        raise UsageError(f"--set {key}={value}: is not a valid {kind.__name__}") from None
+        wanted = "list of numbers a,b,c" if kind is tuple else kind.__name__
+        raise UsageError(f"--set {key}={value}: is not a valid {wanted}") from None

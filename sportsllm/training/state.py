@@ -79,7 +79,7 @@ class RunState:
         source = self.directory / STATE_DIRECTORY
         state = read_json(source / "state.json")
         try:
-            if state["config"] != asdict(self.config) or state["identity"] != self.identity:
+            if state["config"] != json.loads(json.dumps(asdict(self.config))) or state["identity"] != self.identity:
                 raise UsageError(
                     f"{source}: was saved by a run with other settings or inputs; resume with the same ones, "
                     f"or remove {self.directory}"

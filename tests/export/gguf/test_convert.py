@@ -12,8 +12,10 @@ import pytest
 
 from export.gguf import convert as llama_cpp
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
+from tests.support.models import TINY_VOCAB
 
+PLAIN = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 SCRIPT = Path(llama_cpp.__file__)
 # Both layouts there have been: all in one file, or classes in a package beside it.
 ONE_FILE = """
@@ -62,12 +64,29 @@ def test_our_tokenizer_is_told_to_be_gpt2s(converter: Path, checkpoint: Path, tm
     ]  # fmt: skip
 
 
+def test_a_tokenizer_of_single_digits_is_told_to_be_smollms(
+    converter: Path, checkpoint: Path, texts: list[str], tmp_path: Path
+) -> None:
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    train_tokenizer(texts, TINY_VOCAB, other, "single")
+    ran = run(converter, other, "--outfile", tmp_path / "out.json")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads((tmp_path / "out.json").read_text())[0] == "smollm"
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"pre_tokenizer": None},
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}},
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}},
+        {
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [{"type": "Digits", "individual_digits": False}, PLAIN],
+            }
+        },
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [PLAIN]}},
         {"normalizer": {"type": "NFC"}},
         {"normalizer": {"type": "NFC"}, "pre_tokenizer": None},
         {"model": {"type": "Unigram"}},

@@ -23,8 +23,8 @@ from sportsllm.models.config import RopeScaling
 from sportsllm.models.hf_config import load_config
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.storage.packed_weights import ROW_BITS, QuantizedWeight, pack
-from sportsllm.text.tokenizer import load_tokenizer
-from tests.support.models import tiny_model
+from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
+from tests.support.models import TINY_VOCAB, tiny_model
 
 TEXTS = ("The home side won 3-1, 12345 people saw it.", " two  spaces\n\tand “quotes”", "Zoë ran 57½ m ⚽ 한국")
 
@@ -122,6 +122,18 @@ def test_sentencepiece_comes_back(stories: Path, tmp_path: Path) -> None:
     import_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
     ours, again = load_tokenizer(stories), load_tokenizer(tmp_path / "back")
     assert [again.encode(text) for text in TEXTS] == [ours.encode(text) for text in TEXTS]
+
+
+def test_single_digits_come_back(checkpoint: Path, texts: list[str], tmp_path: Path) -> None:
+    """A tokenizer that cuts off every digit has a name in llama.cpp: SmolLM's."""
+    source = shutil.copytree(checkpoint, tmp_path / "source")
+    train_tokenizer(texts, TINY_VOCAB, source, "single")
+    assert tokenizer_metadata(source, load_config(source))["ggml.pre"] == "smollm"
+    export_gguf(source, tmp_path / "out")
+    import_gguf(tmp_path / "out" / GGUF_FILE, tmp_path / "back")
+    ours, back = load_tokenizer(source), load_tokenizer(tmp_path / "back")
+    for text in TEXTS:
+        assert back.encode(text) == ours.encode(text)
 
 
 def test_tokenizers_that_gguf_cannot_say_are_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -145,6 +145,36 @@ def test_muon_takes_the_hidden_matrices_and_orthogonalises() -> None:
     assert float(singular.min()) > 0.5 and float(singular.max()) < 1.4
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muons_settings_reach_torchs_own(nesterov: bool) -> None:
+    """One matrix, three steps, against `torch.optim.Muon` with the same settings. It iterates in bfloat16, ours may do
+    so in float32: the bound of 2% is that of `test_muon_takes_the_steps_of_torchs_own`."""
+    config = TrainConfig(
+        optimizer="muon",
+        muon_momentum=0.8,
+        muon_nesterov=nesterov,
+        muon_steps=2,
+        muon_coefficients=(2.0, -1.5, 0.5),
+    )
+    model = fresh()
+    _, muon = build_optimizers(model, "muon", 1e-3, 0.02, 0.1, config.muon)
+    matrix = model.model.layers[0].mlp.up_proj.weight
+    start = matrix.detach().clone()
+    twin = torch.nn.Parameter(start.clone())
+    theirs = torch.optim.Muon(
+        [twin], lr=0.02, weight_decay=0.1, momentum=0.8, nesterov=nesterov, ns_steps=2,
+        ns_coefficients=(2.0, -1.5, 0.5), adjust_lr_fn="original",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    for _ in range(3):
+        matrix.grad = torch.randn_like(matrix)
+        twin.grad = matrix.grad.clone()
+        muon.step()
+        theirs.step()
+    moved, expected = matrix.detach() - start, twin.detach() - start
+    assert (moved - expected).norm() < 0.02 * expected.norm()
+
+
 def test_metrics_file_is_json_lines(batches: PackedSequences, tmp_path: Path) -> None:
     train_model(fresh(), batches, language_model_loss, CONFIG, tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -3,9 +3,18 @@
 import pytest
 
 from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
 from sportsllm.models.presets import preset
 from sportsllm.training.optimizers import Schedule
-from sportsllm.training.settings import LEAST_STEPS, Run, Start, peak_rates, train_config
+from sportsllm.training.settings import (
+    DOCUMENTED_DROPOUT,
+    LEAST_STEPS,
+    Run,
+    Start,
+    TrainConfig,
+    peak_rates,
+    train_config,
+)
 
 TINY, LARGE = preset("tiny-1m-deep"), preset("small")
 SMALL = Run(Start.CUT, TINY)
@@ -50,9 +59,22 @@ def test_the_documented_set_up_stays() -> None:
     assert (config.learning_rate, config.warmup, config.weight_decay) == (pytest.approx(3e-4, rel=0.05), 50, 0.1)
 
 
+@pytest.mark.parametrize("start", Start)
+@pytest.mark.parametrize("model", [TINY, LARGE])
+def test_the_documented_set_up_is_one_flag_away(start: Start, model: ModelConfig) -> None:
+    config = train_config(Run(start, model), None, {}, documented=True)
+    assert config == TrainConfig()
+    assert (config.steps, config.batch_size, config.accumulation, config.sequence) == (5_000, 4, 4, 512)
+    assert (config.learning_rate, config.warmup, config.optimizer, config.schedule) == (3e-4, 50, "adamw", "cosine")
+    assert (config.weight_decay, config.clip_norm, DOCUMENTED_DROPOUT) == (0.1, 1.0, 0.1)
+    assert train_config(Run(start, model), 100_000, {"sequence": 256}, documented=True).steps == 25
+
+
 def test_everything_can_be_overridden() -> None:
     flags = {"batch_size": 3, "accumulation": 2, "sequence": 128, "learning_rate": 0.5, "optimizer": None}
-    config = train_config(SMALL, 10_000, flags, ["warmup=7", "final_rate=0", "decay_share=0.5", "validate_every=2"])
+    config = train_config(
+        SMALL, 10_000, flags, ["warmup=7", "final_rate=0", "schedule=wsd", "decay_share=0.5", "validate_every=2"]
+    )
     assert (config.batch_size, config.accumulation, config.sequence) == (3, 2, 128)
     assert (config.learning_rate, config.warmup, config.final_rate, config.decay_share) == (0.5, 7, 0.0, 0.5)
     assert config.validate_every == 2 and config.steps == -(-10_000 // (3 * 2 * 128))

@@ -1,0 +1,196 @@
+"""Model cards: the hub's own reader as the oracle of their front matter, and their code lines run as they stand."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from compress.quantization.config import QuantizationConfig
+from compress.quantization.run import quantize
+from export.export import ExportOptions, export_checkpoint
+from export.gguf_export import export_gguf
+from sportsllm.models.hf_config import load_config
+from sportsllm.storage.artifact import MANIFEST, Stage, digest, read_manifest, run_stage, verify_directory
+from sportsllm.training.pretrain import Pretraining, fine_tune
+from sportsllm.training.settings import TrainConfig
+from tests.sportsllm.cli.test_main import call, complains
+
+BENCH: dict[str, Any] = {
+    "runtime": "onnxruntime",
+    "threads": 2,
+    "ttft_ms": {"128": 4.5, "512": 20.25},
+    "tpot_ms": {"32": {"p50": 0.5}, "512": {"p50": 0.75}},
+    "peak_rss_bytes": 80_000_000,
+    "clean": False,
+    "machine": {"processor": "A Processor", "measured_at": "2026-01-02T03:04:05+00:00"},
+    "bits_per_byte": 1.25,
+    "teacher_bits_per_byte": 1.2,
+    "text": ["/data/wiki/valid.jsonl"],
+    "budget": {
+        "device": "raspberry-pi-5",
+        "decided_by": "prediction",
+        "limits": [{"name": "file_mb", "passed": False}, {"name": "ttft_ms", "passed": True}],
+    },
+}
+
+
+def front(directory: Path) -> dict[str, Any]:
+    return dict(ModelCard.load(directory / "README.md").data.to_dict())
+
+
+@pytest.fixture(scope="module")
+def outside(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that somebody else made, with a card."""
+    source = shutil.copytree(checkpoint, tmp_path_factory.mktemp("cards") / "theirs")
+    card = "---\nlicense: cc-by-sa-4.0\nlanguage:\n- en\n- 'no'\nbase_model: owner/base\nwidget: []\n---\n# Theirs\n"
+    (source / "README.md").write_text(card, encoding="utf-8")
+    return source
+
+
+@pytest.fixture(scope="module")
+def line(outside: Path, corpus_file: Path) -> dict[str, Path]:
+    """Fine-tuned, quantized and exported."""
+    base = outside.parent
+    config = TrainConfig(steps=2, batch_size=2, accumulation=1, sequence=32, warmup=0)
+    fine_tune(outside, Pretraining([corpus_file], [], base / "tuned", config))
+    quantize(checkpoint=base / "tuned", out=base / "int4", config=QuantizationConfig(), method="rtn")
+    export_checkpoint(base / "int4", base / "onnx", ExportOptions(threads=2))
+    export_gguf(base / "tuned", base / "gguf")
+    return {name: base / name for name in ("theirs", "tuned", "int4", "onnx", "gguf")}
+
+
+def test_the_licence_and_the_base_model_are_carried_over(line: dict[str, Path]) -> None:
+    for name, library, relation in (
+        ("tuned", "transformers", "finetune"),
+        ("int4", "sportsllm-compress", "quantized"),
+        ("onnx", "onnx", "quantized"),
+        ("gguf", "gguf", "finetune"),
+    ):
+        fields = front(line[name])
+        assert (fields["license"], fields["language"], fields["base_model"]) == (
+            "cc-by-sa-4.0", ["en", "no"], "owner/base"
+        )  # fmt: skip
+        assert (fields["library_name"], fields["base_model_relation"]) == (library, relation)
+        assert fields["pipeline_tag"] == "text-generation" and "sportsllm-compress" in fields["tags"]
+    assert {"4-bit", "onnx"} <= set(front(line["onnx"])["tags"])
+
+
+def test_what_is_not_known_is_left_out(checkpoint: Path, tmp_path: Path) -> None:
+    quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig(), method="rtn")
+    card = (tmp_path / "int4" / "README.md").read_text(encoding="utf-8")
+    assert not {"license", "base_model", "base_model_relation", "language"} & front(tmp_path / "int4").keys()
+    assert "## Quality" not in card and "## Speed" not in card and "a checkpoint that was not made here" in card
+    assert str(tmp_path) not in card
+
+
+def test_the_card_tells_the_whole_line(line: dict[str, Path], corpus_file: Path) -> None:
+    card = (line["onnx"] / "README.md").read_text(encoding="utf-8")
+    order = [card.index(f"| `{name}` |") for name in ("theirs", "tuned", "int4", "onnx")]
+    assert order == sorted(order)
+    results = read_manifest(line["tuned"])["results"]
+    assert f"| `tuned` | {results['valid_bits_per_byte']:.4f} | a part of `{corpus_file.parent.name}/" in card
+    assert f"{load_config(line['onnx']).parameters:,} parameters" in card and "INT4" in card
+    assert f"{read_manifest(line['onnx'])['results']['parity']['kl']:.2g} nats" in card
+    assert "reads at most 128 tokens" in card and "weights are rounded" in card
+
+
+def test_measurements_are_added_and_the_directory_stays_the_same_input(
+    line: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    onnx = shutil.copytree(line["onnx"], line["onnx"].parent / "measured")
+    before = digest(onnx)
+    bench, scored = tmp_path / "bench.json", tmp_path / "eval.json"
+    bench.write_text(json.dumps({**BENCH, "directory": str(onnx), "teacher": "runs/large"}), encoding="utf-8")
+    asked = {"questions.jsonl": {"accuracy": 0.5, "questions": 20}}
+    figures = {"bits_per_byte": 1.5, "text": ["wiki/valid.jsonl"], "question_files": asked}
+    scored.write_text(json.dumps({"directory": str(line["tuned"]), **figures}), encoding="utf-8")
+    flags = ["--license", "mit", "--base-model", "me/mine", "--language", "en"]
+    code, out, err = call(capsys, "card", onnx, bench, scored, *flags, "--json")
+    assert code == 0 and json.loads(out)["left_out"] == [] and "2 results" in err
+    card = (onnx / "README.md").read_text(encoding="utf-8")
+    assert "| A Processor | 4.5 | 20.2 | 0.5 | 0.75 | 80 |" in card and "other programs disturbed it" in card
+    assert (
+        "| `measured` | 1.2500 | `wiki/valid.jsonl` |" in card and "| `large` | 1.2000 | `wiki/valid.jsonl` |" in card
+    )
+    assert "| `tuned` | 1.5000 | `wiki/valid.jsonl` |" in card
+    assert "a part of" not in card, "a training's figure, on less text, makes way for a measurement"
+    assert "| `tuned` | 50.0% | 20 | `questions.jsonl` |" in card
+    assert "It misses file_mb of the budget of raspberry-pi-5, by prediction." in card
+    assert (front(onnx)["license"], front(onnx)["base_model"], front(onnx)["language"]) == ("mit", "me/mine", ["en"])
+    assert verify_directory(onnx)[1] == [] and digest(onnx) == before
+    code, out, _ = call(capsys, "card", onnx, "--json")
+    assert json.loads(out)["front_matter"]["license"] == "mit", "what was stated before stays"
+    assert "## Speed" not in (onnx / "README.md").read_text(encoding="utf-8")
+    assert verify_directory(onnx)[1] == [] and digest(onnx) == before
+
+
+def test_results_of_others_are_refused(
+    line: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    for result, message in (
+        ({"directory": str(line["onnx"])}, "is no result of eval"),
+        ({**BENCH, "directory": str(tmp_path)}, "which is neither"),
+        ({**BENCH, "directory": str(line["int4"])}, "is the speed of"),
+    ):
+        path.write_text(json.dumps(result), encoding="utf-8")
+        complains(call(capsys, "card", line["onnx"], path), 2, message)
+    complains(call(capsys, "card", line["onnx"], tmp_path / "none.json"), 3, "none.json: not found")
+    complains(call(capsys, "card", line["theirs"]), 3, f"{MANIFEST}: not found")
+
+
+def test_what_is_no_model_gets_no_card(
+    line: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_stage(tmp_path / "corpus", Stage("simulate", {"megabytes": 1}), lambda _: {})
+    alone = shutil.copytree(line["gguf"], tmp_path / "alone")
+    manifest = json.loads((alone / MANIFEST).read_text(encoding="utf-8"))
+    manifest["parents"][0]["path"] = str(tmp_path / "gone")
+    (alone / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    for directory in (tmp_path / "corpus", alone):
+        before = (directory / "README.md").read_bytes()
+        complains(call(capsys, "card", directory, "--license", "mit"), 3, "holds no model that a card could describe")
+        assert (directory / "README.md").read_bytes() == before
+
+
+def code_of(directory: Path, heading: str) -> str:
+    """The lines under a heading, for this directory."""
+    card = (directory / "README.md").read_text(encoding="utf-8")
+    found = re.search(rf"With {re.escape(heading)}[^\n]*:\n\n```\w+\n(.*?)```", card, re.DOTALL)
+    assert found, card
+    return found.group(1).replace("DIR", str(directory))
+
+
+@pytest.mark.parametrize(
+    ("name", "heading", "module"),
+    [
+        ("tuned", "transformers", "transformers"),
+        ("onnx", "optimum", "optimum.onnxruntime"),
+        ("onnx", "onnxruntime-genai", "onnxruntime_genai"),
+    ],
+)
+def test_the_lines_to_load_it_run(
+    name: str, heading: str, module: str, line: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(module)
+    code = code_of(line[name], heading).replace("max_new_tokens=100", "max_new_tokens=4")
+    exec(compile(code.replace("max_length=200", "max_length=24"), heading, "exec"), {})
+    assert "Full-time" in capsys.readouterr().out
+
+
+def test_each_form_names_the_programs_that_load_it(line: dict[str, Path]) -> None:
+    cards = {name: (line[name] / "README.md").read_text(encoding="utf-8") for name in ("tuned", "int4", "onnx", "gguf")}
+    assert "With transformers" not in cards["int4"] and "With sportsllm-compress" in cards["int4"]
+    assert "llama-cli -m DIR/model.gguf" in cards["gguf"] and "ollama create gguf -f Modelfile" in cards["gguf"]
+    assert "With optimum" not in cards["tuned"] and "With llama.cpp" not in cards["onnx"]
+
+
+def test_an_int8_cache_is_not_for_optimum(line: dict[str, Path], corpus_file: Path) -> None:
+    out = line["onnx"].parent / "kv8"
+    export_checkpoint(line["int4"], out, ExportOptions(threads=2, kv_cache="int8", calibration=[corpus_file]))
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "With optimum" not in card and "With onnxruntime-genai" in card

@@ -1,0 +1,136 @@
+"""The flags of `train` that make a model or a training of one's own."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sportsllm.cli.flags import load_command
+from sportsllm.inference.sampling import Sampling
+from sportsllm.models.hf_config import load_config
+from sportsllm.models.presets import preset
+from sportsllm.models.shape import changed_shape
+from sportsllm.storage.artifact import read_manifest
+from sportsllm.storage.checkpoint import load_checkpoint
+from tests.sportsllm.cli.test_main import call, complains
+
+SMALL = ["--layers", 2, "--hidden", 48, "--heads", 3, "--intermediate", 64, "--context", 64, "--vocab-size", 300]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
+    code, out, err = call(capsys, "train", *arguments, "--threads", 2, "--json")
+    assert code == 0, err
+    return json.loads(out), err
+
+
+def test_a_shape_of_ones_own(capsys: pytest.CaptureFixture[str], corpus_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "own"
+    result, err = run(capsys, *SMALL, "--untied", "--dropout", 0.2, "--steps", 0, "--corpus", corpus_file, "--out", out)
+    shape = {"layers": 2, "hidden": 48, "heads": 3, "intermediate": 64, "context": 64, "vocab_size": 300}
+    expected = changed_shape(preset("small"), {**shape, "tied": False, "dropout": 0.2})
+    assert load_config(out) == expected and result["parameters"] == expected.parameters
+    counted = sum(weight.numel() for weight in load_checkpoint(out).parameters())
+    assert counted == expected.parameters and "2 layers of 48, FFN 64, 3 heads of 16 on 3" in err
+    assert f"{counted:,} parameters" in err
+    assert read_manifest(out)["settings"]["shape"] == {**shape, "tied": False, "dropout": 0.2}
+
+
+def test_a_folder_with_config_json_alone_is_a_model(
+    capsys: pytest.CaptureFixture[str],
+    checkpoint: Path,
+    corpus_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shape").mkdir()
+    (tmp_path / "shape" / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    result, _ = run(capsys, "--model", tmp_path / "shape", "--layers", 1, "--steps", 0, "--corpus", corpus_file)
+    assert result["out"] == "runs/custom"
+    result, _ = run(capsys, "--model", tmp_path / "shape", "--steps", 0, "--corpus", corpus_file)
+    assert result["out"] == "runs/shape" and load_config(Path("runs/shape")) == load_config(checkpoint)
+    complains(call(capsys, "train", "--model", tmp_path, "--corpus", corpus_file), 3, "config.json: not found")
+
+
+def test_muons_settings_and_the_fall_of_the_rate_are_recorded(
+    capsys: pytest.CaptureFixture[str], corpus_file: Path, tmp_path: Path
+) -> None:
+    flags = ["--optimizer", "muon", "--muon-momentum", 0.9, "--no-muon-nesterov", "--muon-steps", 3]
+    flags += ["--muon-coefficients", "2,-1.5,0.5", "--muon-learning-rate", 0.01]
+    flags += ["--final-rate", 0, "--schedule", "wsd", "--decay-share", 0.5, "--digits", "single"]
+    result, _ = run(
+        capsys, *SMALL, *flags, "--steps", 2, "--batch-size", 2, "--corpus", corpus_file, "--out", tmp_path / "out"
+    )
+    settings = read_manifest(Path(result["out"]))["settings"]
+    names = ("momentum", "nesterov", "steps", "coefficients", "learning_rate")
+    assert [settings[f"muon_{name}"] for name in names] == [
+        0.9, False, 3, [2.0, -1.5, 0.5], 0.01
+    ]  # fmt: skip
+    assert (settings["final_rate"], settings["decay_share"], settings["digits"]) == (0, 0.5, "single")
+    assert settings["sequence"] == 64, "the context, where that is shorter than 512"
+    rates = [json.loads(line).get("lr") for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert 0 < next(rate for rate in rates if rate is not None) <= settings["learning_rate"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--hidden", 100], 2, "hidden size 100 is not divisible by 12 heads"),
+        (["--model", "tiny-1m", "--digits", "triple"], 2, "use one of grouped, single"),
+        (["--model", "tiny-1m", "--settings", "best"], 2, "use derived or documented"),
+        (["--model", "tiny-1m", "--optimizer", "adamw", "--muon-steps", 3], 2, "add --optimizer muon"),
+        (["--model", "tiny-1m", "--decay-share", 0.5], 2, "add --schedule wsd"),
+        (["--model", "tiny-1m", "--muon-coefficients", "1,x"], 2, "write three numbers"),
+        (["--model", "tiny-1m", "--set", "muon_coefficients=1,x"], 2, "list of numbers a,b,c"),
+        (["--model", "tiny-1m", "--optimizer", "muon", "--muon-coefficients", "1,2"], 2, "give three numbers"),
+        (["--model", "tiny-1m", "--optimizer", "muon", "--muon-momentum", 1], 2, "muon_momentum is 1.0"),
+        (["--model", "tiny-1m", "--tokenizer", "CHECKPOINT", "--digits", "single"], 2, "--digits is decided when"),
+        (["--model", "tiny-1m", "--tokenizer", "CHECKPOINT", "--vocab-size", 300], 2, "--vocab-size is decided when"),
+        (["--init", "CHECKPOINT", "--digits", "single"], 2, "--digits is decided when"),
+        (["--init", "CHECKPOINT", "--layers", 1, "--kv-heads", 1], 2, "--layers, --kv-heads: "),
+        ([], 2, "--model PRESET"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(
+    flags: list[object],
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    checkpoint: Path,
+    corpus_file: Path,
+    tmp_path: Path,
+) -> None:
+    given = [checkpoint if flag == "CHECKPOINT" else flag for flag in flags]
+    complains(call(capsys, "train", *given, "--corpus", corpus_file, "--out", tmp_path / "out"), code, message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_documented_set_up(capsys: pytest.CaptureFixture[str], corpus_file: Path, tmp_path: Path) -> None:
+    """5,000 steps of batch 4 x accumulation 4 x 512 tokens, AdamW 3e-4, warm-up 50, dropout 0.1."""
+    out = tmp_path / "out"
+    run(capsys, "--model", "tiny-300k", "--settings", "documented", "--steps", 0, "--corpus", corpus_file, "--out", out)
+    settings = read_manifest(out)["settings"]
+    names = ("batch_size", "accumulation", "sequence", "learning_rate", "warmup", "optimizer", "weight_decay")
+    assert [settings[name] for name in names] == [4, 4, 512, 3e-4, 50, "adamw", 0.1]
+    assert load_config(out).dropout == 0.1
+    other = tmp_path / "other"
+    run(
+        capsys, "--model", "tiny-300k", "--settings", "documented", "--dropout", 0, "--learning-rate", 1e-3,
+        "--steps", 0, "--corpus", corpus_file, "--out", other,
+    )  # fmt: skip
+    assert load_config(other).dropout == 0 and read_manifest(other)["settings"]["learning_rate"] == 1e-3
+
+
+def test_the_documented_sampling() -> None:
+    """Temperature 0.7, top-k 50, top-p 0.9 and 100 new tokens, in `generate` and in a checkpoint's own file."""
+    parameters = inspect.signature(load_command("generate")).parameters
+    names = ("temperature", "top_k", "top_p", "max_new_tokens")
+    assert [parameters[name].default for name in names] == [0.7, 50, 0.9, 100]
+    assert (Sampling().temperature, Sampling().top_k, Sampling().top_p) == (0.7, 50, 0.9)
+
+
+def test_a_checkpoint_records_the_documented_sampling(checkpoint: Path) -> None:
+    data = json.loads((checkpoint / "generation_config.json").read_text(encoding="utf-8"))
+    assert [data[name] for name in ("temperature", "top_k", "top_p", "max_new_tokens")] == [0.7, 50, 0.9, 100]
