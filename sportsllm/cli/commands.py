@@ -76,6 +76,7 @@ def train(
         typer.Option(help="Directory with a tokenizer to use with --model.", show_default="a new one is trained"),
     ] = None,
     lora: flags.LoraFlags,
+    rope_scaling: flags.RopeScaling = None,
     length: flags.LengthFlags,
     training: flags.TrainingFlags,
     seed: flags.Seed = 0,
@@ -87,6 +88,7 @@ def train(
     """
     from sportsllm.console import output
     from sportsllm.models.hf_config import load_config
+    from sportsllm.models.rope import stretched
     from sportsllm.training import pretrain
     from sportsllm.training.settings import Run, Start
     from sportsllm.training.setup import set_threads
@@ -99,6 +101,8 @@ def train(
     if init is None and lora.lora_rank is not None:
         raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT instead of --model")
     shape = load_config(init) if init is not None else pretrain.shape_of(str(model))[0]
+    if rope_scaling is not None:
+        shape = stretched(shape, rope_scaling)
     start = Start.RANDOM if init is None else Start.TRAINED
     config = training.config(
         Run(start, shape, lora.lora_rank is not None), length.tokens, length.steps, seed=seed, parallel=True
@@ -108,7 +112,7 @@ def train(
         out = Path("runs") / (f"{init.resolve().name}-tuned" if init else str(model))
     corpus = text.corpus or _default_corpus()
     valid = text.valid or ([] if text.corpus else [DEFAULT_CORPUS / "valid.jsonl"])
-    run = pretrain.Pretraining(corpus, valid, out, config, training.resume)
+    run = pretrain.Pretraining(corpus, valid, out, config, training.resume, rope_scaling)
     if init is not None:
         result = pretrain.fine_tune(init, run, adapters)
     else:
@@ -156,22 +160,34 @@ def evaluate(
     max_questions: Annotated[
         int | None, typer.Option(min=1, help="Ask only the first N of each file.", show_default="all")
     ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Tokens that are read at once.", show_default="the model's")
+    ] = None,
+    rope_scaling: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE:FACTOR",
+            help="Lengthen a checkpoint's context as `train` does, or none to go beyond it unscaled (with --context).",
+            show_default="as the model is",
+        ),
+    ] = None,
     kernels: flags.Kernels = "auto",
     threads: flags.Threads = None,
 ) -> dict[str, Any]:
     """Perplexity, bits per byte and multiple-choice accuracy of a checkpoint or an export."""
     from sportsllm.console import output
-    from sportsllm.inference.decoder import open_decoder
     from sportsllm.inference.evaluate import question_accuracy, read_questions, score_documents
+    from sportsllm.inference.longer_context import open_with_context
     from sportsllm.text.documents import read_documents
     from sportsllm.text.tokenizer import load_tokenizer
 
     if not text and not questions:
         raise UsageError("give --text FILE, --questions FILE, or both")
-    decoder = open_decoder(directory, threads, kernels)
+    decoder = open_with_context(directory, context, rope_scaling, threads, kernels)
     ran = _say_kernels(decoder)
     tokenizer = load_tokenizer(directory, decoder.config)
     result: dict[str, Any] = {"directory": str(directory), "kernels": ran}
+    result["context"] = decoder.config.max_position_embeddings
     if text:
         score = score_documents(decoder, tokenizer, list(read_documents(text)), first_window=first_window)
         result |= {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.config import ModelConfig, RopeScaling
+from sportsllm.models.config import ROPE_TYPES, ModelConfig, RopeScaling
 
 # Fields of config.json that do not change the model's output.
 _IGNORED = {
@@ -74,7 +74,7 @@ def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:
         "head_dim": rest.pop("head_dim", None) or default_head_dim,
         "tie_word_embeddings": rest.pop("tie_word_embeddings", False),
         "rope_theta": rest.pop("rope_theta", None) or rope.get("rope_theta", 10_000.0),
-        "rope_scaling": _rope_scaling(scaling, where),
+        "rope_scaling": _rope_scaling(scaling, rest.get("max_position_embeddings"), where),
         "qk_norm": model_type == "qwen3",
         "attention_bias": bias,
         "attention_output_bias": bias and model_type != "qwen2",
@@ -96,7 +96,8 @@ def _parse_own(data: Mapping[str, Any], where: str) -> ModelConfig:
         raise ArtifactError(f"{where}: unknown field {unknown[0]!r}; remove it or use a supported model")
     if isinstance(values.get("eos_token_id"), list):
         values["eos_token_id"] = tuple(values["eos_token_id"])
-    return _checked(values | {"rope_scaling": _rope_scaling(values.get("rope_scaling") or {}, where)}, where)
+    scaling = _rope_scaling(values.get("rope_scaling") or {}, values.get("max_position_embeddings"), where)
+    return _checked(values | {"rope_scaling": scaling}, where)
 
 
 def _checked(values: Mapping[str, Any], where: str) -> ModelConfig:
@@ -106,23 +107,30 @@ def _checked(values: Mapping[str, Any], where: str) -> ModelConfig:
         raise ArtifactError(f"{where}: {error}") from None
 
 
-def _rope_scaling(data: Mapping[str, Any], where: str) -> RopeScaling | None:
+def _rope_scaling(data: Mapping[str, Any], context: int | None, where: str) -> RopeScaling | None:
+    """Hugging Face's record; `context`, the model's, is YaRN's original one where that is not said."""
     kind = data.get("rope_type", data.get("type", "default"))
     if kind in (None, "default"):
         return None
-    if kind not in ("linear", "llama3"):
-        raise ArtifactError(f"{where}: rope_scaling type {kind!r} is not supported; use none, linear or llama3")
-    known = {field.name for field in fields(RopeScaling)}
-    unknown = set(data) - known - {"type", "rope_theta"}
-    if unknown:
+    known = {"factor", *(ROPE_TYPES.get(kind) or ROPE_TYPES["llama3"])}  # earlier versions wrote these for linear too
+    unknown = set(data) - known - {"rope_type", "type", "rope_theta"}
+    if kind in ROPE_TYPES and unknown:
         raise ArtifactError(f"{where}: rope_scaling has an unknown field {sorted(unknown)[0]!r}")
-    return RopeScaling(rope_type=kind, **{key: data[key] for key in known & set(data) - {"rope_type"}})
+    values = {key: data[key] for key in known & set(data) if data[key] is not None}
+    values = {key: value for key, value in values.items() if value or not key.startswith("mscale")}  # 0 is unset
+    if kind == "yarn":
+        values.setdefault("original_max_position_embeddings", context or ModelConfig.max_position_embeddings)
+    try:
+        return RopeScaling(rope_type=kind, **values)
+    except UsageError as error:
+        raise ArtifactError(f"{where}: {error}") from None
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """The config.json that Hugging Face's loaders read; one of our own where a kind is none of theirs."""
     if (config.attention_kind, config.mlp_kind) != (ModelConfig.attention_kind, ModelConfig.mlp_kind):
-        return {"architectures": ["SportsLLM"], "model_type": OWN_MODEL_TYPE} | asdict(config)
+        own = {"architectures": ["SportsLLM"], "model_type": OWN_MODEL_TYPE} | asdict(config)
+        return own | {"rope_scaling": config.rope_scaling and config.rope_scaling.fields_used()}
     model_type = _model_type(config)
     data: dict[str, Any] = {"architectures": [_MODEL_TYPES[model_type]], "model_type": model_type}
     ours = {"attention_output_bias", "qk_norm", "dropout", "attention_kind", "mlp_kind", "rope_scaling"}
@@ -135,10 +143,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     if model_type != "llama":
         del data["mlp_bias"]
         data["use_sliding_window"] = False
-    scaling = config.rope_scaling
-    if scaling is not None:
-        linear = {"rope_type": "linear", "factor": scaling.factor}
-        data["rope_scaling"] = linear if scaling.rope_type == "linear" else asdict(scaling)
+    if config.rope_scaling is not None:
+        data["rope_scaling"] = config.rope_scaling.fields_used()
     if config.dropout:
         data["dropout"] = config.dropout
     return data | {"hidden_act": "silu", "torch_dtype": "float32"}

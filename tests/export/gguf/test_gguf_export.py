@@ -80,6 +80,7 @@ def test_the_order_of_rows_comes_back() -> None:
         ({"rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 8192), "tie_word_embeddings": False}, "llama"),
         ({"attention_bias": True, "rope_scaling": RopeScaling("linear", 2.0)}, "qwen2"),
         ({"qk_norm": True}, "qwen3"),
+        ({"qk_norm": True, "rope_scaling": RopeScaling("yarn", 4.0, original_max_position_embeddings=32)}, "qwen3"),
     ],
 )
 def test_a_dense_checkpoint_comes_back_bit_for_bit(
