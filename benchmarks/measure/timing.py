@@ -18,6 +18,7 @@ WARM_UP_S = 1.5
 LONGEST_S = 4.0  # a slow model gets fewer repeats rather than more time than this for one figure
 LEAST_STEPS = 16
 MOST_SWEEPS = 4
+REREADS, REREADING_S = 3, 0.25
 ENERGY_S = 2.0  # counters move in steps of milliseconds, so a figure needs a while
 METER_EVERY_STEPS = 8  # a power sensor is integrated over time and needs many readings
 WINDOWS = 30
@@ -79,6 +80,21 @@ def time_steps(
             if len(sweeps[-1]) >= LEAST_STEPS and time.perf_counter() - sweep_started > LONGEST_S:
                 break
     return sweeps
+
+
+def time_rereading(
+    decoder: Decoder, tokens: Sequence[int], depth: int, specification: Mapping[str, Any]
+) -> list[float]:
+    """Times of a step after `depth` tokens without a cache, so that all `depth` + 1 are read, up to `REREADS` times.
+
+    Call it after `time_steps` of this depth, which warms it up.
+    """
+    room = depth + specification["warm_up_steps"] + specification["steps"]
+    samples: list[float] = []
+    started = time.perf_counter()
+    while not samples or (len(samples) < REREADS and time.perf_counter() - started < REREADING_S):
+        samples.append(milliseconds(lambda: decoder.prefill([tokens[: depth + 1]], max_length=room)))
+    return samples
 
 
 def decode_for(

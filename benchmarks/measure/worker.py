@@ -48,15 +48,23 @@ def main(arguments: Sequence[str], modes: Mapping[str, Mode] | None = None) -> i
 
 
 def measure_speed(specification: Mapping[str, Any]) -> dict[str, Any]:
-    """Load time, time to first token by prompt length, time of single steps after each depth, and the energy of one."""
+    """Load time, time to first token by prompt length, time of single steps after each depth, and the energy of one.
+
+    With `rereading` also the time of one without a cache.
+    """
     decoder, loaded = _open(specification)
     tokens = timing.draw_tokens(decoder, specification["seed"])
     first = timing.milliseconds(lambda: decoder.prefill([tokens[:32]], max_length=min(64, len(tokens))))
     prompts, depths = specification["prompts"], specification["depths"]
     ttft = {str(prompt): timing.time_prompt(decoder, tokens, prompt, specification) for prompt in prompts}
-    steps = {str(depth): timing.time_steps(decoder, tokens, [depth], specification) for depth in depths}
+    steps, rereading = dict[str, list[list[float]]](), dict[str, list[float]]()
+    for depth in depths:
+        steps[str(depth)] = timing.time_steps(decoder, tokens, [depth], specification)
+        if specification.get("rereading"):
+            rereading[str(depth)] = timing.time_rereading(decoder, tokens, depth, specification)
     energy = timing.measure_energy(decoder, tokens, specification.get("energy_depth", 0), specification["steps"])
-    return {**loaded, "first_prefill_ms": first, "ttft_ms": ttft, "step_ms": steps, "energy": energy}
+    times = {"first_prefill_ms": first, "ttft_ms": ttft, "step_ms": steps, "rereading_ms": rereading}
+    return {**loaded, **times, "energy": energy}
 
 
 def measure_batch(specification: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,18 +1,20 @@
 """Measuring: statistics against numpy, failures of child processes, and a whole run on a tiny export."""
 
+import io
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
 import pytest
+from rich.console import Console
 
 from benchmarks.bench import bench_model
-from benchmarks.console_results import verdict_line
+from benchmarks.console_results import print_bench, verdict_line
 from benchmarks.devices.limits import depths_that_fit, judge_budget
 from benchmarks.devices.load import DEVICES, load_device
 from benchmarks.measure import bench
@@ -21,6 +23,7 @@ from benchmarks.measure.bench import BenchRequest, prompts_that_fit, short_bench
 from benchmarks.measure.cpus import choose_cpus
 from benchmarks.measure.memory import memory_split
 from benchmarks.measure.process import ChildFailure, child_command, run_child
+from benchmarks.measure.timing import time_rereading
 from benchmarks.predict.coefficients import costs, resolve
 from benchmarks.predict.latency import predict_directory, total, tpot_terms
 from benchmarks.predict.model_size import stored_format
@@ -238,6 +241,33 @@ def test_figures_are_medians_of_the_rounds_that_are_kept(result: dict[str, Any])
     interval = result["noise"]["tpot_ms.152.p50"]
     assert (interval["low"], interval["high"]) == pytest.approx((min(medians), max(medians)))
     assert result["clean"] in (True, False) and result["other_cpu_cores"] >= 0
+
+
+def test_decoding_without_a_cache_reads_the_whole_text_again(result: dict[str, Any]) -> None:
+    rounds = result["raw"]["speed"]
+    assert result["without_cache"].keys() == result["tpot_ms"].keys()
+    for depth, one in result["without_cache"].items():
+        samples = [round_["rereading_ms"][depth] for round_ in rounds]
+        assert all(1 <= len(times) <= 3 for times in samples)
+        assert one["tpot_ms"] == pytest.approx(float(np.median([np.median(times) for times in samples])))
+        assert one["decode_tokens_per_s"] == pytest.approx(1000 / one["tpot_ms"])
+        rate = result["decode_tokens_per_s"][depth]
+        assert one["cache_speedup"] == pytest.approx(rate / one["decode_tokens_per_s"])
+    lines = Console(record=True, width=100, file=io.StringIO())
+    print_bench(lines, result)
+    assert "tokens/s without a cache" in lines.export_text()
+
+
+def test_rereading_is_a_prompt_of_one_more_token() -> None:
+    """A decoder that counts: every call reads the first depth + 1 tokens into a cache with room for the steps."""
+    read: list[tuple[list[int], int]] = []
+
+    class Counting:
+        def prefill(self, rows: list[list[int]], max_length: int) -> None:
+            read.append((rows[0], max_length))
+
+    times = time_rereading(cast(Any, Counting()), list(range(100)), 32, {"warm_up_steps": 20, "steps": 40})
+    assert read == [(list(range(33)), 92)] * 3 and len(times) == 3
 
 
 def test_the_bandwidth_bound_is_bytes_over_bandwidth(result: dict[str, Any], export: Path) -> None:
