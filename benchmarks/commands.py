@@ -39,6 +39,13 @@ def plan(
         ),
     ] = None,
     shapes: Annotated[bool, typer.Option("--shapes", help="Also list every tensor of a training step.")] = False,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Also run the model on up to --sequence tokens of this, and list what passes."
+        ),
+    ] = None,
+    all: Annotated[bool, typer.Option("--all", help="List every block of --trace, not every third.")] = False,
     block_size: Annotated[
         int, typer.Option(metavar="N", help="Weights of a quantized matrix that share a scale.")
     ] = 32,
@@ -49,11 +56,14 @@ def plan(
     optimizer: flags.Optimizer = None,
     precision: flags.Precision = None,
 ) -> dict[str, Any]:
-    """Parameters, memory by precision, KV cache and predicted speed, without running the model."""
+    """Parameters, memory by precision, KV cache and predicted speed; without --trace the model is not run."""
     from benchmarks.console_tables import print_plan
     from benchmarks.predict.plan import plan_model
+    from benchmarks.trace import print_trace, trace_model
     from sportsllm.console import output
 
+    if all and trace is None:
+        raise UsageError("--all belongs to --trace TEXT; add that or leave it out")
     result = plan_model(
         model,
         device=device,
@@ -66,7 +76,11 @@ def plan(
         optimizer=optimizer or "adamw",
         precision="bf16" if precision in (None, "auto") else str(precision),
     )
+    if trace is not None:
+        result["trace"] = trace_model(Path(model), trace, result["training_memory"]["length"], all)
     print_plan(output(), result)
+    if trace is not None:
+        print_trace(output(), result["trace"])
     return result
 
 

@@ -41,7 +41,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"measure"},
         {"predict", "runtimes", "report"},
         {"bench", "search", "compare", "console_tables"},
-        {"console_results", "studies"},
+        {"console_results", "studies", "trace"},
         {"commands"},
     ],
 }
