@@ -63,6 +63,16 @@ def test_without_steps_only_the_config_changes(
         assert torch.equal(after.state_dict()[name], tensor)
 
 
+def test_a_new_model_may_start_with_a_longer_context(
+    checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ["--model", checkpoint, "--tokenizer", checkpoint, "--rope-scaling", "llama3:2"]
+    flags = ["--corpus", corpus_file, "--out", tmp_path / "out", "--sequence", 256, "--steps", 0]
+    assert call(capsys, "train", *shape, *flags)[0] == 0
+    config = load_config(tmp_path / "out")
+    assert config.max_position_embeddings == 256 and config.rope_scaling == RopeScaling("llama3", 2.0, 1.0, 4.0, 128)
+
+
 def test_eval_reads_beyond_the_trained_length(
     checkpoint: Path, held_out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
