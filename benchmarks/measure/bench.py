@@ -113,7 +113,6 @@ def run_bench(request: BenchRequest) -> BenchResult:
         "prompts": prompts_that_fit(context, request.prompt_lengths),
         "depths": depths,
         "energy_depth": depth,
-        "rereading": True,
         "steps": STEPS,
         "warm_up_steps": WARM_UP_STEPS,
         "repeats": max(REPEATS, -(-12 // request.rounds)),

@@ -24,7 +24,7 @@ def round_figures(one: Mapping[str, Any]) -> dict[str, float]:
         steps = [sample for sweep in sweeps for sample in sweep]
         figures |= {f"tpot_ms.{depth}.{name}": value for name, value in percentiles(steps).items()}
         figures[f"decode_tokens_per_s.{depth}"] = 1000 / statistics.fmean(steps)
-    for depth, samples in one["rereading_ms"].items():
+    for depth, samples in one["reading_ms"].items():
         figures[f"without_cache_ms.{depth}"] = statistics.median(samples)
     if "joules_per_token" in one["energy"]:
         figures["joules_per_token"] = one["energy"]["joules_per_token"]
@@ -139,7 +139,10 @@ def summarise(raw: Raw) -> dict[str, Any]:
 
 
 def _without_cache(middle: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """By depth, what a token costs where the whole text is read again for it, and how many times faster a step is."""
+    """By depth, what the next token costs where all tokens are read again for it, and how many times faster a step is.
+
+    The time is that of the prompt that the steps come after, measured with them.
+    """
     found = {}
     for depth, milliseconds in middle.get("without_cache_ms", {}).items():
         rate = 1000 / milliseconds

@@ -23,7 +23,7 @@ from benchmarks.measure.bench import BenchRequest, prompts_that_fit, short_bench
 from benchmarks.measure.cpus import choose_cpus
 from benchmarks.measure.memory import memory_split
 from benchmarks.measure.process import ChildFailure, child_command, run_child
-from benchmarks.measure.timing import time_rereading
+from benchmarks.measure.timing import time_steps
 from benchmarks.predict.coefficients import costs, resolve
 from benchmarks.predict.latency import predict_directory, total, tpot_terms
 from benchmarks.predict.model_size import stored_format
@@ -247,8 +247,8 @@ def test_decoding_without_a_cache_reads_the_whole_text_again(result: dict[str, A
     rounds = result["raw"]["speed"]
     assert result["without_cache"].keys() == result["tpot_ms"].keys()
     for depth, one in result["without_cache"].items():
-        samples = [round_["rereading_ms"][depth] for round_ in rounds]
-        assert all(1 <= len(times) <= 3 for times in samples)
+        samples = [round_["reading_ms"][depth] for round_ in rounds]
+        assert [len(times) for times in samples] == [len(round_["step_ms"][depth]) for round_ in rounds]
         assert one["tpot_ms"] == pytest.approx(float(np.median([np.median(times) for times in samples])))
         assert one["decode_tokens_per_s"] == pytest.approx(1000 / one["tpot_ms"])
         rate = result["decode_tokens_per_s"][depth]
@@ -258,16 +258,21 @@ def test_decoding_without_a_cache_reads_the_whole_text_again(result: dict[str, A
     assert "tokens/s without a cache" in lines.export_text()
 
 
-def test_rereading_is_a_prompt_of_one_more_token() -> None:
-    """A decoder that counts: every call reads the first depth + 1 tokens into a cache with room for the steps."""
-    read: list[tuple[list[int], int]] = []
+def test_each_sweep_reads_the_tokens_of_its_depth_and_then_steps() -> None:
+    """A decoder that says what it was asked."""
+    asked: list[object] = []
 
-    class Counting:
+    class Listening:
         def prefill(self, rows: list[list[int]], max_length: int) -> None:
-            read.append((rows[0], max_length))
+            asked.append((rows[0], max_length))
 
-    times = time_rereading(cast(Any, Counting()), list(range(100)), 32, {"warm_up_steps": 20, "steps": 40})
-    assert read == [(list(range(33)), 92)] * 3 and len(times) == 3
+        def step(self, tokens: list[int]) -> None:
+            asked.append(tokens[0])
+
+    wanted = {"warm_up_steps": 1, "steps": 2, "seconds_per_figure": 0.0}
+    times = time_steps(cast(Any, Listening()), list(range(100)), [32], wanted)
+    assert asked == [(list(range(32)), 35), 32, 33, 34]
+    assert len(times.prompts) == 1 and [len(sweep) for sweep in times.steps] == [2]
 
 
 def test_the_bandwidth_bound_is_bytes_over_bandwidth(result: dict[str, Any], export: Path) -> None:

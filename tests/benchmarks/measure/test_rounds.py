@@ -130,7 +130,7 @@ def speed_round(step: float, others: float = 0.0) -> dict[str, Any]:
         "first_prefill_ms": 3.0,
         "ttft_ms": {"128": [10.0]},
         "step_ms": {"32": [[step] * 4]},
-        "rereading_ms": {"32": [9 * step, 10 * step, 40 * step]},
+        "reading_ms": {"32": [9 * step, 10 * step, 40 * step]},
         "energy": {"absent": "no counter"},
         "clock_mhz": None,
         "clock_source": None,
