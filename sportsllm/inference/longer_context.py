@@ -51,7 +51,7 @@ def _longest(directory: Path, config: ModelConfig, context: int | None, scaling:
     longest = config if scaling is None else stretched(config, scaling)
     reach = longest.max_position_embeddings
     if context is not None and context > reach:
-        factor = math.ceil(context / own)
+        factor = math.ceil(context / own * (config.rope_scaling.factor if config.rope_scaling else 1))
         if is_onnx_directory(directory):
             advice = f"export the checkpoint with --rope-scaling yarn:{factor}"
         elif config.rope_scaling is not None:

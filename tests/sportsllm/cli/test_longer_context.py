@@ -119,7 +119,9 @@ def test_an_export_gets_the_longer_table(
     ]
     assert scores[0] == pytest.approx(scores[1], rel=1e-4)  # float32 in another order
     other = ["--context", 1024, "--text", held_out]
-    complains(call(capsys, "eval", out, *other), 2, "reads 512 tokens; export the checkpoint with --rope-scaling")
+    complains(
+        call(capsys, "eval", out, *other), 2, "reads 512 tokens; export the checkpoint with --rope-scaling yarn:8"
+    )
     scaled = call(capsys, "eval", out, "--text", held_out, "--rope-scaling", "none")
     complains(scaled, 2, "is in its graph; export the checkpoint with --rope-scaling, or score")
     assert call(capsys, "export", checkpoint, "--out", out, *flags)[0] == 0, "up to date"
