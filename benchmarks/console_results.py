@@ -10,6 +10,7 @@ from rich.console import Console
 from benchmarks.console_tables import band, reliability_line, table
 from benchmarks.labels import LIMITS, MISSING, RATIOS, number, short_depth, with_unit
 from benchmarks.measure.summary import noise_reasons
+from benchmarks.report.text import CACHE_HEADERS, cache_rows
 from benchmarks.search.candidates import EQUAL_PERCENT
 from benchmarks.spread import interval_confidence, interval_rank
 
@@ -34,6 +35,7 @@ def print_bench(console: Console, result: Mapping[str, Any]) -> None:
     if result["tpot_ms"]:
         headers = ("after tokens", "p50 ms", "p90 ms", "p95 ms", "p99 ms", "tokens/s", "memory floor ms")
         console.print(table(headers, _depths(result), ()))
+        console.print(table(CACHE_HEADERS, cache_rows(result), ()))
     else:
         console.print(f"No decoding depth fits the context of {result['context_length']} tokens.")
     _print_batches(console, result["batches"])

@@ -40,6 +40,7 @@ def export(
     gguf: Annotated[
         bool, typer.Option("--gguf", help="Write a GGUF file for llama.cpp and Ollama instead of an ONNX graph.")
     ] = False,
+    rope_scaling: flags.RopeScaling = None,
     max_ram: Annotated[
         int | None,
         typer.Option("--max-ram", min=1, help="Upper bound on memory (MB); the graph is then checked layer by layer."),
@@ -57,8 +58,11 @@ def export(
             "--profile": profile != "memory",
         }
         others |= {"--standard-ops": standard_ops, "--web": web, "--inline": inline, "--max-ram": max_ram}
-        return _export_gguf(checkpoint, out, dtype, [flag for flag, given in others.items() if given], threads)
-    options = ExportOptions(dtype, threads, kv_cache, calibration or [], profile, standard_ops, web, inline, max_ram)
+        return _export_gguf(
+            checkpoint, out, dtype, [flag for flag, given in others.items() if given], rope_scaling, threads
+        )
+    graph = kv_cache, calibration or [], profile, standard_ops, web, inline
+    options = ExportOptions(dtype, threads, *graph, max_ram, rope_scaling)
     result = export_checkpoint(checkpoint, out, options)
     parity = result["parity"]
     output().print(
@@ -78,7 +82,7 @@ def export(
 
 
 def _export_gguf(
-    checkpoint: Path, out: Path, dtype: str | None, others: list[str], threads: int | None
+    checkpoint: Path, out: Path, dtype: str | None, others: list[str], rope_scaling: str | None, threads: int | None
 ) -> dict[str, Any]:
     from export.export import DTYPES
     from export.gguf_export import export_gguf
@@ -89,7 +93,7 @@ def _export_gguf(
         raise UsageError(f"{others[0]} is about the ONNX graph; leave it out, or --gguf")
     if dtype not in (None, *DTYPES):
         raise UsageError(f"--dtype {dtype!r}: choose {' or '.join(DTYPES)}")
-    result = export_gguf(checkpoint, out, dtype == "fp16", threads)
+    result = export_gguf(checkpoint, out, dtype == "fp16", threads, rope_scaling)
     parity, formats = result["parity"], ", ".join(result["formats"])
     output().print(
         f"{out}: GGUF, {result['architecture']}, {formats}, {result['parameters']:,} parameters, "

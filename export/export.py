@@ -21,8 +21,10 @@ from sportsllm.console import say
 from sportsllm.errors import ArtifactError, GateError, ResourceError, UsageError
 from sportsllm.models.hf_config import family_of, load_config
 from sportsllm.models.kinds import block_state, matrix_shapes
+from sportsllm.models.rope import stretched
 from sportsllm.process_memory import peak_rss_bytes
 from sportsllm.storage.artifact import Stage, run_stage
+from sportsllm.storage.changed_config import checkpoint_with
 from sportsllm.storage.checkpoint import write_json
 from sportsllm.storage.safetensors_files import REOPEN_BYTES, bitsandbytes_kind, quantization_config
 from sportsllm.training.calibration_text import SAMPLE_TOKENS, CalibrationText
@@ -52,6 +54,7 @@ class ExportOptions:
     web: bool = False  # write the files that transformers.js looks for in a browser
     inline: bool = False  # write no functions for the kernels, for readers that know none
     max_ram_mb: int | None = None  # the most memory (MB, 10^6 bytes) of this process; the gate then goes layer by layer
+    rope_scaling: str | None = None  # lengthens the context, see `sportsllm.models.rope.stretched`
 
     def settings(self, checkpoint: Path) -> dict[str, Any]:
         """What decides the content of the export, for its manifest; defaults that came later are left out."""
@@ -62,6 +65,7 @@ class ExportOptions:
             "web": self.web,
             "inline": self.inline,
             "calibration": [str(path) for path in self.calibration],
+            "rope_scaling": self.rope_scaling,
         }
         given = {name: value for name, value in later.items() if value}
         return {"dtype": stored, "kv_cache": self.kv_cache, **given}
@@ -94,7 +98,15 @@ def export_checkpoint(checkpoint: Path, out: Path, options: ExportOptions) -> di
     _check_options(checkpoint, options)
     stage = Stage("export", options.settings(checkpoint), [checkpoint, *options.calibration])
     _check_memory(checkpoint, options)
-    return run_stage(out, stage, lambda directory: _make(checkpoint, directory, options))
+    config = load_config(checkpoint)
+    if options.rope_scaling is not None:
+        config = stretched(config, options.rope_scaling)
+
+    def make(directory: Path) -> dict[str, Any]:
+        with checkpoint_with(checkpoint, config) as source:
+            return _make(source, directory, options)
+
+    return run_stage(out, stage, make)
 
 
 def _make(checkpoint: Path, directory: Path, options: ExportOptions) -> dict[str, Any]:

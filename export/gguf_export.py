@@ -21,14 +21,18 @@ from sportsllm.gguf.weights import read_weights
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.rope import stretched
 from sportsllm.storage.artifact import Stage, run_stage
+from sportsllm.storage.changed_config import checkpoint_with
 from sportsllm.storage.checkpoint import load_checkpoint, write_json
 from sportsllm.text.tokenizer import load_tokenizer
 
 GGUF_FILE, MODELFILE = "model.gguf", "Modelfile"
 
 
-def export_gguf(checkpoint: Path, out: Path, half: bool = False, threads: int | None = None) -> dict[str, Any]:
+def export_gguf(
+    checkpoint: Path, out: Path, half: bool = False, threads: int | None = None, rope_scaling: str | None = None
+) -> dict[str, Any]:
     """Write model.gguf, and a Modelfile for Ollama.
 
     Args:
@@ -36,6 +40,7 @@ def export_gguf(checkpoint: Path, out: Path, half: bool = False, threads: int | 
         out: the directory to make.
         half: dense matrices in float16, else in float32.
         threads: CPU threads of the check.
+        rope_scaling: lengthens the context, see `sportsllm.models.rope.stretched`.
 
     Returns:
         `architecture`, `parameters`, `formats` (bytes of tensors by format), `seconds`, and the figures of parity.json.
@@ -49,11 +54,15 @@ def export_gguf(checkpoint: Path, out: Path, half: bool = False, threads: int | 
     if not checkpoint.is_dir():
         raise ArtifactError(f"{checkpoint}: no such directory; give a checkpoint directory")
 
+    config = load_config(checkpoint)
+    if rope_scaling is not None:
+        config = stretched(config, rope_scaling)
+
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
-        config = load_config(checkpoint)
-        formats = write_gguf(checkpoint, directory / GGUF_FILE, half)
-        report = _read_back(checkpoint, config, directory / GGUF_FILE, threads)
+        with checkpoint_with(checkpoint, config) as source:
+            formats = write_gguf(source, directory / GGUF_FILE, half)
+            report = _read_back(source, config, directory / GGUF_FILE, threads)
         if failures := report.failures():
             raise GateError(
                 f"{checkpoint}: the GGUF file is not the model ({'; '.join(failures[:3])}); please report it"
@@ -71,7 +80,10 @@ def export_gguf(checkpoint: Path, out: Path, half: bool = False, threads: int | 
             "parity": {key: parity[key] for key in ("max_abs_logit_error", "kl", "greedy_match", "passed")},
         }
 
-    return run_stage(out, Stage("export", {"gguf": True, "dtype": "fp16" if half else None}, [checkpoint]), make)
+    settings: dict[str, Any] = {"gguf": True, "dtype": "fp16" if half else None}
+    if rope_scaling is not None:
+        settings["rope_scaling"] = rope_scaling
+    return run_stage(out, Stage("export", settings, [checkpoint]), make)
 
 
 def _read_back(checkpoint: Path, config: ModelConfig, path: Path, threads: int | None) -> ParityReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -110,10 +111,18 @@ def plan(
     cost: CostFlags,
     storage: StorageFlags,
     shapes: Annotated[bool, typer.Option("--shapes", help="Also list every tensor of a training step.")] = False,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Also run the model on up to --sequence tokens of this, and list what passes."
+        ),
+    ] = None,
+    all: Annotated[bool, typer.Option("--all", help="List every block of --trace, not every third.")] = False,
 ) -> dict[str, Any]:
-    """Parameters, memory by precision, KV cache and predicted speed, or what a training takes; runs nothing."""
+    """Parameters, memory, KV cache and predicted speed, or what a training takes; only --trace runs the model."""
     from benchmarks.console_plan import print_plan
-    from benchmarks.predict.plan import PlanRequest, plan
+    from benchmarks.predict.plan import DEFAULT_LENGTH, PlanRequest, plan
+    from benchmarks.trace import print_trace, trace_model
     from sportsllm.console import output
 
     if shape is not None and model is not None:
@@ -122,10 +131,18 @@ def plan(
         check_not_given("--training", cost)
     if storage.cache_tokens is None and storage.cache_sequences != 1:
         raise UsageError("--cache-sequences belongs to --cache-tokens; give that too, or leave it out")
+    if all and trace is None:
+        raise UsageError("--all belongs to --trace TEXT; add that or leave it out")
     given = step.given() | storage.given()
     if given.get("precision") == "auto":
         given.pop("precision")
     request = PlanRequest(device=device, shapes=shapes, training=training, cost=cost.cost(), **given)
-    result = plan(shape or model or "small", request)
+    named = shape or model or "small"
+    result = plan(named, request)
+    if trace is not None:
+        length = step.length or min(DEFAULT_LENGTH, result.get("context_length", DEFAULT_LENGTH))
+        result["trace"] = trace_model(Path(named), trace, length, all)
     print_plan(output(), result)
+    if trace is not None:
+        print_trace(output(), result["trace"])
     return result

@@ -24,6 +24,8 @@ def round_figures(one: Mapping[str, Any]) -> dict[str, float]:
         steps = [sample for sweep in sweeps for sample in sweep]
         figures |= {f"tpot_ms.{depth}.{name}": value for name, value in percentiles(steps).items()}
         figures[f"decode_tokens_per_s.{depth}"] = 1000 / statistics.fmean(steps)
+    for depth, samples in one["reading_ms"].items():
+        figures[f"without_cache_ms.{depth}"] = statistics.median(samples)
     if "joules_per_token" in one["energy"]:
         figures["joules_per_token"] = one["energy"]["joules_per_token"]
     return figures
@@ -112,6 +114,7 @@ def summarise(raw: Raw) -> dict[str, Any]:
         "ttft_ms": ttft,
         "tpot_ms": middle.get("tpot_ms", {}),
         "decode_tokens_per_s": middle.get("decode_tokens_per_s", {}),
+        "without_cache": _without_cache(middle),
         "prefill_tokens_per_s": 1000 * int(longest) / ttft[longest] if longest else None,
         "first_prefill_ms": middle["first_prefill_ms"],
         "import_s": middle["import_s"],
@@ -133,6 +136,19 @@ def summarise(raw: Raw) -> dict[str, Any]:
         "clean": not noise_reasons(raw),
         **_readings(raw, middle.get("joules_per_token")),
     }
+
+
+def _without_cache(middle: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """By depth, what the next token costs where all tokens are read again for it, and how many times faster a step is.
+
+    The time is that of the prompt that the steps come after, measured with them.
+    """
+    found = {}
+    for depth, milliseconds in middle.get("without_cache_ms", {}).items():
+        rate = 1000 / milliseconds
+        speedup = middle["decode_tokens_per_s"][depth] / rate
+        found[depth] = {"tpot_ms": milliseconds, "decode_tokens_per_s": rate, "cache_speedup": speedup}
+    return found
 
 
 def _readings(raw: Raw, joules: float | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,28 +57,36 @@ def time_prompt(decoder: Decoder, tokens: Sequence[int], prompt: int, specificat
     return samples
 
 
+class StepTimes(NamedTuple):
+    """Of each sweep: the time to read the prompts, and those of the single steps after them."""
+
+    prompts: list[float]
+    steps: list[list[float]]
+
+
 def time_steps(
     decoder: Decoder, tokens: Sequence[int], lengths: Sequence[int], specification: Mapping[str, Any]
-) -> list[list[float]]:
-    """Times of single steps after a prompt of `lengths` tokens for each row, one list a sweep.
+) -> StepTimes:
+    """Times of single steps after a prompt of `lengths` tokens for each row.
 
     Prompts are the beginnings of `tokens`, the steps read what follows the longest; the first ones only warm up.
     """
     warm_up, steps, seconds = (specification[key] for key in ("warm_up_steps", "steps", "seconds_per_figure"))
     longest, rows = max(lengths), [tokens[:length] for length in lengths]
-    sweeps: list[list[float]] = []
+    room = longest + warm_up + steps
+    prompts, sweeps = list[float](), list[list[float]]()
     started = time.perf_counter()
     while not sweeps or (len(sweeps) < MOST_SWEEPS and time.perf_counter() - started < seconds):
-        decoder.prefill(rows, max_length=longest + warm_up + steps)
+        prompts.append(milliseconds(lambda: decoder.prefill(rows, max_length=room)))
         for token in tokens[longest : longest + warm_up]:
             decoder.step([token] * len(rows))
         sweeps.append([])
         sweep_started = time.perf_counter()
-        for token in tokens[longest + warm_up : longest + warm_up + steps]:
+        for token in tokens[longest + warm_up : room]:
             sweeps[-1].append(milliseconds(functools.partial(decoder.step, [token] * len(rows))))
             if len(sweeps[-1]) >= LEAST_STEPS and time.perf_counter() - sweep_started > LONGEST_S:
                 break
-    return sweeps
+    return StepTimes(prompts, sweeps)
 
 
 def decode_for(

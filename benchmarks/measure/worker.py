@@ -48,15 +48,19 @@ def main(arguments: Sequence[str], modes: Mapping[str, Mode] | None = None) -> i
 
 
 def measure_speed(specification: Mapping[str, Any]) -> dict[str, Any]:
-    """Load time, time to first token by prompt length, time of single steps after each depth, and the energy of one."""
+    """Load time, time to first token by prompt length, time to read the tokens of each depth and of single steps after
+    them, and the energy of one."""
     decoder, loaded = _open(specification)
     tokens = timing.draw_tokens(decoder, specification["seed"])
     first = timing.milliseconds(lambda: decoder.prefill([tokens[:32]], max_length=min(64, len(tokens))))
     prompts, depths = specification["prompts"], specification["depths"]
     ttft = {str(prompt): timing.time_prompt(decoder, tokens, prompt, specification) for prompt in prompts}
-    steps = {str(depth): timing.time_steps(decoder, tokens, [depth], specification) for depth in depths}
+    timed = {str(depth): timing.time_steps(decoder, tokens, [depth], specification) for depth in depths}
     energy = timing.measure_energy(decoder, tokens, specification.get("energy_depth", 0), specification["steps"])
-    return {**loaded, "first_prefill_ms": first, "ttft_ms": ttft, "step_ms": steps, "energy": energy}
+    steps = {depth: one.steps for depth, one in timed.items()}
+    reading = {depth: one.prompts for depth, one in timed.items()}
+    times = {"first_prefill_ms": first, "ttft_ms": ttft, "step_ms": steps, "reading_ms": reading}
+    return {**loaded, **times, "energy": energy}
 
 
 def measure_batch(specification: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +68,7 @@ def measure_batch(specification: Mapping[str, Any]) -> dict[str, Any]:
     decoder, loaded = _open(specification)
     tokens = timing.draw_tokens(decoder, specification["seed"])
     lengths = specification["lengths"]
-    steps = timing.time_steps(decoder, tokens, lengths, specification)
+    steps = timing.time_steps(decoder, tokens, lengths, specification).steps
     room = max(lengths) + specification["warm_up_steps"] + specification["steps"]
     rows = [tokens[:length] for length in lengths]
     prefill = timing.milliseconds(lambda: decoder.prefill(rows, max_length=room))

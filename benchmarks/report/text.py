@@ -12,6 +12,9 @@ from benchmarks.labels import BUDGET_DEPTH, LIMITS, MISSING, RATIOS, is_number, 
 _WINDOW = {"start_s": "from s", "tokens_per_s": "tokens/s", "clock_mhz": "MHz", "temperature_c": "\u00b0C",
            "joules_per_token": "J per token"}  # fmt: skip
 
+CACHE_HEADERS = ("after tokens", "tokens/s", "tokens/s without a cache", "ratio")
+CACHE_CAPTION = "Without a cache of keys and values, each new token reads the whole text again."
+
 
 @dataclass(frozen=True)
 class Table:
@@ -97,9 +100,25 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words).lower()
 
 
+def cache_rows(bench: Mapping[str, Any] | None) -> list[tuple[str, ...]]:
+    """Decoding with and without the key/value cache by depth, under `CACHE_HEADERS`; none in an older result."""
+    return [
+        (
+            depth,
+            _cell(get_nested(bench, "decode_tokens_per_s", depth)),
+            _cell(one["decode_tokens_per_s"]),
+            _cell(one["cache_speedup"]),
+        )
+        for depth, one in (get_nested(bench, "without_cache") or {}).items()
+    ]
+
+
 def measurement_tables(bench: Mapping[str, Any] | None) -> list[Table]:
-    """Batches, the sustained run by window, and other runtimes measured beside this one, where a result has them."""
+    """What the cache saves, batches, the sustained run by window, and other runtimes measured beside this one, where a
+    result has them."""
     tables = []
+    if rows := cache_rows(bench):
+        tables.append(Table("What the cache saves", CACHE_HEADERS, rows, (), CACHE_CAPTION))
     if batches := get_nested(bench, "batches"):
         headers = ("sequences", "tokens/s of all", "step p50 ms", "step p95 ms", "peak MB")
         keys = (("decode_tokens_per_s",), ("step_ms", "p50"), ("step_ms", "p95"))

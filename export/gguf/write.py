@@ -18,7 +18,7 @@ from sportsllm.console import progress_bar, say
 from sportsllm.errors import UsageError
 from sportsllm.gguf.config import ARCHITECTURES, ROPE_FACTORS
 from sportsllm.gguf.weights import gguf_name, paired_heads, rows_in_pairs
-from sportsllm.models.config import ModelConfig
+from sportsllm.models.config import ModelConfig, RopeScaling
 from sportsllm.models.hf_config import family_of, load_config
 from sportsllm.models.kinds import parameters
 from sportsllm.models.rope import inverse_frequencies
@@ -45,6 +45,11 @@ def architecture_of(config: ModelConfig) -> str:
     if family not in ARCHITECTURES:
         kinds = f"a model with {config.attention_kind} attention and {config.mlp_kind} feed-forward"
         raise UsageError(f"GGUF: {family or kinds} is not supported; use a model of {', '.join(ARCHITECTURES)}")
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.rope_type == "yarn":
+        original = scaling.original_max_position_embeddings  # with Hugging Face's other defaults, llama.cpp's too
+        if scaling != RopeScaling("yarn", scaling.factor, original_max_position_embeddings=original):
+            raise UsageError("GGUF: YaRN with other settings than factor and original context is not supported")
     if family == "qwen3" and config.attention_bias:
         raise UsageError("GGUF: llama.cpp has no architecture with norms of queries and keys and with biases")
     return family
@@ -132,8 +137,11 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
         "rope.dimension_count": config.head_dim,
         "vocab_size": config.vocab_size,
     }
-    if config.rope_scaling is not None and config.rope_scaling.rope_type == "linear":
-        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(config.rope_scaling.factor)}
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.rope_type in ("linear", "yarn"):
+        found |= {"rope.scaling.type": scaling.rope_type, "rope.scaling.factor": float(scaling.factor)}
+    if scaling is not None and scaling.rope_type == "yarn":
+        found["rope.scaling.original_context_length"] = scaling.original_max_position_embeddings
     return found
 
 

@@ -64,22 +64,34 @@ def evaluate(
     max_questions: Annotated[
         int | None, typer.Option(min=1, help="Ask only the first N of each file.", show_default="all")
     ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Tokens that are read at once.", show_default="the model's")
+    ] = None,
+    rope_scaling: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE:FACTOR",
+            help="Lengthen a checkpoint's context as `train` does, or none to go beyond it unscaled (with --context).",
+            show_default="as the model is",
+        ),
+    ] = None,
     kernels: flags.Kernels = "auto",
     threads: flags.Threads = None,
 ) -> dict[str, Any]:
     """Perplexity, bits per byte and multiple-choice accuracy of a checkpoint or an export."""
     from sportsllm.console import output
-    from sportsllm.inference.decoder import open_decoder
     from sportsllm.inference.evaluate import question_accuracy, read_questions, score_documents
+    from sportsllm.inference.longer_context import open_with_context
     from sportsllm.text.documents import read_documents
     from sportsllm.text.tokenizer import load_tokenizer
 
     if not text and not questions:
         raise UsageError("give --text FILE, --questions FILE, or both")
-    decoder = open_decoder(directory, threads, kernels)
+    decoder = open_with_context(directory, context, rope_scaling, threads, kernels)
     ran = _say_kernels(decoder)
     tokenizer = load_tokenizer(directory, decoder.config)
     result: dict[str, Any] = {"directory": str(directory), "kernels": ran}
+    result["context"] = decoder.config.max_position_embeddings
     if text:
         score = score_documents(decoder, tokenizer, list(read_documents(text)), first_window=first_window)
         result |= {

@@ -75,6 +75,15 @@ Kernels = Annotated[
     str,
     typer.Option(help="What runs an export: native (this program's kernels), portable (ONNX Runtime's), or auto."),
 ]
+RopeScaling = Annotated[
+    str | None,
+    typer.Option(
+        "--rope-scaling",
+        metavar="TYPE:FACTOR",
+        help="Lengthen the context by a factor: yarn, llama3 or linear, for example yarn:4.",
+        show_default="as the model is",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
 Calibration = Annotated[
     list[Path], typer.Option("--calibration", help="Text that statistics are taken from; never held-out text.")

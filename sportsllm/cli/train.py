@@ -90,6 +90,7 @@ def train(
     text: flags.TextFlags,
     words: TokenizerFlags,
     lora: flags.LoraFlags,
+    rope_scaling: flags.RopeScaling = None,
     length: flags.LengthFlags,
     training: flags.TrainingFlags,
     seed: flags.Seed = 0,
@@ -102,6 +103,7 @@ def train(
     from sportsllm.console import output
     from sportsllm.models.hf_config import load_config
     from sportsllm.models.presets import DEFAULT_PRESET
+    from sportsllm.models.rope import stretched
     from sportsllm.models.shape import changed_shape
     from sportsllm.training import pretrain
     from sportsllm.training.settings import DOCUMENTED_DROPOUT, Run, Start
@@ -119,6 +121,8 @@ def train(
         if init is not None
         else (Start.RANDOM, changed_shape(pretrain.shape_of(str(model))[0], changes))
     )
+    if rope_scaling is not None:
+        network = stretched(network, rope_scaling)
     config = training.config(
         Run(start, network, lora.lora_rank is not None), length.tokens, length.steps, seed=seed, parallel=True
     )
@@ -128,7 +132,7 @@ def train(
         out = Path("runs") / (f"{init.resolve().name}-tuned" if init else name)
     corpus = text.corpus or _default_corpus()
     valid = text.valid or ([] if text.corpus else [DEFAULT_CORPUS / "valid.jsonl"])
-    run = pretrain.Pretraining(corpus, valid, out, config, training.resume)
+    run = pretrain.Pretraining(corpus, valid, out, config, training.resume, rope_scaling)
     if init is not None:
         result = pretrain.fine_tune(init, run, adapters)
     else:

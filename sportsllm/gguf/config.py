@@ -23,10 +23,11 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "context_length": "max_position_embeddings",
 }
+_ORIGINAL_CONTEXT = "rope.scaling.original_context_length"
 _READ = {
     *_SIZES, "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
     "rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.scaling.type", "rope.scaling.factor", "expert_count",
-    "expert_used_count",
+    "expert_used_count", _ORIGINAL_CONTEXT,
 }  # fmt: skip
 _READ_OF = {
     "gemma3": {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"},
@@ -34,7 +35,7 @@ _READ_OF = {
     "gpt2": {"attention.layer_norm_epsilon"},
 }
 # What these say is in other keys, or is about how the model came about.
-_IGNORED = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
+_IGNORED = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 _LLAMA3 = RopeScaling("llama3", 1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 
@@ -162,18 +163,20 @@ def _rope_scaling(file: GGUFFile, name: str, config: ModelConfig) -> RopeScaling
     the scaling is accepted where it gives these factors.
     """
     kind = file.value_or("none", f"{name}.rope.scaling.type", str)
-    if kind not in ("none", "linear"):
-        raise file.error(f"{name}.rope.scaling.type is {kind!r}; only none, linear and Llama 3's are supported")
+    if kind not in ("none", "linear", "yarn"):
+        raise file.error(f"{name}.rope.scaling.type is {kind!r}; only none, linear, yarn and Llama 3's are supported")
     factors = file.tensors.get(ROPE_FACTORS)
-    if kind == "linear":
-        factor = file.value(f"{name}.rope.scaling.factor", float)
-        if factors is None:
-            return RopeScaling("linear", _decimal(factor))
+    if kind != "none" and factors is None:
+        factor = _decimal(file.value(f"{name}.rope.scaling.factor", float))
+        original = file.value_or(config.max_position_embeddings, f"{name}.{_ORIGINAL_CONTEXT}", int)
+        if kind == "linear":
+            return RopeScaling("linear", factor)
+        return RopeScaling("yarn", factor, original_max_position_embeddings=original)
     if factors is None:
         return None
     stretch = np.asarray(factors.data, dtype=np.float64).ravel()
     scaling = RopeScaling(**{**vars(_LLAMA3), "factor": _decimal(float(stretch.max()))})
     wanted = inverse_frequencies(config) / inverse_frequencies(config.with_changes(rope_scaling=scaling))
-    if kind == "linear" or stretch.shape != wanted.shape or not np.allclose(stretch, wanted, rtol=1e-5):
+    if kind != "none" or stretch.shape != wanted.shape or not np.allclose(stretch, wanted, rtol=1e-5):
         raise file.error(f"{ROPE_FACTORS} stretches the rotary angles in another way than Llama 3; not supported")
     return scaling

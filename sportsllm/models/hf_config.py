@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.config import Experts, ModelConfig, RopeScaling
+from sportsllm.models.config import ROPE_TYPES, Experts, ModelConfig, RopeScaling
 from sportsllm.models.hf_families import FAMILIES
 
 # Fields of config.json that do not change the model's output.
@@ -72,7 +72,7 @@ def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:
         "head_dim": rest.pop("head_dim", None) or values["hidden_size"] // heads,
         "tie_word_embeddings": rest.pop("tie_word_embeddings", family.ties),
         "rope_theta": rest.pop("rope_theta", None) or rope.get("rope_theta", 10_000.0),
-        "rope_scaling": _rope_scaling(scaling, where),
+        "rope_scaling": _rope_scaling(scaling, rest.get("max_position_embeddings"), where),
     }
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = rest.pop(key, None)
@@ -94,7 +94,8 @@ def _parse_own(data: Mapping[str, Any], where: str) -> ModelConfig:
             values[name] = tuple(values[name])
     if values.get("experts") is not None:
         values["experts"] = Experts(**values["experts"])
-    return _checked(values | {"rope_scaling": _rope_scaling(values.get("rope_scaling") or {}, where)}, where)
+    scaling = _rope_scaling(values.get("rope_scaling") or {}, values.get("max_position_embeddings"), where)
+    return _checked(values | {"rope_scaling": scaling}, where)
 
 
 def _checked(values: Mapping[str, Any], where: str) -> ModelConfig:
@@ -104,33 +105,38 @@ def _checked(values: Mapping[str, Any], where: str) -> ModelConfig:
         raise ArtifactError(f"{where}: {error}") from None
 
 
-def _rope_scaling(data: Mapping[str, Any], where: str) -> RopeScaling | None:
+def _rope_scaling(data: Mapping[str, Any], context: int | None, where: str) -> RopeScaling | None:
+    """Hugging Face's record; `context`, the model's, is YaRN's original one where that is not said."""
     kind = data.get("rope_type", data.get("type", "default"))
     if kind in (None, "default"):
         return None
-    if kind not in ("linear", "llama3"):
-        raise ArtifactError(f"{where}: rope_scaling type {kind!r} is not supported; use none, linear or llama3")
-    known = {field.name for field in fields(RopeScaling)}
-    unknown = set(data) - known - {"type", "rope_theta"}
-    if unknown:
+    known = {"factor", *(ROPE_TYPES.get(kind) or ROPE_TYPES["llama3"])}  # earlier versions wrote these for linear too
+    unknown = set(data) - known - {"rope_type", "type", "rope_theta"}
+    if kind in ROPE_TYPES and unknown:
         raise ArtifactError(f"{where}: rope_scaling has an unknown field {sorted(unknown)[0]!r}")
-    return RopeScaling(rope_type=kind, **{key: data[key] for key in known & set(data) - {"rope_type"}})
+    values = {key: data[key] for key in known & set(data) if data[key] is not None}
+    values = {key: value for key, value in values.items() if value or not key.startswith("mscale")}  # 0 is unset
+    if kind == "yarn":
+        values.setdefault("original_max_position_embeddings", context or ModelConfig.max_position_embeddings)
+    try:
+        return RopeScaling(rope_type=kind, **values)
+    except UsageError as error:
+        raise ArtifactError(f"{where}: {error}") from None
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """The config.json that Hugging Face's loaders read; one of our own where a model is of none of their families."""
-    model_type = family_of(config)
+    model_type, scaling = family_of(config), config.rope_scaling
     if model_type is None:
-        return {"architectures": ["SportsLLM"], "model_type": OWN_MODEL_TYPE} | asdict(config)
+        own = {"architectures": ["SportsLLM"], "model_type": OWN_MODEL_TYPE} | asdict(config)
+        return own | {"rope_scaling": scaling and scaling.fields_used()}
     family = FAMILIES[model_type]
     data: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
     for name in COMMON_FIELDS:
         value = getattr(config, name)
         data[name] = list(value) if isinstance(value, tuple) else value
-    scaling = config.rope_scaling
     if scaling is not None:
-        linear = {"rope_type": "linear", "factor": scaling.factor}
-        data["rope_scaling"] = linear if scaling.rope_type == "linear" else asdict(scaling)
+        data["rope_scaling"] = scaling.fields_used()
     if config.dropout:
         data["dropout"] = config.dropout
     written = family.written(config)

@@ -1,14 +1,22 @@
 """Rotary position table, shared by the PyTorch model and the ONNX graph (numpy only).
 
-Source: RoFormer (https://arxiv.org/abs/2104.09864); llama3 scaling as published with Llama 3.1.
+Sources: RoFormer (https://arxiv.org/abs/2104.09864); llama3 scaling as published with Llama 3.1; YaRN
+(https://arxiv.org/abs/2309.00071), as `transformers` computes it.
 """
 
 import math
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from sportsllm.models.config import ModelConfig
+from sportsllm.errors import UsageError
+from sportsllm.models.config import ROPE_TYPES, ModelConfig, RopeScaling
+
+LONGEST = 2**24
+"""Positions are float32, which counts up to here."""
+_Array = npt.NDArray[np.float64]
 
 
 def inverse_frequencies(config: ModelConfig, local: bool = False) -> npt.NDArray[np.float32]:
@@ -21,16 +29,52 @@ def inverse_frequencies(config: ModelConfig, local: bool = False) -> npt.NDArray
     if local and config.rope_local_theta is not None:
         base, scaling = config.rope_local_theta, None
     inverse = 1.0 / base**exponent
-    if scaling is not None and scaling.rope_type == "linear":
-        inverse = inverse / scaling.factor
-    elif scaling is not None:
-        wavelength = 2 * math.pi / inverse
-        context = scaling.original_max_position_embeddings
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        # Long waves are stretched by the whole factor, short ones not at all, those between in part.
-        blend = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)
-        inverse = (1 - blend) * inverse / scaling.factor + blend * inverse
+    if scaling is not None:
+        kept = _share_kept(inverse, scaling, config)
+        inverse = (1 - kept) * inverse / scaling.factor + kept * inverse
     return inverse.astype(np.float32)
+
+
+def _share_kept(inverse: _Array, scaling: RopeScaling, config: ModelConfig) -> _Array:
+    """How much of each pair's angle stays, 1 for short waves and 0, stretched by the whole factor, for long ones.
+
+    With L the original context and r = L / wavelength the turns that a pair makes in it, the share is linear between
+    two ends: for `llama3` in r, from `low_freq_factor` to `high_freq_factor`; for `yarn` in the pair's number, between
+    those of `beta_fast` and `beta_slow` turns. `linear` keeps nothing.
+    """
+    if scaling.rope_type == "linear":
+        return np.zeros_like(inverse)
+    context = scaling.original_max_position_embeddings
+    if scaling.rope_type == "llama3":
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        return cast(_Array, np.clip((context * inverse / (2 * math.pi) - low) / (high - low), 0.0, 1.0))
+    if config.rope_theta <= 1:
+        raise UsageError(f"config: rope_theta is {config.rope_theta}; YaRN needs one above 1")
+
+    def pair_of(turns: float) -> float:
+        return config.head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.head_dim - 1)
+    width = last - first or 0.001  # as `transformers` has it
+    return cast(_Array, 1.0 - np.clip((np.arange(len(inverse)) - first) / width, 0.0, 1.0))
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """What YaRN multiplies cosine and sine by, and so, squared, every attention score: 1 + 0.1 ln(factor) by default.
+
+    With both `mscale` (of DeepSeek) it is the ratio of 1 + 0.1 mscale ln(factor) of the two.
+    """
+    if scaling is None or scaling.rope_type != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    growth = 0.1 * math.log(scaling.factor)
+    if scaling.mscale is not None and scaling.mscale_all_dim is not None:
+        return (1 + scaling.mscale * growth) / (1 + scaling.mscale_all_dim * growth)
+    return 1 + growth
 
 
 def rope_tables(
@@ -38,8 +82,42 @@ def rope_tables(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Cosine and sine tables, each (length, head_dim / 2) float32, for half-split (Hugging Face) rotation.
 
-    `local` as in `inverse_frequencies`.
+    YaRN's attention factor is in them; `local` as in `inverse_frequencies`.
     """
     positions = np.arange(length, dtype=np.float32)
     angles = positions[:, None] * inverse_frequencies(config, local)[None, :]
-    return np.cos(angles), np.sin(angles)
+    own = local and config.rope_local_theta is not None  # sliding layers with a base of their own are not stretched
+    factor = np.float32(1.0 if own else attention_factor(config.rope_scaling))
+    return np.cos(angles) * factor, np.sin(angles) * factor
+
+
+def stretched(config: ModelConfig, scaling: str) -> ModelConfig:
+    """The model with a context that is longer by a factor: `yarn:4`, `llama3:4` or `linear:4`.
+
+    Raises:
+        UsageError: the text is something else, the model is stretched already, or the context would be too long.
+    """
+    kind, _, number = scaling.partition(":")
+    example = f"give TYPE:FACTOR, for example yarn:4; types are {', '.join(ROPE_TYPES)}"
+    if kind not in ROPE_TYPES:
+        raise UsageError(f"--rope-scaling {scaling}: {kind!r} is not a type; {example}")
+    try:
+        factor = float(number)
+    except ValueError:
+        raise UsageError(f"--rope-scaling {scaling}: no factor; {example}") from None
+    if config.position_kind != "rotary":
+        raise UsageError(f"--rope-scaling {scaling}: the model has learned positions, which cannot be stretched")
+    context = config.max_position_embeddings
+    if not 1 <= factor <= LONGEST / context:
+        most = f"from 1 to {LONGEST // context:,}, for at most {LONGEST:,} positions of float32"
+        raise UsageError(f"--rope-scaling {scaling}: the factor of a context of {context:,} tokens is {most}")
+    if config.rope_scaling is not None:
+        old = f"{config.rope_scaling.rope_type}:{config.rope_scaling.factor:g}"
+        raise UsageError(
+            f"--rope-scaling {scaling}: the model is stretched by {old} already, to {context:,} tokens; start from the "
+            "unstretched checkpoint"
+        )
+    found = RopeScaling(kind, factor)
+    if "original_max_position_embeddings" in ROPE_TYPES[kind]:
+        found = replace(found, original_max_position_embeddings=context)
+    return config.with_changes(max_position_embeddings=int(factor * context), rope_scaling=found)

@@ -12,8 +12,10 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import preset
+from sportsllm.models.rope import stretched
 from sportsllm.models.shape import changed_shape, described_shape
 from sportsllm.storage.artifact import Stage, run_stage
+from sportsllm.storage.changed_config import checkpoint_with
 from sportsllm.storage.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.packing import PackedSequences, tokenize
@@ -30,7 +32,8 @@ from sportsllm.training.setup import training_device, training_results, validati
 class Pretraining:
     """Text, output and settings of a training, whatever weights it starts from.
 
-    Part of `corpus` is held out where `valid` is empty. 0 steps write the weights as they start.
+    Part of `corpus` is held out where `valid` is empty. 0 steps write the weights as they start. `rope_scaling`
+    lengthens the context, see `sportsllm.models.rope.stretched`.
     """
 
     corpus: Sequence[Path]
@@ -38,11 +41,17 @@ class Pretraining:
     out: Path
     config: TrainConfig
     resume: bool = False
+    rope_scaling: str | None = None
+
+    def shape(self, config: ModelConfig) -> ModelConfig:
+        """The shape that is trained: that of the preset or checkpoint, its context lengthened if asked for."""
+        return config if self.rope_scaling is None else stretched(config, self.rope_scaling)
 
     def stage(self, start: dict[str, Any], options: dict[str, Any], inputs: Sequence[Path]) -> Stage:
         """The stage that starts from `start`, for example {"model": "small"}."""
         texts = {"corpus": [str(path) for path in self.corpus], "valid": [str(path) for path in self.valid]}
-        settings = {**start, **texts, **options, **dataclasses.asdict(self.config)}
+        scaling = {} if self.rope_scaling is None else {"rope_scaling": self.rope_scaling}
+        settings = {**start, **texts, **options, **scaling, **dataclasses.asdict(self.config)}
         return Stage("train", settings, inputs, seed=self.config.seed)
 
     def fit(
@@ -88,8 +97,8 @@ def train_base(
         The results, as `train --json` prints them.
     """
     check_digits(digits)
-    shape, shape_file = shape_of(model)
-    shape = changed_shape(shape, changes or {})
+    named, shape_file = shape_of(model)
+    shape = training.shape(changed_shape(named, changes or {}))
     config, own_tokenizer = training.config, [] if tokenizer is None else [tokenizer / "tokenizer.json"]
     inputs = [*training.corpus, *training.valid, *own_tokenizer, *shape_file]
     options: dict[str, Any] = {"tokenizer": None if tokenizer is None else str(tokenizer)}
@@ -136,13 +145,14 @@ def fine_tune(init: Path, training: Pretraining, adapters: Adapters | None = Non
     """
     if quantization_config(init) is not None:
         raise ArtifactError(f"{init}: is quantized; fine-tune the unquantized checkpoint, then quantize")
-    shape, config = load_config(init), training.config
+    shape, config = training.shape(load_config(init)), training.config
     check_sequence(config.sequence, shape)
     options = {"lora": None if adapters is None else dataclasses.asdict(adapters)}
     stage = training.stage({"init": str(init)}, options, [init, *training.corpus, *training.valid])
 
     def make(directory: Path) -> dict[str, Any]:
-        network, words = load_checkpoint(init), load_tokenizer(init, shape)
+        with checkpoint_with(init, shape) as source:
+            network, words = load_checkpoint(source), load_tokenizer(init, shape)
         trained = shape.parameters
         if adapters is not None:
             trained = add_adapters(network, adapters.rank, adapters.targets, adapters.alpha, config.seed)

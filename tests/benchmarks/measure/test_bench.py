@@ -1,18 +1,20 @@
 """Measuring: statistics against numpy, failures of child processes, and a whole run on a tiny export."""
 
+import io
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
 import pytest
+from rich.console import Console
 
 from benchmarks.bench import bench_model
-from benchmarks.console_results import verdict_line
+from benchmarks.console_results import print_bench, verdict_line
 from benchmarks.devices.limits import depths_that_fit, judge_budget
 from benchmarks.devices.load import DEVICES, load_device
 from benchmarks.measure import bench
@@ -21,6 +23,7 @@ from benchmarks.measure.bench import BenchRequest, prompts_that_fit, short_bench
 from benchmarks.measure.cpus import choose_cpus
 from benchmarks.measure.memory import memory_split
 from benchmarks.measure.process import ChildFailure, child_command, run_child
+from benchmarks.measure.timing import time_steps
 from benchmarks.predict.coefficients import costs, resolve
 from benchmarks.predict.latency import predict_directory, total, tpot_terms
 from benchmarks.predict.model_size import stored_format
@@ -238,6 +241,38 @@ def test_figures_are_medians_of_the_rounds_that_are_kept(result: dict[str, Any])
     interval = result["noise"]["tpot_ms.152.p50"]
     assert (interval["low"], interval["high"]) == pytest.approx((min(medians), max(medians)))
     assert result["clean"] in (True, False) and result["other_cpu_cores"] >= 0
+
+
+def test_decoding_without_a_cache_reads_the_whole_text_again(result: dict[str, Any]) -> None:
+    rounds = result["raw"]["speed"]
+    assert result["without_cache"].keys() == result["tpot_ms"].keys()
+    for depth, one in result["without_cache"].items():
+        samples = [round_["reading_ms"][depth] for round_ in rounds]
+        assert [len(times) for times in samples] == [len(round_["step_ms"][depth]) for round_ in rounds]
+        assert one["tpot_ms"] == pytest.approx(float(np.median([np.median(times) for times in samples])))
+        assert one["decode_tokens_per_s"] == pytest.approx(1000 / one["tpot_ms"])
+        rate = result["decode_tokens_per_s"][depth]
+        assert one["cache_speedup"] == pytest.approx(rate / one["decode_tokens_per_s"])
+    lines = Console(record=True, width=100, file=io.StringIO())
+    print_bench(lines, result)
+    assert "tokens/s without a cache" in lines.export_text()
+
+
+def test_each_sweep_reads_the_tokens_of_its_depth_and_then_steps() -> None:
+    """A decoder that says what it was asked."""
+    asked: list[object] = []
+
+    class Listening:
+        def prefill(self, rows: list[list[int]], max_length: int) -> None:
+            asked.append((rows[0], max_length))
+
+        def step(self, tokens: list[int]) -> None:
+            asked.append(tokens[0])
+
+    wanted = {"warm_up_steps": 1, "steps": 2, "seconds_per_figure": 0.0}
+    times = time_steps(cast(Any, Listening()), list(range(100)), [32], wanted)
+    assert asked == [(list(range(32)), 35), 32, 33, 34]
+    assert len(times.prompts) == 1 and [len(sweep) for sweep in times.steps] == [2]
 
 
 def test_the_bandwidth_bound_is_bytes_over_bandwidth(result: dict[str, Any], export: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.labels import number
 from benchmarks.report.charts import Chart
 from benchmarks.report.inputs import Inputs, Sample, StageSummary, collect
+from benchmarks.report.markdown import markdown
 from benchmarks.report.report import page_sections, targets, write_report
 from benchmarks.report.training import training_charts
 from sportsllm.cli import main as cli
@@ -215,12 +216,15 @@ def test_further_figures_of_bench_are_shown_where_they_are(tmp_path: Path) -> No
     bench = bench_result() | {
         "memory_split": {"pss_bytes": 41_000_000},
         "joules_per_token": 0.25,
+        "without_cache": {"512": {"tpot_ms": 160.0, "decode_tokens_per_s": 6.25, "cache_speedup": 80.0}},
         "sustained": {"windows": [{"start_s": 30, "tokens_per_s": 480.0, "clock_mhz": None}]},
         "against": {"llama.cpp": {"status": "measured", "ttft_ms": {"512": 236.0}}, "other": {"status": "absent"}},
     }
     _, page = written(tmp_path, "T", Inputs([], bench))
-    for words in ("41.0 MB", "0.250 J per token", "480", "ttft ms 512: 236", "absent"):
+    for words in ("41.0 MB", "0.250 J per token", "480", "ttft ms 512: 236", "absent", "What the cache saves", "6.25"):
         assert words in page.text
+    text = markdown("T", Inputs([], bench))
+    assert "| 512 | 500 | 6.25 | 80.0 |" in text and "reads the whole text again" in text
     assert "anonymous memory" not in page.text
 
 

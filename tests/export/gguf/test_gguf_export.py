@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,21 @@ def test_what_gguf_has_no_format_for_is_refused_by_name() -> None:
             encode(weight, "down_proj")
 
 
+def test_a_longer_context_is_in_the_file(checkpoint: Path, tmp_path: Path) -> None:
+    export_gguf(checkpoint, tmp_path / "gguf", rope_scaling="yarn:4")
+    import_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
+    before, after = load_config(checkpoint), load_config(tmp_path / "back")
+    scaling = RopeScaling("yarn", 4.0, original_max_position_embeddings=before.max_position_embeddings)
+    longer = {"max_position_embeddings": 4 * before.max_position_embeddings, "rope_scaling": scaling}
+    assert after == before.with_changes(**longer)
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    save_checkpoint(odd, tiny_model(rope_scaling=replace(scaling, attention_factor=1.5)), checkpoint)
+    with pytest.raises(UsageError, match="YaRN with other settings"):
+        export_gguf(odd, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+
+
 def test_the_order_of_rows_comes_back() -> None:
     rows = torch.randn(4 * 6, 5)
     assert torch.equal(rows_in_halves(rows_in_pairs(rows, 4), 4), rows)
@@ -80,6 +96,7 @@ def test_the_order_of_rows_comes_back() -> None:
         ({"rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 8192), "tie_word_embeddings": False}, "llama"),
         ({"attention_bias": True, "rope_scaling": RopeScaling("linear", 2.0)}, "qwen2"),
         ({"qk_norm": True}, "qwen3"),
+        ({"qk_norm": True, "rope_scaling": RopeScaling("yarn", 4.0, original_max_position_embeddings=32)}, "qwen3"),
     ],
 )
 def test_a_dense_checkpoint_comes_back_bit_for_bit(

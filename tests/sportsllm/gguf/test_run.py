@@ -34,6 +34,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+}
 
 
 def model_of(kind: str, **changes: Any) -> Any:
@@ -123,7 +131,7 @@ def test_rows_of_one_head_by_hand() -> None:
     assert rows_in_halves(torch.tensor([0, 10, 1, 11, 20, 30, 21, 31]), 2).tolist() == [0, 1, 10, 11, 20, 21, 30, 31]
 
 
-@pytest.mark.parametrize("scaling", [LLAMA3, {"rope_type": "linear", "factor": 4.0}])
+@pytest.mark.parametrize("scaling", [LLAMA3, {"rope_type": "linear", "factor": 4.0}, YARN])
 def test_stretched_rotary_angles(scaling: dict[str, Any], tokenizer_directory: Path, tmp_path: Path) -> None:
     model = model_of("llama", rope_scaling=scaling, max_position_embeddings=16_384)
     tensors, settings = tensors_of(model), settings_of(model.config)
@@ -131,11 +139,14 @@ def test_stretched_rotary_angles(scaling: dict[str, Any], tokenizer_directory: P
         plain = 50_000.0 ** -(np.arange(0, 16, 2) / 16)
         tensors["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
     else:
-        settings |= {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+        settings |= {"rope.scaling.type": scaling["rope_type"], "rope.scaling.factor": 4.0}
+    if scaling is YARN:
+        settings["rope.scaling.original_context_length"] = 4_096
     file = write_file(tmp_path / "model.gguf", "llama", settings, byte_level(tokenizer_directory), tensors)
     import_gguf(file, tmp_path / "out")
     same_logits(tmp_path / "out", model)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"] == scaling
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"]
+    assert written == scaling
 
 
 def refused(file: Path, message: str, out: Path) -> None:
@@ -150,7 +161,10 @@ def refused(file: Path, message: str, out: Path) -> None:
     "settings, message",
     [
         ({"attention.key_length": 16, "rope.dimension_count": 8}, "llama.rope.dimension_count is 8"),
-        ({"rope.scaling.type": "yarn"}, "'yarn'"),
+        ({"rope.scaling.type": "longrope"}, "'longrope'"),
+        ({"rope.scaling.type": "yarn"}, "llama.rope.scaling.factor is missing"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 0.5}, "factor is 0.5"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.yarn_beta_fast": 16.0}, "yarn_beta_fast is not known"),
         ({"expert_count": 8}, "mixture of experts"),
         ({"logit_scale": 2.0}, "llama.logit_scale is not known"),
         ({"block_count": None}, "llama.block_count is missing"),

@@ -76,7 +76,7 @@ def test_hugging_face_round_trip() -> None:
         ({"mystery": 1}, "mystery"),
         ({"model_type": "bert"}, "bert"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "beta"),
         ({"layer_types": ["sliding_attention"]}, "layer_types"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
