@@ -19,6 +19,7 @@ from export.graph.matmul import FLAT, PER_ROW_PRODUCT
 from export.kernels.library import library_of
 from export.parity.comparison import Limits, compare, merge
 from export.parity.limits import DEPLOYED, DEPLOYED_PER_ROW, EXACT, MOVED, int8_cache_limits
+from export.parity.readings import TEXTS, make_sequences
 from export.paths import find_files
 from export.runtime.kernels import called_version
 from sportsllm.errors import ArtifactError
@@ -28,16 +29,6 @@ from sportsllm.models.hf_config import load_config
 from sportsllm.models.kinds import EMBEDDING
 from sportsllm.models.rope import rope_tables
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
-
-SEED = 20_260
-# ONNX Runtime reads the first in several pieces; the third is real text where there is a tokenizer.
-SEQUENCE_LENGTHS = (300, 56, 48)
-STEPS = 4  # few, since exact steps are slow: at 8 bits each one unpacks all the weights
-TEXTS = (
-    "The home side won 3-1 after extra time.",
-    "First line\nsecond line:  two spaces, a\ttab and “quotes”.",
-    "Zoë ran 57½ metres, très vite! ⚽🏏",
-)
 
 
 @dataclass(frozen=True)
@@ -126,15 +117,6 @@ def exact_graph(graph: ir.Model) -> bytes:
             new = [dense, product, scaled]
             ir.convenience.replace_nodes_and_values(graph.graph, node, [node], new, node.outputs, scaled.outputs)
     return cast(bytes, ir.to_proto(graph).SerializeToString())
-
-
-def make_sequences(config: ModelConfig, tokenizer: TextTokenizer | None) -> list[list[int]]:
-    """Three token sequences, of different lengths where the context allows; the same every time."""
-    rng, context = np.random.default_rng(SEED), config.max_position_embeddings
-    sequences = [rng.integers(0, config.vocab_size, length).tolist() for length in SEQUENCE_LENGTHS]
-    if tokenizer is not None:
-        sequences[2] = [tokenizer.begin_id, *tokenizer.encode("\n".join(TEXTS))]
-    return [sequence[:context] for sequence in sequences]
 
 
 @torch.no_grad()

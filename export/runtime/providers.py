@@ -91,7 +91,7 @@ class Placement:
     def __str__(self) -> str:
         where = f"provider: {self.provider.name} ({self.provider.registered}, on the {self.provider.processor.upper()})"
         if self.taken is None:
-            return f"{where}; onnxruntime {ort.__version__} does not say which nodes fell to the CPU provider; upgrade it"
+            return f"{where}; onnxruntime {ort.__version__} does not say which nodes fell to the CPU's; upgrade it"
         taken, others = sum(self.taken.values()), sum(self.elsewhere.values())
         if not others:
             return f"{where} runs all {taken} nodes"

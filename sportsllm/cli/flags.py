@@ -35,7 +35,7 @@ COMMANDS = {
     "generate": "sportsllm.cli.commands",
     "plan": "benchmarks.commands",
     "run": "sportsllm.cli.commands",
-    "verify": "sportsllm.cli.commands",
+    "verify": "sportsllm.cli.verify",
     "report": "benchmarks.commands",
     "compare": "benchmarks.commands",
     "devices": "benchmarks.commands",
@@ -72,6 +72,13 @@ Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threa
 Kernels = Annotated[
     str,
     typer.Option(help="What runs an export: native (this program's kernels), portable (ONNX Runtime's), or auto."),
+]
+Provider = Annotated[
+    str,
+    typer.Option(
+        "--provider",
+        help="What an export runs on: cpu, or another installed execution provider of ONNX Runtime, such as cuda.",
+    ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
 Calibration = Annotated[
