@@ -134,8 +134,9 @@ def find_provider(wanted: str) -> Provider:
 
 
 def installed() -> list[str]:
-    """Short names of the providers that are here, the CPU's first."""
-    return list(dict.fromkeys(["cpu", *map(short_name, ort.get_available_providers()), *_plugins()]))
+    """Short names of the providers that are here, the CPU's first; without Azure's, which calls servers."""
+    names = dict.fromkeys(["cpu", *map(short_name, ort.get_available_providers()), *_plugins()])
+    return [name for name in names if name != "azure"]
 
 
 def _built_in(name: str, registered: str, device: str) -> Provider:
@@ -155,7 +156,7 @@ def _plugins() -> dict[str, tuple[str, ModuleType]]:
     """ONNX Runtime's name and the module of each installed plugin, by short name."""
     if not hasattr(ort, "register_execution_provider_library"):
         return {}
-    found = {}
+    found = dict[str, tuple[str, ModuleType]]()
     for module in pkgutil.iter_modules():
         if module.name.startswith(_PLUGIN_PREFIX):
             plugin = importlib.import_module(module.name)
@@ -178,8 +179,8 @@ def _plugin(wanted: str, registered: str, module: ModuleType, device: str) -> Pr
     found = [each for each in ort.get_ep_devices() if each.ep_name == registered]
     if not found:
         raise ResourceError(
-            f"--provider {wanted}: {package} is installed and finds no processor here that it supports; installed: "
-            f"{', '.join(installed())}"
+            f"--provider {wanted}: {package} is installed and finds no processor here that it supports; "
+            "use --provider cpu"
         )
     kinds = [each.device.type.name.lower() for each in found]
     if device.isdigit() and int(device) < len(found):
