@@ -27,10 +27,10 @@ _K_SCALE_INPUT = 12  # place of k_scale among GroupQueryAttention's inputs; v_sc
 
 
 class OrtGroupedQuery(HalfBuilder):
-    """GroupQueryAttention over a float32 or an INT8 cache.
+    """GroupQueryAttention over a cache of the type that is computed in, or an INT8 one.
 
     All layers share what it reads of the sequences' lengths, each less 1, (B,), and S, int32; and the rotary tables,
-    (context, E / 2) float32. What else a layer needs it computes of those and of its own input, so that it can become a
+    (context, E / 2). What else a layer needs it computes of those and of its own input, so that it can become a
     function, see `export.graph.functions`.
     """
 
@@ -44,7 +44,8 @@ class OrtGroupedQuery(HalfBuilder):
         total = graph.node("positions/mask_scalar", "Reshape", [width_S, scalar])
         self._seqlens_k = graph.node(LAST, "Cast", [last_B], to=INT32.value)
         self._total = graph.node(TOTAL, "Cast", [total], to=INT32.value)
-        cos, sin = rope_tables(self.config, self.config.max_position_embeddings)
+        real = layers.matmul.real.numpy()
+        cos, sin = (x.astype(real) for x in rope_tables(self.config, self.config.max_position_embeddings))
         self._tables = graph.constant("cos_cache", cos), graph.constant("sin_cache", sin)
         self._rotates_outside = self.config.head_dim % ROTARY_MULTIPLE != 0
         # Otherwise the operator takes query, key and value as one.

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from export.cache_scales import CacheScales
 from export.graph.builder import MS, Builder
-from export.graph.matmul import Matmul
+from export.graph.matmul import FLOAT, Matmul
 from sportsllm.models.config import ModelConfig
 
 
@@ -47,15 +47,20 @@ class LayerBuilder(ABC):
     def rms_norm(self, name: str, x: ir.Value, gamma: ir.Value) -> ir.Value:
         """x / sqrt(mean(x ** 2) + eps) * gamma in standard operators, which ONNX Runtime fuses into one.
 
-        Its fused operator claims the standard domain, where `onnx.checker` does not know it.
+        Its fused operator claims the standard domain, where `onnx.checker` does not know it. Squares are float32's.
         """
-        graph = self.graph
+        graph, real = self.graph, self.matmul.real
+        if real != FLOAT:
+            x = graph.node(f"{name}/wide", "Cast", [x], to=FLOAT.value)
         two = graph.constant("norm/two", np.array(2.0, np.float32))
         epsilon = graph.constant("norm/epsilon", np.array(self._epsilon, np.float32))
         squared = graph.node(f"{name}/squared", "Pow", [x, two])
         mean = graph.node(f"{name}/mean", "ReduceMean", [squared, graph.axis(-1)], keepdims=1)
         root = graph.node(f"{name}/root", "Sqrt", [graph.node(f"{name}/shifted", "Add", [mean, epsilon])])
-        return graph.node(name, "Mul", [graph.node(f"{name}/scaled", "Div", [x, root]), gamma])
+        scaled = graph.node(f"{name}/scaled", "Div", [x, root])
+        if real != FLOAT:
+            scaled = graph.node(f"{name}/narrow", "Cast", [scaled], to=real.value)
+        return graph.node(name, "Mul", [scaled, gamma])
 
     @abstractmethod
     def silu(self, name: str, x: ir.Value) -> ir.Value:

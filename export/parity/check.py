@@ -6,7 +6,8 @@ Each prompt is read whole (prefill), and again in part with the rest token by to
 one batch has prompts of unequal length. The reference reads every prompt in one piece and has no cache.
 
 - The exact pass multiplies in float32 throughout: the same graph and data, MatMulNBits at accuracy_level 0, also where
-  ONNX Runtime makes it out of standard operators. For float16 storage the reference's matrices are rounded too. Only
+  ONNX Runtime makes it out of standard operators. A graph that computes in float16 is widened. What is stored in
+  float16 is rounded in the reference too. Only
   the order of additions differs from PyTorch, so a single wrong weight or cache entry stands out.
 - The latency profile has a second exact pass, of prompts: its graph for prompts reads a prompt and the other graph the
   rest. The reference is a PyTorch model whose matrices are rounded per row while it reads the prompt.
@@ -31,6 +32,7 @@ import torch
 
 from export.cache_scales import CacheScales, RoundedCache
 from export.parity.comparison import Comparison, Limits, ParityReport, Pass, compare, merge
+from export.parity.half import computes_in_half, round_model_to_half, widen
 from export.parity.inputs import (
     GateInputs,
     exact_graph,
@@ -71,6 +73,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
     graph, sequences = inputs.graph, inputs.sequences
     prompts = prompt_files(export).graph
     model = load_checkpoint(checkpoint)
+    unequal = tuple(unequal_tables(graph, inputs.config, TensorFiles(checkpoint)))
     with threads_of_torch(threads):
 
         def read(scales: CacheScales | None) -> list[Logits]:
@@ -91,7 +94,11 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
                 rounded.append(run_pass("native", native, sequences, expected, deployed_limits))
                 del native
             rounded += _provider_pass(export, threads, provider, sequences, expected, deployed_limits)
-            if inputs.precision == "fp16":
+            if computes_in_half(graph):
+                round_model_to_half(model)
+                expected = read(inputs.scales)
+                widen(graph, inputs.config)
+            elif inputs.precision == "fp16":
                 round_to_half(model.get_parameter(f"{name}.weight") for name in matrix_shapes(model.config))
                 expected = read(inputs.scales)
             prompt_graph = exact_graph(ir.load(prompts)) if prompts.exists() else None
@@ -102,7 +109,6 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
                 exact.use_prompt_graph = True
                 found = _compare_prompts(model, exact, sequences[0], inputs.scales)
                 passes.insert(1, Pass("exact prompts", limits, (found,)))
-    unequal = tuple(unequal_tables(graph, inputs.config, TensorFiles(checkpoint)))
     return ParityReport(inputs.precision, tuple(passes), unequal, inputs.tokenizer_changes())
 
 

@@ -323,7 +323,9 @@ class Line:
         }
         return BenchResult(load_config(request.directory), figures, {}, {}, {})
 
-    def timed(self, directory: Path, device: Device, threads: int | None = None, provider: str = "cpu") -> dict[str, float | None]:
+    def timed(
+        self, directory: Path, device: Device, threads: int | None = None, provider: str = "cpu"
+    ) -> dict[str, float | None]:
         """In place of `short_bench`."""
         self.calls.append(directory)
         figures = {"file_mb": directory_bytes(directory) / 1e6, "peak_memory_mb": 80.0, "ttft_ms": 100.0}
