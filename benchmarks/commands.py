@@ -19,7 +19,9 @@ OnDevice = Annotated[bool, typer.Option(help="This machine is the device: its me
 
 def plan(
     model: Annotated[
-        str, typer.Option(metavar="NAME|DIR", help="A preset, or the directory of a checkpoint or an export.")
+        str,
+        typer.Option(metavar="NAME|DIR", help="A preset, or the directory of a checkpoint or an export."),
+        flags.BY_NAME,
     ] = "small",
     device: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="Predict speed and memory on this device.")
@@ -148,7 +150,7 @@ def bench(
         typer.Option(metavar="FILE", help="Held-out text to score, for the quality limit; may be repeated."),
     ] = None,
     teacher: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The fp32 teacher to compare quality with.")
+        Path | None, typer.Option(metavar="DIR", help="The fp32 teacher to compare quality with."), flags.BY_NAME
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="New file for the result.")] = None,
     measuring: MeasuringFlags,
@@ -186,7 +188,7 @@ def bench(
 @expand_flag_groups
 def fit(
     *,
-    teacher: Annotated[Path, typer.Option(metavar="DIR", help="An unquantized checkpoint.")],
+    teacher: Annotated[Path, typer.Option(metavar="DIR", help="An unquantized checkpoint."), flags.BY_NAME],
     device: Annotated[str, typer.Option(metavar="NAME|FILE", help="Device whose budget the model must keep.")],
     out: flags.Out = Path("runs/fit"),
     corpus: Annotated[

@@ -11,7 +11,9 @@ from sportsllm.cli import flags
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint directory, quantized or not.", show_default=False)],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint directory, quantized or not.", show_default=False), flags.BY_NAME
+    ],
     out: flags.Out,
     dtype: Annotated[
         str | None,

@@ -63,9 +63,12 @@ def train(
         typer.Option(
             help="Train from scratch: a preset's name, or a checkpoint whose shape is used.", show_default="by --init"
         ),
+        flags.BY_NAME,
     ] = None,
     init: Annotated[
-        Path | None, typer.Option(help="Fine-tune this unquantized checkpoint.", show_default="by --model")
+        Path | None,
+        typer.Option(help="Fine-tune this unquantized checkpoint.", show_default="by --model"),
+        flags.BY_NAME,
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="New directory.", show_default="runs/<model> or runs/<init>-tuned")
@@ -74,6 +77,7 @@ def train(
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="Directory with a tokenizer to use with --model.", show_default="a new one is trained"),
+        flags.BY_NAME,
     ] = None,
     lora: flags.LoraFlags,
     length: flags.LengthFlags,
@@ -87,6 +91,7 @@ def train(
     """
     from sportsllm.console import output
     from sportsllm.models.hf_config import load_config
+    from sportsllm.storage.hub import origin, plain_name
     from sportsllm.training import pretrain
     from sportsllm.training.settings import Run, Start
     from sportsllm.training.setup import set_threads
@@ -105,7 +110,8 @@ def train(
     )
     adapters = lora.adapters(config.optimizer)
     if not out:
-        out = Path("runs") / (f"{init.resolve().name}-tuned" if init else str(model))
+        shape_from = plain_name(Path(str(model))) if origin(Path(str(model))) else str(model)
+        out = Path("runs") / (f"{plain_name(init.resolve())}-tuned" if init else shape_from)
     corpus = text.corpus or _default_corpus()
     valid = text.valid or ([] if text.corpus else [DEFAULT_CORPUS / "valid.jsonl"])
     run = pretrain.Pretraining(corpus, valid, out, config, training.resume)

@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from sportsllm import __version__
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
+from sportsllm.storage.hub import origin
 from sportsllm.storage.manifest import MANIFEST as MANIFEST
 from sportsllm.storage.manifest import MANIFEST_FORMAT
 from sportsllm.storage.manifest import read_manifest as read_manifest
@@ -200,7 +201,8 @@ def _finish(partial: Path, out: Path, stage: Stage) -> None:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": _versions(),
         "parents": [
-            {"path": str(path), "sha256": value} for path, value in zip(stage.inputs, stage.input_digests, strict=True)
+            {"path": str(path), "sha256": value, **(origin(path) or {})}
+            for path, value in zip(stage.inputs, stage.input_digests, strict=True)
         ],
         "results": json.loads(json.dumps(stage.results, default=str)),
     }
@@ -245,7 +247,8 @@ def _card(manifest: Mapping[str, Any]) -> str:
     for kind in ("setting", "result"):
         lines += ["", f"| {kind} | value |", "|---|---|"]
         lines += [f"| {name} | {value} |" for name, value in _rows(manifest[f"{kind}s"])]
-    lines += ["", "Made from: " + (", ".join(parent["path"] for parent in manifest["parents"]) or "nothing else") + "."]
+    parents = [f"{one['model']}@{one['revision']}" if "model" in one else one["path"] for one in manifest["parents"]]
+    lines += ["", "Made from: " + (", ".join(parents) or "nothing else") + "."]
     return "\n".join(lines) + "\n"
 
 
