@@ -158,7 +158,7 @@ def _write(checkpoint: Path, directory: Path, options: ExportOptions) -> Written
             "quantize the checkpoint first for a small export"
         )
     if options.in_half:
-        say("fp16: computes and caches in float16, for GPUs; on a CPU it is slower than fp32 and takes more memory")
+        say("fp16: computes and caches in float16, for GPUs; a CPU converts to float32 and back, slower than fp32")
     scales = cache_scales(checkpoint, options.calibration) if options.kv_cache == "int8" else None
     form = options.standard_ops, options.web, options.inline, options.in_half
     written = write_graph(checkpoint, directory, dtype == "fp16", scales, *form)
