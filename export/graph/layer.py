@@ -62,9 +62,9 @@ class LayerBuilder(ABC):
             scaled = graph.node(f"{name}/narrow", "Cast", [scaled], to=real.value)
         return graph.node(name, "Mul", [scaled, gamma])
 
-    @abstractmethod
     def silu(self, name: str, x: ir.Value) -> ir.Value:
         """x * sigmoid(x)."""
+        return self.graph.node(name, "Mul", [x, self.graph.node(f"{name}/sigmoid", "Sigmoid", [x])])
 
     @abstractmethod
     def _add_and_norm(self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -77,6 +77,8 @@ class OrtLayerBuilder(LayerBuilder):
     standard = False
 
     def silu(self, name: str, x: ir.Value) -> ir.Value:
+        if self.matmul.real != FLOAT:  # OpenVINO has no QuickGelu of float16
+            return super().silu(name, x)
         return self.graph.node(name, "QuickGelu", [x], MS, alpha=1.0)  # x * sigmoid(1.0 * x)
 
     def _add_and_norm(self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -91,9 +93,6 @@ class StandardLayerBuilder(LayerBuilder):
     """Standard ONNX operators alone (opset 21), for runtimes that have no others."""
 
     standard = True
-
-    def silu(self, name: str, x: ir.Value) -> ir.Value:
-        return self.graph.node(name, "Mul", [x, self.graph.node(f"{name}/sigmoid", "Sigmoid", [x])])
 
     def _add_and_norm(self, name: str, x: ir.Value, residual: ir.Value, gamma: ir.Value) -> tuple[ir.Value, ir.Value]:
         total = self.graph.node(f"{name}/sum", "Add", [x, residual])

@@ -18,9 +18,9 @@ from export.paths import PROMPT_FILE, find_files, prompt_files
 from export.runtime.device_cache import cache_maker
 from export.runtime.kernels import choose_kernels, portable
 from export.runtime.kv_cache import Cache
-from export.runtime.providers import CPU, Provider, find_provider, placement
+from export.runtime.providers import CPU, Provider, find_provider, one_line, placement
 from export.runtime.session import open_session, raise_if_out_of_memory
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.inference.decoder import Logits, log_softmax
 from sportsllm.models.hf_config import load_config
 from sportsllm.storage.manifest import MANIFEST, read_manifest
@@ -176,7 +176,7 @@ class OnnxDecoder:
         try:
             logits_BV = step.run(tokens, cache.lengths).copy()  # the next step overwrites its array
         except RuntimeError as error:
-            raise_if_out_of_memory(error, self._directory)
+            self._explain(error)
             raise
         cache.advance(slice(None), 1)
         return logits_BV
@@ -248,11 +248,18 @@ class OnnxDecoder:
         try:
             session.run_with_iobinding(binding)
         except RuntimeError as error:
-            raise_if_out_of_memory(error, self._directory)
+            self._explain(error)
             raise
         cache.advance(rows, new)
         if logits is not None and found is not None and found is not logits:
             logits[:] = found[:, -logits.shape[1] :]
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise ResourceError where a run failed for lack of memory, or on a provider other than the CPU's."""
+        raise_if_out_of_memory(error, self._directory)
+        if self.placement is not None:
+            name = self.placement.provider.name
+            raise ResourceError(f"--provider {name}: {self._directory}: {one_line(error)}") from None
 
     def _computes_kept_positions(self) -> bool:
         """Whether the provider heeds the optional input that says how many positions' logits are wanted.
@@ -263,7 +270,7 @@ class OnnxDecoder:
         one = np.empty((1, 1, self.config.vocab_size), dtype=np.float32)
         try:
             self._run(self._make_cache(1, 2), slice(0, 1), np.zeros((1, 2), dtype=np.int64), one)
-        except RuntimeError:
+        except ResourceError:
             return False
         return True
 

@@ -38,6 +38,7 @@ PACKAGES = {
     "xnnpack": "a build of onnxruntime with it",
 }
 _ON_GPU = ("cuda", "tensorrt", "nvtensorrtrtx", "dml", "webgpu", "migraphx", "rocm")
+_LONGEST = 240  # characters of an error
 _ASSIGNMENT = "session.record_ep_graph_assignment_info"
 
 
@@ -203,10 +204,13 @@ def create_session(model: str | bytes, options: ort.SessionOptions, provider: Pr
     if provider.is_cpu:
         return ort.InferenceSession(model, options, providers=[CPU_NAME])
     options.add_session_config_entry(_ASSIGNMENT, "1")
-    given: dict[str, Any] = {"providers": [(provider.registered, dict(provider.options)), CPU_NAME]}
+    settings = dict(provider.options)
+    if provider.registered == "OpenVINOExecutionProvider" and options.intra_op_num_threads and not provider.devices:
+        settings["num_of_threads"] = str(options.intra_op_num_threads)  # it has threads of its own
+    given: dict[str, Any] = {"providers": [(provider.registered, settings), CPU_NAME]}
     try:
         if provider.devices:
-            options.add_provider_for_devices(list(provider.devices), dict(provider.options))
+            options.add_provider_for_devices(list(provider.devices), settings)
             given = {}
         # Without this a provider that fails is replaced by the CPU's.
         session = ort.InferenceSession(model, options, enable_fallback=0, **given)
@@ -238,6 +242,6 @@ def placement(sessions: Sequence[ort.InferenceSession], provider: Provider) -> P
 
 
 def one_line(error: Exception) -> str:
-    """The runtime's error, shortened; it names its own source files."""
-    text = " ".join(str(error).split())
-    return text.rpartition("[ONNXRuntimeError]")[2].lstrip(" :0123456789")[:300] or text[:300]
+    """The runtime's error, shortened to its end: it begins with source files and signatures."""
+    text = " ".join(str(error).split()).rpartition("[ONNXRuntimeError]")[2].lstrip(" :0123456789")
+    return text if len(text) <= _LONGEST else f"... {text[-_LONGEST:]}"
