@@ -46,6 +46,7 @@ from export.parity.readings import STEPS, run_pass
 from export.paths import prompt_files
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.providers import CPU, Provider
+from sportsllm.console import say
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.attention import KVCache
 from sportsllm.models.kinds import matrix_shapes
@@ -124,6 +125,7 @@ def _provider_pass(
     if provider.is_cpu:
         return []
     decoder = OnnxDecoder(export, threads, provider=provider)
+    say(str(decoder.placement))
     return [run_pass(f"provider {provider.name}", decoder, sequences, expected, limits)]
 
 
