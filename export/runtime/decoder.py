@@ -73,15 +73,13 @@ class OnnxDecoder:
         self._make_cache = cache_maker(self._session, directory, provider)
         self._cache: Cache | None = None
         self._read: list[list[int]] = []  # tokens of the cache's sequences
-        prompts = prompt_files(directory)
-        self._prompt_session = None
-        if _has_prompts(directory):
-            self._prompt_session = open_session(
-                directory, self.config, threads, prompt_graph, prompts, provider=provider
-            )
+        prompts, self._prompt_session = prompt_files(directory), None
+        has_prompts = _has_prompts(directory)
+        if has_prompts and provider.is_cpu:  # its products are the CPU's alone
+            self._prompt_session = open_session(directory, self.config, threads, prompt_graph, prompts)
         self.use_prompt_graph = self._prompt_session is not None
-        sessions = [session for session in (self._session, self._prompt_session) if session is not None]
-        self.placement = None if provider.is_cpu else placement(sessions, provider)
+        left_out = PROMPT_FILE if has_prompts else None
+        self.placement = None if provider.is_cpu else placement(self._session, provider, left_out)
         self._keeps_last = provider.is_cpu or self._computes_kept_positions()
 
     def prefill(self, rows: Sequence[Sequence[int]], max_length: int | None = None, reuse: bool = False) -> Logits:

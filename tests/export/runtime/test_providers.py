@@ -84,7 +84,7 @@ def test_every_node_is_counted(exports: Exports) -> None:
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     session = create_session(str(directory / GRAPH_FILE), options, CPU)
-    found = placement([session], AZURE)
+    found = placement(session, AZURE)
     nodes = [node.op_type for node in onnx.load(str(directory / GRAPH_FILE), load_external_data=False).graph.node]
     assert found.taken == {} and dict(found.elsewhere) == {op: nodes.count(op) for op in set(nodes)}
     assert found.to_dict()["nodes_on_cpu"] == dict(found.elsewhere) and found.to_dict()["nodes"] == 0
@@ -98,6 +98,7 @@ def test_what_fell_to_the_cpu_is_said() -> None:
         "3 Reshape, 1 Shape"
     )
     assert str(Placement(gpu, {"MatMul": 5}, {})).endswith("runs all 5 nodes")
+    assert "without prompt.onnx, which is for CPUs, runs" in str(Placement(gpu, {"MatMul": 5}, {}, "prompt.onnx"))
     assert "does not say" in str(Placement(gpu, None, {}))
 
 
