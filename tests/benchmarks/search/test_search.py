@@ -205,6 +205,17 @@ class Rule:
         return dict(candidate.predicted)
 
 
+def test_on_a_gpu_every_format_computes_in_float16(tmp_path: Path) -> None:
+    """An INT8 cache, INT8 in rows and the latency profile have no such graph."""
+    target = Target("host", True, "cuda", "gpu")
+    search = start_search(TEACHER, with_limits(), usual(), target, 100_000)
+    formats = {one.format for one in search.found}
+    assert formats and all(each.cache == "fp32" and not each.per_row and not each.latency for each in formats)
+    source = Source(tmp_path, (), ())
+    assert export_settings(source, ModelFormat("int4"), tmp_path, tmp_path, "gpu")["dtype"] == "fp16"
+    assert "dtype" not in export_settings(source, ModelFormat("int4"), tmp_path, tmp_path)
+
+
 def test_what_trials_show_moves_the_search_from_cuts_to_small_formats() -> None:
     """By usual estimates a cut with fine rounding is best. On a teacher that cuts hurt, the whole one at 4 bits is."""
     full = Shape.of(TEACHER)

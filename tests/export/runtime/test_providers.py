@@ -170,6 +170,14 @@ def test_commands_refuse_what_cannot_be(
         assert "is a checkpoint, which PyTorch runs" in capsys.readouterr().err
 
 
+def test_a_search_names_the_missing_provider_at_once(
+    checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--teacher", checkpoint, "--corpus", corpus_file, "--out", tmp_path / "fit", "--dry-run"]
+    assert run("fit", *given, "--device", "rtx-3060", "--provider", "cuda") == 5
+    assert "--provider cuda: not installed" in capsys.readouterr().err
+
+
 def test_results_name_the_provider(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("export", checkpoint, "--out", tmp_path / "out", "--threads", 1) == 0
     capsys.readouterr()

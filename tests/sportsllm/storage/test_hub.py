@@ -185,6 +185,18 @@ def test_without_a_network_there_is_one_line(tmp_path: Path) -> None:
     assert line.startswith("5 org/tiny: no directory here, not in the cache, and the hub cannot be reached")
 
 
+def test_without_the_package_a_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sportsllm.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--model", "org/tiny"])
+    assert stop.value.code == 5 and "pip install 'sportsllm-compress[compress]'" in capsys.readouterr().err
+
+
 def test_what_is_here_wins_and_paths_stay_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "tiny").mkdir(parents=True)
