@@ -193,7 +193,11 @@ def _check_options(checkpoint: Path, options: ExportOptions) -> None:
             f"--standard-ops with --kv-cache {options.kv_cache}: no standard operator reads such a cache; leave one of "
             "them out"
         )
-    find_provider(options.provider)
+    if not find_provider(options.provider).is_cpu and options.max_ram_mb is not None:
+        raise UsageError(
+            f"--provider {options.provider} with --max-ram: the gate by layer runs on the CPU; leave one out; "
+            "`verify --provider` checks the export afterwards"
+        )
     packed = quantization_config(checkpoint)
     if options.in_half:
         _check_half(checkpoint, options, packed)

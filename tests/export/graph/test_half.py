@@ -12,9 +12,11 @@ import pytest
 
 from compress.quantization.config import Granularity, QuantizationConfig
 from compress.quantization.run import quantize
+from export import export as export_module
 from export.export import ExportOptions, export_checkpoint
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
+from export.runtime.providers import Provider
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.storage.checkpoint import load_checkpoint
 from tests.support.export_models import Exports, edit_tensor, logits_of, save, tiny_model
@@ -111,6 +113,12 @@ def test_the_command_and_the_loaders_files(
 def test_what_is_for_cpus_is_refused(options: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--dtype fp16 with .*for CPUs"):
         export_checkpoint(checkpoint, tmp_path / "out", ExportOptions(dtype="fp16", **options))
+
+
+def test_the_gate_by_layer_is_the_cpus(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_module, "find_provider", lambda name: Provider(name, "CUDAExecutionProvider", "gpu"))
+    with pytest.raises(UsageError, match="--provider cuda with --max-ram"):
+        export_checkpoint(checkpoint, tmp_path / "out", ExportOptions(max_ram_mb=4_000, provider="cuda"))
 
 
 def test_int8_in_rows_is_refused(checkpoint: Path, tmp_path: Path) -> None:
