@@ -10,6 +10,9 @@ import numpy as np
 import onnx
 import pytest
 
+from benchmarks.devices.load import load_device
+from benchmarks.predict.latency import predict_directory
+from benchmarks.predict.model_size import stored_format
 from compress.quantization.config import Granularity, QuantizationConfig
 from compress.quantization.run import quantize
 from export import export as export_module
@@ -18,6 +21,7 @@ from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.providers import Provider
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.models.hf_config import load_config
 from sportsllm.storage.checkpoint import load_checkpoint
 from tests.support.export_models import Exports, edit_tensor, logits_of, save, tiny_model
 
@@ -99,6 +103,10 @@ def test_the_command_and_the_loaders_files(
     assert "for GPUs" in said.out + said.err
     settings = json.loads((tmp_path / "out" / "manifest.json").read_text())["settings"]
     assert (settings["computed_in"], settings["kv_cache"]) == ("fp16", "fp16")
+    stored = stored_format(tmp_path / "out")
+    assert (stored.precision, stored.cache) == ("int4", "fp16")
+    figures = predict_directory(load_device("rtx-3060"), load_config(tmp_path / "out"), tmp_path / "out").figures
+    assert figures["peak_memory_mb"] is not None
     web = export_checkpoint(tmp_path / "int4", tmp_path / "web", ExportOptions(dtype="fp16", threads=1, web=True))
     assert web["parity"]["passed"] and (tmp_path / "web" / "onnx" / "model_q4f16.onnx").exists()
     loader = json.loads((tmp_path / "web" / "config.json").read_text())["transformers.js_config"]
