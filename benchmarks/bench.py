@@ -41,23 +41,26 @@ def bench_model(
         runtimes: see `RuntimeFlags.runtimes`.
 
     Raises:
-        UsageError: no such device, `on_device` for one that is no CPU, settings that the context has no room for.
+        UsageError: no such device, `on_device` for another processor than the measured one, settings that the context
+            has no room for.
         ChildFailure: a measuring process crashed, hung or was killed; nothing is reported then.
     """
     if teacher is not None and not text:
         raise UsageError("--teacher needs --text: quality is compared on held-out text")
     device = load_device(device_name)
-    check_on_device(device, on_device)
+    processor = processor_of(request.provider)
+    check_on_device(device, on_device, processor)
     if runtimes:
         turn_depths(load_config(request.directory).max_position_embeddings)  # refused now rather than after minutes
-    own = bits_per_byte(request.directory, text, request.threads, request.kernels) if text else None
+    runs_on = request.kernels, request.provider
+    own = bits_per_byte(request.directory, text, request.threads, *runs_on) if text else None
     reference = bits_per_byte(teacher, text, request.threads) if text and teacher else None
     try:
         result = run_bench(request)
     except ChildFailure as failure:
         raise failure.advising("--timeout") from None
     figures = result.figures
-    figures["roofs"] = machine_roofs(device, figures["memory_floor"]["bandwidth_bytes_per_s"], on_device)
+    figures["roofs"] = machine_roofs(device, figures["memory_floor"]["bandwidth_bytes_per_s"], on_device, processor)
     if runtimes:
         figures |= measure_against(
             request.directory, result.config, runtimes, result.settings, request.checks, request.timeout_s
@@ -70,9 +73,28 @@ def bench_model(
     return result
 
 
-def bits_per_byte(directory: Path, text: Sequence[Path], threads: int | None = None, kernels: str = "auto") -> float:
+def processor_of(provider: str) -> str:
+    """What a provider runs on: `cpu`, `gpu` or `npu`.
+
+    Raises:
+        UsageError, ResourceError: see `export.runtime.providers.find_provider`.
+    """
+    if provider == "cpu":
+        return "cpu"
+    from export.runtime.providers import find_provider
+
+    return find_provider(provider).processor
+
+
+def bits_per_byte(
+    directory: Path,
+    text: Sequence[Path],
+    threads: int | None = None,
+    kernels: str = "auto",
+    provider: str = "cpu",
+) -> float:
     """Bits per byte of `directory` on the documents of `text`, as `eval` computes it."""
-    decoder = open_decoder(directory, threads, kernels)
+    decoder = open_decoder(directory, threads, kernels, provider)
     tokenizer = load_tokenizer(directory, decoder.config)
     documents = list(read_documents(text))
     return score_documents(decoder, tokenizer, documents, description=f"score {directory.name}").bits_per_byte

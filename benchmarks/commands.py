@@ -95,7 +95,7 @@ def bench(
         typer.Option(metavar="FILE", help="Held-out text to score, for the quality limit; may be repeated."),
     ] = None,
     teacher: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The fp32 teacher to compare quality with.")
+        Path | None, typer.Option(metavar="DIR", help="The fp32 teacher to compare quality with."), flags.BY_NAME
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="New file for the result.")] = None,
     measuring: MeasuringFlags,
@@ -107,6 +107,7 @@ def bench(
     from benchmarks.bench import advice, bench_model
     from benchmarks.console_results import print_bench, verdict_line
     from export.runtime.kernels import kernels_of_directory
+    from export.runtime.providers import find_provider
     from sportsllm.console import output, say
     from sportsllm.errors import ConflictError, GateError
     from sportsllm.files import atomic_write_text
@@ -118,7 +119,7 @@ def bench(
     if measuring.kernels == BOTH:
         runtimes.append(portable_too(directory))
     if is_onnx_directory(directory):
-        say(str(kernels_of_directory(directory, request.kernels)))
+        say(str(kernels_of_directory(directory, request.kernels, find_provider(request.provider))))
     result = bench_model(request, device, on_device, text or [], teacher, runtimes).to_json()
     if out is not None:
         atomic_write_text(out, json.dumps(result, indent=1) + "\n")
@@ -132,7 +133,7 @@ def bench(
 @expand_flag_groups
 def fit(
     *,
-    teacher: Annotated[Path, typer.Option(metavar="DIR", help="An unquantized checkpoint.")],
+    teacher: Annotated[Path, typer.Option(metavar="DIR", help="An unquantized checkpoint."), flags.BY_NAME],
     device: Annotated[str, typer.Option(metavar="NAME|FILE", help="Device whose budget the model must keep.")],
     out: flags.Out = Path("runs/fit"),
     corpus: Annotated[
@@ -153,11 +154,13 @@ def fit(
     accumulation: flags.Accumulation = None,
     learning_rate: flags.LearningRate = None,
     on_device: OnDevice = False,
+    provider: flags.Provider = "cpu",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only predict and rank; make nothing.")] = False,
     seed: flags.Seed = 0,
     threads: flags.Threads = None,
 ) -> dict[str, Any]:
     """Find and make the best model that fits a device's budget, and explain the choice."""
+    from benchmarks.bench import processor_of
     from benchmarks.console_results import print_fit
     from benchmarks.search.run import complaint, passed, run_fit
     from benchmarks.search.stages import Source, Target
@@ -180,7 +183,7 @@ def fit(
     }
     settings = {name: value for name, value in flags_given.items() if value is not None}
     source = Source(teacher, text, tuple(calibration or text), held_out, threads, seed, settings)
-    target = Target(device, on_device)
+    target = Target(device, on_device, provider, processor_of(provider))
     result = run_fit(source, target, out, effort, vocabularies=vocab_size or [], dry_run=dry_run)
     print_fit(output(), result)
     if not dry_run and not passed(result):

@@ -29,6 +29,8 @@ def print_bench(console: Console, result: Mapping[str, Any]) -> None:
         f"{result['runtime']}{kernels}, {result['threads']} threads ({pinned}), {rounds} fresh processes",
         markup=False,
     )
+    if result.get("placement"):
+        console.print(result["placement"]["line"], markup=False)
     confidence = 100 * interval_confidence(rounds, interval_rank(rounds))
     interval = f"interval of {rounds} rounds, {confidence:.0f}% sure" if confidence > 0 else "one round, no interval"
     console.print(table(("figure", "median", "unit", interval), _figures(result), (0, 2)))

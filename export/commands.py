@@ -11,14 +11,25 @@ from sportsllm.cli import flags
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint directory, quantized or not.", show_default=False)],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint directory, quantized or not.", show_default=False), flags.BY_NAME
+    ],
     out: flags.Out,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="fp32 or fp16 storage of an unquantized checkpoint. [default: fp32]")
+        str | None,
+        typer.Option(
+            "--dtype",
+            help="fp32; fp16: computed and cached in float16, for GPUs; fp16-weights: an unquantized checkpoint stored "
+            "in float16 and computed in float32.",
+            show_default="fp32",
+        ),
     ] = None,
     kv_cache: Annotated[
         str,
-        typer.Option("--kv-cache", help="fp32, or int8: a quarter of the memory; scales come from calibration text."),
+        typer.Option(
+            "--kv-cache",
+            help="fp32 (fp16 with --dtype fp16), or int8: a quarter of the memory; scales come from calibration text.",
+        ),
     ] = "fp32",
     calibration: flags.CalibrationText = None,
     profile: Annotated[
@@ -45,6 +56,7 @@ def export(
         int | None,
         typer.Option("--max-ram", min=1, help="Upper bound on memory (MB); the graph is then checked layer by layer."),
     ] = None,
+    provider: flags.Provider = "cpu",
     threads: flags.Threads = None,
 ) -> dict[str, Any]:
     """Write an ONNX graph with KV-cache inputs, checked against the PyTorch model before it is published."""
@@ -58,15 +70,16 @@ def export(
             "--profile": profile != "memory",
         }
         others |= {"--standard-ops": standard_ops, "--web": web, "--inline": inline, "--max-ram": max_ram}
+        others["--provider"] = provider != "cpu"
         return _export_gguf(
             checkpoint, out, dtype, [flag for flag, given in others.items() if given], rope_scaling, threads
         )
-    graph = kv_cache, calibration or [], profile, standard_ops, web, inline
-    options = ExportOptions(dtype, threads, *graph, max_ram, rope_scaling)
+    how = standard_ops, web, inline, max_ram, rope_scaling, provider
+    options = ExportOptions(dtype, threads, kv_cache, calibration or [], profile, *how)
     result = export_checkpoint(checkpoint, out, options)
     parity = result["parity"]
     output().print(
-        f"{out}: {result['precision']}, {kv_cache} cache, {result['parameters']:,} parameters, "
+        f"{out}: {result['precision']}, {result['kv_cache']} cache, {result['parameters']:,} parameters, "
         f"{result['size_bytes'] / 1e6:.1f} MB in {result['seconds']:.1f} s; parity passed: KL {parity['kl']:.1e}, "
         f"greedy choices agree in {parity['greedy_match']:.1%}, "
         f"largest logit error {parity['max_abs_logit_error']:.1e}"
@@ -93,7 +106,7 @@ def _export_gguf(
         raise UsageError(f"{others[0]} is about the ONNX graph; leave it out, or --gguf")
     if dtype not in (None, *DTYPES):
         raise UsageError(f"--dtype {dtype!r}: choose {' or '.join(DTYPES)}")
-    result = export_gguf(checkpoint, out, dtype == "fp16", threads, rope_scaling)
+    result = export_gguf(checkpoint, out, dtype in ("fp16", "fp16-weights"), threads, rope_scaling)
     parity, formats = result["parity"], ", ".join(result["formats"])
     output().print(
         f"{out}: GGUF, {result['architecture']}, {formats}, {result['parameters']:,} parameters, "

@@ -17,6 +17,8 @@ from export.graph.prefill_graph import write_prompt_graph
 from export.loader_files import write_loader_files
 from export.parity.by_layer import check_parity_by_layer
 from export.parity.check import check_parity
+from export.paths import web_precision
+from export.runtime.providers import find_provider
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, GateError, ResourceError, UsageError
 from sportsllm.models.hf_config import family_of, load_config
@@ -29,7 +31,7 @@ from sportsllm.storage.checkpoint import write_json
 from sportsllm.storage.safetensors_files import REOPEN_BYTES, bitsandbytes_kind, quantization_config
 from sportsllm.training.calibration_text import SAMPLE_TOKENS, CalibrationText
 
-DTYPES = ("fp32", "fp16")
+DTYPES = ("fp32", "fp16", "fp16-weights")
 PROFILES = ("memory", "latency")
 _REPORTED = (
     "max_abs_logit_error",
@@ -45,9 +47,11 @@ _REPORTED = (
 class ExportOptions:
     """How to export."""
 
-    dtype: str | None = None  # `fp32` (if None) or `fp16` storage of an unpacked checkpoint; a packed one keeps its own
+    # `fp32` (if None); `fp16`: computed, cached and, but for packed matrices, stored in float16, for GPUs;
+    # `fp16-weights`: an unpacked checkpoint's matrices are stored in float16 and computed in float32.
+    dtype: str | None = None
     threads: int | None = None  # CPU threads of the gate
-    kv_cache: str = "fp32"  # or `int8`: a quarter of the memory, scales measured on calibration text
+    kv_cache: str = "fp32"  # as computed; or `int8`: a quarter of the memory, scales measured on calibration text
     calibration: Sequence[Path] = ()  # text for `int8`; see `CalibrationText` if empty
     profile: str = "memory"  # or `latency`: a second graph that reads prompts faster, see `export.graph.prefill_graph`
     standard_ops: bool = False  # standard ONNX operators alone, for runtimes that do not have ONNX Runtime's own
@@ -55,11 +59,24 @@ class ExportOptions:
     inline: bool = False  # write no functions for the kernels, for readers that know none
     max_ram_mb: int | None = None  # the most memory (MB, 10^6 bytes) of this process; the gate then goes layer by layer
     rope_scaling: str | None = None  # lengthens the context, see `sportsllm.models.rope.stretched`
+    provider: str = "cpu"  # runs the files once more in the gate, if it is not the CPU's
+
+    @property
+    def in_half(self) -> bool:
+        """Whether the graph computes in float16."""
+        return self.dtype == "fp16"
+
+    @property
+    def cache(self) -> str:
+        """The cache's numbers: `fp32`, `fp16` or `int8`."""
+        return "fp16" if self.in_half and self.kv_cache == "fp32" else self.kv_cache
 
     def settings(self, checkpoint: Path) -> dict[str, Any]:
         """What decides the content of the export, for its manifest; defaults that came later are left out."""
-        stored = "packed" if quantization_config(checkpoint) is not None else self.dtype or "fp32"
+        stored = (self.dtype or "fp32").removesuffix("-weights")
+        stored = "packed" if quantization_config(checkpoint) is not None else stored
         later = {
+            "computed_in": "fp16" if self.in_half else None,
             "profile": self.profile if self.profile != "memory" else None,
             "standard_ops": self.standard_ops,
             "web": self.web,
@@ -68,7 +85,7 @@ class ExportOptions:
             "rope_scaling": self.rope_scaling,
         }
         given = {name: value for name, value in later.items() if value}
-        return {"dtype": stored, "kv_cache": self.kv_cache, **given}
+        return {"dtype": stored, "kv_cache": self.cache, **given}
 
 
 def export_checkpoint(checkpoint: Path, out: Path, options: ExportOptions) -> dict[str, Any]:
@@ -81,7 +98,7 @@ def export_checkpoint(checkpoint: Path, out: Path, options: ExportOptions) -> di
 
     Returns:
         `out`, `cached` and `size_bytes`; `parameters`, and `precision`, the narrowest that matrices are stored in;
-        `kv_cache` and `profile` as asked for; `kernels`, the version of those that the graph calls, or None;
+        `kv_cache`, the cache's numbers, and `profile`; `kernels`, the version of those that the graph calls, or None;
         `build_seconds` without the gate and `seconds` with it;
         `peak_rss_bytes` of this process; and the main figures of `parity.json` as `parity`.
 
@@ -114,7 +131,7 @@ def _make(checkpoint: Path, directory: Path, options: ExportOptions) -> dict[str
     written = _write(checkpoint, directory, options)
     built = time.perf_counter()
     if options.max_ram_mb is None:
-        report = check_parity(checkpoint, directory, options.threads)
+        report = check_parity(checkpoint, directory, options.threads, find_provider(options.provider))
     else:
         report = check_parity_by_layer(checkpoint, directory, written.residual, options.threads)
     peak = peak_rss_bytes()
@@ -134,7 +151,7 @@ def _make(checkpoint: Path, directory: Path, options: ExportOptions) -> dict[str
     return {
         "parameters": load_config(checkpoint).parameters,
         "precision": report.precision,
-        "kv_cache": options.kv_cache,
+        "kv_cache": options.cache,
         "profile": options.profile,
         "kernels": written.folded.version,
         "build_seconds": round(built - started, 3),
@@ -146,21 +163,22 @@ def _make(checkpoint: Path, directory: Path, options: ExportOptions) -> dict[str
 
 def _write(checkpoint: Path, directory: Path, options: ExportOptions) -> WrittenGraph:
     """The graphs, and the files that loaders read beside them."""
-    stored_as, dtype = bitsandbytes_kind(checkpoint), options.dtype or "fp32"
+    stored_as, dtype = bitsandbytes_kind(checkpoint), (options.dtype or "fp32").removesuffix("-weights")
     if stored_as is not None:
         say(
             f"{checkpoint}: bitsandbytes stored its matrices as {stored_as}; they are exported dense, in {dtype}; "
             "quantize the checkpoint first for a small export"
         )
+    if options.in_half:
+        say("fp16: computes and caches in float16, for GPUs; a CPU converts to float32 and back, slower than fp32")
     scales = cache_scales(checkpoint, options.calibration) if options.kv_cache == "int8" else None
-    written = write_graph(
-        checkpoint, directory, dtype == "fp16", scales, options.standard_ops, options.web, options.inline
-    )
+    form = options.standard_ops, options.web, options.inline, options.in_half
+    written = write_graph(checkpoint, directory, dtype == "fp16", scales, *form)
     say(str(written.folded))
     if options.profile == "latency":
         write_prompt_graph(checkpoint, directory, written, scales)
-    web = written.precision if options.web else None
-    write_loader_files(checkpoint, directory, in_place=not options.standard_ops, web=web)
+    web = web_precision(written.precision, options.in_half) if options.web else None
+    write_loader_files(checkpoint, directory, not options.standard_ops, web, options.in_half)
     if family_of(load_config(checkpoint)) is None:
         say(
             "config.json: this mix of parts is of no family that Hugging Face's loaders know; optimum and "
@@ -192,16 +210,45 @@ def _check_options(checkpoint: Path, options: ExportOptions) -> None:
             f"--standard-ops with --kv-cache {options.kv_cache}: no standard operator reads such a cache; leave one of "
             "them out"
         )
+    if not find_provider(options.provider).is_cpu and options.max_ram_mb is not None:
+        raise UsageError(
+            f"--provider {options.provider} with --max-ram: the gate by layer runs on the CPU; leave one out; "
+            "`verify --provider` checks the export afterwards"
+        )
     packed = quantization_config(checkpoint)
+    if options.in_half:
+        _check_half(checkpoint, options, packed)
     if options.standard_ops and packed and packed.get("per_row"):
         raise UsageError(f"--standard-ops: {checkpoint} has INT8 per row, which has no standard operators; use blocks")
     if options.profile == "latency":
         _check_latency(checkpoint, options, packed)
-    if options.dtype is not None and packed is not None:
+    if options.dtype is not None and packed is not None and not options.in_half:
         raise UsageError(
-            f"--dtype {options.dtype}: {checkpoint} is packed already and is exported as it is; leave --dtype out"
+            f"--dtype {options.dtype}: {checkpoint} is packed already and is exported as it is; leave --dtype out, or "
+            "use --dtype fp16 to compute in float16"
         )
     check_kinds(load_config(checkpoint), int8_cache=options.kv_cache == "int8")
+
+
+def _check_half(checkpoint: Path, options: ExportOptions, packed: Mapping[str, Any] | None) -> None:
+    """Refuse what has no form that computes in float16."""
+    others = {
+        "--kv-cache int8": options.kv_cache == "int8",
+        "--profile latency": options.profile == "latency",
+        "--standard-ops": options.standard_ops,
+        "--max-ram": options.max_ram_mb is not None,
+    }
+    for flag, given in others.items():
+        if given:
+            raise UsageError(f"--dtype fp16 with {flag}: that is for CPUs; leave it out, or use --dtype fp16-weights")
+    if packed and packed.get("per_row"):
+        raise UsageError(
+            f"--dtype fp16: {checkpoint} has INT8 per row, which only CPUs multiply; quantize it in blocks"
+        )
+    if options.web and packed and packed.get("bits") != 4:
+        raise UsageError(
+            f"--dtype fp16 with --web: transformers.js knows 4-bit matrices there, not those of {checkpoint}"
+        )
 
 
 def _check_latency(checkpoint: Path, options: ExportOptions, packed: Mapping[str, Any] | None) -> None:

@@ -11,8 +11,9 @@ import torch
 
 from export.gguf.write import architecture_of, write_gguf
 from export.parity.comparison import Comparison, ParityReport, Pass, compare, merge
-from export.parity.inputs import TEXTS, make_sequences, threads_of_torch
+from export.parity.inputs import threads_of_torch
 from export.parity.limits import DEPLOYED
+from export.parity.readings import TEXTS, make_sequences
 from sportsllm.errors import ArtifactError, GateError
 from sportsllm.gguf.config import read_config
 from sportsllm.gguf.file import open_gguf

@@ -19,7 +19,9 @@ GENAI_MAX_LENGTH = 1_024
 _GENAI_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def write_loader_files(checkpoint: Path, directory: Path, in_place: bool = True, web: str | None = None) -> None:
+def write_loader_files(
+    checkpoint: Path, directory: Path, in_place: bool = True, web: str | None = None, in_half: bool = False
+) -> None:
     """Copy config.json and the tokenizer's files, and write generation_config.json and a loader's own settings.
 
     A quantization_config of bitsandbytes is left out: the graph has those matrices dense.
@@ -30,6 +32,7 @@ def write_loader_files(checkpoint: Path, directory: Path, in_place: bool = True,
         in_place: whether the graph writes into one buffer for past and present.
         web: the graph's precision, for the settings of transformers.js; else genai_config.json of onnxruntime-genai,
             which reads models that cache keys and values.
+        in_half: whether the graph caches in float16; onnxruntime-genai reads that from the graph.
 
     Raises:
         ArtifactError: config.json is missing or describes a model that is not supported.
@@ -50,7 +53,10 @@ def write_loader_files(checkpoint: Path, directory: Path, in_place: bool = True,
     if web is not None:
         # The dtype that is loaded where the page names none, and the graph that has a data file beside it.
         graph = web_files(directory, web).graph.name
-        settings["transformers.js_config"] = {"dtype": WEB_NAMES[web][0], "use_external_data_format": {graph: 1}}
+        dtype = WEB_NAMES[web][0]
+        settings["transformers.js_config"] = {"dtype": dtype, "use_external_data_format": {graph: 1}}
+        if in_half:  # else it makes a float32 cache
+            settings["transformers.js_config"]["kv_cache_dtype"] = {dtype: "float16"}
         write_json(directory / "config.json", settings)
         return
     if [state.name for state in block_state(config)] == ["key", "value"]:

@@ -16,7 +16,13 @@ PROMPT_FILE = "prompt.onnx"
 
 # By precision: transformers.js's name of it, and its suffix of the file name. Source: DEFAULT_DTYPE_SUFFIX_MAPPING in
 # src/utils/dtypes.js of @huggingface/transformers 4.3.1.
-WEB_NAMES = {"fp32": ("fp32", ""), "fp16": ("fp16", "_fp16"), "int8": ("q8", "_quantized"), "int4": ("q4", "_q4")}
+WEB_NAMES = {
+    "fp32": ("fp32", ""),
+    "fp16": ("fp16", "_fp16"),
+    "int8": ("q8", "_quantized"),
+    "int4": ("q4", "_q4"),
+    "int4 fp16": ("q4f16", "_q4f16"),  # 4-bit matrices, computed in float16
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,11 @@ def plain_files(directory: Path) -> GraphFiles:
 def prompt_files(directory: Path) -> GraphFiles:
     """Paths of the latency profile's second graph, whether or not there is one."""
     return GraphFiles(directory / PROMPT_FILE, directory / f"{PROMPT_FILE}.data")
+
+
+def web_precision(precision: str, in_half: bool) -> str:
+    """The key of `WEB_NAMES` for a graph's matrices, and whether it computes in float16."""
+    return f"{precision} fp16" if in_half and precision != "fp16" else precision
 
 
 def web_files(directory: Path, precision: str) -> GraphFiles:

@@ -97,9 +97,10 @@ def plan(
             help="A preset; 8b, 70b or 200b; a checkpoint or an export; or a number of parameters such as 7B.",
             show_default="small",
         ),
+        flags.BY_NAME,
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The same as a flag.", show_default="small")
+        str | None, typer.Option(metavar="MODEL", help="The same as a flag.", show_default="small"), flags.BY_NAME
     ] = None,
     device: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="Predict speed and memory on this device.")

@@ -7,7 +7,7 @@ the tokens that the limit speaks of.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,16 +112,17 @@ def judge(device: Device, measured: Figures, predicted: Predicted | None = None)
     return {"device": device.name, "limits": results, "passed": kept}
 
 
-def check_on_device(device: Device, on_device: bool) -> None:
-    """Refuse `--on-device` for a budget that no measurement of a CPU can decide.
+def check_on_device(device: Device, on_device: bool, processor: str = "cpu") -> None:
+    """Refuse `--on-device` for a budget that no measurement on `processor` can decide.
 
     Raises:
         UsageError: the budget is for another processor.
     """
-    if on_device and device.processor != "cpu":
+    if on_device and device.processor != processor:
+        provider = "--provider cuda (or another GPU's)" if device.processor == "gpu" else "--provider cpu"
         raise UsageError(
-            f"--on-device: bench measures the CPU and the budget of {device.name} is for its "
-            f"{device.processor.upper()}; leave the flag out to be judged by the prediction"
+            f"--on-device: the model runs on the {processor.upper()}, and the budget of {device.name} is for its "
+            f"{device.processor.upper()}; add {provider}, or leave the flag out to be judged by the prediction"
         )
 
 
@@ -137,7 +138,7 @@ def judge_budget(
 
     Args:
         device: the budget.
-        result: figures as `run_bench` collects them.
+        result: figures as `run_bench` collects them; `placement`, if there is one, says what processor they are of.
         config: the model's shape.
         directory: the model's files.
         on_device: this machine is the device, whether it is recognised or not.
@@ -148,10 +149,15 @@ def judge_budget(
         and `efficiency`, what a prediction that decides was made with.
     """
     lengths = limit_lengths(device.limits, config.max_position_embeddings)
-    measured = measured_figures(result, lengths)
-    here = on_device or is_this_machine(device)
-    predicted = None if here or predict is None else predict(device, config, directory)
-    outcome = judge(device, measured if here else {name: measured[name] for name in MACHINE_INDEPENDENT}, predicted)
+    measured, processor = measured_figures(result, lengths), (result.get("placement") or {}).get("processor", "cpu")
+    here = on_device or is_this_machine(device, processor)
+    predicted = None if predict is None or (here and processor != "gpu") else predict(device, config, directory)
+    deciding = dict(measured) if here else {name: measured[name] for name in MACHINE_INDEPENDENT}
+    if processor == "gpu":  # the card's memory was not measured, the process's was
+        deciding.pop("peak_memory_mb", None)
+    if here and predicted is not None:
+        predicted = replace(predicted, figures={"peak_memory_mb": predicted.figures.get("peak_memory_mb")})
+    outcome = judge(device, deciding, predicted)
     return {
         **({} if predicted is None else {"efficiency": dict(predicted.made_with)}),
         **outcome,

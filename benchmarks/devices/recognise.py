@@ -34,13 +34,14 @@ def is_this_machine(device: Device, processor: str = "cpu") -> bool:
 
     Args:
         device: the device asked about.
-        processor: where the measured work runs; a GPU's budget is not judged by the CPU beside it.
+        processor: where the measured work runs; a GPU's budget is not judged by the CPU beside it. A device that is
+            always recognised is whatever runs here.
     """
     rule = device.recognise
+    if rule is not None and rule.always:
+        return True
     if rule is None or processor != device.processor:
         return False
-    if rule.always:
-        return True
     parts = [(rule.device_tree_model, _device_tree_model), (rule.android_product, _android_product)]
     whole = [(rule.processor, processor_name), (rule.instruction_set, instruction_set)]
     same = [wanted.lower() in read().lower() for wanted, read in parts if wanted is not None]

@@ -63,6 +63,7 @@ class BenchRequest:
     batch_sizes: Sequence[int] = ()
     minutes: float = 0.0
     kernels: str = "auto"  # what runs an export
+    provider: str = "cpu"  # what it runs on
 
     @property
     def checks(self) -> list[int]:
@@ -108,7 +109,7 @@ def run_bench(request: BenchRequest) -> BenchResult:
     read = bytes_read_per_token(directory, config)
     per_token = read["weight_bytes"] + read["kv_bytes_per_token"] * depth
     settings = {
-        **_settings(directory, request.threads),
+        **_settings(directory, request.threads, request.provider),
         "kernels": request.kernels,
         "prompts": prompts_that_fit(context, request.prompt_lengths),
         "depths": depths,
@@ -132,6 +133,8 @@ def run_bench(request: BenchRequest) -> BenchResult:
         "directory": str(directory),
         "runtime": raw["speed"][0]["runtime"],
         "kernels": raw["speed"][0]["kernels"],
+        "provider": request.provider,
+        "placement": raw["speed"][0]["placement"],
         "parameters": config.parameters,
         "context_length": context,
         "threads": settings["threads"],
@@ -145,14 +148,17 @@ def run_bench(request: BenchRequest) -> BenchResult:
     return BenchResult(config, figures, settings, raw, machine())
 
 
-def short_bench(directory: Path, device: Device, threads: int | None = None) -> dict[str, float | None]:
+def short_bench(
+    directory: Path, device: Device, threads: int | None = None, provider: str = "cpu"
+) -> dict[str, float | None]:
     """An export's figures by the names of `device`'s limits, from one turn of speed and one of memory: no interval.
 
     A figure is None if the context is too short for it; the time per token falls back to the deepest depth that fits.
+    The memory of a GPU's budget is the card's, which is not measured.
     """
     prompt, depth, memory_context = limit_lengths(device.limits, load_config(directory).max_position_embeddings)
     settings = {
-        **_settings(directory, threads),
+        **_settings(directory, threads, provider),
         **SHORT,
         "prompts": [] if prompt is None else [prompt],
         "depths": [] if depth is None else [depth],
@@ -162,7 +168,7 @@ def short_bench(directory: Path, device: Device, threads: int | None = None) -> 
     figures = round_figures(speed)
     return {
         "file_mb": directory_bytes(directory) / 1e6,
-        "peak_memory_mb": memory["peak_rss_bytes"] / 1e6,
+        "peak_memory_mb": None if device.processor == "gpu" else memory["peak_rss_bytes"] / 1e6,
         "ttft_ms": figures.get(f"ttft_ms.{prompt}"),
         "tpot_p50_ms": figures.get(f"tpot_ms.{depth}.p50"),
         "tpot_p95_ms": figures.get(f"tpot_ms.{depth}.p95"),
@@ -208,10 +214,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _settings(directory: Path, threads: int | None) -> dict[str, Any]:
+def _settings(directory: Path, threads: int | None, provider: str) -> dict[str, Any]:
     threads = threads or default_threads()
-    cpus = choose_cpus(threads)
-    return {"directory": str(directory.resolve()), "threads": threads, "cpus": cpus, "seed": 0, "kernels": "auto"}
+    where = {"threads": threads, "cpus": choose_cpus(threads), "provider": provider}
+    return {"directory": str(directory.resolve()), **where, "seed": 0, "kernels": "auto"}
 
 
 def _turn(settings: Mapping[str, Any], mode: str, name: str | None = None) -> Turn:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sportsllm.cli import flags
 from sportsllm.cli.flag_groups import FlagGroup
 from sportsllm.errors import UsageError
 
@@ -51,6 +52,7 @@ class MeasuringFlags(FlagGroup):
             "or both, in turns."
         ),
     ] = "auto"
+    provider: flags.Provider = "cpu"
 
     def request(self, directory: Path, threads: int | None) -> BenchRequest:
         """What to measure of a directory."""
@@ -60,7 +62,7 @@ class MeasuringFlags(FlagGroup):
         batches = parse_numbers("--batch-size", self.batch_size)
         timing = self.rounds, self.most_rounds, self.timeout
         kernels = "native" if self.kernels == BOTH else self.kernels
-        return BenchRequest(directory, threads, *timing, prompts, batches, self.minutes, kernels)
+        return BenchRequest(directory, threads, *timing, prompts, batches, self.minutes, kernels, self.provider)
 
 
 def parse_numbers(flag: str, text: str | None) -> list[int]:

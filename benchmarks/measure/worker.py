@@ -21,7 +21,7 @@ from benchmarks.measure.cpus import pin
 from benchmarks.measure.energy import read_sensors
 from benchmarks.measure.page_cache import drop_files
 from sportsllm.errors import ResourceError, SportsLLMError
-from sportsllm.inference.decoder import Decoder, is_onnx_directory, kernels_of, open_decoder
+from sportsllm.inference.decoder import Decoder, is_onnx_directory, kernels_of, open_decoder, placement_of
 from sportsllm.process_memory import peak_rss_bytes
 
 Mode = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -115,12 +115,14 @@ def _open(specification: Mapping[str, Any]) -> tuple[Decoder, dict[str, Any]]:
     started = time.perf_counter()
     module = importlib.import_module(library)
     imported = time.perf_counter()
-    decoder = open_decoder(directory, specification["threads"], specification.get("kernels", "auto"))
-    kernels = kernels_of(decoder)
+    asked = specification.get("kernels", "auto"), specification.get("provider", "cpu")
+    decoder = open_decoder(directory, specification["threads"], *asked)
+    kernels, placement = kernels_of(decoder), placement_of(decoder)
     seconds = {"import_s": imported - started, "load_s": time.perf_counter() - imported}
     return decoder, {
         "runtime": f"{library} {module.__version__}",
         "kernels": None if kernels is None else kernels[0],
+        "placement": None if placement is None else {**placement[0], "line": placement[1]},
         **seconds,
     }
 

@@ -104,6 +104,7 @@ def costs(coefficients: Coefficients) -> dict[str, float]:
             found[name] = _converted(name, value)
     for name, bytes_in_memory in (("weights_gb_per_s", 2), ("prefill_gmac_per_s", 1), ("weight_copies", 2)):
         found.setdefault(f"{name}.fp16", bytes_in_memory * found[f"{name}.fp32"])
+    found.setdefault("cache_gb_per_s.fp16", found["cache_gb_per_s.fp32"])
     return found
 
 

@@ -32,7 +32,7 @@ class ModelFormat:
         block_size: weights of a quantized matrix that share a scale.
         head_bits: of embedding and head where the layers are quantized.
         zero_points: whether each block stores one.
-        cache: format of keys and values.
+        cache: format of keys and values; `fp16` in a graph that computes in it.
         file_bytes: of the file, if there is one; `prompt_bytes` of them are the latency profile's second graph.
         per_row: int8 with a scale for each row in the layers; head and embedding in blocks.
         standard: standard ONNX operators only: a growing cache, and a tied quantized matrix stored twice.
@@ -53,7 +53,7 @@ class ModelFormat:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise UsageError(f"precision {self.precision!r} is not known; use one of {', '.join(PRECISIONS)}")
-        if self.cache not in CACHES:
+        if self.cache not in (*CACHES, "fp16"):
             raise UsageError(f"no export has a cache of {self.cache!r}; use one of {', '.join(CACHES)}")
         if self.per_row and self.precision != "int8":
             raise UsageError(f"precision {self.precision!r} has no format with one scale a row; use int8")

@@ -41,6 +41,11 @@ def weight_formats(teacher: ModelConfig, zero_points: bool = True) -> list[Model
     return found
 
 
+def runs_on_gpu(format: ModelFormat) -> bool:
+    """Whether a format can be exported with float16 activations, which a GPU needs."""
+    return format.cache == "fp32" and not format.per_row and not format.latency
+
+
 def usual_loss(weights: ModelFormat) -> float:
     """Percent of bits per byte that rounding to a symmetric grid costs, where nothing was measured."""
     if weights.precision == "int4":

@@ -64,14 +64,14 @@ def run_fit(
     """
     started = time.monotonic()
     device = load_device(target.device)
-    check_on_device(device, target.on_device)
+    check_on_device(device, target.on_device, target.processor)
     teacher = load_config(source.teacher)
     if quantization_config(source.teacher) is not None:
         raise ArtifactError(f"{source.teacher}: is quantized; give the unquantized teacher")
     asked = _vocabularies(teacher.vocab_size, vocabularies)
     suggested = [size for size in suggested_vocabularies(teacher) if size not in asked]
     usual = usual_estimates(teacher, effort.tokens, [*asked, *suggested])
-    search = start_search(teacher, device, usual, target.on_device, effort.tokens)
+    search = start_search(teacher, device, usual, target, effort.tokens)
     if dry_run:
         front = search.front(effort.finalists)
         if not front:
@@ -79,7 +79,8 @@ def run_fit(
         return {"out": None, "dry_run": True, **summary(search, front[0])}
     _claim(out, source, target, effort, asked)
     text = held_out_text(source, out / "text")
-    trials = Trials(source, device, out / "trials", text.choosing, effort.search_tokens)
+    where = target.provider, target.processor
+    trials = Trials(source, device, out / "trials", text.choosing, effort.search_tokens, *where)
 
     def time_left() -> float:
         # Half is kept for the winner: its recovery takes longer than all brief ones together.
@@ -88,7 +89,7 @@ def run_fit(
     with kept_tokens(out / "trials" / "tokens"):
         if not fits_whole(search):
             measured = measured_estimates(teacher, effort.tokens, trials, asked, suggested)
-            search = start_search(teacher, device, measured, target.on_device, effort.tokens)
+            search = start_search(teacher, device, measured, target, effort.tokens)
             probe_cuts(search, trials, effort, time_left)
         say(f"{device.name}: {len(search.inside()):,} of {len(search.found):,} candidates inside the budget")
         try_briefly(search, trials, effort, time_left)
@@ -167,6 +168,7 @@ def _claim(out: Path, source: Source, target: Target, effort: Effort, vocabulari
         "vocabularies": list(vocabularies),
         "seed": source.seed,
         "training": dict(source.settings),
+        **({"provider": target.provider} if target.provider != "cpu" else {}),
         "inputs": hashlib.sha256("".join(map(digest, inputs)).encode()).hexdigest(),
     }
     kept = out / SETTINGS

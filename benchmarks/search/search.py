@@ -23,6 +23,8 @@ from benchmarks.search.candidates import (
     widened,
 )
 from benchmarks.search.estimate import Recovered, ShapeLosses
+from benchmarks.search.formats import runs_on_gpu
+from benchmarks.search.stages import Target
 from compress.pruning.shapes import Shape
 from sportsllm.errors import GateError
 from sportsllm.models.config import ModelConfig
@@ -80,7 +82,7 @@ class Search:
         if not self.decides or not self.timed:
             return candidate.predicted
         if candidate.name in self.timed:
-            return self.timed[candidate.name]
+            return {**candidate.predicted, **known(self.timed[candidate.name])}
         ratios = self._corrections.get(candidate.format) or self._corrections[None]
         return {name: value * ratios.get(name, 1.0) for name, value in candidate.predicted.items()}
 
@@ -167,13 +169,15 @@ class Search:
         return sorted(compared, key=place)
 
 
-def start_search(teacher: ModelConfig, device: Device, estimates: Estimates, on_device: bool, tokens: int) -> Search:
+def start_search(teacher: ModelConfig, device: Device, estimates: Estimates, target: Target, tokens: int) -> Search:
     """Enumerate and predict; widen the best so that they use up the budget.
 
     Raises:
         GateError: by prediction nothing fits, and nothing measured here can say otherwise.
     """
-    decides = on_device or is_this_machine(device)
+    decides = target.on_device or is_this_machine(device, target.processor)
+    formats = {each: loss for each, loss in estimates.formats.items() if target.processor != "gpu" or runs_on_gpu(each)}
+    estimates = replace(estimates, formats=formats)
     search = Search(teacher, device, decides, estimates, candidates(teacher, device, estimates), tokens)
     search.learn([])
     if not decides and not search.inside():

@@ -82,10 +82,15 @@ class Effort:
 
 @dataclass(frozen=True)
 class Target:
-    """The device that the model is for: a name or a file, and whether this machine is it, recognised or not."""
+    """The device that the model is for: a name or a file, and whether this machine is it, recognised or not.
+
+    What is timed and finished runs on `provider`, on its `processor`.
+    """
 
     device: str
     on_device: bool = False
+    provider: str = "cpu"
+    processor: str = "cpu"
 
 
 def vocabulary_stages(
@@ -145,9 +150,12 @@ def qad_tokens(format: ModelFormat, tokens: int) -> int | None:
     return max(1, round(_QAD_SHARE * tokens)) if format.precision == "int4" else None
 
 
-def export_settings(source: Source, format: ModelFormat, checkpoint: Path, out: Path) -> dict[str, Any]:
-    """Flags of `export` for a format."""
+def export_settings(
+    source: Source, format: ModelFormat, checkpoint: Path, out: Path, processor: str = "cpu"
+) -> dict[str, Any]:
+    """Flags of `export` for a format; a GPU computes in float16."""
     return {
+        **({"dtype": "fp16"} if processor == "gpu" else {}),
         "checkpoint": checkpoint,
         "out": out,
         "kv_cache": format.cache,

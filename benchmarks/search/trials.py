@@ -55,6 +55,7 @@ class Trials:
         directory: of everything made on the way, and of log.txt, where the commands' lines go.
         text: held-out documents that everything is scored on.
         tuning_tokens: of the training that a cut vocabulary needs.
+        provider, processor: what exports are timed on.
     """
 
     source: Source
@@ -62,6 +63,8 @@ class Trials:
     directory: Path
     text: Path
     tuning_tokens: int
+    provider: str = "cpu"
+    processor: str = "cpu"
     _scores: dict[Path, Path] = field(default_factory=dict)  # of the teachers, measured by their first cut
 
     def teacher_with(self, vocab_size: int) -> Path:
@@ -114,13 +117,16 @@ class Trials:
         """Figures by the limits' names, measured here on an export of the candidate's shape with random weights."""
         directory = self.directory / "timed" / candidate.name
         packed = self._packed(self._random(candidate), candidate.format, directory, "rtn")
-        self._run("export", export_settings(self.source, candidate.format, packed, directory / "export"))
+        self._run(
+            "export", export_settings(self.source, candidate.format, packed, directory / "export", self.processor)
+        )
         kept = directory / "figures.json"
-        key = hashlib.sha256(json.dumps([digest(directory / "export"), self.source.threads]).encode()).hexdigest()
+        made = [digest(directory / "export"), self.source.threads, *([self.provider] * (self.provider != "cpu"))]
+        key = hashlib.sha256(json.dumps(made).encode()).hexdigest()
         old = read_json(kept) if kept.exists() else {}
         if old.get("fingerprint") == key:
             return dict(old["figures"])
-        figures = short_bench(directory / "export", self.device, self.source.threads)
+        figures = short_bench(directory / "export", self.device, self.source.threads, self.provider)
         atomic_write_text(kept, json.dumps({"fingerprint": key, "figures": figures}))
         return figures
 

@@ -62,11 +62,12 @@ def _stages(
         settings = quantize_settings(source, format, made, out / "packed", qad=qad)
         stages.append(("packed", "quantize", settings))
         made = out / "packed"
-    stages.append(("export", "export", export_settings(source, format, made, out / "export")))
+    stages.append(("export", "export", export_settings(source, format, made, out / "export", target.processor)))
     bench = {
         "directory": out / "export",
         "device": target.device,
         "on_device": target.on_device,
+        **({"provider": target.provider} if target.provider != "cpu" else {}),
         "threads": source.threads,
         "text": [text],
         "teacher": source.teacher,

@@ -15,11 +15,15 @@ from sportsllm.cli.flag_groups import expand_flag_groups
 @expand_flag_groups
 def distill(
     *,
-    teacher: Annotated[str, typer.Option(help="A checkpoint directory, or a preset's name for runs/<preset>.")],
-    student: Annotated[str, typer.Option(help="A preset's name, or a checkpoint directory.")],
+    teacher: Annotated[
+        str, typer.Option(help="A checkpoint directory, or a preset's name for runs/<preset>."), options.BY_NAME
+    ],
+    student: Annotated[str, typer.Option(help="A preset's name, or a checkpoint directory."), options.BY_NAME],
     out: Annotated[Path | None, typer.Option(help="New directory.", show_default="runs/<student>")] = None,
     init: Annotated[
-        Path | None, typer.Option(help="Checkpoint whose weights the student starts from.", show_default="none")
+        Path | None,
+        typer.Option(help="Checkpoint whose weights the student starts from.", show_default="none"),
+        options.BY_NAME,
     ] = None,
     start: Annotated[
         str | None,
@@ -43,6 +47,7 @@ def distill(
     from compress.distillation.student_training import StudentTraining
     from compress.pruning.student_start import choose_start
     from sportsllm.cli.train import print_training
+    from sportsllm.storage.hub import plain_name
     from sportsllm.training.settings import Run
     from sportsllm.training.setup import set_threads
 
@@ -59,6 +64,6 @@ def distill(
         distillation=distillation.config(begin.kind, source),
         adapters=lora.adapters(config.optimizer),
     )
-    result = run_distill(student, begin, plan, out or Path("runs") / Path(student).name, training.resume)
+    result = run_distill(student, begin, plan, out or Path("runs") / plain_name(Path(student)), training.resume)
     print_training(result)
     return result

@@ -82,7 +82,7 @@ class RecoverFlags(FlagGroup):
 @expand_flag_groups
 def prune(
     *,
-    checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False), options.BY_NAME],
     out: options.Out,
     calibration: options.CalibrationText = None,
     size: SizeFlags,

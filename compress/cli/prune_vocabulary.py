@@ -23,7 +23,7 @@ class VocabularyFlags(FlagGroup):
 
 def prune_vocabulary(
     *,
-    checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False), options.BY_NAME],
     out: options.Out,
     calibration: options.Calibration,
     vocab_size: Annotated[

@@ -82,7 +82,9 @@ class BudgetFlags(FlagGroup):
 def quantize(
     *,
     checkpoint: Annotated[
-        Path, typer.Argument(help="An unquantized checkpoint, or one of bitsandbytes.", show_default=False)
+        Path,
+        typer.Argument(help="An unquantized checkpoint, or one of bitsandbytes.", show_default=False),
+        options.BY_NAME,
     ],
     out: options.Out,
     method: Annotated[

@@ -11,7 +11,7 @@ from sportsllm.cli import flags
 
 
 def sample(
-    checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Argument(help="An unquantized checkpoint.", show_default=False), flags.BY_NAME],
     out: flags.Out,
     tokens: Annotated[int, typer.Option(min=1, help="Write at least this many tokens.")] = 1_000_000,
     sequence: Annotated[

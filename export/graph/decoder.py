@@ -30,7 +30,7 @@ from export.graph.matmul import Matmul
 from export.graph.native import Folded, fold_model
 from export.graph.standard_matmul import StandardEmbedding, StandardMatmul
 from export.graph.weights import Weights
-from export.paths import plain_files, web_files
+from export.paths import plain_files, web_files, web_precision
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, OUTPUT_NORMS, block_state
@@ -58,12 +58,13 @@ def write_graph(
     standard: bool = False,
     web: bool = False,
     inline: bool = False,
+    in_half: bool = False,
 ) -> WrittenGraph:
     """Write the graph of a checkpoint, packed or not, and its data into `directory`, which exists.
 
     Packed matrices are copied byte for byte, except that INT8 per row is transposed, and for standard operators all of
     them are. Dense ones become float32, or float16 that is widened to float32 before use. Vectors (norms, biases) stay
-    float32. Writing twice gives identical files.
+    float32, except in a graph that computes in float16. Writing twice gives identical files.
 
     Args:
         checkpoint, directory: the source; files of these names are replaced in the other.
@@ -72,6 +73,8 @@ def write_graph(
         standard: use standard ONNX operators alone; they know no INT8 cache.
         web: write the files that a browser looks for; else `model.onnx` and `model.onnx.data`.
         inline: write no functions, for readers that know none. Browsers and `standard` get none in any case.
+        in_half: compute and cache in float16, for GPUs; vectors, scales and dense matrices are stored in it. Logits are
+            float32 all the same. Neither with `standard` nor with `scales`.
 
     Raises:
         ArtifactError: the checkpoint is damaged, or does not fit float16.
@@ -79,14 +82,15 @@ def write_graph(
     """
     config, weights = load_config(checkpoint), Weights(checkpoint)
     graph = Builder("sportsllm", {metadata.CACHE_KEY: metadata.CONCAT_CACHE if standard else metadata.IN_PLACE_CACHE})
-    tokens_BT, mask_BS, pasts = add_inputs(graph, config, scales)
+    cached = INT8 if scales is not None else ir.DataType.FLOAT16 if in_half else FLOAT
+    tokens_BT, mask_BS, pasts = add_inputs(graph, config, cached)
     keep = graph.input_with_default(metadata.KEEP_LOGITS, np.array([0], np.int64))
     layers: LayerBuilder
     if standard:
         matmul: Matmul = StandardMatmul(graph, weights, half)
         layers = StandardLayerBuilder(graph, config, matmul, Sequences(tokens_BT, mask_BS))
     else:
-        matmul = (StandardEmbedding if web else Matmul)(graph, weights, half)
+        matmul = (StandardEmbedding if web else Matmul)(graph, weights, half, in_half)
         # In a browser present is a new tensor, and past has no room to write into.
         sequences = Sequences(tokens_BT, mask_BS, scales, separate_prefill_branch=not web)
         layers = OrtLayerBuilder(graph, config, matmul, sequences)
@@ -95,15 +99,18 @@ def write_graph(
     head = EMBEDDING if config.tie_word_embeddings else HEAD
     table = Matrix(head, config.vocab_size, config.hidden_size, "token", HIDDEN, HIDDEN)
     logits = matmul.product(HEAD, x_BTD, [table])
+    if in_half:
+        logits = graph.node("logits/float", "Cast", [logits], to=FLOAT.value)
     graph.output(logits, metadata.LOGITS, FLOAT, ["batch_size", "sequence_length", config.vocab_size])
-    add_presents(graph, config, scales, stream.presents)
+    add_presents(graph, config, cached, stream.presents)
     precision = graph_precision(graph.nodes, graph.weights)
-    refused = "standard operators" if standard else "a browser has none" if web else "--inline" if inline else None
+    reasons = {"standard operators": standard, "a browser has none": web, "float16": in_half, "--inline": inline}
+    refused = next((reason for reason, given in reasons.items() if given), None)
     if refused is None:
         folded = fold_model(graph, config, stream.residual, int8_cache=scales is not None)
     else:
         folded = Folded(config.num_hidden_layers, reasons=[refused])
-    files = web_files(directory, precision) if web else plain_files(directory)
+    files = web_files(directory, web_precision(precision, in_half)) if web else plain_files(directory)
     files.graph.parent.mkdir(exist_ok=True)
     return WrittenGraph(graph.write(files), stream.residual, precision, folded)
 
@@ -179,22 +186,21 @@ def _names(*values: ir.Value | None) -> tuple[str, ...]:
 
 
 def add_inputs(
-    graph: Builder, config: ModelConfig, scales: CacheScales | None
+    graph: Builder, config: ModelConfig, dtype: ir.DataType
 ) -> tuple[ir.Value, ir.Value, list[list[ir.Value]]]:
-    """Token ids, attention mask, and what each layer has cached."""
+    """Token ids, attention mask, and what each layer has cached, of type `dtype`."""
     tokens_BT = graph.input(metadata.INPUT_IDS, INT64, ["batch_size", "sequence_length"])
     mask_BS = graph.input(metadata.ATTENTION_MASK, INT64, ["batch_size", "total_sequence_length"])
     shapes, layers = _cache_shapes(config, "past_sequence_length"), range(config.num_hidden_layers)
-    dtype = FLOAT if scales is None else INT8
     pasts = [[graph.input(metadata.past_name(i, name), dtype, shape) for name, shape in shapes.items()] for i in layers]
     return tokens_BT, mask_BS, pasts
 
 
 def add_presents(
-    graph: Builder, config: ModelConfig, scales: CacheScales | None, presents: Sequence[Sequence[ir.Value]]
+    graph: Builder, config: ModelConfig, dtype: ir.DataType, presents: Sequence[Sequence[ir.Value]]
 ) -> None:
-    """What each layer caches, as outputs."""
-    shapes, dtype = _cache_shapes(config, "total_sequence_length"), FLOAT if scales is None else INT8
+    """What each layer caches, as outputs of type `dtype`."""
+    shapes = _cache_shapes(config, "total_sequence_length")
     for layer, present in enumerate(presents):
         for (name, shape), value in zip(shapes.items(), present, strict=True):
             graph.output(value, metadata.present_name(layer, name), dtype, shape)

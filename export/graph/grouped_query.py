@@ -35,19 +35,19 @@ class _Call(NamedTuple):
 
 
 class OrtGroupedQuery(HalfBuilder):
-    """GroupQueryAttention over a float32 or an INT8 cache.
+    """GroupQueryAttention over a cache of the type that is computed in, or an INT8 one.
 
     All layers share what it reads of the sequences' lengths, each less 1, (B,), and S, int32; and the rotary tables,
-    (context, E / 2) float32. What else a layer needs it computes of those and of its own input, so that it can become a
+    (context, E / 2). What else a layer needs it computes of those and of its own input, so that it can become a
     function, see `export.graph.functions`.
     """
 
     def __init__(self, layers: LayerBuilder, half: str) -> None:
         super().__init__(layers, half)
         self._seqlens_k, self._total = sequence_lengths(self.graph, layers.sequences.mask_BS)
-        config = self.config
+        config, real = self.config, layers.matmul.real
         self._tables = [
-            rotary_caches(self.graph, config, layer) if config.rotates(layer) else ()
+            rotary_caches(self.graph, config, layer, real) if config.rotates(layer) else ()
             for layer in range(config.num_hidden_layers)
         ]
         self._rotates_outside = self.config.head_dim % ROTARY_MULTIPLE != 0

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from export.cache_scales import CacheScales
 from export.graph.builder import MS, Builder
-from export.graph.matmul import Matmul
+from export.graph.matmul import FLOAT, Matmul
 from export.graph.positions import places_by_mask, position_ids, sequence_lengths
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, POSITIONS
@@ -78,20 +78,25 @@ class LayerBuilder(ABC):
     def rms_norm(self, name: str, x: ir.Value, gamma: ir.Value, eps: float | None = None) -> ir.Value:
         """x / sqrt(mean(x ** 2) + eps) * gamma in standard operators, which ONNX Runtime fuses into one.
 
-        Its fused operator claims the standard domain, where `onnx.checker` does not know it.
+        Its fused operator claims the standard domain, where `onnx.checker` does not know it. Squares are float32's.
         """
-        graph = self.graph
+        graph, real = self.graph, self.matmul.real
+        if real != FLOAT:
+            x = graph.node(f"{name}/wide", "Cast", [x], to=FLOAT.value)
         two = graph.constant("norm/two", np.array(2.0, np.float32))
         constant = "norm/epsilon" if eps is None else f"norm/epsilon_{eps:g}"
         epsilon = graph.constant(constant, np.array(self._epsilon if eps is None else eps, np.float32))
         squared = graph.node(f"{name}/squared", "Pow", [x, two])
         mean = graph.node(f"{name}/mean", "ReduceMean", [squared, graph.axis(-1)], keepdims=1)
         root = graph.node(f"{name}/root", "Sqrt", [graph.node(f"{name}/shifted", "Add", [mean, epsilon])])
-        return graph.node(name, "Mul", [graph.node(f"{name}/scaled", "Div", [x, root]), gamma])
+        scaled = graph.node(f"{name}/scaled", "Div", [x, root])
+        if real != FLOAT:
+            scaled = graph.node(f"{name}/narrow", "Cast", [scaled], to=real.value)
+        return graph.node(name, "Mul", [scaled, gamma])
 
-    @abstractmethod
     def silu(self, name: str, x: ir.Value) -> ir.Value:
         """x * sigmoid(x)."""
+        return self.graph.node(name, "Mul", [x, self.graph.node(f"{name}/sigmoid", "Sigmoid", [x])])
 
     @abstractmethod
     def _add_and_norm(
@@ -106,6 +111,8 @@ class OrtLayerBuilder(LayerBuilder):
     standard = False
 
     def silu(self, name: str, x: ir.Value) -> ir.Value:
+        if self.matmul.real != FLOAT:  # OpenVINO has no QuickGelu of float16
+            return super().silu(name, x)
         return self.graph.node(name, "QuickGelu", [x], MS, alpha=1.0)  # x * sigmoid(1.0 * x)
 
     def places(self) -> ir.Value:
@@ -126,9 +133,6 @@ class StandardLayerBuilder(LayerBuilder):
     """Standard ONNX operators alone (opset 21), for runtimes that have no others."""
 
     standard = True
-
-    def silu(self, name: str, x: ir.Value) -> ir.Value:
-        return self.graph.node(name, "Mul", [x, self.graph.node(f"{name}/sigmoid", "Sigmoid", [x])])
 
     def places(self) -> ir.Value:
         return places_by_mask(self.graph, self.sequences.tokens_BT, self.sequences.mask_BS)

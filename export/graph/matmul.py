@@ -28,15 +28,21 @@ class Matmul:
     """Adds products with a checkpoint's matrices to a graph.
 
     Dense matrices stay in Hugging Face's (N, K) layout: FusedMatMul reads it transposed, at the same speed as a
-    MatMul of a transposed copy, so that a tied embedding and head are one tensor.
+    MatMul of a transposed copy, so that a tied embedding and head are one tensor. In float16 it is Transpose and
+    MatMul, which more GPUs have; the runtime transposes once, when it loads the graph.
     """
 
-    def __init__(self, graph: Builder, weights: Weights, half: bool) -> None:
-        self._graph, self._weights, self._half = graph, weights, half
+    def __init__(self, graph: Builder, weights: Weights, half: bool, in_half: bool = False) -> None:
+        """Add nothing yet; `half` stores dense matrices in float16, `in_half` everything, and computes in it."""
+        self._graph, self._weights, self._half = graph, weights, half or in_half
+        self.real = HALF if in_half else FLOAT  # type of activations, vectors and scales
 
     def vector(self, name: str, size: int) -> ir.Value:
-        """A norm's weight or a bias, float32."""
-        return self._graph.weight(name, FLOAT, (size,), lambda: self._weights.read(name, (size,)))
+        """A norm's weight or a bias, in the type that is computed in."""
+        return self._graph.weight(name, self.real, (size,), partial(self._read_real, name, (size,)))
+
+    def _read_real(self, name: str, shape: Sequence[int]) -> Array:
+        return self._weights.read_half(name, shape) if self.real == HALF else self._weights.read(name, shape)
 
     def table(self, name: str, shape: tuple[int, int]) -> ir.Value:
         """A table that is never packed, float32."""
@@ -52,7 +58,8 @@ class Matmul:
         if packing is not None:
             return self._packed_embedding(tokens, table, packing)
         found = graph.node("embed/rows", "Gather", [self._dense(table.name, [table]), tokens])
-        return graph.node("embed/float", "Cast", [found], to=FLOAT.value) if self._half else found
+        stored = HALF if self._half else FLOAT
+        return found if stored == self.real else graph.node("embed/float", "Cast", [found], to=FLOAT.value)
 
     def _packed_embedding(self, tokens: ir.Value, table: Matrix, packing: Packing) -> ir.Value:
         graph, width = self._graph, table.columns
@@ -90,9 +97,9 @@ class Matmul:
         biases = [(f"{matrix.name}.bias", (matrix.rows,)) for matrix in matrices]
 
         def read() -> Array:
-            return np.concatenate([self._weights.read(*bias) for bias in biases])
+            return np.concatenate([self._read_real(*bias) for bias in biases])
 
-        vector = self._graph.weight(f"{name}.bias", FLOAT, (_shape(matrices)[0],), read)
+        vector = self._graph.weight(f"{name}.bias", self.real, (_shape(matrices)[0],), read)
         return self._graph.node(f"{name}/biased", "Add", [y, vector])
 
     def _multiply(self, name: str, x: ir.Value, matrices: Sequence[Matrix]) -> ir.Value:
@@ -100,12 +107,19 @@ class Matmul:
         if packing is not None:
             return self._packed_product(name, stored, x, matrices, packing)
         matrix = self._dense(stored, matrices)
-        if self._half:
+        if self._half and self.real == FLOAT:
             matrix = self._graph.node(f"{name}/float", "Cast", [matrix], to=FLOAT.value)
         return self._dense_product(name, x, matrix)
 
     def _dense_product(self, name: str, x: ir.Value, matrix_NK: ir.Value) -> ir.Value:
+        if self.real == HALF:
+            return self._transposed_product(name, x, matrix_NK)
         return self._graph.node(f"{name}/product", "FusedMatMul", [x, matrix_NK], MS, transB=1)
+
+    def _transposed_product(self, name: str, x: ir.Value, matrix_NK: ir.Value) -> ir.Value:
+        """The product in standard operators."""
+        columns = self._graph.node(f"{name}/columns", "Transpose", [matrix_NK], perm=[1, 0])
+        return self._graph.node(f"{name}/product", "MatMul", [x, columns])
 
     def _packed_product(
         self, name: str, stored: str, x: ir.Value, matrices: Sequence[Matrix], packing: Packing
@@ -138,11 +152,11 @@ class Matmul:
         groups, modules = -(-columns // packing.block_size), [matrix.name for matrix in matrices]
 
         def part(name: str, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
-            read = partial(self._weights.read_packed, modules, name)
+            read = partial(self._weights.read_packed, modules, name, half=dtype == HALF)
             return self._graph.weight(f"{stored}.weight_{name}", dtype, shape, read)
 
         packed = part("packed", UINT8, (rows, groups, packing.block_size * packing.bits // 8))
-        scales = part("scale", FLOAT, (rows, groups))
+        scales = part("scale", self.real, (rows, groups))
         if not packing.asymmetric:
             return packed, scales, []
         return packed, scales, [part("zero_point", UINT8, (rows, -(-groups * packing.bits // 8)))]

@@ -20,11 +20,14 @@ _PLACES = "places/new"
 _SCALAR = np.array([], np.int64)  # the shape of one
 
 
-def rotary_caches(graph: Builder, config: ModelConfig, layer: int) -> tuple[ir.Value, ir.Value]:
-    """A layer's cosine and sine tables, (context, E / 2) float32."""
+def rotary_caches(
+    graph: Builder, config: ModelConfig, layer: int, real: ir.DataType = ir.DataType.FLOAT
+) -> tuple[ir.Value, ir.Value]:
+    """A layer's cosine and sine tables, (context, E / 2) of type `real`."""
     local = config.rope_local_theta is not None and config.window(layer) is not None
     tables = rope_tables(config, config.max_position_embeddings, local)
-    cos, sin = (graph.constant(name, table) for name, table in zip(ROPE_CACHES[2 * local :], tables, strict=False))
+    names = ROPE_CACHES[2 * local :]
+    cos, sin = (graph.constant(name, table.astype(real.numpy())) for name, table in zip(names, tables, strict=False))
     return cos, sin
 
 

@@ -19,7 +19,7 @@ from export.cache_scales import CacheScales
 from export.graph.builder import Builder
 from export.graph.decoder import WrittenGraph, add_inputs, add_layers, add_presents
 from export.graph.layer import OrtLayerBuilder, Sequences
-from export.graph.matmul import Matmul
+from export.graph.matmul import FLOAT, INT8, Matmul
 from export.graph.weights import Packing, Weights
 from export.metadata import CACHE_KEY, IN_PLACE_CACHE
 from export.paths import prompt_files
@@ -67,8 +67,9 @@ def write_prompt_graph(checkpoint: Path, directory: Path, model: WrittenGraph, s
     """
     config = load_config(checkpoint)
     graph = Builder("sportsllm-prompt", {CACHE_KEY: IN_PLACE_CACHE})
-    tokens_BT, mask_BS, pasts = add_inputs(graph, config, scales)
+    cached = FLOAT if scales is None else INT8
+    tokens_BT, mask_BS, pasts = add_inputs(graph, config, cached)
     matmul, sequences = Matmul(graph, PerRowWeights(checkpoint), half=False), Sequences(tokens_BT, mask_BS, scales)
     stream = add_layers(OrtLayerBuilder(graph, config, matmul, sequences), pasts, keep=None)
-    add_presents(graph, config, scales, stream.presents)
+    add_presents(graph, config, cached, stream.presents)
     graph.write(prompt_files(directory), model.tensors)

@@ -38,7 +38,7 @@ class StandardEmbedding(Matmul):
             zeros = self._cut("embed/zero_points", all_zeros, groups)
             middle = graph.node("embed/zero_points/column", "Unsqueeze", [zeros, graph.axis(-1)])
         else:
-            middle = graph.constant("embed/middle", np.array(2.0 ** (packing.bits - 1), np.float32))
+            middle = graph.constant("embed/middle", np.array(2.0 ** (packing.bits - 1), self.real.numpy()))
         scale = graph.node("embed/scale", "Gather", [scales, tokens])
         column = graph.node("embed/scale/column", "Unsqueeze", [scale, graph.axis(-1)])
         centred = graph.node("embed/centred", "Sub", [graph.node("embed/blocks", "Reshape", [numbers, apart]), middle])
@@ -46,7 +46,7 @@ class StandardEmbedding(Matmul):
         return self._cut("embed/found", graph.node("embed/padded", "Reshape", [scaled, flat]), table.columns)
 
     def _numbers(self, name: str, table: ir.Value, tokens: ir.Value, bits: int) -> ir.Value:
-        """The packed numbers of the tokens' rows, padding included, (B, T, count) float32."""
+        """The packed numbers of the tokens' rows, padding included, (B, T, count) as computed in."""
         graph = self._graph
         flat = graph.constant("embed/flat_shape", np.array([0, 0, -1], np.int64))
         found = graph.node(f"{name}/packed", "Gather", [table, tokens])
@@ -56,7 +56,7 @@ class StandardEmbedding(Matmul):
             high = graph.node(f"{name}/high", "BitShift", [found, shift], direction="RIGHT")
             pair = [graph.node(f"{half.name}/column", "Unsqueeze", [half, graph.axis(-1)]) for half in (low, high)]
             found = graph.node(f"{name}/pairs", "Concat", pair, axis=-1)
-        return graph.node(name, "Cast", [graph.node(f"{name}/flat", "Reshape", [found, flat])], to=FLOAT.value)
+        return graph.node(name, "Cast", [graph.node(f"{name}/flat", "Reshape", [found, flat])], to=self.real.value)
 
     def _cut(self, name: str, x_BTX: ir.Value, count: int) -> ir.Value:
         """The first `count` of each row; the rest pads the last block or byte."""
@@ -73,8 +73,7 @@ class StandardMatmul(StandardEmbedding):
     """
 
     def _dense_product(self, name: str, x: ir.Value, matrix_NK: ir.Value) -> ir.Value:
-        columns = self._graph.node(f"{name}/columns", "Transpose", [matrix_NK], perm=[1, 0])
-        return self._graph.node(f"{name}/product", "MatMul", [x, columns])
+        return self._transposed_product(name, x, matrix_NK)
 
     def _packed_product(
         self, name: str, stored: str, x: ir.Value, matrices: Sequence[Matrix], packing: Packing

@@ -86,7 +86,9 @@ class Weights:
         Raises:
             ArtifactError: as `read`, or a number lies beyond float16's range.
         """
-        full = self.read(name, shape)
+        return self._rounded_to_half(name, self.read(name, shape))
+
+    def _rounded_to_half(self, name: str, full: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]:
         if full.size and float(np.abs(full).max()) > float(np.finfo(np.float16).max):
             raise ArtifactError(
                 f"{self._directory}: tensor {name!r} has numbers beyond float16's 65,504; export it as fp32"
@@ -98,10 +100,17 @@ class Weights:
         read = self.read_half if half else self.read
         return _stack([read(f"{name}.weight", shape) for name, shape in shapes.items()])
 
-    def read_packed(self, modules: Sequence[str], part: str) -> Array:
-        """One part, `packed`, `scale` or `zero_point`, of matrices with equal packing, one under the other."""
+    def read_packed(self, modules: Sequence[str], part: str, half: bool = False) -> Array:
+        """One part, `packed`, `scale` or `zero_point`, of matrices with equal packing, one under the other.
+
+        `half` rounds scales to float16.
+
+        Raises:
+            ArtifactError: a scale lies beyond float16's range.
+        """
         tensors = [self._tensors[f"{name}.weight_{part}"] for name in modules]
-        return _stack([(t.float() if t.is_floating_point() else t).numpy() for t in tensors])
+        stacked = _stack([(t.float() if t.is_floating_point() else t).numpy() for t in tensors])
+        return self._rounded_to_half(f"{modules[0]}.weight_{part}", stacked) if half else stacked
 
     def read_per_row(self, modules: Sequence[str]) -> npt.NDArray[np.int8]:
         """Matrices with one scale per row, as (K, N) signed numbers side by side."""

@@ -27,7 +27,6 @@ from export.cache_scales import CacheScales, LayerCache
 from export.metadata import ATTENTION_MASK, CACHE_KEY, IN_PLACE_CACHE, INPUT_IDS, LOGITS, PAST, PRESENT
 from export.parity.comparison import ParityReport, Pass, compare, merge
 from export.parity.inputs import (
-    STEPS,
     GateInputs,
     exact_graph,
     native_library,
@@ -35,6 +34,7 @@ from export.parity.inputs import (
     threads_of_torch,
     unequal_tables,
 )
+from export.parity.readings import STEPS
 from export.paths import find_files
 from export.runtime.session import session_options
 from sportsllm.inference.decoder import Logits

@@ -6,13 +6,16 @@ Each prompt is read whole (prefill), and again in part with the rest token by to
 one batch has prompts of unequal length. The reference reads every prompt in one piece and has no cache.
 
 - The exact pass multiplies in float32 throughout: the same graph and data, MatMulNBits at accuracy_level 0, also where
-  ONNX Runtime makes it out of standard operators. For float16 storage the reference's matrices are rounded too. Only
+  ONNX Runtime makes it out of standard operators. A graph that computes in float16 is widened. What is stored in
+  float16 is rounded in the reference too. Only
   the order of additions differs from PyTorch, so a single wrong weight or cache entry stands out.
 - The latency profile has a second exact pass, of prompts: its graph for prompts reads a prompt and the other graph the
   rest. The reference is a PyTorch model whose matrices are rounded per row while it reads the prompt.
 - The deployed pass runs the files as they are. It bounds what int8 activations or float16 storage cost.
 - The native pass runs them with this program's kernels, where the graph calls those and they are built, within the same
   limits.
+- Another execution provider, where one is asked for, runs them in a pass of its own, within the limits of the deployed
+  pass.
 - Prompts visit few rows of the embedding and of the rotary table, so both are compared whole, for equality.
 """
 
@@ -29,8 +32,8 @@ import torch
 
 from export.cache_scales import CacheScales, RoundedCache
 from export.parity.comparison import Comparison, Limits, ParityReport, Pass, compare, merge
+from export.parity.half import computes_in_half, round_model_to_half, widen
 from export.parity.inputs import (
-    STEPS,
     GateInputs,
     exact_graph,
     native_library,
@@ -38,10 +41,13 @@ from export.parity.inputs import (
     threads_of_torch,
     unequal_tables,
 )
-from export.parity.limits import DEPLOYED_PER_ROW
+from export.parity.limits import DEPLOYED, DEPLOYED_PER_ROW
+from export.parity.readings import STEPS, run_pass
 from export.paths import prompt_files
 from export.runtime.decoder import OnnxDecoder
-from sportsllm.inference.decoder import Decoder, Logits
+from export.runtime.providers import CPU, Provider
+from sportsllm.console import say
+from sportsllm.inference.decoder import Logits
 from sportsllm.models.attention import KVCache
 from sportsllm.models.kinds import matrix_shapes
 from sportsllm.models.language_model import SportsLLM
@@ -52,12 +58,13 @@ from sportsllm.storage.safetensors_files import TensorFiles
 _TOP = 63  # the largest of the 7-bit numbers of a matrix with one scale per row
 
 
-def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> ParityReport:
+def check_parity(checkpoint: Path, export: Path, threads: int | None = None, provider: Provider = CPU) -> ParityReport:
     """Compare an export with the checkpoint it was made from. Neither directory is changed.
 
     Args:
         checkpoint, export: the PyTorch side; and a directory with a graph, its data and config.json.
         threads: CPU threads of both sides; all cores where not given.
+        provider: runs the files as they are once more, if it is not the CPU's.
 
     Raises:
         ArtifactError: one of the two is damaged.
@@ -67,6 +74,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
     graph, sequences = inputs.graph, inputs.sequences
     prompts = prompt_files(export).graph
     model = load_checkpoint(checkpoint)
+    unequal = tuple(unequal_tables(graph, inputs.config, TensorFiles(checkpoint)))
     with threads_of_torch(threads):
 
         def read(scales: CacheScales | None) -> list[Logits]:
@@ -76,6 +84,8 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
         limits = inputs.exact_limits(expected, read)
         if inputs.precision == "fp32":
             passes = [run_pass("exact", deployed, sequences, expected, limits)]
+            deployed_limits = DEPLOYED["fp16"]  # of another provider: GPUs may multiply with fewer bits
+            passes += _provider_pass(export, threads, provider, sequences, expected, deployed_limits)
         else:
             deployed_limits = DEPLOYED_PER_ROW if prompts.exists() else inputs.deployed_limits
             rounded = [run_pass("deployed", deployed, sequences, expected, deployed_limits)]
@@ -84,7 +94,12 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
                 native = OnnxDecoder(export, threads, kernels="native")
                 rounded.append(run_pass("native", native, sequences, expected, deployed_limits))
                 del native
-            if inputs.precision == "fp16":
+            rounded += _provider_pass(export, threads, provider, sequences, expected, deployed_limits)
+            if computes_in_half(graph):
+                round_model_to_half(model)
+                expected = read(inputs.scales)
+                widen(graph, inputs.config)
+            elif inputs.precision == "fp16":
                 round_to_half(model.get_parameter(f"{name}.weight") for name in matrix_shapes(model.config))
                 expected = read(inputs.scales)
             prompt_graph = exact_graph(ir.load(prompts)) if prompts.exists() else None
@@ -95,36 +110,23 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None) -> 
                 exact.use_prompt_graph = True
                 found = _compare_prompts(model, exact, sequences[0], inputs.scales)
                 passes.insert(1, Pass("exact prompts", limits, (found,)))
-    unequal = tuple(unequal_tables(graph, inputs.config, TensorFiles(checkpoint)))
     return ParityReport(inputs.precision, tuple(passes), unequal, inputs.tokenizer_changes())
 
 
-def run_pass(
-    name: str, decoder: OnnxDecoder, sequences: Sequence[Sequence[int]], expected: Sequence[Logits], limits: Limits
-) -> Pass:
-    """Read the sequences of `make_sequences` in every way and compare with the expected logits, (T, V) each.
-
-    What comes before a token does not change with what follows, so their beginnings serve as shorter prompts.
-    """
-    whole = [compare(want, decoder.logits(row)) for row, want in zip(sequences, expected, strict=True)]
-    # A long prompt, which is read in pieces; one that starts from a single token; a single token and no more.
-    cases = [(0, len(sequences[0])), (1, STEPS + 1), (1, 1)]
-    stepped = [_compare_decoding(decoder, [sequences[i][:cut]], [expected[i][:cut]]) for i, cut in cases]
-    # Prompts of 3, 17 and 40 tokens at most, decoded together.
-    cuts = [length + STEPS for length in (3, 17, 40)]
-    rows = [row[:cut] for row, cut in zip(sequences, cuts, strict=True)]
-    together = _compare_decoding(decoder, rows, [want[:cut] for want, cut in zip(expected, cuts, strict=True)])
-    kinds = {"prefill": whole, "decode": stepped, "ragged batch": [together]}
-    return Pass(name, limits, tuple(merge(kind, parts) for kind, parts in kinds.items()))
-
-
-def _compare_decoding(decoder: Decoder, rows: Sequence[Sequence[int]], expected: Sequence[Logits]) -> Comparison:
-    """Read all but the last steps' tokens of each row as prompts, then those one by one."""
-    steps = min(STEPS, min(map(len, rows)) - 1)
-    found = [decoder.prefill([row[: len(row) - steps] for row in rows], max_length=max(map(len, rows)))]
-    found += [decoder.step([row[len(row) - left] for row in rows]) for left in range(steps, 0, -1)]
-    found_SBV = np.stack(found)
-    return merge("", [compare(want[-steps - 1 :], found_SBV[:, row]) for row, want in enumerate(expected)])
+def _provider_pass(
+    export: Path,
+    threads: int | None,
+    provider: Provider,
+    sequences: Sequence[Sequence[int]],
+    expected: Sequence[Logits],
+    limits: Limits,
+) -> list[Pass]:
+    """The pass on another provider than the CPU's, if one was asked for."""
+    if provider.is_cpu:
+        return []
+    decoder = OnnxDecoder(export, threads, provider=provider)
+    say(str(decoder.placement))
+    return [run_pass(f"provider {provider.name}", decoder, sequences, expected, limits)]
 
 
 @torch.inference_mode()

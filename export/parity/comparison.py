@@ -103,7 +103,7 @@ class ParityReport:
 
     def to_dict(self) -> dict[str, Any]:
         """parity.json; the figures at the top are those of the file as it runs everywhere."""
-        last = next((item for item in self.passes if item.name == "deployed"), self.passes[-1])
+        last = next((item for item in self.passes if item.name == "deployed"), self.passes[0])
         return {
             "max_abs_logit_error": max(c.max_abs_logit_error for c in last.comparisons),
             "kl": max(c.kl for c in last.comparisons),

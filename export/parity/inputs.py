@@ -21,6 +21,7 @@ from export.kernels.library import library_of
 from export.metadata import ROPE_CACHES
 from export.parity.comparison import Limits, compare, merge
 from export.parity.limits import DEPLOYED, DEPLOYED_PER_ROW, EXACT, EXPERTS_ERROR, MOVED, int8_cache_limits
+from export.parity.readings import TEXTS, make_sequences
 from export.paths import find_files
 from export.runtime.kernels import called_version
 from sportsllm.errors import ArtifactError
@@ -30,16 +31,6 @@ from sportsllm.models.hf_config import load_config
 from sportsllm.models.kinds import EMBEDDING
 from sportsllm.models.language_model import rope_of
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
-
-SEED = 20_260
-# ONNX Runtime reads the first in several pieces; the third is real text where there is a tokenizer.
-SEQUENCE_LENGTHS = (300, 56, 48)
-STEPS = 4  # few, since exact steps are slow: at 8 bits each one unpacks all the weights
-TEXTS = (
-    "The home side won 3-1 after extra time.",
-    "First line\nsecond line:  two spaces, a\ttab and “quotes”.",
-    "Zoë ran 57½ metres, très vite! ⚽🏏",
-)
 
 
 @dataclass(frozen=True)
@@ -130,15 +121,6 @@ def exact_graph(graph: ir.Model) -> bytes:
             around = graph.graph if node.graph is None else node.graph
             ir.convenience.replace_nodes_and_values(around, node, [node], new, node.outputs, scaled.outputs)
     return cast(bytes, ir.to_proto(graph).SerializeToString())
-
-
-def make_sequences(config: ModelConfig, tokenizer: TextTokenizer | None) -> list[list[int]]:
-    """Three token sequences, of different lengths where the context allows; the same every time."""
-    rng, context = np.random.default_rng(SEED), config.max_position_embeddings
-    sequences = [rng.integers(0, config.vocab_size, length).tolist() for length in SEQUENCE_LENGTHS]
-    if tokenizer is not None:
-        sequences[2] = [tokenizer.begin_id, *tokenizer.encode("\n".join(TEXTS))]
-    return [sequence[:context] for sequence in sequences]
 
 
 @torch.no_grad()

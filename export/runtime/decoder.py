@@ -15,10 +15,12 @@ import numpy.typing as npt
 
 from export.metadata import ATTENTION_MASK, INPUT_IDS, KEEP_LOGITS, LOGITS
 from export.paths import PROMPT_FILE, find_files, prompt_files
+from export.runtime.device_cache import cache_maker
 from export.runtime.kernels import choose_kernels, portable
-from export.runtime.kv_cache import Cache, cache_maker
+from export.runtime.kv_cache import Cache
+from export.runtime.providers import CPU, Provider, find_provider, one_line, placement
 from export.runtime.session import open_session, raise_if_out_of_memory
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.inference.decoder import Logits, log_softmax
 from sportsllm.models.hf_config import load_config
 from sportsllm.storage.manifest import MANIFEST, read_manifest
@@ -30,14 +32,14 @@ PREFILL_CHUNK = 128
 SCORE_CHUNK = 128
 
 
-def open(directory: Path, threads: int | None = None, kernels: str = "auto") -> OnnxDecoder:
+def open(directory: Path, threads: int | None = None, kernels: str = "auto", provider: str = "cpu") -> OnnxDecoder:
     """Open a directory that `export` wrote for generation and scoring, on all cores where `threads` is not given.
 
     Raises:
         ArtifactError: a file is missing, truncated or too long, or the graph is not a decoder.
-        UsageError, ResourceError: see `export.runtime.kernels.choose_kernels`.
+        UsageError, ResourceError: see `export.runtime.kernels.choose_kernels`, `export.runtime.providers`.
     """
-    return OnnxDecoder(directory, threads, kernels=kernels)
+    return OnnxDecoder(directory, threads, kernels=kernels, provider=find_provider(provider))
 
 
 class OnnxDecoder:
@@ -48,6 +50,7 @@ class OnnxDecoder:
         prefill_chunk: tokens of a prompt that are read at once.
         use_prompt_graph: whether prompts go through `prompt.onnx`; true where the directory has one.
         kernels: what runs the graph.
+        placement: where its nodes run; None on the CPU provider, which takes all of them.
     """
 
     def __init__(
@@ -57,22 +60,27 @@ class OnnxDecoder:
         graph: bytes | None = None,
         prompt_graph: bytes | None = None,
         kernels: str = "auto",
+        provider: Provider = CPU,
     ) -> None:
         """See `open`; `graph`, and `prompt_graph` for `prompt.onnx`, as in `open_session`: those run portable."""
         self.config = load_config(directory)
         self.prefill_chunk = PREFILL_CHUNK
         self._directory = directory
         path = find_files(directory).graph
-        self.kernels = choose_kernels(path, kernels) if graph is None else portable()
-        self._session = open_session(directory, self.config, threads, graph, library=self.kernels.library)
-        self._make_cache = cache_maker(self._session, directory)
+        self.kernels = choose_kernels(path, kernels, provider) if graph is None else portable()
+        library = self.kernels.library
+        self._session = open_session(directory, self.config, threads, graph, library=library, provider=provider)
+        self._make_cache = cache_maker(self._session, directory, provider)
         self._cache: Cache | None = None
         self._read: list[list[int]] = []  # tokens of the cache's sequences
-        prompts = prompt_files(directory)
-        self._prompt_session = None
-        if _has_prompts(directory):
+        prompts, self._prompt_session = prompt_files(directory), None
+        has_prompts = _has_prompts(directory)
+        if has_prompts and provider.is_cpu:  # its products are the CPU's alone
             self._prompt_session = open_session(directory, self.config, threads, prompt_graph, prompts)
         self.use_prompt_graph = self._prompt_session is not None
+        left_out = PROMPT_FILE if has_prompts else None
+        self.placement = None if provider.is_cpu else placement(self._session, provider, left_out)
+        self._keeps_last = provider.is_cpu or self._computes_kept_positions()
 
     def prefill(self, rows: Sequence[Sequence[int]], max_length: int | None = None, reuse: bool = False) -> Logits:
         """See `Decoder.prefill`.
@@ -166,7 +174,7 @@ class OnnxDecoder:
         try:
             logits_BV = step.run(tokens, cache.lengths).copy()  # the next step overwrites its array
         except RuntimeError as error:
-            raise_if_out_of_memory(error, self._directory)
+            self._explain(error)
             raise
         cache.advance(slice(None), 1)
         return logits_BV
@@ -227,18 +235,42 @@ class OnnxDecoder:
         session = self._prompt_session if logits is None else self._session
         assert session is not None, "asked for before"
         binding = cache.bind(session, rows, new)
-        inputs = {INPUT_IDS: ids_BT, ATTENTION_MASK: cache.mask(rows, new)}
-        if logits is not None:
+        inputs, found = {INPUT_IDS: ids_BT, ATTENTION_MASK: cache.mask(rows, new)}, logits
+        if found is not None:
+            if keep and new > keep and not self._keeps_last:
+                keep, found = 0, np.empty((*ids_BT.shape, self.config.vocab_size), dtype=np.float32)
             inputs[KEEP_LOGITS] = np.array([keep], dtype=np.int64)
-            binding.bind_output(LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+            binding.bind_output(LOGITS, "cpu", 0, np.float32, found.shape, found.ctypes.data)
         for name, array in inputs.items():
             binding.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
         try:
             session.run_with_iobinding(binding)
         except RuntimeError as error:
-            raise_if_out_of_memory(error, self._directory)
+            self._explain(error)
             raise
         cache.advance(rows, new)
+        if logits is not None and found is not None and found is not logits:
+            logits[:] = found[:, -logits.shape[1] :]
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise ResourceError where a run failed for lack of memory, or on a provider other than the CPU's."""
+        raise_if_out_of_memory(error, self._directory)
+        if self.placement is not None:
+            name = self.placement.provider.name
+            raise ResourceError(f"--provider {name}: {self._directory}: {one_line(error)}") from None
+
+    def _computes_kept_positions(self) -> bool:
+        """Whether the provider heeds the optional input that says how many positions' logits are wanted.
+
+        OpenVINO takes the default of such an input for a constant; ONNX Runtime then finds an output of another shape.
+        """
+        self._keeps_last = True
+        one = np.empty((1, 1, self.config.vocab_size), dtype=np.float32)
+        try:
+            self._run(self._make_cache(1, 2), slice(0, 1), np.zeros((1, 2), dtype=np.int64), one)
+        except ResourceError:
+            return False
+        return True
 
     def _checked(self, row: Sequence[int], limit: int) -> npt.NDArray[np.int64]:
         ids = np.array(row, dtype=np.int64)

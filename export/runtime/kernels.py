@@ -16,6 +16,7 @@ import onnxruntime as ort
 from export.kernels.library import VERSION, library_of
 from export.metadata import KERNELS_KEY
 from export.paths import find_files
+from export.runtime.providers import CPU, Provider
 from sportsllm.errors import ResourceError, UsageError
 
 CHOICES = ("auto", "native", "portable")
@@ -48,22 +49,27 @@ def portable(reason: str = "as asked for") -> Kernels:
     return Kernels("portable", None, reason)
 
 
-def choose_kernels(graph: Path, wanted: str = "auto") -> Kernels:
+def choose_kernels(graph: Path, wanted: str = "auto", provider: Provider = CPU) -> Kernels:
     """What runs a graph.
 
     Args:
         graph: an ONNX file.
         wanted: one of `CHOICES`; `auto` takes `PREFERRED` where there is a choice.
+        provider: what ONNX Runtime runs it on; this program's kernels are for the CPU provider.
 
     Raises:
-        UsageError: an unknown choice, or `native` for a graph that calls no kernels.
+        UsageError: an unknown choice, `native` for a graph that calls no kernels, or beside another provider.
         ResourceError: `native`, and the library is missing, of another version than the graph's, or cannot be loaded.
     """
     if wanted not in CHOICES:
         raise UsageError(f"--kernels {wanted!r}: choose {', '.join(CHOICES[:-1])} or {CHOICES[-1]}")
     if wanted == "portable":
         return portable()
+    if not provider.is_cpu and wanted == "native":
+        raise UsageError(f"--kernels native: they run on the CPU provider, not on {provider.name}; leave one flag out")
     version = called_version(graph)
+    if version is not None and not provider.is_cpu:
+        return portable("this program's own run on the CPU provider alone")
     if version is None:
         if wanted == "native":
             raise UsageError(f"--kernels native: {graph} calls none; export INT4 or INT8 blocks without --inline")
@@ -84,9 +90,9 @@ def choose_kernels(graph: Path, wanted: str = "auto") -> Kernels:
     return Kernels("native", library, f"version {version}")
 
 
-def kernels_of_directory(directory: Path, wanted: str = "auto") -> Kernels:
+def kernels_of_directory(directory: Path, wanted: str = "auto", provider: Provider = CPU) -> Kernels:
     """What runs an export; see `choose_kernels`."""
-    return choose_kernels(find_files(directory).graph, wanted)
+    return choose_kernels(find_files(directory).graph, wanted, provider)
 
 
 def _load_error(library: Path) -> str:

@@ -9,19 +9,15 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
 from export import metadata
-from export.paths import find_files
-from export.runtime.session import CachedTensor, cached_tensors
-from sportsllm.errors import ArtifactError
+from export.runtime.session import CachedTensor
 
 Array = npt.NDArray[Any]
 _ALIGNMENT = 64  # bytes; of each buffer
@@ -47,7 +43,7 @@ class Cache:
         self._bindings: dict[tuple[int, int, int], ort.IOBinding] = {}
         self._steps: dict[int, DecodeStep] = {}
 
-    def decode_step(self, session: ort.InferenceSession, vocab_size: int) -> DecodeStep | None:
+    def decode_step(self, session: ort.InferenceSession, vocab_size: int) -> Step | None:
         """A session's run for one token more of every sequence; None if it cannot be bound once for all steps."""
         if id(session) not in self._steps:
             self._steps[id(session)] = DecodeStep(self, session, vocab_size)
@@ -64,8 +60,8 @@ class Cache:
         """A new binding of some sequences' buffers as past and as present."""
         binding = session.io_binding()
         for name, buffer in self.buffers.items():
-            _bind(binding.bind_input, f"{metadata.PAST}{name}", buffer[rows])
-            _bind(binding.bind_output, f"{metadata.PRESENT}{name}", buffer[rows])
+            bind_array(binding.bind_input, f"{metadata.PAST}{name}", buffer[rows])
+            bind_array(binding.bind_output, f"{metadata.PRESENT}{name}", buffer[rows])
         return binding
 
     def mask(self, rows: slice, new: int) -> npt.NDArray[np.int64]:
@@ -83,6 +79,13 @@ class Cache:
     def advance(self, rows: slice, new: int) -> None:
         """Count the tokens that the run has added."""
         self.lengths[rows] = [length + new for length in self.lengths[rows]]
+
+
+class Step(Protocol):
+    """A run for one token more of every sequence."""
+
+    def run(self, tokens: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.float32]:
+        """(B, V) logits after one token each, `lengths` tokens before them; the next run overwrites these logits."""
 
 
 class DecodeStep:
@@ -103,11 +106,11 @@ class DecodeStep:
         self._binding = cache.binding(session, slice(None))
         inputs = {metadata.INPUT_IDS: self._ids, metadata.ATTENTION_MASK: self._mask, metadata.KEEP_LOGITS: self._keep}
         for name, array in inputs.items():
-            _bind(self._binding.bind_input, name, array)
-        _bind(self._binding.bind_output, metadata.LOGITS, self._logits)
+            bind_array(self._binding.bind_input, name, array)
+        bind_array(self._binding.bind_output, metadata.LOGITS, self._logits)
 
     def run(self, tokens: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.float32]:
-        """(B, V) logits after one token each, `lengths` tokens before them; the next run overwrites these logits."""
+        """See `Step.run`."""
         for row, (token, length) in enumerate(zip(tokens, lengths, strict=True)):
             self._ids[row, 0] = token
             if self._masked[row] == length:
@@ -144,8 +147,8 @@ class ConcatCache(Cache):
             past = _first(past, old.shape)
             np.copyto(past, old)
             present = _first(present, (*old.shape[:-2], length + new, old.shape[-1]))
-            _bind(binding.bind_input, f"{metadata.PAST}{name}", past)
-            _bind(binding.bind_output, f"{metadata.PRESENT}{name}", present)
+            bind_array(binding.bind_input, f"{metadata.PAST}{name}", past)
+            bind_array(binding.bind_output, f"{metadata.PRESENT}{name}", present)
             self._presents[name] = present
         return binding
 
@@ -160,19 +163,6 @@ class ConcatCache(Cache):
             for row, length in enumerate(self.lengths[rows]):
                 self.buffers[name][rows][row, ..., length : length + new, :] = present[row, ..., -new:, :]
         super().advance(rows, new)
-
-
-def cache_maker(session: ort.InferenceSession, directory: Path) -> Callable[[int, int], Cache]:
-    """A function that makes empty caches for a graph, from the number of sequences and the room for tokens in each.
-
-    Raises:
-        ArtifactError: the graph has a cache that this program does not know.
-    """
-    kind = str(session.get_modelmeta().custom_metadata_map.get(metadata.CACHE_KEY, metadata.IN_PLACE_CACHE))
-    kinds: dict[str, type[Cache]] = {metadata.IN_PLACE_CACHE: Cache, metadata.CONCAT_CACHE: ConcatCache}
-    if kind not in kinds:
-        raise ArtifactError(f"{find_files(directory).graph}: has a cache of kind {kind!r}; upgrade this program")
-    return partial(kinds[kind], cached_tensors(session, directory))
 
 
 def _empty_buffers(tensors: Sequence[CachedTensor], batch: int, length: int) -> dict[str, Array]:
@@ -205,5 +195,6 @@ def _first(array: Array, shape: tuple[int, ...]) -> Array:
     return array.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
-def _bind(bind: Any, name: str, array: Array) -> None:
+def bind_array(bind: Any, name: str, array: Array) -> None:
+    """Bind an array of the host's memory with one of an IOBinding's methods."""
     bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)

@@ -12,12 +12,18 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from export import metadata
 from export.paths import PROMPT_FILE, GraphFiles, find_files
+from export.runtime.providers import CPU, Provider, create_session
 from sportsllm.errors import ArtifactError, ResourceError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_state
 from sportsllm.storage.manifest import MANIFEST, read_manifest
 
-_CACHE_TYPES: dict[str, type[np.float32] | type[np.int8]] = {"tensor(float)": np.float32, "tensor(int8)": np.int8}
+CacheType = type[np.float32] | type[np.float16] | type[np.int8]
+_CACHE_TYPES: dict[str, CacheType] = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int8)": np.int8,
+}
 _LOAD_ERRORS = (
     ort_errors.Fail,
     ort_errors.InvalidArgument,
@@ -59,6 +65,7 @@ def open_session(
     graph: bytes | None = None,
     files: GraphFiles | None = None,
     library: Path | None = None,
+    provider: Provider = CPU,
 ) -> ort.InferenceSession:
     """Load an export's graph after checking its files, and check that it fits the config.
 
@@ -68,10 +75,11 @@ def open_session(
         graph: `export.parity.inputs.exact_graph` to run on the directory's data instead of the file.
         files: `export.paths.prompt_files`; those of the model's graph if not given.
         library: see `session_options`.
+        provider: what runs the graph.
 
     Raises:
         ArtifactError: a file is missing, truncated or too long, or the graph is not a decoder.
-        ResourceError: there is not enough memory.
+        ResourceError: there is not enough memory, or the provider cannot run the graph.
     """
     files = files or find_files(directory)
     path = files.graph
@@ -80,7 +88,7 @@ def open_session(
     if graph is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(files.data.parent))
     try:
-        session = ort.InferenceSession(graph or str(path), options, providers=["CPUExecutionProvider"])
+        session = create_session(graph or str(path), options, provider)
     except _LOAD_ERRORS as error:
         raise_if_out_of_memory(error, directory)
         raise ArtifactError(f"{path}: {_reason(error)}") from None
@@ -136,7 +144,7 @@ class CachedTensor:
 
     name: str  # `<layer>.<state>`, after `past_key_values.` and `present.`
     shape: tuple[int, ...]  # of one token's part; the tokens lie on the last axis but one
-    dtype: type[np.float32] | type[np.int8]
+    dtype: CacheType
 
 
 def cached_tensors(session: ort.InferenceSession, directory: Path) -> list[CachedTensor]:

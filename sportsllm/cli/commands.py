@@ -1,4 +1,4 @@
-"""The commands of the core: simulate, eval, generate, run, verify. Heavy imports are inside."""
+"""The commands of the core: simulate, eval, generate, run. Heavy imports are inside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sportsllm.cli import flags
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import UsageError
 
 if TYPE_CHECKING:
     from sportsllm.inference.decoder import Decoder
@@ -76,6 +76,7 @@ def evaluate(
         ),
     ] = None,
     kernels: flags.Kernels = "auto",
+    provider: flags.Provider = "cpu",
     threads: flags.Threads = None,
 ) -> dict[str, Any]:
     """Perplexity, bits per byte and multiple-choice accuracy of a checkpoint or an export."""
@@ -87,10 +88,10 @@ def evaluate(
 
     if not text and not questions:
         raise UsageError("give --text FILE, --questions FILE, or both")
-    decoder = open_with_context(directory, context, rope_scaling, threads, kernels)
-    ran = _say_kernels(decoder)
+    decoder = open_with_context(directory, context, rope_scaling, threads, kernels, provider)
+    ran = _say_what_runs(decoder, provider)
     tokenizer = load_tokenizer(directory, decoder.config)
-    result: dict[str, Any] = {"directory": str(directory), "kernels": ran}
+    result: dict[str, Any] = {"directory": str(directory), **ran}
     result["context"] = decoder.config.max_position_embeddings
     if text:
         score = score_documents(decoder, tokenizer, list(read_documents(text)), first_window=first_window)
@@ -136,6 +137,7 @@ def generate(
     ids: Annotated[bool, typer.Option("--ids", help="Print token ids instead of text.")] = False,
     seed: flags.Seed = 0,
     kernels: flags.Kernels = "auto",
+    provider: flags.Provider = "cpu",
     threads: flags.Threads = None,
 ) -> dict[str, Any]:
     """Stream text from a checkpoint or an export, or its answer to a message."""
@@ -152,8 +154,8 @@ def generate(
     except UnicodeEncodeError:
         raise UsageError("--prompt is not valid UTF-8") from None
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    decoder = open_decoder(directory, threads, kernels)
-    ran = _say_kernels(decoder)
+    decoder = open_decoder(directory, threads, kernels, provider)
+    ran = _say_what_runs(decoder, provider)
     tokenizer = load_tokenizer(directory, decoder.config)
     stops = [*decoder.config.stop_token_ids, *_single_tokens(tokenizer, stop or [])]
     if chat:
@@ -194,7 +196,7 @@ def generate(
         "ids": tokens,
         "ttft_ms": (first - started) * 1e3,
         "tokens_per_s": (len(tokens) - 1) / seconds if len(tokens) > 1 else None,
-        "kernels": ran,
+        **ran,
     }
 
 
@@ -205,56 +207,20 @@ def _single_tokens(tokenizer: TextTokenizer, texts: list[str]) -> list[int]:
     return [ids[0] for ids in (tokenizer.encode(text, special=True) for text in texts) if len(ids) == 1]
 
 
-def _say_kernels(decoder: Decoder) -> str | None:
-    """One line about what runs an export, and its name; None for a checkpoint."""
+def _say_what_runs(decoder: Decoder, provider: str) -> dict[str, Any]:
+    """Lines about what runs an export; and `kernels`, `provider` and `placement`, None for a checkpoint."""
     from sportsllm.console import say
-    from sportsllm.inference.decoder import kernels_of
+    from sportsllm.inference.decoder import kernels_of, placement_of
 
-    found = kernels_of(decoder)
-    if found is None:
-        return None
-    say(found[1])
-    return found[0]
-
-
-def verify(directory: flags.Directory) -> dict[str, Any]:
-    """Check a finished directory against its manifest: sizes, digests, missing and added files."""
-    from sportsllm.console import output
-    from sportsllm.models.hf_config import load_config
-    from sportsllm.storage.artifact import verify_directory
-
-    if not directory.is_dir():
-        raise ArtifactError(f"{directory}: no such directory; give a finished checkpoint or export")
-    files, problems = verify_directory(directory)
-    if (directory / "config.json").exists():
-        try:
-            load_config(directory)
-        except ArtifactError as error:
-            problems.append(str(error))
-    kernels = _kernels_of_export(directory)
-    if kernels is not None:
-        output().print(kernels[1], markup=False)
-    for problem in problems:
-        output().print(problem, markup=False)
-    output().print(f"{directory}: {files} files checked, {len(problems)} problems")
-    result: dict[str, Any] = {"ok": not problems, "files": files, "problems": problems}
-    result["kernels"] = None if kernels is None else kernels[0]
-    if problems:
-        result["complaint"] = f"{directory}: {len(problems)} problems; copy or make the directory again"
-        result["exit_code"] = ArtifactError.exit_code
-    return result
-
-
-def _kernels_of_export(directory: Path) -> tuple[str, str] | None:
-    """What would run an export here, `native` or `portable`, and a line about it; None for a checkpoint."""
-    import importlib
-
-    from sportsllm.inference.decoder import is_onnx_directory
-
-    if not is_onnx_directory(directory):
-        return None
-    chosen = importlib.import_module("export.runtime.kernels").kernels_of_directory(directory)
-    return chosen.name, str(chosen)
+    kernels, placement = kernels_of(decoder), placement_of(decoder)
+    for found in (kernels, placement):
+        if found is not None:
+            say(found[1])
+    return {
+        "kernels": None if kernels is None else kernels[0],
+        "provider": None if kernels is None else provider,
+        "placement": None if placement is None else placement[0],
+    }
 
 
 def run(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +38,7 @@ COMMANDS = {
     "generate": "sportsllm.cli.commands",
     "plan": "benchmarks.cli.plan",
     "run": "sportsllm.cli.commands",
-    "verify": "sportsllm.cli.commands",
+    "verify": "sportsllm.cli.verify",
     "card": "sportsllm.cli.card",
     "report": "benchmarks.commands",
     "compare": "benchmarks.commands",
@@ -46,6 +48,14 @@ COMMANDS = {
 
 _RESERVED = {"eval": "evaluate", "import": "import_model"}
 """Commands that Python has a meaning for, and their functions."""
+
+
+class _ByName:
+    """Marks a flag or argument whose checkpoint may be given by its name in the model hub."""
+
+
+BY_NAME = _ByName()
+"""Beside the typer option in `Annotated`; see `sportsllm.storage.hub.find_model`."""
 
 Command = Callable[..., dict[str, Any]]
 
@@ -66,7 +76,26 @@ def load_command(name: str) -> Command:
             "install sportsllm-compress into an environment of its own"
         )
     function = getattr(importlib.import_module(module), _RESERVED.get(name, name.replace("-", "_")))
-    return cast(Command, function)
+    return _finding_models(cast(Command, function))
+
+
+def _finding_models(function: Command) -> Command:
+    """The command with the directories of models that are given by name; they are downloaded when it is called."""
+    parameters = inspect.signature(function, eval_str=True).parameters
+    marked = [name for name, each in parameters.items() if BY_NAME in getattr(each.annotation, "__metadata__", ())]
+    if not marked:
+        return function
+
+    @functools.wraps(function)
+    def command(*args: Any, **given: Any) -> dict[str, Any]:
+        from sportsllm.storage.hub import find_model
+
+        for name in marked:
+            if given.get(name) is not None:
+                given[name] = type(given[name])(find_model(str(given[name])))
+        return function(*args, **given)
+
+    return command
 
 
 Out = Annotated[Path, typer.Option("--out", help="New directory to write.")]
@@ -84,6 +113,13 @@ RopeScaling = Annotated[
         show_default="as the model is",
     ),
 ]
+Provider = Annotated[
+    str,
+    typer.Option(
+        "--provider",
+        help="What an export runs on: cpu, or another installed execution provider of ONNX Runtime, such as cuda.",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
 Calibration = Annotated[
     list[Path], typer.Option("--calibration", help="Text that statistics are taken from; never held-out text.")
@@ -96,7 +132,7 @@ CalibrationText = Annotated[
         show_default="the checkpoint's training text",
     ),
 ]
-Directory = Annotated[Path, typer.Argument(help="A checkpoint or an export.", show_default=False)]
+Directory = Annotated[Path, typer.Argument(help="A checkpoint or an export.", show_default=False), BY_NAME]
 Corpus = Annotated[
     list[Path] | None,
     typer.Option(

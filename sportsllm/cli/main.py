@@ -32,7 +32,7 @@ _EXTRA_OF = {
     "pyarrow": "parquet",
     "transformers": "optimum",
 }
-_COMPRESS = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "plotly", "jinja2"}
+_COMPRESS = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "plotly", "jinja2", "huggingface_hub"}
 
 
 def _with_json(function: Command) -> Callable[..., None]:

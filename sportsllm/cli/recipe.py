@@ -152,7 +152,11 @@ def _check_settings(function: Callable[..., Any], settings: dict[str, Any]) -> t
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-        least = [item.min for item in getattr(parameter.annotation, "__metadata__", ()) if item.min is not None]
+        least = [
+            item.min
+            for item in getattr(parameter.annotation, "__metadata__", ())
+            if getattr(item, "min", None) is not None
+        ]
         bounded = Annotated[parameter.annotation, Field(ge=least[0])] if least else parameter.annotation
         fields[name] = (bounded, default)
     config = ConfigDict(extra="forbid", protected_namespaces=(), coerce_numbers_to_str=True)

@@ -57,6 +57,7 @@ class TokenizerFlags(FlagGroup):
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="Directory with a tokenizer to use with --model.", show_default="a new one is trained"),
+        flags.BY_NAME,
     ] = None
     digits: Annotated[
         str | None,
@@ -76,9 +77,12 @@ def train(
             help="Train from scratch: a preset's name, or a directory whose config.json is used.",
             show_default="by --init; small where a shape is given",
         ),
+        flags.BY_NAME,
     ] = None,
     init: Annotated[
-        Path | None, typer.Option(help="Fine-tune this unquantized checkpoint.", show_default="by --model")
+        Path | None,
+        typer.Option(help="Fine-tune this unquantized checkpoint.", show_default="by --model"),
+        flags.BY_NAME,
     ] = None,
     out: Annotated[
         Path | None,
@@ -105,6 +109,7 @@ def train(
     from sportsllm.models.presets import DEFAULT_PRESET
     from sportsllm.models.rope import stretched
     from sportsllm.models.shape import changed_shape
+    from sportsllm.storage.hub import plain_name
     from sportsllm.training import pretrain
     from sportsllm.training.settings import DOCUMENTED_DROPOUT, Run, Start
     from sportsllm.training.setup import set_threads
@@ -128,8 +133,8 @@ def train(
     )
     adapters = lora.adapters(config.optimizer)
     if not out:
-        name = "custom" if shape.given() else Path(str(model)).resolve().name
-        out = Path("runs") / (f"{init.resolve().name}-tuned" if init else name)
+        name = "custom" if shape.given() else plain_name(Path(str(model)).resolve())
+        out = Path("runs") / (f"{plain_name(init.resolve())}-tuned" if init else name)
     corpus = text.corpus or _default_corpus()
     valid = text.valid or ([] if text.corpus else [DEFAULT_CORPUS / "valid.jsonl"])
     run = pretrain.Pretraining(corpus, valid, out, config, training.resume, rope_scaling)

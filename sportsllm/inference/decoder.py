@@ -6,7 +6,7 @@ Shape suffixes: B sequences, T tokens, V vocabulary. Arrays are numpy's, so that
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -50,24 +50,28 @@ def web_graphs(directory: Path) -> list[Path]:
     return [] if any(directory.glob("*.safetensors")) else sorted((directory / "onnx").glob("model*.onnx"))
 
 
-def open_decoder(directory: Path, threads: int | None = None, kernels: str = "auto") -> Decoder:
+def open_decoder(directory: Path, threads: int | None = None, kernels: str = "auto", provider: str = "cpu") -> Decoder:
     """Open a checkpoint (PyTorch) or an export (ONNX Runtime) for generation and scoring.
 
     Args:
         directory: which.
         threads: the CPU's; the library chooses where it is not given.
         kernels: what runs an export, `auto`, `native` or `portable`: see `export.runtime.kernels`.
+        provider: what it runs on, `cpu` or another: see `export.runtime.providers`.
 
     Raises:
         ArtifactError: no such directory, or its files are damaged.
-        UsageError: kernels for a checkpoint, or for a graph that calls none.
-        ResourceError: `native` where the kernels are not built.
+        UsageError: kernels or a provider for a checkpoint, kernels for a graph that calls none, an unknown provider.
+        ResourceError: `native` where the kernels are not built, or a provider that is not installed or does not start.
     """
     if not directory.is_dir():
         raise ArtifactError(f"{directory}: no such directory; give a checkpoint or an export")
     # By name, so that this package depends neither on `export` nor, on a device, on torch.
     if is_onnx_directory(directory):
-        return cast(Decoder, importlib.import_module("export.runtime.decoder").open(directory, threads, kernels))
+        runtime = importlib.import_module("export.runtime.decoder")
+        return cast(Decoder, runtime.open(directory, threads, kernels, provider))
+    if provider != "cpu":
+        raise UsageError(f"--provider {provider}: {directory} is a checkpoint, which PyTorch runs; export it first")
     if kernels != "auto":
         raise UsageError(f"--kernels {kernels}: {directory} is a checkpoint, which PyTorch runs; export it first")
     return cast(Decoder, importlib.import_module("sportsllm.inference.torch_decoder").open(directory, threads))
@@ -77,6 +81,12 @@ def kernels_of(decoder: Decoder) -> tuple[str, str] | None:
     """What runs an export, `native` or `portable`, and a line for people; None for a checkpoint, which PyTorch runs."""
     chosen = getattr(decoder, "kernels", None)
     return None if chosen is None else (chosen.name, str(chosen))
+
+
+def placement_of(decoder: Decoder) -> tuple[dict[str, Any], str] | None:
+    """Where an export's nodes run, and a line for people; None on the CPU provider, and for a checkpoint."""
+    found = getattr(decoder, "placement", None)
+    return None if found is None else (found.to_dict(), str(found))
 
 
 def log_softmax(logits: Logits) -> Logits:

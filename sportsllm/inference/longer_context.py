@@ -15,7 +15,12 @@ UNSCALED = "none"
 
 
 def open_with_context(
-    directory: Path, context: int | None, scaling: str | None, threads: int | None = None, kernels: str = "auto"
+    directory: Path,
+    context: int | None,
+    scaling: str | None,
+    threads: int | None = None,
+    kernels: str = "auto",
+    provider: str = "cpu",
 ) -> Decoder:
     """As `open_decoder`, for windows of `context` tokens.
 
@@ -27,7 +32,7 @@ def open_with_context(
         UsageError: the context is beyond what the model reads, or the scaling is not possible.
     """
     if context is None and scaling is None:
-        return open_decoder(directory, threads, kernels)
+        return open_decoder(directory, threads, kernels, provider)
     if scaling is not None and is_onnx_directory(directory):
         raise UsageError(
             f"--rope-scaling: the rotary table of {directory} is in its graph; export the checkpoint with "
@@ -36,7 +41,7 @@ def open_with_context(
     config = load_config(directory)
     longest = _longest(directory, config, context, scaling)
     with checkpoint_with(directory, longest) as source:
-        decoder = open_decoder(source, threads, kernels)
+        decoder = open_decoder(source, threads, kernels, provider)
     decoder.config = longest.with_changes(max_position_embeddings=context or longest.max_position_embeddings)
     return decoder
 

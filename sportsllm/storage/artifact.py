@@ -29,6 +29,7 @@ from sportsllm.storage.card import CARD, model_card
 from sportsllm.storage.digests import digest as digest
 from sportsllm.storage.digests import file_sha256 as file_sha256
 from sportsllm.storage.front_matter import front_matter_of
+from sportsllm.storage.hub import origin
 from sportsllm.storage.manifest import FIRST_DIGEST, MANIFEST_FORMAT
 from sportsllm.storage.manifest import MANIFEST as MANIFEST
 from sportsllm.storage.manifest import read_manifest as read_manifest
@@ -176,7 +177,8 @@ def _finish(partial: Path, out: Path, stage: Stage) -> None:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": _versions(),
         "parents": [
-            {"path": str(path), "sha256": value} for path, value in zip(stage.inputs, stage.input_digests, strict=True)
+            {"path": str(path), "sha256": value, **(origin(path) or {})}
+            for path, value in zip(stage.inputs, stage.input_digests, strict=True)
         ],
         "results": json.loads(json.dumps(stage.results, default=str)),
     }

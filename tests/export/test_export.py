@@ -58,8 +58,9 @@ def test_packed_checkpoints_keep_their_precision(tmp_path: Path) -> None:
     model = tiny_model()
     save(tmp_path / "checkpoint", model, pack_model(model, 4, bits_of=lambda name: 8 if "embed" in name else None))
     assert export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1))["precision"] == "int4"
-    with pytest.raises(UsageError, match=r"--dtype fp16.*packed"):
-        export_checkpoint(tmp_path / "checkpoint", tmp_path / "other", ExportOptions(dtype="fp16", threads=1))
+    for dtype in ("fp32", "fp16-weights"):
+        with pytest.raises(UsageError, match=rf"--dtype {dtype}.*packed already"):
+            export_checkpoint(tmp_path / "checkpoint", tmp_path / "other", ExportOptions(dtype=dtype, threads=1))
 
 
 @pytest.mark.parametrize(("precision", "stored"), [("fp32", 4), ("fp16", 2)])

@@ -113,7 +113,8 @@ def test_onnxruntime_genai_generates_the_same_tokens(exported: Path, checkpoint:
     quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
     export_checkpoint(tmp_path / "int4", tmp_path / "int4-onnx", ExportOptions(threads=2))
     export_checkpoint(checkpoint, tmp_path / "standard-onnx", ExportOptions(threads=2, standard_ops=True))
-    for directory in (exported, tmp_path / "int4-onnx", tmp_path / "standard-onnx"):
+    export_checkpoint(tmp_path / "int4", tmp_path / "half-onnx", ExportOptions(dtype="fp16", threads=2))
+    for directory in (exported, *(tmp_path / f"{name}-onnx" for name in ("int4", "standard", "half"))):
         parameters = genai.GeneratorParams(model := genai.Model(str(directory)))
         parameters.set_search_options(max_length=25, do_sample=False)
         generator = genai.Generator(model, parameters)

@@ -37,7 +37,7 @@ def test_layout(precision: str, standard_ops: bool, checkpoint: Path, tmp_path: 
     if precision.startswith("int"):
         source = tmp_path / "packed"
         quantize(checkpoint=checkpoint, out=source, config=QuantizationConfig(bits=int(precision[3:])))
-    dtype = "fp16" if precision == "fp16" else None
+    dtype = "fp16-weights" if precision == "fp16" else None
     result = export_checkpoint(source, out, ExportOptions(dtype=dtype, threads=1, standard_ops=standard_ops, web=True))
 
     js_dtype, graph_name = NAMES[precision]

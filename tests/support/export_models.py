@@ -175,6 +175,7 @@ class Exports:
         int8_cache: bool = False,
         latency: bool = False,
         inline: bool = False,
+        in_half: bool = False,
         **changes: Any,
     ) -> Export:
         """The export of `tiny_model(**changes)` with room for the gate's sequences.
@@ -182,12 +183,13 @@ class Exports:
         Args:
             bits, block, asymmetric: see `pack_model`; a dense model without `bits`. Of INT8 per row (`ROW_BITS`) the
                 embedding and the head are blocks.
-            half, standard, web, inline: see `write_graph`.
+            half, standard, web, inline, in_half: see `write_graph`.
             int8_cache: with the scales of `int8_samples`.
             latency: with the graph for prompts.
             changes: of the model's shape.
         """
-        key = repr((bits, block, asymmetric, half, standard, web, int8_cache, latency, inline, sorted(changes.items())))
+        form = half, standard, web, inline, in_half
+        key = repr((bits, block, asymmetric, form, int8_cache, latency, sorted(changes.items())))
         if key not in self._made:
             directory, shape = self._root / str(len(self._made)), {"max_position_embeddings": CONTEXT} | changes
             model, packed = tiny_model(**shape), tiny_model(**shape)
@@ -200,7 +202,7 @@ class Exports:
                 directory = directory / "web"
                 directory.mkdir()
                 shutil.copy(checkpoint / "config.json", directory)
-            written = write_graph(checkpoint, directory, half, scales, standard, web, inline)
+            written = write_graph(checkpoint, directory, half, scales, standard, web, inline, in_half)
             if latency:
                 write_prompt_graph(checkpoint, directory, written, scales)
             self._made[key] = Export(directory, written, model, scales)

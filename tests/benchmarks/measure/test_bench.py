@@ -15,8 +15,9 @@ from rich.console import Console
 
 from benchmarks.bench import bench_model
 from benchmarks.console_results import print_bench, verdict_line
-from benchmarks.devices.limits import depths_that_fit, judge_budget
+from benchmarks.devices.limits import check_on_device, depths_that_fit, judge_budget
 from benchmarks.devices.load import DEVICES, load_device
+from benchmarks.devices.recognise import is_this_machine
 from benchmarks.measure import bench
 from benchmarks.measure.bandwidth_bound import bytes_read_per_token
 from benchmarks.measure.bench import BenchRequest, prompts_that_fit, short_bench
@@ -328,8 +329,23 @@ def test_elsewhere_the_prediction_decides_and_says_so(result: dict[str, Any], ex
 
 
 def test_a_graphics_card_is_not_judged_by_the_cpu(export: Path) -> None:
-    with pytest.raises(UsageError, match="--on-device"):
+    with pytest.raises(UsageError, match=r"--on-device: .* its GPU; add --provider cuda"):
         bench_model(BenchRequest(export), "rtx-3060", on_device=True)
+
+
+def test_a_graphics_card_is_judged_by_what_runs_on_one(result: dict[str, Any], export: Path) -> None:
+    """All but its memory: what was measured is the process's."""
+    card, there = load_device("rtx-3060"), {**result, "placement": {"processor": "gpu"}}
+    budget = judge_budget(card, there, CONFIG, export, on_device=True, predict=predict_directory)
+    sources = {limit["name"]: limit["source"] for limit in budget["limits"]}
+    assert budget["decided_by"] == "measurement" and sources["tpot_p50_ms"] == "measured"
+    assert sources["peak_memory_mb"] == "predicted"
+    unknown = judge_budget(card, there, CONFIG, export, on_device=False, predict=predict_directory)
+    assert unknown["decided_by"] == "prediction"  # a card is not recognised
+    with pytest.raises(UsageError, match=r"on the GPU, and the budget of raspberry-pi-5-8gb is for its CPU"):
+        check_on_device(load_device("raspberry-pi-5-8gb"), True, "gpu")
+    board = load_device("jetson-orin-nano-super")
+    assert not is_this_machine(board, "gpu") and is_this_machine(load_device("host"), "gpu")
 
 
 @pytest.mark.slow

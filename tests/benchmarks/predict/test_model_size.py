@@ -132,7 +132,7 @@ def test_the_stored_format_follows_the_configuration(tmp_path: Path) -> None:
         {"precision": "int4", "standard": True, "latency": True},
         {"precision": "int3"},
         {"precision": "int4", "cache": "int2"},
-        {"precision": "int4", "cache": "fp16"},  # no export has one
+        {"precision": "int4", "cache": "bf16"},
     ],
 )
 def test_formats_that_do_not_exist(arguments: dict[str, Any]) -> None:

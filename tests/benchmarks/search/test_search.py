@@ -63,7 +63,7 @@ def test_every_shape_of_the_grid_can_be_cut(changes: dict[str, Any]) -> None:
 
 
 def started(device: Device, teacher: ModelConfig = TEACHER) -> Search:
-    return start_search(teacher, device, usual(teacher), False, 100_000)
+    return start_search(teacher, device, usual(teacher), Target("host"), 100_000)
 
 
 def best(device: Device, teacher: ModelConfig = TEACHER) -> Candidate:
@@ -205,6 +205,17 @@ class Rule:
         return dict(candidate.predicted)
 
 
+def test_on_a_gpu_every_format_computes_in_float16(tmp_path: Path) -> None:
+    """An INT8 cache, INT8 in rows and the latency profile have no such graph."""
+    target = Target("host", True, "cuda", "gpu")
+    search = start_search(TEACHER, with_limits(), usual(), target, 100_000)
+    formats = {one.format for one in search.found}
+    assert formats and all(each.cache == "fp32" and not each.per_row and not each.latency for each in formats)
+    source = Source(tmp_path, (), ())
+    assert export_settings(source, ModelFormat("int4"), tmp_path, tmp_path, "gpu")["dtype"] == "fp16"
+    assert "dtype" not in export_settings(source, ModelFormat("int4"), tmp_path, tmp_path)
+
+
 def test_what_trials_show_moves_the_search_from_cuts_to_small_formats() -> None:
     """By usual estimates a cut with fine rounding is best. On a teacher that cuts hurt, the whole one at 4 bits is."""
     full = Shape.of(TEACHER)
@@ -255,7 +266,7 @@ def test_what_is_measured_replaces_the_usual_estimates() -> None:
     assert set(found.vocabularies) == {384, 320} and 0 < found.vocabularies[320] < 10
     with pytest.raises(UsageError, match="always stay"):
         measured_estimates(TEACHER, 1_000, trials, asked=[256], suggested=[])
-    search = start_search(TEACHER, with_limits(), found, False, 1_000)
+    search = start_search(TEACHER, with_limits(), found, Target("host"), 1_000)
     search.learn_vocabulary(320, 6.0)
     whole = [one for one in search.found if one.vocab_size == 320 and one.shape == Shape.of(TEACHER)]
     assert min(one.loss_percent for one in whole) == pytest.approx(6.0)
@@ -323,7 +334,9 @@ class Line:
         }
         return BenchResult(load_config(request.directory), figures, {}, {}, {})
 
-    def timed(self, directory: Path, device: Device, threads: int | None = None) -> dict[str, float | None]:
+    def timed(
+        self, directory: Path, device: Device, threads: int | None = None, provider: str = "cpu"
+    ) -> dict[str, float | None]:
         """In place of `short_bench`."""
         self.calls.append(directory)
         figures = {"file_mb": directory_bytes(directory) / 1e6, "peak_memory_mb": 80.0, "ttft_ms": 100.0}

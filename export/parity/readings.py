@@ -1,0 +1,63 @@
+"""The token sequences that gates read, and the ways in which they read them. Needs no torch: `verify` reads them too.
+
+Shape suffixes: T tokens, V vocabulary, B sequences, S steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from export.parity.comparison import Comparison, Limits, Pass, compare, merge
+from export.runtime.decoder import OnnxDecoder
+from sportsllm.inference.decoder import Decoder, Logits
+from sportsllm.models.config import ModelConfig
+from sportsllm.text.tokenizer import TextTokenizer
+
+SEED = 20_260
+# ONNX Runtime reads the first in several pieces; the third is real text where there is a tokenizer.
+SEQUENCE_LENGTHS = (300, 56, 48)
+STEPS = 4  # few, since exact steps are slow: at 8 bits each one unpacks all the weights
+TEXTS = (
+    "The home side won 3-1 after extra time.",
+    "First line\nsecond line:  two spaces, a\ttab and “quotes”.",
+    "Zoë ran 57½ metres, très vite! ⚽🏏",
+)
+
+
+def make_sequences(config: ModelConfig, tokenizer: TextTokenizer | None) -> list[list[int]]:
+    """Three token sequences, of different lengths where the context allows; the same every time."""
+    rng, context = np.random.default_rng(SEED), config.max_position_embeddings
+    sequences = [rng.integers(0, config.vocab_size, length).tolist() for length in SEQUENCE_LENGTHS]
+    if tokenizer is not None:
+        sequences[2] = [tokenizer.begin_id, *tokenizer.encode("\n".join(TEXTS))]
+    return [sequence[:context] for sequence in sequences]
+
+
+def run_pass(
+    name: str, decoder: OnnxDecoder, sequences: Sequence[Sequence[int]], expected: Sequence[Logits], limits: Limits
+) -> Pass:
+    """Read the sequences of `make_sequences` in every way and compare with the expected logits, (T, V) each.
+
+    What comes before a token does not change with what follows, so their beginnings serve as shorter prompts.
+    """
+    whole = [compare(want, decoder.logits(row)) for row, want in zip(sequences, expected, strict=True)]
+    # A long prompt, which is read in pieces; one that starts from a single token; a single token and no more.
+    cases = [(0, len(sequences[0])), (1, STEPS + 1), (1, 1)]
+    stepped = [_compare_decoding(decoder, [sequences[i][:cut]], [expected[i][:cut]]) for i, cut in cases]
+    # Prompts of 3, 17 and 40 tokens at most, decoded together.
+    cuts = [length + STEPS for length in (3, 17, 40)]
+    rows = [row[:cut] for row, cut in zip(sequences, cuts, strict=True)]
+    together = _compare_decoding(decoder, rows, [want[:cut] for want, cut in zip(expected, cuts, strict=True)])
+    kinds = {"prefill": whole, "decode": stepped, "ragged batch": [together]}
+    return Pass(name, limits, tuple(merge(kind, parts) for kind, parts in kinds.items()))
+
+
+def _compare_decoding(decoder: Decoder, rows: Sequence[Sequence[int]], expected: Sequence[Logits]) -> Comparison:
+    """Read all but the last steps' tokens of each row as prompts, then those one by one."""
+    steps = min(STEPS, min(map(len, rows)) - 1)
+    found = [decoder.prefill([row[: len(row) - steps] for row in rows], max_length=max(map(len, rows)))]
+    found += [decoder.step([row[len(row) - left] for row in rows]) for left in range(steps, 0, -1)]
+    found_SBV = np.stack(found)
+    return merge("", [compare(want[-steps - 1 :], found_SBV[:, row]) for row, want in enumerate(expected)])

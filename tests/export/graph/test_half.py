@@ -1,0 +1,139 @@
+"""Graphs that compute and cache in float16, for GPUs: run here on the CPU provider, which has all their operators."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from benchmarks.devices.load import load_device
+from benchmarks.predict.latency import predict_directory
+from benchmarks.predict.model_size import stored_format
+from compress.quantization.config import Granularity, QuantizationConfig
+from compress.quantization.run import quantize
+from export import export as export_module
+from export.export import ExportOptions, export_checkpoint
+from export.paths import GRAPH_FILE
+from export.runtime.decoder import OnnxDecoder
+from export.runtime.providers import Provider
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.models.hf_config import load_config
+from sportsllm.storage.checkpoint import load_checkpoint
+from tests.support.export_models import Exports, edit_tensor, logits_of, save, tiny_model
+
+FLOAT, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
+FORMS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "untied": {"tie_word_embeddings": False},
+    "int4": {"bits": 4},
+    "int4, zero points": {"bits": 4, "asymmetric": True},
+    "int8": {"bits": 8},
+    "rotary outside": {"head_dim": 8},
+    "norms of heads": {"qk_norm": True},
+    "biases": {"attention_bias": True, "bits": 4},
+}
+
+
+@pytest.mark.parametrize("settings", FORMS.values(), ids=FORMS)
+def test_the_gate_passes(settings: dict[str, Any], exports: Exports) -> None:
+    """Widened to float32, the graph computes what PyTorch does with the weights that it stores."""
+    report = exports(in_half=True, **settings).report
+    assert report.failures() == [] and [item.name for item in report.passes] == ["exact", "deployed"]
+    assert report.precision == (f"int{settings['bits']}" if "bits" in settings else "fp16")
+
+
+def test_everything_is_float16_but_the_logits(exports: Exports) -> None:
+    graph = onnx.load(str(exports(4, in_half=True).directory / GRAPH_FILE), load_external_data=False).graph
+    types = {item.name: item.type.tensor_type.elem_type for item in (*graph.input, *graph.output)}
+    cached = {kind for name, kind in types.items() if name.startswith(("past_key_values.", "present."))}
+    assert cached == {HALF} and types["logits"] == FLOAT
+    wide = {item.name for item in graph.initializer if item.data_type == FLOAT}
+    assert wide <= {"norm/two", "norm/epsilon"}  # of the first norm, whose squares are float32's
+
+
+def test_dense_products_are_standard_operators(exports: Exports) -> None:
+    """FusedMatMul runs on fewer GPUs."""
+    graph = onnx.load(str(exports(in_half=True).directory / GRAPH_FILE), load_external_data=False).graph
+    assert "FusedMatMul" not in {node.op_type for node in graph.node}
+
+
+@pytest.mark.parametrize("settings", [{}, {"bits": 4}], ids=["dense", "int4"])
+def test_logits_are_those_of_float32_within_float16s_rounding(settings: dict[str, Any], exports: Exports) -> None:
+    """Each of some 30 operators rounds to 11 bits, half a unit of 2**-11: sqrt(30) * 2**-12 is 0.13% of the spread, of
+    which the largest of thousands of logits is about four. INT4 also rounds what products read to 8 bits, in blocks of
+    32, which moves a logit by up to a few percent."""
+    export = exports(in_half=True, **settings)
+    tokens = list(range(1, 60))
+    expected = logits_of(load_checkpoint(export.directory), tokens)
+    found = OnnxDecoder(export.directory, 1).logits(tokens)
+    limit = 0.1 if settings else 0.01
+    assert np.abs(found - expected).max() < limit * expected.std()
+
+
+def test_a_changed_weight_is_found(exports: Exports, tmp_path: Path) -> None:
+    def change(array: np.ndarray) -> None:
+        array[2, 3] += 0.05
+
+    directory = exports(in_half=True).copy_to(tmp_path / "copy")
+    edit_tensor(directory, "model.layers.0.mlp.down_proj.weight", change)
+    from export.parity.check import check_parity
+
+    assert any("exact pass" in line for line in check_parity(directory, directory, threads=1).failures())
+
+
+def test_numbers_beyond_float16_are_refused(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.model.norm.weight.data[0] = 70_000
+    save(tmp_path / "wide", model)
+    with pytest.raises(ArtifactError, match=r"model\.norm\.weight.*beyond float16"):
+        export_checkpoint(tmp_path / "wide", tmp_path / "out", ExportOptions(dtype="fp16", threads=1))
+
+
+def test_the_command_and_the_loaders_files(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
+    result = export_checkpoint(tmp_path / "int4", tmp_path / "out", ExportOptions(dtype="fp16", threads=1))
+    assert (result["precision"], result["kv_cache"], result["kernels"]) == ("int4", "fp16", None)
+    said = capsys.readouterr()
+    assert "for GPUs" in said.out + said.err
+    settings = json.loads((tmp_path / "out" / "manifest.json").read_text())["settings"]
+    assert (settings["computed_in"], settings["kv_cache"]) == ("fp16", "fp16")
+    stored = stored_format(tmp_path / "out")
+    assert (stored.precision, stored.cache) == ("int4", "fp16")
+    figures = predict_directory(load_device("rtx-3060"), load_config(tmp_path / "out"), tmp_path / "out").figures
+    assert figures["peak_memory_mb"] is not None
+    web = export_checkpoint(tmp_path / "int4", tmp_path / "web", ExportOptions(dtype="fp16", threads=1, web=True))
+    assert web["parity"]["passed"] and (tmp_path / "web" / "onnx" / "model_q4f16.onnx").exists()
+    loader = json.loads((tmp_path / "web" / "config.json").read_text())["transformers.js_config"]
+    assert loader["dtype"] == "q4f16" and loader["kv_cache_dtype"] == {"q4f16": "float16"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_cache": "int8"}, {"profile": "latency"}, {"standard_ops": True}, {"max_ram_mb": 4_000}],
+    ids=["--kv-cache int8", "--profile latency", "--standard-ops", "--max-ram"],
+)
+def test_what_is_for_cpus_is_refused(options: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--dtype fp16 with .*for CPUs"):
+        export_checkpoint(checkpoint, tmp_path / "out", ExportOptions(dtype="fp16", **options))
+
+
+def test_the_gate_by_layer_is_the_cpus(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_module, "find_provider", lambda name: Provider(name, "CUDAExecutionProvider", "gpu"))
+    with pytest.raises(UsageError, match="--provider cuda with --max-ram"):
+        export_checkpoint(checkpoint, tmp_path / "out", ExportOptions(max_ram_mb=4_000, provider="cuda"))
+
+
+def test_int8_in_rows_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    quantize(
+        checkpoint=checkpoint,
+        out=tmp_path / "rows",
+        config=QuantizationConfig(bits=8, granularity=Granularity.PER_CHANNEL),
+    )
+    with pytest.raises(UsageError, match="INT8 per row"):
+        export_checkpoint(tmp_path / "rows", tmp_path / "out", ExportOptions(dtype="fp16"))

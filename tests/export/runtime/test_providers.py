@@ -1,0 +1,206 @@
+"""Execution providers by name, where nodes run, and the cache that stays with the provider."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from export.parity import provider as provider_gate
+from export.parity.comparison import Limits
+from export.parity.provider import check_provider
+from export.paths import GRAPH_FILE
+from export.runtime import providers
+from export.runtime.decoder import OnnxDecoder
+from export.runtime.device_cache import DeviceCache
+from export.runtime.providers import CPU, Placement, Provider, create_session, find_provider, placement
+from export.runtime.session import cached_tensors, session_options
+from sportsllm.cli.main import main
+from sportsllm.errors import ResourceError, UsageError
+from sportsllm.inference.decoder import open_decoder
+from sportsllm.inference.sampling import Sampling, generate
+from tests.support.export_models import Exports
+
+AZURE = Provider("azure", "AzureExecutionProvider", "cpu")  # built into every package, and takes nothing of ours
+
+
+@pytest.mark.parametrize("name", ["cpu", "CPU", "CPUExecutionProvider"])
+def test_the_cpu_is_always_there(name: str) -> None:
+    assert find_provider(name) is CPU and CPU.is_cpu
+    assert providers.installed()[0] == "cpu" and "azure" not in providers.installed()
+
+
+def test_a_provider_that_is_not_installed_says_what_to_install() -> None:
+    with pytest.raises(
+        ResourceError, match=r"--provider cuda: not installed; installed: cpu.* install onnxruntime-gpu"
+    ):
+        find_provider("cuda")
+    with pytest.raises(ResourceError, match="onnxruntime-ep-nv-tensorrt-rtx"):
+        find_provider("TensorRT-RTX")
+    with pytest.raises(
+        UsageError, match=r"--provider quantum: no provider has this name; installed: cpu.*webgpu: onnx"
+    ):
+        find_provider("quantum")
+
+
+@pytest.fixture
+def broken_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An installed plugin whose library is no library."""
+    package = tmp_path / "onnxruntime_ep_broken"
+    package.mkdir()
+    (package / "library.so").write_text("no library")
+    (package / "__init__.py").write_text(
+        f"def get_library_path(): return {str(package / 'library.so')!r}\n"
+        "def get_ep_names(): return ['BrokenExecutionProvider']\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    providers._plugins.cache_clear()
+    return "broken"
+
+
+def test_plugins_are_found_by_their_packages(broken_plugin: str) -> None:
+    try:
+        assert broken_plugin in providers.installed()
+        with pytest.raises(ResourceError, match="--provider broken: onnxruntime-ep-broken cannot be loaded"):
+            find_provider(broken_plugin)
+    finally:
+        providers._plugins.cache_clear()
+
+
+def test_a_provider_that_takes_no_node_is_refused(exports: Exports) -> None:
+    with pytest.raises(ResourceError, match="--provider azure: takes none of the graph's nodes"):
+        open_decoder(exports().directory, 1, provider="azure")
+
+
+def test_every_node_is_counted(exports: Exports) -> None:
+    """Without optimizations the session has the graph's own nodes; those of functions are inlined."""
+    directory = exports(inline=True).directory
+    options = session_options(1)
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    session = create_session(str(directory / GRAPH_FILE), options, CPU)
+    found = placement(session, AZURE)
+    nodes = [node.op_type for node in onnx.load(str(directory / GRAPH_FILE), load_external_data=False).graph.node]
+    assert found.taken == {} and dict(found.elsewhere) == {op: nodes.count(op) for op in set(nodes)}
+    assert found.to_dict()["nodes_on_cpu"] == dict(found.elsewhere) and found.to_dict()["nodes"] == 0
+
+
+def test_what_fell_to_the_cpu_is_said() -> None:
+    gpu = Provider("cuda", "CUDAExecutionProvider", "gpu")
+    line = str(Placement(gpu, {"MatMul": 5, "Add": 1}, {"Shape": 1, "Reshape": 3}))
+    assert line == (
+        "provider: cuda (CUDAExecutionProvider, on the GPU) runs 6 of 10 nodes; 4 fell to the CPU provider: "
+        "3 Reshape, 1 Shape"
+    )
+    assert str(Placement(gpu, {"MatMul": 5}, {})).endswith("runs all 5 nodes")
+    assert "without prompt.onnx, which is for CPUs, runs" in str(Placement(gpu, {"MatMul": 5}, {}, "prompt.onnx"))
+    assert "does not say" in str(Placement(gpu, None, {}))
+
+
+def test_a_device_cache_holds_what_the_hosts_holds(exports: Exports) -> None:
+    """One sequence at a time, with a mask that ends with its token, differs in the order of additions alone: below 1e-5
+    for logits of about 1. Here the buffers lie in the host's memory."""
+    equal = partial(np.testing.assert_allclose, atol=1e-5, rtol=0)
+    directory = exports().directory
+    plain, device = (OnnxDecoder(directory, 1, kernels="portable") for _ in range(2))
+    tensors = cached_tensors(device._session, directory)
+    device._make_cache = partial(DeviceCache, {}, CPU, tensors)
+    prompts = [[1, 5, 9, 2, 7], [3, 4], [8]]
+    for decoder in (plain, device):
+        decoder.prefill(prompts, max_length=40)
+    equal(device.step([4, 5, 6]), plain.step([4, 5, 6]))
+    longer = [[*prompt, token, 11] for prompt, token in zip(prompts, [4, 5, 6], strict=True)]
+    found, expected = (decoder.prefill(longer, max_length=60, reuse=True) for decoder in (device, plain))
+    equal(found, expected)
+    copy = device.fork()
+    equal(copy.step([1, 2, 3]), plain.step([1, 2, 3]))
+    equal(device.step([1, 2, 3]), copy.prefill([[*row, 1 + i] for i, row in enumerate(longer)]))
+    equal(device.logits(list(range(50))), plain.logits(list(range(50))))
+
+
+def test_a_provider_that_computes_all_positions_gives_the_last(exports: Exports) -> None:
+    decoder, tokens = OnnxDecoder(exports().directory, 1), list(range(9))
+    expected = decoder.prefill([tokens])
+    assert decoder._computes_kept_positions()
+    decoder._keeps_last = False
+    np.testing.assert_allclose(decoder.prefill([tokens]), expected, atol=1e-5, rtol=0)  # the order of additions
+
+
+def test_kernels_are_for_the_cpu_provider(exports: Exports) -> None:
+    from export.runtime.kernels import choose_kernels
+
+    graph = exports(4).directory / GRAPH_FILE
+    chosen = choose_kernels(graph, "auto", AZURE)
+    assert chosen.name == "portable" and "CPU provider alone" in str(chosen)
+    with pytest.raises(UsageError, match="--kernels native: they run on the CPU provider, not on azure"):
+        choose_kernels(graph, "native", AZURE)
+
+
+def test_a_provider_is_held_to_the_logits_of_the_cpu(exports: Exports, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = exports().directory
+    where, found = check_provider(directory, "cpu", 1)
+    assert where is None and not found.failures()
+    assert {each.kind for each in found.comparisons} == {"prefill", "decode", "ragged batch"}
+    monkeypatch.setattr(provider_gate, "_limits", lambda directory: Limits(-1.0, -1.0, 1.0))
+    assert check_provider(directory, "cpu", 1)[1].failures()
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    return int(stop.value.code or 0)
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "verify", "bench"])
+def test_commands_refuse_what_cannot_be(
+    command: str, exports: Exports, checkpoint: Path, corpus_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = ["--text", corpus_file] if command == "eval" else []
+    for provider, code in (("quantum", 2), ("cuda", 5)):
+        if command != "verify":  # there the manifest comes first
+            assert run(command, exports().directory, *text, "--provider", provider) == code
+            assert capsys.readouterr().err.count("\n") == 1
+    if command != "bench":
+        assert run(command, checkpoint, *text, "--provider", "cuda") == 2
+        assert "is a checkpoint, which PyTorch runs" in capsys.readouterr().err
+
+
+def test_a_search_names_the_missing_provider_at_once(
+    checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--teacher", checkpoint, "--corpus", corpus_file, "--out", tmp_path / "fit", "--dry-run"]
+    assert run("fit", *given, "--device", "rtx-3060", "--provider", "cuda") == 5
+    assert "--provider cuda: not installed" in capsys.readouterr().err
+
+
+def test_results_name_the_provider(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("export", checkpoint, "--out", tmp_path / "out", "--threads", 1) == 0
+    capsys.readouterr()
+    assert run("generate", tmp_path / "out", "--max-new-tokens", 2, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["provider"], result["placement"]) == ("cpu", None)
+    assert run("verify", tmp_path / "out", "--provider", "azure") == 5
+    assert "takes none of the graph's nodes" in capsys.readouterr().err
+    assert run("export", checkpoint, "--out", tmp_path / "other", "--provider", "cuda") == 5
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.skipif("openvino" not in providers.installed(), reason="needs onnxruntime-openvino")
+@pytest.mark.parametrize("settings", [{}, {"in_half": True}, {"bits": 4}], ids=["fp32", "fp16", "int4"])
+def test_openvino_chooses_the_same_tokens(settings: dict[str, int], exports: Exports) -> None:
+    directory = exports(**settings).directory
+    try:
+        there = open_decoder(directory, 1, provider="openvino")
+    except ResourceError as error:
+        pytest.skip(str(error))
+    here = open_decoder(directory, 1, "portable")
+    if not settings:  # of an untrained model the best tokens are close: rounding chooses among them
+        found, expected = (list(generate(each, [1, 5, 9], 20, Sampling(temperature=0))) for each in (there, here))
+        assert found == expected
+    where, compared = check_provider(directory, "openvino", 1)
+    assert where is not None and sum((where.taken or {}).values()) > 20 and not compared.failures()
