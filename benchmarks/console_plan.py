@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,7 +57,8 @@ def _words(precision: str) -> str:
 
 def _print_parts(console: Console, result: Mapping[str, Any]) -> None:
     layers, total, sizes = result["layers"], result["parameters"], result["weight_bytes_by_component"]
-    block, block_sizes = result["parameters_per_block"], result["weight_bytes_per_block"]
+    block = _alike_together(result["parameters_per_block"])
+    block_sizes = {each: _alike_together(parts) for each, parts in result["weight_bytes_per_block"].items()}
 
     def row(name: str, count: int, parts: Mapping[str, int]) -> tuple[str, ...]:
         return name, f"{count:,}", f"{100 * count / total:.1f}", *(megabytes(size) for size in parts.values())
@@ -75,7 +77,18 @@ def _print_parts(console: Console, result: Mapping[str, Any]) -> None:
         row(f"  {name}", count, {each: block_sizes[each][name] for each in sizes}) for name, count in block.items()
     ]
     headers = ("part", "parameters", "%", *(f"{_words(each)} MB" for each in sizes))
-    console.print(table(headers, rows, title=f"{result['model']}: {total:,} parameters"))
+    active = result["active_parameters"]
+    title = f"{result['model']}: {total:,} parameters" + (f", {active:,} active" if active < total else "")
+    console.print(table(headers, rows, title=title))
+
+
+def _alike_together(parts: Mapping[str, int]) -> dict[str, int]:
+    """Parts of a block by name, those of all experts added up."""
+    found: dict[str, int] = {}
+    for name, count in parts.items():
+        words = re.sub(r"^experts\.\d+\.", "experts.", name)
+        found[words] = found.get(words, 0) + count
+    return found
 
 
 def _print_cache(console: Console, result: Mapping[str, Any]) -> None:

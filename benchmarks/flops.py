@@ -9,18 +9,19 @@ saves memory. Letters: T tokens of a sequence, L layers, D hidden_size, V vocabu
 from __future__ import annotations
 
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.size import block_numbers
+from sportsllm.models.kinds import halves
 
 # The backward pass is two products for each one of the forward pass (Kaplan et al., section 2.1).
 FORWARDS_PER_STEP = 3
 
 
 def matmul_parameters(config: ModelConfig) -> int:
-    """N, the weights each token is multiplied by: the blocks' matrices and the (V, D) head.
+    """N, the weights a token is multiplied by: the blocks' matrices, of experts the chosen ones, and the (V, D) head.
 
     The embedding is a look-up and free; a tied head is a product all the same and counts.
     """
-    return block_numbers(config) + config.vocab_size * config.hidden_size
+    active = sum(kind.active_numbers(config) for kind in halves(config).values())
+    return config.num_hidden_layers * active + config.vocab_size * config.hidden_size
 
 
 def forward_flops_per_token(config: ModelConfig, sequence: int) -> int:
@@ -28,11 +29,13 @@ def forward_flops_per_token(config: ModelConfig, sequence: int) -> int:
 
         2 N + 4 L (H E) c    with c = (T + 1) / 2, the mean number of positions a token attends to
 
-    Each attended position costs 2 H E for its score and 2 H E for its value. PaLM and Chinchilla's appendix F
+    Each attended position costs 2 H E for its score and 2 H E for its value; kinds of attention that differ say what
+    it costs them. PaLM and Chinchilla's appendix F
     (https://arxiv.org/abs/2203.15556) have c = T; causal attention needs half. Packed documents attend inside
     themselves only, so for them this is an upper bound.
     """
-    return 2 * matmul_parameters(config) + 2 * config.num_hidden_layers * config.query_size * (sequence + 1)
+    mixing = sum(kind.prompt_macs(config, sequence + 1) for kind in halves(config).values())  # of two mean depths
+    return 2 * matmul_parameters(config) + config.num_hidden_layers * mixing
 
 
 def training_flops_per_token(config: ModelConfig, sequence: int) -> int:

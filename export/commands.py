@@ -61,7 +61,6 @@ def export(
 ) -> dict[str, Any]:
     """Write an ONNX graph with KV-cache inputs, checked against the PyTorch model before it is published."""
     from export.export import ExportOptions, export_checkpoint
-    from sportsllm.console import output
 
     if gguf:
         others: dict[str, Any] = {
@@ -77,6 +76,13 @@ def export(
     how = standard_ops, web, inline, max_ram, rope_scaling, provider
     options = ExportOptions(dtype, threads, kv_cache, calibration or [], profile, *how)
     result = export_checkpoint(checkpoint, out, options)
+    _print_export(out, result, max_ram)
+    return result
+
+
+def _print_export(out: Path, result: dict[str, Any], max_ram: int | None) -> None:
+    from sportsllm.console import output
+
     parity = result["parity"]
     output().print(
         f"{out}: {result['precision']}, {result['kv_cache']} cache, {result['parameters']:,} parameters, "
@@ -91,7 +97,6 @@ def export(
         )
     if max_ram is not None and not result["cached"]:
         output().print(f"at most {result['peak_rss_bytes'] / 1e6:,.0f} MB of memory, {max_ram:,} allowed")
-    return result
 
 
 def _export_gguf(

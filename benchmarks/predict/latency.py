@@ -24,7 +24,15 @@ from typing import Any
 from benchmarks.devices.limits import Predicted, depths_that_fit, limit_lengths
 from benchmarks.devices.schema import Device
 from benchmarks.predict.coefficients import costs, reliability, resolve
-from benchmarks.predict.model_size import ModelFormat, file_bytes, layer_activations, mixing_macs, sizes, stored_format
+from benchmarks.predict.model_size import (
+    ModelFormat,
+    active_share,
+    file_bytes,
+    layer_activations,
+    mixing_macs,
+    sizes,
+    stored_format,
+)
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.size import kv_cache_bytes_per_token
@@ -42,8 +50,8 @@ def tpot_terms(config: ModelConfig, stored: ModelFormat, depth: int) -> Terms:
     """Of the time per token after `depth` others, in ms."""
     parts, cached = sizes(config, stored), depth * kv_cache_bytes_per_token(config)[stored.cache]
     terms = _pass_terms(config, stored, cached)
-    for group in (parts.layers, parts.head):
-        terms[f"weights_gb_per_s.{group.weight_format}"] += group.bytes
+    for group, share in ((parts.layers, active_share(config)), (parts.head, 1.0)):
+        terms[f"weights_gb_per_s.{group.weight_format}"] += share * group.bytes
     terms[f"cache_gb_per_s.{stored.cache}"] += cached
     terms["attention_gmac_per_s"] += mixing_macs(config, depth)
     return terms
@@ -62,7 +70,7 @@ def ttft_terms(config: ModelConfig, stored: ModelFormat, prompt: int) -> Terms:
     else:
         terms[f"weights_gb_per_s.{parts.head.weight_format}"] += parts.head.bytes
     for new, end in pieces(tokens):
-        terms[f"prefill_gmac_per_s.{group.weight_format}"] += new * group.macs
+        terms[f"prefill_gmac_per_s.{group.weight_format}"] += new * active_share(config) * group.macs
         # Scores of each new token with all so far, masked ones too, and their product with the values.
         terms["prefill_attention_gmac_per_s"] += new * mixing_macs(config, end)
         terms["elementwise_gb_per_s"] += 4 * new * config.num_hidden_layers * layer_activations(config)

@@ -159,9 +159,17 @@ def mixing_macs(config: ModelConfig, depth: int) -> int:
 
 
 @lru_cache(maxsize=1_024)
+def active_share(config: ModelConfig) -> float:
+    """Of the numbers in the layers' matrices, the share that one token is multiplied by: below 1 with experts."""
+    active = sum(kind.active_numbers(config) for kind in halves(config).values())
+    return config.num_hidden_layers * active / block_numbers(config)
+
+
+@lru_cache(maxsize=1_024)
 def layer_activations(config: ModelConfig) -> int:
     """Values that the products of one layer read and write for each token."""
-    return sum(matrix.rows + matrix.columns for matrix in block_matrices(config))
+    routed = 1.0 if config.experts is None else config.experts.active / config.experts.count
+    return round(sum((m.rows + m.columns) * (routed if m.routed else 1.0) for m in block_matrices(config)))
 
 
 def stored_format(directory: Path) -> ModelFormat:

@@ -174,6 +174,7 @@ def _sizes(model: str, config: ModelConfig, request: PlanRequest) -> dict[str, A
         "layers": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "parameters": config.parameters,
+        "active_parameters": config.active_parameters,
         "parameters_by_component": parts,
         "parameters_percent": {name: 100 * count / config.parameters for name, count in parts.items()},
         "parameters_per_block": size.block_parameters(config),

@@ -110,9 +110,13 @@ def _rope_scaling(data: Mapping[str, Any], context: int | None, where: str) -> R
     kind = data.get("rope_type", data.get("type", "default"))
     if kind in (None, "default"):
         return None
-    known = {"factor", *(ROPE_TYPES.get(kind) or ROPE_TYPES["llama3"])}  # earlier versions wrote these for linear too
+    if kind not in ROPE_TYPES:
+        raise ArtifactError(
+            f"{where}: rope_scaling type {kind!r} is not supported; use none or {', '.join(ROPE_TYPES)}"
+        )
+    known = {"factor", *(ROPE_TYPES[kind] or ROPE_TYPES["llama3"])}  # earlier versions wrote these for linear too
     unknown = set(data) - known - {"rope_type", "type", "rope_theta"}
-    if kind in ROPE_TYPES and unknown:
+    if unknown:
         raise ArtifactError(f"{where}: rope_scaling has an unknown field {sorted(unknown)[0]!r}")
     values = {key: data[key] for key in known & set(data) if data[key] is not None}
     values = {key: value for key, value in values.items() if value or not key.startswith("mscale")}  # 0 is unset

@@ -68,6 +68,10 @@ class Latent(Kind):
         """Scores and the weighted sum over the latent vectors, and the absorbed matrices, which are kv_b_proj's own."""
         return config.num_attention_heads * depth * (2 * config.kv_rank + config.head_dim)
 
+    def prompt_macs(self, config: ModelConfig, depth: int) -> int:
+        """Scores and the weighted sum over keys and values that kv_b_proj makes once a token."""
+        return config.num_attention_heads * depth * (config.unrotated_dim + config.head_dim + config.value_dim)
+
     def activation_bytes(self, config: ModelConfig, mixed: bool, processor: Processor) -> int:
         """Latents and what their norms keep; queries, keys, values and output in float32, a log-sum for each head."""
         a, heads = (2 if mixed else 4), config.num_attention_heads

@@ -123,6 +123,10 @@ class Kind(Protocol):
         """Multiply-adds of one token outside the matrices, where it sees `depth` tokens."""
         return 0
 
+    def prompt_macs(self, config: ModelConfig, depth: int) -> int:
+        """The same of one token of a prompt or of training, where that is another form."""
+        return self.mixing_macs(config, depth)
+
     def activation_bytes(self, config: ModelConfig, mixed: bool, processor: Processor) -> int:
         """Bytes it keeps of each token for the backward pass, its input not counted; `mixed` is mixed precision."""
 

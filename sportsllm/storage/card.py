@@ -17,6 +17,7 @@ from sportsllm.models.shape import described_shape
 from sportsllm.storage.card_figures import quality, speed
 from sportsllm.storage.card_usage import LIBRARY, Loadable, usage
 from sportsllm.storage.front_matter import Fields, front_matter, read_front_matter
+from sportsllm.storage.hub import origin
 from sportsllm.storage.lineage import Ancestor, ancestors
 from sportsllm.storage.words import markdown_table, of_text, plain, short_path
 
@@ -53,7 +54,8 @@ def model_card(
     return front_matter(_fields(loadable, carried, chain)) + _joined(
         [
             f"\n# {place.name}",
-            f"A language model of the LLaMA family: {described_shape(loadable.config)}. {loadable.form}",
+            f"A language model, {loadable.data.get('model_type', 'llama')}: {described_shape(loadable.config)}. "
+            f"{loadable.form}",
             "## How it was made",
             *_steps(chain),
             *quality(chain, results),
@@ -92,8 +94,8 @@ def _carried(directory: Path, manifest: Mapping[str, Any], older: Sequence[Ances
         license_ = facts.get("results", {}).get("license") if facts.get("command") == "import" else None
         if license_ and "license" not in card:
             card["license"] = str(license_).lower()
-        if not facts and place != directory and (origin := _hub_name(place)):
-            card["base_model"] = origin
+        if not facts and place != directory and (base := _hub_name(place)):
+            card["base_model"] = base
         found = _joined_fields(found, card)
     return found
 
@@ -106,7 +108,9 @@ def _joined_fields(nearer: Fields, farther: Fields) -> Fields:
 
 
 def _hub_name(directory: Path) -> str | None:
-    """The name on the hub that a checkpoint's config.json keeps, `owner/name`; None for a path."""
+    """The name on the hub of a downloaded checkpoint, or that its config.json keeps, `owner/name`; None for a path."""
+    if (downloaded := origin(directory)) is not None:
+        return downloaded["model"]
     config = directory / "config.json"
     name = read_json(config).get("_name_or_path") if config.is_file() else None
     return name if isinstance(name, str) and name.count("/") == 1 and not name.startswith((".", "/", "~")) else None
@@ -136,13 +140,18 @@ def _steps(chain: Sequence[Ancestor]) -> Iterator[str]:
         size = results.get("size_bytes")
         rows.append(
             (
-                f"`{one.directory.name}`",
+                f"`{_named(one.directory)}`",
                 _what(one.manifest),
                 f"{results['parameters']:,}" if results.get("parameters") else "",
                 f"{size / 1e6:,.3g} MB" if size else "",
             )
         )
     yield markdown_table(("model", "how", "parameters", "size"), rows, (0, 1))
+
+
+def _named(directory: Path) -> str:
+    """A model's directory by its name, a downloaded one by that in the hub and its commit."""
+    return directory.name if origin(directory) is None else short_path(str(directory))
 
 
 def _what(manifest: Mapping[str, Any]) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
+
+from sportsllm.storage.hub import origin
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[int] = (0,)) -> str:
@@ -18,8 +20,13 @@ def _cell(text: str) -> str:
 
 
 def short_path(text: str) -> str:
-    """The last two parts of an absolute path, since the rest is a matter of one machine; other text as it is."""
+    """The last two parts of an absolute path, since the rest is a matter of one machine; other text as it is.
+
+    A model that was downloaded is called by its name and commit.
+    """
     path = PurePath(text)
+    if (model := origin(Path(text))) is not None:
+        return f"{model['model']}@{model['revision']}"
     return "/".join(path.parts[-2:]) if path.is_absolute() and len(path.parts) > 2 else text
 
 

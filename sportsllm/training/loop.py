@@ -160,8 +160,8 @@ class _Run:
             config.learning_rate,
             config.muon_learning_rate,
             config.weight_decay,
-            config.muon,
             config.optimizer_bits,
+            config.muon,
         )
         self.state = RunState(directory, model, self.optimizers, self.scaler, identity, config)
         self.threads: ThreadPoolExecutor | None = None

@@ -62,8 +62,8 @@ def build_optimizers(
     learning_rate: float,
     muon_learning_rate: float,
     weight_decay: float,
-    muon: MuonSettings = _PUBLISHED,
     bits: int = 32,
+    muon: MuonSettings = _PUBLISHED,
 ) -> list[torch.optim.Optimizer]:
     """One AdamW, or Muon and AdamW.
 

@@ -157,7 +157,7 @@ def test_muons_settings_reach_torchs_own(nesterov: bool) -> None:
         muon_coefficients=(2.0, -1.5, 0.5),
     )
     model = fresh()
-    _, muon = build_optimizers(model, "muon", 1e-3, 0.02, 0.1, config.muon)
+    _, muon = build_optimizers(model, "muon", 1e-3, 0.02, 0.1, muon=config.muon)
     matrix = model.model.layers[0].mlp.up_proj.weight
     start = matrix.detach().clone()
     twin = torch.nn.Parameter(start.clone())
