@@ -21,6 +21,7 @@ from export.paths import web_precision
 from export.runtime.providers import find_provider
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, GateError, ResourceError, UsageError
+from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import family_of, load_config
 from sportsllm.models.kinds import block_state, matrix_shapes
 from sportsllm.models.rope import stretched
@@ -232,6 +233,8 @@ def _check_options(checkpoint: Path, options: ExportOptions) -> None:
 
 def _check_half(checkpoint: Path, options: ExportOptions, packed: Mapping[str, Any] | None) -> None:
     """Refuse what has no form that computes in float16."""
+    if not _has_half_graph(load_config(checkpoint)):
+        raise UsageError("--dtype fp16: this kind of model has no graph in float16; use fp16-weights, or leave it out")
     others = {
         "--kv-cache int8": options.kv_cache == "int8",
         "--profile latency": options.profile == "latency",
@@ -249,6 +252,12 @@ def _check_half(checkpoint: Path, options: ExportOptions, packed: Mapping[str, A
         raise UsageError(
             f"--dtype fp16 with --web: transformers.js knows 4-bit matrices there, not those of {checkpoint}"
         )
+
+
+def _has_half_graph(config: ModelConfig) -> bool:
+    """Whether all parts of a model are written in float16: LLaMA's, and sliding and unrotated attention."""
+    parts = (config.attention_kind, config.mlp_kind, config.norm_kind, config.output_norms, config.embedding_scale)
+    return parts == ("grouped_query", "swiglu", "rms", False, 1.0)
 
 
 def _check_latency(checkpoint: Path, options: ExportOptions, packed: Mapping[str, Any] | None) -> None:

@@ -61,10 +61,17 @@ def changed_shape(config: ModelConfig, changes: Mapping[str, Any]) -> ModelConfi
 
 def described_shape(config: ModelConfig) -> str:
     """The shape and the number of parameters, in a line."""
+    experts, heads = config.experts, f"on {config.num_key_value_heads} key/value heads"
+    if config.attention_kind == "latent":
+        heads = f"on a latent of {config.kv_rank}"
+    inner = f"FFN {config.intermediate_size:,}"
+    if experts is not None:
+        inner = f"{experts.active} of {experts.count} experts of {config.intermediate_size:,}"
+        inner += f" and {experts.shared} shared" if experts.shared else ""
     dropout = f", dropout {config.dropout:g}" if config.dropout else ""
     return (
-        f"{config.num_hidden_layers} layers of {config.hidden_size:,}, FFN {config.intermediate_size:,}, "
-        f"{config.num_attention_heads} heads of {config.head_dim} on {config.num_key_value_heads} key/value heads, "
+        f"{config.num_hidden_layers} layers of {config.hidden_size:,}, {inner}, "
+        f"{config.num_attention_heads} heads of {config.head_dim} {heads}, "
         f"vocabulary {config.vocab_size:,} ({'tied' if config.tie_word_embeddings else 'untied'}), "
         f"context {config.max_position_embeddings:,}{dropout}: {config.parameters:,} parameters"
     )

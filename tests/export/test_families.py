@@ -86,6 +86,20 @@ def test_a_hidden_size_that_norms_hold_is_not_cut(name: str, tmp_path: Path) -> 
         Shape(32, 96, 4, config.num_key_value_heads, 4, config.head_dim).applied_to(config)
 
 
+@pytest.mark.parametrize("name", ["phi3-sliding", "smollm3"])
+def test_sliding_and_unrotated_layers_in_float16(name: str, tmp_path: Path) -> None:
+    families.save(name, tmp_path / "checkpoint")
+    result = export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions("fp16", threads=1))
+    assert result["parity"]["kl"] < 1e-3  # the gate's own limit: activations have 11 bits
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt2", "deepseek-v3", "mixtral"])
+def test_kinds_without_a_float16_graph_are_refused(name: str, tmp_path: Path) -> None:
+    families.save(name, tmp_path / "checkpoint")
+    with pytest.raises(UsageError, match="--dtype fp16: this kind of model has no graph in float16"):
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions("fp16", threads=1))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_gguf_is_refused_by_family(name: str, tmp_path: Path) -> None:
     from export.gguf.write import architecture_of
