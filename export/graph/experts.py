@@ -30,11 +30,14 @@ class MixtureOfExperts(HalfBuilder):
         chosen_XK, weights_XK = self._routed(layer, x_XD)
         weights_XN = self._dense(name, x_XD, chosen_XK, weights_XK)
         marks_XN = self._dense(f"{name}/marks", x_XD, chosen_XK, None)
-        sent_NX = graph.node(f"{name}/sent", "Transpose", [marks_XN], perm=[1, 0])
+        most_N = graph.node(f"{name}/most", "ReduceMax", [marks_XN, graph.axis(0)], keepdims=0)
+        used_N = graph.node(f"{name}/used", "Cast", [most_N], to=ir.DataType.BOOL.value)
+        names = [f"{name}.{expert}/is_used" for expert in routed_names(experts)]
+        is_used = graph.split(f"{name}/used_each", used_N, [1] * experts.count, names)
         zero = graph.constant("experts/zero", np.array(0.0, np.float32))
         y_XD = graph.node(f"{name}/nothing", "Mul", [x_XD, zero])
-        for number, expert in enumerate(routed_names(experts)):
-            y_XD = self._branch(layer, number, expert, x_XD, y_XD, weights_XN, sent_NX)
+        for number, used in enumerate(is_used):
+            y_XD = self._branch(layer, number, used, x_XD, y_XD, weights_XN, marks_XN)
         if experts.shared:
             y_XD = graph.node(f"{name}/with_shared", "Add", [y_XD, self._expert(layer, SHARED, x_XD)])
         shape = graph.node(f"{name}/shape", "Shape", [x_BTD])
@@ -120,20 +123,19 @@ class MixtureOfExperts(HalfBuilder):
         self,
         layer: int,
         number: int,
-        expert: str,
+        is_used: ir.Value,
         x_XD: ir.Value,
         y_XD: ir.Value,
         weights_XN: ir.Value,
-        sent_NX: ir.Value,
+        marks_XN: ir.Value,
     ) -> ir.Value:
         """The sum so far with one expert's part, if any token is sent to it."""
-        graph, name = self.graph, f"{self.name(layer)}.{expert}"
+        graph, expert = self.graph, routed_names(self.config.chosen_experts)[number]
+        name = f"{self.name(layer)}.{expert}"
         place = graph.constant(f"experts/number_{number}", np.array(number, np.int64))
-        sent_X = graph.node(f"{name}/sent", "Gather", [sent_NX, place], axis=0)
-        most = graph.node(f"{name}/sent_any", "ReduceMax", [sent_X], keepdims=0)
-        is_used = graph.node(f"{name}/is_used", "Cast", [most], to=ir.DataType.BOOL.value)
 
         def run() -> Sequence[ir.Value]:
+            sent_X = graph.node(f"{name}/sent", "Gather", [marks_XN, place], axis=1)
             rows_1C = graph.node(f"{name}/rows", "NonZero", [sent_X])
             rows_C1 = graph.node(f"{name}/row_column", "Transpose", [rows_1C], perm=[1, 0])
             x_CD = graph.node(f"{name}/own_tokens", "GatherND", [x_XD, rows_C1])
