@@ -51,6 +51,16 @@ class SizeFlags(FlagGroup):
 
 
 @dataclass(frozen=True)
+class ExpertFlags(FlagGroup):
+    """Of a mixture of experts."""
+
+    experts: Annotated[int | None, typer.Option(min=1, help="Experts to keep in each layer: those that add most.")] = (
+        None
+    )
+    experts_per_token: Annotated[int | None, typer.Option(min=1, help="Experts that a token is sent to.")] = None
+
+
+@dataclass(frozen=True)
 class ChoiceFlags(FlagGroup):
     """How units are chosen, and what is done for those that stay."""
 
@@ -86,6 +96,7 @@ def prune(
     out: options.Out,
     calibration: options.CalibrationText = None,
     size: SizeFlags,
+    mixture: ExpertFlags,
     choice: ChoiceFlags,
     recover: RecoverFlags,
     corpora: options.TextFlags,
@@ -109,7 +120,7 @@ def prune(
     if recover.recover is None:
         check_not_given("--recover TOKENS", recover, corpora, distillation, lora, training)
     if vocabulary.vocab_size is not None or vocabulary.min_count is not None:
-        if size.given() or recover.recover is not None or choice.scores is not None:
+        if size.given() or mixture.given() or recover.recover is not None or choice.scores is not None:
             raise UsageError(
                 "the vocabulary is cut alone, since the result no longer shares its teacher's tokens: cut it first "
                 "(prune-vocabulary), fine-tune it with train --init, then prune that"
@@ -131,7 +142,7 @@ def prune(
             adapters=lora.adapters(config.optimizer),
         )
     text = tuple(calibration or teacher_corpus(checkpoint, "corpus"))
-    job = PruneJob(checkpoint, text, choice.config(seed), choice.scores, recovery)
+    job = PruneJob(checkpoint, text, choice.config(seed), choice.scores, recovery, **mixture.given())
     result = prune_run(job, size.target(), out, resume=training.resume)
     _print_result(out, result)
     return result

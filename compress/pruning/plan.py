@@ -18,7 +18,6 @@ from compress.pruning.search import search_shape
 from compress.pruning.shapes import Shape, shape_for_share, share_for_megabytes
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
 
 _SEARCH_SHARE = 0.05
 
@@ -37,8 +36,8 @@ class PruneTarget:
     search_tokens: int | None = None
     finalists: int = 3
 
-    def shape(self, config: ModelConfig) -> Shape:
-        """The shape that is asked for, where nothing is searched."""
+    def shape(self, config: ModelConfig, whole: bool = False) -> Shape:
+        """The shape that is asked for, where nothing is searched; the model's own where nothing is and `whole`."""
         given = {key: value for key, value in self.dimensions.items() if value is not None}
         flags = ", ".join("--" + key.replace("_", "-") for key in given)
         ways = {"--params": self.share, "--size-mb": self.megabytes, flags: flags or None}
@@ -48,8 +47,8 @@ class PruneTarget:
         share = self.share_of(config)
         if share is not None:
             return shape_for_share(config, share)
-        if not given:
-            dimensions = "--hidden, --intermediate, --heads, --kv-heads, --head-dim, --layers"
+        if not given and not whole:
+            dimensions = "--hidden, --intermediate, --heads, --kv-heads, --head-dim, --layers, --experts"
             raise UsageError(f"say how small: --params SHARE, --size-mb MB, or {dimensions}")
         return dataclasses.replace(Shape.of(config), **given)
 
@@ -64,8 +63,8 @@ def prune_run(job: PruneJob, target: PruneTarget, out: Path, *, resume: bool = F
     Raises:
         UsageError: flags that do not go together, or an impossible shape.
     """
-    config = load_config(job.checkpoint)
-    shape = target.shape(config)
+    config = job.model_config()
+    shape = target.shape(config, whole=job.cuts_experts)
     tried: list[dict[str, Any]] = []
     share, tokens = target.share_of(config), target.search_tokens
     if tokens is not None and (share is None or job.recovery is None):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compress.distillation.recovery import Recovery, prepare_recovery, recover
 from compress.distillation.settings import DistillationConfig
+from compress.pruning.experts import fewer_experts, keep_experts
 from compress.pruning.heads import heads_change, reduce_heads
 from compress.pruning.kept_units import LayerRun, choose_units, kept_layers, loss_per_token
 from compress.pruning.output_selection import output_scores
@@ -69,7 +70,7 @@ class PruneJob:
     """A checkpoint to prune, whatever its new shape.
 
     Scores and refit read the calibration text. `scores` are those of an earlier run on the same checkpoint, `recovery`
-    is the training afterwards.
+    is the training afterwards. `experts` and `experts_per_token` are cut first, see `compress.pruning.experts`.
     """
 
     checkpoint: Path
@@ -77,6 +78,18 @@ class PruneJob:
     config: PruneConfig = field(default_factory=PruneConfig)
     scores: Path | None = None
     recovery: Recovery | None = None
+    experts: int | None = None
+    experts_per_token: int | None = None
+
+    @property
+    def cuts_experts(self) -> bool:
+        """Whether there will be fewer experts, or fewer a token."""
+        return self.experts is not None or self.experts_per_token is not None
+
+    def model_config(self) -> ModelConfig:
+        """The shape that is pruned: the checkpoint's, with fewer experts if asked for."""
+        config = load_config(self.checkpoint)
+        return fewer_experts(config, self.experts, self.experts_per_token) if self.cuts_experts else config
 
     def settings(self, shape: Shape) -> dict[str, Any]:
         """For the manifest, under the names of the flags."""
@@ -92,6 +105,7 @@ class PruneJob:
             "seed": self.config.seed,
             "scores": self.scores,
             "calibration": self.calibration,
+            **({"experts": self.experts, "experts_per_token": self.experts_per_token} if self.cuts_experts else {}),
             **(inherited if self.recovery is None else self.recovery.settings(self.checkpoint)),
         }
 
@@ -109,6 +123,8 @@ class PruneJob:
         samples = calibration_samples(self.calibration, valid, words, model.config, self.config.samples, length)
         with torch.no_grad():
             check_familiar(samples, loss_per_token(model, samples[:JUDGED_SAMPLES]))
+        if self.cuts_experts:
+            model = keep_experts(model, self.model_config(), samples)
         return model, samples, measure_scores(model, self.config, samples, self.scores)
 
 
@@ -175,7 +191,7 @@ def prune_checkpoint(
     """
     if quantization_config(job.checkpoint) is not None:
         raise ArtifactError(f"{job.checkpoint}: is quantized; prune the unquantized checkpoint")
-    config, recovery = load_config(job.checkpoint), job.recovery
+    full, config, recovery = load_config(job.checkpoint), job.model_config(), job.recovery
     smaller = shape.applied_to(config)
     if smaller.hidden_size != smaller.query_size:
         say(f"note: hidden size {smaller.hidden_size} is not heads x head_dim {smaller.query_size}; optimum needs that")
@@ -202,7 +218,7 @@ def prune_checkpoint(
             save_scores(directory, scores, config)
         return {
             "parameters": smaller.parameters,
-            "share_of_block_parameters": smaller.block_parameters / config.block_parameters,
+            "share_of_block_parameters": smaller.block_parameters / full.block_parameters,
             "shape": dataclasses.asdict(shape),
             "calibration_tokens": sum(sample.numel() for sample in samples),
             "kept_layers": pruned.layers,
