@@ -85,7 +85,10 @@ def test_optimum_runs_standard_operators_with_padding_on_the_left(checkpoint: Pa
 
 @pytest.mark.parametrize("registered", [False, True])
 def test_onnxruntime_genai_runs_either_kernels(registered: bool, checkpoint: Path, tmp_path: Path) -> None:
-    """The same logits as ours, bit for bit, with the library registered in its settings and without."""
+    """The same logits as ours with the library registered in its settings, bit for bit, and without.
+
+    ONNX Runtime's own operators divide a sum among threads as it pleases: float32 in another order of additions.
+    """
     genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra [genai]")
     library = library_of(VERSION)
     if registered and library is None:
@@ -103,7 +106,8 @@ def test_onnxruntime_genai_runs_either_kernels(registered: bool, checkpoint: Pat
     decoder = open_decoder(tmp_path / "out", 2, "native" if registered else "portable")
     logits = decoder.prefill([PROMPT], 15)
     for _ in range(5):
-        np.testing.assert_array_equal(generator.get_logits().reshape(-1), logits[0])
+        atol = 0.0 if registered else 1e-5
+        np.testing.assert_allclose(generator.get_logits().reshape(-1), logits[0], atol=atol, rtol=0)
         generator.generate_next_token()
         logits = decoder.step([int(generator.get_next_tokens()[0])])
 
