@@ -172,9 +172,9 @@ def _trace_export(directory: Path, config: ModelConfig, ids: Sequence[int], thre
     read = {INPUT_IDS: np.array([list(ids)], np.int64), ATTENTION_MASK: np.ones((1, len(ids)), np.int64)}
     for item in session.get_inputs():
         if item.name.startswith(PAST):
-            whole = item.type == "tensor(int8)"  # such a cache has its room from the start
+            whole = item.type == "tensor(int8)" or ".latent" in item.name  # such a cache has its room from the start
             shape = [1, *(size if isinstance(size, int) else whole * len(ids) for size in item.shape[1:])]
-            read[item.name] = np.zeros(shape, np.int8 if whole else np.float32)
+            read[item.name] = np.zeros(shape, np.int8 if item.type == "tensor(int8)" else np.float32)
     arrays = session.run(list(names), read)
     made = [(names[value], array) for value, array in zip(names, arrays, strict=True)]
     return [_passing(name, array.shape, str(array.dtype), array.nbytes) for name, array in [*read.items(), *made]]

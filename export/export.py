@@ -228,7 +228,9 @@ def _check_options(checkpoint: Path, options: ExportOptions) -> None:
             f"--dtype {options.dtype}: {checkpoint} is packed already and is exported as it is; leave --dtype out, or "
             "use --dtype fp16 to compute in float16"
         )
-    check_kinds(load_config(checkpoint), int8_cache=options.kv_cache == "int8")
+    config = load_config(checkpoint)
+    check_kinds(config, int8_cache=options.kv_cache == "int8")
+    _check_new_kinds(checkpoint, config, options, packed)
 
 
 def _check_half(checkpoint: Path, options: ExportOptions, packed: Mapping[str, Any] | None) -> None:
@@ -252,6 +254,26 @@ def _check_half(checkpoint: Path, options: ExportOptions, packed: Mapping[str, A
         raise UsageError(
             f"--dtype fp16 with --web: transformers.js knows 4-bit matrices there, not those of {checkpoint}"
         )
+
+
+def _check_new_kinds(
+    checkpoint: Path, config: ModelConfig, options: ExportOptions, packed: Mapping[str, Any] | None
+) -> None:
+    """Refuse forms that graphs of latent attention and of experts have not."""
+    latent, experts = config.attention_kind == "latent", config.experts is not None
+    refused = {
+        "--web: a browser's loader gives a latent cache no room to write into": latent and options.web,
+        "--profile latency: its second graph is for grouped-query attention and SwiGLU": (
+            (latent or experts) and options.profile == "latency"
+        ),
+        "--standard-ops: packed experts have no standard operators": experts and options.standard_ops and bool(packed),
+        "INT8 per row is not for experts; quantize in blocks": experts and bool(packed and packed.get("per_row")),
+    }
+    for reason, found in refused.items():
+        if found:
+            raise UsageError(
+                f"{checkpoint}: {reason}; leave it out" if reason.startswith("--") else f"{checkpoint}: {reason}"
+            )
 
 
 def _has_half_graph(config: ModelConfig) -> bool:

@@ -29,6 +29,11 @@ _SAME = (
     "position_kind",
     "rope_local_theta",
     "sliding_window",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "experts",
 )
 
 

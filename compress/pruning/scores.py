@@ -122,13 +122,18 @@ def magnitude_scores(model: SportsLLM, directions: Directions) -> Scores:
         squares = {matrix.name: block.get_parameter(f"{matrix.name}.weight").square() for matrix in matrices}
 
         def owned(unit: str, squares: dict[str, Tensor] = squares) -> tuple[Tensor | int, Tensor | int]:
-            """Sums over the columns of a unit, and over its rows."""
-            columns = sum(squares[matrix.name].sum(dim=0) for matrix in matrices if matrix.column_unit == unit)
-            return columns, sum(squares[matrix.name].sum(dim=1) for matrix in matrices if matrix.row_unit == unit)
+            """Sums over the columns of each unit, and over its rows, whose number may differ from matrix to matrix."""
+            count = units[unit][0].count
+            sides = ((0, "column_unit"), (1, "row_unit"))
+            columns, rows = (
+                sum(squares[m.name].sum(dim=axis).view(count, -1).sum(1) for m in matrices if getattr(m, side) == unit)
+                for axis, side in sides
+            )
+            return columns, rows
 
-        for name, (unit, _) in units.items():
+        for name in units:
             columns, rows = owned(name)
-            scores[name].append(cast(Tensor, rows + columns).view(-1, unit.size).sum(dim=1).sqrt())
+            scores[name].append(cast(Tensor, rows + columns).sqrt())
         sizes.append(sum((weights.sum() for weights in squares.values()), torch.zeros(())))
     reach = torch.stack(sizes).cumsum(dim=0)
     distance = (reach[None, :] - reach[:, None]).clamp(min=0).sqrt()

@@ -49,8 +49,9 @@ class Matmul:
         return self._graph.weight(name, FLOAT, shape, lambda: self._weights.read(name, shape))
 
     def dequantized(self, module: str, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
-        """A matrix's numbers, packed or dense."""
-        return self._weights.read_dequantized(module, shape)
+        """A matrix's numbers, packed or dense, rounded as dense ones are stored."""
+        found = self._weights.read_dequantized(module, shape)
+        return found.astype(np.float16).astype(np.float32) if self._half else found
 
     def embedding(self, tokens: ir.Value, table: Matrix) -> ir.Value:
         """Rows of a table by token id, (B, T) to (B, T, K) float32."""

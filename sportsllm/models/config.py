@@ -93,6 +93,12 @@ class Experts:
     balance_loss: float = 0.01
 
     def __post_init__(self) -> None:
+        for name in ("count", "active", "shared", "groups", "active_groups"):
+            value, least = getattr(self, name), 0 if name == "shared" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UsageError(f"config: experts: {name} is {value!r}; it must be a whole number of at least {least}")
+        if not (math.isfinite(self.scale) and 0 <= self.balance_loss < math.inf):
+            raise UsageError(f"config: experts: scale is {self.scale}, balance_loss {self.balance_loss}; correct them")
         if not 1 <= self.active <= self.count:
             raise UsageError(f"config: {self.active} experts a token of {self.count}; choose 1 to {self.count}")
         if self.router not in ROUTERS or self.weights not in ROUTER_WEIGHTS:
@@ -100,8 +106,13 @@ class Experts:
                 f"config: router {self.router!r} with weights {self.weights!r} is not known; use "
                 f"{' or '.join(ROUTERS)} with {', '.join(ROUTER_WEIGHTS)}"
             )
-        if self.count % self.groups or not 1 <= self.active_groups <= self.groups:
-            raise UsageError(f"config: {self.count} experts in {self.groups} groups, {self.active_groups} of them open")
+        each = self.count // self.groups
+        possible = self.active_groups <= self.groups and self.active <= self.active_groups * each
+        if self.count % self.groups or not possible or (self.groups > 1 and each < 2):
+            raise UsageError(
+                f"config: {self.count} experts in {self.groups} groups, {self.active_groups} of them open for "
+                f"{self.active} a token: groups need two experts each, and the open ones as many as a token is sent to"
+            )
 
 
 ROUTERS, ROUTER_WEIGHTS = ("softmax", "sigmoid"), ("scores", "sum", "softmax")
@@ -203,9 +214,12 @@ class ModelConfig:
             raise UsageError(f"config: mlp_kind {self.mlp_kind!r} with experts {self.experts}; give both or none")
 
     def _check_latent(self) -> None:
+        if self.position_kind != "rotary":
+            raise UsageError(f"config: position_kind is {self.position_kind!r}; latent attention is rotary")
         for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
             value = getattr(self, name)
-            if (value is None and name != "q_lora_rank") or (value is not None and value < 1):
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not whole and not (value is None and name == "q_lora_rank"):
                 raise UsageError(f"config: {name} is {value!r}; latent attention needs at least 1")
         for name in ("num_key_value_heads", "qk_norm", "attention_bias", "attention_output_bias", "layer_types"):
             if getattr(self, name) not in (1, False, None):

@@ -89,7 +89,7 @@ class MixtureOfExperts(Kind):
         order = torch.argsort(chosen_XK.flatten(), stable=True)
         used_N = torch.bincount(chosen_XK.flatten(), minlength=experts.count)
         if half.training:
-            half.used_N = used_N + getattr(half, "used_N", 0)
+            half.step_N = used_N + getattr(half, "step_N", 0)
         rows = order // experts.active
         pieces = torch.split(x_XD[rows], used_N.tolist())
         made = [run_expert(half, name, piece) for name, piece in zip(routed_names(experts), pieces, strict=True)]
@@ -130,7 +130,7 @@ def route(half: Any, x_XD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     experts, router = half.config.chosen_experts, half.get_submodule(ROUTER)
     with torch.autocast(x_XD.device.type, enabled=False):
-        logits_XN = router(x_XD.float())
+        logits_XN = router(x_XD.to(router.weight.dtype)).float()
         if router.bias is not None:  # it is of the choice alone
             logits_XN = logits_XN - router.bias
         scores_XN = logits_XN.softmax(-1) if experts.router == "softmax" else logits_XN.sigmoid()
@@ -154,16 +154,21 @@ BIAS_STEP = 1e-3
 
 
 def balance_biases(model: Any) -> None:
-    """After a training step: experts that got less than their share of tokens are chosen more easily, others less."""
+    """After a training step: experts that got less than their share of its tokens are chosen more easily, others less.
+
+    The step's counts are added to those that `take_shares` reads.
+    """
     import torch
 
     for block in model.model.layers:
-        router = getattr(block.mlp, ROUTER, None)
-        if router is None or router.bias is None or not hasattr(block.mlp, "used_N"):
+        if not hasattr(block.mlp, "step_N"):
             continue
-        used_N = block.mlp.used_N.float()
-        with torch.no_grad():
-            router.bias += BIAS_STEP * torch.sign(used_N.mean() - used_N)
+        router, step_N = block.mlp.get_submodule(ROUTER), block.mlp.step_N
+        if router.bias is not None:
+            with torch.no_grad():
+                router.bias += BIAS_STEP * torch.sign(step_N.float().mean() - step_N)
+        block.mlp.used_N = step_N + getattr(block.mlp, "used_N", 0)
+        del block.mlp.step_N
 
 
 def take_shares(model: Any) -> list[list[float]]:

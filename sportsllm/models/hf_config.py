@@ -14,11 +14,11 @@ from sportsllm.models.hf_families import FAMILIES
 _IGNORED = {
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache",
     "initializer_range", "_name_or_path", "max_window_layers", "quantization_config",
-    "transformers.js_config", "unk_token_id",
+    "transformers.js_config", "unk_token_id", "pretraining_tp", "cache_implementation", "auto_map", "id2label",
+    "label2id", "_num_labels", "do_sample", "gradient_checkpointing", "prefix",
 }  # fmt: skip
 # Fields that are harmless only with these values.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
-    "pretraining_tp": (1,),
     "attention_dropout": (0, 0.0),
     "partial_rotary_factor": (1, 1.0),
     "is_decoder": (False, True),
@@ -43,6 +43,8 @@ def config_from_hf(data: Mapping[str, Any], where: str = "config.json") -> Model
     """
     try:
         return _parse(data, where)
+    except UsageError as error:  # of a part of the shape
+        raise ArtifactError(f"{where}: {error}") from None
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         raise ArtifactError(f"{where}: a field has a value of the wrong kind ({error}); correct it") from None
 

@@ -51,6 +51,11 @@ def read_deepseek(rest: Fields, where: str, version: int) -> Fields:
         scoring_func=("sigmoid" if version == 3 else "softmax",),
     )  # fmt: skip
     full_only(rest, where)
+    kind = (rest.get("rope_parameters") or {}).get("rope_type", "default")
+    if kind != "default":
+        raise ArtifactError(
+            f"{where}: rope_parameters has type {kind!r}; this family is supported without scaling only"
+        )
     layers, dense = int(rest.get("num_hidden_layers", 0)), rest.pop("first_k_dense_replace", 3 if version == 3 else 0)
     given = {name: rest.pop(name, None) for name in _EXPERTS}
     values: Fields = {"attention_kind": "latent", **{name: rest.pop(name, None) for name in LATENT}}

@@ -123,7 +123,8 @@ def norms_of_block(config: ModelConfig) -> int:
 
 def adds_to_residual(config: ModelConfig, matrix: Matrix) -> bool:
     """Whether a matrix's output is added to the residual stream as it is, with no norm between."""
-    return matrix.writes_residual and not matrix.routed and not config.output_norms and not config.experts
+    one_of_several = config.experts is not None and matrix.name.startswith("mlp.")
+    return matrix.writes_residual and not one_of_several and not config.output_norms
 
 
 def can_cut_hidden(config: ModelConfig) -> bool:

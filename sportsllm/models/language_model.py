@@ -267,9 +267,12 @@ class SportsLLM(nn.Module):
 
     def auxiliary_loss(self) -> Tensor | None:
         """Sum of the losses that blocks add of their own (load balancing of experts); None where there are none."""
-        parts = (part for block in self.model.layers for part in (block, block.mlp))
-        found = (getattr(part, "auxiliary_loss", None) for part in parts)
-        losses = [loss for loss in found if loss is not None]
+        parts: list[Any] = [part for block in self.model.layers for part in (block, block.mlp)]
+        losses = []
+        for part in parts:
+            if getattr(part, "auxiliary_loss", None) is not None:
+                losses.append(part.auxiliary_loss)
+                part.auxiliary_loss = None  # of one batch, with its graph
         return cast(Tensor, sum(losses)) if losses else None
 
     def _places(self, tokens_BT: Tensor, documents: Sequence[int] | None, cache: KVCache | None) -> slice | Tensor:

@@ -107,6 +107,10 @@ def stretched(config: ModelConfig, scaling: str) -> ModelConfig:
         raise UsageError(f"--rope-scaling {scaling}: no factor; {example}") from None
     if config.position_kind != "rotary":
         raise UsageError(f"--rope-scaling {scaling}: the model has learned positions, which cannot be stretched")
+    if config.attention_kind != "grouped_query":
+        raise UsageError(
+            f"--rope-scaling {scaling}: {config.attention_kind} attention cannot be stretched; leave it out"
+        )
     context = config.max_position_embeddings
     if not 1 <= factor <= LONGEST / context:
         most = f"from 1 to {LONGEST // context:,}, for at most {LONGEST:,} positions of float32"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import ROUTER
 from sportsllm.models.kinds import EMBEDDING, LAST_NORM, NORMS, OUTPUT_NORMS, POSITIONS, parameters
@@ -87,7 +88,10 @@ def _gemma3(config: ModelConfig, name: str) -> Part:
     return Part(stored, lambda weight: weight.float() + 1, lambda parts: parts[0] - 1)
 
 
-def _rows(start: int, stop: int, tensor: Tensor) -> Tensor:
+def _rows(start: int, stop: int, total: int, tensor: Tensor) -> Tensor:
+    """Some rows of a fused tensor; ArtifactError if it is not as high as config.json says."""
+    if len(tensor) != total:
+        raise ArtifactError(f"a fused tensor has {len(tensor)} rows, config.json asks for {total}; correct one of them")
     return tensor[start:stop]
 
 
@@ -105,7 +109,8 @@ def _phi3(config: ModelConfig, name: str) -> Part:
     if rest not in fused:
         return Part(name)
     stored, start, stop = fused[rest]
-    return Part(f"{layer}.{stored}", partial(_rows, start, stop), _stacked)
+    total = 2 * inner if stored.startswith("mlp.") else queries + 2 * keys
+    return Part(f"{layer}.{stored}", partial(_rows, start, stop, total), _stacked)
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
@@ -143,7 +148,7 @@ def _gpt2(config: ModelConfig, name: str) -> Part:
     if module in places:
         start, stop = places[module] * width, (places[module] + 1) * width
         if kind == "bias":
-            return Part(f"{layer}.attn.c_attn.bias", partial(_rows, start, stop), _stacked)
+            return Part(f"{layer}.attn.c_attn.bias", partial(_rows, start, stop, 3 * width), _stacked)
         return Part(f"{layer}.attn.c_attn.weight", partial(_columns, start, stop), _transposed)
     stored = f"{layer}.{_GPT2_MODULES[module]}.{kind}"
     if kind == "weight" and module.endswith("_proj"):

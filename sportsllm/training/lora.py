@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sportsllm.errors import UsageError
+from sportsllm.models.experts import ROUTER
 from sportsllm.models.kinds import block_matrices
 from sportsllm.models.language_model import SportsLLM
 
@@ -147,7 +148,8 @@ def merge_adapters(model: SportsLLM) -> None:
 
 def _matrices(model: SportsLLM, targets: Sequence[str] | None) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Parent, name and layer of every matrix that gets an adapter."""
-    names = [matrix.name for matrix in block_matrices(model.config)]
+    router = f"mlp.{ROUTER}"  # few numbers, and its bias is none of its output's
+    names = [matrix.name for matrix in block_matrices(model.config) if matrix.name != router]
     known = [name.rpartition(".")[2] for name in names]
     unknown = [target for target in targets or () if target not in known]
     if unknown:

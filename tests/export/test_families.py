@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,3 +109,19 @@ def test_gguf_is_refused_by_family(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"GGUF: .* is not supported; use") as caught:
         architecture_of(load_config(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("deepseek-v3", {"web": True}, "--web: a browser's loader gives a latent cache no room"),
+        ("deepseek-v3", {"kv_cache": "int8"}, "--kv-cache int8: attention of kind 'latent' has none"),
+        ("deepseek-v3", {"rope_scaling": "yarn:2"}, "--rope-scaling yarn:2: latent attention cannot be stretched"),
+        ("gpt2", {"rope_scaling": "yarn:2"}, "learned positions, which cannot be stretched"),
+    ],
+)
+def test_forms_that_a_kind_has_not_are_refused(name: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    families.save(name, tmp_path / "checkpoint")
+    with pytest.raises(UsageError, match=said) as caught:
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1, **options))
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()

@@ -118,6 +118,12 @@ def test_a_missing_tensor_is_named_as_in_the_file(name: str, tensor: str, said: 
         ("gemma3", {"layer_types": ["chunked_attention"] * 4}, "layer_types has 'chunked_attention'"),
         ("gemma3", {"sliding_window": 0}, "sliding_window is 0"),
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "longrope"),
+        ("deepseek-v3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters has type 'yarn'"),
+        ("deepseek-v3", {"kv_lora_rank": 24.5}, "kv_lora_rank is 24.5"),
+        ("deepseek-v3-experts", {"num_experts_per_tok": 9}, "9 experts a token of 8"),
+        ("deepseek-v3-experts", {"n_group": 8}, "groups need two experts each"),
+        ("deepseek-v3-experts", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1 of 4 layers"),
+        ("mixtral", {"num_local_experts": -1}, "count is -1"),
         ("phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "layer_types has 2 entries for 4 layers"),
@@ -129,3 +135,22 @@ def test_what_is_not_known_is_refused_by_name(name: str, changes: dict[str, Any]
     with pytest.raises((ArtifactError, UsageError), match=said) as caught:
         config_from_hf(data)
     assert "\n" not in str(caught.value)
+
+
+def test_a_fused_matrix_of_another_height_is_refused(tmp_path: Path) -> None:
+    families.save("phi3", tmp_path)
+    data = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(data | {"num_key_value_heads": 1}), encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"a fused tensor has 128 rows, config\.json asks for 96"):
+        load_checkpoint(tmp_path)
+
+
+def test_fields_of_published_files_that_say_nothing_about_the_model() -> None:
+    data = json.loads(families.CONFIGS["gemma3"].to_json_string())
+    harmless = {
+        "cache_implementation": "hybrid",
+        "auto_map": {"AutoConfig": "x.Y"},
+        "pretraining_tp": 2,
+        "prefix": None,
+    }
+    assert config_from_hf(data | harmless) == config_from_hf(data)
