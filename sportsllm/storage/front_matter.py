@@ -1,4 +1,4 @@
-"""The YAML block at the top of a model card (https://huggingface.co/docs/hub/model-cards), without a YAML library.
+"""The YAML block at the top of a model card, without a YAML library.
 
 Written are texts and lists of texts, which is what the fields of a card are. Of a card that somebody else wrote, fields
 of those two kinds are read, and others are passed over.
