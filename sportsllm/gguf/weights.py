@@ -17,7 +17,7 @@ from sportsllm.gguf.config import ROPE_FACTORS, architecture
 from sportsllm.gguf.file import GGUFFile
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import parameters
-from sportsllm.storage.layouts import parts_of
+from sportsllm.storage.layouts import UnlikeTensor, parts_of
 
 _LAYOUTS = {"gemma3": "gemma3_text", "phi3": "phi3", "gpt2": "gpt2"}
 """Architectures that name or fuse tensors as a layout of Hugging Face's does; Gemma's norms are 1 + weight here."""
@@ -81,11 +81,14 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> dict[str, Tensor]:
             raise file.error(f"tensor {name!r} is missing; convert the model again")
         unused.discard(name)
         tensor = _dense(file, name)
-        if kind == "phi3" and part is not None:
-            tensor = part.read(tensor)  # its rows of a fused matrix
-        elif kind == "gpt2" and part is not None and parameter.role in ("matrix", "bias"):
-            # Matrices lie as (outputs, inputs) here, unlike in Hugging Face's files.
-            tensor = part.read(tensor.T if tensor.ndim == 2 else tensor)
+        try:
+            if kind == "phi3" and part is not None:
+                tensor = part.read(tensor)  # its rows of a fused matrix
+            elif kind == "gpt2" and part is not None and parameter.role in ("matrix", "bias"):
+                # Matrices lie as (outputs, inputs) here, unlike in Hugging Face's files.
+                tensor = part.read(tensor.T if tensor.ndim == 2 else tensor)
+        except UnlikeTensor as error:
+            raise file.error(f"tensor {name!r} {error}") from None
         if tuple(tensor.shape) != parameter.shape:
             shape = tuple(tensor.shape)
             raise file.error(f"tensor {name!r} has shape {shape}, the header asks for {parameter.shape}")

@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import ROUTER
 from sportsllm.models.kinds import EMBEDDING, LAST_NORM, NORMS, OUTPUT_NORMS, POSITIONS, parameters
+
+
+class UnlikeTensor(Exception):
+    """A fused tensor whose parts are not where the config says; whoever reads it knows its name and file."""
 
 
 class Part(NamedTuple):
@@ -89,9 +92,9 @@ def _gemma3(config: ModelConfig, name: str) -> Part:
 
 
 def _rows(start: int, stop: int, total: int, tensor: Tensor) -> Tensor:
-    """Some rows of a fused tensor; ArtifactError if it is not as high as config.json says."""
+    """Some rows of a fused tensor; `UnlikeTensor` if it is not as high as the config says."""
     if len(tensor) != total:
-        raise ArtifactError(f"a fused tensor has {len(tensor)} rows, config.json asks for {total}; correct one of them")
+        raise UnlikeTensor(f"has {len(tensor)} rows, the config asks for {total}")
     return tensor[start:stop]
 
 

@@ -17,7 +17,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.models.hf_config import load_config, packed_by_bitsandbytes, read_json
 from sportsllm.storage.artifact import MANIFEST, read_manifest
 from sportsllm.storage.bitsandbytes import companions, read_dense
-from sportsllm.storage.layouts import LAYOUTS, Part, is_buffer, layout_name, parts_of
+from sportsllm.storage.layouts import LAYOUTS, Part, UnlikeTensor, is_buffer, layout_name, parts_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -48,7 +48,12 @@ class TensorFiles(Mapping[str, Tensor]):
         if name not in self._names:
             raise KeyError(name)
         part = self._parts.get(name)
-        return self._stored[name] if part is None else part.read(self._stored[part.stored])
+        if part is None:
+            return self._stored[name]
+        try:
+            return part.read(self._stored[part.stored])
+        except UnlikeTensor as error:
+            raise ArtifactError(f"{self.directory}: tensor {part.stored!r} {error}") from None
 
     def stored_name(self, name: str) -> str:
         """What one of the model's tensors is called in the files."""
