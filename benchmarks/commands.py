@@ -220,13 +220,12 @@ def report(
     """One HTML page that works offline: verdict, trade-offs, stages, speed, memory, samples, provenance."""
     import dataclasses
 
-    from benchmarks.console_tables import table
     from benchmarks.report.inputs import collect
     from benchmarks.report.markdown import stage_table
     from benchmarks.report.report import targets, write_report
     from benchmarks.report.samples import before_and_after
     from benchmarks.report.savings import savings_line
-    from sportsllm.console import output
+    from sportsllm.console import output, table
 
     files = targets(out, format)
     inputs = collect(directories)
@@ -270,8 +269,7 @@ def compare(
     """Methods at equal cost: one table and one plot of quality against tokens and FLOPs."""
     from benchmarks.compare.compare import compare as run_compare
     from benchmarks.compare.page import COLUMNS, ON_SCREEN, table_rows
-    from benchmarks.console_tables import table
-    from sportsllm.console import output
+    from sportsllm.console import output, table
 
     result = run_compare(directories, teacher, out, title)
     shown = [COLUMNS.index(name) for name in ON_SCREEN]

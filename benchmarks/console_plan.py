@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.console_tables import band, megabytes, reliability_line, table
+from benchmarks.console_tables import band, megabytes, reliability_line
 from benchmarks.labels import LIMITS, number
+from sportsllm.console import table
 from sportsllm.models.presets import PLANNED
 
 _LIMIT_TITLES = tuple(limit.title for limit in LIMITS.values())

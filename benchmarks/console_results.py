@@ -7,12 +7,13 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.console_tables import band, reliability_line, table
+from benchmarks.console_tables import band, reliability_line
 from benchmarks.labels import LIMITS, MISSING, RATIOS, number, short_depth, with_unit
 from benchmarks.measure.summary import noise_reasons
 from benchmarks.report.text import CACHE_HEADERS, cache_rows
 from benchmarks.search.candidates import EQUAL_PERCENT
 from benchmarks.spread import interval_confidence, interval_rank
+from sportsllm.console import table
 
 _OUTCOMES = {True: "passed", False: "missed", None: "not measured"}
 _CANDIDATES_SHOWN = 8

@@ -11,7 +11,7 @@ from rich.text import Text
 from benchmarks.devices.schema import Device, Quantity, SourcedText
 from benchmarks.labels import LIMITS
 from benchmarks.predict.coefficients import reliability
-from sportsllm.console import table as table
+from sportsllm.console import table
 
 _LIMIT_TITLES = tuple(limit.title for limit in LIMITS.values())
 

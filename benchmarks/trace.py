@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from benchmarks.console_tables import table
+from sportsllm.console import table
 from sportsllm.errors import UsageError
 from sportsllm.inference.decoder import is_onnx_directory
 from sportsllm.models.config import ModelConfig
@@ -153,12 +153,12 @@ def _trace_export(directory: Path, config: ModelConfig, ids: Sequence[int], thre
     import onnxruntime
     from onnx.inliner import inline_local_functions
 
-    from export.metadata import ATTENTION_MASK, INPUT_IDS, PAST
+    from export.metadata import ATTENTION_MASK, CACHE_KEY, INPUT_IDS, PAST, needs_room
     from export.paths import find_files
-    from export.runtime.session import open_session, session_options
+    from export.runtime.session import cached_tensors, open_session, session_options
 
     files = find_files(directory)
-    open_session(directory, config, threads)  # checks the files
+    cached = cached_tensors(open_session(directory, config, threads), directory)  # checks the files
     model = onnx.load(files.graph, load_external_data=False)
     functions = {(function.domain, function.name) for function in model.functions}
     calls = [node.name for node in model.graph.node if (node.domain, node.op_type) in functions]
@@ -170,11 +170,10 @@ def _trace_export(directory: Path, config: ModelConfig, ids: Sequence[int], thre
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(files.data.parent))
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     read = {INPUT_IDS: np.array([list(ids)], np.int64), ATTENTION_MASK: np.ones((1, len(ids)), np.int64)}
-    for item in session.get_inputs():
-        if item.name.startswith(PAST):
-            whole = item.type == "tensor(int8)" or ".latent" in item.name  # such a cache has its room from the start
-            shape = [1, *(size if isinstance(size, int) else whole * len(ids) for size in item.shape[1:])]
-            read[item.name] = np.zeros(shape, np.int8 if item.type == "tensor(int8)" else np.float32)
+    cache = {item.key: item.value for item in model.metadata_props}.get(CACHE_KEY, "")
+    for tensor in cached:
+        room = len(ids) if needs_room(tensor.name, cache, tensor.dtype == np.int8) else 0
+        read[f"{PAST}{tensor.name}"] = np.zeros((1, *tensor.shape[:-1], room, tensor.shape[-1]), tensor.dtype)
     arrays = session.run(list(names), read)
     made = [(names[value], array) for value, array in zip(names, arrays, strict=True)]
     return [_passing(name, array.shape, str(array.dtype), array.nbytes) for name, array in [*read.items(), *made]]

@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.console_tables import megabytes, table
+from benchmarks.console_tables import megabytes
 from benchmarks.studies.processes import add_integers, flag_parser, measure_apart, run_study
 from compress.distillation.divergences import divergence_chunk, mixed_chunk
+from sportsllm.console import table
 from sportsllm.errors import SportsLLMError
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
 from sportsllm.training.chunked_loss import cross_entropy_chunk, head_loss

@@ -21,7 +21,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from benchmarks.console_tables import table
 from benchmarks.devices.load import load_device
 from benchmarks.devices.schema import Coefficients
 from benchmarks.measure.bench import default_threads, machine
@@ -42,6 +41,7 @@ from benchmarks.predict.latency import total
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.spread import percentile
 from sportsllm import console
+from sportsllm.console import table
 from sportsllm.errors import ConflictError, SportsLLMError
 from sportsllm.models.config import ModelConfig
 

@@ -20,11 +20,12 @@ import psutil
 import torch
 from rich.table import Table
 
-from benchmarks.console_tables import megabytes, table
+from benchmarks.console_tables import megabytes
 from benchmarks.studies.processes import add_integers, flag_parser, measure_apart, run_study
 from compress.distillation.divergences import divergence_chunk
 from compress.distillation.settings import TEACHER_PRECISIONS
 from compress.distillation.teacher import load_teacher, teacher_logits
+from sportsllm.console import table
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.text.documents import read_documents

@@ -54,6 +54,10 @@ class Builder:
         ir.convenience.replace_all_uses_with(list(values), list(values.values()))
         self._outputs = [values.get(value, value) for value in self._outputs]
 
+    def made(self, name: str) -> ir.Value | None:
+        """The value of a node with one output, by the node's name, if it was added before."""
+        return next((node.outputs[0] for node in self._nodes if node.name == name), None)
+
     @property
     def inputs(self) -> Sequence[ir.Value]:
         """The inputs so far."""

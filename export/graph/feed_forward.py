@@ -10,22 +10,15 @@ from export.graph.half import HalfBuilder
 from sportsllm.models.parts import HIDDEN
 
 
-class SwiGLU(HalfBuilder):
-    """silu(gate(x)) * up(x)."""
+class Gated(HalfBuilder):
+    """f(gate(x)) * up(x), f being silu or gelu."""
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         gate, up = self.products(layer, HIDDEN, x_BTD)
-        silu = self.layers.silu(f"{self.name(layer)}/silu", gate)
-        return self.graph.node(f"{self.name(layer)}/inner", "Mul", [silu, up]), ()
-
-
-class GeGLU(HalfBuilder):
-    """gelu(gate(x)) * up(x)."""
-
-    def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
-        gate, up = self.products(layer, HIDDEN, x_BTD)
-        gelu = self.layers.gelu(f"{self.name(layer)}/gelu", gate)
-        return self.graph.node(f"{self.name(layer)}/inner", "Mul", [gelu, up]), ()
+        silu = self.config.mlp_kind == "swiglu"
+        activation = self.layers.silu if silu else self.layers.gelu
+        bent = activation(f"{self.name(layer)}/{'silu' if silu else 'gelu'}", gate)
+        return self.graph.node(f"{self.name(layer)}/inner", "Mul", [bent, up]), ()
 
 
 class Gelu(HalfBuilder):

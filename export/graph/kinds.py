@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from export.graph.experts import MixtureOfExperts
-from export.graph.feed_forward import GeGLU, Gelu, SwiGLU
+from export.graph.feed_forward import Gated, Gelu
 from export.graph.grouped_query import OrtGroupedQuery
 from export.graph.half import HalfBuilder
 from export.graph.latent import LatentAttention
@@ -22,8 +22,8 @@ def _grouped_query(layers: LayerBuilder, half: str) -> HalfBuilder:
 HALF_BUILDERS: dict[str, Callable[[LayerBuilder, str], HalfBuilder]] = {
     "grouped_query": _grouped_query,
     "latent": LatentAttention,
-    "swiglu": SwiGLU,
-    "geglu": GeGLU,
+    "swiglu": Gated,
+    "geglu": Gated,
     "gelu": Gelu,
     "experts": MixtureOfExperts,
 }

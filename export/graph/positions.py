@@ -33,9 +33,9 @@ def rotary_caches(
 
 def sequence_lengths(graph: Builder, mask_BS: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Each sequence's tokens so far less 1, (B,), and S, both int32; the same values each time it is asked."""
-    known = {str(node.name): node.outputs[0] for node in graph.nodes if node.name in (LAST, TOTAL)}
-    if known:
-        return known[LAST], known[TOTAL]
+    last, total = graph.made(LAST), graph.made(TOTAL)
+    if last is not None and total is not None:
+        return last, total
     one, scalar = graph.constant("one", np.array(1, np.int64)), graph.constant("scalar_shape", _SCALAR)
     lengths_B = graph.node("positions/lengths", "ReduceSum", [mask_BS, graph.axis(1)], keepdims=0)
     last_B = graph.node("positions/last", "Sub", [lengths_B, one])
@@ -67,9 +67,8 @@ def position_ids(graph: Builder, name: str, seqlens_k: ir.Value, x: ir.Value) ->
 
 def places_by_mask(graph: Builder, tokens_BT: ir.Value, mask_BS: ir.Value) -> ir.Value:
     """Where each new token stands, (B, T): the number of ones before it in the mask, wherever the padding is."""
-    known = [node.outputs[0] for node in graph.nodes if node.name == _PLACES]
-    if known:
-        return known[0]
+    if (known := graph.made(_PLACES)) is not None:
+        return known
     zero, one = graph.constant("zero", np.array(0, np.int64)), graph.constant("one", np.array(1, np.int64))
     start, end = new_columns(graph, tokens_BT)
     counted_BS = graph.node("places/counted", "CumSum", [mask_BS, one])
@@ -82,9 +81,8 @@ def places_by_mask(graph: Builder, tokens_BT: ir.Value, mask_BS: ir.Value) -> ir
 def new_columns(graph: Builder, tokens_BT: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Start and end, (1,), of the new tokens among all columns: they are the last T."""
     end = graph.constant("end", np.array([np.iinfo(np.int64).max], np.int64))
-    known = [node.outputs[0] for node in graph.nodes if node.name == "places/start"]
-    if known:
-        return known[0], end
+    if (known := graph.made("places/start")) is not None:
+        return known, end
     width_T = graph.node("places/new_width", "Shape", [tokens_BT], start=1, end=2)
     return graph.node("places/start", "Neg", [width_T]), end
 
@@ -94,20 +92,19 @@ def rotary_rows(graph: Builder, config: ModelConfig, layer: int, places_BT: ir.V
     found = []
     for table in rotary_caches(graph, config, layer):
         part = str(table.name).removesuffix("_cache")
-        known = [node.outputs[0] for node in graph.nodes if node.name == f"places/{part}"]
-        if not known:
+        rows = graph.made(f"places/{part}")
+        if rows is None:
             rows_BTX = graph.node(f"places/{part}_rows", "Gather", [table, places_BT])
-            known = [graph.node(f"places/{part}", "Unsqueeze", [rows_BTX, graph.axis(2)])]
-        found.append(known[0])
+            rows = graph.node(f"places/{part}", "Unsqueeze", [rows_BTX, graph.axis(2)])
+        found.append(rows)
     return found[0], found[1]
 
 
 def seen_columns(graph: Builder, tokens_BT: ir.Value, mask_BS: ir.Value, window: int | None) -> ir.Value:
     """Whether new token t attends to column s, (B, 1, T, S); the same value for layers alike."""
     name = "places/seen" if window is None else f"places/seen_{window}"
-    known = [node.outputs[0] for node in graph.nodes if node.name == name]
-    if known:
-        return known[0]
+    if (known := graph.made(name)) is not None:
+        return known
     zero, one = graph.constant("zero", np.array(0, np.int64)), graph.constant("one", np.array(1, np.int64))
     scalar = graph.constant("scalar_shape", np.array([], np.int64))
     start, end = new_columns(graph, tokens_BT)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from export.cache_scales import CacheScales, LayerCache
-from export.metadata import ATTENTION_MASK, CACHE_KEY, IN_PLACE_CACHE, INPUT_IDS, LOGITS, PAST, PRESENT
+from export.metadata import ATTENTION_MASK, CACHE_KEY, INPUT_IDS, LOGITS, PAST, PRESENT, needs_room
 from export.parity.comparison import ParityReport, Pass, compare, merge
 from export.parity.inputs import (
     GateInputs,
@@ -136,8 +136,7 @@ class GraphParts:
         library: Path | None = None,
     ) -> None:
         self._model, self._folder = inputs.graph, find_files(export).data.parent
-        in_place = inputs.graph.metadata_props.get(CACHE_KEY) == IN_PLACE_CACHE
-        self._needs_room = in_place and inputs.config.attention_kind != "grouped_query"
+        self._cache = inputs.graph.metadata_props.get(CACHE_KEY, "")
         self._cuts = [(INPUT_IDS,), *map(tuple, residual), (LOGITS,)]
         self._options = threads, exact, library
         self._past = {str(v.name): v for v in inputs.graph.graph.inputs if str(v.name).startswith(PAST)}
@@ -162,7 +161,7 @@ class GraphParts:
         found = []
         for values in read:
             room = values[INPUT_IDS].shape[1]
-            past = {name: _empty_cache(self._past[name], room, self._needs_room) for name in own}
+            past = {name: _empty_cache(self._past[name], room, self._cache) for name in own}
             found.append(_run_pieces(session, past, _pieces(values)))
         return found
 
@@ -205,13 +204,9 @@ def _pieces(values: Mapping[str, Array]) -> Iterator[dict[str, Array]]:
         yield {**piece, ATTENTION_MASK: np.ones((1, stop), np.int64)}
 
 
-def _empty_cache(past: ir.Value, room: int, needs_room: bool) -> Array:
-    """What a graph input with cached tokens starts from.
-
-    An INT8 cache has its room from the start, as the runtime gives it, or prompts would be read in another way. Graphs
-    that write into a cache themselves (`needs_room`) must have it.
-    """
+def _empty_cache(past: ir.Value, room: int, cache: str) -> Array:
+    """What a graph input with cached tokens starts from; `cache` is the graph's kind, see `needs_room`."""
     assert past.shape is not None and past.dtype is not None, "an input has both"
-    length = room if needs_room or past.dtype == ir.DataType.INT8 else 0
+    length = room if needs_room(str(past.name), cache, past.dtype == ir.DataType.INT8) else 0
     shape = [1, *(size if isinstance(size, int) else length for size in list(past.shape)[1:])]
     return np.zeros(shape, past.dtype.numpy())

@@ -49,6 +49,10 @@ def open_with_context(
 def _longest(directory: Path, config: ModelConfig, context: int | None, scaling: str | None) -> ModelConfig:
     """The model with the longest context that it is asked to read."""
     own = config.max_position_embeddings
+    if config.position_kind != "rotary" and context is not None and context > own:
+        raise UsageError(
+            f"--context {context:,}: {directory} has learned positions for {own:,} tokens; give at most that"
+        )
     if scaling == UNSCALED:
         if context is None or context > LONGEST:
             raise UsageError(f"--rope-scaling none: say how far to read with --context N, at most {LONGEST:,}")

@@ -51,6 +51,7 @@ def only(config: ModelConfig, *allowed: str) -> bool:
 
 
 def one_bias(config: ModelConfig) -> bool:
+    """Whether all of attention has biases, or none of it."""
     return config.attention_bias == config.attention_output_bias
 
 
@@ -62,12 +63,14 @@ def require(rest: Fields, where: str, **allowed: tuple[Any, ...]) -> None:
             raise ArtifactError(f"{where}: {key} is {value!r}; only {values[0]!r} is supported")
 
 
-def biases(rest: Fields, default: bool = False) -> Fields:
-    bias = bool(rest.pop("attention_bias", default))
+def biases(rest: Fields) -> Fields:
+    """`attention_bias` of all of attention's matrices."""
+    bias = bool(rest.pop("attention_bias", False))
     return {"attention_bias": bias, "attention_output_bias": bias}
 
 
 def full_only(rest: Fields, where: str) -> None:
+    """Take `layer_types` out, which may name full attention alone."""
     types = rest.pop("layer_types", None)
     if types is not None and set(types) != {"full_attention"}:
         raise ArtifactError(f"{where}: layer_types has {sorted(set(types))}; only 'full_attention' is supported")
@@ -80,6 +83,7 @@ def hiding_window(rest: Fields, context: int) -> int | None:
 
 
 def read_llama(rest: Fields, where: str) -> Fields:
+    """The fields of a model without anything of its own."""
     require(rest, where, hidden_act=("silu",), use_sliding_window=(False,))
     rest.pop("sliding_window", None)
     full_only(rest, where)
@@ -87,16 +91,19 @@ def read_llama(rest: Fields, where: str) -> Fields:
 
 
 def read_qwen2(rest: Fields, where: str) -> Fields:
+    """Biases of q, k and v."""
     bias = bool(rest.pop("attention_bias", True))
     return read_llama(rest, where) | {"attention_bias": bias, "attention_output_bias": False}
 
 
 def read_qwen3(rest: Fields, where: str) -> Fields:
+    """Norms of query and key heads."""
     rest.setdefault("head_dim", 128)
     return read_llama(rest, where) | {"qk_norm": True}
 
 
 def read_mistral(rest: Fields, where: str) -> Fields:
+    """A window in all layers, or in those that `layer_types` names."""
     window = hiding_window(rest, rest.get("max_position_embeddings", 0))
     types = rest.pop("layer_types", None)
     values = read_llama(rest, where)
@@ -108,6 +115,7 @@ def read_mistral(rest: Fields, where: str) -> Fields:
 
 
 def layer_types(given: list[str], where: str) -> tuple[str, ...]:
+    """`ModelConfig.layer_types` of Hugging Face's."""
     unknown = sorted(set(given) - _HF_TYPES.keys())
     if unknown:
         raise ArtifactError(f"{where}: layer_types has {unknown[0]!r}; use {', '.join(_HF_TYPES)}")
@@ -115,17 +123,21 @@ def layer_types(given: list[str], where: str) -> tuple[str, ...]:
 
 
 def hf_types(config: ModelConfig) -> list[str]:
+    """The way back from `layer_types`."""
     return [_HF_NAMES[name] for name in config.layer_types or ()]
 
 
 def write_llama(config: ModelConfig) -> Fields:
+    """What LLaMA's files have beside the common fields."""
     return {"hidden_act": "silu"}
 
 
 def write_qwen(config: ModelConfig) -> Fields:
+    """The same of Qwen2 and Qwen3."""
     return {"hidden_act": "silu", "mlp_bias": None, "use_sliding_window": False}
 
 
 def write_mistral(config: ModelConfig) -> Fields:
+    """The same of Mistral."""
     own = {"sliding_window": config.sliding_window, "attention_bias": None, "mlp_bias": None}
     return {"hidden_act": "silu", **own}

@@ -30,7 +30,8 @@ def changed_shape(config: ModelConfig, changes: Mapping[str, Any]) -> ModelConfi
     """A model with some dimensions replaced.
 
     Where the width or the number of heads changes, a head takes its share of the width unless `head_dim` is given, and
-    as many query heads share a key/value head as before unless `kv_heads` is given.
+    as many query heads share a key/value head as before unless `kv_heads` is given. Heads of latent attention keep
+    their size.
 
     Args:
         config: to start from.
@@ -41,6 +42,8 @@ def changed_shape(config: ModelConfig, changes: Mapping[str, Any]) -> ModelConfi
     """
     hidden, heads = changes.get("hidden", config.hidden_size), changes.get("heads", config.num_attention_heads)
     derived: dict[str, int] = {}
+    if config.attention_kind == "latent":  # heads of any number share one latent, and their size is free
+        return config.with_changes(**{_FIELDS[name]: value for name, value in changes.items()})
     if changes.keys() & {"hidden", "heads"} and "head_dim" not in changes:
         if hidden % heads:
             raise UsageError(

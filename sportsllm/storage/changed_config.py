@@ -32,6 +32,8 @@ def checkpoint_with(checkpoint: Path, config: ModelConfig) -> Iterator[Path]:
         "rope_theta": config.rope_theta,
         "rope_scaling": None if scaling is None else scaling.fields_used(),
     }
+    if config.rope_local_theta is not None:
+        data["rope_local_base_freq"] = config.rope_local_theta
     with tempfile.TemporaryDirectory() as folder:
         view = Path(folder) / checkpoint.resolve().name
         view.mkdir()

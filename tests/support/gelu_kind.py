@@ -1,4 +1,4 @@
-"""A second kind of feed-forward, down(gelu(up(x))) with biases: what adding one takes, for the tests."""
+"""A kind of feed-forward that the program does not have, gelu by the error function: what adding one takes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+from sportsllm.models.gelu import Gelu
 from sportsllm.models.kinds import FEED_FORWARD
-from sportsllm.models.parts import HIDDEN, Activation, Matrix, Processor, State, Unit, Vector
+from sportsllm.models.parts import Matrix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,36 +18,11 @@ if TYPE_CHECKING:
 NAME = "erf_gelu"
 
 
-class Gelu:
-    """Two matrices with biases, as in GPT-2; see `sportsllm.models.parts.Kind`."""
+class ErfGelu(Gelu):
+    """Two matrices, always with biases."""
 
     def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        return (
-            Matrix("up_proj", inner, hidden, "neuron", HIDDEN, HIDDEN, bias=True),
-            Matrix("down_proj", hidden, inner, HIDDEN, "neuron", "inner", writes_residual=True, bias=True),
-        )
-
-    def vectors(self, config: ModelConfig) -> tuple[Vector, ...]:
-        return ()
-
-    def units(self, config: ModelConfig) -> tuple[Unit, ...]:
-        return (Unit("neuron", "intermediate_size", config.intermediate_size),)
-
-    def state(self, config: ModelConfig) -> tuple[State, ...]:
-        return ()
-
-    def mixing_macs(self, config: ModelConfig, depth: int) -> int:
-        return 0
-
-    def activation_bytes(self, config: ModelConfig, mixed: bool, processor: Processor) -> int:
-        """up and gelu(up)."""
-        return 2 * (2 if mixed else 4) * config.intermediate_size
-
-    def tensors(self, config: ModelConfig) -> tuple[Matrix | Activation, ...]:
-        up, down = self.matrices(config)
-        inner = (config.intermediate_size,)
-        return up, Activation("up", inner), Activation("gelu(up)", inner), down
+        return tuple(matrix._replace(bias=True) for matrix in super().matrices(config))
 
     def forward(self, half: Any, x_BTD: Tensor, rope: Any, documents: Any, cache: Any) -> Tensor:
         from torch.nn.functional import gelu
@@ -57,7 +33,7 @@ class Gelu:
 @contextmanager
 def registered() -> Iterator[str]:
     """The kind's name, known to the registry inside the `with` alone."""
-    FEED_FORWARD[NAME] = Gelu()
+    FEED_FORWARD[NAME] = ErfGelu()
     try:
         yield NAME
     finally:

@@ -58,3 +58,8 @@ def test_heads_that_key_value_heads_cannot_share() -> None:
 def test_the_line_has_the_documented_count() -> None:
     assert described_shape(preset("small")).endswith("vocabulary 16,000 (tied), context 2,048: 97,241,856 parameters")
     assert "untied" in described_shape(preset("base-162m"))
+
+
+def test_heads_of_latent_attention_change_alone() -> None:
+    config = changed_shape(preset("tiny-latent"), {"heads": 2})
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (2, 1, 16)
