@@ -1,8 +1,8 @@
-"""The INT8 key/value cache: a scale per channel of each layer's keys and values, as GroupQueryAttention reads them.
+"""The INT8 cache: a scale per channel of what each layer caches, keys and values as GroupQueryAttention reads them.
 
 The operator stores round(x / scale), from -128 to 127, and attends to that times the scale, in the prompt too. Keys are
 stored after rotation. Scales are per channel because channels differ far more from each other than tokens do, most of
-all in keys (https://arxiv.org/abs/2402.02750).
+all in keys (https://arxiv.org/abs/2402.02750). The vectors of latent attention are stored in the same way.
 Shape suffixes: L layers, B sequences, K key/value heads, S tokens, E head_dim.
 """
 
@@ -19,7 +19,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
-from sportsllm.models.kinds import EMBEDDING
+from sportsllm.models.kinds import EMBEDDING, block_state
 from sportsllm.models.language_model import embed, first_positions, rope_of
 from sportsllm.process_memory import give_back
 from sportsllm.storage.checkpoint import check_names, load_block, load_positions, load_table
@@ -38,21 +38,20 @@ class CacheScales:
     """Scales of an INT8 cache.
 
     Attributes:
-        keys, values: (L, K, E) float32, above 0.
+        states: one tensor for each that is cached, in its order: (L, ..., E) float32, above 0, the shape of a token's
+            part; keys and values, (L, K, E), or one of latent vectors, (L, E).
         moved: share of its size by which each number is moved at random before it is rounded; see `export.parity`.
     """
 
-    keys: Tensor
-    values: Tensor
+    states: tuple[Tensor, ...]
     moved: float = 0.0
 
-    def rounded(self, layer: int, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values as an INT8 cache returns them."""
-        scale = self.keys[layer][None, :, None], self.values[layer][None, :, None]
+    def rounded(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """A layer's new states, (B, ..., S, E) each, as an INT8 cache returns them."""
         if self.moved:
             random = torch.Generator().manual_seed(layer)
-            k_BKSE, v_BKSE = (x * (1 + self.moved * torch.randn(x.shape, generator=random)) for x in (k_BKSE, v_BKSE))
-        return _rounded(k_BKSE, scale[0]), _rounded(v_BKSE, scale[1])
+            new = tuple(x * (1 + self.moved * torch.randn(x.shape, generator=random)) for x in new)
+        return tuple(_rounded(x, scale[layer][..., None, :]) for x, scale in zip(new, self.states, strict=True))
 
 
 class RoundedCache(KVCache):
@@ -74,7 +73,7 @@ class LayerCache(KVCache):
     """
 
     def __init__(self, scales: CacheScales | None = None) -> None:
-        """Return keys and values as they are, or as an INT8 cache of these scales would."""
+        """Return states as they are, or as an INT8 cache of these scales would."""
         self.length, self._scales = 0, scales
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
@@ -119,7 +118,7 @@ def measure_scales(config: ModelConfig, blocks: Iterable[nn.Module], states: lis
     if not states:
         raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
     rope = rope_of(config)
-    found: list[list[Tensor]] = [[], []]
+    found: list[list[Tensor]] = [[] for _ in block_state(config)]
     for block in blocks:
         seen = []
         for place, x_1SD in enumerate(states):
@@ -127,10 +126,12 @@ def measure_scales(config: ModelConfig, blocks: Iterable[nn.Module], states: lis
             states[place] = block(x_1SD, first_positions(rope, x_1SD), None, cache)
             seen.append(cache)
         for part, scales in enumerate(found):
-            kept_KSE = torch.cat([cache.states[part][0] for cache in seen], dim=1)
-            scales.append(torch.cat([_best_scales(head_SE[None]) for head_SE in kept_KSE]))  # few copies at once
+            kept = torch.cat([cache.states[part][0] for cache in seen], dim=-2)  # (K, S, E) or (S, E)
+            heads = kept.view(-1, *kept.shape[-2:])
+            scale_KE = torch.cat([_best_scales(head_SE[None]) for head_SE in heads])  # few copies at once
+            scales.append(scale_KE.view(*kept.shape[:-2], -1))
         give_back()
-    return CacheScales(torch.stack(found[0]), torch.stack(found[1]))
+    return CacheScales(tuple(torch.stack(layers) for layers in found))
 
 
 def _best_scales(x_KSE: Tensor) -> Tensor:

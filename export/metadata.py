@@ -38,3 +38,9 @@ def past_name(layer: int, state: str) -> str:
 def present_name(layer: int, state: str) -> str:
     """Of the output with the new tokens added."""
     return f"{PRESENT}{layer}.{state}"
+
+
+def cache_scale_name(layer: int, state: str) -> str:
+    """The constant of an INT8 cache's scales of one state that a layer's attention caches."""
+    short = {"key": "k", "value": "v"}.get(state, state)
+    return f"model.layers.{layer}.self_attn.{short}_scale"

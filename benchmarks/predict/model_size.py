@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -10,7 +11,7 @@ from benchmarks.measure.bandwidth_bound import prompt_graph_bytes
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import packed_by_bitsandbytes, read_json
-from sportsllm.models.kinds import block_matrices, halves
+from sportsllm.models.kinds import block_matrices, block_state, halves
 from sportsllm.models.size import PRECISIONS, block_numbers, weight_bytes
 from sportsllm.storage.artifact import directory_bytes
 from sportsllm.storage.manifest import MANIFEST, read_manifest
@@ -204,7 +205,7 @@ def _graph_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     """The decoding graph, with an INT8 cache's scale for each channel."""
     a_layer = LAYER_GRAPH_BYTES + STANDARD_GRAPH_BYTES * stored.standard
     if stored.cache == "int8":
-        a_layer += INT8_CACHE_GRAPH_BYTES + 2 * 4 * config.key_value_size
+        a_layer += INT8_CACHE_GRAPH_BYTES + 4 * sum(math.prod(state.shape) for state in block_state(config))
     return GRAPH_BYTES + config.num_hidden_layers * a_layer
 
 

@@ -61,6 +61,20 @@ class ExpertFlags(FlagGroup):
 
 
 @dataclass(frozen=True)
+class LatentFlags(FlagGroup):
+    """Of attention, made latent."""
+
+    latent: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rank of a joint latent of keys and values, all that is cached beside a rotated key."),
+    ] = None
+    latent_rotary: Annotated[
+        int | None,
+        typer.Option(min=2, help="With --latent: channels of the key that stays rotated.", show_default="head_dim"),
+    ] = None
+
+
+@dataclass(frozen=True)
 class ChoiceFlags(FlagGroup):
     """How units are chosen, and what is done for those that stay."""
 
@@ -97,6 +111,7 @@ def prune(
     calibration: options.CalibrationText = None,
     size: SizeFlags,
     mixture: ExpertFlags,
+    latent: LatentFlags,
     choice: ChoiceFlags,
     recover: RecoverFlags,
     corpora: options.TextFlags,
@@ -107,7 +122,7 @@ def prune(
     seed: options.Seed = 0,
     threads: options.Threads = None,
 ) -> dict[str, Any]:
-    """Cut width, depth or key/value heads; the result is an ordinary checkpoint."""
+    """Cut width, depth, experts or the key/value cache; the result is an ordinary checkpoint."""
     from compress.distillation.recovery import Recovery
     from compress.distillation.run import teacher_corpus
     from compress.pruning.plan import prune_run
@@ -120,7 +135,8 @@ def prune(
     if recover.recover is None:
         check_not_given("--recover TOKENS", recover, corpora, distillation, lora, training)
     if vocabulary.vocab_size is not None or vocabulary.min_count is not None:
-        if size.given() or mixture.given() or recover.recover is not None or choice.scores is not None:
+        others = (size, mixture, latent, recover)
+        if any(group.given() for group in others) or choice.scores is not None:
             raise UsageError(
                 "the vocabulary is cut alone, since the result no longer shares its teacher's tokens: cut it first "
                 "(prune-vocabulary), fine-tune it with train --init, then prune that"
@@ -142,7 +158,7 @@ def prune(
             adapters=lora.adapters(config.optimizer),
         )
     text = tuple(calibration or teacher_corpus(checkpoint, "corpus"))
-    job = PruneJob(checkpoint, text, choice.config(seed), choice.scores, recovery, **mixture.given())
+    job = PruneJob(checkpoint, text, choice.config(seed), choice.scores, recovery, **mixture.given(), **latent.given())
     result = prune_run(job, size.target(), out, resume=training.resume)
     _print_result(out, result)
     return result
@@ -156,6 +172,9 @@ def _print_result(out: Path, result: dict[str, Any]) -> None:
         f"{out}: {result['parameters']:,} parameters ({shape}), "
         f"{result['share_of_block_parameters']:.1%} of the non-embedding parameters"
     )
+    cache, before = result["kv_cache_bytes_per_token"]["fp32"], result["kv_cache_bytes_per_token_before"]["fp32"]
+    if cache != before:
+        output().print(f"cache of {cache:,} bytes a token, {cache / before:.1%} of the {before:,} before (float32)")
     if result.get("valid_bits_per_byte"):
         output().print(
             f"bits per byte {result['bits_per_byte_before_recovery']:.4f} after the cut, "

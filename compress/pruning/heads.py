@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -185,21 +185,19 @@ class _Heads:
         weight = torch.stack([sum(queries[h] for h in heads if self._group(h) == i) for i in old]).sqrt()  # type: ignore[misc]
         half = self.size // 2
         moments = self.moments["k_proj"].view(self.groups, 2, half, self.groups, 2, half)[old][:, :, :, old]
-        keys, turned = _as_complex(self.k[old]), _as_complex(self.q[heads])
+        keys, turned = as_complex(self.k[old]), as_complex(self.q[heads])
         shared, read = [], []
         for near in pairs:
             own = moments[:, :, near][:, :, :, :, :, near]
             real = own[:, 0, :, :, 0] + own[:, 1, :, :, 1]
             imaginary = own[:, 1, :, :, 0] - own[:, 0, :, :, 1]
-            w_U = weight[:, near].flatten()
-            covariance_UU = torch.complex(real, imaginary).flatten(2, 3).flatten(0, 1) * w_U[:, None] * w_U
-            u_U = _leading(covariance_UU)
-            mean = (u_U.abs().square() * w_U.square()).sum().sqrt()  # so that one pair alone stays as it is
-            shared.append(torch.einsum("u,ud->d", u_U.conj() * w_U / mean, keys[:, near].flatten(0, 1)))
-            into = (u_U * mean / w_U).conj().view(len(old), len(near))
+            covariance_UU = torch.complex(real, imaginary).flatten(2, 3).flatten(0, 1)
+            pair = shared_pair(covariance_UU, weight[:, near].flatten())
+            shared.append(torch.einsum("u,ud->d", pair.read_U, keys[:, near].flatten(0, 1)))
+            into = pair.into_U.conj().view(len(old), len(near))
             places = [old.index(self._group(head)) for head in heads]
             read.append(torch.einsum("hu,hud->hd", into[places], turned[:, near]))
-        return _as_real(torch.stack(shared)), list(_as_real(torch.stack(read, dim=1)))
+        return as_real(torch.stack(shared)), list(as_real(torch.stack(read, dim=1)))
 
     def _shared_value(self, heads: list[int], size: int) -> tuple[Tensor, list[Tensor]]:
         """(size, D) rows of the value head that `heads` share, and the (D, size) columns of o_proj of each."""
@@ -207,9 +205,7 @@ class _Heads:
         if len(old) == 1 and size == self.size:
             return self.v[old[0]], [self.o[head] for head in heads]
         read = [sum(self.o[head].T @ self.o[head] for head in heads if self._group(head) == i) for i in old]
-        scale, basis = torch.linalg.eigh(torch.stack(cast("list[Tensor]", read)))
-        scale = scale.clamp(min=_DAMPING * float(scale.max().clamp(min=_DAMPING))).sqrt()[:, None]
-        roots, inverses = basis * scale @ basis.mT, basis / scale @ basis.mT
+        roots, inverses = roots_of(torch.stack(cast("list[Tensor]", read)))
         root = cast(Tensor, cast(Any, torch).block_diag(*roots))
         index = [i * self.size + e for i in old for e in range(self.size)]
         covariance = root @ self.moments["v_proj"][index][:, index] @ root
@@ -223,6 +219,27 @@ class _Heads:
         return value, [self.o[head] @ parts[self._group(head)] for head in heads]
 
 
+class SharedPair(NamedTuple):
+    """A pair s = sum read_u c_u that stands for others, c_u ~ into_u s; both (U,) complex."""
+
+    read_U: Tensor
+    into_U: Tensor
+
+
+def shared_pair(covariance_UU: Tensor, w_U: Tensor) -> SharedPair:
+    """The pair that several are best multiples of: E[c c*] of these, and how much each of them counts."""
+    u_U = _leading(covariance_UU * w_U[:, None] * w_U)
+    mean = (u_U.abs().square() * w_U.square()).sum().sqrt()  # so that one pair alone stays as it is
+    return SharedPair(u_U.conj() * w_U / mean, u_U * mean / w_U)
+
+
+def roots_of(moments_XEE: Tensor) -> tuple[Tensor, Tensor]:
+    """The square roots of positive semidefinite matrices, damped, and their inverses."""
+    scale, basis = torch.linalg.eigh(moments_XEE)
+    scale = scale.clamp(min=_DAMPING * float(scale.max().clamp(min=_DAMPING))).sqrt()[:, None]
+    return basis * scale @ basis.mT, basis / scale @ basis.mT
+
+
 def _leading(covariance_UU: Tensor) -> Tensor:
     """(U,) the leading eigenvector, its largest entry real and positive."""
     u_U = torch.linalg.eigh(covariance_UU).eigenvectors[:, -1]
@@ -230,11 +247,12 @@ def _leading(covariance_UU: Tensor) -> Tensor:
     return cast(Tensor, u_U * largest.conj() / largest.abs())
 
 
-def _as_complex(rows_XED: Tensor) -> Tensor:
+def as_complex(rows_XED: Tensor) -> Tensor:
     """Rows of heads, (..., E, D), as (..., P, D): rotary pair p is rows p and p + E / 2."""
     first, second = rows_XED.chunk(2, dim=-2)
     return torch.complex(first, second)
 
 
-def _as_real(rows_XPD: Tensor) -> Tensor:
+def as_real(rows_XPD: Tensor) -> Tensor:
+    """The inverse of `as_complex`."""
     return torch.cat([rows_XPD.real, rows_XPD.imag], dim=-2)

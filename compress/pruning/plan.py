@@ -48,7 +48,7 @@ class PruneTarget:
         if share is not None:
             return shape_for_share(config, share)
         if not given and not whole:
-            dimensions = "--hidden, --intermediate, --heads, --kv-heads, --head-dim, --layers, --experts"
+            dimensions = "--hidden, --intermediate, --heads, --kv-heads, --head-dim, --layers, --experts, --latent"
             raise UsageError(f"say how small: --params SHARE, --size-mb MB, or {dimensions}")
         return dataclasses.replace(Shape.of(config), **given)
 
@@ -64,7 +64,7 @@ def prune_run(job: PruneJob, target: PruneTarget, out: Path, *, resume: bool = F
         UsageError: flags that do not go together, or an impossible shape.
     """
     config = job.model_config()
-    shape = target.shape(config, whole=job.cuts_experts)
+    shape = target.shape(config, whole=job.changes_kinds)
     tried: list[dict[str, Any]] = []
     share, tokens = target.share_of(config), target.search_tokens
     if tokens is not None and (share is None or job.recovery is None):

@@ -168,11 +168,11 @@ def refit_block(pair: LayerPair, streams: Streams, solve: Solve) -> None:
                 "leave it out with --no-repair"
             )
         last = half == list(NORMS)[-1]
-        after_BTD = streams.target if last else _after_half(pair.source, half, full_BTD, pair.rope)
+        after_BTD = streams.target if last else after_half(pair.source, half, full_BTD, pair.rope)
         for group in groups:
             _refit_group(pair, half, group, Streams(full_BTD, changed_BTD, after_BTD), solve)
         if not last:
-            changed_BTD = _after_half(pair.block, half, changed_BTD, pair.own_rope or pair.rope)
+            changed_BTD = after_half(pair.block, half, changed_BTD, pair.own_rope or pair.rope)
             full_BTD = after_BTD
 
 
@@ -180,7 +180,7 @@ def _refit_group(pair: LayerPair, half: str, group: Sequence[Matrix], streams: S
     """Fit matrices of one half that read the same input."""
 
     def inputs(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> Iterator[Tensor]:
-        return (_matrix_input(block, half, group[0].name, x, rope) for x in states_BTD)
+        return (matrix_input(block, half, group[0].name, x, rope) for x in states_BTD)
 
     shared: LeastSquares | None = None
     for matrix in sorted(group, key=lambda matrix: adds_to_residual(pair.config, matrix)):
@@ -205,7 +205,8 @@ def _refit_group(pair: LayerPair, half: str, group: Sequence[Matrix], streams: S
         solve(matrix.name, linear, sums)
 
 
-def _after_half(block: Block, half: str, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
+def after_half(block: Block, half: str, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
+    """The residual stream after one half of a layer."""
     return [block.add_half(half, x, first_positions(rope, x)) for x in states_BTD]
 
 
@@ -213,7 +214,7 @@ class _InputFound(Exception):
     """Ends a forward pass whose rest is not needed."""
 
 
-def _matrix_input(block: Block, half: str, matrix: str, x_BTD: Tensor, rope: Rope) -> Tensor:
+def matrix_input(block: Block, half: str, matrix: str, x_BTD: Tensor, rope: Rope) -> Tensor:
     """What a matrix of a block reads, where its half of the block reads the residual stream x."""
     found: list[Tensor] = []
 

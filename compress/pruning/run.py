@@ -17,6 +17,7 @@ from compress.distillation.settings import DistillationConfig
 from compress.pruning.experts import fewer_experts, keep_experts
 from compress.pruning.heads import heads_change, reduce_heads
 from compress.pruning.kept_units import LayerRun, choose_units, kept_layers, loss_per_token
+from compress.pruning.latent import latent_config, to_latent
 from compress.pruning.output_selection import output_scores
 from compress.pruning.refit import refit_layers
 from compress.pruning.rotation import principal_directions, rotate
@@ -37,6 +38,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.size import kv_cache_bytes_per_token
 from sportsllm.storage.artifact import STATE_DIRECTORY, Stage, partial_directory, run_stage
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
@@ -70,7 +72,8 @@ class PruneJob:
     """A checkpoint to prune, whatever its new shape.
 
     Scores and refit read the calibration text. `scores` are those of an earlier run on the same checkpoint, `recovery`
-    is the training afterwards. `experts` and `experts_per_token` are cut first, see `compress.pruning.experts`.
+    is the training afterwards. `experts` and `experts_per_token` are cut first, see `compress.pruning.experts`; then
+    attention is made latent, see `compress.pruning.latent`, of a rank and rotated channels.
     """
 
     checkpoint: Path
@@ -80,16 +83,28 @@ class PruneJob:
     recovery: Recovery | None = None
     experts: int | None = None
     experts_per_token: int | None = None
+    latent: int | None = None
+    latent_rotary: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.latent is None and self.latent_rotary is not None:
+            raise UsageError("--latent-rotary goes with --latent RANK; give both or none")
 
     @property
     def cuts_experts(self) -> bool:
         """Whether there will be fewer experts, or fewer a token."""
         return self.experts is not None or self.experts_per_token is not None
 
+    @property
+    def changes_kinds(self) -> bool:
+        """Whether something is cut that is no dimension of a `Shape`."""
+        return self.cuts_experts or self.latent is not None
+
     def model_config(self) -> ModelConfig:
-        """The shape that is pruned: the checkpoint's, with fewer experts if asked for."""
+        """The shape that is pruned: the checkpoint's, with fewer experts and latent attention if asked for."""
         config = load_config(self.checkpoint)
-        return fewer_experts(config, self.experts, self.experts_per_token) if self.cuts_experts else config
+        config = fewer_experts(config, self.experts, self.experts_per_token) if self.cuts_experts else config
+        return config if self.latent is None else latent_config(config, self.latent, self.latent_rotary)
 
     def settings(self, shape: Shape) -> dict[str, Any]:
         """For the manifest, under the names of the flags."""
@@ -106,6 +121,7 @@ class PruneJob:
             "scores": self.scores,
             "calibration": self.calibration,
             **({"experts": self.experts, "experts_per_token": self.experts_per_token} if self.cuts_experts else {}),
+            **({} if self.latent is None else {"latent": self.latent, "latent_rotary": self.latent_rotary}),
             **(inherited if self.recovery is None else self.recovery.settings(self.checkpoint)),
         }
 
@@ -114,8 +130,8 @@ class PruneJob:
         scores = [self.scores] if self.scores else []
         return [self.checkpoint, *self.calibration, *scores, *(self.recovery.inputs() if self.recovery else [])]
 
-    def calibrate(self) -> tuple[SportsLLM, list[Tensor], Scores]:
-        """The full model, calibration token ids, (1, T) each, and the scores of its units."""
+    def calibrate(self) -> tuple[SportsLLM, list[Tensor]]:
+        """The full model, of the kinds that `model_config` has, and calibration token ids, (1, T) each."""
         model = load_checkpoint(self.checkpoint)
         length = SAMPLE_LENGTH if self.recovery is None else self.recovery.config.sequence
         words = load_tokenizer(self.checkpoint, model.config)
@@ -124,8 +140,11 @@ class PruneJob:
         with torch.no_grad():
             check_familiar(samples, loss_per_token(model, samples[:JUDGED_SAMPLES]))
         if self.cuts_experts:
-            model = keep_experts(model, self.model_config(), samples)
-        return model, samples, measure_scores(model, self.config, samples, self.scores)
+            fewer = fewer_experts(model.config, self.experts, self.experts_per_token)
+            model = keep_experts(model, fewer, samples)
+        if self.latent is not None:
+            model = to_latent(model, self.model_config(), samples, self.config.refit)
+        return model, samples
 
 
 def measure_scores(
@@ -193,7 +212,7 @@ def prune_checkpoint(
         raise ArtifactError(f"{job.checkpoint}: is quantized; prune the unquantized checkpoint")
     full, config, recovery = load_config(job.checkpoint), job.model_config(), job.recovery
     smaller = shape.applied_to(config)
-    if smaller.hidden_size != smaller.query_size:
+    if smaller.hidden_size != smaller.query_size and smaller.attention_kind == "grouped_query":
         say(f"note: hidden size {smaller.hidden_size} is not heads x head_dim {smaller.query_size}; optimum needs that")
     resume = resume and (partial_directory(out) / STATE_DIRECTORY).exists()
     signals = None if recovery is None else prepare_recovery(recovery, job.checkpoint, smaller)
@@ -201,8 +220,12 @@ def prune_checkpoint(
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()
-        model, samples, scores = job.calibrate()
-        pruned = prune_to_shape(model, scores, shape, job.config, samples)
+        model, samples = job.calibrate()
+        scores = None
+        pruned = PrunedModel(model, list(range(config.num_hidden_layers)), [])
+        if not (job.changes_kinds and shape == Shape.of(config)):
+            scores = measure_scores(model, job.config, samples, job.scores)
+            pruned = prune_to_shape(model, scores, shape, job.config, samples)
         network, training = pruned.model, dict[str, Any]()
         if recovery is not None:
             objective, identity = recovery.objective, stage.fingerprint()
@@ -214,12 +237,14 @@ def prune_checkpoint(
             )
         seconds = time.perf_counter() - started
         save_checkpoint(directory, network, job.checkpoint)
-        if job.config.importance in MEASURED and job.scores is None:
+        if scores is not None and job.config.importance in MEASURED and job.scores is None:
             save_scores(directory, scores, config)
         return {
             "parameters": smaller.parameters,
             "share_of_block_parameters": smaller.block_parameters / full.block_parameters,
             "shape": dataclasses.asdict(shape),
+            "kv_cache_bytes_per_token": kv_cache_bytes_per_token(smaller),
+            "kv_cache_bytes_per_token_before": kv_cache_bytes_per_token(full),
             "calibration_tokens": sum(sample.numel() for sample in samples),
             "kept_layers": pruned.layers,
             "layers_tried": [run._asdict() for run in pruned.tried],

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compress.distillation.recovery import Recovery
 from compress.pruning.kept_units import loss_per_token
-from compress.pruning.run import PruneConfig, PruneJob, prune_checkpoint, prune_to_shape
+from compress.pruning.run import PruneConfig, PruneJob, measure_scores, prune_checkpoint, prune_to_shape
 from compress.pruning.scores import Scores
 from compress.pruning.shapes import Shape, candidate_shapes, shape_for_share
 from sportsllm.console import progress_bar, say, silenced
@@ -108,7 +108,8 @@ def search_shape(
     """
     if quantization_config(job.checkpoint) is not None:
         raise UsageError(f"{job.checkpoint}: is quantized; prune the unquantized checkpoint")
-    model, samples, scores = job.calibrate()
+    model, samples = job.calibrate()
+    scores = measure_scores(model, job.config, samples, job.scores)
     brief = None if job.recovery is None or not tokens else brief_recovery(job.recovery, tokens)
     finalists = find_finalists(model, scores, share, job.config, samples, 1 if brief is None else count)
     if brief is None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from export import metadata
 from export.graph.builder import MS
 from export.graph.half import HalfBuilder
 from export.graph.int8_cache_prefill import LongPrefill, group_query_attention
@@ -113,9 +114,11 @@ class OrtGroupedQuery(HalfBuilder):
         scales = self.layers.sequences.scales
         if scales is None:
             return []
-        found = {"k": scales.keys[layer], "v": scales.values[layer]}  # (K, E) each
-        name = self.name(layer)
-        return [self.graph.constant(f"{name}.{part}_scale", x[None, :, None].numpy()) for part, x in found.items()]
+        found = zip(self.states, scales.states, strict=True)  # (L, K, E) each
+        return [
+            self.graph.constant(metadata.cache_scale_name(layer, state.name), scale[layer][None, :, None].numpy())
+            for state, scale in found
+        ]
 
     def _prepare_heads(
         self, name: str, x: ir.Value, heads: int, ids_BT: ir.Value | None, tables: Sequence[ir.Value]

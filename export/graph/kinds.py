@@ -27,7 +27,7 @@ HALF_BUILDERS: dict[str, Callable[[LayerBuilder, str], HalfBuilder]] = {
     "gelu": Gelu,
     "experts": MixtureOfExperts,
 }
-INT8_CACHE_KINDS = ("grouped_query",)  # of attention, whose builder takes the scales of an INT8 cache
+INT8_CACHE_KINDS = ("grouped_query", "latent")  # of attention, whose builder takes the scales of an INT8 cache
 
 
 def half_builders(layers: LayerBuilder) -> list[HalfBuilder]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from export import metadata
 from export.graph.builder import Array
 from export.graph.half import HalfBuilder
 from export.graph.layer import LayerBuilder
@@ -26,13 +27,16 @@ from export.graph.positions import (
 )
 from sportsllm.models.parts import HIDDEN
 
-FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
+FLOAT = ir.DataType.FLOAT
 LONG_PIECE = 16
 """From this many new tokens on keys and values are made."""
 
 
 class LatentAttention(HalfBuilder):
-    """Attention over a float32 cache, which ONNX Runtime's graphs write in place and standard ones join anew."""
+    """Attention over a cache that ONNX Runtime's graphs write in place and standard ones join anew.
+
+    Of an INT8 cache, which those graphs may have, every token is read as it is stored, new ones too.
+    """
 
     def __init__(self, layers: LayerBuilder, half: str) -> None:
         super().__init__(layers, half)
@@ -90,7 +94,7 @@ class LatentAttention(HalfBuilder):
         key_BT1E = rotated_pairs(graph, f"{name}.k", key_BT1E, self._tables)
         key_BTE = graph.node(f"{name}.k/turned_row", "Squeeze", [key_BT1E, graph.axis(2)])
         new_BTC = graph.node(f"{name}/cached", "Concat", [low, key_BTE], axis=-1)
-        present, state_BSC = self._joined(name, past[0], new_BTC)
+        present, state_BSC = self._joined(layer, past[0], new_BTC)
         scale = (config.unrotated_dim + rotated) ** -0.5
         factor = graph.constant("latent/scale", np.array(scale, np.float32))
         plain_BTHN = graph.node(f"{name}.q/plain_scaled", "Mul", [plain, factor])
@@ -120,15 +124,24 @@ class LatentAttention(HalfBuilder):
         (eps,) = (found.eps for found in self._vectors if found.name == vector)
         return self.layers.rms_norm(name, x, self.layers.matmul.vector(f"{name}.weight", size), eps)
 
-    def _joined(self, name: str, past: ir.Value, new_BTC: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The cache with the new tokens, as the graph gives it back; and what of it is filled, (B, S, C)."""
-        graph = self.graph
+    def _joined(self, layer: int, past: ir.Value, new_BTC: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The cache with the new tokens, as the graph gives it back; and what of it is filled, (B, S, C) float32."""
+        graph, name, scales = self.graph, self.name(layer), self.layers.sequences.scales
         if self.layers.standard:
             present = graph.node(f"{name}/present", "Concat", [past, new_BTC], axis=1)
             return present, present
+        stored: list[ir.Value] = []  # scales and zeros, (C,) each
+        if scales is not None:
+            (scale_LC,) = scales.states
+            scale_C = graph.constant(metadata.cache_scale_name(layer, self.states[0].name), scale_LC[layer].numpy())
+            stored = [scale_C, graph.constant("latent/zeros", np.zeros(scale_LC.shape[1], np.int8))]
+            new_BTC = graph.node(f"{name}/rounded", "QuantizeLinear", [new_BTC, *stored], axis=2)
         present = graph.node(f"{name}/present", "ScatterND", [past, self._where_BT2, new_BTC])
         begin = graph.constant("cache/begin", np.array([0], np.int64))
-        return present, graph.node(f"{name}/filled", "Slice", [present, begin, self._width_S, graph.axis(1)])
+        filled_BSC = graph.node(f"{name}/filled", "Slice", [present, begin, self._width_S, graph.axis(1)])
+        if stored:
+            filled_BSC = graph.node(f"{name}/filled_float", "DequantizeLinear", [filled_BSC, *stored], axis=2)
+        return present, filled_BSC
 
     def _absorbed(
         self, layer: int, name: str, plain_BHTN: ir.Value, turned_BHTE: ir.Value, state_BSC: ir.Value

@@ -13,6 +13,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from export import metadata
 from export.cache_scales import CacheScales
 from export.graph.builder import with_branches
 from export.graph.decoder import graph_precision
@@ -28,7 +29,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
-from sportsllm.models.kinds import EMBEDDING
+from sportsllm.models.kinds import EMBEDDING, block_state
 from sportsllm.models.language_model import rope_of
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
@@ -95,15 +96,15 @@ def graph_nodes(graph: ir.Model) -> list[ir.Node]:
 
 def graph_cache_scales(graph: ir.Model, config: ModelConfig) -> CacheScales | None:
     """The scales of a graph's INT8 cache; None for a float32 one."""
-    found: dict[str, list[torch.Tensor]] = {"k": [], "v": []}
-    for layer in range(config.num_hidden_layers):
-        for part, scales in found.items():
-            value = graph.graph.initializers.get(f"model.layers.{layer}.self_attn.{part}_scale")
-            if value is None:
-                return None
-            stored = np.asarray(cast(Any, value.const_value).numpy())  # (1, K, 1, E)
-            scales.append(torch.from_numpy(stored[0, :, 0].copy()))
-    return CacheScales(torch.stack(found["k"]), torch.stack(found["v"]))
+    found: list[torch.Tensor] = []
+    for state in block_state(config):
+        names = [metadata.cache_scale_name(layer, state.name) for layer in range(config.num_hidden_layers)]
+        stored = [graph.graph.initializers.get(name) for name in names]
+        if None in stored:
+            return None
+        arrays = [np.asarray(cast(Any, value).const_value.numpy()).reshape(state.shape) for value in stored]
+        found.append(torch.from_numpy(np.stack(arrays)))
+    return CacheScales(tuple(found))
 
 
 def exact_graph(graph: ir.Model) -> bytes:

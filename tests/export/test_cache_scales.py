@@ -20,7 +20,7 @@ from tests.support.export_models import int8_samples, measured_scales, tiny_mode
 def test_scales_have_the_least_error_of_their_channel() -> None:
     model = tiny_model()
     found = measured_scales(model, int8_samples())
-    assert found.keys.shape == found.values.shape == (2, 2, 16)
+    assert [tuple(scale.shape) for scale in found.states] == [(2, 2, 16)] * 2
     seen = []
     for tokens in int8_samples():
         cache = KVCache(model.config, 1, 60)
@@ -33,7 +33,7 @@ def test_scales_have_the_least_error_of_their_channel() -> None:
 
     largest = np.abs(numbers).max() / 127
     best = min(error(largest * share) for share in np.linspace(0.3, 1.3, 400))
-    mine = error(float(found.keys[1, 1, 3]))
+    mine = error(float(found.states[0][1, 1, 3]))
     assert mine <= error(largest) * (1 + 1e-4)
     assert mine <= 1.2 * best, "33 tries come near what 400 find"
 
@@ -41,7 +41,7 @@ def test_scales_have_the_least_error_of_their_channel() -> None:
 def test_silent_channels_keep_a_scale_above_zero() -> None:
     model = tiny_model()
     torch.nn.init.zeros_(model.model.layers[0].self_attn.k_proj.weight)
-    assert (measured_scales(model, int8_samples()).keys > 0).all()
+    assert (measured_scales(model, int8_samples()).states[0] > 0).all()
     with pytest.raises(ArtifactError, match="no calibration text"):
         measured_scales(model, [])
 

@@ -73,9 +73,7 @@ def test_pruned_quantized_and_over_an_int8_cache(model: Path, text: Path, tmp_pa
     )
     assert smaller.output_norms == config.output_norms and smaller.position_kind == config.position_kind
     quantize(tmp_path / "pruned", tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,)))
-    options = ExportOptions(threads=1)
-    if config.attention_kind == "grouped_query":
-        options = ExportOptions(threads=1, kv_cache="int8", calibration=[text])
+    options = ExportOptions(threads=1, kv_cache="int8", calibration=[text])
     export_checkpoint(tmp_path / "int4", tmp_path / "out", options)  # the gate compares with PyTorch
 
 
@@ -115,7 +113,6 @@ def test_gguf_is_refused_by_family(name: str, tmp_path: Path) -> None:
     ("name", "options", "said"),
     [
         ("deepseek-v3", {"web": True}, "--web: a browser's loader gives a latent cache no room"),
-        ("deepseek-v3", {"kv_cache": "int8"}, "--kv-cache int8: attention of kind 'latent' has none"),
         ("deepseek-v3", {"rope_scaling": "yarn:2"}, "--rope-scaling yarn:2: latent attention cannot be stretched"),
         ("gpt2", {"rope_scaling": "yarn:2"}, "learned positions, which cannot be stretched"),
     ],

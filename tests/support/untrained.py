@@ -16,6 +16,7 @@ from export.graph.decoder import write_graph
 from export.graph.prefill_graph import write_prompt_graph
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
+from sportsllm.models.kinds import block_state
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.checkpoint import save_checkpoint, write_checkpoint
 
@@ -52,8 +53,8 @@ def make_export(checkpoint: Path, stored: ModelFormat, directory: Path) -> None:
         packed = PackedCheckpoint(config, QuantizationConfig(bits, stored.block_size, granularity=granularity))
         quantize_without_data(checkpoint, config, packed, search=False)
         write_checkpoint(source, config, packed.tensors, quantization=packed.record("rtn"))
-    full = torch.full((config.num_hidden_layers, config.num_key_value_heads, config.head_dim), 0.05)
-    scales = CacheScales(full, full) if stored.cache == "int8" else None
+    full = tuple(torch.full((config.num_hidden_layers, *state.shape), 0.05) for state in block_state(config))
+    scales = CacheScales(full) if stored.cache == "int8" else None
     tensors = write_graph(source, directory, scales=scales, standard=stored.standard, inline=True)
     if stored.latency:
         write_prompt_graph(source, directory, tensors, scales)

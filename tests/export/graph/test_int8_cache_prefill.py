@@ -45,7 +45,7 @@ def test_the_graph_keeps_what_the_reference_keeps(
     assert decoder._cache is not None
     kept = decoder._cache.buffers["0.key"][0]
     assert kept.dtype == np.int8 and decoder._cache.buffers["1.value"].dtype == np.int8
-    expected = torch.clamp(torch.round(cache.tensors[0][0, 0] / scales.keys[0][:, None]), -128, 127).numpy()
+    expected = torch.clamp(torch.round(cache.tensors[0][0, 0] / scales.states[0][0][:, None]), -128, 127).numpy()
     # The first layer reads the same inputs: only a number in the very middle between two steps may differ.
     assert (kept[:, :30] == expected[:, :30]).mean() > 0.999
 
@@ -70,7 +70,7 @@ def test_long_pieces_are_read_as_the_operator_reads_them(chunk: int, changes: di
     assert (kept[0] == kept[1]).mean() > 0.999 and np.abs(kept[0] - kept[1]).max() <= 1
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-4, rtol=0)
     assert export.scales is not None
-    one_step = float(torch.stack([export.scales.keys, export.scales.values]).min())
+    one_step = float(torch.stack(export.scales.states).min())
     assert np.abs(kept[0]).max() > 20 and one_step > 0  # not a cache of nothing
 
 

@@ -20,7 +20,7 @@ def test_limits_follow_what_moved_keys_cost_the_model_between_bounds() -> None:
 
 
 def test_moved_numbers_change_only_where_they_lie_between_two_steps() -> None:
-    scales = CacheScales(torch.full((1, 1, 8), 0.5), torch.full((1, 1, 8), 0.5))
+    scales = CacheScales((torch.full((1, 1, 8), 0.5), torch.full((1, 1, 8), 0.5)))
     x = torch.randint(-100, 100, (1, 1, 5, 8)) * 0.5
     moved = replace(scales, moved=MOVED)
     for near, equal in ((x + 0.1, True), (x + 0.25, False)):

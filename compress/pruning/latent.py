@@ -1,0 +1,216 @@
+"""Attention over heads turned into latent attention, whose cache is one small vector a token and layer.
+
+For the normed inputs x of a layer, C = E[x x^T] over calibration text, keys and values are split and compressed:
+
+    rotated     the key head that all of the model's key heads are best linear functions of, pair by pair, as
+                `compress.pruning.heads` merges heads; each query head reads it in place of its own
+    unrotated   what is left of the keys, k_i - (share of the rotated key), and the values v_i, as functions of one
+                latent c: with G = [M_k^(1/2) K; M_v^(1/2) V] the R leading principal directions U of G x,
+                c = L^(-1/2) U^T G x and [k; v] ~ M^(-1/2) U L^(1/2) c, L their variances
+    metrics     M_v = sum over a head's readers of O_h^T O_h (what o_proj reads); M_k = that of the queries,
+                E[q_h q_h^T] / E, times the size of what a score moves, tr(O_h V O_h^T), and `_KEYS`
+
+so that the latent is white and its norm, which the layout has, changes least. Then, layer by layer, kv_b_proj and
+o_proj are fitted by least squares to the full model's keys, values and residual stream, from what they now read.
+Unrotated keys lose their positions: that is what a recovery mends.
+Covariance-aware factors: CARE (https://arxiv.org/abs/2603.17946); rotary part apart: TransMLA
+(https://arxiv.org/abs/2502.07864). The layout has one rank for all layers.
+Shape suffixes: D hidden_size, H query heads, K key/value heads, E head_dim, P rotary pairs (E / 2), R kv_lora_rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from compress.pruning.activations import second_moment, summed
+from compress.pruning.heads import as_complex, as_real, nearest_pairs, roots_of, shared_pair
+from compress.pruning.refit import RIDGE, LeastSquares, after_half, matrix_input, run_layer
+from sportsllm.console import progress_bar
+from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import NORMS
+from sportsllm.models.language_model import Block, SportsLLM
+
+_KEYS = 0.1
+"""Weight of keys beside values: errors of scores partly cancel in a sum over tokens. 0.03 to 0.3 measure alike."""
+_ATTENTION = next(iter(NORMS))
+
+
+def latent_config(config: ModelConfig, rank: int, rotary: int | None = None) -> ModelConfig:
+    """The config with latent attention of `rank`; of the key that stays rotated `rotary` channels, head_dim if None.
+
+    Raises:
+        UsageError: the model's attention cannot be written that way, or a size is impossible.
+    """
+    kept = config.head_dim if rotary is None else rotary
+    if config.attention_kind != "grouped_query":
+        raise UsageError(f"--latent: the model's attention is of kind {config.attention_kind!r} already; leave it out")
+    for found, what in (
+        (config.qk_norm, "norms of queries and keys"),
+        (config.attention_bias or config.attention_output_bias, "biases in attention"),
+        (config.layer_types is not None, "layers that see or rotate otherwise than the rest"),
+        (config.position_kind != "rotary", "learned positions"),
+        (config.rope_scaling is not None, "a stretched rotary table"),
+        (config.attention_scale is not None, "an attention scale of its own"),
+    ):
+        if found:
+            raise UsageError(f"--latent: the model has {what}, unknown to latent attention; merge --kv-heads instead")
+    most = min(config.hidden_size, 2 * config.key_value_size)
+    if not 1 <= rank <= most:
+        raise UsageError(f"--latent is {rank}; keys and values of this model have a rank of at most {most}")
+    if kept % 2 or not 2 <= kept <= config.head_dim:
+        raise UsageError(f"--latent-rotary is {kept}; choose an even number of 2 to head_dim, {config.head_dim}")
+    before = 2 * config.key_value_size
+    if rank + kept >= before:
+        raise UsageError(
+            f"--latent {rank}: with {kept} rotated channels it caches {rank + kept} numbers a token and layer, the "
+            f"model {before}; choose at most {before - kept - 1}"
+        )
+    return config.with_changes(
+        attention_kind="latent",
+        num_key_value_heads=1,
+        kv_lora_rank=rank,
+        qk_nope_head_dim=config.head_dim,
+        v_head_dim=config.head_dim,
+        head_dim=kept,
+    )
+
+
+@torch.no_grad()
+def to_latent(model: SportsLLM, smaller: ModelConfig, samples: Sequence[Tensor], refit: bool = True) -> SportsLLM:
+    """A float32 model with the attention of `smaller`, which `latent_config` made from the model's own.
+
+    Args:
+        model: read, never changed.
+        smaller: the new config.
+        samples: calibration token ids, (B, T) each.
+        refit: fit kv_b_proj and o_proj to the full model afterwards.
+    """
+    halves = [block.get_submodule(_ATTENTION) for block in model.model.layers]
+    watched = {layer: (half, lambda x, _: second_moment(x).double()) for layer, half in enumerate(halves)}
+    with summed(watched) as moments:
+        for tokens in samples:
+            model.hidden(tokens)
+    count = sum(tokens.numel() for tokens in samples)
+    state = {name: tensor for name, tensor in model.state_dict().items() if f".{_ATTENTION}." not in name}
+    wanted = []
+    for layer, half in enumerate(halves):
+        found = _factored(half, moments[layer] / count, model.config, smaller)
+        state |= {f"model.layers.{layer}.{_ATTENTION}.{name}": tensor for name, tensor in found.tensors.items()}
+        wanted.append(found.wanted)
+    reduced = SportsLLM(smaller)
+    reduced.load_state_dict(state)
+    if refit:
+        _refit(reduced.eval(), model, wanted, samples)
+    return reduced.eval()
+
+
+class _Factored(NamedTuple):
+    """One layer's tensors by their names in attention; and keys and values as functions of x, (O, D), for kv_b_proj."""
+
+    tensors: dict[str, Tensor]
+    wanted: Tensor
+
+
+def _factored(half: Any, moment_DD: Tensor, config: ModelConfig, smaller: ModelConfig) -> _Factored:
+    """The closed form for one layer; `moment_DD` is E[x x^T] of its inputs."""
+    heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    shared = heads // groups
+
+    def rows(name: str) -> Tensor:
+        return cast(Tensor, half.get_parameter(f"{name}.weight")).detach().double().view(-1, size, config.hidden_size)
+
+    q_HED, k_KED, v_KED = rows("q_proj"), rows("k_proj"), rows("v_proj")
+    o_HDE = half.o_proj.weight.detach().double().view(-1, heads, size).transpose(0, 1)
+    rotated_PD, left_KED, turned_HED = _rotated_key(q_HED, k_KED, moment_DD, nearest_pairs(config, smaller))
+    read_HEE = o_HDE.mT @ o_HDE
+    v_moment_KEE = v_KED @ moment_DD @ v_KED.mT
+    moved_H = (read_HEE * v_moment_KEE.repeat_interleave(shared, dim=0)).sum(dim=(1, 2))
+    q_moment_HEE = q_HED @ moment_DD @ q_HED.mT * (_KEYS / size)
+
+    def by_group(metric_HEE: Tensor) -> Tensor:
+        return metric_HEE.view(groups, shared, size, size).sum(dim=1)
+
+    metrics = by_group(moved_H[:, None, None] * q_moment_HEE), by_group(read_HEE)
+    roots, inverses = (torch.cat(both) for both in zip(*map(roots_of, metrics), strict=True))
+    plain = torch.cat([left_KED, v_KED])
+    weighted = (roots @ plain).flatten(0, 1)
+    variances, directions = torch.linalg.eigh(weighted @ moment_DD @ weighted.T)
+    directions = directions[:, -smaller.kv_rank :]
+    deviations_R = variances[-smaller.kv_rank :].clamp(min=1e-9 * float(variances[-1])).sqrt()
+    into_RD = (directions / deviations_R).T @ weighted
+    made = inverses @ (directions * deviations_R).view(2 * groups, size, -1)
+
+    def per_query_head(keys_and_values: Tensor) -> Tensor:
+        """Rows of kv_b_proj: unrotated key and value of each query head."""
+        parts = (part.repeat_interleave(shared, dim=0) for part in keys_and_values.chunk(2))
+        return torch.cat(list(parts), dim=1).flatten(0, 1)
+
+    scale = ((size + smaller.head_dim) / size) ** 0.5  # scores are divided by the root of all channels
+    tensors = {
+        "q_proj.weight": scale * torch.cat([q_HED, turned_HED], dim=1).flatten(0, 1),
+        "kv_a_proj_with_mqa.weight": torch.cat([into_RD, as_real(rotated_PD)]),
+        "kv_a_layernorm.weight": torch.ones(smaller.kv_rank),
+        "kv_b_proj.weight": per_query_head(made),
+        "o_proj.weight": half.o_proj.weight,
+    }
+    found = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
+    return _Factored(found, per_query_head(plain))
+
+
+def _rotated_key(
+    q_HED: Tensor, k_KED: Tensor, moment_DD: Tensor, pairs: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The key that stays rotated, what is left of the keys, and the queries that read the first.
+
+    Returns:
+        (new P, D) complex rows of the key; (K, E, D) rows of the keys without it; (H, new E, D) rows of queries.
+    """
+    queries_HPD, keys_KPD = as_complex(q_HED), as_complex(k_KED)
+    groups, moment = len(keys_KPD), moment_DD.to(keys_KPD.dtype)
+    energy_HP = ((queries_HPD @ moment) * queries_HPD.conj()).real.sum(dim=-1).clamp(min=0.0)
+    weight_KP = energy_HP.view(groups, -1, energy_HP.shape[1]).sum(dim=1).sqrt()
+    weight_KP = weight_KP.clamp(min=1e-6 * float(weight_KP.max()) or 1.0)
+    left_KPD, rotated, turned = keys_KPD.clone(), [], []
+    for near in map(list, pairs):
+        own_UD = keys_KPD[:, near].flatten(0, 1)
+        pair = shared_pair(own_UD @ moment @ own_UD.mH, weight_KP[:, near].flatten())
+        row_D, into_KN = pair.read_U @ own_UD, pair.into_U.view(groups, len(near))
+        left_KPD[:, near] -= into_KN[..., None] * row_D
+        of_heads_HN = into_KN.conj().repeat_interleave(len(q_HED) // groups, dim=0)
+        turned.append(torch.einsum("hn,hnd->hd", of_heads_HN, queries_HPD[:, near]))
+        rotated.append(row_D)
+    return torch.stack(rotated), as_real(left_KPD), as_real(torch.stack(turned, dim=1))
+
+
+def _refit(reduced: SportsLLM, model: SportsLLM, wanted: Sequence[Tensor], samples: Sequence[Tensor]) -> None:
+    """Fit kv_b_proj to the full model's keys and values, `wanted` of its inputs, and o_proj to its residual stream."""
+    full_BTD = [model.embedded(tokens) for tokens in samples]
+    ours_BTD = full_BTD
+    layers = zip(model.model.layers, reduced.model.layers, wanted, strict=True)
+    with progress_bar("refit", len(wanted)) as bar:
+        for source, changed, wanted_OD in layers:
+            block, ours = cast(Block, source), cast(Block, changed)
+
+            def inputs(name: str, ours: Block = ours, states: Sequence[Tensor] = ours_BTD) -> Any:
+                return (matrix_input(ours, _ATTENTION, f"{_ATTENTION}.{name}", x, reduced.rope) for x in states)
+
+            theirs = (block.get_submodule(NORMS[_ATTENTION])(x) for x in full_BTD)
+            sums = LeastSquares.over(zip(inputs("kv_b_proj"), theirs, strict=True))
+            _solve(ours, "kv_b_proj", LeastSquares(sums.gram_II, wanted_OD @ sums.cross_OI))
+            targets = (
+                after - x
+                for after, x in zip(after_half(block, _ATTENTION, full_BTD, model.rope), ours_BTD, strict=True)
+            )
+            _solve(ours, "o_proj", LeastSquares.over(zip(inputs("o_proj"), targets, strict=True)))
+            full_BTD, ours_BTD = run_layer(block, full_BTD, model.rope), run_layer(ours, ours_BTD, reduced.rope)
+            bar.advance()
+
+
+def _solve(block: Block, name: str, sums: LeastSquares) -> None:
+    weight = block.get_parameter(f"{_ATTENTION}.{name}.weight")
+    weight.data = sums.solve(weight, RIDGE)
