@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 MOST_TOKENS = 64
 """Of a map, whose labels are then still read."""
 _TOP = 3
+_MOST_CELLS = 4_000_000  # of a page, about 30 MB
 _GAP = 2  # cells between two heads
 _WIDTH, _WIDEST_HEAD, _CELL = 900, 150, 15  # pixels: of the grid, of a head in it, of a token in the large map
 
@@ -32,11 +34,12 @@ def measure_attention(model: SportsLLM, directory: Path, text: str) -> tuple[dic
     """Run a model on a text and look at its attention.
 
     Returns:
-        `tokens` and `ids` (the begin token is the first), and `layers`: of each `layer` its `kind`, `window` and
-        `shape` (heads, tokens, tokens), and by head the mean `entropy_bits` of a token's weights, `distance_tokens`,
-        the shares that go to the `first_token` and to the token `itself`, `top_tokens` by their mean weight, and
-        `looks_at`, the position of each token's largest weight. Then the weights of each layer, (H, T, T), or None for
-        one without attention, which is not among the `layers`.
+        `tokens` and `ids` (the begin token is the first), and `layers`: of each `layer` its `window` and `shape`
+        (heads, tokens, tokens), the `top_tokens` by their mean weight, and by head the means over tokens of
+        `entropy_bits`, `distance_tokens`, `seen_tokens` (those with a weight above 0) and of the weights of the
+        `first_token` and of the token `itself`; `top_tokens`; and `looks_at`, the position of each token's largest
+        weight. Then the weights of each layer, (H, T, T), or None for one without attention, which is not among the
+        `layers`.
 
     Raises:
         UsageError: the text is empty, too long for a map or the context, or not valid.
@@ -66,9 +69,9 @@ def measure_attention(model: SportsLLM, directory: Path, text: str) -> tuple[dic
             layers.append(
                 {
                     "layer": layer,
-                    "kind": model.config.attention_kind,
                     "window": model.config.window(layer),
                     "shape": list(weights_HTT.shape),
+                    "top_tokens": _top_tokens(weights_HTT.mean(dim=(0, 1)), tokens),
                     "heads": _heads(weights_HTT, tokens),
                 }
             )
@@ -83,31 +86,43 @@ def _heads(weights_HTT: Tensor, tokens: Sequence[str]) -> list[dict[str, Any]]:
     from sportsllm.inference.attention_weights import distance_tokens, entropy_bits
 
     entropy, distance = entropy_bits(weights_HTT), distance_tokens(weights_HTT)
-    received_HT = weights_HTT.mean(dim=1)
-    best = received_HT.topk(min(_TOP, len(tokens)))
-    found = []
-    for head in range(len(weights_HTT)):
-        tops = zip(best.indices[head].tolist(), best.values[head].tolist(), strict=True)
-        found.append(
-            {
-                "head": head,
-                "entropy_bits": float(entropy[head]),
-                "distance_tokens": float(distance[head]),
-                "first_token": float(received_HT[head, 0]),
-                "itself": float(weights_HTT[head].diagonal().mean()),
-                "top_tokens": [{"position": at, "token": tokens[at], "share": share} for at, share in tops],
-                "looks_at": weights_HTT[head].argmax(-1).tolist(),
-            }
-        )
-    return found
+    return [
+        {
+            "head": head,
+            "entropy_bits": float(entropy[head]),
+            "distance_tokens": float(distance[head]),
+            "seen_tokens": float((weights_TT > 0).sum(-1).float().mean()),
+            "first_token": float(weights_TT[:, 0].mean()),
+            "itself": float(weights_TT.diagonal().mean()),
+            "top_tokens": _top_tokens(weights_TT.mean(dim=0), tokens),
+            "looks_at": weights_TT.argmax(-1).tolist(),
+        }
+        for head, weights_TT in enumerate(weights_HTT)
+    ]
+
+
+def _top_tokens(received_T: Tensor, tokens: Sequence[str]) -> list[dict[str, Any]]:
+    best = received_T.topk(min(_TOP, len(tokens)))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [{"position": place, "token": tokens[place], "share": share} for place, share in pairs]
 
 
 def attention_charts(result: dict[str, Any], weights: Sequence[Tensor | None]) -> list[Chart]:
-    """All heads in a grid of small maps, layers down and heads across; and the map of one head with its tokens."""
+    """All heads in a grid of small maps, layers down and heads across; and the map of one head with its tokens.
+
+    Raises:
+        UsageError: the page would have more cells than a browser shows.
+    """
     tokens = [visible(token) for token in result["tokens"]]
     size, step = len(tokens), len(tokens) + _GAP
     known = [(layer, one) for layer, one in enumerate(weights) if one is not None]
     heads = max(len(one) for _, one in known)
+    if heads * len(known) * size**2 > _MOST_CELLS:
+        fit = math.isqrt(_MOST_CELLS // (heads * len(known)))
+        raise UsageError(
+            f"--attention: {heads * len(known):,} heads of {size} tokens are too much for a page; give a text of at "
+            f"most {fit - 1} tokens, or --json without --draw"
+        )
     blank: list[float | None] = [None] * (heads * step - _GAP)
     rows: list[list[float | None]] = []
     for _, one in known:
@@ -149,48 +164,46 @@ def attention_charts(result: dict[str, Any], weights: Sequence[Tensor | None]) -
 
 
 def _grid_row(weights_HL: Sequence[Sequence[float]], step: int) -> list[float | None]:
-    """One token's weights in every head; what it cannot see is left blank."""
+    """One token's weights in every head; what it cannot see, whose weight is exactly 0, is left blank."""
     row: list[float | None] = []
     for weights in weights_HL:
-        row += [*(round(weight, 3) for weight in weights), *[None] * (step - len(weights))]
+        row += [*(round(weight, 3) if weight else None for weight in weights), *[None] * (step - len(weights))]
     return row[:-_GAP]
 
 
 def attention_table(result: dict[str, Any]) -> Table:
     """A row for each head."""
-    headers = ("layer", "head", "entropy, bits", "distance, tokens", "on the first", "on itself", "looks most at")
-    rows = []
-    for layer in result["layers"]:
-        for head in layer["heads"]:
-            figures = (f"{head['entropy_bits']:.2f}", f"{head['distance_tokens']:.1f}")
-            shares = (f"{head[key]:.0%}" for key in ("first_token", "itself"))
-            rows.append([str(layer["layer"]), str(head["head"]), *figures, *shares, _tops(head["top_tokens"])])
-    return Table("Heads", headers, rows, texts=(6,))
+    rows = [
+        [str(layer["layer"]), str(head["head"]), *_cells([head]), _tops(head["top_tokens"])]
+        for layer in result["layers"]
+        for head in layer["heads"]
+    ]
+    return Table("Heads", ("layer", "head", *_HEADERS), rows, texts=(2 + len(_HEADERS) - 1,))
 
 
 def print_attention(console: Console, result: dict[str, Any]) -> None:
-    """A row for each layer, of its heads together, and the heads in the result alone."""
-    rows = []
-    for layer in result["layers"]:
-        heads = layer["heads"]
-        means = [sum(head[key] for head in heads) / len(heads) for key in ("entropy_bits", "distance_tokens")]
-        shares = [sum(head[key] for head in heads) / len(heads) for key in ("first_token", "itself")]
-        window = "" if layer["window"] is None else f"last {layer['window']:,}"
-        figures = (f"{means[0]:.2f}", f"{means[1]:.1f}", *(f"{share:.0%}" for share in shares))
-        rows.append((str(layer["layer"]), window, str(len(heads)), *figures, _tops(_together(heads))))
-    headers = ("layer", "sees", "heads", "entropy bits", "distance", "on the first", "on itself", "looks most at")
+    """A row for each layer, the mean of its heads; each head is in the result alone."""
+    rows = [
+        (str(layer["layer"]), str(len(layer["heads"])), *_cells(layer["heads"]), _tops(layer["top_tokens"]))
+        for layer in result["layers"]
+    ]
     title = f"attention on {len(result['tokens'])} tokens, mean of heads (--json has every head)"
-    console.print(table(headers, rows, (1, 7), title))
+    console.print(table(("layer", "heads", *_HEADERS), rows, (2 + len(_HEADERS) - 1,), title))
 
 
-def _together(heads: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tokens that most heads look at, with the mean of their shares over all heads."""
-    found: dict[int, dict[str, Any]] = {}
-    for head in heads:
-        for top in head["top_tokens"]:
-            one = found.setdefault(top["position"], {**top, "share": 0.0})
-            one["share"] += top["share"] / len(heads)
-    return sorted(found.values(), key=lambda one: -one["share"])[:_TOP]
+_HEADERS = ("entropy, bits", "sees, tokens", "distance", "on the first", "on itself", "looks most at")
+
+
+def _cells(heads: Sequence[dict[str, Any]]) -> list[str]:
+    """The mean figures of some heads under `_HEADERS`, without the tokens."""
+    styles = {
+        "entropy_bits": ".2f",
+        "seen_tokens": ".1f",
+        "distance_tokens": ".1f",
+        "first_token": ".0%",
+        "itself": ".0%",
+    }
+    return [format(sum(head[key] for head in heads) / len(heads), style) for key, style in styles.items()]
 
 
 def _tops(tops: Sequence[dict[str, Any]]) -> str:

@@ -18,6 +18,7 @@ from benchmarks.report.page import render_page
 from sportsllm.errors import UsageError
 from sportsllm.files import atomic_write_text
 from sportsllm.inference.decoder import is_onnx_directory
+from sportsllm.models.presets import PLANNED
 
 if TYPE_CHECKING:
     from sportsllm.models.language_model import SportsLLM
@@ -67,7 +68,7 @@ def take_pictures(
     if suffix == _SVG and (attention is not None or experts):
         raise UsageError(f"--draw {draw}: an SVG shows the parts alone; end it in .html for --attention or --experts")
     kinds = parse_kinds(experts or [])
-    if parameter_count(model) is not None and not Path(model).is_dir():
+    if parameter_count(model) is not None and model not in PLANNED and not Path(model).is_dir():
         raise UsageError(f"model {model!r}: a number of parameters has no parts to draw; give a shape or a checkpoint")
     config, directory = read_model(model)
     result: dict[str, Any] = {}

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.pictures.attention import MOST_TOKENS
+from benchmarks.pictures.attention import MOST_TOKENS, attention_charts
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
+from sportsllm.errors import UsageError
 from sportsllm.inference.attention_weights import attention_weights
 from sportsllm.models.config import FULL, SLIDING, Experts
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
@@ -74,6 +75,7 @@ def test_a_shape_is_drawn_as_svg_and_as_page(capsys: pytest.CaptureFixture[str],
     assert svg in page and page.startswith("<!DOCTYPE html>")
     assert not re.search(r"(?:src|href)=|url\(|@import", page)
     assert "drawing" not in result_of(capsys, "small")
+    assert result_of(capsys, "8b", "--draw", tmp_path / "8b.svg")["drawing"]["parameters"] > 8 * 10**9
 
 
 def test_a_device_draws_without_torch_or_templates(tmp_path: Path) -> None:
@@ -104,6 +106,9 @@ def test_maps_hold_the_weights_of_every_head(mixture: Path, capsys: pytest.Captu
         for head, one in enumerate(heads):
             said = found["layers"][layer]["heads"][head]
             assert said["looks_at"] == one.argmax(-1).tolist()
+            assert said["seen_tokens"] == pytest.approx(
+                (1 + 2 + 3 + 4 * (size - 3)) / size if not layer else (size + 1) / 2
+            )
             assert said["first_token"] == pytest.approx(one[:, 0].mean(), abs=1e-6)
             assert said["itself"] == pytest.approx(np.diagonal(one).mean(), abs=1e-6)
             best = int(one.mean(0).argmax())
@@ -111,8 +116,10 @@ def test_maps_hold_the_weights_of_every_head(mixture: Path, capsys: pytest.Captu
             assert (top["position"], top["token"]) == (best, found["tokens"][best])
             for row in range(size):
                 cells = grid["data"][0]["z"][layer * step + row][head * step : head * step + size]
-                assert cells[row + 1 :] == [None] * (size - row - 1)
-                np.testing.assert_allclose(cells[: row + 1], one[row, : row + 1], atol=5.1e-4)  # three digits
+                first = max(0, row - 3) if layer == 0 else 0  # a window of four
+                blank = [None] * first, [None] * (size - row - 1)
+                assert (cells[:first], cells[row + 1 :]) == blank
+                np.testing.assert_allclose(cells[first : row + 1], one[row, first : row + 1], atol=5.1e-4)  # 3 digits
     large = charts["attention-map"]
     assert large["data"][0]["z"] == [row[:size] for row in grid["data"][0]["z"][:size]]
     assert large["layout"]["yaxis"]["ticktext"][0] == "&lt;|begin|&gt;"  # plotly reads tags
@@ -172,6 +179,8 @@ def test_what_cannot_be_shown_is_refused_in_a_line(
     refused(2, "--experts: the model has none", checkpoint, "--experts", checkpoint / "config.json")
     refused(2, "write KIND=FILE", mixture, "--experts", "=")
     refused(3, "nowhere.txt: not found", mixture, "--experts", "tennis=nowhere.txt")
+    with pytest.raises(UsageError, match=r"5,120 heads of 64 tokens are too much for a page; .* most 26 tokens"):
+        attention_charts({"tokens": ["a"] * 64}, [torch.zeros(64, 64, 64)] * 80)
     export_checkpoint(checkpoint, tmp_path / "export", ExportOptions(threads=1))
     refused(2, "is an export; give its checkpoint", tmp_path / "export", "--attention", TEXT)
     assert not list(tmp_path.glob("x.*"))
