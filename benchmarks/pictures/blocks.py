@@ -73,7 +73,7 @@ Row = tuple[Part, ...] | tuple[Group, ...]
 class Half:
     """Attention or feed-forward between its norms.
 
-    `parameters` are those of `rows`; `active` of them one token is multiplied by; `cached` is what is kept of it.
+    `parameters` are those of `rows`; `active` of them one token is multiplied by; `kept` is what later tokens read.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Half:
     after: Part | None
     parameters: int
     active: int
-    cached: str
+    kept: str
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,8 @@ def _half(svg: Element, half: Half, y: float, width: float) -> float:
     total += f", {half.active:,} for a token" if half.active != half.parameters else ""
     text(svg, total, right, y + 16, "quiet", "end")
     y += 26
-    if half.cached:
-        y = text(svg, f"cached for each token: {half.cached}", left, y + 8, "quiet") + 6
+    if half.kept:
+        y = text(svg, f"kept for later tokens: {half.kept}", left, y + 8, "quiet") + 6
     rows: list[Row] = [(half.before,), *half.rows, *([(half.after,)] if half.after else [])]
     above: list[tuple[float, float]] = []
     y += 6
@@ -259,7 +259,7 @@ def _wrapped(row: Row) -> list[Row]:
 
 
 def _half_width(half: Half) -> float:
-    heads = (f"{half.name}: {half.kind} {half.parameters:,} parameters, {half.active:,} for a token", half.cached)
+    heads = (f"{half.name}: {half.kind} {half.parameters:,} parameters, {half.active:,} for a token", half.kept)
     words = max(len(line) * _LETTER["name"] for line in heads)
     return max(words, *(_row_width(line) for row in half.rows for line in _wrapped(row)), _box_width(half.before))
 

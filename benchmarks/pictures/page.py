@@ -34,6 +34,7 @@ _PAGE = """<!DOCTYPE html>
   html {{ color-scheme: light dark; background: #fff; }}
   body {{ margin: 0 auto; width: max-content; }}
   @media screen and (prefers-color-scheme: dark) {{ html {{ background: #14181c; }} }}
+  @media print {{ body {{ width: auto; }} svg {{ max-width: 100%; height: auto; }} }}
 </style>
 </head>
 <body>{drawing}</body>

@@ -63,7 +63,7 @@ def test_a_llama_in_order() -> None:
     ]
     assert names(drawing, 1) == [["gate_proj", "up_proj"], ["gate", "up"], ["silu(gate) * up"], ["down_proj"]]
     attention, mlp = drawing.blocks[0].halves
-    assert (attention.kind, attention.parameters, attention.cached) == (
+    assert (attention.kind, attention.parameters, attention.kept) == (
         "grouped_query", 4 * 768 * 768, "key 12 \u00d7 64, value 12 \u00d7 64",
     )  # fmt: skip
     assert (mlp.kind, mlp.parameters, mlp.active) == ("swiglu", 3 * 768 * 2_048, 3 * 768 * 2_048)

@@ -88,7 +88,7 @@ def test_every_figure_is_in_the_picture() -> None:
         "9,790,400 parameters each, 58,742,400 together",
         "9,455,616 parameters, 2,377,728 for a token",
         "1,181,568 each, 9,452,544 together",
-        "cached for each token: latent 144",
+        "kept for later tokens: latent 144",
         "then q_a_layernorm: 64",
         "experts, 8 alike",
         "T \u00d7 2 \u00d7 1,536",

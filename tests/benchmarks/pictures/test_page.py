@@ -184,3 +184,9 @@ def test_what_cannot_be_shown_is_refused_in_a_line(
     export_checkpoint(checkpoint, tmp_path / "export", ExportOptions(threads=1))
     refused(2, "is an export; give its checkpoint", tmp_path / "export", "--attention", TEXT)
     assert not list(tmp_path.glob("x.*"))
+    result_of(capsys, tmp_path / "export", "--draw", tmp_path / "of-export.svg")
+    result_of(capsys, checkpoint, "--draw", tmp_path / "of-checkpoint.svg")
+    drawings = [(tmp_path / f"of-{name}.svg").read_text(encoding="utf-8") for name in ("export", "checkpoint")]
+    assert (
+        drawings[0].replace(">export<", f">{checkpoint.name}<").replace("export:", f"{checkpoint.name}:") == drawings[1]
+    )
