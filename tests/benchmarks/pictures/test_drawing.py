@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -13,8 +14,11 @@ from benchmarks.pictures.blocks import Drawing, describe_model
 from benchmarks.pictures.drawing import draw_model
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import config_from_hf
+from sportsllm.models.kinds import FEED_FORWARD
+from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix
 from sportsllm.models.presets import PLANNED, PRESETS
 from tests.support import families
+from tests.support.models import tiny_config
 
 MODELS: dict[str, ModelConfig] = PRESETS | PLANNED
 MODELS |= {name: config_from_hf(json.loads(c.to_json_string())) for name, c in families.CONFIGS.items()}
@@ -54,7 +58,11 @@ def extent(words: str, cls: str, x: float, anchor: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_boxes_do_not_overlap_and_hold_their_words(name: str) -> None:
-    root, rects, texts = elements(draw_model(describe_model(MODELS[name]), name))
+    check_places(draw_model(describe_model(MODELS[name]), name))
+
+
+def check_places(svg: str) -> None:
+    root, rects, texts = elements(svg)
     _, _, width, height = map(float, root.get("viewBox", "").split())
     boxes = [box for cls, box in rects if cls in BOXES]
     for a, b in combinations(boxes, 2):
@@ -111,3 +119,28 @@ def test_layers_with_other_parts_are_drawn_beside_each_other() -> None:
 def test_names_cannot_break_out_of_the_picture() -> None:
     svg = draw_model(describe_model(PRESETS["tiny-1m"]), '</text><script>alert("&")</script>')
     assert "<script" not in svg and elements(svg)[2][0][0] == '</text><script>alert("&")</script>'
+
+
+class _Wide(Kind):
+    """Many matrices that read the norm, then many groups that are not alike."""
+
+    def matrices(self, config: Any) -> tuple[Matrix, ...]:
+        hidden = config.hidden_size
+        read = [Matrix(f"read_number_{i}", 8 + i, hidden, "inner", HIDDEN, HIDDEN) for i in range(15)]
+        made = [Matrix(f"group_{i}.made", hidden, 8 + i, HIDDEN, "inner", f"inner_{i}", True) for i in range(11)]
+        return (*read, *made)
+
+    def tensors(self, config: Any) -> tuple[Matrix | Activation, ...]:
+        read, made = self.matrices(config)[:15], self.matrices(config)[15:]
+        return (*read, Activation("inner", (15, 8)), *made)
+
+    def forward(self, half: Any, x_BTD: Any, rope: Any, documents: Any, cache: Any) -> Any:
+        raise AssertionError("it is drawn alone")
+
+
+def test_a_row_that_is_too_wide_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FEED_FORWARD, "wide", _Wide())
+    svg = draw_model(describe_model(tiny_config(mlp_kind="wide")), "wide")
+    check_places(svg)
+    assert float(elements(svg)[0].get("width", "nan")) < 1_300
+    assert sum(words.startswith("read_number") for words, *_ in elements(svg)[2]) == 15
