@@ -38,8 +38,8 @@ def measure_attention(model: SportsLLM, directory: Path, text: str) -> tuple[dic
         (heads, tokens, tokens), the `top_tokens` by their mean weight, and by head the means over tokens of
         `entropy_bits`, `distance_tokens`, `seen_tokens` (those with a weight above 0) and of the weights of the
         `first_token` and of the token `itself`; `top_tokens`; and `looks_at`, the position of each token's largest
-        weight. Then the weights of each layer, (H, T, T), or None for one without attention, which is not among the
-        `layers`.
+        weight; and `layers_without_attention` over all tokens, which are not among the `layers`. Then the weights of
+        each layer, (H, T, T), or None for one of these.
 
     Raises:
         UsageError: the text is empty, too long for a map or the context, or not valid.
@@ -79,7 +79,9 @@ def measure_attention(model: SportsLLM, directory: Path, text: str) -> tuple[dic
         raise UsageError(
             f"--attention: no layer of {directory} has attention over tokens; --draw alone shows its parts"
         )
-    return {"text": text, "tokens": tokens, "ids": ids, "layers": layers}, weights
+    without = [layer for layer, one in enumerate(weights) if one is None]
+    found = {"text": text, "tokens": tokens, "ids": ids, "layers": layers, "layers_without_attention": without}
+    return found, weights
 
 
 def _heads(weights_HTT: Tensor, tokens: Sequence[str]) -> list[dict[str, Any]]:
@@ -189,6 +191,15 @@ def print_attention(console: Console, result: dict[str, Any]) -> None:
     ]
     title = f"attention on {len(result['tokens'])} tokens, mean of heads (--json has every head)"
     console.print(table(("layer", "heads", *_HEADERS), rows, (2 + len(_HEADERS) - 1,), title))
+    line = without_line(result)
+    if line is not None:
+        console.print(line, markup=False)
+
+
+def without_line(result: dict[str, Any]) -> str | None:
+    """The layers that have no map, in a line; None where all have one."""
+    layers = ", ".join(map(str, result["layers_without_attention"]))
+    return f"layers without attention over all tokens: {layers}" if layers else None
 
 
 _HEADERS = ("entropy, bits", "sees, tokens", "distance", "on the first", "on itself", "looks most at")

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from benchmarks.pictures.attention import attention_charts, attention_table, measure_attention, print_attention
+from benchmarks.pictures.attention import (
+    attention_charts,
+    attention_table,
+    measure_attention,
+    print_attention,
+    without_line,
+)
 from benchmarks.pictures.blocks import describe_model
 from benchmarks.pictures.drawing import draw_model
 from benchmarks.pictures.experts import expert_chart, measure_experts, parse_kinds, print_experts, unused_line
@@ -80,6 +86,7 @@ def take_pictures(
             result["attention"], weights = measure_attention(opened, path, attention)
             charts += attention_charts(result["attention"], weights)
             values["attention"] = {"charts": charts[:], "table": attention_table(result["attention"])}
+            values["attention"]["without"] = without_line(result["attention"])
             values["attention"] |= {key: result["attention"][key] for key in ("text", "tokens")}
         if kinds:
             result["experts"] = measure_experts(opened, path, kinds)

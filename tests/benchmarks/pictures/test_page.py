@@ -14,13 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.pictures.attention import MOST_TOKENS, attention_charts
+from benchmarks.pictures.attention import MOST_TOKENS, attention_charts, measure_attention, print_attention
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
+from sportsllm.console import output
 from sportsllm.errors import UsageError
 from sportsllm.inference.attention_weights import attention_weights
 from sportsllm.models.config import FULL, SLIDING, Experts
+from sportsllm.models.gelu import Gelu
+from sportsllm.models.language_model import Half
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.sportsllm.cli.test_main import call, complains
@@ -125,6 +128,18 @@ def test_maps_hold_the_weights_of_every_head(mixture: Path, capsys: pytest.Captu
     assert large["layout"]["yaxis"]["ticktext"][0] == "&lt;|begin|&gt;"  # plotly reads tags
     page = out.read_text(encoding="utf-8")
     assert "<b>side" not in page and "The home &lt;b&gt;side" in page
+
+
+def test_a_layer_without_attention_is_named(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = load_checkpoint(checkpoint)
+    block: Any = model.model.layers[1]
+    block.self_attn = Half(Gelu(), model.config, 1)  # a feed-forward in its place
+    found, weights = measure_attention(model, checkpoint, TEXT)
+    assert [layer["layer"] for layer in found["layers"]] == [0] and weights[1] is None
+    grid, _ = attention_charts(found, weights)
+    assert grid.figure is not None and grid.figure["layout"]["yaxis"]["ticktext"] == [0]
+    print_attention(output(), found)
+    assert "layers without attention over all tokens: 1" in capsys.readouterr().out
 
 
 def test_shares_by_kind_of_text(
