@@ -41,7 +41,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"measure"},
         {"predict", "runtimes", "report"},
         {"bench", "search", "compare", "console_tables"},
-        {"console_results", "console_plan", "studies", "trace"},
+        {"console_results", "console_plan", "studies", "trace", "pictures"},
         {"commands", "cli"},
     ],
 }

@@ -87,6 +87,24 @@ class StorageFlags(FlagGroup):
     ] = "fp32"
 
 
+@dataclass(frozen=True)
+class PictureFlags(FlagGroup):
+    """Pictures of a model."""
+
+    draw: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the model's parts, and what the next two flags measure: .html, .svg."),
+    ] = None
+    attention: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Also run the checkpoint on this and show which tokens each head looks at."),
+    ] = None
+    experts: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[KIND=]FILE", help="Also show which experts a kind of text is sent to; may be repeated."),
+    ] = None
+
+
 @expand_flag_groups
 def plan(
     *,
@@ -111,6 +129,7 @@ def plan(
     step: StepFlags,
     cost: CostFlags,
     storage: StorageFlags,
+    pictures: PictureFlags,
     shapes: Annotated[bool, typer.Option("--shapes", help="Also list every tensor of a training step.")] = False,
     trace: Annotated[
         str | None,
@@ -120,8 +139,12 @@ def plan(
     ] = None,
     all: Annotated[bool, typer.Option("--all", help="List every block of --trace, not every third.")] = False,
 ) -> dict[str, Any]:
-    """Parameters, memory, KV cache and predicted speed, or what a training takes; only --trace runs the model."""
+    """Parameters, memory, KV cache and predicted speed, or what a training takes; pictures of a model.
+
+    Only --trace, --attention and --experts run it.
+    """
     from benchmarks.console_plan import print_plan
+    from benchmarks.pictures.page import print_pictures, take_pictures
     from benchmarks.predict.plan import DEFAULT_LENGTH, PlanRequest, plan
     from benchmarks.trace import print_trace, trace_model
     from sportsllm.console import output
@@ -143,7 +166,10 @@ def plan(
     if trace is not None:
         length = step.length or min(DEFAULT_LENGTH, result.get("context_length", DEFAULT_LENGTH))
         result["trace"] = trace_model(Path(named), trace, length, all)
+    if pictures.given():
+        result |= take_pictures(named, pictures.draw, pictures.attention, pictures.experts)
     print_plan(output(), result)
     if trace is not None:
         print_trace(output(), result["trace"])
+    print_pictures(output(), result)
     return result

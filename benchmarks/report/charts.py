@@ -78,6 +78,27 @@ def marks(
     return {"type": "scatter", "name": name, "x": xs, "y": ys, **look, "hovertemplate": hover, **more}
 
 
+Cells = Sequence[Sequence[float | None]]
+
+
+def heat_map(rows: Cells, hover: str, **more: Any) -> Plot:
+    """A trace of shares from 0 to 1, None being left blank; pale up to a quarter, so that small ones are seen."""
+    scale = [[0, "theme:panel"], [0.25, "theme:c0"], [1, "theme:ink"]]
+    return _cells(rows, scale, 1.0, hover, {"tickformat": ".0%"}, more)
+
+
+def even_map(rows: Cells, hover: str, **more: Any) -> Plot:
+    """A trace of shares as multiples of an even one, which is pale; less and more have a color each."""
+    most = max(2.0, *(cell for row in rows for cell in row if cell is not None))
+    scale = [[0, "theme:c1"], [1 / most, "theme:panel"], [1, "theme:c0"]]
+    return _cells(rows, scale, most, hover, {"ticksuffix": "\u00d7", "tickformat": ".3~g"}, more)
+
+
+def _cells(rows: Cells, scale: list[list[Any]], most: float, hover: str, bar: Plot, more: Plot) -> Plot:
+    look = {"colorscale": scale, "zmin": 0, "zmax": most, "colorbar": {"thickness": 12, "outlinewidth": 0, **bar}}
+    return {"type": "heatmap", "z": [list(row) for row in rows], **look, "hovertemplate": hover, **more}
+
+
 def log_axis(title: str, low: float, high: float, zero: float | None = None) -> Plot:
     """A logarithmic axis around the values from `low` to `high`, with its ticks written out; plotly's are bare digits.
 

@@ -34,7 +34,7 @@ def tokens(
     """Count the tokens of a text: bytes a token, tokens a word, the vocabulary in use, and the cost beside another."""
     from sportsllm.console import output, table
     from sportsllm.text.documents import read_documents
-    from sportsllm.text.token_counts import count_tokens
+    from sportsllm.text.token_counts import count_tokens, visible_piece
     from sportsllm.text.tokenizer import read_tokenizer
 
     sources = [tokenizer] if against is None else [tokenizer, against]
@@ -52,7 +52,9 @@ def tokens(
     headers = ("", *map(str, sources), *(["ratio"] if against else []))
     output().print(table(headers, _rows(result, results)))
     for one in results if show else []:
-        output().print(f"{one['tokenizer']}: {'│'.join(map(_visible, one['shown']))}", markup=False, soft_wrap=True)
+        output().print(
+            f"{one['tokenizer']}: {'│'.join(map(visible_piece, one['shown']))}", markup=False, soft_wrap=True
+        )
     if against is not None:
         output().print(_summary(result, tokenizer, against), markup=False, soft_wrap=True)
     return result
@@ -127,8 +129,3 @@ def _summary(result: Mapping[str, Any], tokenizer: Path, against: Path) -> str:
     if "relative_kv_cache_bytes" in other:
         line += f", and {other['relative_kv_cache_bytes']:.3f} times the key/value cache"
     return line
-
-
-def _visible(piece: str) -> str:
-    """Line breaks and other control characters escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in piece)

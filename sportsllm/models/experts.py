@@ -75,7 +75,8 @@ class MixtureOfExperts(Kind):
         scores = Activation("scores of experts", (experts.count,))
         weights = Activation("weights of the chosen", (experts.active,))
         inner = Activation("inner, of each chosen", (experts.active, config.intermediate_size))
-        return (router, scores, weights, *others, inner)
+        read, made = ([m for m in others if m.writes_residual == last] for last in (False, True))
+        return (router, scores, weights, *read, inner, *made)
 
     def forward(self, half: Any, x_BTD: Tensor, rope: Any, documents: Any, cache: Any) -> Tensor:
         import torch

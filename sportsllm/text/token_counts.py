@@ -63,6 +63,11 @@ def token_pieces(tokenizer: Tokenizer, text: str, count: int) -> list[str]:
     return [token.replace(_SPACE, " ") for token in tokens]
 
 
+def visible_piece(piece: str) -> str:
+    """Line breaks and other control characters escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in piece)
+
+
 def _from_bytes(token: str) -> str:
     try:
         data = bytes(_BYTES[character] for character in token)

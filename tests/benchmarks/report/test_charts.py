@@ -15,6 +15,7 @@ from benchmarks.report.lineage import lineage
 from benchmarks.report.report import page_sections
 from benchmarks.report.samples import before_and_after
 from benchmarks.report.trade_off import trade_off_charts, trade_off_points
+from benchmarks.report.training import training_charts
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.storage.artifact import Stage, output_directory
@@ -198,3 +199,26 @@ def test_samples_are_the_likeliest_tokens_of_the_first_and_last_stage(checkpoint
         before_and_after(stages[:1], ["The ball"])
     with pytest.raises(UsageError, match="UTF-8"):
         before_and_after(stages, ["\udc80"])
+
+
+def test_the_shares_of_experts_are_drawn_as_multiples_of_an_even_one() -> None:
+    """A directory measured twice is drawn once; a log whose shape changed, only since then; without experts nothing."""
+    logged: list[dict[str, Any]] = [
+        {"step": 5, "tokens": 50, "expert_shares": [[1.0, 0.0]]},
+        {"step": 10, "tokens": 100, "loss": 3.0},
+        {"step": 10, "tokens": 100, "expert_shares": [[0.5, 0.3, 0.2], [0.1, 0.9]]},
+        {"step": 20, "tokens": 200, "loss": 2.0},
+        {"step": 20, "tokens": 200, "expert_shares": [[0.4, 0.4, 0.2], [0.25, 0.75]]},
+    ]
+    mixed = replace(summary("mixed", 1, 1.0, 1.0), metrics=logged)
+    dense = replace(summary("dense", 1, 1.0, 1.0), metrics=[{"tokens": 1, "loss": 3.0}, {"tokens": 2, "loss": 2.0}])
+    charts = training_charts([dense, mixed, replace(mixed, name="again")])
+    assert [chart.identifier for chart in charts] == ["loss", "valid-bits-per-byte", "expert-shares-0"]
+    trace = drawn(charts[2])["data"][0]
+    assert trace["x"] == [100, 200]
+    assert trace["z"] == [[1.5, 1.2], [0.9, 1.2], [0.6, 0.6], [None, None], [0.2, 0.5], [1.8, 1.5]]
+    assert trace["text"][5] == ["mixture 1, expert 1"] * 2 and trace["zmax"] == 2
+    assert drawn(charts[2])["layout"]["yaxis"]["tickvals"] == [1.0, 4.5]
+    for damaged in ([], [0.5, 0.5], [["x"]], "0.5"):
+        broken = [{"tokens": place, "expert_shares": damaged} for place in range(3)]
+        assert len(training_charts([replace(mixed, metrics=broken)])) == 2

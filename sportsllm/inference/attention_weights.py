@@ -1,0 +1,109 @@
+"""Which tokens each head of a model looks at, and how far away they are.
+
+Weights are made again from what the model itself hands to `scaled_dot_product_attention`, through which every kind of
+attention goes: keys of a group, latent ones, windows and scales are in its arguments. A run without this costs nothing.
+Shape suffixes: B sequences, T tokens, L tokens that can be seen, H query heads, K key/value heads, E head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from sportsllm.errors import UsageError
+from sportsllm.models.language_model import SportsLLM
+
+
+def softmax_weights(
+    q_BHTE: Tensor,
+    k_BKLE: Tensor,
+    v_BKLE: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(q k^T * scale + mask), (B, H, T, L) float32, by the arguments of `scaled_dot_product_attention`."""
+    scale = q_BHTE.shape[-1] ** -0.5 if scale is None else scale
+    if enable_gqa:
+        k_BKLE = k_BKLE.repeat_interleave(q_BHTE.shape[1] // k_BKLE.shape[1], dim=1)
+    scores_BHTL = (q_BHTE.float() * scale) @ k_BKLE.float().transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(scores_BHTL.shape[-2:], dtype=torch.bool, device=scores_BHTL.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores_BHTL = scores_BHTL.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores_BHTL = scores_BHTL + attn_mask
+    return scores_BHTL.softmax(-1)
+
+
+class _Watch(TorchFunctionMode):
+    """Inside, every attention is also told to `seen`."""
+
+    def __init__(self, seen: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.seen(softmax_weights(*args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+def attention_weights(model: SportsLLM, ids: Sequence[int]) -> list[Tensor | None]:
+    """The weights of every layer's attention on one text.
+
+    Args:
+        model: in evaluation mode; read, never changed.
+        ids: T token ids, the begin token included.
+
+    Returns:
+        For each layer (H, T, T) float32, row t the weights that token t gives to all, which add up to 1; None for a
+        layer that has no attention over tokens.
+
+    Raises:
+        UsageError: the text is longer than the context.
+    """
+    if len(ids) > model.config.max_position_embeddings:
+        raise UsageError(f"{len(ids)} tokens are more than the context of {model.config.max_position_embeddings}")
+    found: list[Tensor | None] = [None] * len(model.model.layers)
+    layer = 0
+
+    def entered(number: int) -> Callable[..., None]:
+        def hook(*given: Any) -> None:
+            nonlocal layer
+            layer = number
+
+        return hook
+
+    def seen(weights_BHTL: Tensor) -> None:
+        if weights_BHTL.shape[-2:] == (len(ids), len(ids)):
+            found[layer] = weights_BHTL[0].cpu()
+
+    handles = [block.register_forward_pre_hook(entered(number)) for number, block in enumerate(model.model.layers)]
+    try:
+        with _Watch(seen):
+            model.hidden(torch.tensor([list(ids)], device=model.head_weight.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def entropy_bits(weights_HTL: Tensor) -> Tensor:
+    """For each head the mean entropy of a token's weights, (H,): 0 where each looks at a single token."""
+    return -torch.xlogy(weights_HTL, weights_HTL).sum(-1).mean(-1) / math.log(2)
+
+
+def distance_tokens(weights_HTT: Tensor) -> Tensor:
+    """For each head how many tokens back it looks, (H,): the weighted mean, then the mean over tokens."""
+    places = torch.arange(weights_HTT.shape[-1], dtype=weights_HTT.dtype)
+    return (weights_HTT * (places[:, None] - places)).sum(-1).mean(-1)

@@ -1,0 +1,207 @@
+"""`plan --draw`, `--attention` and `--experts` by the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.pictures.attention import MOST_TOKENS, attention_charts, measure_attention, print_attention
+from compress.quantization.config import QuantizationConfig
+from compress.quantization.run import quantize
+from export.export import ExportOptions, export_checkpoint
+from sportsllm.console import output
+from sportsllm.errors import UsageError
+from sportsllm.inference.attention_weights import attention_weights
+from sportsllm.models.config import FULL, SLIDING, Experts
+from sportsllm.models.gelu import Gelu
+from sportsllm.models.language_model import Half
+from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.text.tokenizer import load_tokenizer
+from tests.sportsllm.cli.test_main import call, complains
+from tests.support.models import tiny_model
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXT = "The home <b>side</b> won 3-1."
+
+
+@pytest.fixture(scope="module")
+def mixture(tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two of three experts, the last of which layer 1 never chooses; layers of two types."""
+    model = tiny_model(
+        mlp_kind="experts",
+        experts=Experts(3, 2, choice_bias=True, router="sigmoid"),
+        layer_types=(SLIDING, FULL),
+        sliding_window=4,
+    )
+    half: Any = model.model.layers[1].mlp
+    with torch.no_grad():
+        half.gate.bias.copy_(torch.tensor([0.0, 0.0, -5.0]))
+    directory = tmp_path_factory.mktemp("pictures") / "mixture"
+    directory.mkdir()
+    save_checkpoint(directory, model, tokenizer_directory)
+    return directory
+
+
+def result_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    code, said, err = call(capsys, "plan", *arguments, "--json")
+    assert code == 0, err
+    return dict(json.loads(said.splitlines()[-1]))
+
+
+def figures(page: str) -> dict[str, dict[str, Any]]:
+    """The charts of a page by their name."""
+    found = re.search(r"const figures = (\[.*\]);\n", page)
+    assert found
+    return {figure["id"]: figure for figure in json.loads(found[1])}
+
+
+def test_a_shape_is_drawn_as_svg_and_as_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("small.svg", "small.html"):
+        result = result_of(capsys, "small", "--draw", tmp_path / name)
+        assert result["drawing"] == {
+            "out": str(tmp_path / name),
+            "parameters": result["parameters"],
+            "blocks": [{"layers": list(range(12)), "parameters": sum(result["parameters_per_block"].values())}],
+        }
+    svg = (tmp_path / "small.svg").read_text(encoding="utf-8")
+    ElementTree.fromstring(svg)
+    page = (tmp_path / "small.html").read_text(encoding="utf-8")
+    assert svg in page and page.startswith("<!DOCTYPE html>")
+    assert not re.search(r"(?:src|href)=|url\(|@import", page)
+    assert "drawing" not in result_of(capsys, "small")
+    assert result_of(capsys, "8b", "--draw", tmp_path / "8b.svg")["drawing"]["parameters"] > 8 * 10**9
+
+
+def test_a_device_draws_without_torch_or_templates(tmp_path: Path) -> None:
+    code = "import sys\n"
+    code += "for name in ('torch', 'onnx', 'safetensors', 'jinja2', 'plotly', 'markupsafe'): sys.modules[name] = None\n"
+    code += "from sportsllm.cli.main import main\n"
+    code += f"main(['plan', 'latent-moe', '--draw', {str(tmp_path / 'out.html')!r}])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "kv_a_proj_with_mqa" in (tmp_path / "out.html").read_text(encoding="utf-8")
+
+
+def test_maps_hold_the_weights_of_every_head(mixture: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "maps.html"
+    found = result_of(capsys, mixture, "--attention", TEXT, "--draw", out)["attention"]
+    model = load_checkpoint(mixture)
+    words = load_tokenizer(mixture, model.config)
+    ids = [words.begin_id, *words.encode(TEXT)]
+    assert found["ids"] == ids and "".join(found["tokens"]) == f"<|begin|>{TEXT}"
+    weights = [one.double().numpy() for one in attention_weights(model, ids) if one is not None]
+    assert [(layer["window"], layer["shape"]) for layer in found["layers"]] == [
+        (window, [4, len(ids), len(ids)]) for window in (4, None)
+    ]
+    charts = figures(out.read_text(encoding="utf-8"))
+    grid, size = charts["attention-grid"], len(ids)
+    step = grid["layout"]["meta"]["step"]
+    for layer, heads in enumerate(weights):
+        for head, one in enumerate(heads):
+            said = found["layers"][layer]["heads"][head]
+            assert said["looks_at"] == one.argmax(-1).tolist()
+            assert said["seen_tokens"] == pytest.approx(
+                (1 + 2 + 3 + 4 * (size - 3)) / size if not layer else (size + 1) / 2
+            )
+            assert said["first_token"] == pytest.approx(one[:, 0].mean(), abs=1e-6)
+            assert said["itself"] == pytest.approx(np.diagonal(one).mean(), abs=1e-6)
+            best = int(one.mean(0).argmax())
+            top = said["top_tokens"][0]
+            assert (top["position"], top["token"]) == (best, found["tokens"][best])
+            for row in range(size):
+                cells = grid["data"][0]["z"][layer * step + row][head * step : head * step + size]
+                first = max(0, row - 3) if layer == 0 else 0  # a window of four
+                blank = [None] * first, [None] * (size - row - 1)
+                assert (cells[:first], cells[row + 1 :]) == blank
+                np.testing.assert_allclose(cells[first : row + 1], one[row, first : row + 1], atol=5.1e-4)  # 3 digits
+    large = charts["attention-map"]
+    assert large["data"][0]["z"] == [row[:size] for row in grid["data"][0]["z"][:size]]
+    assert large["layout"]["yaxis"]["ticktext"][0] == "&lt;|begin|&gt;"  # plotly reads tags
+    page = out.read_text(encoding="utf-8")
+    assert "<b>side" not in page and "The home &lt;b&gt;side" in page
+
+
+def test_a_layer_without_attention_is_named(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = load_checkpoint(checkpoint)
+    block: Any = model.model.layers[1]
+    block.self_attn = Half(Gelu(), model.config, 1)  # a feed-forward in its place
+    found, weights = measure_attention(model, checkpoint, TEXT)
+    assert [layer["layer"] for layer in found["layers"]] == [0] and weights[1] is None
+    grid, _ = attention_charts(found, weights)
+    assert grid.figure is not None and grid.figure["layout"]["yaxis"]["ticktext"] == [0]
+    print_attention(output(), found)
+    assert "layers without attention over all tokens: 1" in capsys.readouterr().out
+
+
+def test_shares_by_kind_of_text(
+    mixture: Path, texts: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "tennis.txt").write_text(texts[0], encoding="utf-8")
+    (tmp_path / "a.txt").write_text(texts[1], encoding="utf-8")
+    flags = ["--experts", tmp_path / "tennis.txt", "--experts", f"one=two={tmp_path / 'a.txt'}"]
+    complains(call(capsys, "plan", mixture, *flags), 3, f"two={tmp_path / 'a.txt'}")
+    flags[-1] = f"one={tmp_path / 'a.txt'}"
+    flags += ["--experts", f"one={tmp_path / 'tennis.txt'}"]
+    result = result_of(capsys, mixture, *flags, "--draw", tmp_path / "use.html")
+    found = result["experts"]
+    assert [(one["kind"], len(one["files"])) for one in found["kinds"]] == [("tennis", 1), ("one", 2)]
+    assert [layer["never_used"] for layer in found["layers"]] == [[], [2]]
+    assert all(sum(each) == pytest.approx(1) for layer in found["layers"] for each in layer["shares"].values())
+    chart = figures((tmp_path / "use.html").read_text(encoding="utf-8"))["experts"]["data"][0]
+    for layer, place in ((0, 0), (1, 3)):
+        for kind, row in (("tennis", place), ("one", place + 1)):
+            np.testing.assert_allclose(chart["z"][row], 3 * np.array(found["layers"][layer]["shares"][kind]), atol=5e-4)
+    assert chart["z"][2] == [None] * 3
+    code, said, _ = call(capsys, "plan", mixture, *flags)
+    assert code == 0 and "experts that no token was sent to: layer 1: 2" in said
+
+
+def test_a_packed_checkpoint_is_run_as_rounded(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    quantize(checkpoint, tmp_path / "packed", QuantizationConfig(4), method="rtn")
+    dense, packed = (result_of(capsys, each, "--attention", TEXT) for each in (checkpoint, tmp_path / "packed"))
+    assert dense["attention"]["tokens"] == packed["attention"]["tokens"]
+    ids = packed["attention"]["ids"]
+    weights = attention_weights(load_checkpoint(tmp_path / "packed"), ids)[0]
+    assert weights is not None
+    said = [head["first_token"] for head in packed["attention"]["layers"][0]["heads"]]
+    np.testing.assert_allclose(said, weights[:, :, 0].mean(-1).numpy(), atol=1e-6)
+
+
+def test_what_cannot_be_shown_is_refused_in_a_line(
+    checkpoint: Path, mixture: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def refused(code: int, said: str, *arguments: object) -> None:
+        complains(call(capsys, "plan", *arguments), code, said)
+
+    refused(2, "the suffix names no format; end it in .html or .svg", "small", "--draw", tmp_path / "x.png")
+    refused(2, "an SVG shows the parts alone", checkpoint, "--draw", tmp_path / "x.svg", "--attention", TEXT)
+    refused(2, "a number of parameters has no parts to draw", "7B", "--draw", tmp_path / "x.svg")
+    refused(2, "small is no directory; give a checkpoint", "small", "--attention", TEXT)
+    refused(2, f"a map shows between 1 and {MOST_TOKENS - 1}", checkpoint, "--attention", "goal " * 80)
+    refused(2, "the text has 0 tokens", checkpoint, "--attention", "")
+    refused(2, "--attention is not valid UTF-8", checkpoint, "--attention", "\udcff")
+    refused(2, "--experts: the model has none", checkpoint, "--experts", checkpoint / "config.json")
+    refused(2, "write KIND=FILE", mixture, "--experts", "=")
+    refused(3, "nowhere.txt: not found", mixture, "--experts", "tennis=nowhere.txt")
+    with pytest.raises(UsageError, match=r"5,120 heads of 64 tokens are too much for a page; .* most 26 tokens"):
+        attention_charts({"tokens": ["a"] * 64}, [torch.zeros(64, 64, 64)] * 80)
+    export_checkpoint(checkpoint, tmp_path / "export", ExportOptions(threads=1))
+    refused(2, "is an export; give its checkpoint", tmp_path / "export", "--attention", TEXT)
+    assert not list(tmp_path.glob("x.*"))
+    result_of(capsys, tmp_path / "export", "--draw", tmp_path / "of-export.svg")
+    result_of(capsys, checkpoint, "--draw", tmp_path / "of-checkpoint.svg")
+    drawings = [(tmp_path / f"of-{name}.svg").read_text(encoding="utf-8") for name in ("export", "checkpoint")]
+    assert (
+        drawings[0].replace(">export<", f">{checkpoint.name}<").replace("export:", f"{checkpoint.name}:") == drawings[1]
+    )

@@ -1,0 +1,128 @@
+"""Attention weights against `transformers`' own, and against the formula in float64."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from sportsllm.errors import UsageError
+from sportsllm.inference.attention_weights import attention_weights, distance_tokens, entropy_bits
+from sportsllm.models.config import FULL, SLIDING
+from sportsllm.models.kinds import ATTENTION
+from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix
+from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
+from tests.support import families
+from tests.support.models import tiny_model
+
+IDS = torch.randint(0, 384, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+TOLERANCE = 2e-6
+"""Of float32 weights of at most 1: scores of order 10 are off by some 1e-6, which an exponential passes on."""
+
+
+@pytest.mark.parametrize("name", families.CONFIGS)
+def test_weights_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    peer = families.save(name, tmp_path)
+    model = load_checkpoint(tmp_path)
+    with torch.inference_mode():
+        before = model(torch.tensor([IDS]))
+        wanted = peer(torch.tensor([IDS]), output_attentions=True).attentions
+        found = attention_weights(model, IDS)
+        assert torch.equal(model(torch.tensor([IDS])), before)  # nothing stays behind
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours is not None and ours.shape == (4, len(IDS), len(IDS))
+        torch.testing.assert_close(ours, theirs[0], rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(ours.sum(-1), torch.ones(ours.shape[:2]), rtol=0, atol=TOLERANCE)
+
+
+def test_a_llama_in_float64(tmp_path: Path) -> None:
+    """Scores of `transformers` in float64; its softmax alone is in float32."""
+    (tmp_path / "ours").mkdir()
+    model = tiny_model()
+    save_checkpoint(tmp_path / "ours", model)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").double()
+    with torch.inference_mode():
+        wanted = peer(torch.tensor([IDS]), output_attentions=True).attentions
+    for ours, theirs in zip(attention_weights(model, IDS), wanted, strict=True):
+        assert ours is not None
+        torch.testing.assert_close(ours.double(), theirs[0], rtol=0, atol=TOLERANCE)
+
+
+def test_the_first_layer_is_the_formula() -> None:
+    """Grouped heads, a window and a scale, in float64 numpy from the weights."""
+    model = tiny_model(
+        num_hidden_layers=2, layer_types=(SLIDING, FULL), sliding_window=5, attention_scale=0.3, attention_bias=True
+    )
+    block: Any = model.model.layers[0]
+
+    def array(tensor: torch.Tensor) -> Any:
+        return tensor.detach().double().numpy()
+
+    x = array(cast(torch.Tensor, model.model.embed_tokens.weight))[IDS]
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * array(block.input_layernorm.weight)
+    half = 8
+    angles = np.arange(len(IDS))[:, None] * 10_000.0 ** (-np.arange(half) / half)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+
+    def heads(matrix: Any, count: int) -> Any:
+        y = (x @ array(matrix.weight).T + array(matrix.bias)).reshape(len(IDS), count, 16)
+        first, second = y[..., :half], y[..., half:]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    q, k = heads(block.self_attn.q_proj, 4), heads(block.self_attn.k_proj, 2)
+    wanted = np.zeros((4, len(IDS), len(IDS)))
+    for head in range(4):
+        for row in range(len(IDS)):
+            seen = range(max(0, row - 4), row + 1)
+            scores = np.array([0.3 * q[row, head] @ k[place, head // 2] for place in seen])
+            wanted[head, row, list(seen)] = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+    found = attention_weights(model, IDS)[0]
+    assert found is not None
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_entropy_and_distance_are_their_sums() -> None:
+    weights = torch.rand(3, 6, 6, generator=torch.Generator().manual_seed(0)).tril()
+    weights = weights / weights.sum(-1, keepdim=True)
+    for head in range(3):
+        entropy = distance = 0.0
+        for row in range(6):
+            for column in range(row + 1):
+                w = float(weights[head, row, column])
+                entropy -= w * math.log2(w) / 6
+                distance += w * (row - column) / 6
+        assert float(entropy_bits(weights)[head]) == pytest.approx(entropy, abs=1e-6)
+        assert float(distance_tokens(weights)[head]) == pytest.approx(distance, abs=1e-6)
+    assert float(entropy_bits(torch.eye(4)[None])[0]) == 0.0
+    assert float(entropy_bits(torch.full((1, 8, 8), 1 / 8))[0]) == pytest.approx(3.0)
+
+
+class _Mean(Kind):
+    """A token's output is a matrix times the mean of what came before: no softmax anywhere."""
+
+    def matrices(self, config: Any) -> tuple[Matrix, ...]:
+        size = config.hidden_size
+        return (Matrix("mix", size, size, HIDDEN, HIDDEN, HIDDEN, True),)
+
+    def tensors(self, config: Any) -> tuple[Matrix | Activation, ...]:
+        return self.matrices(config)
+
+    def forward(self, half: Any, x_BTD: Any, rope: Any, documents: Any, cache: Any) -> Any:
+        counts = torch.arange(1, x_BTD.shape[1] + 1)[None, :, None]
+        return half.mix(x_BTD.cumsum(1) / counts)
+
+
+def test_a_layer_without_attention_has_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ATTENTION, "mean", _Mean())
+    assert attention_weights(tiny_model(attention_kind="mean"), IDS) == [None, None]
+
+
+def test_more_tokens_than_the_context_are_refused() -> None:
+    with pytest.raises(UsageError, match="129 tokens are more than the context of 128"):
+        attention_weights(tiny_model(), [3] * 129)
