@@ -34,6 +34,7 @@ _SAME = (
     "qk_nope_head_dim",
     "v_head_dim",
     "experts",
+    "dense_layers",
 )
 
 
@@ -69,8 +70,8 @@ def check_cut(full: ModelConfig, smaller: ModelConfig) -> None:
             raise UsageError(f"{name} is {theirs}, the full model's is {ours}; a cut keeps it")
     if smaller.tie_word_embeddings and not full.tie_word_embeddings:
         raise UsageError("tie_word_embeddings is true; the full model has a head of its own, which a cut cannot tie")
-    for name in (*DIMENSIONS.values(), "max_position_embeddings"):
-        ours, theirs = getattr(full, name), getattr(smaller, name)
+    for name in (*DIMENSIONS.values(), "max_position_embeddings", "dense_intermediate_size"):
+        ours, theirs = getattr(full, name) or 0, getattr(smaller, name) or 0
         if theirs > ours:
             raise UsageError(f"{name} is {theirs}, more than the full model's {ours}; a cut makes nothing larger")
     Shape.of(smaller).applied_to(full)
