@@ -169,11 +169,11 @@ def refit_block(pair: LayerPair, streams: Streams, solve: Solve) -> None:
                 "leave it out with --no-repair"
             )
         last = half == list(NORMS)[-1]
-        after_BTD = streams.target if last else _after_half(pair.source, half, full_BTD, pair.rope)
+        after_BTD = streams.target if last else after_half(pair.source, half, full_BTD, pair.rope)
         for group in groups:
             _refit_group(pair, half, group, Streams(full_BTD, changed_BTD, after_BTD), solve)
         if not last:
-            changed_BTD = _after_half(pair.block, half, changed_BTD, pair.own_rope or pair.rope)
+            changed_BTD = after_half(pair.block, half, changed_BTD, pair.own_rope or pair.rope)
             full_BTD = after_BTD
 
 
@@ -206,7 +206,8 @@ def _refit_group(pair: LayerPair, half: str, group: Sequence[Matrix], streams: S
         solve(matrix.name, linear, sums)
 
 
-def _after_half(block: Block, half: str, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
+def after_half(block: Block, half: str, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
+    """The residual stream after one of `NORMS` of a layer."""
     return [block.add_half(half, x, first_positions(rope, x)) for x in states_BTD]
 
 

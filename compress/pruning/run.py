@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.distillation.recovery import Recovery, prepare_recovery, recover
 from compress.distillation.settings import DistillationConfig
-from compress.pruning.experts import fewer_experts, keep_experts
+from compress.pruning.experts import fewer_experts, reduce_experts
 from compress.pruning.heads import heads_change, reduce_heads
 from compress.pruning.kept_units import LayerRun, choose_units, kept_layers, loss_per_token
 from compress.pruning.output_selection import output_scores
@@ -45,6 +45,7 @@ from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.setup import held_out_files, manifest_setting
 
 SAMPLE_LENGTH = 512
+_EXPERTS = ("experts", "experts_per_token", "experts_by")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class PruneJob:
     """A checkpoint to prune, whatever its new shape.
 
     Scores and refit read the calibration text. `scores` are those of an earlier run on the same checkpoint, `recovery`
-    is the training afterwards. `experts` and `experts_per_token` are cut first, see `compress.pruning.experts`.
+    is the training afterwards. `experts` and `experts_per_token` are cut first, the way `experts_by` names; see
+    `compress.pruning.experts`.
     """
 
     checkpoint: Path
@@ -80,6 +82,7 @@ class PruneJob:
     recovery: Recovery | None = None
     experts: int | None = None
     experts_per_token: int | None = None
+    experts_by: str = "merge"
 
     @property
     def cuts_experts(self) -> bool:
@@ -89,7 +92,9 @@ class PruneJob:
     def model_config(self) -> ModelConfig:
         """The shape that is pruned: the checkpoint's, with fewer experts if asked for."""
         config = load_config(self.checkpoint)
-        return fewer_experts(config, self.experts, self.experts_per_token) if self.cuts_experts else config
+        if not self.cuts_experts:
+            return config
+        return fewer_experts(config, self.experts, self.experts_per_token, self.experts_by)
 
     def settings(self, shape: Shape) -> dict[str, Any]:
         """For the manifest, under the names of the flags."""
@@ -105,7 +110,7 @@ class PruneJob:
             "seed": self.config.seed,
             "scores": self.scores,
             "calibration": self.calibration,
-            **({"experts": self.experts, "experts_per_token": self.experts_per_token} if self.cuts_experts else {}),
+            **({name: getattr(self, name) for name in _EXPERTS} if self.cuts_experts else {}),
             **(inherited if self.recovery is None else self.recovery.settings(self.checkpoint)),
         }
 
@@ -124,7 +129,7 @@ class PruneJob:
         with torch.no_grad():
             check_familiar(samples, loss_per_token(model, samples[:JUDGED_SAMPLES]))
         if self.cuts_experts:
-            model = keep_experts(model, self.model_config(), samples)
+            model = reduce_experts(model, self.model_config(), samples, self.experts_by, self.config.refit)
         return model, samples, measure_scores(model, self.config, samples, self.scores)
 
 
