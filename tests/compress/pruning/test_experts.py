@@ -198,3 +198,18 @@ def test_impossible_numbers_are_refused(experts: Experts | None, count: int, act
     config = tiny_config() if experts is None else tiny_config(mlp_kind="experts", experts=experts)
     with pytest.raises(UsageError, match=said):
         fewer_experts(config, count, active)
+    with pytest.raises(UsageError, match="--experts-by 'size' is not known; use one of merge, use"):
+        fewer_experts(config, count, active, "size")
+
+
+def test_layers_without_experts_stay(tokenizer_directory: Path, corpus_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    first = {"num_hidden_layers": 4, "dense_layers": 2, "dense_intermediate_size": 128}
+    save_checkpoint(
+        tmp_path / "full", tiny_model(mlp_kind="experts", experts=Experts(4, 2), **first), tokenizer_directory
+    )
+    job = PruneJob(tmp_path / "full", [corpus_file], PruneConfig(samples=4), experts=2)
+    result = prune_run(job, PruneTarget(dimensions={"intermediate": 48, "layers": 3}), tmp_path / "out")
+    smaller = load_config(tmp_path / "out")
+    assert (smaller.num_hidden_layers, smaller.dense_layers, smaller.dense_intermediate_size) == (3, 2, 64)
+    assert result["kept_layers"][:2] == [0, 1] and result["parameters"] == smaller.parameters
