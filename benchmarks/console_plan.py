@@ -69,9 +69,15 @@ def _print_parts(console: Console, result: Mapping[str, Any]) -> None:
         for name, count in result["parameters_by_component"].items()
     ]
     one = {each: sum(parts.values()) for each, parts in block_sizes.items()}
+    rows.append(row("total", total, result["weight_bytes"]))
+    blocks = f"all {layers} blocks"
+    if "dense_blocks" in result:
+        dense = result["dense_blocks"]
+        layers -= dense["layers"]
+        rows.append(row(f"{dense['layers']} without experts", dense["parameters"], dense["weight_bytes"]))
+        blocks = f"{layers} with experts"
     rows += [
-        row("total", total, result["weight_bytes"]),
-        row(f"all {layers} blocks", layers * sum(block.values()), {each: layers * size for each, size in one.items()}),
+        row(blocks, layers * sum(block.values()), {each: layers * size for each, size in one.items()}),
         row("one block", sum(block.values()), one),
     ]
     rows += [

@@ -20,8 +20,8 @@ def matmul_parameters(config: ModelConfig) -> int:
 
     The embedding is a look-up and free; a tied head is a product all the same and counts.
     """
-    active = sum(kind.active_numbers(config) for kind in halves(config).values())
-    return config.num_hidden_layers * active + config.vocab_size * config.hidden_size
+    active = sum(layers * kind.active_numbers(part) for part, layers in config.runs() for kind in halves(part).values())
+    return active + config.vocab_size * config.hidden_size
 
 
 def forward_flops_per_token(config: ModelConfig, sequence: int) -> int:

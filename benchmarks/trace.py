@@ -113,7 +113,8 @@ def _trace_checkpoint(directory: Path, config: ModelConfig, ids: Sequence[int], 
 
     set_threads(threads)
     model, cache, found = load_checkpoint(directory), KVCache(config, 1, len(ids)), list[Passing]()
-    reads_other = tuple(f".{one.name}" for one in block_matrices(config) if not one.input.endswith(f".{HIDDEN}"))
+    matrices = [one for part, _ in config.runs() for one in block_matrices(part)]
+    reads_other = tuple(f".{one.name}" for one in matrices if not one.input.endswith(f".{HIDDEN}"))
 
     def add(name: str, tensor: torch.Tensor) -> None:
         found.append(_passing(name, tensor.shape, str(tensor.dtype).removeprefix("torch."), tensor.nbytes))

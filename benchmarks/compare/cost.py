@@ -20,7 +20,9 @@ def repair_flops_per_token(full: ModelConfig, cut: ModelConfig, sequence: int) -
     An estimate: every block runs about twice in either model, and each matrix of I inputs and O outputs adds its
     inputs' (I, I) and (I, O) products. Heads are not run.
     """
-    regression = 2 * cut.num_hidden_layers * sum(m.columns * (m.columns + m.rows) for m in block_matrices(cut))
+    regression = 2 * sum(
+        layers * m.columns * (m.columns + m.rows) for part, layers in cut.runs() for m in block_matrices(part)
+    )
     blocks = sum(
         forward_flops_per_token(config, sequence) - 2 * config.vocab_size * config.hidden_size for config in (full, cut)
     )

@@ -124,7 +124,7 @@ def sizes(config: ModelConfig, stored: ModelFormat) -> Sizes:
     table, macs, scale = untied - tied, block_numbers(config), 1.0
     layers = tied - table
     if stored.per_row:
-        scales = config.num_hidden_layers * sum(matrix.rows for matrix in block_matrices(config))
+        scales = sum(layers * matrix.rows for part, layers in config.runs() for matrix in block_matrices(part))
         layers = macs + 4 * (scales + config.block_parameters - macs)
     # By columns for the head, since only so the runtime multiplies it packed, and by rows for the embedding.
     twice = not config.tie_word_embeddings or (stored.standard and stored.quantized and stored.head_bits != 32)
@@ -162,15 +162,18 @@ def mixing_macs(config: ModelConfig, depth: int) -> int:
 @lru_cache(maxsize=1_024)
 def active_share(config: ModelConfig) -> float:
     """Of the numbers in the layers' matrices, the share that one token is multiplied by: below 1 with experts."""
-    active = sum(kind.active_numbers(config) for kind in halves(config).values())
-    return config.num_hidden_layers * active / block_numbers(config)
+    active = sum(layers * kind.active_numbers(part) for part, layers in config.runs() for kind in halves(part).values())
+    return active / block_numbers(config)
 
 
 @lru_cache(maxsize=1_024)
 def layer_activations(config: ModelConfig) -> int:
-    """Values that the products of one layer read and write for each token."""
-    routed = 1.0 if config.experts is None else config.experts.active / config.experts.count
-    return round(sum((m.rows + m.columns) * (routed if m.routed else 1.0) for m in block_matrices(config)))
+    """Values that the products of one layer read and write for each token, the mean of all layers."""
+    total = 0.0
+    for part, layers in config.runs():
+        routed = 1.0 if part.experts is None else part.experts.active / part.experts.count
+        total += layers * sum((m.rows + m.columns) * (routed if m.routed else 1.0) for m in block_matrices(part))
+    return round(total / config.num_hidden_layers)
 
 
 def stored_format(directory: Path) -> ModelFormat:

@@ -181,9 +181,25 @@ def _sizes(model: str, config: ModelConfig, request: PlanRequest) -> dict[str, A
         "weight_bytes": {name: sum(sizes.values()) for name, sizes in by_component.items()},
         "weight_bytes_by_component": by_component,
         "weight_bytes_per_block": {name: size.block_bytes(config, name, *stored) for name in PRECISIONS},
+        **_dense_blocks(config, stored),
         "block_size": request.block_size,
         "head_bits": request.head_bits,
         "kv_cache_bytes_per_token": size.kv_cache_bytes_per_token(config),
+    }
+
+
+def _dense_blocks(config: ModelConfig, stored: tuple[int, int]) -> dict[str, Any]:
+    """The first layers of a mixture that have no experts, if there are any; per block are those of the others."""
+    if not config.dense_layers:
+        return {}
+    part, layers = config.runs()[0]
+    one = {name: sum(size.block_bytes(part, name, *stored).values()) for name in PRECISIONS}
+    return {
+        "dense_blocks": {
+            "layers": layers,
+            "parameters": layers * sum(size.block_parameters(part).values()),
+            "weight_bytes": {name: layers * bytes_ for name, bytes_ in one.items()},
+        }
     }
 
 

@@ -54,10 +54,11 @@ class SizeFlags(FlagGroup):
 class ExpertFlags(FlagGroup):
     """Of a mixture of experts."""
 
-    experts: Annotated[int | None, typer.Option(min=1, help="Experts to keep in each layer: those that add most.")] = (
-        None
-    )
+    experts: Annotated[int | None, typer.Option(min=1, help="Experts that each layer will have.")] = None
     experts_per_token: Annotated[int | None, typer.Option(min=1, help="Experts that a token is sent to.")] = None
+    experts_by: Annotated[str, typer.Option(help="merge: alike experts become one; use: those stay that add most.")] = (
+        "merge"
+    )
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ def prune(
         domain = list(calibration or teacher_corpus(checkpoint, "corpus"))
         return prune_vocabulary(checkpoint=checkpoint, out=out, calibration=domain, **vars(vocabulary))
     check_not_given("--vocab-size or --min-count", vocabulary)
+    if mixture.experts is None and mixture.experts_per_token is None:
+        check_not_given("--experts N", mixture)
     recovery = None
     if recover.recover is not None:
         source = recover.teacher or checkpoint

@@ -1,13 +1,19 @@
-"""Fewer experts: those stay whose outputs are strongest, each weighted as the router weights it.
+"""Fewer experts: alike ones become one, or only the strongest stay; then the rest is fitted to the whole mixture.
 
-The energy of expert e over the calibration tokens t that are sent to it,
+    merge   Experts whose outputs for the calibration tokens x differ least are joined, two groups at a time, none to
+            more than its even share of experts, since every group keeps the neurons of one. With use
+            u_e = sum over x of w_e^2 (w_e the router's weights) and outputs f_e, joining groups A and B costs, by
+            Ward's rule, u_A u_B / (u_A + u_B) * sum over x of |mean_A f - mean_B f|^2, means weighted by use.
+            Clustering by outputs is HC-SMoE's (https://arxiv.org/abs/2410.08589), the weighting by use M-SMoE's
+            (https://arxiv.org/abs/2310.01334). A group's neurons are chosen out of its members'
+            (`compress.pruning.expert_neurons`), and its router's row is fitted to the logarithm of the sum of the
+            members' scores; where scores are independent (`sigmoid`), to the member's logit that would be chosen.
+    use     Those stay whose energy, sum over the tokens sent to e of |w_e f_e(x)|^2, is highest: what leaves the
+            residual stream with the expert, apart from what the others make of its tokens (NAEE and REAP,
+            https://arxiv.org/abs/2402.14800, https://arxiv.org/abs/2510.13999).
 
-    sum over t of |w_et expert_e(x_t)|^2
-
-counts how often it is used and what it then adds; it is what leaves the residual stream with the expert, apart from
-what the others make of its tokens (as in NAEE and REAP, https://arxiv.org/abs/2402.14800,
-https://arxiv.org/abs/2510.13999). Every layer keeps the same number; recovery is the caller's.
-Shape suffixes: B sequences, T tokens, X = B * T, D hidden_size, K experts of a token, N experts.
+Every layer keeps the same number; recovery is the caller's.
+Shape suffixes: X tokens, D hidden_size, K experts of a token, N experts, G groups.
 """
 
 from __future__ import annotations
@@ -19,21 +25,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.pruning.expert_neurons import FeedForwards, feed_forwards, fit_experts, joined_neurons, parts_of
 from compress.pruning.kept_units import top_indices
+from compress.pruning.refit import RIDGE, LeastSquares
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import ROUTER, route, routed_names, run_expert
 from sportsllm.models.language_model import SportsLLM
 
+EXPERTS_BY = ("merge", "use")
+_COMPARED, _AT_ONCE = 4_096, 256  # tokens whose outputs are compared, and held at once
+_LEAST_USE = 1e-6  # of all, so that experts that nobody chose can be joined
 
-def fewer_experts(config: ModelConfig, count: int | None, active: int | None) -> ModelConfig:
+
+def fewer_experts(config: ModelConfig, count: int | None, active: int | None, by: str = "merge") -> ModelConfig:
     """The config with `count` experts, `active` of them a token; as many as there are where one is not given.
 
     Raises:
-        UsageError: the model has no experts or fewer, or divides them into groups.
+        UsageError: the model has no experts or fewer, or divides them into groups; or `by` is none of `EXPERTS_BY`.
     """
     flag = "--experts" if count is not None else "--experts-per-token"
     experts = config.experts
+    if by not in EXPERTS_BY:
+        raise UsageError(f"--experts-by {by!r} is not known; use one of {', '.join(EXPERTS_BY)}")
     if experts is None:
         raise UsageError(f"{flag}: the model has no experts; leave it out")
     if count is not None and not 1 <= count <= experts.count:
@@ -48,60 +62,122 @@ def fewer_experts(config: ModelConfig, count: int | None, active: int | None) ->
 
 
 @torch.no_grad()
-def keep_experts(model: SportsLLM, smaller: ModelConfig, samples: Sequence[Tensor]) -> SportsLLM:
-    """A float32 model with the strongest experts of every layer, as many as `smaller` has.
+def reduce_experts(
+    model: SportsLLM, smaller: ModelConfig, samples: Sequence[Tensor], by: str = "merge", refit: bool = True
+) -> SportsLLM:
+    """A float32 model with the experts of `smaller`, which comes from `fewer_experts`.
 
-    `samples` are calibration token ids, (B, T) each; `smaller` comes from `fewer_experts`.
+    Args:
+        model: never changed.
+        smaller: how many experts there will be.
+        samples: calibration token ids, (B, T) each.
+        by: one of `EXPERTS_BY`.
+        refit: whether what is left is fitted to what the whole mixture makes.
     """
-    kept = [top_indices(energy, smaller.chosen_experts.count) for energy in expert_energies(model, samples)]
-    state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        place, found = _renamed(name, kept)
-        if place is not None:
-            state[place] = tensor if found is None else tensor[found]
-    reduced = SportsLLM(smaller)
-    reduced.load_state_dict(state)
-    return reduced.eval()
+    reduced = SportsLLM(smaller).eval()
+    state, routed = reduced.state_dict(), (f".mlp.{ROUTER}.", ".mlp.experts.")
+    same = {name: t for name, t in model.state_dict().items() if not any(part in name for part in routed)}
+    reduced.load_state_dict({**state, **same})
+    for layer in feed_forwards(model, reduced, samples):
+        if layer.full.config.experts is None:
+            continue
+        count = smaller.chosen_experts.count
+        groups = alike_groups(layer.full, layer.full_XD, count) if by == "merge" else None
+        if groups is None:
+            groups = [[number] for number in top_indices(expert_energy(layer.full, layer.full_XD), count).tolist()]
+        _join(layer, groups)
+        if refit:
+            fit_experts(layer.changed, layer.changed_XD, layer.target_XD)
+    return reduced
 
 
-def _renamed(name: str, kept: Sequence[Tensor]) -> tuple[str | None, Tensor | None]:
-    """A tensor's new name, None if it goes; and its rows that stay, None for all."""
-    if ".mlp." not in name:
-        return name, None
-    _, _, layer, _, part, *rest = name.split(".")
-    chosen = kept[int(layer)]
-    if part == ROUTER:
-        return name, chosen
-    if part != "experts":
-        return name, None
-    number, places = int(rest[0]), chosen.tolist()
-    if number not in places:
-        return None, None
-    return ".".join(["model", "layers", layer, "mlp", "experts", str(places.index(number)), *rest[1:]]), None
+def expert_energy(half: Any, x_XD: Tensor) -> Tensor:
+    """The energy of each expert over the tokens that a mixture reads, (N,) float64; see the module."""
+    _, chosen_XK, weights_XK = route(half, x_XD)
+    found = []
+    for number, name in enumerate(routed_names(half.config.chosen_experts)):
+        rows, place = (chosen_XK == number).nonzero(as_tuple=True)
+        output_CD = run_expert(half, name, x_XD[rows]) * weights_XK[rows, place][:, None]
+        found.append(output_CD.double().square().sum())
+    return torch.stack(found)
 
 
-def expert_energies(model: SportsLLM, samples: Sequence[Tensor]) -> list[Tensor]:
-    """For each layer the energy of its experts, (N,) float64."""
-    names = routed_names(model.config.chosen_experts)
-    energies = [torch.zeros(len(names), dtype=torch.float64) for _ in model.model.layers]
+def alike_groups(half: Any, x_XD: Tensor, count: int) -> list[list[int]]:
+    """The experts of a mixture in `count` groups of alike ones, by what they make of the tokens that it reads."""
+    experts = half.config.chosen_experts
+    use_N = _use(half, x_XD)
+    gram_NN = torch.zeros(experts.count, experts.count, dtype=torch.float64)
+    for few_XD in torch.split(x_XD[:: max(1, len(x_XD) // _COMPARED)], _AT_ONCE):
+        outputs = torch.stack([run_expert(half, name, few_XD).flatten() for name in routed_names(experts)])
+        gram_NN += outputs @ outputs.T
+    return ward_groups(gram_NN, use_N, count)
 
-    def add(layer: int, half: Any, x_BTD: Tensor) -> None:
-        x_XD = x_BTD.flatten(0, 1)
-        _, chosen_XK, weights_XK = route(half, x_XD)
-        for number, name in enumerate(names):
-            rows, place = (chosen_XK == number).nonzero(as_tuple=True)
-            output_CD = run_expert(half, name, x_XD[rows]) * weights_XK[rows, place][:, None]
-            energies[layer][number] += output_CD.double().square().sum()
 
-    halves = [block.get_submodule("mlp") for block in model.model.layers]
-    handles = [
-        half.register_forward_pre_hook(lambda module, given, layer=layer: add(layer, module, given[0]))
-        for layer, half in enumerate(halves)
-    ]
-    try:
-        for tokens_BT in samples:
-            model.hidden(tokens_BT)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return energies
+def _use(half: Any, x_XD: Tensor) -> Tensor:
+    """(N,) sum over tokens of the router's squared weight for each expert, float64."""
+    _, chosen_XK, weights_XK = route(half, x_XD)
+    use_N = torch.zeros(half.config.chosen_experts.count, dtype=torch.float64)
+    use_N.index_add_(0, chosen_XK.flatten(), weights_XK.double().square().flatten())
+    return use_N + _LEAST_USE * use_N.sum()
+
+
+def ward_groups(gram_NN: Tensor, use_N: Tensor, count: int) -> list[list[int]]:
+    """Groups of items with these products and weights, joined by Ward's rule until `count` are left.
+
+    None gets more than an even share of the items, rounded up, as long as others can be joined.
+
+    Source: https://doi.org/10.1080/01621459.1963.10500845.
+    """
+    groups, most = [[number] for number in range(len(use_N))], -(-len(use_N) // count)
+    while len(groups) > count:
+        share_GN = torch.zeros(len(groups), len(use_N), dtype=torch.float64)
+        for row, group in enumerate(groups):
+            share_GN[row, group] = use_N[group] / use_N[group].sum()
+        use_G = torch.stack([use_N[group].sum() for group in groups])
+        means_GG = share_GN @ gram_NN @ share_GN.T
+        squares_G = means_GG.diagonal()
+        cost_GG = use_G[:, None] * use_G / (use_G[:, None] + use_G) * (squares_G[:, None] + squares_G - 2 * means_GG)
+        cost_GG = cost_GG.masked_fill(torch.ones_like(cost_GG).tril().bool(), torch.inf)
+        size_G = torch.tensor([len(group) for group in groups])
+        small_GG = cost_GG.masked_fill(size_G[:, None] + size_G > most, torch.inf)
+        cost_GG = small_GG if small_GG.isfinite().any() else cost_GG
+        first, second = divmod(int(cost_GG.argmin()), len(groups))
+        groups[first] = sorted(groups[first] + groups.pop(second))
+    return groups
+
+
+def _join(layer: FeedForwards, groups: Sequence[Sequence[int]]) -> None:
+    """Give the changed mixture an expert, and a row of its router, for each group of the full one's."""
+    full, changed = layer.full, layer.changed
+    old, new = full.get_submodule(ROUTER), changed.get_submodule(ROUTER)
+    use_N = _use(full, layer.full_XD)
+    logits_XN = layer.changed_XD @ old.weight.T
+    for number, group in enumerate(groups):
+        members = list(group)
+        share = (use_N[members] / use_N[members].sum()).float()
+        row_1D = (share @ old.weight[members])[None]
+        if len(members) > 1:
+            own = logits_XN[:, members]
+            wanted_X1 = own.logsumexp(-1, keepdim=True)
+            if full.config.chosen_experts.router == "sigmoid":
+                ranked = own.sigmoid() if old.bias is None else own.sigmoid() + old.bias[members]
+                wanted_X1 = own.gather(1, ranked.argmax(-1, keepdim=True))
+            row_1D = LeastSquares.over([(layer.changed_XD, wanted_X1)]).solve(row_1D, RIDGE)
+        new.weight[number] = row_1D[0]
+        if old.bias is not None:
+            new.bias[number] = share @ old.bias[members]
+    scores_XN, chosen_XK, _ = route(full, layer.changed_XD)
+    scores_XN = scores_XN * torch.zeros_like(scores_XN).fill_(_LEAST_USE).scatter(1, chosen_XK, 1.0)
+    _, sent_XK, _ = route(changed, layer.changed_XD)
+    for number, group in enumerate(groups):
+        names = [f"experts.{member}" for member in group]
+        if len(names) == 1:
+            parts = parts_of(full, names[0])
+        else:
+            x_CD = layer.changed_XD[(sent_XK == number).any(-1)]
+            share_CM = scores_XN[(sent_XK == number).any(-1)][:, list(group)]
+            share_CM = share_CM / share_CM.sum(-1, keepdim=True)
+            made = torch.stack([run_expert(full, name, x_CD) for name in names], dim=1)
+            wanted = (share_CM[..., None] * made).sum(1)
+            parts = joined_neurons(full, names, full.config.intermediate_size, x_CD, wanted)
+        changed.get_submodule(f"experts.{number}").load_state_dict(parts)

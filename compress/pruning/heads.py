@@ -58,7 +58,11 @@ def reduce_heads(model: SportsLLM, smaller: ModelConfig, scores: Scores, samples
     for layer, moments in enumerate(_moments(model, samples)):
         prefix = f"model.layers.{layer}.self_attn."
         weights = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-        kept = _kept_queries(config, smaller, {name: score[layer] for name, score in scores.units.items()})
+        kept = _kept_queries(
+            config.of_layer(layer),
+            smaller.of_layer(layer),
+            {name: score[layer] for name, score in scores.units.items()},
+        )
         new = _Heads(weights, config, moments).reduced(smaller, kept)
         state |= {prefix + name: tensor for name, tensor in new.items()}
     reduced.load_state_dict(state)

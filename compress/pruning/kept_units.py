@@ -41,7 +41,7 @@ class KeptUnits:
 
     def of_matrix(self, matrix: Matrix, layer: int) -> tuple[Tensor, Tensor]:
         """Rows and columns of a matrix of kept layer number `layer` that stay."""
-        units = block_units(self.full)
+        units = block_units(self.full.of_layer(self.layers[layer]))
 
         def side(name: str, length: int) -> Tensor:
             span = unit_span(matrix, units[name], length)
@@ -68,6 +68,8 @@ def kept_layers(
 ) -> tuple[list[int], list[LayerRun]]:
     """Indices of the `count` layers that stay when a contiguous run is dropped, and the runs that were tried.
 
+    The first layers of a mixture that have no experts stay.
+
     Of the three runs that move the residual stream least, the one is dropped without which the loss on the
     calibration samples is lowest, since distance alone can mislead.
     """
@@ -75,9 +77,10 @@ def kept_layers(
     dropped = len(layers) - count
     if dropped == 0:
         return layers, []
-    distances = [float(scores.layer_distance[start, start + dropped]) for start in range(count + 1)]
+    starts = range(model.config.dense_layers, count + 1)
+    distances = {start: float(scores.layer_distance[start, start + dropped]) for start in starts}
     tried = []
-    for start in sorted(range(count + 1), key=distances.__getitem__)[:_RUNS_TRIED]:
+    for start in sorted(starts, key=distances.__getitem__)[:_RUNS_TRIED]:
         loss = loss_per_token(model, samples, layers[:start] + layers[start + dropped :])
         tried.append(LayerRun(start, distances[start], loss))
     best = min(tried, key=lambda run: run.loss).first_dropped
@@ -111,8 +114,10 @@ def choose_units(
     """
     chosen = list(range(smaller.num_hidden_layers) if layers is None else layers)
     units = [
-        choose_in_layer(config, smaller, {name: score[layer] for name, score in scores.units.items()})
-        for layer in chosen
+        choose_in_layer(
+            config.of_layer(layer), smaller.of_layer(new), {name: score[layer] for name, score in scores.units.items()}
+        )
+        for new, layer in enumerate(chosen)
     ]
     types = config.with_layers(chosen).layer_types
     return KeptUnits(config, smaller.with_changes(layer_types=types), chosen, units)
@@ -124,7 +129,7 @@ def choose_in_layer(full: ModelConfig, smaller: ModelConfig, scores: Mapping[str
     units, left = block_units(full), {name: unit.count for name, unit in block_units(smaller).items()}
     del units[HIDDEN]
     for unit in units.values():
-        members = [score for name, score in scores.items() if units[name].group == unit.name]
+        members = [score for name, score in scores.items() if name in units and units[name].group == unit.name]
         if left[unit.name] == unit.count and unit.group is None:
             kept[unit.name] = torch.arange(unit.count)
             continue

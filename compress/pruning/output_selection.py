@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from compress.pruning.activations import second_moment, summed
-from compress.pruning.scores import Scores, importance_scores, scored_units
+from compress.pruning.scores import Scores, by_unit, importance_scores, layer_units
 from sportsllm.console import progress_bar
 from sportsllm.models.language_model import Block, SportsLLM
 
@@ -34,22 +34,22 @@ _RIDGE = 1e-6  # of the mean square of an input, so that an input that is fully 
 def output_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
     """Scores of units by selection; channels and layers, arguments and errors as in `importance_scores`."""
     blocks = cast("list[Block]", list(model.model.layers))
-    units = scored_units(model.config)
+    units = layer_units(model.config)
     readers = {
         (name, layer): (block.get_submodule(matrix), lambda given, _output: second_moment(given))
-        for name, (_, matrix) in units.items()
         for layer, block in enumerate(blocks)
+        for name, (_, matrix) in units[layer].items()
     }
     with summed(readers) as grams:
         scores = importance_scores(model, samples)
-    picked: dict[str, list[Tensor]] = {name: [] for name in units}
+    picked: dict[tuple[str, int], Tensor] = {}
     with progress_bar("selection", len(readers)) as bar:
         for name, layer in readers:
-            unit, matrix = units[name]
+            unit, matrix = units[layer][name]
             weight = blocks[layer].get_parameter(f"{matrix}.weight")
-            picked[name].append(pick_order(grams.pop((name, layer)), weight, unit.size))
+            picked[name, layer] = pick_order(grams.pop((name, layer)), weight, unit.size)
             bar.advance()
-    return dataclasses.replace(scores, units=picked)
+    return dataclasses.replace(scores, units=by_unit(picked, len(blocks)))
 
 
 def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:

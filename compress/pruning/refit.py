@@ -132,12 +132,13 @@ def refit_layers(
             target_BTD = full_BTD
             for block in blocks[layer:after]:
                 target_BTD = run_layer(block, target_BTD, rope)
+            own = kept.full.of_layer(layer)
             wanted = {
                 matrix.name: wanted_blocks[layer].get_parameter(f"{matrix.name}.weight")[kept.of_matrix(matrix, new)[0]]
-                for matrix in block_matrices(kept.full)
-                if not adds_to_residual(kept.full, matrix)
+                for matrix in block_matrices(own)
+                if not adds_to_residual(own, matrix)
             }
-            pair = LayerPair(cut_blocks[new], blocks[layer], model.config, rope, wanted, into, cut_rope)
+            pair = LayerPair(cut_blocks[new], blocks[layer], own, rope, wanted, into, cut_rope)
             refit_block(pair, Streams(full_BTD, cut_BTD, target_BTD), solve)
             cut_BTD = run_layer(cut_blocks[new], cut_BTD, cut_rope)
             full_BTD = target_BTD
@@ -206,7 +207,7 @@ def _refit_group(pair: LayerPair, half: str, group: Sequence[Matrix], streams: S
 
 
 def after_half(block: Block, half: str, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
-    """The residual stream after one half of a layer."""
+    """The residual stream after one of `NORMS` of a layer."""
     return [block.add_half(half, x, first_positions(rope, x)) for x in states_BTD]
 
 

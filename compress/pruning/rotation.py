@@ -94,7 +94,7 @@ def rotate(model: SportsLLM, directions: Directions, kept: int) -> SportsLLM:
     else:
         state[f"{HEAD}.weight"] = state[f"{HEAD}.weight"] * norms[_LAST_NORM] @ read
     for layer in range(model.config.num_hidden_layers):
-        for matrix in block_matrices(model.config):
+        for matrix in block_matrices(model.config.of_layer(layer)):
             name = f"model.layers.{layer}.{matrix.name}"
             if matrix.column_unit == HIDDEN:
                 norm = norms[f"model.layers.{layer}.{NORMS[matrix.name.partition('.')[0]]}"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.distillation.recovery import Recovery, prepare_recovery, recover
 from compress.distillation.settings import DistillationConfig
-from compress.pruning.experts import fewer_experts, keep_experts
+from compress.pruning.experts import fewer_experts, reduce_experts
 from compress.pruning.heads import heads_change, reduce_heads
 from compress.pruning.kept_units import LayerRun, choose_units, kept_layers, loss_per_token
 from compress.pruning.latent import latent_config, to_latent
@@ -47,6 +47,7 @@ from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.setup import held_out_files, manifest_setting
 
 SAMPLE_LENGTH = 512
+_EXPERTS = ("experts", "experts_per_token", "experts_by")
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ class PruneJob:
     """A checkpoint to prune, whatever its new shape.
 
     Scores and refit read the calibration text. `scores` are those of an earlier run on the same checkpoint, `recovery`
-    is the training afterwards. `experts` and `experts_per_token` are cut first, see `compress.pruning.experts`; then
-    attention is made latent, see `compress.pruning.latent`, of a rank and rotated channels.
+    is the training afterwards. `experts` and `experts_per_token` are cut first, the way `experts_by` names, see
+    `compress.pruning.experts`; then attention is made latent, see `compress.pruning.latent`, of a rank and rotated
+    channels.
     """
 
     checkpoint: Path
@@ -83,6 +85,7 @@ class PruneJob:
     recovery: Recovery | None = None
     experts: int | None = None
     experts_per_token: int | None = None
+    experts_by: str = "merge"
     latent: int | None = None
     latent_rotary: int | None = None
 
@@ -103,7 +106,8 @@ class PruneJob:
     def model_config(self) -> ModelConfig:
         """The shape that is pruned: the checkpoint's, with fewer experts and latent attention if asked for."""
         config = load_config(self.checkpoint)
-        config = fewer_experts(config, self.experts, self.experts_per_token) if self.cuts_experts else config
+        if self.cuts_experts:
+            config = fewer_experts(config, self.experts, self.experts_per_token, self.experts_by)
         return config if self.latent is None else latent_config(config, self.latent, self.latent_rotary)
 
     def settings(self, shape: Shape) -> dict[str, Any]:
@@ -120,7 +124,7 @@ class PruneJob:
             "seed": self.config.seed,
             "scores": self.scores,
             "calibration": self.calibration,
-            **({"experts": self.experts, "experts_per_token": self.experts_per_token} if self.cuts_experts else {}),
+            **({name: getattr(self, name) for name in _EXPERTS} if self.cuts_experts else {}),
             **({} if self.latent is None else {"latent": self.latent, "latent_rotary": self.latent_rotary}),
             **(inherited if self.recovery is None else self.recovery.settings(self.checkpoint)),
         }
@@ -140,8 +144,8 @@ class PruneJob:
         with torch.no_grad():
             check_familiar(samples, loss_per_token(model, samples[:JUDGED_SAMPLES]))
         if self.cuts_experts:
-            fewer = fewer_experts(model.config, self.experts, self.experts_per_token)
-            model = keep_experts(model, fewer, samples)
+            fewer = fewer_experts(model.config, self.experts, self.experts_per_token, self.experts_by)
+            model = reduce_experts(model, fewer, samples, self.experts_by, self.config.refit)
         if self.latent is not None:
             model = to_latent(model, self.model_config(), samples, self.config.refit)
         return model, samples

@@ -11,7 +11,8 @@ Shape suffixes: B samples, T tokens, D hidden_size, U units or inputs, S inputs 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -29,7 +30,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices, block_units
 from sportsllm.models.language_model import Block, SportsLLM
-from sportsllm.models.parts import HIDDEN, Unit
+from sportsllm.models.parts import HIDDEN, Matrix, Unit
 from sportsllm.storage.checkpoint import save_tensors
 
 IMPORTANCES = ("output", "activation", "magnitude", "random")
@@ -43,7 +44,7 @@ class Scores:
 
     Attributes:
         directions: the residual stream's principal directions.
-        units: by the unit's name, one (U,) a layer.
+        units: by the unit's name, one (U,) a layer; empty in layers that have none of it.
         layer_distance: (L + 1, L + 1); [i, j] is how far layers i..j-1 together move the residual stream.
     """
 
@@ -62,6 +63,17 @@ def scored_units(config: ModelConfig) -> dict[str, tuple[Unit, str]]:
     return found
 
 
+def layer_units(config: ModelConfig) -> list[dict[str, tuple[Unit, str]]]:
+    """`scored_units` of each layer."""
+    return [scored_units(config.of_layer(layer)) for layer in range(config.num_hidden_layers)]
+
+
+def by_unit(found: Mapping[tuple[str, int], Tensor], layers: int) -> dict[str, list[Tensor]]:
+    """`Scores.units` of what each unit of each layer has."""
+    names = dict.fromkeys(name for name, _ in found)
+    return {name: [found.get((name, layer), torch.zeros(0)) for layer in range(layers)] for name in names}
+
+
 @torch.no_grad()
 def importance_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
     """Scores over calibration token ids, (B, T) each; every row is a sample.
@@ -71,10 +83,10 @@ def importance_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
     """
     if not samples:
         raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
-    units, layers = scored_units(model.config), model.config.num_hidden_layers
+    units, layers = layer_units(model.config), model.config.num_hidden_layers
     watched: dict[tuple[str, int], tuple[nn.Module, Statistic]] = {}
     for number, block in enumerate(cast("list[Block]", list(model.model.layers))):
-        for name, (unit, matrix) in units.items():
+        for name, (unit, matrix) in units[number].items():
             watched[name, number] = block.get_submodule(matrix), _unit_squares(unit.size)
     cosines = torch.zeros(layers + 1, layers + 1)
     with (
@@ -90,7 +102,7 @@ def importance_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
             bar.advance()
     return Scores(
         directions=directions_from(model, moments),
-        units={name: [sums[name, layer].sqrt() for layer in range(layers)] for name in units},
+        units=by_unit({key: sums[key].sqrt() for key in watched}, layers),
         layer_distance=1 - cosines / len(samples),
     )
 
@@ -115,45 +127,46 @@ def _unit_squares(size: int) -> Statistic:
 @torch.no_grad()
 def magnitude_scores(model: SportsLLM, directions: Directions) -> Scores:
     """The baseline without text: the L2 norm of the weights that a unit owns; for a run of layers, of its matrices."""
-    matrices, units = block_matrices(model.config), scored_units(model.config)
-    scores: dict[str, list[Tensor]] = {name: [] for name in units}
+    scores: dict[tuple[str, int], Tensor] = {}
     sizes = [torch.zeros(())]
-    for block in cast("list[Block]", list(model.model.layers)):
+    for layer, block in enumerate(cast("list[Block]", list(model.model.layers))):
+        matrices, units = block_matrices(model.config.of_layer(layer)), scored_units(model.config.of_layer(layer))
         squares = {matrix.name: block.get_parameter(f"{matrix.name}.weight").square() for matrix in matrices}
 
-        def owned(unit: str, squares: dict[str, Tensor] = squares) -> tuple[Tensor | int, Tensor | int]:
-            """Sums over the columns of each unit, and over its rows, whose number may differ from matrix to matrix."""
-            count = units[unit][0].count
-            sides = ((0, "column_unit"), (1, "row_unit"))
-            columns, rows = (
-                sum(squares[m.name].sum(dim=axis).view(count, -1).sum(1) for m in matrices if getattr(m, side) == unit)
-                for axis, side in sides
-            )
-            return columns, rows
-
-        for name in units:
-            columns, rows = owned(name)
-            scores[name].append(cast(Tensor, rows + columns).sqrt())
+        for name, (unit, _) in units.items():
+            scores[name, layer] = _owned(name, unit.count, matrices, squares).sqrt()
         sizes.append(sum((weights.sum() for weights in squares.values()), torch.zeros(())))
     reach = torch.stack(sizes).cumsum(dim=0)
     distance = (reach[None, :] - reach[:, None]).clamp(min=0).sqrt()
-    return Scores(directions, scores, distance)
+    return Scores(directions, by_unit(scores, len(sizes) - 1), distance)
+
+
+def _owned(unit: str, count: int, matrices: Sequence[Matrix], squares: Mapping[str, Tensor]) -> Tensor:
+    """Sums over the columns of each unit, and over its rows, whose number may differ from matrix to matrix."""
+    sides = ((0, "column_unit"), (1, "row_unit"))
+    columns, rows = (
+        sum(squares[m.name].sum(dim=axis).view(count, -1).sum(1) for m in matrices if getattr(m, side) == unit)
+        for axis, side in sides
+    )
+    return cast(Tensor, rows + columns)
 
 
 def random_scores(config: ModelConfig, seed: int, directions: Directions) -> Scores:
     """The other baseline: random scores, uniform in [0, 1)."""
     draw = functools.partial(torch.rand, generator=torch.Generator().manual_seed(seed))
-    layers, units = config.num_hidden_layers, scored_units(config)
-    scores = {name: [draw(unit.count) for _ in range(layers)] for name, (unit, _) in units.items()}
-    return Scores(directions, scores, draw(layers + 1, layers + 1))
+    layers, units = config.num_hidden_layers, layer_units(config)
+    names = dict.fromkeys(name for own in units for name in own)
+    drawn = {
+        (name, layer): draw(own[name][0].count) for name in names for layer, own in enumerate(units) if name in own
+    }
+    return Scores(directions, by_unit(drawn, layers), draw(layers + 1, layers + 1))
 
 
 def save_scores(directory: Path, scores: Scores, config: ModelConfig) -> None:
     """Write scores beside a checkpoint, so that other shapes can be cut without reading the text again."""
     tensors = {"layer_distance": scores.layer_distance}
     tensors |= {f"directions.{name}": tensor for name, tensor in scores.directions._asdict().items()}
-    for name, (unit, _) in scored_units(config).items():
-        tensors |= {_key(unit, layer): score for layer, score in enumerate(scores.units[name])}
+    tensors |= {key: scores.units[name][layer] for (name, layer), key in _keys(config).items()}
     save_tensors(directory / SCORES_FILE, {name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
@@ -164,25 +177,31 @@ def load_scores(path: Path, config: ModelConfig) -> Scores:
         ArtifactError: missing, damaged, or of a model of another shape.
     """
     file = path / SCORES_FILE if path.is_dir() else path
-    layers, units = config.num_hidden_layers, scored_units(config)
+    layers, units, keys = config.num_hidden_layers, layer_units(config), _keys(config)
     try:
         tensors = load_file(str(file))
         hidden = config.hidden_size
         wanted: dict[str, tuple[int, ...]] = {"layer_distance": (layers + 1, layers + 1)}
         sizes = {"scale": (hidden,), "basis": (hidden, hidden), "squares": (len(NORMS) * layers + 1, hidden)}
         wanted |= {f"directions.{name}": sizes[name] for name in Directions._fields}
-        wanted |= {_key(unit, layer): (unit.count,) for unit, _ in units.values() for layer in range(layers)}
+        wanted |= {key: (units[layer][name][0].count,) for (name, layer), key in keys.items()}
         found = {name: tuple(tensors[name].shape) for name in wanted}
     except (SafetensorError, OSError, KeyError) as error:
         message = f"{file}: holds no importance scores ({error}); make them with prune --calibration"
         raise ArtifactError(message) from None
     if found != wanted:
         raise ArtifactError(f"{file}: scores of a model of another shape; make them from this one with --calibration")
-    per_unit = {name: [tensors[_key(unit, layer)] for layer in range(layers)] for name, (unit, _) in units.items()}
+    per_unit = by_unit({place: tensors[key] for place, key in keys.items()}, layers)
     directions = Directions(*(tensors[f"directions.{name}"] for name in Directions._fields))
     return Scores(directions, per_unit, tensors["layer_distance"])
 
 
-def _key(unit: Unit, layer: int) -> str:
-    """A tensor's name in the file."""
-    return f"{dimension_of(unit) or unit.name}.{layer}"
+def _keys(config: ModelConfig) -> dict[tuple[str, int], str]:
+    """By a unit's name and layer its tensor's name in the file: that of the dimension which it alone makes up."""
+    keys = {}
+    for layer, units in enumerate(layer_units(config)):
+        alike = Counter(dimension_of(unit) for unit, _ in units.values())
+        for name, (unit, _) in units.items():
+            dimension = dimension_of(unit)
+            keys[name, layer] = f"{dimension if dimension and alike[dimension] == 1 else name}.{layer}"
+    return keys

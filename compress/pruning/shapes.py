@@ -73,7 +73,24 @@ class Shape:
         if self.merges_kv_heads(config) and not can_merge_kv_heads(config):
             kind = f"{config.attention_kind} attention" + " with q/k norms" * config.qk_norm
             raise UsageError(f"--kv-heads: {kind} cannot merge key/value heads; cut --heads as much as --kv-heads")
-        return config.with_changes(**{DIMENSIONS[name]: value for name, value in asdict(self).items()})
+        changes = {DIMENSIONS[name]: value for name, value in asdict(self).items()}
+        if config.dense_layers:
+            if self.layers <= config.dense_layers:
+                raise UsageError(
+                    f"--layers is {self.layers}; the first {config.dense_layers} of {full.layers} have no experts and "
+                    f"stay, choose {config.dense_layers + 1} to {full.layers}"
+                )
+            changes["dense_intermediate_size"] = dense_width(config, self.intermediate)
+        return config.with_changes(**changes)
+
+
+def dense_width(config: ModelConfig, intermediate: int) -> int:
+    """FFN neurons of a layer without experts where each expert keeps `intermediate`: the same share, in whole steps."""
+    full = config.dense_intermediate_size or 0
+    if intermediate == config.intermediate_size:
+        return full
+    steps = round(full * intermediate / config.intermediate_size / _WIDTH_STEP)
+    return min(full, max(1, steps) * _WIDTH_STEP)
 
 
 def can_merge_kv_heads(config: ModelConfig) -> bool:
@@ -97,13 +114,20 @@ def block_counter(config: ModelConfig) -> Callable[[Shape], int]:
     last_norm = config.norm_numbers // config.hidden_size
 
     @functools.cache
-    def products(head_dim: int) -> list[tuple[str, str, int]]:
-        return _products(config.with_changes(head_dim=head_dim))
+    def products(head_dim: int) -> list[list[tuple[str, str, int]]]:
+        return [_products(part) for part, _ in config.with_changes(head_dim=head_dim).runs()]
 
     def count(shape: Shape) -> int:
         sizes = {**vars(shape), _ONE: 1}
-        layer: int = sum(numbers * sizes[rows] * sizes[columns] for rows, columns, numbers in products(shape.head_dim))
-        return shape.layers * layer + shape.hidden * last_norm
+        *dense, last = products(shape.head_dim)
+        layer: int = sum(numbers * sizes[rows] * sizes[columns] for rows, columns, numbers in last)
+        total = (shape.layers - config.dense_layers) * layer + shape.hidden * last_norm
+        if dense:
+            sizes["intermediate"] = dense_width(config, shape.intermediate)
+            total += config.dense_layers * sum(
+                numbers * sizes[row] * sizes[column] for row, column, numbers in dense[0]
+            )
+        return total
 
     return count
 
@@ -169,7 +193,7 @@ def candidate_shapes(config: ModelConfig, share: float) -> list[Shape]:
     the shape counts if it lies at most 5% below the share.
     """
     largest: dict[tuple[int, int, int, int], tuple[Shape, int]] = {}
-    for shape, size in _smaller_shapes(config, share, range(1, config.num_hidden_layers + 1)):
+    for shape, size in _smaller_shapes(config, share, range(config.dense_layers + 1, config.num_hidden_layers + 1)):
         largest[shape.hidden, shape.heads, shape.kv_heads, shape.layers] = shape, size  # the FFN rises
     if not largest:
         raise UsageError(f"--params {share:g}: no shape that small is left")

@@ -51,11 +51,12 @@ def _rules(kept: KeptUnits) -> dict[str, tuple[str, Tensor | None, Tensor | None
     rules |= {f"{LAST_NORM}.{part}": (f"{LAST_NORM}.{part}", hidden, None) for part in _NORM_PARTS}
     for new, old in enumerate(kept.layers):
         inside: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-        for half, kind in halves(kept.full).items():
+        own = kept.full.of_layer(old)
+        for half, kind in halves(own).items():
             norms = (NORMS[half], OUTPUT_NORMS[half])
             inside |= {f"{norm}.{part}": (hidden, None) for norm in norms for part in _NORM_PARTS}
-            inside |= {f"{half}.{vector.name}.weight": (None, None) for vector in kind.vectors(kept.full)}
-        for matrix in block_matrices(kept.full):
+            inside |= {f"{half}.{vector.name}.weight": (None, None) for vector in kind.vectors(own)}
+        for matrix in block_matrices(own):
             rows, columns = kept.of_matrix(matrix, new)
             inside |= {f"{matrix.name}.weight": (rows, columns), f"{matrix.name}.bias": (rows, None)}
         for name, sides in inside.items():

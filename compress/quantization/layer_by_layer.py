@@ -100,22 +100,22 @@ def quantize_calibrated(
     del embedding, stored
     with progress_bar("quantize", model.num_hidden_layers) as bar:
         for layer in range(model.num_hidden_layers):
-            source, prefix = load_block(tensors, model, layer), f"model.layers.{layer}"
+            source, prefix, own = load_block(tensors, model, layer), f"model.layers.{layer}", model.of_layer(layer)
             if scaling is not None:
-                scale_block(source, model, full_BTD, rope, packed.config, prefix, scaling)
+                scale_block(source, own, full_BTD, rope, packed.config, prefix, scaling)
             if originals is not None:
-                matrices = (matrix.name for matrix in block_matrices(model))
+                matrices = (matrix.name for matrix in block_matrices(own))
                 originals |= {f"{prefix}.{name}": source.get_parameter(f"{name}.weight") for name in matrices}
             if gptq:
                 following = run_layer(source, full_BTD, rope)
                 pair, streams = (
-                    LayerPair(copy.deepcopy(source), source, model, rope),
+                    LayerPair(copy.deepcopy(source), source, own, rope),
                     Streams(full_BTD, rounded_BTD, following),
                 )
                 _fit_and_round(packed, prefix, pair, streams, ridge)
                 rounded_BTD = run_layer(pair.block, rounded_BTD, rope)
             else:
-                following = _round_alone(packed, prefix, source, model, full_BTD, rope)
+                following = _round_alone(packed, prefix, source, own, full_BTD, rope)
             for name, parameter in source.named_parameters():
                 if parameter.ndim == 1:
                     packed.add(f"{prefix}.{name}", parameter, search=True)

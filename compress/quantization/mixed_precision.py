@@ -99,15 +99,15 @@ def measure_groups(model: SportsLLM, config: QuantizationConfig, samples: Sequen
         samples: calibration token ids, each (1, T).
     """
     high = dataclasses.replace(config, bits=HIGH_BITS, symmetric=True)
-    rope, groups = model.rope, input_groups(model.config)
-    blocks = cast("list[Block]", list(model.model.layers))
+    rope, blocks = model.rope, cast("list[Block]", list(model.model.layers))
+    groups = [input_groups(model.config.of_layer(layer)) for layer in range(len(blocks))]
     states = [[model.embedded(tokens) for tokens in samples]]
     for block in blocks:
         states.append(run_layer(block, states[-1], rope))
     found = []
-    with progress_bar("sensitivity", len(groups) * len(blocks)) as bar:
+    with progress_bar("sensitivity", sum(map(len, groups))) as bar:
         for number, block in enumerate(blocks):
-            for group in groups:
+            for group in groups[number]:
                 modules = {
                     f"model.layers.{number}.{m.name}": cast(nn.Linear, block.get_submodule(m.name)) for m in group
                 }

@@ -145,14 +145,14 @@ def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: 
     when the last layer's is known.
     """
     halves = half_builders(layers)
-    last_cached = [half for half in halves if half.states][-1]
+    last_cached = [half for half in halves[-1] if half.states][-1]
     x_BTD = layers.embedding()
     residual_BTD: ir.Value | None = None
     presents: list[list[ir.Value]] = []
     residual = [_names(x_BTD)]
     for layer, past in enumerate(pasts):
         presents.append([])
-        for half in halves:
+        for half in halves[layer]:
             norm = f"model.layers.{layer}.{NORMS[half.half]}"
             x_BTD, residual_BTD = layers.norm(norm, x_BTD, residual_BTD)
             taken = len(presents[-1])

@@ -30,10 +30,18 @@ HALF_BUILDERS: dict[str, Callable[[LayerBuilder, str], HalfBuilder]] = {
 INT8_CACHE_KINDS = ("grouped_query", "latent")  # of attention, whose builder takes the scales of an INT8 cache
 
 
-def half_builders(layers: LayerBuilder) -> list[HalfBuilder]:
-    """The builders of a model's halves, in their order; raises as `check_kinds` does."""
-    check_kinds(layers.config)
-    return [HALF_BUILDERS[kind](layers, half) for half, kind in _kinds(layers.config).items()]
+def half_builders(layers: LayerBuilder) -> list[list[HalfBuilder]]:
+    """For each layer the builders of its halves, in their order, those of one kind the same in all layers.
+
+    Raises as `check_kinds` does.
+    """
+    config, made = layers.config, dict[tuple[str, str], HalfBuilder]()
+    check_kinds(config)
+    for part, _ in config.runs():
+        for half, kind in _kinds(part).items():
+            if (half, kind) not in made:
+                made[half, kind] = HALF_BUILDERS[kind](layers.with_config(part), half)
+    return [[made[each] for each in _kinds(config.of_layer(n)).items()] for n in range(config.num_hidden_layers)]
 
 
 def check_kinds(config: ModelConfig, int8_cache: bool = False) -> None:
@@ -42,7 +50,7 @@ def check_kinds(config: ModelConfig, int8_cache: bool = False) -> None:
     Raises:
         UsageError: a kind has no builder here, or none that takes an INT8 cache.
     """
-    for half, kind in _kinds(config).items():
+    for half, kind in (each for part, _ in config.runs() for each in _kinds(part).items()):
         if kind not in HALF_BUILDERS:
             name = "attention" if half == "self_attn" else "feed-forward"
             raise UsageError(f"{name} of kind {kind!r} has no ONNX graph; these do: {', '.join(HALF_BUILDERS)}")

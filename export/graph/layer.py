@@ -5,9 +5,10 @@ Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, D 
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import onnx_ir as ir
@@ -39,6 +40,14 @@ class LayerBuilder(ABC):
     def __init__(self, graph: Builder, config: ModelConfig, matmul: Matmul, sequences: Sequences) -> None:
         self.graph, self.config, self.matmul, self.sequences = graph, config, matmul, sequences
         self._epsilon = float(np.float32(config.rms_norm_eps))
+
+    def with_config(self, config: ModelConfig) -> Self:
+        """The same builder for layers of another config; itself for its own."""
+        if config is self.config:
+            return self
+        other = copy.copy(self)
+        other.config = config
+        return other
 
     def norm(self, name: str, x: ir.Value, residual: ir.Value | None) -> tuple[ir.Value, ir.Value]:
         """The model's norm of x + residual; returns the normed values and the sum."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from sportsllm.errors import UsageError
@@ -144,6 +145,8 @@ class ModelConfig:
                             of latent attention (DeepSeek), where `head_dim` is the rotated part of a query or key, and
                             `num_key_value_heads` is 1, that part being shared; low-rank queries are optional
         experts             of a mixture, each `intermediate_size` wide
+        dense_layers, dense_intermediate_size
+                            how many of the first layers of a mixture have SwiGLU instead, and its width (DeepSeek)
     """
 
     vocab_size: int
@@ -181,11 +184,13 @@ class ModelConfig:
     qk_nope_head_dim: int | None = None
     v_head_dim: int | None = None
     experts: Experts | None = None
+    dense_layers: int = 0
+    dense_intermediate_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.type == "int"):  # the sizes
             value = getattr(self, name)
-            least = 2 if name == "max_position_embeddings" else 1
+            least = {"max_position_embeddings": 2, "dense_layers": 0}.get(name, 1)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UsageError(f"config: {name} is {value!r}; it must be a whole number of at least {least}")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -212,6 +217,18 @@ class ModelConfig:
             self._check_latent()
         if (self.mlp_kind == "experts") != (self.experts is not None):
             raise UsageError(f"config: mlp_kind {self.mlp_kind!r} with experts {self.experts}; give both or none")
+        if self.dense_layers or self.dense_intermediate_size is not None:
+            self._check_dense_layers()
+
+    def _check_dense_layers(self) -> None:
+        width, most = self.dense_intermediate_size, self.num_hidden_layers - 1
+        if self.experts is None or not 1 <= self.dense_layers <= most:
+            raise UsageError(
+                f"config: dense_layers is {self.dense_layers}; of a mixture of experts the first 1 to {most} layers "
+                "can be without"
+            )
+        if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+            raise UsageError(f"config: dense_intermediate_size is {width!r}; dense layers need at least 1")
 
     def _check_latent(self) -> None:
         if self.position_kind != "rotary":
@@ -250,9 +267,11 @@ class ModelConfig:
     @property
     def active_parameters(self) -> int:
         """Parameters that one token is computed with: of a mixture the router, the chosen and the shared experts."""
-        matrices = [(kind.matrices(self), kind.active_numbers(self)) for kind in kinds.halves(self).values()]
-        unused = sum(sum(matrix.numbers for matrix in found) - active for found, active in matrices)
-        return self.parameters - self.num_hidden_layers * unused
+        unused = 0
+        for part, layers in self.runs():
+            matrices = [(kind.matrices(part), kind.active_numbers(part)) for kind in kinds.halves(part).values()]
+            unused += layers * sum(sum(matrix.numbers for matrix in found) - active for found, active in matrices)
+        return self.parameters - unused
 
     @property
     def kv_rank(self) -> int:
@@ -287,19 +306,30 @@ class ModelConfig:
         """Whether a layer's queries and keys are rotated by their positions."""
         return self.position_kind == "rotary" and not (self.layer_types and self.layer_types[layer] == UNROTATED)
 
+    def of_layer(self, layer: int) -> ModelConfig:
+        """The config of a model whose layers are all like this one, which kinds read; itself where they are alike."""
+        return _of_layer(self, layer < self.dense_layers) if self.dense_layers else self
+
+    def runs(self) -> list[tuple[ModelConfig, int]]:
+        """`of_layer` of each run of like layers, and how many they are."""
+        firsts = [0, self.dense_layers] if self.dense_layers else [0]
+        ends = [*firsts[1:], self.num_hidden_layers]
+        return [(self.of_layer(first), end - first) for first, end in zip(firsts, ends, strict=True)]
+
     def parameters_by_component(self) -> dict[str, int]:
         """Exact number of trained numbers in each part; they add up to `parameters`."""
-        layers, hidden = self.num_hidden_layers, self.hidden_size
-        sizes = {
-            half: sum(matrix.numbers + matrix.bias * matrix.rows for matrix in kind.matrices(self))
-            for half, kind in kinds.halves(self).items()
-        }
-        inner_norms = sum(vector.size for kind in kinds.halves(self).values() for vector in kind.vectors(self))
+        hidden, a_norm = self.hidden_size, self.norm_numbers
+        sizes, norms = dict.fromkeys(kinds.NORMS, 0), a_norm
+        for part, layers in self.runs():
+            for half, kind in kinds.halves(part).items():
+                sizes[half] += layers * sum(m.numbers + m.bias * m.rows for m in kind.matrices(part))
+                norms += layers * sum(vector.size for vector in kind.vectors(part))
+            norms += layers * kinds.norms_of_block(part) * a_norm
         return {
             "embedding": (self.vocab_size + self.positions) * hidden,
-            "attention": layers * sizes["self_attn"],
-            "feed_forward": layers * sizes["mlp"],
-            "norms": layers * (inner_norms + kinds.norms_of_block(self) * self.norm_numbers) + self.norm_numbers,
+            "attention": sizes["self_attn"],
+            "feed_forward": sizes["mlp"],
+            "norms": norms,
             "head": 0 if self.tie_word_embeddings else self.vocab_size * hidden,
         }
 
@@ -333,4 +363,17 @@ class ModelConfig:
     def with_layers(self, layers: Sequence[int]) -> ModelConfig:
         """A copy with some of the layers, each with its own type."""
         types = None if self.layer_types is None else tuple(self.layer_types[layer] for layer in layers)
-        return replace(self, num_hidden_layers=len(layers), layer_types=types)
+        dense = sum(layer < self.dense_layers for layer in layers)
+        width = self.dense_intermediate_size if dense else None
+        return replace(
+            self, num_hidden_layers=len(layers), layer_types=types, dense_layers=dense, dense_intermediate_size=width
+        )
+
+
+@lru_cache(maxsize=64)  # asked for every layer
+def _of_layer(config: ModelConfig, dense: bool) -> ModelConfig:
+    alike = replace(config, dense_layers=0, dense_intermediate_size=None)
+    width = config.dense_intermediate_size
+    if not dense or width is None:
+        return alike
+    return replace(alike, mlp_kind=ModelConfig.mlp_kind, experts=None, intermediate_size=width)

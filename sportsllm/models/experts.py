@@ -117,12 +117,17 @@ def _unit(name: str) -> str:
 
 def run_expert(half: Any, name: str, x_XD: Tensor) -> Tensor:
     """One expert's output for some tokens, perhaps none."""
+    return cast("Tensor", half.get_submodule(name).down_proj(expert_neurons(half, name, x_XD)))
+
+
+def expert_neurons(half: Any, name: str, x_XD: Tensor) -> Tensor:
+    """What an expert's down_proj reads."""
     from torch.nn.functional import silu
 
     expert = half.get_submodule(name)
     if half.config.chosen_experts.gated:
-        return cast("Tensor", expert.down_proj(silu(expert.gate_proj(x_XD)) * expert.up_proj(x_XD)))
-    return cast("Tensor", expert.down_proj(silu(expert.up_proj(x_XD))))
+        return silu(expert.gate_proj(x_XD)) * cast("Tensor", expert.up_proj(x_XD))
+    return silu(expert.up_proj(x_XD))
 
 
 def route(half: Any, x_XD: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -44,7 +44,7 @@ def fits_mixtral(config: ModelConfig) -> bool:
 
 
 def read_deepseek(rest: Fields, where: str, version: int) -> Fields:
-    """Latent attention; experts in all layers or in none."""
+    """Latent attention; experts in all layers but the first ones, or in none."""
     require(
         rest, where, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,), rope_scaling=(None,),
         topk_method=("greedy", "noaux_tc"), moe_layer_freq=(1,),
@@ -66,10 +66,7 @@ def read_deepseek(rest: Fields, where: str, version: int) -> Fields:
     if dense >= layers or not given["n_routed_experts"]:
         return values
     if dense:
-        raise ArtifactError(
-            f"{where}: first_k_dense_replace is {dense} of {layers} layers; a model has experts in all of its layers "
-            "or in none here"
-        )
+        values |= {"dense_layers": dense, "dense_intermediate_size": rest.get("intermediate_size")}
     rest["intermediate_size"] = given["moe_intermediate_size"]
     common: dict[str, Any] = {"count": given["n_routed_experts"], "active": given["num_experts_per_tok"] or 1}
     common |= {"shared": given["n_shared_experts"] or 0, "scale": float(given["routed_scaling_factor"] or 1.0)}
@@ -98,7 +95,8 @@ def write_deepseek(config: ModelConfig) -> Fields:
     if experts is None:
         return latent | {"first_k_dense_replace": config.num_hidden_layers}
     return latent | {
-        "first_k_dense_replace": 0,
+        "first_k_dense_replace": config.dense_layers,
+        "intermediate_size": config.dense_intermediate_size or config.intermediate_size,
         "moe_intermediate_size": config.intermediate_size,
         "n_routed_experts": experts.count,
         "n_shared_experts": experts.shared,
@@ -112,7 +110,8 @@ def write_deepseek(config: ModelConfig) -> Fields:
 
 def fits_deepseek(config: ModelConfig, version: int) -> bool:
     """Whether a model is one of the family; dense ones count as version 3."""
-    if config.attention_kind != "latent" or not only(config, "attention_kind", "mlp_kind", "experts", *LATENT):
+    allowed = ("attention_kind", "mlp_kind", "experts", "dense_layers", "dense_intermediate_size", *LATENT)
+    if config.attention_kind != "latent" or not only(config, *allowed):
         return False
     experts = config.experts
     if experts is None:

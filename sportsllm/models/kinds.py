@@ -44,7 +44,10 @@ class Parameter(NamedTuple):
 
 
 def halves(config: ModelConfig) -> dict[str, Kind]:
-    """The kind of each half of a block, by module name."""
+    """The kind of each half of a block, by module name.
+
+    Here and below a config is that of a model of like layers, `ModelConfig.of_layer` of another one.
+    """
     return {"self_attn": ATTENTION[config.attention_kind], "mlp": FEED_FORWARD[config.mlp_kind]}
 
 
@@ -92,15 +95,15 @@ def parameters(config: ModelConfig) -> list[Parameter]:
     if config.positions:
         found.append(Parameter(f"{POSITIONS}.weight", (config.positions, config.hidden_size), "positions"))
     for layer in range(config.num_hidden_layers):
-        for half, kind in halves(config).items():
-            prefix = f"model.layers.{layer}"
+        own, prefix = config.of_layer(layer), f"model.layers.{layer}"
+        for half, kind in halves(own).items():
             found += _norm(config, f"{prefix}.{NORMS[half]}")
-            for matrix in kind.matrices(config):
+            for matrix in kind.matrices(own):
                 name, shape = f"{prefix}.{half}.{matrix.name}", (matrix.rows, matrix.columns)
                 found.append(Parameter(f"{name}.weight", shape, "matrix", matrix.writes_residual))
                 if matrix.bias:
                     found.append(Parameter(f"{name}.bias", (matrix.rows,), "bias"))
-            for vector in kind.vectors(config):
+            for vector in kind.vectors(own):
                 found.append(Parameter(f"{prefix}.{half}.{vector.name}.weight", (vector.size,), "norm"))
             if config.output_norms:
                 found += _norm(config, f"{prefix}.{OUTPUT_NORMS[half]}")

@@ -124,6 +124,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        config = config.of_layer(layer)
         self.dropout = config.dropout
         self.output_norms = config.output_norms
         for name, kind in halves(config).items():

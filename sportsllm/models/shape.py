@@ -71,6 +71,8 @@ def described_shape(config: ModelConfig) -> str:
     if experts is not None:
         inner = f"{experts.active} of {experts.count} experts of {config.intermediate_size:,}"
         inner += f" and {experts.shared} shared" if experts.shared else ""
+    if config.dense_layers:
+        inner += f" after {config.dense_layers} with FFN {config.dense_intermediate_size:,}"
     dropout = f", dropout {config.dropout:g}" if config.dropout else ""
     return (
         f"{config.num_hidden_layers} layers of {config.hidden_size:,}, {inner}, "

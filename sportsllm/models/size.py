@@ -26,8 +26,11 @@ _MATRIX_BITS = {"int8": 8, "int4": 4}
 
 def block_numbers(config: ModelConfig, block_size: int = 1) -> int:
     """Numbers in the matrices inside the blocks, each row filled up to whole blocks of `block_size`."""
-    padded = sum(m.rows * -(-m.columns // block_size) * block_size for m in block_matrices(config))
-    return config.num_hidden_layers * padded
+    return sum(
+        layers * m.rows * -(-m.columns // block_size) * block_size
+        for part, layers in config.runs()
+        for m in block_matrices(part)
+    )
 
 
 def block_parameters(config: ModelConfig) -> dict[str, int]:
@@ -79,17 +82,19 @@ def component_bytes(
     Raises:
         UsageError: an unknown precision, block size or number of bits.
     """
-    a_block = block_bytes(config, precision, block_size, head_bits, zero_points)
+    check_format(precision, block_size, head_bits)
     norm_number = _DENSE_BYTES.get(precision, 4)
     parts = dict.fromkeys(config.parameters_by_component(), 0)
-    for component, (half, kind) in zip(("attention", "feed_forward"), halves(config).items(), strict=True):
-        norms = {NORMS[half], OUTPUT_NORMS[half], *(vector.name for vector in kind.vectors(config))}
-        in_half = {matrix.name for matrix in kind.matrices(config)}
-        for name, size in a_block.items():
-            if name in norms:
-                parts["norms"] += config.num_hidden_layers * size
-            elif name.removesuffix(".bias") in in_half:
-                parts[component] += config.num_hidden_layers * size
+    for part, layers in config.runs():
+        a_block = block_bytes(part, precision, block_size, head_bits, zero_points)
+        for component, (half, kind) in zip(("attention", "feed_forward"), halves(part).items(), strict=True):
+            norms = {NORMS[half], OUTPUT_NORMS[half], *(vector.name for vector in kind.vectors(part))}
+            in_half = {matrix.name for matrix in kind.matrices(part)}
+            for name, size in a_block.items():
+                if name in norms:
+                    parts["norms"] += layers * size
+                elif name.removesuffix(".bias") in in_half:
+                    parts[component] += layers * size
     parts["norms"] += norm_number * config.norm_numbers
     table = norm_number * config.vocab_size * config.hidden_size
     if precision in _MATRIX_BITS and head_bits != 32:
@@ -181,7 +186,7 @@ def tensor_shapes(config: ModelConfig, batch: int, length: int, element_bytes: i
     `bytes` is one tensor's size and `layers` how many of it there are. A number of a weight or activation has
     `element_bytes`, a token id 8.
     """
-    hidden, vocab, layers, steps = config.hidden_size, config.vocab_size, config.num_hidden_layers, (batch, length)
+    hidden, vocab, steps = config.hidden_size, config.vocab_size, (batch, length)
     shapes = [TensorShape("token ids", "input", steps, 8 * batch * length)]
 
     def add(name: str, kind: str, shape: tuple[int, ...], layers: int = 1, held: bool = True) -> None:
@@ -193,20 +198,21 @@ def tensor_shapes(config: ModelConfig, batch: int, length: int, element_bytes: i
         add("embed_positions.weight", "weight", (config.positions, hidden))
     else:
         add("rope cos, sin", "table", (2, length, config.head_dim // 2))
-    for (half, described), result in zip(halves(config).items(), ("attention", "feed-forward"), strict=True):
-        add(NORMS[half], "activation", (*steps, hidden), layers)
-        for item in described.tensors(config):
-            if isinstance(item, Matrix):
-                add(f"{item.name}.weight", "weight", (item.rows, item.columns), layers)
-            elif item.kind == "cache":
-                add(item.name, "cache", (batch, *item.shape[:-1], length, item.shape[-1]), layers, item.held)
-            elif item.kind == "scores":
-                add(item.name, "activation", (batch, *item.shape, length, length), layers, item.held)
-            else:
-                add(item.name, "activation", (*steps, *item.shape), layers, item.held)
-        if config.output_norms:
-            add(OUTPUT_NORMS[half], "activation", (*steps, hidden), layers)
-        add(f"hidden + {result}", "activation", (*steps, hidden), layers)
+    for part, layers in config.runs():
+        for (half, described), result in zip(halves(part).items(), ("attention", "feed-forward"), strict=True):
+            add(NORMS[half], "activation", (*steps, hidden), layers)
+            for item in described.tensors(part):
+                if isinstance(item, Matrix):
+                    add(f"{item.name}.weight", "weight", (item.rows, item.columns), layers)
+                elif item.kind == "cache":
+                    add(item.name, "cache", (batch, *item.shape[:-1], length, item.shape[-1]), layers, item.held)
+                elif item.kind == "scores":
+                    add(item.name, "activation", (batch, *item.shape, length, length), layers, item.held)
+                else:
+                    add(item.name, "activation", (*steps, *item.shape), layers, item.held)
+            if config.output_norms:
+                add(OUTPUT_NORMS[half], "activation", (*steps, hidden), layers)
+            add(f"hidden + {result}", "activation", (*steps, hidden), layers)
     add("norm", "activation", (*steps, hidden))
     if not config.tie_word_embeddings:
         add("lm_head.weight", "weight", (vocab, hidden))

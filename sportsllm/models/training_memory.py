@@ -116,7 +116,8 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
     """
     total, in_blocks, table = config.parameters, block_numbers(config), config.vocab_size * config.hidden_size
     tokens, hidden, layers = step.batch * step.length, config.hidden_size, config.num_hidden_layers
-    number, layer = 2 if step.mixed else 4, layer_activation_bytes(config, step.mixed, step.processor)
+    each = [(layer_activation_bytes(part, step.mixed, step.processor), count) for part, count in config.runs()]
+    number, layer, all_layers = 2 if step.mixed else 4, max(each)[0], sum(size * count for size, count in each)
     copies = 2 * in_blocks if step.mixed else 0
     always = TrainingMemory(
         "optimizer",
@@ -126,8 +127,11 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
         optimizer_states=_state_bytes(config, step.optimizer, step.optimizer_bits),
         work=_optimizer_work_bytes(config, step.optimizer_bits),
     )
-    kept = tokens * ((4 * hidden if step.checkpointed else layer) * layers + 4 * config.head_dim + 16)  # rotary, ids
-    widest = max(max(matrix.rows, matrix.columns) for matrix in block_matrices(config))
+    kept = tokens * (
+        (4 * hidden * layers if step.checkpointed else all_layers) + 4 * config.head_dim + 16
+    )  # rotary, ids
+    matrices = [matrix for part, _ in config.runs() for matrix in block_matrices(part)]
+    widest = max(max(matrix.rows, matrix.columns) for matrix in matrices)
     waiting = 4 * table if config.tie_word_embeddings else 0
     in_use = copies // layers if step.checkpointed else copies
     # A recomputed layer's first input is there already: it makes room for the gradient of its output.

@@ -149,13 +149,14 @@ def merge_adapters(model: SportsLLM) -> None:
 def _matrices(model: SportsLLM, targets: Sequence[str] | None) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Parent, name and layer of every matrix that gets an adapter."""
     router = f"mlp.{ROUTER}"  # few numbers, and its bias is none of its output's
-    names = [matrix.name for matrix in block_matrices(model.config) if matrix.name != router]
-    known = [name.rpartition(".")[2] for name in names]
+    layers = [model.config.of_layer(layer) for layer in range(model.config.num_hidden_layers)]
+    names = [[matrix.name for matrix in block_matrices(own) if matrix.name != router] for own in layers]
+    known = list(dict.fromkeys(name.rpartition(".")[2] for own in names for name in own))
     unknown = [target for target in targets or () if target not in known]
     if unknown:
         raise UsageError(f"--lora-targets names {unknown[0]!r}; use one or more of {', '.join(known)}")
-    for block in model.model.layers:
-        for name in names:
+    for block, own in zip(model.model.layers, names, strict=True):
+        for name in own:
             parent, _, leaf = name.rpartition(".")
             if targets is not None and leaf not in targets:
                 continue

@@ -22,7 +22,10 @@ from sportsllm.training.calibration_text import CalibrationText
 from tests.support import families
 
 PROMPT = [0, 40, 70, 100, 200]
-NAMES = ["gemma3", "phi3-sliding", "smollm3", "gpt2", "deepseek-v3", "deepseek-v2", "mixtral", "deepseek-v3-experts"]
+NAMES = [
+    "gemma3", "phi3-sliding", "smollm3", "gpt2", "deepseek-v3", "deepseek-v2", "mixtral", "deepseek-v3-experts",
+    "deepseek-v3-mixed",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=NAMES)

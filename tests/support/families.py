@@ -65,6 +65,15 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "deepseek-v2-experts": transformers.DeepseekV2Config(
         **_ALL_HEADS, **_LATENT | _EXPERTS | {"n_group": 1, "topk_group": 1}, q_lora_rank=None, head_dim=8
     ),
+    "deepseek-v3-mixed": transformers.DeepseekV3Config(
+        **_ALL_HEADS, **_LATENT | _EXPERTS | {"first_k_dense_replace": 1}, q_lora_rank=32
+    ),
+    "deepseek-v2-mixed": transformers.DeepseekV2Config(
+        **_ALL_HEADS,
+        **_LATENT | _EXPERTS | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 2},
+        q_lora_rank=None,
+        head_dim=8,
+    ),
     "deepseek-v2": transformers.DeepseekV2Config(**_ALL_HEADS, **_LATENT, q_lora_rank=None, head_dim=8),
 }
 

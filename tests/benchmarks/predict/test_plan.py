@@ -91,6 +91,20 @@ def test_plan_of_a_directory(tmp_path: Path) -> None:
     assert "predicted" not in result
 
 
+def test_layers_without_experts_are_shown_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = PRESETS["tiny-experts"].with_changes(dense_layers=1, dense_intermediate_size=320)
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(config)), encoding="utf-8")
+    result = plan(model=str(tmp_path))
+    attention, norms = 2 * 128 * 128 + 2 * 64 * 128, 2 * 128
+    dense, mixture = (attention + norms + rest for rest in (3 * 128 * 320, 4 * 3 * 128 * 160 + 4 * 128))
+    assert result["dense_blocks"]["parameters"] == dense
+    assert result["dense_blocks"]["weight_bytes"]["fp32"] == 4 * dense
+    assert result["parameters"] == dense + 3 * mixture + 2_048 * 128 + 128
+    lines = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
+    assert ["1", "without", "experts", f"{dense:,}"] in lines
+    assert ["3", "with", "experts", f"{3 * mixture:,}"] in lines
+
+
 def test_plan_refuses_what_it_cannot_mean() -> None:
     with pytest.raises(UsageError, match="tiny-1m"):
         plan(model="smal")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from compress.pruning.cut import cut_to_config
+from compress.pruning.cut import check_cut, cut_to_config
 from compress.pruning.run import PruneConfig
 from sportsllm.errors import UsageError
-from sportsllm.models.config import ModelConfig
+from sportsllm.models.config import Experts, ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import preset
 from tests.support.models import tiny_config, tiny_model
@@ -93,6 +93,26 @@ def test_a_tied_head_gets_untied() -> None:
     cut = cut_to_config(model, tiny_config(tie_word_embeddings=False), PruneConfig(refit=False), samples())
     assert torch.equal(cut.model.head_weight, model.model.embed_tokens.weight)
     assert error(cut.model, model) == 0
+
+
+def test_a_mixture_is_cut_to_a_dense_model() -> None:
+    """All neurons stay and weigh alike, and then a third of them goes."""
+    model = tiny_model(mlp_kind="experts", experts=Experts(2, 2))
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.mlp.gate.weight[1] = block.mlp.gate.weight[0]
+    whole, less = (
+        cut_to_config(model, tiny_config(intermediate_size=width), PruneConfig(), samples()).model
+        for width in (192, 128)
+    )
+    assert whole.config == tiny_config(intermediate_size=192)
+    assert error(whole, model) < 0.05 < error(less, model)
+    with pytest.raises(UsageError, match="intermediate_size is 193, more than the 192 neurons of a layer"):
+        check_cut(model.config, tiny_config(intermediate_size=193))
+    with pytest.raises(UsageError, match="experts without a gate cannot be made"):
+        check_cut(tiny_config(mlp_kind="experts", experts=Experts(2, 2, gated=False)), tiny_config())
+    with pytest.raises(UsageError, match="mlp_kind is geglu, the full model's is swiglu"):
+        check_cut(model.config, tiny_config(mlp_kind="geglu"))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """Importance against a loop over samples, and against weights."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from compress.pruning.rotation import principal_directions
-from compress.pruning.scores import importance_scores, magnitude_scores, random_scores
+from compress.pruning.scores import importance_scores, load_scores, magnitude_scores, random_scores, save_scores
+from sportsllm.models.config import Experts
 from tests.support.models import tiny_model
 
 
@@ -55,3 +58,22 @@ def test_magnitude_is_the_norm_of_what_a_unit_owns() -> None:
     assert float(scores.units["query_head"][1][2]) == pytest.approx(float(torch.cat(owned).norm()), rel=1e-5)
     one, same, other = (random_scores(model.config, seed, directions).units["neuron"][0] for seed in (1, 1, 2))
     assert torch.equal(one, same) and not torch.equal(one, other)
+
+
+def test_scores_of_a_mixture_keep_every_experts_neurons(tmp_path: Path) -> None:
+    """Layer 0 has neurons of its own, the others those of each expert."""
+    model = tiny_model(
+        num_hidden_layers=3,
+        mlp_kind="experts",
+        experts=Experts(3, 2),
+        dense_layers=1,
+        dense_intermediate_size=128,
+    )
+    scores = random_scores(model.config, 0, principal_directions(model, [torch.arange(8)[None]]))
+    assert [len(score) for score in scores.units["neuron"]] == [128, 0, 0]
+    assert [len(score) for score in scores.units["neuron of experts.2"]] == [0, 96, 96]
+    save_scores(tmp_path, scores, model.config)
+    found = load_scores(tmp_path, model.config)
+    assert found.units.keys() == scores.units.keys()
+    for name, layers in scores.units.items():
+        assert all(map(torch.equal, found.units[name], layers)), name

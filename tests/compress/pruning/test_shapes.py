@@ -9,13 +9,21 @@ import pytest
 from compress.pruning.plan import PruneTarget
 from compress.pruning.shapes import Shape, block_counter, candidate_shapes, shape_for_share, share_for_megabytes
 from sportsllm.errors import UsageError
-from sportsllm.models.config import ModelConfig
+from sportsllm.models.config import Experts, ModelConfig
 from sportsllm.models.grouped_query import GroupedQuery
 from sportsllm.models.kinds import ATTENTION
 from sportsllm.models.parts import Unit
 from sportsllm.models.presets import preset
 from tests.support import gelu_kind
 from tests.support.models import tiny_config
+
+MIXED: dict[str, object] = {
+    "num_hidden_layers": 3,
+    "mlp_kind": "experts",
+    "experts": Experts(4, 2),
+    "dense_layers": 1,
+    "dense_intermediate_size": 200,
+}
 
 
 @pytest.fixture
@@ -69,6 +77,19 @@ def test_heads_that_cannot_be_merged_are_refused_before_anything_is_read(monkeyp
         shape.applied_to(tiny_config(attention_kind="other"))
     assert not any(found.merges_kv_heads(config) for found in candidate_shapes(config, 0.8))
     assert any(found.merges_kv_heads(tiny_config()) for found in candidate_shapes(tiny_config(), 0.8))
+
+
+def test_dense_layers_are_cut_by_the_same_share_and_stay() -> None:
+    config = tiny_config(**MIXED)
+    count = block_counter(config)
+    for inner, hidden, layers in itertools.product((32, 64, 96), (32, 64), (2, 3)):
+        shape = Shape(hidden, inner, 4, 2, layers, 16)
+        smaller = shape.applied_to(config)
+        assert count(shape) == smaller.block_parameters
+        assert smaller.dense_intermediate_size == {32: 64, 64: 128, 96: 200}[inner]  # 200 / 3 and 2 / 3 of 200, in 32s
+    assert all(shape.layers >= 2 for shape in candidate_shapes(config, 0.6))
+    with pytest.raises(UsageError, match="--layers is 1; the first 1 of 3 have no experts and stay, choose 2 to 3"):
+        Shape(64, 96, 4, 2, 1, 16).applied_to(config)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from benchmarks.flops import matmul_parameters
 from sportsllm.errors import UsageError
+from sportsllm.models import size
 from sportsllm.models.config import Experts
 from sportsllm.models.experts import BIAS_STEP, balance_biases, imbalance, route, take_shares
 from sportsllm.models.presets import PRESETS
-from sportsllm.models.size import kv_cache_bytes_per_token
+from sportsllm.models.training_memory import TrainingStep, training_memory
 from sportsllm.text.packing import PackedSequences, tokenize
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.loop import language_model_loss, train_model
@@ -23,8 +25,10 @@ from sportsllm.training.settings import TrainConfig
 from tests.support.models import tiny_config, tiny_model
 
 
-def model_with(**changes: Any) -> Any:
-    return tiny_model(mlp_kind="experts", experts=Experts(**{"count": 4, "active": 2} | changes))
+def model_with(dense: bool = False, **changes: Any) -> Any:
+    """`dense` puts a layer without experts before the others."""
+    first = {"num_hidden_layers": 3, "dense_layers": 1, "dense_intermediate_size": 128} if dense else {}
+    return tiny_model(mlp_kind="experts", experts=Experts(**{"count": 4, "active": 2} | changes), **first)
 
 
 def test_latent_moe_has_the_documented_numbers() -> None:
@@ -46,7 +50,47 @@ def test_latent_moe_has_the_documented_numbers() -> None:
         + 16_000 * 384
     )
     multi_head = 2 * 384 * 4 * config.num_hidden_layers  # bytes in float32 of a model of the same width
-    assert multi_head / kv_cache_bytes_per_token(config)["fp32"] == pytest.approx(768 / 144)
+    assert multi_head / size.kv_cache_bytes_per_token(config)["fp32"] == pytest.approx(768 / 144)
+
+
+def test_layers_without_experts_are_counted_as_they_are() -> None:
+    model = model_with(shared=1, dense=True)
+    config = model.config
+    one, router = 3 * 64 * 96, 4 * 64
+    dense, mixture = 3 * 64 * 128, 4 * one + one + router
+    attention = 2 * 64 * 64 + 2 * 32 * 64
+    assert config.parameters_by_component()["feed_forward"] == dense + 2 * mixture
+    assert config.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert config.active_parameters == config.parameters - 2 * 2 * one
+    assert matmul_parameters(config) == 3 * attention + dense + 2 * (3 * one + router) + 384 * 64
+    assert size.component_bytes(config, "fp32")["feed_forward"] == 4 * (dense + 2 * mixture)
+    assert size.block_numbers(config) == 3 * attention + dense + 2 * mixture
+    weights = [s for s in size.tensor_shapes(config, 1, 8) if s.kind == "weight" and "embed" not in s.name]
+    assert sum(math.prod(s.shape) * s.layers for s in weights) == size.block_numbers(config)
+    assert [(part.experts is None, layers) for part, layers in config.runs()] == [(True, 1), (False, 2)]
+
+
+def test_training_memory_lies_between_that_of_like_layers() -> None:
+    mixed = model_with(dense=True).config
+    step = TrainingStep(1, 64)
+    dense, mixture = (part.with_changes(num_hidden_layers=3) for part, _ in mixed.runs())
+    least, found, most = (training_memory(config, step).activations for config in (dense, mixed, mixture))
+    assert least < found < most
+    assert 3 * found == pytest.approx(least + 2 * most)  # both without what is no layer's: the last norm, the tables
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dense_layers": 2}, "dense_layers is 2; of a mixture of experts the first 1 to 1 layers"),
+        ({"dense_layers": 1}, "dense_intermediate_size is None"),
+        ({"dense_layers": 1, "experts": None, "mlp_kind": "swiglu"}, "dense_layers is 1; of a mixture"),
+        ({"dense_intermediate_size": 96}, "dense_layers is 0; of a mixture"),
+    ],
+)
+def test_impossible_dense_layers_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        tiny_config(**{"mlp_kind": "experts", "experts": Experts(4, 2)} | changes)
 
 
 def test_the_balancing_loss_is_that_of_transformers() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.attention import KVCache
-from sportsllm.models.config import ModelConfig
+from sportsllm.models.config import Experts, ModelConfig
 from sportsllm.models.hf_config import config_from_hf, load_config, to_hf
 from sportsllm.models.kinds import (
     block_matrices,
@@ -37,6 +37,7 @@ SHAPES: list[dict[str, Any]] = [
     {},
     {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
     {"qk_norm": True, "tie_word_embeddings": False},
+    {"mlp_kind": "experts", "experts": Experts(4, 2), "dense_layers": 1, "dense_intermediate_size": 128},
 ]
 
 
