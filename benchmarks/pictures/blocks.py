@@ -143,7 +143,7 @@ def _parameters(config: ModelConfig) -> dict[str, dict[str, int]]:
 
 def _halves(config: ModelConfig, layer: int, owned: dict[str, dict[str, int]]) -> tuple[Half, ...]:
     """The two halves of a layer, equal for layers with the same parts."""
-    prefix = f"model.layers.{layer}."
+    config, prefix = config.of_layer(layer), f"model.layers.{layer}."
     names = {id(kind): name for name, kind in (ATTENTION | FEED_FORWARD).items()}
     made = []
     for name, kind in halves(config).items():
