@@ -139,7 +139,8 @@ class Builder:
         """A `Scan` over axis 1 of float32 sequences, (B, T, ...), with states that go from step to step.
 
         `step` is given the states and one step of every sequence, (B, ...), and returns the new states and what is
-        collected, which has the first state's shape. Its node names must be no other's of the graph; weights and constants stay the graph's.
+        collected, which has the first state's shape. Its node names must be no other's of the graph; weights and
+        constants stay the graph's.
 
         Returns:
             The last states, and what was collected, (B, T, ...), called `outputs`.

@@ -75,7 +75,7 @@ def test_inputs_and_outputs_have_no_axis_of_tokens(dense: Export) -> None:
     session = onnxruntime.InferenceSession(str(dense.directory / GRAPH_FILE))
     pasts = {item.name: item.shape for item in session.get_inputs() if item.name.startswith("past")}
     names = [f"past_key_values.{layer}.{state}" for layer in range(2) for state in ("hidden", "cell")]
-    assert pasts == dict.fromkeys(names, ["batch_size", 48])
+    assert pasts == {name: ["batch_size", 48] for name in names}
     presents = {item.name for item in session.get_outputs()} - {"logits"}
     assert presents == {name.replace("past_key_values", "present") for name in names}
 
