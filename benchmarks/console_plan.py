@@ -101,6 +101,8 @@ def _alike_together(parts: Mapping[str, int]) -> dict[str, int]:
 def _print_cache(console: Console, result: Mapping[str, Any]) -> None:
     a_token = result["kv_cache_bytes_per_token"]
     rows = [("bytes a token", *(f"{size:,}" for size in a_token.values()))]
+    if any(result["state_bytes"].values()):
+        rows.append(("bytes a sequence, at any length", *(f"{size:,}" for size in result["state_bytes"].values())))
     if "memory_in_use" in result:
         used = result["memory_in_use"]
         held = f"{used['tokens']:,} tokens x {used['sequences']}, MB"

@@ -128,7 +128,8 @@ def _trace_checkpoint(directory: Path, config: ModelConfig, ids: Sequence[int], 
     def cached_by(layer: int) -> Any:
         def hook(module: Any, given: Any, result: torch.Tensor) -> None:
             for state, tensor in zip(block_state(config), cache.tensors, strict=True):
-                add(f"present.{layer}.{state.name}", tensor[layer][..., : len(ids), :])
+                filled = tensor[layer][..., : len(ids), :] if state.per_token else tensor[layer]
+                add(f"present.{layer}.{state.name}", filled)
             add(f"model.layers.{layer}", result)
 
         return hook
@@ -174,7 +175,7 @@ def _trace_export(directory: Path, config: ModelConfig, ids: Sequence[int], thre
     cache = {item.key: item.value for item in model.metadata_props}.get(CACHE_KEY, "")
     for tensor in cached:
         room = len(ids) if needs_room(tensor.name, cache, tensor.dtype == np.int8) else 0
-        read[f"{PAST}{tensor.name}"] = np.zeros((1, *tensor.shape[:-1], room, tensor.shape[-1]), tensor.dtype)
+        read[f"{PAST}{tensor.name}"] = np.zeros(tensor.shape(1, room), tensor.dtype)
     arrays = session.run(list(names), read)
     made = [(names[value], array) for value, array in zip(names, arrays, strict=True)]
     return [_passing(name, array.shape, str(array.dtype), array.nbytes) for name, array in [*read.items(), *made]]

@@ -80,6 +80,13 @@ class LayerCache(KVCache):
         self.states = new
         return new if self._scales is None else self._scales.rounded(layer, *new)
 
+    def read(self, layer: int) -> tuple[Tensor, ...]:
+        """No state yet."""
+        return ()
+
+    def replace(self, layer: int, *new: Tensor) -> None:
+        self.states = new
+
 
 def _rounded(x: Tensor, scale: Tensor) -> Tensor:
     return torch.clamp(torch.round(x / scale), -_TOP - 1, _TOP) * scale

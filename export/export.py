@@ -259,13 +259,16 @@ def _check_half(checkpoint: Path, options: ExportOptions, packed: Mapping[str, A
 def _check_new_kinds(
     checkpoint: Path, config: ModelConfig, options: ExportOptions, packed: Mapping[str, Any] | None
 ) -> None:
-    """Refuse forms that graphs of latent attention and of experts have not."""
+    """Refuse forms that graphs of latent attention, of an LSTM and of experts have not."""
     latent, experts = config.attention_kind == "latent", config.experts is not None
+    lstm = config.attention_kind == "lstm"
     refused = {
         "--web: a browser's loader gives a latent cache no room to write into": latent and options.web,
+        "--web: a browser's loader passes on keys and values, not the states of an LSTM": lstm and options.web,
         "--profile latency: its second graph is for grouped-query attention and SwiGLU": (
-            (latent or experts) and options.profile == "latency"
+            (latent or lstm or experts) and options.profile == "latency"
         ),
+        "--standard-ops: ONNX Runtime loads no packed LSTM in them": (lstm and options.standard_ops and bool(packed)),
         "--standard-ops: packed experts have no standard operators": experts and options.standard_ops and bool(packed),
         "INT8 per row is not for experts; quantize in blocks": experts and bool(packed and packed.get("per_row")),
     }

@@ -11,7 +11,7 @@ from benchmarks.labels import BUDGET_DEPTH
 from export.paths import PROMPT_FILE
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import read_json
-from sportsllm.models.size import kv_cache_bytes_per_token, quantized_bytes
+from sportsllm.models.size import kv_cache_bytes_per_token, quantized_bytes, state_bytes
 from sportsllm.storage.artifact import directory_bytes
 from sportsllm.storage.manifest import MANIFEST, read_manifest
 
@@ -22,7 +22,8 @@ def bytes_read_per_token(directory: Path, config: ModelConfig) -> dict[str, int]
     Weights are the files' bytes without the latency profile's second graph and without embeddings of which one row is
     looked up: an untied one, whose share of the bytes is taken to be its share of the parameters, and the copy by rows
     that standard operators need of a packed tied matrix. Of experts those count that a token is sent to, by their share
-    of the parameters. kv is what all layers cache of a token, in numbers, times the bytes of one.
+    of the parameters. kv is what all layers cache of a token, in numbers, times the bytes of one; states that do not
+    grow count as weights.
     """
     settings = read_manifest(directory).get("settings", {}) if (directory / MANIFEST).exists() else {}
     packed = read_json(directory / "config.json").get("quantization_config") or {}
@@ -36,6 +37,7 @@ def bytes_read_per_token(directory: Path, config: ModelConfig) -> dict[str, int]
             zeros = bits == 4 and not packed.get("symmetric", True)
             weights -= quantized_bytes(config.vocab_size, config.hidden_size, bits, block_size, zeros)
     weights = int(weights * config.active_parameters / config.parameters)
+    weights += state_bytes(config)["fp32"]
     cached = kv_cache_bytes_per_token(config)
     kv_bytes = cached.get(str(settings.get("kv_cache")), cached["fp32"])
     return {"weight_bytes": weights, "kv_bytes_per_token": kv_bytes}

@@ -6,6 +6,7 @@
     first token    = sum over pieces of 128 tokens of (MACs / prefill rate + attention MACs / prefill attention rate
                      + activation bytes / elementwise rate + a pass's time + layers * a layer's time)
                      + head bytes / weights rate
+                     + tokens * bytes of matrices that go token by token / weights rate
     peak memory    = the runtime's + sum over formats of weight bytes * copies + cache + activations of one piece
 
 Each formula is a sum of terms: amounts by the name of the coefficient that prices them, so that `calibrate` fits the
@@ -31,11 +32,12 @@ from benchmarks.predict.model_size import (
     layer_activations,
     mixing_macs,
     sizes,
+    stepwise_share,
     stored_format,
 )
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.size import kv_cache_bytes_per_token
+from sportsllm.models.size import kv_cache_bytes_per_token, state_bytes
 
 PROMPT_TOKENS, DEPTHS = 512, (32, 512, 1_024)
 PREFILL_CHUNK_TOKENS = 128  # pieces in which `export.runtime.decoder` reads a prompt
@@ -48,7 +50,7 @@ Terms = Mapping[str, float]
 
 def tpot_terms(config: ModelConfig, stored: ModelFormat, depth: int) -> Terms:
     """Of the time per token after `depth` others, in ms."""
-    parts, cached = sizes(config, stored), depth * kv_cache_bytes_per_token(config)[stored.cache]
+    parts, cached = sizes(config, stored), _cached_bytes(config, stored, depth)
     terms = _pass_terms(config, stored, cached)
     for group, share in ((parts.layers, active_share(config)), (parts.head, 1.0)):
         terms[f"weights_gb_per_s.{group.weight_format}"] += share * group.bytes
@@ -69,18 +71,21 @@ def ttft_terms(config: ModelConfig, stored: ModelFormat, prompt: int) -> Terms:
         _add(terms, tpot_terms(config, stored, tokens))
     else:
         terms[f"weights_gb_per_s.{parts.head.weight_format}"] += parts.head.bytes
+    alone = stepwise_share(config)
     for new, end in pieces(tokens):
-        terms[f"prefill_gmac_per_s.{group.weight_format}"] += new * active_share(config) * group.macs
+        terms[f"prefill_gmac_per_s.{group.weight_format}"] += new * (active_share(config) - alone) * group.macs
+        if alone:
+            terms[f"weights_gb_per_s.{group.weight_format}"] += new * alone * group.bytes
         # Scores of each new token with all so far, masked ones too, and their product with the values.
         terms["prefill_attention_gmac_per_s"] += new * mixing_macs(config, end)
         terms["elementwise_gb_per_s"] += 4 * new * config.num_hidden_layers * layer_activations(config)
-        _add(terms, _pass_terms(config, stored, end * kv_cache_bytes_per_token(config)[stored.cache]))
+        _add(terms, _pass_terms(config, stored, _cached_bytes(config, stored, end)))
     return terms
 
 
 def memory_terms(config: ModelConfig, stored: ModelFormat, depth: int) -> Terms:
     """Of the process's peak memory (on a GPU: the card's) with `depth` tokens in the cache, in bytes."""
-    parts, cached = sizes(config, stored), depth * kv_cache_bytes_per_token(config)[stored.cache]
+    parts, cached = sizes(config, stored), _cached_bytes(config, stored, depth)
     terms = defaultdict[str, float](float, runtime_mb=1)
     for group in (parts.layers, parts.head, parts.prefill):
         if group is not None:
@@ -89,6 +94,11 @@ def memory_terms(config: ModelConfig, stored: ModelFormat, depth: int) -> Terms:
     cached *= GROWING_COPIES if stored.standard else 1
     terms[KNOWN_BYTES] = parts.rest + parts.embedding + cached + activations
     return terms
+
+
+def _cached_bytes(config: ModelConfig, stored: ModelFormat, depth: int) -> int:
+    """What is read of `depth` tokens, and of states whatever the depth."""
+    return depth * kv_cache_bytes_per_token(config)[stored.cache] + state_bytes(config)[stored.cache]
 
 
 def _pass_terms(config: ModelConfig, stored: ModelFormat, cached: float) -> defaultdict[str, float]:

@@ -128,7 +128,8 @@ def sizes(config: ModelConfig, stored: ModelFormat) -> Sizes:
         layers = macs + 4 * (scales + config.block_parameters - macs)
     # By columns for the head, since only so the runtime multiplies it packed, and by rows for the embedding.
     twice = not config.tie_word_embeddings or (stored.standard and stored.quantized and stored.head_bits != 32)
-    rest = 4 * config.max_position_embeddings * config.head_dim + _graph_bytes(config, stored)
+    rotary = 0 if config.position_kind == "none" else 4 * config.max_position_embeddings * config.head_dim
+    rest = rotary + _graph_bytes(config, stored)
     if stored.file_bytes is not None:
         scale = (stored.file_bytes - stored.prompt_bytes) / (layers + table * (1 + twice) + rest)
     return Sizes(
@@ -164,6 +165,13 @@ def active_share(config: ModelConfig) -> float:
     """Of the numbers in the layers' matrices, the share that one token is multiplied by: below 1 with experts."""
     active = sum(layers * kind.active_numbers(part) for part, layers in config.runs() for kind in halves(part).values())
     return active / block_numbers(config)
+
+
+@lru_cache(maxsize=1_024)
+def stepwise_share(config: ModelConfig) -> float:
+    """Of the numbers in the layers' matrices, the share that reads a prompt token by token: an LSTM's last state."""
+    alone = sum(matrix.numbers for matrix in block_matrices(config) if matrix.stepwise)
+    return config.num_hidden_layers * alone / block_numbers(config)
 
 
 @lru_cache(maxsize=1_024)

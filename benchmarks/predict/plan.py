@@ -185,6 +185,7 @@ def _sizes(model: str, config: ModelConfig, request: PlanRequest) -> dict[str, A
         "block_size": request.block_size,
         "head_bits": request.head_bits,
         "kv_cache_bytes_per_token": size.kv_cache_bytes_per_token(config),
+        "state_bytes": size.state_bytes(config),
     }
 
 
@@ -231,7 +232,10 @@ def _memory_in_use(config: ModelConfig, request: PlanRequest, weights: dict[str,
         raise UsageError(f"--cache-tokens {tokens} and --cache-sequences {sequences} must be at least 1")
     if tokens > config.max_position_embeddings:
         raise UsageError(f"--cache-tokens {tokens} is more than the context of {config.max_position_embeddings} tokens")
-    cached = {name: tokens * sequences * each for name, each in size.kv_cache_bytes_per_token(config).items()}
+    states = size.state_bytes(config)
+    cached = {
+        name: sequences * (tokens * each + states[name]) for name, each in size.kv_cache_bytes_per_token(config).items()
+    }
     return {
         "tokens": tokens,
         "sequences": sequences,

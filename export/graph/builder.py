@@ -19,6 +19,7 @@ from sportsllm import __version__
 
 Array = npt.NDArray[Any]
 
+_FLOAT = ir.DataType.FLOAT
 MS = "com.microsoft"  # the domain of ONNX Runtime's own operators
 IR_VERSION = 10  # with opset 21: read by onnxruntime since 1.19 and by the browser build
 KERNELS = "sportsllm"  # the domain of this program's own, see `export.graph.native`
@@ -126,6 +127,35 @@ class Builder:
             graphs[branch] = ir.Graph([], values, nodes=self._nodes, name=f"{name}/{branch}")
             self._nodes = around
         return self.node_with_outputs(name, "If", [condition], list(outputs), **graphs)
+
+    def scan(
+        self,
+        name: str,
+        states: Sequence[ir.Value],
+        sequences: Sequence[ir.Value],
+        step: Callable[[Sequence[ir.Value], Sequence[ir.Value]], tuple[Sequence[ir.Value], ir.Value]],
+        outputs: Sequence[str],
+    ) -> list[ir.Value]:
+        """A `Scan` over axis 1 of float32 sequences, (B, T, ...), with states that go from step to step.
+
+        `step` is given the states and one step of every sequence, (B, ...), and returns the new states and what is
+        collected, which has the first state's shape. Its node names must be no other's of the graph; weights and
+        constants stay the graph's.
+
+        Returns:
+            The last states, and what was collected, (B, T, ...), called `outputs`.
+        """
+        around, self._nodes = self._nodes, []
+        given = [ir.Value(name=f"{name}/{value.name}", type=ir.TensorType(_FLOAT)) for value in (*states, *sequences)]
+        kept, collected = step(given[: len(states)], given[len(states) :])
+        results = [*kept, collected]
+        for value, like in zip(results, (*states, states[0]), strict=True):  # the runtime asks for these shapes
+            value.type, value.shape = ir.TensorType(_FLOAT), like.shape
+        body = ir.Graph(given, results, nodes=self._nodes, name=f"{name}/step")
+        self._nodes = around
+        axes = {"scan_input_axes": [1] * len(sequences), "scan_output_axes": [1]}
+        inputs = [*states, *sequences]
+        return self.node_with_outputs(name, "Scan", inputs, outputs, body=body, num_scan_inputs=len(sequences), **axes)
 
     def split(self, name: str, x: ir.Value, sizes: Sequence[int], outputs: Sequence[str]) -> list[ir.Value]:
         """x cut along its last axis."""

@@ -5,7 +5,8 @@ Shape suffixes: B sequences, T new tokens, S tokens so far with the new ones, D 
 Inputs `input_ids` (B, T), `attention_mask` (B, S) and `past_key_values.N.<state>`; outputs `logits` (B, T, V) and
 `present.N.<state>`: the names that optimum, onnxruntime-genai and transformers.js look for. What is cached is said by
 the model's kinds, for grouped-query attention `key` and `value`, (B, heads, S, head_dim): tokens are always on the last
-axis but one. Sequences of unequal length are padded on the right; with standard operators the left will do as well.
+axis but one; an LSTM's `hidden` and `cell` have none, (B, cells). Sequences of unequal length are padded on the right;
+with standard operators the left will do as well.
 A further input, `num_logits_to_keep`, may be left out: 0 keeps all positions, n the last n only.
 Operators are ONNX Runtime's own where it has them: GroupQueryAttention, MatMulNBits, GatherBlockQuantized, ...
 (https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md); or standard ones alone.
@@ -33,7 +34,7 @@ from export.graph.weights import Weights
 from export.paths import plain_files, web_files, web_precision
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import load_config
-from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, OUTPUT_NORMS, block_state
+from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, OUTPUT_NORMS, block_state, cached_shape
 from sportsllm.models.parts import HIDDEN, Matrix
 
 FLOAT, INT8, INT64 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.INT64
@@ -207,5 +208,5 @@ def add_presents(
 
 
 def _cache_shapes(config: ModelConfig, length: str) -> dict[str, list[object]]:
-    """Names and shapes of what one layer caches, tokens on the last axis but one."""
-    return {s.name: ["batch_size", *s.shape[:-1], length, s.shape[-1]] for s in block_state(config)}
+    """Names and shapes of what one layer caches, tokens, where there are any, on the last axis but one."""
+    return {s.name: ["batch_size", *cached_shape(s, length)] for s in block_state(config)}

@@ -10,6 +10,7 @@ from export.graph.grouped_query import OrtGroupedQuery
 from export.graph.half import HalfBuilder
 from export.graph.latent import LatentAttention
 from export.graph.layer import LayerBuilder
+from export.graph.lstm import LSTM
 from export.graph.standard_grouped_query import StandardGroupedQuery
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -22,6 +23,7 @@ def _grouped_query(layers: LayerBuilder, half: str) -> HalfBuilder:
 HALF_BUILDERS: dict[str, Callable[[LayerBuilder, str], HalfBuilder]] = {
     "grouped_query": _grouped_query,
     "latent": LatentAttention,
+    "lstm": LSTM,
     "swiglu": Gated,
     "geglu": Gated,
     "gelu": Gelu,

@@ -119,6 +119,8 @@ def exact_graph(graph: ir.Model) -> bytes:
             product = ir.node("MatMul", [x, dense.outputs[0]], name=f"{node.name}/unscaled")
             scaled = ir.node("Mul", [product.outputs[0], scale], name=node.name)
             new = [dense, product, scaled]
+            for made in new[:2]:  # else their values get names of their graph's, which a branch shares with others
+                made.outputs[0].name = made.name
             around = graph.graph if node.graph is None else node.graph
             ir.convenience.replace_nodes_and_values(around, node, [node], new, node.outputs, scaled.outputs)
     return cast(bytes, ir.to_proto(graph).SerializeToString())

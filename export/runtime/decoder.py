@@ -135,7 +135,7 @@ class OnnxDecoder:
         if cache is not None and len(cache.lengths) == len(prompts):
             common = [_common(old, new) if reuse else 0 for old, new in zip(self._read, prompts, strict=True)]
             if cache.length == room or (reuse and cache.length > room):
-                cache.lengths[:] = common
+                cache.keep(common)
                 return cache
             if reuse:
                 larger = self._make_cache(len(prompts), room)

@@ -1,7 +1,7 @@
 """The key/value cache in the memory of a GPU or another processor that has its own.
 
 Shape suffixes: B sequences, L room for tokens in the cache, V vocabulary. A cached tensor is (1, ..., L, E) for each
-sequence, since no part of a device's buffer can be bound alone.
+sequence, or (1, ...) where it is a state, since no part of a device's buffer can be bound alone.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class DeviceCache(Cache):
         """Allocate zeros; `places` has the memory of each tensor that is not in the host's, see `device_memory`."""
         super().__init__([], batch, length)
         self._dtypes = {tensor.name: tensor.dtype for tensor in tensors}
+        self.states = [tensor.name for tensor in tensors if not tensor.state.per_token]
         try:
             self._values = [
                 {tensor.name: _zeros(tensor, length, places.get(tensor.name), provider) for tensor in tensors}
@@ -66,9 +67,18 @@ class DeviceCache(Cache):
             for name, value in own.items():
                 old = theirs[name].numpy()
                 new = np.zeros(value.shape(), self._dtypes[name])
-                new[..., :count, :] = old[..., :count, :]
+                if name in self.states:
+                    new[:] = old
+                else:
+                    new[..., :count, :] = old[..., :count, :]
                 value.update_inplace(new)
-        self.lengths[:] = lengths
+        self.lengths[:] = self._kept(other.lengths, lengths)
+        self._clear_states()
+
+    def _clear_states(self) -> None:
+        for values, length in zip(self._values, self.lengths, strict=True):
+            for name in self.states if not length else ():
+                values[name].update_inplace(np.zeros(values[name].shape(), self._dtypes[name]))
 
 
 class DeviceStep:
@@ -125,8 +135,8 @@ def cache_maker(
 
 
 def _zeros(tensor: CachedTensor, length: int, memory: Any | None, provider: Provider) -> ort.OrtValue:
-    """A buffer of zeros, (1, ..., length, E)."""
-    zeros = np.zeros((1, *tensor.shape[:-1], length, tensor.shape[-1]), tensor.dtype)
+    """A buffer of zeros for one sequence, see `CachedTensor.shape`."""
+    zeros = np.zeros(tensor.shape(1, length), tensor.dtype)
     if memory is None:
         return ort.OrtValue.ortvalue_from_numpy(zeros)
     kind = "npu" if provider.processor == "npu" else "gpu"

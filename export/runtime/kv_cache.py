@@ -1,7 +1,7 @@
 """The runtime's key/value cache, for both ways in which exported graphs join past and present.
 
 Shape suffixes: B sequences, L room for tokens in the cache, V vocabulary. A cached tensor is (B, ..., L, E), where
-(..., E) is the part of one token.
+(..., E) is the part of one token; or (B, ...), a state that every token changes, zeros before the first.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ class Cache:
     tokens, and then decoded together.
 
     Attributes:
-        buffers: (B, ..., L, E) by `<layer>.<state>`, for example `0.key`.
+        buffers: (B, ..., L, E) by `<layer>.<state>`, for example `0.key`; states (B, ...).
         length: L.
         lengths: tokens so far of each sequence. A list: between steps numpy's code has left the processor's caches.
     """
 
     def __init__(self, tensors: Sequence[CachedTensor], batch: int, length: int) -> None:
         self.buffers = _empty_buffers(tensors, batch, length)
+        self.states = [tensor.name for tensor in tensors if not tensor.state.per_token]
         self.length = length
         self.lengths = [0] * batch
         self._bindings: dict[tuple[int, int, int], ort.IOBinding] = {}
@@ -69,12 +70,35 @@ class Cache:
         lengths = np.array(self.lengths[rows]) + new
         return (np.arange(int(lengths.max())) < lengths[:, None]).astype(np.int64)
 
+    def keep(self, lengths: Sequence[int]) -> None:
+        """Forget all but the first tokens of each sequence, `lengths` of them, or all where there are states.
+
+        Nothing beyond a sequence's tokens is read of a cached tensor. A state cannot go back: it stays only where a
+        sequence keeps every token, and starts again from zeros else.
+        """
+        self.lengths[:] = self._kept(self.lengths, lengths)
+        self._clear_states()
+
+    def _kept(self, have: Sequence[int], wanted: Sequence[int]) -> list[int]:
+        if not self.states:
+            return list(wanted)
+        return [length if length == old else 0 for old, length in zip(have, wanted, strict=True)]
+
+    def _clear_states(self) -> None:
+        """Zeros in the states of sequences without tokens."""
+        for name in self.states:
+            self.buffers[name][[not length for length in self.lengths]] = 0
+
     def copy_prefix_from(self, other: Cache, lengths: Sequence[int]) -> None:
-        """Take over the first tokens of another cache's sequences, `lengths` of each."""
+        """Take over the first tokens of another cache's sequences, `lengths` of each; of states see `keep`."""
         longest = max(lengths)
         for name, buffer in self.buffers.items():
-            buffer[..., :longest, :] = other.buffers[name][..., :longest, :]
-        self.lengths[:] = lengths
+            if name in self.states:
+                buffer[:] = other.buffers[name]
+            else:
+                buffer[..., :longest, :] = other.buffers[name][..., :longest, :]
+        self.lengths[:] = self._kept(other.lengths, lengths)
+        self._clear_states()
 
     def advance(self, rows: slice, new: int) -> None:
         """Count the tokens that the run has added."""
@@ -142,8 +166,13 @@ class ConcatCache(Cache):
         length = max(self.lengths[rows])
         binding = session.io_binding()
         for name, buffer in self.buffers.items():
-            old = buffer[rows, ..., :length, :]
             past, present = self._room[name]
+            if name in self.states:
+                bind_array(binding.bind_input, f"{metadata.PAST}{name}", buffer[rows])
+                bind_array(binding.bind_output, f"{metadata.PRESENT}{name}", present[rows])
+                self._presents[name] = present[rows]
+                continue
+            old = buffer[rows, ..., :length, :]
             past = _first(past, old.shape)
             np.copyto(past, old)
             present = _first(present, (*old.shape[:-2], length + new, old.shape[-1]))
@@ -160,14 +189,17 @@ class ConcatCache(Cache):
 
     def advance(self, rows: slice, new: int) -> None:
         for name, present in self._presents.items():
+            if name in self.states:
+                self.buffers[name][rows] = present
+                continue
             for row, length in enumerate(self.lengths[rows]):
                 self.buffers[name][rows][row, ..., length : length + new, :] = present[row, ..., -new:, :]
         super().advance(rows, new)
 
 
 def _empty_buffers(tensors: Sequence[CachedTensor], batch: int, length: int) -> dict[str, Array]:
-    """A buffer of zeros for each tensor, (batch, ..., length, E), all in one piece of memory."""
-    shapes = [(batch, *tensor.shape[:-1], length, tensor.shape[-1]) for tensor in tensors]
+    """A buffer of zeros for each tensor, see `CachedTensor.shape`, all in one piece of memory."""
+    shapes = [tensor.shape(batch, length) for tensor in tensors]
     starts = [0]
     for tensor, shape in zip(tensors, shapes, strict=True):
         size_bytes = math.prod(shape) * np.dtype(tensor.dtype).itemsize

@@ -15,7 +15,8 @@ from export.paths import PROMPT_FILE, GraphFiles, find_files
 from export.runtime.providers import CPU, Provider, create_session
 from sportsllm.errors import ArtifactError, ResourceError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import block_state
+from sportsllm.models.kinds import block_state, cached_shape
+from sportsllm.models.parts import State
 from sportsllm.storage.manifest import MANIFEST, read_manifest
 
 CacheType = type[np.float32] | type[np.float16] | type[np.int8]
@@ -140,11 +141,15 @@ def _check_size(path: Path, expected: int) -> None:
 
 @dataclass(frozen=True)
 class CachedTensor:
-    """What a graph caches of every token, as one of its inputs says."""
+    """What a graph caches, as one of its inputs says."""
 
     name: str  # `<layer>.<state>`, after `past_key_values.` and `present.`
-    shape: tuple[int, ...]  # of one token's part; the tokens lie on the last axis but one
+    state: State  # its shape, see `sportsllm.models.parts.State`
     dtype: CacheType
+
+    def shape(self, batch: int, length: int) -> tuple[int, ...]:
+        """Of a buffer for so many sequences, with room for `length` tokens of each where tokens are cached."""
+        return (batch, *cached_shape(self.state, length))
 
 
 def cached_tensors(session: ort.InferenceSession, directory: Path) -> list[CachedTensor]:
@@ -164,7 +169,9 @@ def cached_tensors(session: ort.InferenceSession, directory: Path) -> list[Cache
                     "use a directory that this program's export wrote"
                 )
             _, *shape = item.shape
-            found.append(CachedTensor(name, (*shape[:-2], shape[-1]), _CACHE_TYPES[item.type]))
+            fixed = all(isinstance(size, int) for size in shape)  # else one axis is the tokens'
+            state = State(name.partition(".")[2], tuple(shape if fixed else (*shape[:-2], shape[-1])), not fixed)
+            found.append(CachedTensor(name, state, _CACHE_TYPES[item.type]))
     return found
 
 
@@ -173,7 +180,7 @@ def _check_interface(session: ort.InferenceSession, config: ModelConfig, path: P
     wanted: dict[str, list[int | None]] = {metadata.INPUT_IDS: [None, None], metadata.ATTENTION_MASK: [None, None]}
     for layer in range(config.num_hidden_layers):
         for state in block_state(config):
-            shape = [None, *state.shape[:-1], None, state.shape[-1]]
+            shape = [None, *cached_shape(state, None)]
             wanted |= {metadata.past_name(layer, state.name): shape, metadata.present_name(layer, state.name): shape}
     if path.name != PROMPT_FILE:
         wanted |= {metadata.KEEP_LOGITS: [1], metadata.LOGITS: [None, None, config.vocab_size]}

@@ -83,8 +83,9 @@ def _figures(source: Path, tokenizer: Tokenizer, counts: TokenCounts, first: str
     directory = _file(source).parent
     if (directory / "config.json").exists():
         per_token = kv_cache_bytes_per_token(load_config(directory))
-        found["kv_cache_bytes_per_token"] = per_token
-        found["kv_cache_bytes"] = {name: size * counts.tokens for name, size in per_token.items()}
+        if any(per_token.values()):  # an LSTM's state is of one size for any text
+            found["kv_cache_bytes_per_token"] = per_token
+            found["kv_cache_bytes"] = {name: size * counts.tokens for name, size in per_token.items()}
     if show:
         found["shown"] = token_pieces(tokenizer, first, show)
     return found

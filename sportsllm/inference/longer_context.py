@@ -49,6 +49,8 @@ def open_with_context(
 def _longest(directory: Path, config: ModelConfig, context: int | None, scaling: str | None) -> ModelConfig:
     """The model with the longest context that it is asked to read."""
     own = config.max_position_embeddings
+    if config.position_kind == "none" and scaling is None and context is not None:
+        return config.with_changes(max_position_embeddings=max(own, context))  # nothing depends on it
     if config.position_kind != "rotary" and context is not None and context > own:
         raise UsageError(
             f"--context {context:,}: {directory} has learned positions for {own:,} tokens; give at most that"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import block_state
+from sportsllm.models.kinds import block_state, cached_shape
 
 _GROWTH = 64  # tokens
 
@@ -22,7 +22,7 @@ class KVCache:
 
     One tensor a `State` of the attention's kind, in its order: (layers, B, ..., L, E), the tokens before the last
     axis of the shape that a single token has. L is at most `_GROWTH` above what is filled: half-filled rows are read
-    at a third of the speed.
+    at a third of the speed. Of a `State` that is not kept for each token: (layers, B, ...), zeros before the first.
     """
 
     def __init__(
@@ -35,8 +35,10 @@ class KVCache:
     ) -> None:
         self.room, self.length = length, 0
         first = min(length, _GROWTH)
-        sizes = [(config.num_hidden_layers, batch, *s.shape[:-1], first, s.shape[-1]) for s in block_state(config)]
-        self.tensors = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+        rows, self.tensors = (config.num_hidden_layers, batch), list[Tensor]()
+        for state in block_state(config):
+            make = torch.empty if state.per_token else torch.zeros
+            self.tensors.append(make((*rows, *cached_shape(state, first)), dtype=dtype, device=device))
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Write one layer's new states, tokens on the last axis but one, after the `length` old ones; returns all."""
@@ -48,6 +50,15 @@ class KVCache:
         for tensor, state in zip(self.tensors, new, strict=True):
             tensor[layer][..., self.length : end, :] = state
         return tuple(tensor[layer][..., :end, :] for tensor in self.tensors)
+
+    def read(self, layer: int) -> tuple[Tensor, ...]:
+        """One layer's states that are not kept for each token, (B, ...) each."""
+        return tuple(tensor[layer] for tensor in self.tensors)
+
+    def replace(self, layer: int, *new: Tensor) -> None:
+        """Put others in their place."""
+        for tensor, state in zip(self.tensors, new, strict=True):
+            tensor[layer] = state
 
     def keep(self, rows_B: Tensor) -> None:
         """Drop all sequences but these, in this order; copies those that change their place."""

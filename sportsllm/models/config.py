@@ -120,7 +120,7 @@ ROUTERS, ROUTER_WEIGHTS = ("softmax", "sigmoid"), ("scores", "sum", "softmax")
 FULL, SLIDING, UNROTATED = "full", "sliding", "unrotated"
 """What a layer's attention does: see all tokens, see the last `sliding_window`, or see all without their positions."""
 LAYER_TYPES = (FULL, SLIDING, UNROTATED)
-NORM_KINDS, POSITION_KINDS = ("rms", "layer"), ("rotary", "learned")
+NORM_KINDS, POSITION_KINDS = ("rms", "layer"), ("rotary", "learned", "none")
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,8 @@ class ModelConfig:
         embedding_scale     what embeddings are multiplied by before the first layer (Gemma 3)
         output_norms        whether a norm follows each half of a block, before the sum (Gemma 3)
         norm_kind           `rms`, or `layer`: LayerNorm with a bias (GPT-2)
-        position_kind       `rotary`, or `learned`: a table of positions is added to the embedding (GPT-2)
+        position_kind       `rotary`, or `learned`: a table of positions is added to the embedding (GPT-2); or `none`,
+                            of an LSTM, which has one head: `head_dim` counts its cells
         q_lora_rank, kv_lora_rank, qk_nope_head_dim, v_head_dim
                             of latent attention (DeepSeek), where `head_dim` is the rotated part of a query or key, and
                             `num_key_value_heads` is 1, that part being shared; low-rank queries are optional
@@ -215,6 +216,7 @@ class ModelConfig:
         self._check_layers()
         if self.attention_kind == "latent":
             self._check_latent()
+        self._check_lstm()
         if (self.mlp_kind == "experts") != (self.experts is not None):
             raise UsageError(f"config: mlp_kind {self.mlp_kind!r} with experts {self.experts}; give both or none")
         if self.dense_layers or self.dense_intermediate_size is not None:
@@ -241,6 +243,21 @@ class ModelConfig:
         for name in ("num_key_value_heads", "qk_norm", "attention_bias", "attention_output_bias", "layer_types"):
             if getattr(self, name) not in (1, False, None):
                 raise UsageError(f"config: {name} is {getattr(self, name)!r}; latent attention has none")
+
+    def _check_lstm(self) -> None:
+        if (self.attention_kind == "lstm") != (self.position_kind == "none"):
+            raise UsageError(
+                f"config: attention_kind {self.attention_kind!r} with position_kind {self.position_kind!r}; an LSTM "
+                "has no positions, all others have some"
+            )
+        if self.attention_kind != "lstm":
+            return
+        one_head = ("num_attention_heads", "num_key_value_heads")
+        others = ("rope_scaling", "qk_norm", "attention_bias", "attention_output_bias", "layer_types")
+        for name in (*one_head, *others):
+            allowed = (1,) if name in one_head else (False, None)
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"config: {name} is {getattr(self, name)!r}; an LSTM has {allowed[-1] or 'none'}")
 
     def _check_layers(self) -> None:
         types = self.layer_types or ()
@@ -287,6 +304,11 @@ class ModelConfig:
     def value_dim(self) -> int:
         """Width of a head's values."""
         return self.v_head_dim or self.head_dim
+
+    @property
+    def cells(self) -> int:
+        """Cells of an LSTM's layer."""
+        return self.query_size
 
     @property
     def query_size(self) -> int:

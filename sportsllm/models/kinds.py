@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from sportsllm.models.experts import MixtureOfExperts
 from sportsllm.models.gated import Gated
 from sportsllm.models.gelu import Gelu
 from sportsllm.models.grouped_query import GroupedQuery
 from sportsllm.models.latent import Latent
+from sportsllm.models.lstm import LSTM
 from sportsllm.models.parts import HIDDEN, Kind, Matrix, State, Unit
 
 if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
 
-ATTENTION: dict[str, Kind] = {"grouped_query": GroupedQuery(), "latent": Latent()}
+ATTENTION: dict[str, Kind] = {"grouped_query": GroupedQuery(), "latent": Latent(), "lstm": LSTM()}
 FEED_FORWARD: dict[str, Kind] = {
     "swiglu": Gated("silu"),
     "geglu": Gated("gelu"),
@@ -32,6 +33,9 @@ NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 OUTPUT_NORMS = {"self_attn": "attention_output_norm", "mlp": "feed_forward_output_norm"}
 """The norm after each half, in a model with `output_norms`."""
 EMBEDDING, HEAD, POSITIONS, LAST_NORM = "model.embed_tokens", "lm_head", "model.embed_positions", "model.norm"
+
+
+Size = TypeVar("Size")
 
 
 class Parameter(NamedTuple):
@@ -84,8 +88,18 @@ def block_units(config: ModelConfig) -> dict[str, Unit]:
 
 
 def block_state(config: ModelConfig) -> list[State]:
-    """The tensors that one block caches for each token."""
+    """The tensors that one block caches, for each token or of a whole sequence."""
     return [state for kind in halves(config).values() for state in kind.state(config)]
+
+
+def cached_shape(state: State, length: Size) -> tuple[int | Size, ...]:
+    """The shape of a cached tensor of one sequence with room for `length` tokens: they are on the last axis but one."""
+    return (*state.shape[:-1], length, state.shape[-1]) if state.per_token else state.shape
+
+
+def cache_grows(config: ModelConfig) -> bool:
+    """Whether anything is cached for each token."""
+    return any(state.per_token for state in block_state(config))
 
 
 def parameters(config: ModelConfig) -> list[Parameter]:

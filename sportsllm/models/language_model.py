@@ -25,7 +25,9 @@ Rope = tuple[Tensor, ...]
 
 
 def rope_of(config: ModelConfig) -> Rope:
-    """A model's tables, one row a position of its context."""
+    """A model's tables, one row a position of its context; none without rotary positions."""
+    if config.position_kind == "none":
+        return ()
     bases = [config.rope_theta] + [config.rope_local_theta] * (config.rope_local_theta is not None)
     tables = [rope_tables(config, config.max_position_embeddings, local=place > 0) for place in range(len(bases))]
     return tuple(torch.from_numpy(table) for pair in tables for table in pair)
@@ -208,6 +210,9 @@ class SportsLLM(nn.Module):
                 else:
                     spread = residual_std if described[name].writes_residual else std
                     parameter.normal_(0.0, spread, generator=generator)
+            for half in self.modules():
+                if isinstance(half, Half):
+                    half.kind.initialize(half)
 
     @property
     def rope(self) -> Rope:

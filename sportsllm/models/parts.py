@@ -50,6 +50,7 @@ class Matrix(NamedTuple):
         scale_source: a matrix s where dividing row i of s by c and multiplying this one's columns that read it by c
             changes nothing; None where there is none. Matrices that read `HIDDEN` have the norm before them instead.
         routed: whether it reads some tokens only, which ones being the model's own choice.
+        stepwise: whether it reads a prompt token by token, each product after the one before.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Matrix(NamedTuple):
     bias: bool = False
     scale_source: str | None = None
     routed: bool = False
+    stepwise: bool = False
 
     @property
     def numbers(self) -> int:
@@ -78,23 +80,27 @@ class Vector(NamedTuple):
 
 
 class State(NamedTuple):
-    """A tensor that is cached for every token: `name` in the graph and the shape of one token's part."""
+    """A tensor that is cached: `name` in the graph, and the shape of one token's part.
+
+    Without `per_token` it is kept of a sequence, (B, *shape), and is as large after one token as after a thousand.
+    """
 
     name: str
     shape: tuple[int, ...]
+    per_token: bool = True
 
 
 class Activation(NamedTuple):
     """A tensor on the way through a half of the block.
 
     `shape` is that of one token's part. `kind` is `activation`; `cache` for what is kept for later tokens, its tokens
-    on the last axis but one; or `scores`, which have a further axis as long as the sequence. `held` is False for a
-    tensor that is never made whole.
+    on the last axis but one; `state` for what is kept of a whole sequence; or `scores`, which have a further axis as
+    long as the sequence. `held` is False for a tensor that is never made whole.
     """
 
     name: str
     shape: tuple[int, ...]
-    kind: Literal["activation", "cache", "scores"] = "activation"
+    kind: Literal["activation", "cache", "state", "scores"] = "activation"
     held: bool = True
 
 
@@ -132,6 +138,9 @@ class Kind(Protocol):
 
     def tensors(self, config: ModelConfig) -> tuple[Matrix | Activation, ...]:
         """Matrices and activations in the order in which they are used."""
+
+    def initialize(self, half: Any) -> None:
+        """Change fresh weights that are not to start as all others do."""
 
     def forward(self, half: Any, x_BTD: Tensor, rope: Any, documents: Any, cache: Any) -> Tensor:
         """Its output for the norm's output; `half` has a module for each matrix and vector, by name."""

@@ -106,7 +106,8 @@ def stretched(config: ModelConfig, scaling: str) -> ModelConfig:
     except ValueError:
         raise UsageError(f"--rope-scaling {scaling}: no factor; {example}") from None
     if config.position_kind != "rotary":
-        raise UsageError(f"--rope-scaling {scaling}: the model has learned positions, which cannot be stretched")
+        positions = "learned positions, which cannot be stretched" if config.positions else "no positions to stretch"
+        raise UsageError(f"--rope-scaling {scaling}: the model has {positions}")
     if config.attention_kind != "grouped_query":
         raise UsageError(
             f"--rope-scaling {scaling}: {config.attention_kind} attention cannot be stretched; leave it out"

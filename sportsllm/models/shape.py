@@ -42,7 +42,7 @@ def changed_shape(config: ModelConfig, changes: Mapping[str, Any]) -> ModelConfi
     """
     hidden, heads = changes.get("hidden", config.hidden_size), changes.get("heads", config.num_attention_heads)
     derived: dict[str, int] = {}
-    if config.attention_kind == "latent":  # heads of any number share one latent, and their size is free
+    if config.attention_kind in ("latent", "lstm"):  # no head is a share of the width
         return config.with_changes(**{_FIELDS[name]: value for name, value in changes.items()})
     if changes.keys() & {"hidden", "heads"} and "head_dim" not in changes:
         if hidden % heads:
@@ -67,6 +67,9 @@ def described_shape(config: ModelConfig) -> str:
     experts, heads = config.experts, f"on {config.num_key_value_heads} key/value heads"
     if config.attention_kind == "latent":
         heads = f"on a latent of {config.kv_rank}"
+    mixing = f"{config.num_attention_heads} heads of {config.head_dim} {heads}"
+    if config.attention_kind == "lstm":
+        mixing = f"LSTM of {config.cells:,} cells"
     inner = f"FFN {config.intermediate_size:,}"
     if experts is not None:
         inner = f"{experts.active} of {experts.count} experts of {config.intermediate_size:,}"
@@ -76,7 +79,7 @@ def described_shape(config: ModelConfig) -> str:
     dropout = f", dropout {config.dropout:g}" if config.dropout else ""
     return (
         f"{config.num_hidden_layers} layers of {config.hidden_size:,}, {inner}, "
-        f"{config.num_attention_heads} heads of {config.head_dim} {heads}, "
+        f"{mixing}, "
         f"vocabulary {config.vocab_size:,} ({'tied' if config.tie_word_embeddings else 'untied'}), "
         f"context {config.max_position_embeddings:,}{dropout}: {config.parameters:,} parameters"
     )

@@ -152,7 +152,17 @@ def check_format(precision: str, block_size: int, head_bits: int = 8) -> None:
 
 def kv_cache_bytes_per_token(config: ModelConfig) -> dict[str, int]:
     """Bytes that all layers cache for a token of one sequence, by precision of the cache."""
-    numbers = config.num_hidden_layers * sum(math.prod(state.shape) for state in block_state(config))
+    return _cached_bytes(config, per_token=True)
+
+
+def state_bytes(config: ModelConfig) -> dict[str, int]:
+    """Bytes that all layers keep of one sequence however long it is, by precision; 0 for attention."""
+    return _cached_bytes(config, per_token=False)
+
+
+def _cached_bytes(config: ModelConfig, per_token: bool) -> dict[str, int]:
+    kept = [state for state in block_state(config) if state.per_token == per_token]
+    numbers = config.num_hidden_layers * sum(math.prod(state.shape) for state in kept)
     return {name: numbers * size for name, size in CACHE_BYTES.items()}
 
 
@@ -196,7 +206,7 @@ def tensor_shapes(config: ModelConfig, batch: int, length: int, element_bytes: i
     add("hidden", "activation", (*steps, hidden))
     if config.positions:
         add("embed_positions.weight", "weight", (config.positions, hidden))
-    else:
+    elif config.position_kind == "rotary":
         add("rope cos, sin", "table", (2, length, config.head_dim // 2))
     for part, layers in config.runs():
         for (half, described), result in zip(halves(part).items(), ("attention", "feed-forward"), strict=True):
@@ -206,6 +216,8 @@ def tensor_shapes(config: ModelConfig, batch: int, length: int, element_bytes: i
                     add(f"{item.name}.weight", "weight", (item.rows, item.columns), layers)
                 elif item.kind == "cache":
                     add(item.name, "cache", (batch, *item.shape[:-1], length, item.shape[-1]), layers, item.held)
+                elif item.kind == "state":
+                    add(item.name, "state", (batch, *item.shape), layers, item.held)
                 elif item.kind == "scores":
                     add(item.name, "activation", (batch, *item.shape, length, length), layers, item.held)
                 else:

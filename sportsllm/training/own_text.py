@@ -24,8 +24,8 @@ from sportsllm.errors import ArtifactError
 from sportsllm.inference.batch_sampling import SampledText, sample_texts
 from sportsllm.inference.sampling import Sampling
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import block_state
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.size import kv_cache_bytes_per_token, state_bytes
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 from sportsllm.training.batch_threads import batch_threads
@@ -94,7 +94,7 @@ def default_rows(config: ModelConfig, longest: int, tokens: int) -> int:
 
     Whatever the machine: which texts are kept follows from it.
     """
-    row_bytes = 4 * longest * config.num_hidden_layers * sum(math.prod(state.shape) for state in block_state(config))
+    row_bytes = longest * kv_cache_bytes_per_token(config)["fp32"] + state_bytes(config)["fp32"]
     wanted = max(_FEWEST_ROWS, min(_MOST_ROWS, math.ceil(1.25 * tokens / (2 * longest))))
     return max(1, min(wanted, _CACHE_BYTES // row_bytes))
 

@@ -1,0 +1,163 @@
+"""An LSTM's graph and its runtime: the states are inputs and outputs, and nothing grows with tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from export.export import ExportOptions, export_checkpoint
+from export.graph.decoder import write_graph
+from export.parity.by_layer import check_parity_by_layer
+from export.parity.check import check_parity
+from export.paths import GRAPH_FILE
+from export.runtime.decoder import OnnxDecoder
+from sportsllm.errors import UsageError
+from sportsllm.storage.packed_weights import ROW_BITS
+from tests.support.export_models import Export, Exports, logits_of, pack_model, save, tiny_model
+from tests.support.lstm_models import LSTM
+
+TOLERANCE = 2e-5  # float32 in another order of additions, of logits near 1
+
+
+def draw(*lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, 96, length).tolist() for length in lengths]
+
+
+@pytest.fixture(params=[False, True], ids=["own operators", "standard"])
+def dense(request: pytest.FixtureRequest, exports: Exports) -> Export:
+    return exports(standard=request.param, **LSTM)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"half": True},
+        {"bits": 8},
+        {"bits": 4, "asymmetric": True, "tie_word_embeddings": False},
+        {"bits": ROW_BITS},
+        {"standard": True},
+        {"mlp_kind": "gelu", "norm_kind": "layer"},
+    ],
+    ids=str,
+)
+def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], exports: Exports) -> None:
+    export = exports(**LSTM, **settings)
+    assert export.report.failures() == []
+    assert check_parity_by_layer(export.directory, export.directory, export.written.residual, 1).failures() == []
+    if settings.get("standard"):
+        onnx.checker.check_model(str(export.directory / GRAPH_FILE), full_check=True)
+
+
+def test_the_gate_finds_a_wrong_recurrent_matrix(exports: Exports, tmp_path: Path) -> None:
+    export = exports(**LSTM)
+    other = tiny_model(**LSTM, max_position_embeddings=320)
+    other.model.layers[1].self_attn.hg_proj.weight.data *= 1.01
+    save(tmp_path, other)
+    assert any("exact" in line for line in check_parity(tmp_path, export.directory, threads=1).failures())
+
+
+def test_gates_in_unlike_formats_are_joined(tmp_path: Path) -> None:
+    model = tiny_model(**LSTM, max_position_embeddings=320)
+    record = pack_model(model, 4, bits_of=lambda name: 8 if name.endswith(("hf_proj", "i_proj")) else None)
+    save(tmp_path, model, record)
+    write_graph(tmp_path, tmp_path)
+    assert check_parity(tmp_path, tmp_path, threads=1).failures() == []
+
+
+def test_inputs_and_outputs_have_no_axis_of_tokens(dense: Export) -> None:
+    session = onnxruntime.InferenceSession(str(dense.directory / GRAPH_FILE))
+    pasts = {item.name: item.shape for item in session.get_inputs() if item.name.startswith("past")}
+    names = [f"past_key_values.{layer}.{state}" for layer in range(2) for state in ("hidden", "cell")]
+    assert pasts == {name: ["batch_size", 48] for name in names}
+    presents = {item.name for item in session.get_outputs()} - {"logits"}
+    assert presents == {name.replace("past_key_values", "present") for name in names}
+
+
+def test_padding_leaves_the_states_alone(dense: Export) -> None:
+    """A batch of unequal prompts in one run; in standard operators padded on the left too."""
+    session = onnxruntime.InferenceSession(str(dense.directory / GRAPH_FILE))
+    rows = draw(9, 4, 1)
+    zeros = {item.name: np.zeros((3, 48), np.float32) for item in session.get_inputs() if item.name.startswith("past")}
+    grows = session.get_modelmeta().custom_metadata_map["cache"] == "growing"
+    for left in (False, True) if grows else (False,):
+        ids, mask = np.full((3, 9), 5, np.int64), np.zeros((3, 9), np.int64)
+        for row, tokens in enumerate(rows):
+            place = slice(9 - len(tokens), 9) if left else slice(0, len(tokens))
+            ids[row, place], mask[row, place] = tokens, 1
+        names = [item.name for item in session.get_outputs() if item.name.startswith("present")]
+        found = session.run(names, {"input_ids": ids, "attention_mask": mask, **zeros})
+        for row, tokens in enumerate(rows):
+            one = {"input_ids": np.array([tokens]), "attention_mask": np.ones((1, len(tokens)), np.int64)}
+            alone = session.run(names, one | {name: array[:1] for name, array in zeros.items()})
+            for together, state in zip(found, alone, strict=True):
+                np.testing.assert_allclose(together[row], state[0], atol=TOLERANCE, rtol=0)
+
+
+def test_prompts_of_unequal_length_are_decoded_together(dense: Export) -> None:
+    decoder = OnnxDecoder(dense.directory, threads=1)
+    rows, following = draw(1, 13, 30), draw(6, 6, 6)
+    found = [decoder.prefill(rows, max_length=45)]
+    found += [decoder.step(list(tokens)) for tokens in zip(*following, strict=True)]
+    for row, (prompt, rest) in enumerate(zip(rows, following, strict=True)):
+        expected = logits_of(dense.model, prompt + rest)[len(prompt) - 1 :]
+        np.testing.assert_allclose([step[row] for step in found], expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_state_goes_on_but_never_back(dense: Export) -> None:
+    """Reuse skips what was read where a prompt goes on from all of it; any other starts from zeros."""
+    decoder = OnnxDecoder(dense.directory, threads=1)
+    first, second = draw(20, 11)
+    decoder.prefill([first, second], max_length=60)
+    decoder.step([1, 2])
+    read: list[int] = []
+    run = decoder._run
+
+    def counting(cache: Any, rows: slice, ids: Any, *rest: Any, **keywords: Any) -> None:
+        read.append(ids.shape[1])
+        run(cache, rows, ids, *rest, **keywords)
+
+    decoder._run = counting  # type: ignore[method-assign]
+    for room in (60, 64):  # in the same buffers, and in larger ones
+        prompts = [[*first, 1, 7, 8], [*second[:5], 3, 4]]
+        found = decoder.prefill(prompts, max_length=room, reuse=True)
+        for row, prompt in enumerate(prompts):
+            np.testing.assert_allclose(found[row], logits_of(dense.model, prompt)[-1], atol=TOLERANCE, rtol=0)
+        first, second = [*prompts[0]][:-2], prompts[1]
+    assert read == [2, 7, 24, 7]  # the second time both prompts part from what was read
+
+
+def test_forks_have_states_of_their_own(dense: Export) -> None:
+    decoder = OnnxDecoder(dense.directory, threads=1)
+    (prompt,) = draw(12)
+    decoder.prefill([prompt], max_length=20)
+    other = decoder.fork()
+    for fork, token in ((decoder, 3), (other, 4)):
+        np.testing.assert_allclose(
+            fork.step([token])[0], logits_of(dense.model, [*prompt, token])[-1], atol=TOLERANCE, rtol=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "bits", "word"),
+    [
+        ({"web": True}, None, "--web: a browser's loader"),
+        ({"kv_cache": "int8"}, None, "attention of kind 'lstm' has none"),
+        ({"profile": "latency"}, 8, "--profile latency"),
+        ({"standard_ops": True}, 8, "--standard-ops: ONNX Runtime loads no packed LSTM"),
+        ({"dtype": "fp16"}, None, "no graph in float16"),
+    ],
+    ids=str,
+)
+def test_what_an_lstm_has_not_is_refused(options: dict[str, Any], bits: int | None, word: str, tmp_path: Path) -> None:
+    model = tiny_model(**LSTM)
+    record = {**pack_model(model, bits), "bits": bits} if bits else None
+    save(tmp_path / "checkpoint", model, record)
+    with pytest.raises(UsageError, match=word):
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(**options))
