@@ -82,7 +82,7 @@ class PruneJob:
     recovery: Recovery | None = None
     experts: int | None = None
     experts_per_token: int | None = None
-    experts_by: str = "merge"
+    experts_by: str = "use"
 
     @property
     def cuts_experts(self) -> bool:
