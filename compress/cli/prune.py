@@ -56,8 +56,8 @@ class ExpertFlags(FlagGroup):
 
     experts: Annotated[int | None, typer.Option(min=1, help="Experts that each layer will have.")] = None
     experts_per_token: Annotated[int | None, typer.Option(min=1, help="Experts that a token is sent to.")] = None
-    experts_by: Annotated[str, typer.Option(help="merge: alike experts become one; use: those stay that add most.")] = (
-        "merge"
+    experts_by: Annotated[str, typer.Option(help="use: those stay that add most; merge: alike ones become one.")] = (
+        "use"
     )
 
 

@@ -38,7 +38,7 @@ _COMPARED, _AT_ONCE = 4_096, 256  # tokens whose outputs are compared, and held 
 _LEAST_USE = 1e-6  # of all, so that experts that nobody chose can be joined
 
 
-def fewer_experts(config: ModelConfig, count: int | None, active: int | None, by: str = "merge") -> ModelConfig:
+def fewer_experts(config: ModelConfig, count: int | None, active: int | None, by: str = "use") -> ModelConfig:
     """The config with `count` experts, `active` of them a token; as many as there are where one is not given.
 
     Raises:
@@ -63,7 +63,7 @@ def fewer_experts(config: ModelConfig, count: int | None, active: int | None, by
 
 @torch.no_grad()
 def reduce_experts(
-    model: SportsLLM, smaller: ModelConfig, samples: Sequence[Tensor], by: str = "merge", refit: bool = True
+    model: SportsLLM, smaller: ModelConfig, samples: Sequence[Tensor], by: str, refit: bool = True
 ) -> SportsLLM:
     """A float32 model with the experts of `smaller`, which comes from `fewer_experts`.
 

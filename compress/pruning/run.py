@@ -85,7 +85,7 @@ class PruneJob:
     recovery: Recovery | None = None
     experts: int | None = None
     experts_per_token: int | None = None
-    experts_by: str = "merge"
+    experts_by: str = "use"
     latent: int | None = None
     latent_rotary: int | None = None
 

@@ -69,7 +69,7 @@ def test_twins_become_one_without_a_trace() -> None:
             other.down_proj.weight.copy_(one.down_proj.weight[:, order])
             block.mlp.gate.weight[3] = block.mlp.gate.weight[1]
     samples = [torch.randint(0, 384, (1, 120), generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
-    reduced = reduce_experts(model, fewer_experts(model.config, 3, None), samples)
+    reduced = reduce_experts(model, fewer_experts(model.config, 3, None), samples, "merge")
     with torch.inference_mode():
         wanted, found = model(SAMPLES[0]), reduced(SAMPLES[0])
     # The ridge, 1e-3 of the inputs' mean square, pulls the joined expert's weights towards zero.
