@@ -139,8 +139,8 @@ class Builder:
         """A `Scan` over axis 1 of float32 sequences, (B, T, ...), with states that go from step to step.
 
         `step` is given the states and one step of every sequence, (B, ...), and returns the new states and what is
-        collected, which has the first state's shape. Its node names must be no other's of the graph; weights and
-        constants stay the graph's.
+        collected, all with their shapes, which the runtime asks for. The names of its nodes and their values get the
+        scan's in front; weights and constants stay the graph's.
 
         Returns:
             The last states, and what was collected, (B, T, ...), called `outputs`.
@@ -149,8 +149,12 @@ class Builder:
         given = [ir.Value(name=f"{name}/{value.name}", type=ir.TensorType(_FLOAT)) for value in (*states, *sequences)]
         kept, collected = step(given[: len(states)], given[len(states) :])
         results = [*kept, collected]
-        for value, like in zip(results, (*states, states[0]), strict=True):  # the runtime asks for these shapes
-            value.type, value.shape = ir.TensorType(_FLOAT), like.shape
+        for node in self._nodes:
+            node.name = f"{name}/{node.name}"
+            for value in node.outputs:
+                value.name = f"{name}/{value.name}"
+        for value in results:
+            value.type = ir.TensorType(_FLOAT)
         body = ir.Graph(given, results, nodes=self._nodes, name=f"{name}/step")
         self._nodes = around
         axes = {"scan_input_axes": [1] * len(sequences), "scan_output_axes": [1]}
