@@ -157,7 +157,7 @@ class Builder:
             value.type = ir.TensorType(_FLOAT)
         body = ir.Graph(given, results, nodes=self._nodes, name=f"{name}/step")
         self._nodes = around
-        axes = {"scan_input_axes": [1] * len(sequences), "scan_output_axes": [1]}
+        axes: dict[str, Any] = {"scan_input_axes": [1] * len(sequences), "scan_output_axes": [1]}
         inputs = [*states, *sequences]
         return self.node_with_outputs(name, "Scan", inputs, outputs, body=body, num_scan_inputs=len(sequences), **axes)
 

@@ -141,6 +141,7 @@ class Kind(Protocol):
 
     def initialize(self, half: Any) -> None:
         """Change fresh weights that are not to start as all others do."""
+        return
 
     def forward(self, half: Any, x_BTD: Tensor, rope: Any, documents: Any, cache: Any) -> Tensor:
         """Its output for the norm's output; `half` has a module for each matrix and vector, by name."""
