@@ -257,8 +257,8 @@ def _matrix(matrix: Matrix, norms: dict[str, tuple[Part, ...]], owned: dict[str,
 
 
 def _activation(item: Activation) -> Part:
-    roles: dict[str, Role] = {"activation": "activation", "cache": "cache", "scores": "scores"}
-    tokens = ("T", "T") if item.kind == "scores" else ("T",)
+    roles: dict[str, Role] = {"activation": "activation", "cache": "cache", "state": "cache", "scores": "scores"}
+    tokens = {"scores": ("T", "T"), "state": ()}.get(item.kind, ("T",))
     shape = (*item.shape[:-1], *tokens, *item.shape[-1:]) if item.kind == "cache" else (*tokens, *item.shape)
     if item.kind == "scores":
         shape = (*item.shape, *tokens)
