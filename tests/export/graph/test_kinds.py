@@ -91,7 +91,7 @@ def test_a_kind_without_a_builder_is_refused_by_name(tmp_path: Path, monkeypatch
     with gelu_kind.registered() as name:
         save(tmp_path / "checkpoint", tiny_model(mlp_kind=name))
         with pytest.raises(
-            UsageError, match=r"'erf_gelu' has no ONNX graph; these do: grouped_query, latent, swiglu"
+            UsageError, match=r"'erf_gelu' has no ONNX graph; these do: grouped_query, latent, lstm, swiglu"
         ) as caught:
             export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1))
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
