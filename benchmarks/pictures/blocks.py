@@ -232,7 +232,8 @@ def _matrix_rows(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
     depths: list[int] = []
     first = any(matrix.input == HIDDEN for matrix in matrices)
     for matrix in matrices:
-        made = [d for d, other in zip(depths, matrices, strict=False) if other.row_unit == matrix.column_unit]
+        above = zip(depths, matrices, strict=False)
+        made = [d for d, m in above if m.row_unit == matrix.column_unit and m.input != matrix.input]
         depths.append(0 if matrix.input == HIDDEN else 1 + max(made, default=0 if first else -1))
     return [[m for m, d in zip(matrices, depths, strict=True) if d == depth] for depth in sorted(set(depths))]
 
@@ -258,8 +259,11 @@ def _matrix(matrix: Matrix, norms: dict[str, tuple[Part, ...]], owned: dict[str,
 
 def _activation(item: Activation) -> Part:
     roles: dict[str, Role] = {"activation": "activation", "cache": "cache", "state": "cache", "scores": "scores"}
-    tokens = {"scores": ("T", "T"), "state": ()}.get(item.kind, ("T",))
-    shape = (*item.shape[:-1], *tokens, *item.shape[-1:]) if item.kind == "cache" else (*tokens, *item.shape)
+    lengths: dict[str, tuple[str, ...]] = {"scores": ("T", "T"), "state": ()}
+    tokens = lengths.get(item.kind, ("T",))
+    shape: tuple[int | str, ...] = (*tokens, *item.shape)
+    if item.kind == "cache":
+        shape = (*item.shape[:-1], *tokens, *item.shape[-1:])
     if item.kind == "scores":
         shape = (*item.shape, *tokens)
     return Part(item.name, roles[item.kind], _sizes(*shape), note="" if item.held else "never made whole")

@@ -69,10 +69,6 @@ class LatentFlags(FlagGroup):
         int | None,
         typer.Option(min=1, help="Rank of a joint latent of keys and values, all that is cached beside a rotated key."),
     ] = None
-    latent_rotary: Annotated[
-        int | None,
-        typer.Option(min=2, help="With --latent: channels of the key that stays rotated.", show_default="head_dim"),
-    ] = None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from compress.pruning.activations import second_moment, summed
-from compress.pruning.heads import as_complex, as_real, nearest_pairs, roots_of, shared_pair
+from compress.pruning.heads import as_complex, as_real, roots_of, shared_pair
 from compress.pruning.refit import RIDGE, LeastSquares, after_half, matrix_input, run_layer
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
@@ -40,13 +40,12 @@ _KEYS = 0.1
 _ATTENTION = next(iter(NORMS))
 
 
-def latent_config(config: ModelConfig, rank: int, rotary: int | None = None) -> ModelConfig:
-    """The config with latent attention of `rank`; of the key that stays rotated `rotary` channels, head_dim if None.
+def latent_config(config: ModelConfig, rank: int) -> ModelConfig:
+    """The config with latent attention of `rank`; the key that stays rotated is as wide as a head.
 
     Raises:
         UsageError: the model's attention cannot be written that way, or a size is impossible.
     """
-    kept = config.head_dim if rotary is None else rotary
     if config.attention_kind != "grouped_query":
         raise UsageError(f"--latent: the model's attention is of kind {config.attention_kind!r} already; leave it out")
     for found, what in (
@@ -56,19 +55,16 @@ def latent_config(config: ModelConfig, rank: int, rotary: int | None = None) -> 
         (config.position_kind != "rotary", "learned positions"),
         (config.rope_scaling is not None, "a stretched rotary table"),
         (config.attention_scale is not None, "an attention scale of its own"),
+        (config.output_norms, "norms after attention"),
     ):
         if found:
             raise UsageError(f"--latent: the model has {what}, unknown to latent attention; merge --kv-heads instead")
-    most = min(config.hidden_size, 2 * config.key_value_size)
-    if not 1 <= rank <= most:
-        raise UsageError(f"--latent is {rank}; keys and values of this model have a rank of at most {most}")
-    if kept % 2 or not 2 <= kept <= config.head_dim:
-        raise UsageError(f"--latent-rotary is {kept}; choose an even number of 2 to head_dim, {config.head_dim}")
     before = 2 * config.key_value_size
-    if rank + kept >= before:
+    most = min(config.hidden_size, before - config.head_dim - 1)
+    if not 1 <= rank <= most:
         raise UsageError(
-            f"--latent {rank}: with {kept} rotated channels it caches {rank + kept} numbers a token and layer, the "
-            f"model {before}; choose at most {before - kept - 1}"
+            f"--latent is {rank}; beside a rotated key of {config.head_dim} channels, and for less than the {before} "
+            f"numbers that the model caches for a token and layer, choose 1 to {most}"
         )
     return config.with_changes(
         attention_kind="latent",
@@ -76,7 +72,6 @@ def latent_config(config: ModelConfig, rank: int, rotary: int | None = None) -> 
         kv_lora_rank=rank,
         qk_nope_head_dim=config.head_dim,
         v_head_dim=config.head_dim,
-        head_dim=kept,
     )
 
 
@@ -126,7 +121,7 @@ def _factored(half: Any, moment_DD: Tensor, config: ModelConfig, smaller: ModelC
 
     q_HED, k_KED, v_KED = rows("q_proj"), rows("k_proj"), rows("v_proj")
     o_HDE = half.o_proj.weight.detach().double().view(-1, heads, size).transpose(0, 1)
-    rotated_PD, left_KED, turned_HED = _rotated_key(q_HED, k_KED, moment_DD, nearest_pairs(config, smaller))
+    rotated_PD, left_KED, turned_HED = _rotated_key(q_HED, k_KED, moment_DD)
     read_HEE = o_HDE.mT @ o_HDE
     v_moment_KEE = v_KED @ moment_DD @ v_KED.mT
     moved_H = (read_HEE * v_moment_KEE.repeat_interleave(shared, dim=0)).sum(dim=(1, 2))
@@ -162,29 +157,26 @@ def _factored(half: Any, moment_DD: Tensor, config: ModelConfig, smaller: ModelC
     return _Factored(found, per_query_head(plain))
 
 
-def _rotated_key(
-    q_HED: Tensor, k_KED: Tensor, moment_DD: Tensor, pairs: Sequence[Sequence[int]]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _rotated_key(q_HED: Tensor, k_KED: Tensor, moment_DD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The key that stays rotated, what is left of the keys, and the queries that read the first.
 
     Returns:
-        (new P, D) complex rows of the key; (K, E, D) rows of the keys without it; (H, new E, D) rows of queries.
+        (P, D) complex rows of the key; (K, E, D) rows of the keys without it; (H, E, D) rows of queries.
     """
     queries_HPD, keys_KPD = as_complex(q_HED), as_complex(k_KED)
     groups, moment = len(keys_KPD), moment_DD.to(keys_KPD.dtype)
     energy_HP = ((queries_HPD @ moment) * queries_HPD.conj()).real.sum(dim=-1).clamp(min=0.0)
     weight_KP = energy_HP.view(groups, -1, energy_HP.shape[1]).sum(dim=1).sqrt()
     weight_KP = weight_KP.clamp(min=1e-6 * float(weight_KP.max()) or 1.0)
-    left_KPD, rotated, turned = keys_KPD.clone(), [], []
-    for near in map(list, pairs):
-        own_UD = keys_KPD[:, near].flatten(0, 1)
-        pair = shared_pair(own_UD @ moment @ own_UD.mH, weight_KP[:, near].flatten())
-        row_D, into_KN = pair.read_U @ own_UD, pair.into_U.view(groups, len(near))
-        left_KPD[:, near] -= into_KN[..., None] * row_D
-        of_heads_HN = into_KN.conj().repeat_interleave(len(q_HED) // groups, dim=0)
-        turned.append(torch.einsum("hn,hnd->hd", of_heads_HN, queries_HPD[:, near]))
-        rotated.append(row_D)
-    return torch.stack(rotated), as_real(left_KPD), as_real(torch.stack(turned, dim=1))
+    pairs = [
+        shared_pair(own_KD @ moment @ own_KD.mH, w_K)
+        for own_KD, w_K in zip(keys_KPD.unbind(dim=1), weight_KP.unbind(dim=1), strict=True)
+    ]
+    read_KP, into_KP = (torch.stack(parts, dim=1) for parts in zip(*pairs, strict=True))
+    rotated_PD = torch.einsum("kp,kpd->pd", read_KP, keys_KPD)
+    left_KPD = keys_KPD - into_KP[..., None] * rotated_PD
+    of_heads_HP = into_KP.conj().repeat_interleave(len(q_HED) // groups, dim=0)
+    return rotated_PD, as_real(left_KPD), as_real(of_heads_HP[..., None] * queries_HPD)
 
 
 def _refit(reduced: SportsLLM, model: SportsLLM, wanted: Sequence[Tensor], samples: Sequence[Tensor]) -> None:

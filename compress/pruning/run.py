@@ -74,8 +74,7 @@ class PruneJob:
 
     Scores and refit read the calibration text. `scores` are those of an earlier run on the same checkpoint, `recovery`
     is the training afterwards. `experts` and `experts_per_token` are cut first, the way `experts_by` names, see
-    `compress.pruning.experts`; then attention is made latent, see `compress.pruning.latent`, of a rank and rotated
-    channels.
+    `compress.pruning.experts`; then attention is made latent of a rank, see `compress.pruning.latent`.
     """
 
     checkpoint: Path
@@ -87,11 +86,6 @@ class PruneJob:
     experts_per_token: int | None = None
     experts_by: str = "use"
     latent: int | None = None
-    latent_rotary: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.latent is None and self.latent_rotary is not None:
-            raise UsageError("--latent-rotary goes with --latent RANK; give both or none")
 
     @property
     def cuts_experts(self) -> bool:
@@ -108,7 +102,7 @@ class PruneJob:
         config = load_config(self.checkpoint)
         if self.cuts_experts:
             config = fewer_experts(config, self.experts, self.experts_per_token, self.experts_by)
-        return config if self.latent is None else latent_config(config, self.latent, self.latent_rotary)
+        return config if self.latent is None else latent_config(config, self.latent)
 
     def settings(self, shape: Shape) -> dict[str, Any]:
         """For the manifest, under the names of the flags."""
@@ -125,7 +119,7 @@ class PruneJob:
             "scores": self.scores,
             "calibration": self.calibration,
             **({name: getattr(self, name) for name in _EXPERTS} if self.cuts_experts else {}),
-            **({} if self.latent is None else {"latent": self.latent, "latent_rotary": self.latent_rotary}),
+            **({} if self.latent is None else {"latent": self.latent}),
             **(inherited if self.recovery is None else self.recovery.settings(self.checkpoint)),
         }
 

@@ -18,10 +18,11 @@ from sportsllm.console import progress_bar, say
 from sportsllm.errors import UsageError
 from sportsllm.gguf.config import ARCHITECTURES, ROPE_FACTORS
 from sportsllm.gguf.weights import gguf_name, paired_heads, rows_in_pairs
-from sportsllm.models.config import ModelConfig, RopeScaling
+from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf_config import family_of, load_config
 from sportsllm.models.kinds import parameters
 from sportsllm.models.rope import inverse_frequencies
+from sportsllm.models.rope_scaling import RopeScaling
 from sportsllm.storage.packed_matrix import read_packed
 from sportsllm.storage.packed_weights import QuantizedWeight
 from sportsllm.storage.safetensors_files import TensorFiles

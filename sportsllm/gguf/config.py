@@ -9,8 +9,9 @@ import numpy as np
 
 from sportsllm.errors import UsageError
 from sportsllm.gguf.file import GGUFFile
-from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig, RopeScaling
+from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig
 from sportsllm.models.rope import inverse_frequencies
+from sportsllm.models.rope_scaling import RopeScaling
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Those that are written too; further ones are read."""

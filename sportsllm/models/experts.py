@@ -12,17 +12,72 @@ Shape suffixes: B sequences, T tokens, D hidden_size, X = B * T, N experts, K ac
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from sportsllm.errors import UsageError
 from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, Processor, Unit
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sportsllm.models.config import Experts, ModelConfig
+    from sportsllm.models.config import ModelConfig
 
 ROUTER = "gate"
 SHARED = "shared_experts"
+ROUTERS, ROUTER_WEIGHTS = ("softmax", "sigmoid"), ("scores", "sum", "softmax")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: what a config says of it.
+
+    Attributes:
+        count, active: routed experts, and how many of them a token is sent to.
+        shared: experts that every token is sent to.
+        router: `softmax` or `sigmoid`, how scores are made.
+        weights: of the chosen: their `scores`, these divided by their `sum`, or their `softmax`.
+        scale: what the weights are multiplied by.
+        groups, active_groups: into how many groups experts are divided, and how many of them are open to a token.
+        choice_bias: whether the router has a bias for the choice alone, not for the weights.
+        gated: whether an expert is SwiGLU; else silu between two matrices with biases.
+        balance_loss: factor of the load-balancing loss in training.
+    """
+
+    count: int
+    active: int
+    shared: int = 0
+    router: str = "softmax"
+    weights: str = "sum"
+    scale: float = 1.0
+    groups: int = 1
+    active_groups: int = 1
+    choice_bias: bool = False
+    gated: bool = True
+    balance_loss: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("count", "active", "shared", "groups", "active_groups"):
+            value, least = getattr(self, name), 0 if name == "shared" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UsageError(f"config: experts: {name} is {value!r}; it must be a whole number of at least {least}")
+        if not (math.isfinite(self.scale) and 0 <= self.balance_loss < math.inf):
+            raise UsageError(f"config: experts: scale is {self.scale}, balance_loss {self.balance_loss}; correct them")
+        if not 1 <= self.active <= self.count:
+            raise UsageError(f"config: {self.active} experts a token of {self.count}; choose 1 to {self.count}")
+        if self.router not in ROUTERS or self.weights not in ROUTER_WEIGHTS:
+            raise UsageError(
+                f"config: router {self.router!r} with weights {self.weights!r} is not known; use "
+                f"{' or '.join(ROUTERS)} with {', '.join(ROUTER_WEIGHTS)}"
+            )
+        each = self.count // self.groups
+        possible = self.active_groups <= self.groups and self.active <= self.active_groups * each
+        if self.count % self.groups or not possible or (self.groups > 1 and each < 2):
+            raise UsageError(
+                f"config: {self.count} experts in {self.groups} groups, {self.active_groups} of them open for "
+                f"{self.active} a token: groups need two experts each, and the open ones as many as a token is sent to"
+            )
 
 
 class MixtureOfExperts(Kind):

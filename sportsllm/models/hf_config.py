@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.config import ROPE_TYPES, Experts, ModelConfig, RopeScaling
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.experts import Experts
 from sportsllm.models.hf_families import FAMILIES
+from sportsllm.models.rope_scaling import ROPE_TYPES, RopeScaling
 
 # Fields of config.json that do not change the model's output.
 _IGNORED = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sportsllm.errors import ArtifactError
-from sportsllm.models.config import SLIDING, Experts, ModelConfig
+from sportsllm.models.config import SLIDING, ModelConfig
+from sportsllm.models.experts import Experts
 from sportsllm.models.hf_fields import LATENT, Fields, full_only, only, read_mistral, require, write_mistral
 
 _EXPERTS = (

@@ -1,7 +1,8 @@
 """Shapes by name. The parameter counts of the full-size presets are asserted in the tests."""
 
 from sportsllm.errors import UsageError
-from sportsllm.models.config import Experts, ModelConfig
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.experts import Experts
 
 
 def _shape(

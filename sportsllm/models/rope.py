@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sportsllm.errors import UsageError
-from sportsllm.models.config import ROPE_TYPES, ModelConfig, RopeScaling
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.rope_scaling import ROPE_TYPES, RopeScaling
 
 LONGEST = 2**24
 """Positions are float32, which counts up to here."""

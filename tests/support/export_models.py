@@ -20,6 +20,7 @@ from export.graph.prefill_graph import write_prompt_graph
 from export.parity.check import check_parity
 from export.parity.comparison import ParityReport
 from export.paths import DATA_FILE, GRAPH_FILE
+from export.runtime.decoder import OnnxDecoder
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.checkpoint import save_checkpoint
@@ -231,3 +232,16 @@ def edit_tensor(directory: Path, name: str, change: Callable[[npt.NDArray[Any]],
     )
     change(array)
     array.flush()
+
+
+def pieces_read(decoder: OnnxDecoder) -> list[int]:
+    """Grows by the length of every piece of tokens that the decoder runs from now on."""
+    read: list[int] = []
+    run = decoder._run
+
+    def counting(cache: Any, rows: slice, ids: Any, *rest: Any, **keywords: Any) -> None:
+        read.append(ids.shape[1])
+        run(cache, rows, ids, *rest, **keywords)
+
+    decoder._run = counting  # type: ignore[method-assign]
+    return read

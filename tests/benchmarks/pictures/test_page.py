@@ -21,7 +21,8 @@ from export.export import ExportOptions, export_checkpoint
 from sportsllm.console import output
 from sportsllm.errors import UsageError
 from sportsllm.inference.attention_weights import attention_weights
-from sportsllm.models.config import FULL, SLIDING, Experts
+from sportsllm.models.config import FULL, SLIDING
+from sportsllm.models.experts import Experts
 from sportsllm.models.gelu import Gelu
 from sportsllm.models.language_model import Half
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint

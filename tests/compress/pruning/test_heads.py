@@ -6,9 +6,9 @@ import torch
 from compress.pruning.heads import heads_change, nearest_pairs, reduce_heads
 from compress.pruning.rotation import principal_directions
 from compress.pruning.scores import random_scores
-from sportsllm.models.config import RopeScaling
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import inverse_frequencies
+from sportsllm.models.rope_scaling import RopeScaling
 from tests.support.models import tiny_model
 
 

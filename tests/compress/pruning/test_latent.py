@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compress.pruning.heads import as_complex, as_real, nearest_pairs
+from compress.pruning.heads import as_complex, as_real
 from compress.pruning.latent import _factored, latent_config, to_latent
 from compress.pruning.plan import PruneTarget, prune_run
 from compress.pruning.run import PruneConfig, PruneJob
 from sportsllm.errors import UsageError
-from sportsllm.models.config import RopeScaling
 from sportsllm.models.hf_config import load_config
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.rope_scaling import RopeScaling
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from tests.support.models import tiny_config, tiny_model
 
@@ -79,19 +79,6 @@ def sum_of(outputs_DHE: Tensor, group: int) -> Tensor:
     return torch.einsum("dhe,dhf->ef", read_DHE, read_DHE)
 
 
-def test_half_a_rotated_key_reads_the_pairs_of_its_own_frequencies() -> None:
-    model = with_one_key_for_all(tiny_model(num_attention_heads=4, num_key_value_heads=2, head_dim=8))
-    smaller = latent_config(model.config, 11, rotary=4)
-    assert nearest_pairs(model.config, smaller) == [[0], [1, 2, 3]]  # its own: 10000^0 and, of pair 2, 10000^(-1/2)
-    for block in model.model.layers:
-        half: Any = block.get_submodule("self_attn")
-        half.k_proj.weight.data.view(2, 2, 4, -1)[:, :, [1, 3]] = 0.0
-        half.v_proj.weight.data.view(2, 8, -1)[:, 5:] = 0.0
-    reduced = without_latent_norms(to_latent(model, smaller, SAMPLES, refit=False))
-    with torch.inference_mode():
-        torch.testing.assert_close(reduced(SAMPLES[0]), model(SAMPLES[0]), rtol=1e-4, atol=1e-4)
-
-
 def test_the_refit_brings_the_residual_stream_nearer() -> None:
     model = tiny_model(num_attention_heads=4, num_key_value_heads=4, head_dim=8)
     with torch.no_grad():
@@ -114,17 +101,13 @@ def test_the_command_writes_a_checkpoint_of_the_layout(
     (tmp_path / "full").mkdir()
     model = tiny_model(num_attention_heads=4, num_key_value_heads=4, head_dim=8)
     save_checkpoint(tmp_path / "full", model, tokenizer_directory)
-    job = PruneJob(tmp_path / "full", [corpus_file], PruneConfig(samples=8), latent=16, latent_rotary=4)
+    job = PruneJob(tmp_path / "full", [corpus_file], PruneConfig(samples=8), latent=16)
     result = prune_run(job, PruneTarget(dimensions={"intermediate": 32}), tmp_path / "out")
     smaller = load_config(tmp_path / "out")
-    assert (smaller.attention_kind, smaller.kv_rank, smaller.head_dim, smaller.intermediate_size) == (
-        "latent",
-        16,
-        4,
-        32,
-    )
+    assert (smaller.attention_kind, smaller.kv_rank) == ("latent", 16)
+    assert (smaller.head_dim, smaller.intermediate_size) == (8, 32)
     before, after = result["kv_cache_bytes_per_token_before"]["fp32"], result["kv_cache_bytes_per_token"]["fp32"]
-    assert (before, after) == (4 * 2 * 64, 4 * 2 * 20)  # two layers: 64 numbers of keys and values; 16 + 4
+    assert (before, after) == (4 * 2 * 64, 4 * 2 * 24)  # two layers: 64 numbers of keys and values; 16 + 8
     load_checkpoint(tmp_path / "out")
     oracle = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.inference_mode():
@@ -133,26 +116,24 @@ def test_the_command_writes_a_checkpoint_of_the_layout(
 
 
 @pytest.mark.parametrize(
-    ("changes", "rank", "rotary", "said"),
+    ("changes", "rank", "said"),
     [
-        ({}, 64, None, "--latent is 64; keys and values of this model have a rank of at most 32"),
-        ({}, 31, None, "caches 39 numbers a token and layer, the model 32; choose at most 23"),
-        ({}, 8, 3, "--latent-rotary is 3; choose an even number of 2 to head_dim, 8"),
-        ({"qk_norm": True}, 8, None, "has norms of queries and keys"),
-        ({"attention_bias": True}, 8, None, "has biases in attention"),
-        ({"rope_scaling": RopeScaling("linear", 2.0)}, 8, None, "has a stretched rotary table"),
-        ({"layer_types": ("full", "unrotated")}, 8, None, "has layers that see or rotate otherwise"),
+        ({}, 24, "--latent is 24; beside a rotated key of 8 channels, and for less than the 32 .*, choose 1 to 23"),
+        ({}, 0, "--latent is 0"),
+        ({"qk_norm": True}, 8, "has norms of queries and keys"),
+        ({"attention_bias": True}, 8, "has biases in attention"),
+        ({"rope_scaling": RopeScaling("linear", 2.0)}, 8, "has a stretched rotary table"),
+        ({"layer_types": ("full", "unrotated")}, 8, "has layers that see or rotate otherwise"),
+        ({"output_norms": True}, 8, "has norms after attention"),
     ],
 )
-def test_what_cannot_be_made_latent_is_refused(changes: Any, rank: int, rotary: int | None, said: str) -> None:
+def test_what_cannot_be_made_latent_is_refused(changes: Any, rank: int, said: str) -> None:
     config = tiny_config(num_attention_heads=4, num_key_value_heads=2, head_dim=8, **changes)
     with pytest.raises(UsageError, match=said):
-        latent_config(config, rank, rotary)
+        latent_config(config, rank)
 
 
 def test_latent_attention_is_not_made_latent_again() -> None:
     config = latent_config(tiny_config(num_attention_heads=4, num_key_value_heads=2, head_dim=8), 8)
     with pytest.raises(UsageError, match="of kind 'latent' already"):
         latent_config(config, 4)
-    with pytest.raises(UsageError, match="--latent-rotary goes with --latent RANK"):
-        PruneJob(Path("x"), [], latent_rotary=4)

@@ -18,7 +18,7 @@ from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
 from sportsllm.storage.packed_weights import ROW_BITS
-from tests.support.export_models import Export, Exports, logits_of, pack_model, save, tiny_model
+from tests.support.export_models import Export, Exports, logits_of, pack_model, pieces_read, save, tiny_model
 from tests.support.lstm_models import LSTM
 
 TOLERANCE = 2e-5  # float32 in another order of additions, of logits near 1
@@ -116,14 +116,7 @@ def test_a_state_goes_on_but_never_back(dense: Export) -> None:
     first, second = draw(20, 11)
     decoder.prefill([first, second], max_length=60)
     decoder.step([1, 2])
-    read: list[int] = []
-    run = decoder._run
-
-    def counting(cache: Any, rows: slice, ids: Any, *rest: Any, **keywords: Any) -> None:
-        read.append(ids.shape[1])
-        run(cache, rows, ids, *rest, **keywords)
-
-    decoder._run = counting  # type: ignore[method-assign]
+    read = pieces_read(decoder)
     for room in (60, 64):  # in the same buffers, and in larger ones
         prompts = [[*first, 1, 7, 8], [*second[:5], 3, 4]]
         found = decoder.prefill(prompts, max_length=room, reuse=True)

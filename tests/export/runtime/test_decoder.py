@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import onnx
@@ -22,7 +22,7 @@ from sportsllm.inference.decoder import log_softmax, open_decoder
 from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.tokenizer import load_tokenizer
-from tests.support.export_models import logits_of, pack_model, save, tiny_model
+from tests.support.export_models import logits_of, pack_model, pieces_read, save, tiny_model
 
 TOLERANCE = 2e-5
 STORIES = Path(__file__).resolve().parents[4] / "shared/data/models/stories260K"
@@ -74,14 +74,7 @@ def test_beginnings_that_were_read_are_reused(standard: bool, model: SportsLLM, 
         decoder.step(pair)
     # What was read and stepped, then more; and a prompt that parts from it in the middle.
     prompts = [first + steps[0] + [7, 8, 9], [*second[:5], 1, 2, 3, 4]]
-    read: list[int] = []
-    run = decoder._run
-
-    def counting(cache: Any, rows: slice, ids: Any, *rest: Any, **keywords: Any) -> None:
-        read.append(ids.shape[1])
-        run(cache, rows, ids, *rest, **keywords)
-
-    decoder._run = counting  # type: ignore[method-assign]
+    read = pieces_read(decoder)
     found = decoder.prefill(prompts, max_length=50, reuse=True)
     assert read == [3, 4]
     for row, prompt in enumerate(prompts):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sportsllm.inference.evaluate import windows
-from sportsllm.models.config import RopeScaling
 from sportsllm.models.hf_config import load_config
+from sportsllm.models.rope_scaling import RopeScaling
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.sportsllm.cli.test_main import call, complains

@@ -12,7 +12,8 @@ from torch import nn
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.attention import KVCache
-from sportsllm.models.config import Experts, ModelConfig
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.experts import Experts
 from sportsllm.models.hf_config import config_from_hf, load_config, to_hf
 from sportsllm.models.kinds import (
     block_matrices,
