@@ -14,7 +14,7 @@ from export.cache_scales import SAMPLES, cache_scales
 from export.graph.decoder import WrittenGraph, write_graph
 from export.graph.kinds import check_kinds
 from export.graph.prefill_graph import write_prompt_graph
-from export.loader_files import write_loader_files
+from export.loader_files import not_opened_by, write_loader_files
 from export.parity.by_layer import check_parity_by_layer
 from export.parity.check import check_parity
 from export.paths import web_precision
@@ -22,7 +22,7 @@ from export.runtime.providers import find_provider
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, GateError, ResourceError, UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import family_of, load_config
+from sportsllm.models.hf_config import load_config
 from sportsllm.models.kinds import block_state, matrix_shapes
 from sportsllm.models.rope import stretched
 from sportsllm.process_memory import peak_rss_bytes
@@ -180,11 +180,9 @@ def _write(checkpoint: Path, directory: Path, options: ExportOptions) -> Written
         write_prompt_graph(checkpoint, directory, written, scales)
     web = web_precision(written.precision, options.in_half) if options.web else None
     write_loader_files(checkpoint, directory, not options.standard_ops, web, options.in_half)
-    if family_of(load_config(checkpoint)) is None:
-        say(
-            "config.json: this mix of parts is of no family that Hugging Face's loaders know; optimum and "
-            "transformers.js cannot open the export, onnxruntime-genai and this program can"
-        )
+    others = not_opened_by(load_config(checkpoint))
+    if others is not None:
+        say(others)
     return written
 
 

@@ -59,9 +59,27 @@ def write_loader_files(
             settings["transformers.js_config"]["kv_cache_dtype"] = {dtype: "float16"}
         write_json(directory / "config.json", settings)
         return
-    if [state.name for state in block_state(config)] == ["key", "value"]:
+    if caches_keys_and_values(config):
         model_type = str(settings.get("model_type", "llama"))
         write_json(directory / "genai_config.json", genai_config(config, model_type, in_place))
+
+
+def caches_keys_and_values(config: ModelConfig) -> bool:
+    """Whether a model caches what loaders other than this program's know."""
+    return [state.name for state in block_state(config)] == ["key", "value"]
+
+
+def not_opened_by(config: ModelConfig) -> str | None:
+    """A line on the loaders that cannot open an export of a model; None where all can."""
+    if not caches_keys_and_values(config):
+        cached = " and ".join(state.name for state in block_state(config))
+        return f"{cached} vectors are cached, which no other loader knows: the export runs in this program alone"
+    if family_of(config) is None:
+        return (
+            "config.json: this mix of parts is of no family that Hugging Face's loaders know; optimum and "
+            "transformers.js cannot open the export, onnxruntime-genai and this program can"
+        )
+    return None
 
 
 def genai_config(config: ModelConfig, model_type: str, in_place: bool = True) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The files that loaders read beside the graph."""
 
-from export.loader_files import genai_config
+from export.loader_files import genai_config, not_opened_by
 from export.paths import GRAPH_FILE
+from sportsllm.models.presets import preset
 from tests.support.export_models import TINY
 
 
@@ -14,3 +15,12 @@ def test_genai_settings_name_what_the_graph_has() -> None:
     longer = genai_config(TINY.with_changes(max_position_embeddings=131_072), "llama")
     assert longer["model"]["context_length"] == 131_072
     assert longer["search"]["max_length"] == 1_024
+
+
+def test_who_cannot_open_an_export_is_said() -> None:
+    assert not_opened_by(TINY) is None
+    own = not_opened_by(TINY.with_changes(mlp_kind="gelu"))
+    assert own is not None and "onnxruntime-genai and this program can" in own
+    for name, cached in (("tiny-latent", "latent vectors"), ("lstm-1m", "hidden and cell vectors")):
+        line = not_opened_by(preset(name))
+        assert line is not None and line.startswith(cached) and line.endswith("runs in this program alone")
