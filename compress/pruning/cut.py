@@ -34,6 +34,7 @@ _SAME = (
     "qk_nope_head_dim",
     "v_head_dim",
     "experts",
+    "selection",
 )
 
 

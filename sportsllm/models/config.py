@@ -12,6 +12,7 @@ from typing import Any
 
 from sportsllm.errors import UsageError
 from sportsllm.models import kinds
+from sportsllm.models.selected import Selection
 
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "linear": (),
@@ -144,6 +145,7 @@ class ModelConfig:
                             of latent attention (DeepSeek), where `head_dim` is the rotated part of a query or key, and
                             `num_key_value_heads` is 1, that part being shared; low-rank queries are optional
         experts             of a mixture, each `intermediate_size` wide
+        selection           of the tokens that attention of kind `selected` sees
     """
 
     vocab_size: int
@@ -181,6 +183,7 @@ class ModelConfig:
     qk_nope_head_dim: int | None = None
     v_head_dim: int | None = None
     experts: Experts | None = None
+    selection: Selection | None = None
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.type == "int"):  # the sizes
@@ -212,6 +215,15 @@ class ModelConfig:
             self._check_latent()
         if (self.mlp_kind == "experts") != (self.experts is not None):
             raise UsageError(f"config: mlp_kind {self.mlp_kind!r} with experts {self.experts}; give both or none")
+        if (self.attention_kind == "selected") != (self.selection is not None):
+            kind = self.attention_kind
+            raise UsageError(f"config: attention_kind {kind!r} with selection {self.selection}; give both or none")
+        if self.selection is not None and (self.layer_types is not None or self.position_kind != "rotary"):
+            named = "layer_types" if self.layer_types is not None else "position_kind"
+            raise UsageError(
+                f"config: {named} is {getattr(self, named)!r}; attention to selected tokens is for rotary layers that "
+                "are all alike"
+            )
 
     def _check_latent(self) -> None:
         if self.position_kind != "rotary":
@@ -246,6 +258,12 @@ class ModelConfig:
         """`experts` of a model that has some."""
         assert self.experts is not None, "only a mixture of experts is asked for them"
         return self.experts
+
+    @property
+    def chosen_selection(self) -> Selection:
+        """`selection` of a model that has one."""
+        assert self.selection is not None, "only attention to selected tokens asks for it"
+        return self.selection
 
     @property
     def active_parameters(self) -> int:

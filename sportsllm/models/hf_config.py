@@ -9,6 +9,7 @@ from typing import Any
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ROPE_TYPES, Experts, ModelConfig, RopeScaling
 from sportsllm.models.hf_families import FAMILIES
+from sportsllm.models.selected import Selection
 
 # Fields of config.json that do not change the model's output.
 _IGNORED = {
@@ -96,6 +97,8 @@ def _parse_own(data: Mapping[str, Any], where: str) -> ModelConfig:
             values[name] = tuple(values[name])
     if values.get("experts") is not None:
         values["experts"] = Experts(**values["experts"])
+    if values.get("selection") is not None:
+        values["selection"] = Selection(**values["selection"])
     scaling = _rope_scaling(values.get("rope_scaling") or {}, values.get("max_position_embeddings"), where)
     return _checked(values | {"rope_scaling": scaling}, where)
 

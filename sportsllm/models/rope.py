@@ -107,7 +107,7 @@ def stretched(config: ModelConfig, scaling: str) -> ModelConfig:
         raise UsageError(f"--rope-scaling {scaling}: no factor; {example}") from None
     if config.position_kind != "rotary":
         raise UsageError(f"--rope-scaling {scaling}: the model has learned positions, which cannot be stretched")
-    if config.attention_kind != "grouped_query":
+    if config.attention_kind not in ("grouped_query", "selected"):
         raise UsageError(
             f"--rope-scaling {scaling}: {config.attention_kind} attention cannot be stretched; leave it out"
         )

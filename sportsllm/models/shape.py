@@ -67,6 +67,8 @@ def described_shape(config: ModelConfig) -> str:
     experts, heads = config.experts, f"on {config.num_key_value_heads} key/value heads"
     if config.attention_kind == "latent":
         heads = f"on a latent of {config.kv_rank}"
+    if config.selection is not None:
+        heads += f" that see {config.selection.tokens:,} tokens"
     inner = f"FFN {config.intermediate_size:,}"
     if experts is not None:
         inner = f"{experts.active} of {experts.count} experts of {config.intermediate_size:,}"
