@@ -10,6 +10,7 @@ from export.graph.grouped_query import OrtGroupedQuery
 from export.graph.half import HalfBuilder
 from export.graph.latent import LatentAttention
 from export.graph.layer import LayerBuilder
+from export.graph.selected import SelectedAttention
 from export.graph.standard_grouped_query import StandardGroupedQuery
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -26,6 +27,7 @@ HALF_BUILDERS: dict[str, Callable[[LayerBuilder, str], HalfBuilder]] = {
     "geglu": Gated,
     "gelu": Gelu,
     "experts": MixtureOfExperts,
+    "selected": SelectedAttention,
 }
 INT8_CACHE_KINDS = ("grouped_query",)  # of attention, whose builder takes the scales of an INT8 cache
 
