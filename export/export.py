@@ -257,10 +257,20 @@ def _check_half(checkpoint: Path, options: ExportOptions, packed: Mapping[str, A
 def _check_new_kinds(
     checkpoint: Path, config: ModelConfig, options: ExportOptions, packed: Mapping[str, Any] | None
 ) -> None:
-    """Refuse forms that graphs of latent attention, of an LSTM and of experts have not."""
+    """Refuse forms that graphs of latent or selected attention, of an LSTM and of experts have not."""
     latent, experts = config.attention_kind == "latent", config.experts is not None
-    lstm = config.attention_kind == "lstm"
+    lstm, selected = config.attention_kind == "lstm", config.selection is not None
     refused = {
+        "--web: attention to selected tokens writes into a cache with room, which a browser's loader does not give": (
+            selected and options.web
+        ),
+        "--profile latency: its second graph knows no selection of tokens": selected and options.profile == "latency",
+        "--standard-ops: joining the cache anew in each step takes longer than selection saves": (
+            selected and options.standard_ops
+        ),
+        "--max-ram: the gate by layer does not bound what another choice of tokens changes": (
+            selected and options.max_ram_mb is not None
+        ),
         "--web: a browser's loader gives a latent cache no room to write into": latent and options.web,
         "--web: a browser's loader passes on keys and values, not the states of an LSTM": lstm and options.web,
         "--profile latency: its second graph is for grouped-query attention and SwiGLU": (

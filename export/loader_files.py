@@ -72,7 +72,8 @@ def caches_keys_and_values(config: ModelConfig) -> bool:
 def not_opened_by(config: ModelConfig) -> str | None:
     """A line on the loaders that cannot open an export of a model; None where all can."""
     if not caches_keys_and_values(config):
-        cached = " and ".join(state.name for state in block_state(config))
+        *others, last = (state.name for state in block_state(config))
+        cached = f"{', '.join(others)} and {last}" if others else last
         return f"{cached} vectors are cached, which no other loader knows: the export runs in this program alone"
     if family_of(config) is None:
         return (

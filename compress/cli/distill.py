@@ -10,6 +10,7 @@ import typer
 from compress.cli import flags
 from sportsllm.cli import flags as options
 from sportsllm.cli.flag_groups import expand_flag_groups
+from sportsllm.errors import UsageError
 
 
 @expand_flag_groups
@@ -18,8 +19,16 @@ def distill(
     teacher: Annotated[
         str, typer.Option(help="A checkpoint directory, or a preset's name for runs/<preset>."), options.BY_NAME
     ],
-    student: Annotated[str, typer.Option(help="A preset's name, or a checkpoint directory."), options.BY_NAME],
-    out: Annotated[Path | None, typer.Option(help="New directory.", show_default="runs/<student>")] = None,
+    student: Annotated[
+        str | None,
+        typer.Option(
+            help="A preset's name, or a checkpoint directory.", show_default="with --select-tokens the teacher"
+        ),
+        options.BY_NAME,
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New directory.", show_default="runs/<student>, runs/<student>-selected")
+    ] = None,
     init: Annotated[
         Path | None,
         typer.Option(help="Checkpoint whose weights the student starts from.", show_default="none"),
@@ -33,6 +42,7 @@ def distill(
             show_default="the weights of --init or of a checkpoint student, else cut where nothing grows",
         ),
     ] = None,
+    selection: flags.SelectionFlags,
     text: options.TextFlags,
     distillation: flags.DistillationFlags,
     lora: options.LoraFlags,
@@ -41,7 +51,12 @@ def distill(
     seed: options.Seed = 0,
     threads: options.Threads = None,
 ) -> dict[str, Any]:
-    """Train a smaller student on a teacher's next-token distribution."""
+    """Train a smaller student on a teacher's next-token distribution, or one that sees few tokens (--select-tokens).
+
+    --steps 0 writes the student without training it, but for the indexer that selects tokens.
+    """
+    import dataclasses
+
     from compress.distillation.run import distill as run_distill
     from compress.distillation.run import resolve_teacher, teacher_corpus
     from compress.distillation.student_training import StudentTraining
@@ -53,7 +68,16 @@ def distill(
 
     set_threads(threads)
     source = resolve_teacher(teacher)
-    begin = choose_start(student, init, start, source)
+    if student is None:
+        if selection.select_tokens is None:
+            raise UsageError("give --student: a preset's name or a checkpoint directory")
+        student = str(source)
+    begin = selection.applied_to(choose_start(student, init, start, source))
+    if selection.select_tokens is not None:
+        longest, (tokens, sequence) = begin.shape.max_position_embeddings, selection.lengths()
+        training = dataclasses.replace(training, sequence=training.sequence or min(longest, sequence))
+        if length.tokens is None and length.steps is None:
+            length = dataclasses.replace(length, tokens=tokens)
     run = Run(begin.kind, begin.shape, lora.lora_rank is not None)
     config = training.config(run, length.tokens, length.steps, seed=seed)
     plan = StudentTraining(
@@ -64,6 +88,8 @@ def distill(
         distillation=distillation.config(begin.kind, source),
         adapters=lora.adapters(config.optimizer),
     )
-    result = run_distill(student, begin, plan, out or Path("runs") / plain_name(Path(student)), training.resume)
+    if out is None:
+        out = Path("runs") / (plain_name(Path(student)) + "-selected" * (selection.select_tokens is not None))
+    result = run_distill(student, begin, plan, out, training.resume)
     print_training(result)
     return result

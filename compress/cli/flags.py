@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sportsllm.cli.flag_groups import FlagGroup
+from sportsllm.cli.flag_groups import FlagGroup, check_not_given
 
 if TYPE_CHECKING:
+    from compress.distillation.run import Start as StudentStart
     from compress.distillation.settings import DistillationConfig
     from sportsllm.training.settings import Start
 
@@ -94,3 +95,49 @@ class DistillationFlags(TeacherFlags):
             show_default="the layers that were kept after pruning, else evenly spread",
         ),
     ] = None
+
+
+@dataclass(frozen=True)
+class SelectionFlags(FlagGroup):
+    """A student that attends to selected tokens."""
+
+    select_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens that a query attends to at most, chosen by an indexer in blocks; the first and the newest "
+            "always.",
+            show_default="all tokens",
+        ),
+    ] = None
+    select_block: Annotated[int | None, typer.Option(min=1, help="Tokens of such a block.", show_default="16")] = None
+    index_heads: Annotated[
+        int | None, typer.Option(min=1, help="Heads of the indexer, as wide as the model's.", show_default="4")
+    ] = None
+    index_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Tokens from which the indexer learns full attention, alone.", show_default="1,000,000"
+        ),
+    ] = None
+
+    def applied_to(self, start: StudentStart) -> StudentStart:
+        """The start of a student that selects tokens, if that is asked for."""
+        from compress.distillation.selection import selecting
+        from sportsllm.models.selected import Selection
+
+        if self.select_tokens is None:
+            check_not_given("--select-tokens", self)
+            return start
+        sizes = {"block": self.select_block, "heads": self.index_heads}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        return selecting(start, Selection(self.select_tokens, **given), self.index_tokens)
+
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the training behind the indexer's, and of a sequence, where they are not given."""
+        from compress.distillation.selection import DEFAULT_TOKENS
+
+        return DEFAULT_TOKENS, _SEQUENCE_TIMES_SELECTED * (self.select_tokens or 0)
+
+
+_SEQUENCE_TIMES_SELECTED = 4

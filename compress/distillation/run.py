@@ -79,8 +79,8 @@ class Start(Protocol):
     def shape(self) -> ModelConfig: ...
     @property
     def inputs(self) -> list[Path]: ...
-    def build(self, training: StudentTraining) -> tuple[SportsLLM, StudentTraining]:
-        """The student before training, and the training with what is known of the student's layers."""
+    def build(self, training: StudentTraining, text: StudentText) -> tuple[SportsLLM, StudentTraining]:
+        """The student before training on `text`, and the training with what is known of the student's layers."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Fresh:
     shape: ModelConfig
     inputs: list[Path]
 
-    def build(self, training: StudentTraining) -> tuple[SportsLLM, StudentTraining]:
+    def build(self, training: StudentTraining, text: StudentText) -> tuple[SportsLLM, StudentTraining]:
         """The student before training."""
         model = SportsLLM(self.shape)
         model.initialize(training.config.seed)
@@ -108,9 +108,13 @@ class Checkpoint:
     shape: ModelConfig
     inputs: list[Path]
 
-    def build(self, training: StudentTraining) -> tuple[SportsLLM, StudentTraining]:
+    def build(self, training: StudentTraining, text: StudentText) -> tuple[SportsLLM, StudentTraining]:
         """The student before training."""
         return load_checkpoint(self.inputs[0]), training
+
+    def record(self) -> dict[str, Any]:
+        """What is made of the weights before training, for the manifest."""
+        return {}
 
 
 def resolve_start(student: str, init: Path | None, start: str | None, teacher: Path) -> Fresh | Checkpoint:
@@ -187,7 +191,8 @@ def distill(student: str, start: Start, training: StudentTraining, out: Path, re
     config, theirs = training.config, load_config(training.teacher)
     if training.adapters is not None and start.kind is settings.Start.RANDOM:
         raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT or a checkpoint student")
-    if start.shape.parameters > theirs.parameters:
+    same_attention = {"attention_kind": theirs.attention_kind, "selection": theirs.selection}
+    if start.shape.with_changes(**same_attention if start.shape.selection else {}).parameters > theirs.parameters:
         raise UsageError(
             f"the student ({start.shape.parameters:,} parameters) is larger than the teacher "
             f"({theirs.parameters:,}); choose a smaller --student"
@@ -200,13 +205,14 @@ def distill(student: str, start: Start, training: StudentTraining, out: Path, re
         "init": str(start.inputs[0]) if isinstance(start, Checkpoint) else None,
         "start": start.name,
         **dataclasses.asdict(config),
+        **(start.record() if isinstance(start, Checkpoint) else {}),
     }
     stage = Stage("distill", record, [training.teacher, *start.inputs, *training.inputs()], seed=config.seed)
 
     def make(directory: Path) -> dict[str, Any]:
         text = StudentText.read(training, load_tokenizer(training.teacher, theirs))
         copy_tokenizer(training.teacher, directory)
-        model, known = start.build(training)
+        model, known = start.build(training, text)
         before = {"bits_per_byte_before": text.bits_per_byte(model)} if config.steps and has_weights else {}
         state = RunState(directory, stage.fingerprint(), resume)
         results = train_student(model, known, text, cache, state, f"distil {student}", has_weights)

@@ -36,6 +36,7 @@ _SAME = (
     "v_head_dim",
     "experts",
     "dense_layers",
+    "selection",
 )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from compress.distillation.run import Fresh, Start, resolve_start
-from compress.distillation.student_training import StudentTraining
+from compress.distillation.student_training import StudentText, StudentTraining
 from compress.pruning.cut import check_cut, cut_to_config
 from compress.pruning.run import SAMPLE_LENGTH, PruneConfig, map_kept_layers
 from sportsllm.console import say
@@ -35,7 +35,7 @@ class Cut:
     shape: ModelConfig
     inputs: list[Path]
 
-    def build(self, training: StudentTraining) -> tuple[SportsLLM, StudentTraining]:
+    def build(self, training: StudentTraining, text: StudentText) -> tuple[SportsLLM, StudentTraining]:
         """The student before training, whose calibration text is the training text; hidden states are matched at the
         layers that were kept.
         """

@@ -132,7 +132,8 @@ class OrtGroupedQuery(HalfBuilder):
             gamma = self.layers.matmul.vector(f"{name}_norm.weight", size)
             normed = self.layers.rms_norm(f"{name}_norm", x_BTHE, gamma)
             x = graph.node(f"{name}_norm/flat", "Reshape", [normed, together])
-        if ids_BT is None:
-            return x
-        inputs = [x, ids_BT, *tables]
-        return graph.node(f"{name}_rotary", "RotaryEmbedding", inputs, MS, num_heads=heads, rotary_embedding_dim=size)
+        return x if ids_BT is None else self._rotated(name, x, heads, ids_BT, tables)
+
+    def _rotated(self, name: str, x: ir.Value, heads: int, ids_BT: ir.Value, tables: Sequence[ir.Value]) -> ir.Value:
+        sizes = {"num_heads": heads, "rotary_embedding_dim": self.config.head_dim}
+        return self.graph.node(f"{name}_rotary", "RotaryEmbedding", [x, ids_BT, *tables], MS, **sizes)

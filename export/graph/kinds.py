@@ -11,6 +11,7 @@ from export.graph.half import HalfBuilder
 from export.graph.latent import LatentAttention
 from export.graph.layer import LayerBuilder
 from export.graph.lstm import LSTM
+from export.graph.selected import SelectedAttention
 from export.graph.standard_grouped_query import StandardGroupedQuery
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -28,6 +29,7 @@ HALF_BUILDERS: dict[str, Callable[[LayerBuilder, str], HalfBuilder]] = {
     "geglu": Gated,
     "gelu": Gelu,
     "experts": MixtureOfExperts,
+    "selected": SelectedAttention,
 }
 INT8_CACHE_KINDS = ("grouped_query", "latent")  # of attention, whose builder takes the scales of an INT8 cache
 

@@ -22,6 +22,7 @@ from export.graph.positions import (
     position_ids,
     rotary_rows,
     rotated_pairs,
+    rows_and_places,
     seen_columns,
     sequence_lengths,
 )
@@ -57,7 +58,6 @@ class LatentAttention(HalfBuilder):
         S is that of the longest sequence: the attention mask may be as wide as the cache.
         """
         graph = self.graph
-        scalar = graph.constant("scalar_shape", np.array([], np.int64))
         zero, one = graph.constant("zero", np.array(0, np.int64)), graph.constant("one", np.array(1, np.int64))
         last = graph.node("latent/last", "ReduceMax", [self._places_BT], keepdims=0)
         total = graph.node("latent/total", "Add", [last, one])
@@ -66,14 +66,7 @@ class LatentAttention(HalfBuilder):
         places_BT1 = graph.node("latent/place_column", "Unsqueeze", [self._places_BT, graph.axis(2)])
         seen_BTS = graph.node("latent/earlier", "LessOrEqual", [columns_S, places_BT1])
         self._seen_B1TS = graph.node("latent/seen", "Unsqueeze", [seen_BTS, graph.axis(1)])
-        batch = graph.node("latent/batch", "Shape", [self._places_BT], start=0, end=1)
-        count = graph.node("latent/count", "Reshape", [batch, scalar])
-        rows_B = graph.node("latent/rows", "Range", [zero, count, one])
-        column = graph.constant("latent/as_column", np.array([-1, 1, 1], np.int64))
-        rows_B11 = graph.node("latent/row_column", "Reshape", [rows_B, column])
-        none_BT1 = graph.node("latent/nothing", "Sub", [places_BT1, places_BT1])
-        rows_BT1 = graph.node("latent/row_of_each", "Add", [none_BT1, rows_B11])
-        self._where_BT2 = graph.node("latent/where", "Concat", [rows_BT1, places_BT1], axis=2)
+        self._where_BT2 = rows_and_places(graph, "latent", self._places_BT, places_BT1)
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         graph, config, name = self.graph, self.config, self.name(layer)

@@ -65,6 +65,19 @@ def position_ids(graph: Builder, name: str, seqlens_k: ir.Value, x: ir.Value) ->
     return graph.node(f"{name}/positions/ids", "Add", [first_B1, steps_T])
 
 
+def rows_and_places(graph: Builder, name: str, places_BT: ir.Value, places_BT1: ir.Value) -> ir.Value:
+    """Where new tokens go in a cache of (B, L, ...), (B, T, 2): sequence and place, which is given in two shapes."""
+    scalar, column = graph.constant("scalar_shape", _SCALAR), np.array([-1, 1, 1], np.int64)
+    zero, one = graph.constant("zero", np.array(0, np.int64)), graph.constant("one", np.array(1, np.int64))
+    batch = graph.node(f"{name}/batch", "Shape", [places_BT], start=0, end=1)
+    count = graph.node(f"{name}/count", "Reshape", [batch, scalar])
+    rows_B = graph.node(f"{name}/rows", "Range", [zero, count, one])
+    rows_B11 = graph.node(f"{name}/row_column", "Reshape", [rows_B, graph.constant(f"{name}/as_column", column)])
+    none_BT1 = graph.node(f"{name}/nothing", "Sub", [places_BT1, places_BT1])
+    rows_BT1 = graph.node(f"{name}/row_of_each", "Add", [none_BT1, rows_B11])
+    return graph.node(f"{name}/where", "Concat", [rows_BT1, places_BT1], axis=2)
+
+
 def places_by_mask(graph: Builder, tokens_BT: ir.Value, mask_BS: ir.Value) -> ir.Value:
     """Where each new token stands, (B, T): the number of ones before it in the mask, wherever the padding is."""
     if (known := graph.made(_PLACES)) is not None:

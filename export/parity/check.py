@@ -41,7 +41,7 @@ from export.parity.inputs import (
     threads_of_torch,
     unequal_tables,
 )
-from export.parity.limits import DEPLOYED, DEPLOYED_PER_ROW
+from export.parity.limits import DEPLOYED, DEPLOYED_PER_ROW, SELECTED
 from export.parity.readings import STEPS, run_pass
 from export.paths import prompt_files
 from export.runtime.decoder import OnnxDecoder
@@ -83,7 +83,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
         expected = read(inputs.scales)
         limits = inputs.exact_limits(expected, read)
         if inputs.precision == "fp32":
-            passes = [run_pass("exact", deployed, sequences, expected, limits)]
+            passes = _exact_passes(deployed, inputs, expected, limits)
             deployed_limits = DEPLOYED["fp16"]  # of another provider: GPUs may multiply with fewer bits
             passes += _provider_pass(export, threads, provider, sequences, expected, deployed_limits)
         else:
@@ -105,7 +105,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
             prompt_graph = exact_graph(ir.load(prompts)) if prompts.exists() else None
             exact = OnnxDecoder(export, threads, exact_graph(graph), prompt_graph)
             exact.use_prompt_graph = False
-            passes = [run_pass("exact", exact, sequences, expected, limits), *rounded]
+            passes = [*_exact_passes(exact, inputs, expected, limits), *rounded]
             if prompt_graph is not None:
                 exact.use_prompt_graph = True
                 found = _compare_prompts(model, exact, sequences[0], inputs.scales)
@@ -159,3 +159,16 @@ def _rounded_per_row(model: SportsLLM) -> SportsLLM:
             safe_N1 = torch.where(scale_N1 == 0, torch.ones_like(scale_N1), scale_N1)
             module.weight = torch.round(module.weight / safe_N1) * scale_N1
     return changed
+
+
+def _exact_passes(decoder: OnnxDecoder, inputs: GateInputs, expected: Sequence[Logits], limits: Limits) -> list[Pass]:
+    """The exact pass; where tokens are selected also one as far as all are, since a turned choice widens the first."""
+    selection, sequences = inputs.config.selection, inputs.sequences
+    if selection is None:
+        return [run_pass("exact", decoder, sequences, expected, limits)]
+    seen = [sequence[: selection.tokens] for sequence in sequences]
+    wanted = [logits_TV[: selection.tokens] for logits_TV in expected]
+    return [
+        run_pass("exact", decoder, sequences, expected, SELECTED),
+        run_pass("exact, all selected", decoder, seen, wanted, limits),
+    ]

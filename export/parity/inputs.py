@@ -21,7 +21,15 @@ from export.graph.matmul import FLAT, PER_ROW_PRODUCT
 from export.kernels.library import library_of
 from export.metadata import ROPE_CACHES
 from export.parity.comparison import Limits, compare, merge
-from export.parity.limits import DEPLOYED, DEPLOYED_PER_ROW, EXACT, EXPERTS_ERROR, MOVED, int8_cache_limits
+from export.parity.limits import (
+    DEPLOYED,
+    DEPLOYED_PER_ROW,
+    EXACT,
+    EXPERTS_ERROR,
+    MOVED,
+    SELECTED_DEPLOYED,
+    int8_cache_limits,
+)
 from export.parity.readings import TEXTS, make_sequences
 from export.paths import find_files
 from export.runtime.kernels import called_version
@@ -74,6 +82,8 @@ class GateInputs:
         """Of the deployed pass; wider where a product rounds its input with one scale for the whole tensor."""
         per_row = any(node.op_type == PER_ROW_PRODUCT for node in graph_nodes(self.graph))
         limits = DEPLOYED_PER_ROW if per_row else DEPLOYED[self.precision]
+        if self.config.selection is not None:
+            return SELECTED_DEPLOYED
         return limits if self.config.experts is None else replace(limits, error=EXPERTS_ERROR)
 
     def tokenizer_changes(self) -> tuple[str, ...] | None:

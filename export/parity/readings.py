@@ -29,7 +29,9 @@ TEXTS = (
 def make_sequences(config: ModelConfig, tokenizer: TextTokenizer | None) -> list[list[int]]:
     """Three token sequences, of different lengths where the context allows; the same every time."""
     rng, context = np.random.default_rng(SEED), config.max_position_embeddings
-    sequences = [rng.integers(0, config.vocab_size, length).tolist() for length in SEQUENCE_LENGTHS]
+    selected = 0 if config.selection is None else config.selection.tokens
+    lengths = (SEQUENCE_LENGTHS[0] + selected, *SEQUENCE_LENGTHS[1:])  # beyond what is selected
+    sequences = [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
     if tokenizer is not None:
         sequences[2] = [tokenizer.begin_id, *tokenizer.encode("\n".join(TEXTS))]
     return [sequence[:context] for sequence in sequences]

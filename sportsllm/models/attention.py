@@ -4,7 +4,7 @@ Shape suffixes: B sequences, T tokens, H query heads, K key/value heads, G heads
 L cache length.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -109,15 +109,26 @@ def attend_last(q_BH1E: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, scores: Scores =
     return (weights_BKGL @ v_BKLE.float()).view(batch, heads, 1, -1).to(v_BKLE.dtype)
 
 
-def attend(q_BHTE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, past: int = 0, scores: Scores = _PLAIN) -> Tensor:
+def attend(
+    q_BHTE: Tensor,
+    k_BKLE: Tensor,
+    v_BKLE: Tensor,
+    past: int = 0,
+    scores: Scores = _PLAIN,
+    seen_B1TL: Tensor | None = None,
+) -> Tensor:
     """Causal scaled dot-product attention with grouped heads, (B, H, T, E), in v's type; `past` tokens come before.
+
+    `seen_B1TL`, where given, says which tokens each query attends to, instead of all up to its own.
 
     On a CPU it computes in float32: the kernel's bfloat16 backward is slower (62 against 49 ms with head_dim 32), and
     for every new document length it keeps compiled code, tens of MB a training step.
     """
     dtype, device, (new, length) = v_BKLE.dtype, q_BHTE.device.type, (q_BHTE.shape[2], k_BKLE.shape[2])
-    mask = None
-    if past or (scores.window is not None and length > scores.window):  # row t sees the past and itself
+    mask = seen_B1TL
+    if mask is None and (
+        past or (scores.window is not None and length > scores.window)
+    ):  # row t sees the past and itself
         mask = torch.ones(new, length, dtype=torch.bool, device=q_BHTE.device).tril(past)
         if scores.window is not None:
             mask = mask.triu(past - scores.window + 1)
@@ -136,19 +147,30 @@ def attend(q_BHTE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, past: int = 0, scores
 def attend_documents(
     q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Sequence[int], scores: Scores = _PLAIN
 ) -> Tensor:
-    """Causal attention inside each document of a packed batch, never across; (B, T, H, E).
+    """Causal attention inside each document of a packed batch, never across; (B, T, H, E); see `in_documents`."""
 
-    `documents` are their ends in the batch read as one row of B * T tokens, rising, the last B * T. One attention
-    call a document: no mask of (T, T) exists, and the work is that of the documents alone, not of the whole row.
+    def attend_one(*rows: Tensor) -> Tensor:
+        q, k, v = (row.transpose(0, 1)[None] for row in rows)
+        return attend(q, k, v, scores=scores)[0].transpose(0, 1)
+
+    return in_documents(documents, attend_one, q_BTHE, k_BTKE, v_BTKE)
+
+
+def in_documents(documents: Sequence[int], attend_one: Callable[..., Tensor], *parts: Tensor) -> Tensor:
+    """A function of each document of a packed batch, joined to (B, T, H, E).
+
+    One call a document: no mask of (T, T) exists, and the work is that of the documents alone, not of the whole row.
+
+    Args:
+        documents: their ends in the batch read as one row of B * T tokens, rising, the last B * T.
+        attend_one: gets the document's (n, ...) of each part and returns (n, H, E).
+        parts: (B, T, ...) each.
     """
     # `split`, not slices: the backward of n slices fills n tensors of the whole batch's size.
     lengths = [end - start for start, end in zip((0, *documents), documents, strict=False)]
-    parts = [torch.split(t.flatten(0, 1), lengths) for t in (q_BTHE, k_BTKE, v_BTKE)]
-    outputs = []
-    for rows in zip(*parts, strict=True):
-        q, k, v = (row.transpose(0, 1)[None] for row in rows)
-        outputs.append(attend(q, k, v, scores=scores)[0].transpose(0, 1))
-    return torch.cat(outputs).view(*q_BTHE.shape[:-1], v_BTKE.shape[-1])
+    rows = zip(*(torch.split(part.flatten(0, 1), lengths) for part in parts), strict=True)
+    joined = torch.cat([attend_one(*document) for document in rows])
+    return joined.view(*parts[0].shape[:2], *joined.shape[1:])
 
 
 def rotate(x_BTHE: Tensor, rope: Sequence[Tensor]) -> Tensor:

@@ -15,6 +15,7 @@ from sportsllm.errors import UsageError
 from sportsllm.models import kinds
 from sportsllm.models.experts import Experts
 from sportsllm.models.rope_scaling import RopeScaling
+from sportsllm.models.selected import Selection
 
 FULL, SLIDING, UNROTATED = "full", "sliding", "unrotated"
 """What a layer's attention does: see all tokens, see the last `sliding_window`, or see all without their positions."""
@@ -47,6 +48,7 @@ class ModelConfig:
         experts             of a mixture, each `intermediate_size` wide
         dense_layers, dense_intermediate_size
                             how many of the first layers of a mixture have SwiGLU instead, and its width (DeepSeek)
+        selection           of the tokens that attention of kind `selected` sees
     """
 
     vocab_size: int
@@ -86,6 +88,7 @@ class ModelConfig:
     experts: Experts | None = None
     dense_layers: int = 0
     dense_intermediate_size: int | None = None
+    selection: Selection | None = None
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.type == "int"):  # the sizes
@@ -113,11 +116,17 @@ class ModelConfig:
             if getattr(self, field) not in known:
                 raise UsageError(f"config: {field} is {getattr(self, field)!r}; use one of {', '.join(known)}")
         self._check_layers()
-        if self.attention_kind == "latent":
-            self._check_latent()
-        self._check_lstm()
-        if (self.mlp_kind == "experts") != (self.experts is not None):
-            raise UsageError(f"config: mlp_kind {self.mlp_kind!r} with experts {self.experts}; give both or none")
+        for kind in kinds.halves(self).values():
+            kind.check(self)
+        if (self.attention_kind == "lstm") != (self.position_kind == "none"):
+            raise UsageError(
+                f"config: attention_kind {self.attention_kind!r} with position_kind {self.position_kind!r}; an LSTM "
+                "has no positions, all others have some"
+            )
+        for half, its_kind, field in (("mlp", "experts", "experts"), ("attention", "selected", "selection")):
+            named, value = getattr(self, f"{half}_kind"), getattr(self, field)
+            if (named == its_kind) != (value is not None):
+                raise UsageError(f"config: {half}_kind {named!r} with {field} {value}; give both or none")
         if self.dense_layers or self.dense_intermediate_size is not None:
             self._check_dense_layers()
 
@@ -130,33 +139,6 @@ class ModelConfig:
             )
         if not isinstance(width, int) or isinstance(width, bool) or width < 1:
             raise UsageError(f"config: dense_intermediate_size is {width!r}; dense layers need at least 1")
-
-    def _check_latent(self) -> None:
-        if self.position_kind != "rotary":
-            raise UsageError(f"config: position_kind is {self.position_kind!r}; latent attention is rotary")
-        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not whole and not (value is None and name == "q_lora_rank"):
-                raise UsageError(f"config: {name} is {value!r}; latent attention needs at least 1")
-        for name in ("num_key_value_heads", "qk_norm", "attention_bias", "attention_output_bias", "layer_types"):
-            if getattr(self, name) not in (1, False, None):
-                raise UsageError(f"config: {name} is {getattr(self, name)!r}; latent attention has none")
-
-    def _check_lstm(self) -> None:
-        if (self.attention_kind == "lstm") != (self.position_kind == "none"):
-            raise UsageError(
-                f"config: attention_kind {self.attention_kind!r} with position_kind {self.position_kind!r}; an LSTM "
-                "has no positions, all others have some"
-            )
-        if self.attention_kind != "lstm":
-            return
-        one_head = ("num_attention_heads", "num_key_value_heads")
-        others = ("rope_scaling", "qk_norm", "attention_bias", "attention_output_bias", "layer_types")
-        for name in (*one_head, *others):
-            allowed = (1,) if name in one_head else (False, None)
-            if getattr(self, name) not in allowed:
-                raise UsageError(f"config: {name} is {getattr(self, name)!r}; an LSTM has {allowed[-1] or 'none'}")
 
     def _check_layers(self) -> None:
         types = self.layer_types or ()
@@ -179,6 +161,12 @@ class ModelConfig:
         """`experts` of a model that has some."""
         assert self.experts is not None, "only a mixture of experts is asked for them"
         return self.experts
+
+    @property
+    def chosen_selection(self) -> Selection:
+        """`selection` of a model that has one."""
+        assert self.selection is not None, "only attention to selected tokens asks for it"
+        return self.selection
 
     @property
     def active_parameters(self) -> int:

@@ -91,22 +91,31 @@ class GroupedQuery(Kind):
         documents: Sequence[int] | None,
         cache: KVCache | None,
     ) -> Tensor:
-        from sportsllm.models.attention import Scores, attend_cached, attend_documents, rotate
+        from sportsllm.models.attention import Scores, attend_cached, attend_documents
 
         config, layer = half.config, half.layer
-
-        def heads(y_BTD: Tensor) -> Tensor:
-            return y_BTD.view(*y_BTD.shape[:2], -1, config.head_dim)
-
-        q_BTHE, k_BTKE, v_BTKE = heads(half.q_proj(x_BTD)), heads(half.k_proj(x_BTD)), heads(half.v_proj(x_BTD))
-        if config.qk_norm:
-            q_BTHE, k_BTKE = half.q_norm(q_BTHE), half.k_norm(k_BTKE)
+        q_BTHE, k_BTKE, v_BTKE = read_heads(half, x_BTD, rope)
         scores = Scores(config.attention_scale, config.window(layer))
-        if config.rotates(layer):
-            tables = rope[-2:] if scores.window is not None else rope[:2]
-            q_BTHE, k_BTKE = rotate(q_BTHE, tables), rotate(k_BTKE, tables)
         if documents is not None:
             y_BTHE = attend_documents(q_BTHE, k_BTKE, v_BTKE, documents, scores)
         else:
             y_BTHE = attend_cached(q_BTHE, k_BTKE, v_BTKE, layer, cache, scores)
         return cast("Tensor", half.o_proj(y_BTHE.flatten(2)))
+
+
+def read_heads(half: Any, x_BTD: Tensor, rope: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (B, T, H, E), keys and values (B, T, K, E); queries and keys normed and rotated as the model does it."""
+    from sportsllm.models.attention import rotate
+
+    config, layer = half.config, half.layer
+
+    def heads(y_BTD: Tensor) -> Tensor:
+        return y_BTD.view(*y_BTD.shape[:2], -1, config.head_dim)
+
+    q_BTHE, k_BTKE, v_BTKE = heads(half.q_proj(x_BTD)), heads(half.k_proj(x_BTD)), heads(half.v_proj(x_BTD))
+    if config.qk_norm:
+        q_BTHE, k_BTKE = half.q_norm(q_BTHE), half.k_norm(k_BTKE)
+    if config.rotates(layer):
+        tables = rope[-2:] if config.window(layer) is not None else rope[:2]
+        q_BTHE, k_BTKE = rotate(q_BTHE, tables), rotate(k_BTKE, tables)
+    return q_BTHE, k_BTKE, v_BTKE

@@ -11,6 +11,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import Experts
 from sportsllm.models.hf_families import FAMILIES
 from sportsllm.models.rope_scaling import ROPE_TYPES, RopeScaling
+from sportsllm.models.selected import Selection
 
 # Fields of config.json that do not change the model's output.
 _IGNORED = {
@@ -98,6 +99,8 @@ def _parse_own(data: Mapping[str, Any], where: str) -> ModelConfig:
             values[name] = tuple(values[name])
     if values.get("experts") is not None:
         values["experts"] = Experts(**values["experts"])
+    if values.get("selection") is not None:
+        values["selection"] = Selection(**values["selection"])
     scaling = _rope_scaling(values.get("rope_scaling") or {}, values.get("max_position_embeddings"), where)
     return _checked(values | {"rope_scaling": scaling}, where)
 

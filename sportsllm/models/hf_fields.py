@@ -22,7 +22,7 @@ _SWITCHES = (
     "attention_kind", "mlp_kind", "qk_norm", "attention_bias", "attention_output_bias", "mlp_bias", "layer_types",
     "sliding_window", "rope_local_theta", "attention_scale", "embedding_scale", "output_norms", "norm_kind",
     "position_kind", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "experts",
-    "dense_layers", "dense_intermediate_size",
+    "dense_layers", "dense_intermediate_size", "selection",
 )  # fmt: skip
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
 _DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}

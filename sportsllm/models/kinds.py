@@ -16,11 +16,17 @@ from sportsllm.models.grouped_query import GroupedQuery
 from sportsllm.models.latent import Latent
 from sportsllm.models.lstm import LSTM
 from sportsllm.models.parts import HIDDEN, Kind, Matrix, State, Unit
+from sportsllm.models.selected import Selected
 
 if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
 
-ATTENTION: dict[str, Kind] = {"grouped_query": GroupedQuery(), "latent": Latent(), "lstm": LSTM()}
+ATTENTION: dict[str, Kind] = {
+    "grouped_query": GroupedQuery(),
+    "latent": Latent(),
+    "selected": Selected(),
+    "lstm": LSTM(),
+}
 FEED_FORWARD: dict[str, Kind] = {
     "swiglu": Gated("silu"),
     "geglu": Gated("gelu"),

@@ -272,8 +272,8 @@ class SportsLLM(nn.Module):
         return F.linear(hidden, self.head_weight)
 
     def auxiliary_loss(self) -> Tensor | None:
-        """Sum of the losses that blocks add of their own (load balancing of experts); None where there are none."""
-        parts: list[Any] = [part for block in self.model.layers for part in (block, block.mlp)]
+        """Sum of the losses that blocks add of their own (balance of experts, the indexer's); None without any."""
+        parts: list[Any] = [part for block in self.model.layers for part in (block, block.self_attn, block.mlp)]
         losses = []
         for part in parts:
             if getattr(part, "auxiliary_loss", None) is not None:

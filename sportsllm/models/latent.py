@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from sportsllm.errors import UsageError
 from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, Processor, State, Unit, Vector
 
 if TYPE_CHECKING:
@@ -29,6 +30,18 @@ if TYPE_CHECKING:
 
 class Latent(Kind):
     """Low-rank queries if `q_lora_rank` is set, low-rank keys and values; see `sportsllm.models.parts.Kind`."""
+
+    def check(self, config: ModelConfig) -> None:
+        if config.position_kind != "rotary":
+            raise UsageError(f"config: position_kind is {config.position_kind!r}; latent attention is rotary")
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+            value = getattr(config, name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not whole and not (value is None and name == "q_lora_rank"):
+                raise UsageError(f"config: {name} is {value!r}; latent attention needs at least 1")
+        for name in ("num_key_value_heads", "qk_norm", "attention_bias", "attention_output_bias", "layer_types"):
+            if getattr(config, name) not in (1, False, None):
+                raise UsageError(f"config: {name} is {getattr(config, name)!r}; latent attention has none")
 
     def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
         hidden, heads, rank, rotated = config.hidden_size, config.num_attention_heads, config.kv_rank, config.head_dim

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from sportsllm.errors import UsageError
 from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, Processor, State, Unit
 
 if TYPE_CHECKING:
@@ -34,6 +35,14 @@ HIDDEN_STATE, CELL_STATE = "hidden", "cell"
 
 class LSTM(Kind):
     """Four matrices from the input, four from the last state, one to the residual stream; see `Kind`."""
+
+    def check(self, config: ModelConfig) -> None:
+        one_head = ("num_attention_heads", "num_key_value_heads")
+        others = ("rope_scaling", "qk_norm", "attention_bias", "attention_output_bias", "layer_types")
+        for name in (*one_head, *others):
+            allowed = (1,) if name in one_head else (False, None)
+            if getattr(config, name) not in allowed:
+                raise UsageError(f"config: {name} is {getattr(config, name)!r}; an LSTM has {allowed[-1] or 'none'}")
 
     def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
         hidden, cells = config.hidden_size, config.cells

@@ -107,6 +107,10 @@ class Activation(NamedTuple):
 class Kind(Protocol):
     """One kind of attention or feed-forward, without norms and cache by default; see `sportsllm.models.kinds`."""
 
+    def check(self, config: ModelConfig) -> None:
+        """Raise `UsageError` for fields that it cannot have."""
+        return
+
     def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
         """Its matrices, in the order in which they are used."""
 

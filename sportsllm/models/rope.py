@@ -109,7 +109,7 @@ def stretched(config: ModelConfig, scaling: str) -> ModelConfig:
     if config.position_kind != "rotary":
         positions = "learned positions, which cannot be stretched" if config.positions else "no positions to stretch"
         raise UsageError(f"--rope-scaling {scaling}: the model has {positions}")
-    if config.attention_kind != "grouped_query":
+    if config.attention_kind not in ("grouped_query", "selected"):
         raise UsageError(
             f"--rope-scaling {scaling}: {config.attention_kind} attention cannot be stretched; leave it out"
         )

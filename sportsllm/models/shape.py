@@ -67,6 +67,8 @@ def described_shape(config: ModelConfig) -> str:
     experts, heads = config.experts, f"on {config.num_key_value_heads} key/value heads"
     if config.attention_kind == "latent":
         heads = f"on a latent of {config.kv_rank}"
+    if config.selection is not None:
+        heads += f" that see {config.selection.tokens:,} tokens"
     mixing = f"{config.num_attention_heads} heads of {config.head_dim} {heads}"
     if config.attention_kind == "lstm":
         mixing = f"LSTM of {config.cells:,} cells"

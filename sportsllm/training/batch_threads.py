@@ -61,5 +61,6 @@ def check_parallel(model: SportsLLM, device: torch.device) -> None:
         raise UsageError(f"parallel_batches is for a CPU, the model is on {device.type}; leave it out")
     if model.config.dropout:
         raise UsageError("parallel_batches would draw dropout in another order each time; leave one of the two out")
-    if model.config.experts is not None:
-        raise UsageError("parallel_batches: experts add a loss of their own, of one batch at a time; leave it out")
+    if model.config.experts is not None or model.config.selection is not None:
+        what = "experts add" if model.config.experts is not None else "selection adds"
+        raise UsageError(f"parallel_batches: {what} a loss of one batch at a time; leave it out")

@@ -3,6 +3,7 @@
 from export.loader_files import genai_config, not_opened_by
 from export.paths import GRAPH_FILE
 from sportsllm.models.presets import preset
+from sportsllm.models.selected import Selection
 from tests.support.export_models import TINY
 
 
@@ -21,6 +22,11 @@ def test_who_cannot_open_an_export_is_said() -> None:
     assert not_opened_by(TINY) is None
     own = not_opened_by(TINY.with_changes(mlp_kind="gelu"))
     assert own is not None and "onnxruntime-genai and this program can" in own
-    for name, cached in (("tiny-latent", "latent vectors"), ("lstm-1m", "hidden and cell vectors")):
-        line = not_opened_by(preset(name))
+    selected = preset("tiny-1m").with_changes(attention_kind="selected", selection=Selection())
+    for config, cached in (
+        (preset("tiny-latent"), "latent vectors"),
+        (preset("lstm-1m"), "hidden and cell vectors"),
+        (selected, "selected_key, selected_value and selected_index vectors"),
+    ):
+        line = not_opened_by(config)
         assert line is not None and line.startswith(cached) and line.endswith("runs in this program alone")

@@ -1,0 +1,193 @@
+"""Grouped-query attention to a few chosen blocks of tokens; an indexer of low rank chooses them
+(DeepSeek-V3.2's lightning indexer, https://arxiv.org/abs/2512.02556, by blocks instead of single tokens).
+
+    score(t, s) = (J E) ** -0.5 * sum over j of w_tj relu(q_tj . k_s)          J small heads, one key k_s a token
+    score(t, b) = log(sum over s in block b of exp(score(t, s)))
+    chosen      = the first block, the newest ones and the others of the highest scores, `blocks` in all
+    y           = grouped-query attention to the tokens of the chosen blocks up to t
+
+Blocks lie side by side from token 0 on. A query that sees no more than `tokens` tokens attends to all of them. Beside
+keys and values the index key is cached. The choice passes no gradient: the indexer learns from attention itself, see
+`sportsllm.models.selection.index_loss`.
+Shape suffixes: B sequences, T new tokens, D hidden_size, H query heads, K key/value heads, J index heads, E head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from sportsllm.errors import UsageError
+from sportsllm.models.grouped_query import GroupedQuery, read_heads
+from sportsllm.models.parts import HIDDEN, Activation, Matrix, Processor, State, Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from sportsllm.models.attention import KVCache
+    from sportsllm.models.config import ModelConfig
+    from sportsllm.models.selection import Document
+
+INDEX = ("index_q_proj", "index_k_proj", "index_weights_proj")
+"""The indexer's matrices: queries of all heads, the key, and the heads' weights."""
+STATES = ("selected_key", "selected_value", "selected_index")
+_NEWEST_SHARE = 4  # of the chosen blocks, one in so many is among the newest
+_LEAST_BLOCKS = 4  # the first, two of the newest, and one that the indexer chooses
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How many tokens are chosen, in blocks of what size, and by how many index heads.
+
+    Attributes:
+        tokens: that a query attends to at most, itself included.
+        block: consecutive tokens that are chosen as a whole.
+        heads: of the indexer; each is as wide as a head of attention.
+    """
+
+    tokens: int = 512
+    block: int = 16
+    heads: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "block", "heads"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"config: selection: {name} is {value!r}; it must be a whole number of at least 1")
+        if self.tokens % self.block or self.blocks < _LEAST_BLOCKS:
+            raise UsageError(
+                f"config: selection: {self.tokens} tokens in blocks of {self.block}; choose whole blocks, at least "
+                f"{_LEAST_BLOCKS}"
+            )
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that a query attends to at most."""
+        return self.tokens // self.block
+
+    @property
+    def newest(self) -> int:
+        """Newest blocks that are always kept, the query's own included."""
+        return max(2, self.blocks // _NEWEST_SHARE)
+
+
+class Selected(GroupedQuery):
+    """`GroupedQuery` with an indexer; see `sportsllm.models.parts.Kind`."""
+
+    def check(self, config: ModelConfig) -> None:
+        for name, value, plain in (
+            ("layer_types", config.layer_types, None),
+            ("position_kind", config.position_kind, "rotary"),
+        ):
+            if value != plain:
+                raise UsageError(
+                    f"config: {name} is {value!r}; attention to selected tokens is for rotary layers that are all alike"
+                )
+
+    def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
+        hidden, heads, size = config.hidden_size, config.chosen_selection.heads, config.head_dim
+        *read, out = super().matrices(config)
+        queries, key, weights = INDEX
+        return (
+            *read,
+            Matrix(queries, heads * size, hidden, "index_head", HIDDEN, HIDDEN),
+            Matrix(key, size, hidden, "index_key", HIDDEN, HIDDEN),
+            Matrix(weights, heads, hidden, "index_head", HIDDEN, HIDDEN),
+            out,
+        )
+
+    def units(self, config: ModelConfig) -> tuple[Unit, ...]:
+        """Those of grouped-query attention; the indexer stays whole."""
+        heads, size = config.chosen_selection.heads, config.head_dim
+        index = Unit("index_head", "selection", heads, size), Unit("index_key", "selection", 1, size)
+        return *super().units(config), *index
+
+    def state(self, config: ModelConfig) -> tuple[State, ...]:
+        shape = (config.num_key_value_heads, config.head_dim)
+        key, value, index = STATES
+        return State(key, shape), State(value, shape), State(index, (config.head_dim,))
+
+    def mixing_macs(self, config: ModelConfig, depth: int) -> int:
+        """Attention to the chosen tokens, and the indexer's scores of all."""
+        selection = config.chosen_selection
+        if depth <= selection.tokens:
+            return super().mixing_macs(config, depth)
+        return super().mixing_macs(config, selection.tokens) + self._index_macs(config, depth)
+
+    def prompt_macs(self, config: ModelConfig, depth: int) -> int:
+        """The same where the choice is a mask over scores of all tokens."""
+        index = self._index_macs(config, depth) if depth > config.chosen_selection.tokens else 0
+        return super().mixing_macs(config, depth) + index
+
+    def _index_macs(self, config: ModelConfig, depth: int) -> int:
+        return config.chosen_selection.heads * (config.head_dim + 1) * depth
+
+    def activation_bytes(self, config: ModelConfig, mixed: bool, processor: Processor) -> int:
+        """Of the indexer its queries, key and weights, and their float32 copies; see `index_loss` for scores."""
+        numbers = (config.chosen_selection.heads + 1) * config.head_dim + config.chosen_selection.heads
+        return super().activation_bytes(config, mixed, processor) + numbers * (4 + (2 if mixed else 4))
+
+    def tensors(self, config: ModelConfig) -> tuple[Matrix | Activation, ...]:
+        heads, size = config.chosen_selection.heads, config.head_dim
+        *read, scores, output, out = super().tensors(config)
+        made = [item for item in self.matrices(config) if item.name in INDEX]
+        return (
+            *read,
+            *made,
+            Activation("index q", (heads, size)),
+            Activation("index k, cached", (size,), "cache"),
+            Activation("index scores", (heads,), "scores", held=False),
+            scores,
+            output,
+            out,
+        )
+
+    def forward(
+        self,
+        half: Any,
+        x_BTD: Tensor,
+        rope: Sequence[Tensor],
+        documents: Sequence[int] | None,
+        cache: KVCache | None,
+    ) -> Tensor:
+        from sportsllm.models.attention import in_documents, rotate
+        from sportsllm.models.selection import attend_selected, index_loss
+
+        config, layer, (batch, new, _) = half.config, half.layer, x_BTD.shape
+        heads = read_heads(half, x_BTD, rope)
+        queries, key, weights = (half.get_submodule(name)(x_BTD.detach()) for name in INDEX)
+        index_q_BTJE = rotate(queries.view(batch, new, -1, config.head_dim), rope[:2])
+        index_k_BTE = rotate(key.unsqueeze(2), rope[:2]).squeeze(2)
+        losses: list[Tensor] = []
+
+        def attend_one(*parts: Tensor) -> Tensor:
+            """(n, ...) parts of one document; (n, H, E)."""
+            document = _document(config, [part[None] for part in parts])
+            if half.training and document.index_q_BTJE.requires_grad:
+                losses.append(index_loss(document))
+            return attend_selected(document)[0]
+
+        parts = (*heads, index_q_BTJE, index_k_BTE, weights)
+        if cache is not None:
+            past = cache.length
+            _, k, v = (part.transpose(1, 2) for part in heads)
+            k, v, index_k = cache.append(layer, k, v, index_k_BTE)
+            cached = heads[0], k.transpose(1, 2), v.transpose(1, 2), index_q_BTJE, index_k, weights
+            y = attend_selected(_document(config, cached, past))
+        elif documents is None and not half.training:
+            y = attend_selected(_document(config, parts))
+        else:
+            y = in_documents(documents or range(new, batch * new + 1, new), attend_one, *parts)
+        if losses:
+            half.auxiliary_loss = sum(losses) / (batch * new)
+        return cast("Tensor", half.o_proj(y.flatten(2)))
+
+
+def _document(config: ModelConfig, parts: Sequence[Tensor], past: int = 0) -> Document:
+    """Of queries, keys, values, index queries, index keys and index weights."""
+    from sportsllm.models.selection import Document
+
+    q_BTHE, k_BLKE, v_BLKE, index_q_BTJE, index_k_BLE, index_w_BTJ = parts
+    return Document(config, q_BTHE, k_BLKE, v_BLKE, index_q_BTJE, index_k_BLE, index_w_BTJ, past)

@@ -1,0 +1,163 @@
+"""Which blocks of tokens a query attends to, attention to them, and the loss that teaches the indexer to choose.
+
+See `sportsllm.models.selected` for the formulas.
+Shape suffixes: B sequences, T new tokens, L tokens with the cached ones, N blocks, R sampled queries, H query heads,
+K key/value heads, J index heads, E head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from sportsllm.models.attention import Scores, attend, attend_last
+from sportsllm.models.config import ModelConfig
+
+_ROWS = 256  # queries whose index scores exist at once
+LOSS_ROWS = 128
+"""Queries of a document whose attention the indexer learns; all of them would take L^2 scores."""
+
+
+class Document(NamedTuple):
+    """What attention reads of sequences; `past` tokens come before the new ones."""
+
+    config: ModelConfig
+    q_BTHE: Tensor
+    k_BLKE: Tensor
+    v_BLKE: Tensor
+    index_q_BTJE: Tensor
+    index_k_BLE: Tensor
+    index_w_BTJ: Tensor
+    past: int = 0
+
+    @property
+    def length(self) -> int:
+        """L."""
+        return self.k_BLKE.shape[1]
+
+
+def index_scores(q_BTJE: Tensor, k_BLE: Tensor, w_BTJ: Tensor) -> Tensor:
+    """score(t, s) of all tokens, later ones included, (B, T, L) float32."""
+    heads, size = q_BTJE.shape[2:]
+    with torch.autocast(q_BTJE.device.type, enabled=False):
+        q_BJTE, k_B1EL = q_BTJE.float().transpose(1, 2), k_BLE.float().transpose(1, 2).unsqueeze(1)
+        w_BJT1 = w_BTJ.float().transpose(1, 2).unsqueeze(-1) * (heads * size) ** -0.5
+        return cast(Tensor, (torch.relu(q_BJTE @ k_B1EL) * w_BJT1).sum(dim=1))
+
+
+def by_block(scores_BTL: Tensor, block: int) -> Tensor:
+    """score(t, b), (B, T, N); the last block may be a part of one."""
+    missing = -scores_BTL.shape[-1] % block
+    padded = torch.nn.functional.pad(scores_BTL, (0, missing), value=-math.inf)
+    return padded.view(*padded.shape[:-1], -1, block).logsumexp(dim=-1)
+
+
+def choose_blocks(document: Document, rows: slice) -> Tensor:
+    """Numbers of the chosen blocks of some queries, (B, T, blocks); there are more blocks than that.
+
+    Where a query sees fewer, later ones are among them.
+    """
+    selection = document.config.chosen_selection
+    places_T = torch.arange(document.length - document.past, device=document.q_BTHE.device)[rows] + document.past
+    scores_BTN = by_block(
+        index_scores(document.index_q_BTJE[:, rows], document.index_k_BLE, document.index_w_BTJ[:, rows]),
+        selection.block,
+    )
+    blocks_N = torch.arange(scores_BTN.shape[-1], device=places_T.device)
+    own_T1 = (places_T // selection.block)[:, None]
+    kept_TN = (blocks_N == 0) | (blocks_N > own_T1 - selection.newest)
+    scores_BTN = scores_BTN.masked_fill(kept_TN, math.inf).masked_fill(blocks_N > own_T1, -math.inf)
+    return scores_BTN.topk(selection.blocks, dim=-1).indices
+
+
+def attend_selected(document: Document) -> Tensor:
+    """Causal attention to the chosen tokens, (B, T, H, E); to all where there are no more than are chosen."""
+    config, selection = document.config, document.config.chosen_selection
+    scores = Scores(config.attention_scale)
+    q, k, v = (t.transpose(1, 2) for t in (document.q_BTHE, document.k_BLKE, document.v_BLKE))
+    if document.length <= selection.tokens:
+        if document.past and q.shape[2] == 1:
+            return attend_last(q, k, v, scores).transpose(1, 2)
+        return attend(q, k, v, document.past, scores).transpose(1, 2)
+    if document.past and q.shape[2] == 1:
+        places_BS = chosen_tokens(document)
+        k, v = (_gathered(t, places_BS) for t in (k, v))
+        return attend_last(q, k, v, scores).transpose(1, 2)
+    return attend(q, k, v, document.past, scores, seen_tokens(document)).transpose(1, 2)
+
+
+@torch.no_grad()
+def chosen_tokens(document: Document) -> Tensor:
+    """Places of the tokens that the newest token attends to, rising, (B, S); the last of them is its own."""
+    selection = document.config.chosen_selection
+    blocks_BC = choose_blocks(document, slice(-1, None))[:, 0].sort(dim=-1).values
+    inside = torch.arange(selection.block, device=blocks_BC.device)
+    places_BS = (blocks_BC[..., None] * selection.block + inside).flatten(1)
+    return places_BS[:, : selection.tokens - (-document.length % selection.block)]
+
+
+def _gathered(x_BKLE: Tensor, places_BS: Tensor) -> Tensor:
+    """(B, K, S, E)."""
+    index = places_BS[:, None, :, None].expand(-1, x_BKLE.shape[1], -1, x_BKLE.shape[3])
+    return x_BKLE.gather(2, index)
+
+
+@torch.no_grad()
+def seen_tokens(document: Document) -> Tensor:
+    """Whether new token t attends to token s, (B, 1, T, L)."""
+    block, length, new = document.config.chosen_selection.block, document.length, document.q_BTHE.shape[1]
+    parts = []
+    for start in range(0, new, _ROWS):
+        chosen = choose_blocks(document, slice(start, start + _ROWS))
+        open_BTN = torch.zeros((*chosen.shape[:2], -(-length // block)), dtype=torch.bool, device=chosen.device)
+        parts.append(open_BTN.scatter(2, chosen, True).repeat_interleave(block, dim=2)[..., :length])
+    causal_TL = torch.ones(new, length, dtype=torch.bool, device=parts[0].device).tril(document.past)
+    return (torch.cat(parts, dim=1) & causal_TL)[:, None]
+
+
+def index_loss(document: Document) -> Tensor:
+    """How far the indexer's choice is from attention: nats, the sum over all queries of whole sequences.
+
+    With p(t, b) the share of query t's attention, the mean over its heads, that falls on block b, and c the blocks that
+    are not kept in any case,
+
+        sum over t, b in c of p(t, b) log(p'(t, b) / softmax over c of score(t, b)),    p' = p / sum over c of p
+
+    which is what the indexer adds to the divergence of whole distributions; estimated from `LOSS_ROWS` queries at equal
+    distances. Only the indexer gets a gradient.
+    """
+    config, selection = document.config, document.config.chosen_selection
+    first = selection.block * (selection.newest + 1)  # the first query with a block to choose
+    count = document.length - first
+    if count <= 0:
+        return document.index_q_BTJE.sum() * 0.0
+    device = document.q_BTHE.device
+    rows_R = torch.linspace(first, document.length - 1, min(count, LOSS_ROWS), device=device).round().long()
+    blocks_N = torch.arange(-(-document.length // selection.block), device=device)
+    free_RN = (blocks_N > 0) & (blocks_N <= (rows_R // selection.block)[:, None] - selection.newest)
+    scores_BRL = index_scores(document.index_q_BTJE[:, rows_R], document.index_k_BLE, document.index_w_BTJ[:, rows_R])
+    scores_BRN = by_block(scores_BRL, selection.block).masked_fill(~free_RN, -math.inf)
+    predicted_BRN = scores_BRN.log_softmax(dim=-1).masked_fill(~free_RN, 0.0)
+    share_BRN = attention_shares(config, document, rows_R) * free_RN
+    kept_BR1 = share_BRN.sum(dim=-1, keepdim=True)
+    wanted_BRN = torch.where(share_BRN > 0, (share_BRN / kept_BR1).log(), 0.0)
+    return (share_BRN * (wanted_BRN - predicted_BRN)).sum() * (count / len(rows_R))
+
+
+@torch.no_grad()
+def attention_shares(config: ModelConfig, document: Document, rows_R: Tensor) -> Tensor:
+    """The share of full attention, mean over heads, of some queries that falls on each block, (B, R, N) float32."""
+    block, length = config.chosen_selection.block, document.length
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    with torch.autocast(document.q_BTHE.device.type, enabled=False):
+        q_BHRE = document.q_BTHE[:, rows_R].float().transpose(1, 2) * scale
+        q_BKXE = q_BHRE.reshape(len(q_BHRE), config.num_key_value_heads, -1, config.head_dim)
+        k_BKEL = document.k_BLKE.float().permute(0, 2, 3, 1)
+        logits_BKGRL = (q_BKXE @ k_BKEL).view(*q_BKXE.shape[:2], -1, len(rows_R), length)
+        later_RL = torch.arange(length, device=rows_R.device) > rows_R[:, None]
+        weights_BRL = logits_BKGRL.masked_fill(later_RL, -math.inf).softmax(dim=-1).mean(dim=(1, 2))
+    padded = torch.nn.functional.pad(weights_BRL, (0, -length % block))
+    return padded.view(*padded.shape[:-1], -1, block).sum(dim=-1)

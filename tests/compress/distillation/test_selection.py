@@ -1,0 +1,177 @@
+"""A trained model becomes one that selects tokens: its indexer learns, all is taught, exported and read again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from compress.cli.distill import distill
+from compress.distillation.run import resolve_start
+from compress.distillation.selection import Selecting, learn_index, selecting, with_indexer
+from compress.distillation.settings import DistillationConfig
+from compress.distillation.student_training import StudentText, StudentTraining
+from compress.pruning.run import PruneJob, prune_checkpoint
+from compress.pruning.shapes import Shape
+from compress.quantization.config import QuantizationConfig
+from compress.quantization.run import quantize
+from export.export import ExportOptions, export_checkpoint
+from sportsllm.errors import UsageError
+from sportsllm.inference.decoder import open_decoder
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.hf_config import load_config
+from sportsllm.models.selected import INDEX, Selection
+from sportsllm.storage.artifact import read_manifest
+from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.training.calibration_text import CalibrationText
+from sportsllm.training.settings import TrainConfig
+from tests.support import families
+from tests.support.models import tiny_model
+
+SELECTION = Selection(tokens=16, block=4, heads=2)
+
+
+def write_text(file: Path, seed: int, words: int) -> Path:
+    known = ["goal", "match", "win", "the", "a", "late", "keeper", "saves"]
+    file.write_text(" ".join(np.random.default_rng(seed).choice(known, words)), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt", 0, 2_000)
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("held") / "text.txt", 1, 200)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory, tokenizer_directory: Path) -> Path:
+    """Attends to all tokens."""
+    directory = tmp_path_factory.mktemp("full")
+    save_checkpoint(directory, tiny_model(std=0.1, max_position_embeddings=350), tokenizer_directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def made(full: Path, text: Path, held_out: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """By the command."""
+    out = tmp_path_factory.mktemp("made") / "out"
+    result = distill(
+        teacher=str(full), select_tokens=16, select_block=4, index_heads=2, index_tokens=640, out=out, corpus=[text],
+        valid=[held_out], steps=2, batch_size=2, accumulation=1, threads=1,
+    )  # fmt: skip
+    assert result["bits_per_byte_before"] > 0
+    return out
+
+
+def test_the_command_makes_a_checkpoint_that_selects(made: Path, full: Path) -> None:
+    config = load_config(made)
+    assert config == load_config(full).with_changes(attention_kind="selected", selection=SELECTION)
+    settings = read_manifest(made)["settings"]
+    assert settings["selection"] == {"tokens": 16, "block": 4, "heads": 2} and settings["index_tokens"] == 640
+    assert settings["sequence"] == 64, "four times what is selected"
+
+
+def test_it_is_a_teacher_quantized_and_exported(made: Path, text: Path, held_out: Path, tmp_path: Path) -> None:
+    quantize(made, tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,)))
+    export_checkpoint(tmp_path / "int4", tmp_path / "export", ExportOptions(threads=1))  # the gate compares
+    rows = [list(range(3, 60))]
+    torch_scores, onnx_scores = (open_decoder(tmp_path / name, threads=1).score(rows)[0] for name in ("int4", "export"))
+    # Products round their inputs to 8 bits, and a choice may turn: the mean is within a tenth of a nat.
+    assert abs(torch_scores.mean() - onnx_scores.mean()) < 0.1
+    result = distill(
+        teacher=str(made), student=str(made), out=tmp_path / "student", corpus=[text], valid=[held_out], steps=1,
+        batch_size=1, accumulation=1, sequence=64, threads=1,
+    )  # fmt: skip
+    assert load_config(tmp_path / "student").selection == SELECTION and result["steps"] == 1
+
+
+def test_it_is_pruned_but_for_the_indexer(made: Path, text: Path, tmp_path: Path) -> None:
+    config = load_config(made)
+    prune_checkpoint(PruneJob(made, [text]), Shape(32, 64, 2, 1, 2, 16), tmp_path / "pruned")
+    pruned = load_checkpoint(tmp_path / "pruned")
+    shapes = [tuple(pruned.model.layers[0].self_attn.get_submodule(name).weight.shape) for name in INDEX]
+    assert shapes == [(2 * 16, 32), (16, 32), (2, 32)] and pruned.config.selection == SELECTION
+    full = Shape.of(config)
+    for shape, flag in ((Shape(64, 96, 4, 2, 2, 8), "--head-dim"), (Shape(64, 96, 4, 1, 2, 16), "--kv-heads")):
+        with pytest.raises(UsageError, match=rf"{flag}.* selected attention"):
+            shape.applied_to(config)
+    assert full.applied_to(config) == config
+
+
+def index_training(full: Path, text: Path, held_out: Path) -> tuple[StudentTraining, StudentText]:
+    config = TrainConfig(steps=1, batch_size=2, accumulation=1, sequence=64, precision="fp32")
+    training = StudentTraining(full, config, (text,), (held_out,), DistillationConfig())
+    return training, StudentText.read(training, load_tokenizer(full, load_config(full)))
+
+
+def student_of(full: Path, changes: ModelConfig | None = None) -> tuple[Selecting, Any]:
+    start = selecting(resolve_start(str(full), None, None, full), SELECTION, 1)
+    return start, with_indexer(load_checkpoint(full), start.shape, 0)
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> float:
+    """Of the indexer, nats a token."""
+    model.train().hidden(tokens)
+    loss = model.auxiliary_loss()
+    model.eval()
+    return float(loss.detach())
+
+
+def test_the_indexer_alone_learns_what_full_attention_looks_at(full: Path, text: Path, held_out: Path) -> None:
+    training, words = index_training(full, text, held_out)
+    _, student = student_of(full)
+    before = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    tokens = torch.from_numpy(words.documents.ids[:256].astype(np.int64)).view(2, 128)
+    everything = student.config.with_changes(selection=Selection(128, 4, 2))
+    untrained = with_indexer(student, everything, 0)
+    start = loss_of(untrained, tokens)
+    learn_index(student, training, words, 100 * 128)
+    changed = {n for n, tensor in student.state_dict().items() if not torch.equal(tensor, before[n])}
+    assert changed == {n for n in before if n.split(".")[-2] in INDEX}
+    untrained.load_state_dict(student.state_dict())
+    assert loss_of(untrained, tokens) < 0.8 * start
+    assert student.config.selection == SELECTION
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"select_tokens": None, "index_heads": 2, "student": "tiny-300k"}, "--select-tokens: --index-heads"),
+        ({"select_tokens": None}, "give --student"),
+        ({"student": "tiny-300k", "start": "fresh"}, "--select-tokens starts from trained weights"),
+        ({"select_tokens": 400}, "--select-tokens is 400, the context 350"),
+        ({"select_tokens": 30}, "config: selection: 30 tokens in blocks of 4"),
+        ({"sequence": 16}, "--select-tokens 16: --sequence is 16, all of which are selected"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    flags: dict[str, Any], said: str, full: Path, text: Path, held_out: Path, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"select_tokens": 16, "select_block": 4, "corpus": [text], "valid": [held_out], "steps": 0}
+    if "select_tokens" in flags and flags["select_tokens"] is None:
+        del given["select_block"]
+    with pytest.raises(UsageError, match=said) as caught:
+        distill(teacher=str(full), out=tmp_path / "out", threads=1, **given | flags)
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("deepseek-v3", "latent attention"), ("phi3-sliding", "layer_types is")])
+def test_attention_that_has_no_selection(
+    name: str, kind: str, text: Path, held_out: Path, tmp_path: Path, tokenizer_directory: Path
+) -> None:
+    families.save(name, tmp_path / "other")
+    shutil.copy(tokenizer_directory / "tokenizer.json", tmp_path / "other")
+    with pytest.raises(UsageError, match=rf"--select-tokens.*{kind}"):
+        distill(
+            teacher=str(tmp_path / "other"), select_tokens=16, select_block=4, corpus=[text], valid=[held_out], steps=0,
+            out=tmp_path / "out",
+        )  # fmt: skip

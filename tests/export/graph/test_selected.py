@@ -1,0 +1,140 @@
+"""Attention to selected tokens in the graph, against PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from export.export import ExportOptions, export_checkpoint
+from export.graph.builder import MS
+from export.parity.check import check_parity
+from export.paths import GRAPH_FILE
+from export.runtime.decoder import OnnxDecoder
+from sportsllm.errors import UsageError
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.selected import Selection
+from tests.support.export_models import TINY, Exports, edit_tensor, logits_of, save, tiny_model
+
+SELECTION = Selection(tokens=24, block=4, heads=3)
+SELECTED: dict[str, Any] = {"attention_kind": "selected", "selection": SELECTION, "max_position_embeddings": 350}
+LENGTHS = (130, 61, 21)  # several pieces; above and below what is selected
+
+
+def rows_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, 96, length).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"qk_norm": True, "attention_bias": True},
+        {"head_dim": 24, "num_key_value_heads": 4},
+        {"attention_scale": 0.3},
+        {"half": True},
+        {"bits": 4},
+        {"bits": 8, "block": 64},
+    ],
+    ids=str,
+)
+def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], exports: Exports) -> None:
+    """Its first sequence is longer than what is selected, read in pieces and token by token."""
+    export = exports(**SELECTED, **settings)
+    assert export.report.failures() == []
+    exact = export.report.passes[0]
+    assert max(found.relative_error for found in exact.comparisons) < 3e-4, "the limit of every other kind"
+
+
+def test_sequences_of_unequal_length_are_decoded_together(exports: Exports) -> None:
+    """Past what is selected for two of three; float32 in another order of additions, as in `export.parity.limits`."""
+    export, rows, steps = exports(**SELECTED), rows_of(), 12
+    decoder = OnnxDecoder(export.directory, 1)
+    expected = [logits_of(export.model, row) for row in rows]
+    found = [decoder.prefill([row[: len(row) - steps] for row in rows], max_length=200)]
+    found += [decoder.step([row[len(row) - left] for row in rows]) for left in range(steps, 0, -1)]
+    spread = np.std(expected[0])
+    for row, want in enumerate(expected):
+        got = np.stack([logits[row] for logits in found])
+        np.testing.assert_allclose(got, want[-steps - 1 :], atol=3e-4 * spread, rtol=0)
+
+
+def test_as_many_as_are_selected_and_one_more(exports: Exports) -> None:
+    """Around the step at which the graph begins to choose."""
+    export, (row, *_) = exports(**SELECTED), rows_of()
+    decoder, expected = OnnxDecoder(export.directory, 1), logits_of(export.model, row)
+    decoder.prefill([row[:20]], max_length=150)
+    for place in range(20, 40):
+        got = decoder.step([row[place]])[0]
+        np.testing.assert_allclose(got, expected[place], atol=3e-4 * np.std(expected), rtol=0)
+
+
+def test_a_step_reads_the_rows_of_the_chosen_tokens_alone(exports: Exports) -> None:
+    """Numbers that are no numbers, where nothing is chosen, must not be seen."""
+    export, row = exports(**SELECTED), rows_of()[0]
+    decoder = OnnxDecoder(export.directory, 1)
+    decoder.prefill([row[:-1]], max_length=140)
+    cache = decoder._cache
+    assert cache is not None
+    keys = {name: buffer for name, buffer in cache.buffers.items() if not name.endswith("selected_index")}
+    seen = 0
+    for start in range(SELECTION.block, 100, SELECTION.block):
+        before = {name: buffer[..., start : start + 4, :].copy() for name, buffer in keys.items()}
+        for buffer in keys.values():
+            buffer[..., start : start + 4, :] = np.nan
+        logits = decoder.step([row[-1]])
+        cache.lengths[:] = [len(row) - 1]
+        seen += bool(np.isnan(logits).any())
+        for name, buffer in keys.items():
+            buffer[..., start : start + 4, :] = before[name]
+    chosen_freely = SELECTION.blocks - SELECTION.newest - 1
+    assert 0 < seen <= chosen_freely * 2, "of two layers"
+
+
+def test_a_wrong_indexer_does_not_pass_the_gate(exports: Exports, tmp_path: Path) -> None:
+    directory = exports(**SELECTED).copy_to(tmp_path / "export")
+    graph = onnx.load(str(directory / GRAPH_FILE), load_external_data=False)
+    (name,) = {item.name for item in graph.graph.initializer if "layers.1" in item.name and "index_k" in item.name}
+    size = SELECTION.heads * 16
+
+    def change(matrix: Any) -> None:
+        assert len(matrix) == 128 + size + 16 + SELECTION.heads
+        matrix[128 + size : 128 + size + 16] *= -1  # q, k, v and index q come before
+
+    edit_tensor(directory, name, change)
+    assert check_parity(directory, directory, 1).failures()
+
+
+def test_the_indexer_adds_nothing_to_graphs_without_one(exports: Exports) -> None:
+    graph = onnx.load(str(exports().directory / GRAPH_FILE), load_external_data=False).graph
+    assert not {"TopK", "ScatterND"} & {node.op_type for node in graph.node if node.domain != MS}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"web": True}, "--web: attention to selected tokens"),
+        ({"standard_ops": True}, "--standard-ops: joining the cache"),
+        ({"max_ram_mb": 4_000}, "--max-ram: the gate by layer"),
+        ({"kv_cache": "int8"}, "--kv-cache int8: attention of kind 'selected' has none"),
+        ({"dtype": "fp16"}, "--dtype fp16: this kind of model"),
+    ],
+)
+def test_forms_that_it_has_not_are_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint", tiny_model(**SELECTED))
+    with pytest.raises(UsageError, match=said) as caught:
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1, **options))
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_a_fresh_indexer_passes_the_gate(tmp_path: Path) -> None:
+    """Its scores are nearly level: choices turn with the order of additions, and limits are what that costs."""
+    model = SportsLLM(TINY.with_changes(**SELECTED))
+    model.initialize(0)
+    save(tmp_path / "checkpoint", model.eval())
+    result = export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1))
+    assert result["parity"]["passed"]
