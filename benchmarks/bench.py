@@ -17,7 +17,7 @@ from benchmarks.runtimes.options import Runtime
 from sportsllm.errors import UsageError
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.evaluate import score_documents
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer
 

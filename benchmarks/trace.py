@@ -18,7 +18,7 @@ from sportsllm.console import table
 from sportsllm.errors import UsageError
 from sportsllm.inference.decoder import is_onnx_directory
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 
 EVERY = 3
 _BLOCK = re.compile(r"(?:model\.layers|past_key_values|present)\.(\d+)(?:\..*)?")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sportsllm.errors import ArtifactError
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.kinds import EMBEDDING, block_state
 from sportsllm.models.language_model import embed, first_positions, rope_of
 from sportsllm.process_memory import give_back

@@ -22,7 +22,7 @@ from export.runtime.providers import find_provider
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, GateError, ResourceError, UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.kinds import block_state, matrix_shapes
 from sportsllm.models.rope import stretched
 from sportsllm.process_memory import peak_rss_bytes

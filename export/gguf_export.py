@@ -20,7 +20,7 @@ from sportsllm.gguf.file import open_gguf
 from sportsllm.gguf.tokenizer import write_tokenizer
 from sportsllm.gguf.weights import read_weights
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import stretched
 from sportsllm.storage.artifact import Stage, run_stage

@@ -9,7 +9,7 @@ from typing import Any
 from export.metadata import ATTENTION_MASK, INPUT_IDS, LOGITS, PAST, PRESENT
 from export.paths import GRAPH_FILE, WEB_NAMES, web_files
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import OWN_MODEL_TYPE, family_of, load_config, read_json, to_hf
+from sportsllm.models.hf.config import OWN_MODEL_TYPE, family_of, load_config, read_json, to_hf
 from sportsllm.models.kinds import block_state
 from sportsllm.storage.checkpoint import TOKENIZER_FILES, write_generation_config, write_json
 from sportsllm.storage.safetensors_files import quantization_config

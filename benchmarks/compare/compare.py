@@ -17,7 +17,7 @@ from benchmarks.report.markdown import csv_table
 from benchmarks.report.page import render_notes
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import read_json
+from sportsllm.models.hf.config import read_json
 from sportsllm.storage.artifact import Stage, run_stage
 
 RESULT = "comparison.json"

@@ -16,7 +16,7 @@ from benchmarks.compare.manifest import Lineage, ManifestFacts, read_manifest_fa
 from benchmarks.compare.methods import method_name, recipe
 from benchmarks.report.inputs import read_metrics
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.storage.artifact import MANIFEST
 
 

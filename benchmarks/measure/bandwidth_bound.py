@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.labels import BUDGET_DEPTH
 from export.paths import PROMPT_FILE
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import read_json
+from sportsllm.models.hf.config import read_json
 from sportsllm.models.size import kv_cache_bytes_per_token, quantized_bytes, state_bytes
 from sportsllm.storage.artifact import directory_bytes
 from sportsllm.storage.manifest import MANIFEST, read_manifest

@@ -28,7 +28,7 @@ from benchmarks.measure.timing import summarise_sustained
 from sportsllm import console
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.storage.artifact import directory_bytes
 
 ROUNDS = 5  # the fewest whose interval holds the median with 90% (benchmarks.spread.interval_rank)

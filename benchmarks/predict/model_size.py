@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.measure.bandwidth_bound import prompt_graph_bytes
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import packed_by_bitsandbytes, read_json
+from sportsllm.models.hf.config import packed_by_bitsandbytes, read_json
 from sportsllm.models.kinds import block_matrices, block_state, halves
 from sportsllm.models.size import PRECISIONS, block_numbers, weight_bytes
 from sportsllm.storage.artifact import directory_bytes

@@ -17,7 +17,7 @@ from benchmarks.predict.plan_training import Cost, plan_training, usable_bytes
 from sportsllm.errors import UsageError
 from sportsllm.models import size
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.presets import PLANNED, PRESETS
 from sportsllm.models.size import PRECISIONS
 from sportsllm.models.training_memory import TrainingStep, training_memory

@@ -16,7 +16,7 @@ from benchmarks.predict.onnx_writer import MS, OnnxGraph
 from export.metadata import KEEP_LOGITS
 from export.paths import GRAPH_FILE
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import to_hf
+from sportsllm.models.hf.config import to_hf
 from sportsllm.models.rope import rope_tables
 
 

@@ -15,7 +15,7 @@ from benchmarks.report.inputs import StageSummary, bench_command
 from benchmarks.report.text import get_nested
 from sportsllm.errors import SportsLLMError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 
 Rate = tuple[float, float, str]  # operations per byte, GOP/s, and the point's label
 

@@ -24,7 +24,7 @@ from sportsllm.cli.recipe import load_recipe, run_recipe
 from sportsllm.console import logged, say
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
 from sportsllm.files import atomic_write_text
-from sportsllm.models.hf_config import load_config, read_json
+from sportsllm.models.hf.config import load_config, read_json
 from sportsllm.storage.artifact import digest
 from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.packing import kept_tokens

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.predict.model_size import ModelFormat
 from compress.pruning.shapes import Shape
 from sportsllm.console import say
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.storage.manifest import MANIFEST, read_manifest
 
 _SEQUENCE = 512

@@ -29,7 +29,7 @@ from compress.pruning.shapes import Shape
 from sportsllm.cli.flags import load_command
 from sportsllm.console import logged
 from sportsllm.files import atomic_write_text
-from sportsllm.models.hf_config import load_config, read_json
+from sportsllm.models.hf.config import load_config, read_json
 from sportsllm.storage.artifact import Stage, digest, run_stage
 
 LOG = "log.txt"

@@ -140,7 +140,7 @@ def quantize(
 def _print(out: Path, result: dict[str, Any]) -> None:
     """The lines that the command ends with; adds `padding_percent` to the result."""
     from sportsllm.console import output
-    from sportsllm.models.hf_config import load_config
+    from sportsllm.models.hf.config import load_config
     from sportsllm.models.size import block_numbers
 
     bits, block_size = result["bits"], result["block_size"]
@@ -184,7 +184,7 @@ def _recovery(
 ) -> Recovery:
     from compress.distillation.recovery import Recovery
     from compress.distillation.run import teacher_corpus
-    from sportsllm.models.hf_config import load_config
+    from sportsllm.models.hf.config import load_config
     from sportsllm.training.settings import Run, Start
 
     run = Run(Start.ROUNDED, load_config(checkpoint))

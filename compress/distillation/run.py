@@ -11,7 +11,7 @@ from compress.distillation.student_training import RunState, StudentText, Studen
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS, preset
 from sportsllm.storage.artifact import Stage, run_stage

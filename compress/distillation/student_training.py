@@ -18,7 +18,7 @@ from compress.teacher_cache.read import CacheKey, TeacherCache, open_teacher_cac
 from compress.teacher_cache.write import CacheRequest, make_teacher_cache
 from sportsllm.console import say
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.artifact import STATE_DIRECTORY, partial_directory
 from sportsllm.text.packing import PackedSequences, TokenizedDocuments, tokenize

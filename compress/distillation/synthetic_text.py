@@ -14,7 +14,7 @@ import numpy as np
 from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.inference.sampling import Sampling
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config

@@ -14,7 +14,7 @@ from compress.distillation.settings import TEACHER_PRECISIONS
 from compress.teacher_cache.loss import TeacherLogits
 from sportsllm.console import say
 from sportsllm.errors import UsageError
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.language_model import Block, SportsLLM
 from sportsllm.storage.checkpoint import load_block, load_checkpoint, read_ends
 from sportsllm.storage.safetensors_files import TensorFiles, quantization_config

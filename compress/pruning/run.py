@@ -36,7 +36,7 @@ from compress.pruning.slicing import slice_model
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.size import kv_cache_bytes_per_token
 from sportsllm.storage.artifact import STATE_DIRECTORY, Stage, partial_directory, run_stage

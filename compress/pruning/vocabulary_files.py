@@ -10,7 +10,7 @@ from typing import Any
 from compress.pruning.vocabulary import Vocabulary, pruned_tokenizer
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import read_json
+from sportsllm.models.hf.config import read_json
 from sportsllm.storage.checkpoint import write_json
 
 MAP_FILE = "vocabulary_map.json"

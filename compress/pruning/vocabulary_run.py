@@ -22,7 +22,7 @@ from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.inference.evaluate import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
-from sportsllm.models.hf_config import load_config, read_json
+from sportsllm.models.hf.config import load_config, read_json
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint

@@ -27,7 +27,7 @@ from safetensors.numpy import load_file
 
 from compress.teacher_cache.sparse import SparseProbabilities
 from sportsllm.errors import ArtifactError
-from sportsllm.models.hf_config import read_json
+from sportsllm.models.hf.config import read_json
 from sportsllm.storage.artifact import MANIFEST, file_sha256, read_manifest
 from sportsllm.storage.checkpoint import save_tensors, write_json
 

@@ -20,7 +20,7 @@ from compress.teacher_cache.loss import TeacherLogits
 from compress.teacher_cache.sparse import BitBudget, concatenate, sample_sparse
 from sportsllm.console import ProgressBar, progress_bar, say
 from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
-from sportsllm.models.hf_config import load_config, read_json
+from sportsllm.models.hf.config import load_config, read_json
 from sportsllm.storage.artifact import (
     STATE_DIRECTORY,
     Stage,

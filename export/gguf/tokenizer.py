@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from sportsllm.errors import ArtifactError
 from sportsllm.gguf.tokenizer import PRE_TOKENIZERS, SPACE
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import read_json
+from sportsllm.models.hf.config import read_json
 from sportsllm.text.chat import find_template
 
 _NEVER = -1e9  # the score of a token that no merge makes

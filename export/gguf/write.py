@@ -19,7 +19,7 @@ from sportsllm.errors import UsageError
 from sportsllm.gguf.config import ARCHITECTURES, ROPE_FACTORS
 from sportsllm.gguf.weights import gguf_name, paired_heads, rows_in_pairs
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import family_of, load_config
+from sportsllm.models.hf.config import family_of, load_config
 from sportsllm.models.kinds import parameters
 from sportsllm.models.rope import inverse_frequencies
 from sportsllm.models.rope_scaling import RopeScaling

@@ -36,7 +36,7 @@ from export.runtime.kernels import called_version
 from sportsllm.errors import ArtifactError
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.kinds import EMBEDDING, block_state
 from sportsllm.models.language_model import rope_of
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer

@@ -22,7 +22,7 @@ from export.runtime.providers import CPU, Provider, find_provider, one_line, pla
 from export.runtime.session import open_session, raise_if_out_of_memory
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.inference.decoder import Logits, log_softmax
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.storage.manifest import MANIFEST, read_manifest
 
 # Prompts are read in pieces of this many tokens, so that memory does not grow with the prompt. Time for 512 tokens

@@ -29,7 +29,7 @@ def card(
 ) -> dict[str, Any]:
     """Write a directory's model card (README.md) again, with measurements and a licence."""
     from sportsllm.console import output
-    from sportsllm.models.hf_config import read_json
+    from sportsllm.models.hf.config import read_json
     from sportsllm.storage.artifact import write_card
     from sportsllm.storage.card import CARD
     from sportsllm.storage.card_figures import check_results

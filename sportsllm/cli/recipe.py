@@ -38,7 +38,7 @@ from sportsllm.cli.flags import COMMANDS, load_command
 from sportsllm.cli.recipe_each import each_problems, repeated
 from sportsllm.console import output, say, silenced
 from sportsllm.errors import SportsLLMError, UsageError
-from sportsllm.models.hf_config import read_json
+from sportsllm.models.hf.config import read_json
 from sportsllm.storage.artifact import STATE_DIRECTORY, digest, partial_directory
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")

@@ -105,7 +105,7 @@ def train(
     --steps 0 writes the model without training it.
     """
     from sportsllm.console import output
-    from sportsllm.models.hf_config import load_config
+    from sportsllm.models.hf.config import load_config
     from sportsllm.models.presets import DEFAULT_PRESET
     from sportsllm.models.rope import stretched
     from sportsllm.models.shape import changed_shape

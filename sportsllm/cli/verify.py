@@ -19,7 +19,7 @@ def verify(
     """
     from sportsllm.console import output
     from sportsllm.inference.decoder import is_onnx_directory
-    from sportsllm.models.hf_config import load_config
+    from sportsllm.models.hf.config import load_config
     from sportsllm.storage.artifact import verify_directory
 
     if not directory.is_dir():

@@ -6,7 +6,7 @@ from pathlib import Path
 from sportsllm.errors import UsageError
 from sportsllm.inference.decoder import Decoder, is_onnx_directory, open_decoder
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.rope import LONGEST, stretched
 from sportsllm.storage.changed_config import checkpoint_with
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config, read_json
+from sportsllm.models.hf.config import load_config, read_json
 from sportsllm.models.shape import described_shape
 from sportsllm.storage.card_figures import quality, speed
 from sportsllm.storage.card_usage import LIBRARY, Loadable, usage

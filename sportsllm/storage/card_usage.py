@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import OWN_MODEL_TYPE, read_json
+from sportsllm.models.hf.config import OWN_MODEL_TYPE, read_json
 
 LIBRARY = {"*.gguf": "gguf", "*.onnx": "onnx", "onnx/*.onnx": "transformers.js", "*.safetensors": "transformers"}
 """The hub's name of the library that loads a directory, by the first kind of file that is in it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sportsllm.errors import SportsLLMError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config, read_json
+from sportsllm.models.hf.config import load_config, read_json
 from sportsllm.storage.manifest import MANIFEST, read_manifest
 
 

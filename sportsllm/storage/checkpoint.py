@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config, to_hf
+from sportsllm.models.hf.config import load_config, to_hf
 from sportsllm.models.kinds import EMBEDDING, LAST_NORM, POSITIONS, parameters
 from sportsllm.models.language_model import Block, ResidualNorm, SportsLLM, residual_norm
 from sportsllm.storage.layouts import to_layout

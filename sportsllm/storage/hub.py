@@ -14,7 +14,7 @@ from typing import Any
 
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 
 _NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w.][\w./-]*))?")
 _SETTINGS, _WEIGHTS = ["*.json", "*.jinja"], ["*.safetensors"]

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sportsllm.errors import ArtifactError
-from sportsllm.models.hf_config import load_config, packed_by_bitsandbytes, read_json
+from sportsllm.models.hf.config import load_config, packed_by_bitsandbytes, read_json
 from sportsllm.storage.artifact import MANIFEST, read_manifest
 from sportsllm.storage.bitsandbytes import companions, read_dense
 from sportsllm.storage.layouts import LAYOUTS, Part, UnlikeTensor, is_buffer, layout_name, parts_of

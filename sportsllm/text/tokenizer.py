@@ -10,7 +10,7 @@ from tokenizers.decoders import DecodeStream
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import read_json
+from sportsllm.models.hf.config import read_json
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 _BYTES = 256  # every byte is a token, so any text can be written

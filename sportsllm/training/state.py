@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.hf_config import read_json
+from sportsllm.models.hf.config import read_json
 from sportsllm.storage.artifact import STATE_DIRECTORY, replace_state
 from sportsllm.storage.checkpoint import save_tensors
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.trace import trace_model
 from export.export import ExportOptions, export_checkpoint
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.size import tensor_shapes
 from sportsllm.storage.checkpoint import save_checkpoint
 from tests.sportsllm.cli.test_main import call, complains

@@ -17,7 +17,7 @@ from export.export import ExportOptions, export_checkpoint
 from sportsllm.errors import UsageError
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.sampling import Sampling, generate
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.training.calibration_text import CalibrationText
 from tests.support import families
 

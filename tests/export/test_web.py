@@ -17,7 +17,7 @@ from export.paths import find_files
 from sportsllm.errors import ArtifactError
 from sportsllm.inference.decoder import is_onnx_directory, open_decoder
 from sportsllm.inference.sampling import Sampling, generate
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.storage.artifact import directory_bytes, verify_directory
 from sportsllm.storage.checkpoint import load_checkpoint
 from tests.support.export_models import pack_model, save, tiny_model

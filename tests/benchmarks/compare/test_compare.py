@@ -29,7 +29,7 @@ from compress.distillation.student_training import StudentTraining
 from sportsllm.cli import main as cli
 from sportsllm.cli.recipe import load_recipe
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.presets import preset
 from sportsllm.storage.artifact import MANIFEST, Stage, digest, output_directory
 from sportsllm.training import setup as stages

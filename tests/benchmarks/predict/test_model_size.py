@@ -21,7 +21,7 @@ from benchmarks.predict.model_size import (
 )
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import to_hf
+from sportsllm.models.hf.config import to_hf
 from sportsllm.models.presets import PRESETS
 from tests.support.untrained import FORMATS, make_checkpoint, make_export
 

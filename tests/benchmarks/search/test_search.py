@@ -31,7 +31,7 @@ from compress.pruning.shapes import Shape
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config, to_hf
+from sportsllm.models.hf.config import load_config, to_hf
 from sportsllm.models.presets import preset
 from sportsllm.storage.artifact import directory_bytes
 from tests.support.models import tiny_config

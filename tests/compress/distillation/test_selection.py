@@ -23,7 +23,7 @@ from export.export import ExportOptions, export_checkpoint
 from sportsllm.errors import UsageError
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.selected import INDEX, Selection
 from sportsllm.storage.artifact import read_manifest
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint

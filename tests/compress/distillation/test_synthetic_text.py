@@ -8,7 +8,7 @@ from compress.cli.sample import sample
 from compress.distillation.synthetic_text import CORPUS, Request, write_corpus
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.inference.sampling import Sampling
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.own_text import default_rows, own_text

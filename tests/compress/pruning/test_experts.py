@@ -15,7 +15,7 @@ from compress.pruning.plan import PruneTarget, prune_run
 from compress.pruning.run import PruneConfig, PruneJob
 from sportsllm.errors import UsageError
 from sportsllm.models.experts import Experts
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.storage.checkpoint import save_checkpoint
 from tests.support.models import tiny_config, tiny_model
 

@@ -14,7 +14,7 @@ from compress.pruning.latent import _factored, latent_config, to_latent
 from compress.pruning.plan import PruneTarget, prune_run
 from compress.pruning.run import PruneConfig, PruneJob
 from sportsllm.errors import UsageError
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope_scaling import RopeScaling
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint

@@ -16,7 +16,7 @@ from compress.pruning.plan import PruneTarget, prune_run
 from compress.pruning.run import PruneConfig, PruneJob
 from compress.pruning.scores import load_scores
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.storage.artifact import read_manifest
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.training.settings import TrainConfig

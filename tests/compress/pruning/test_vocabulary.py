@@ -21,7 +21,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.inference.evaluate import score_documents
 from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.inference.torch_decoder import TorchDecoder
-from sportsllm.models.hf_config import load_config, read_json
+from sportsllm.models.hf.config import load_config, read_json
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint, write_json
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 from tests.sportsllm.text.test_tokenizer import HARD

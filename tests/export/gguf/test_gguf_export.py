@@ -20,7 +20,7 @@ from sportsllm.cli.main import main
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.gguf.run import import_gguf
 from sportsllm.gguf.weights import rows_in_halves, rows_in_pairs
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.rope_scaling import RopeScaling
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.storage.packed_weights import ROW_BITS, QuantizedWeight, pack

@@ -21,7 +21,7 @@ from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.providers import Provider
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.storage.checkpoint import load_checkpoint
 from tests.support.export_models import Exports, edit_tensor, logits_of, save, tiny_model
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sportsllm.inference.evaluate import windows
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.rope_scaling import RopeScaling
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.text.tokenizer import load_tokenizer

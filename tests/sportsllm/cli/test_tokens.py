@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.sportsllm.cli.test_main import call, complains
 

@@ -9,7 +9,7 @@ import pytest
 
 from sportsllm.cli.flags import load_command
 from sportsllm.inference.sampling import Sampling
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.models.presets import preset
 from sportsllm.models.shape import changed_shape
 from sportsllm.storage.artifact import read_manifest

@@ -19,7 +19,7 @@ from export.gguf import convert as llama_cpp
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.gguf.run import import_gguf
 from sportsllm.gguf.weights import rows_in_halves
-from sportsllm.models.hf_config import load_config
+from sportsllm.models.hf.config import load_config
 from sportsllm.storage.artifact import verify_directory
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import TensorFiles

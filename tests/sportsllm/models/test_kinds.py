@@ -14,7 +14,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import Experts
-from sportsllm.models.hf_config import config_from_hf, load_config, to_hf
+from sportsllm.models.hf.config import config_from_hf, load_config, to_hf
 from sportsllm.models.kinds import (
     block_matrices,
     block_state,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sportsllm.errors import UsageError
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf_config import config_from_hf, to_hf
+from sportsllm.models.hf.config import config_from_hf, to_hf
 from sportsllm.models.kinds import cache_grows
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.lstm import GATES, multiplied_by, side_by_side

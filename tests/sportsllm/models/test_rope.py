@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from export.export import ExportOptions, export_checkpoint
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.hf_config import config_from_hf, load_config, to_hf
+from sportsllm.models.hf.config import config_from_hf, load_config, to_hf
 from sportsllm.models.rope import attention_factor, inverse_frequencies, rope_tables, stretched
 from sportsllm.models.rope_scaling import RopeScaling
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint

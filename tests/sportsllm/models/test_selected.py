@@ -14,7 +14,7 @@ from sportsllm.errors import UsageError
 from sportsllm.models import selection
 from sportsllm.models.attention import KVCache
 from sportsllm.models.grouped_query import read_heads
-from sportsllm.models.hf_config import config_from_hf, to_hf
+from sportsllm.models.hf.config import config_from_hf, to_hf
 from sportsllm.models.kinds import ATTENTION
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.selected import INDEX, Selection

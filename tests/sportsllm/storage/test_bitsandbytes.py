@@ -18,7 +18,7 @@ from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
 from sportsllm.cli.main import main
 from sportsllm.errors import ArtifactError
-from sportsllm.models.hf_config import load_config, packed_by_bitsandbytes
+from sportsllm.models.hf.config import load_config, packed_by_bitsandbytes
 from sportsllm.storage.bitsandbytes import companions, read_dense
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.storage.safetensors_files import WEIGHTS, TensorFiles

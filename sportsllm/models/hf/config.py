@@ -9,7 +9,7 @@ from typing import Any
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import Experts
-from sportsllm.models.hf_families import FAMILIES
+from sportsllm.models.hf.families import FAMILIES
 from sportsllm.models.rope_scaling import ROPE_TYPES, RopeScaling
 from sportsllm.models.selected import Selection
 

@@ -1,7 +1,7 @@
 """Fields of Hugging Face's config.json that families of models share, and how they become `ModelConfig`'s.
 
-A `Family` reads its own fields and writes them back; `sportsllm.models.hf_families` lists them all, and
-`sportsllm.models.hf_config` does the fields that are common.
+A `Family` reads its own fields and writes them back; `sportsllm.models.hf.families` lists them all, and
+`sportsllm.models.hf.config` does the fields that are common.
 """
 
 from __future__ import annotations

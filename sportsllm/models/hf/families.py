@@ -5,9 +5,9 @@ Tensors that are stored in another way are the business of `sportsllm.storage.la
 
 from __future__ import annotations
 
-from sportsllm.models import hf_experts
 from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig
-from sportsllm.models.hf_fields import (
+from sportsllm.models.hf import experts
+from sportsllm.models.hf.fields import (
     Family,
     Fields,
     biases,
@@ -202,18 +202,18 @@ FAMILIES = {
     ),
     "gemma3_text": Family("Gemma3ForCausalLM", _read_gemma3, _fits_gemma3, _write_gemma3, ties=True),
     "gpt2": Family("GPT2LMHeadModel", _read_gpt2, _fits_gpt2, _write_gpt2, ties=True),
-    "mixtral": Family("MixtralForCausalLM", hf_experts.read_mixtral, hf_experts.fits_mixtral, hf_experts.write_mixtral),
+    "mixtral": Family("MixtralForCausalLM", experts.read_mixtral, experts.fits_mixtral, experts.write_mixtral),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        lambda rest, where: hf_experts.read_deepseek(rest, where, 3),
-        lambda c: hf_experts.fits_deepseek(c, 3),
-        hf_experts.write_deepseek,
+        lambda rest, where: experts.read_deepseek(rest, where, 3),
+        lambda c: experts.fits_deepseek(c, 3),
+        experts.write_deepseek,
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
-        lambda rest, where: hf_experts.read_deepseek(rest, where, 2),
-        lambda c: hf_experts.fits_deepseek(c, 2),
-        lambda c: hf_experts.write_deepseek(c) | {"head_dim": c.head_dim},
+        lambda rest, where: experts.read_deepseek(rest, where, 2),
+        lambda c: experts.fits_deepseek(c, 2),
+        lambda c: experts.write_deepseek(c) | {"head_dim": c.head_dim},
     ),
     "phi3": Family("Phi3ForCausalLM", _read_phi3, lambda _: False, write_llama),
 }
