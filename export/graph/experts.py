@@ -2,7 +2,8 @@
 
 Each expert is a branch that runs if some token is sent to it, on these tokens alone, and adds to what the experts
 before it have made: the weights of an expert that nobody chose are not read.
-Shape suffixes: B sequences, T new tokens, X = B * T, D hidden_size, N experts, K active ones, C tokens of one expert.
+Shape suffixes: B sequences, T new tokens, X = B * T, D hidden_size, N experts, K active ones, G groups, O open ones,
+C tokens of one expert.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ class MixtureOfExperts(HalfBuilder):
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         graph, name, experts = self.graph, self.name(layer), self.config.chosen_experts
+        chosen_BTK, weights_BTK = self._routed(layer, x_BTD)
         flat = graph.constant("experts/flat", np.array([-1, self.config.hidden_size], np.int64))
         x_XD = graph.node(f"{name}/tokens", "Reshape", [x_BTD, flat])
-        chosen_XK, weights_XK = self._routed(layer, x_XD)
+        rows = graph.constant(f"experts/rows_{experts.active}", np.array([-1, experts.active], np.int64))
+        chosen_XK = graph.node(f"{name}/chosen", "Reshape", [chosen_BTK, rows])
+        weights_XK = graph.node(f"{name}/weights", "Reshape", [weights_BTK, rows])
         weights_XN = self._dense(name, x_XD, chosen_XK, weights_XK)
         marks_XN = self._dense(f"{name}/marks", x_XD, chosen_XK, None)
         most_N = graph.node(f"{name}/most", "ReduceMax", [marks_XN, graph.axis(0)], keepdims=0)
@@ -46,8 +50,8 @@ class MixtureOfExperts(HalfBuilder):
     def output(self, layer: int, x: ir.Value) -> ir.Value:
         return x  # every expert has its own matrix for it
 
-    def _routed(self, layer: int, x_XD: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The chosen experts, (X, K) int64, and their weights."""
+    def _routed(self, layer: int, x_BTD: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The chosen experts, (B, T, K) int64, and their weights."""
         graph, name, experts = self.graph, f"{self.name(layer)}.{ROUTER}", self.config.chosen_experts
         (router,) = (matrix for matrix in self._matrices if matrix.name == ROUTER)
 
@@ -56,50 +60,56 @@ class MixtureOfExperts(HalfBuilder):
 
         # In float32: a choice that rounding turns is another model.
         table_DN = graph.weight(f"{name}.columns", FLOAT, (router.columns, router.rows), read)
-        logits_XN = graph.node(f"{name}/logits", "MatMul", [x_XD, table_DN])
-        softmax = experts.router == "softmax"
-        scores_XN = graph.node(f"{name}/scores", "Softmax" if softmax else "Sigmoid", [logits_XN])
-        ranked_XN = scores_XN
+        logits_BTN = graph.node(f"{name}/logits", "MatMul", [x_BTD, table_DN])
+        softmax, weighted = experts.router == "softmax", experts.weights
+        as_scored = not experts.choice_bias and experts.groups == 1
+        if as_scored and softmax and weighted == "sum":
+            # The chosen of a softmax over their sum are a softmax of the chosen.
+            scores_BTN, weighted = logits_BTN, "softmax"
+        else:
+            scores_BTN = graph.node(f"{name}/scores", "Softmax" if softmax else "Sigmoid", [logits_BTN])
+        ranked_BTN = scores_BTN
         if experts.choice_bias:
             bias = self.layers.matmul.vector(f"{name}.bias", experts.count)
-            ranked_XN = graph.node(f"{name}/ranked", "Add", [scores_XN, bias])
+            ranked_BTN = graph.node(f"{name}/ranked", "Add", [scores_BTN, bias])
         if experts.groups > 1:
-            ranked_XN = self._open_groups(name, ranked_XN)
+            ranked_BTN = self._open_groups(name, ranked_BTN)
         count = graph.constant(f"experts/active_{experts.active}", np.array([experts.active], np.int64))
         outputs = [f"{name}/best", f"{name}/chosen"]
-        _, chosen_XK = graph.node_with_outputs(f"{name}/top", "TopK", [ranked_XN, count], outputs, axis=-1)
-        weights_XK = graph.node(f"{name}/chosen_scores", "GatherElements", [scores_XN, chosen_XK], axis=1)
-        if experts.weights == "softmax":
-            weights_XK = graph.node(f"{name}/weights", "Softmax", [weights_XK], axis=-1)
-        elif experts.weights == "sum":
-            total = graph.node(f"{name}/total", "ReduceSum", [weights_XK, graph.axis(-1)], keepdims=1)
-            weights_XK = graph.node(f"{name}/weights", "Div", [weights_XK, total])
+        weights_BTK, chosen_BTK = graph.node_with_outputs(f"{name}/top", "TopK", [ranked_BTN, count], outputs, axis=-1)
+        if not as_scored:
+            weights_BTK = graph.node(f"{name}/chosen_scores", "GatherElements", [scores_BTN, chosen_BTK], axis=-1)
+        if weighted == "softmax":
+            weights_BTK = graph.node(f"{name}/weights", "Softmax", [weights_BTK], axis=-1)
+        elif weighted == "sum":
+            total = graph.node(f"{name}/total", "ReduceSum", [weights_BTK, graph.axis(-1)], keepdims=1)
+            weights_BTK = graph.node(f"{name}/weights", "Div", [weights_BTK, total])
         if experts.scale != 1.0:
             scale = graph.constant("experts/scale", np.array(experts.scale, np.float32))
-            weights_XK = graph.node(f"{name}/scaled", "Mul", [weights_XK, scale])
-        return chosen_XK, weights_XK
+            weights_BTK = graph.node(f"{name}/scaled", "Mul", [weights_BTK, scale])
+        return chosen_BTK, weights_BTK
 
-    def _open_groups(self, name: str, ranked_XN: ir.Value) -> ir.Value:
+    def _open_groups(self, name: str, ranked_BTN: ir.Value) -> ir.Value:
         """The ranks with 0 for experts of groups that are not among the best."""
         graph, experts = self.graph, self.config.chosen_experts
-        apart = graph.constant("experts/by_group", np.array([0, experts.groups, -1], np.int64))
-        by_group = graph.node(f"{name}/by_group", "Reshape", [ranked_XN, apart])
+        apart = graph.constant("experts/by_group", np.array([0, 0, experts.groups, -1], np.int64))
+        by_group = graph.node(f"{name}/by_group", "Reshape", [ranked_BTN, apart])
         two = graph.constant("experts/two", np.array([2], np.int64))
-        best_XG2, _ = graph.node_with_outputs(
+        best_BTG2, _ = graph.node_with_outputs(
             f"{name}/best_two", "TopK", [by_group, two], [f"{name}/two", f"{name}/two_at"], axis=-1
         )
-        sums_XG = graph.node(f"{name}/group_scores", "ReduceSum", [best_XG2, graph.axis(-1)], keepdims=0)
+        sums_BTG = graph.node(f"{name}/group_scores", "ReduceSum", [best_BTG2, graph.axis(-1)], keepdims=0)
         count = graph.constant("experts/open_groups", np.array([experts.active_groups], np.int64))
-        _, open_XO = graph.node_with_outputs(
-            f"{name}/open", "TopK", [sums_XG, count], [f"{name}/open_scores", f"{name}/open_at"], axis=-1
+        _, open_BTO = graph.node_with_outputs(
+            f"{name}/open", "TopK", [sums_BTG, count], [f"{name}/open_scores", f"{name}/open_at"], axis=-1
         )
         zero = graph.constant("experts/zero", np.array(0.0, np.float32))
-        none_XG = graph.node(f"{name}/closed", "Mul", [sums_XG, zero])
-        ones_XO = self._ones(f"{name}/opened", open_XO)
-        open_XG = graph.node(f"{name}/is_open", "ScatterElements", [none_XG, open_XO, ones_XO], axis=1)
-        open_XG1 = graph.node(f"{name}/is_open_column", "Unsqueeze", [open_XG, graph.axis(2)])
-        masked = graph.node(f"{name}/open_ranks", "Mul", [by_group, open_XG1])
-        together = graph.constant("experts/together", np.array([0, -1], np.int64))
+        none_BTG = graph.node(f"{name}/closed", "Mul", [sums_BTG, zero])
+        ones_BTO = self._ones(f"{name}/opened", open_BTO)
+        open_BTG = graph.node(f"{name}/is_open", "ScatterElements", [none_BTG, open_BTO, ones_BTO], axis=2)
+        open_BTG1 = graph.node(f"{name}/is_open_column", "Unsqueeze", [open_BTG, graph.axis(3)])
+        masked = graph.node(f"{name}/open_ranks", "Mul", [by_group, open_BTG1])
+        together = graph.constant("experts/together", np.array([0, 0, -1], np.int64))
         return graph.node(f"{name}/open_ranks_flat", "Reshape", [masked, together])
 
     def _ones(self, name: str, like: ir.Value) -> ir.Value:

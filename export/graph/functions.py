@@ -22,7 +22,8 @@ class Call:
 
     Attributes:
         op: the kernel's name.
-        name: of the call; also, with a dot behind it, what the names of the layer's nodes begin with.
+        name: of the call.
+        base: what, with a dot behind it, the names of the layer's nodes begin with.
         prefixes: what the names of these nodes begin with, and of no others.
         inputs: the kernel's by name, in its order; None leaves an optional one out.
         outputs: in the same way, values of the nodes that only others read.
@@ -31,6 +32,7 @@ class Call:
 
     op: str
     name: str
+    base: str
     prefixes: tuple[str, ...]
     inputs: Mapping[str, ir.Value | None]
     outputs: Mapping[str, ir.Value]
@@ -38,7 +40,7 @@ class Call:
 
     def local(self, name: str | None) -> str:
         """A name within the body."""
-        return str(name).removeprefix(f"{self.name}.")
+        return str(name).removeprefix(f"{self.base}.")
 
 
 class Functions:

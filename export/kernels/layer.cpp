@@ -4,57 +4,20 @@
 #include <cmath>
 #include <cstring>
 
+#include "activations.h"
 #include "team.h"
 
 namespace sportsllm {
 
 namespace {
 
-constexpr int64_t kFewRows = 8;  // up to here the cache is read in parts, so that all threads have work
-constexpr int64_t kRowsOfPiece = 32;  // of a matrix
 constexpr int64_t kQueryTokens = 16;  // of a prompt, attended together
-
-Ahead ahead(const Matrix& matrix, int64_t rows) { return {matrix.packed, rows * matrix.row_bytes()}; }
-
-int64_t pieces_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
-// Rounded activations of a few rows or of a prompt's many, for one matrix.
-class Activations {
- public:
-  void take(Scratch* scratch, int64_t rows, const Matrix& matrix) {
-    matrix_ = &matrix, prompt_ = rows > kFewRows;
-    if (prompt_) {
-      many_ = scratch->take_prompt(rows, matrix);
-    } else {
-      few_ = scratch->take_rounded(rows, matrix);
-    }
-  }
-
-  void round(const Variant& v, const float* x, int64_t m, int64_t start, int64_t end) {
-    prompt_ ? v.round_prompt(x, m, start, end, &many_) : v.round(x, m, start, end, &few_);
-  }
-
-  // After all of a row is rounded.
-  void finish(const Variant& v, int64_t m) {
-    if (!prompt_ && matrix_->zeros != nullptr) v.sum_blocks(m, &few_);
-  }
-
-  void product(const Variant& v, int64_t first, int64_t last, int64_t m0, int64_t m1, float* out, int64_t stride) const {
-    prompt_ ? v.product_prompt(*matrix_, first, last, many_, m0, m1, out, stride)
-            : v.product(*matrix_, first, last, few_, m0, m1, out, stride);
-  }
-
- private:
-  const Matrix* matrix_ = nullptr;
-  bool prompt_ = false;
-  Rounded few_;
-  RoundedPrompt many_;
-};
 
 class LayerJob {
  public:
   LayerJob(const LayerWeights& weights, const LayerInputs& inputs, Scratch* scratch)
-      : w_(weights), in_(inputs), v_(chosen_variant()), scratch_(scratch), rows_(inputs.batch * inputs.tokens) {
+      : w_(weights), in_(inputs), v_(chosen_variant()), scratch_(scratch), rows_(inputs.batch * inputs.tokens),
+        whole_(weights.inner > 0) {
     group_ = w_.heads / w_.kv_heads, kept_rows_ = in_.batch * in_.kept();
     int64_t longest = 0;
     for (int64_t b = 0; b < in_.batch; ++b) longest = std::max(longest, start(b) + in_.tokens);
@@ -81,13 +44,17 @@ class LayerJob {
     team.add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::project_out, few ? &LayerJob::second_norms : nullptr,
              ahead(w_.output, kRowsOfPiece));
     if (!few) team.add(kept_rows_, &LayerJob::second_norm);
-    team.add(pieces_of(w_.inner, kRowsOfPiece), &LayerJob::widen, &LayerJob::sum_inner, ahead(w_.gate_up, kRowsOfPiece));
-    team.add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::narrow, nullptr, ahead(w_.down, kRowsOfPiece));
+    if (whole_) add_feed_forward(&team);
     parallel(context, &Team<LayerJob>::work_of, &team);
     scratch_->workers = std::max(1, team.arrived());
   }
 
  private:
+  void add_feed_forward(Team<LayerJob>* team) {
+    team->add(pieces_of(w_.inner, kRowsOfPiece), &LayerJob::widen, &LayerJob::sum_inner, ahead(w_.gate_up, kRowsOfPiece));
+    team->add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::narrow, nullptr, ahead(w_.down, kRowsOfPiece));
+  }
+
   // Position of a sequence's first new token.
   int64_t start(int64_t b) const { return std::max<int64_t>(0, int64_t{in_.last[b]} + 1 - in_.tokens); }
   // Row among all new tokens of a row that is kept.
@@ -105,9 +72,11 @@ class LayerJob {
     attended_ = scratch->take<float>(rows_ * width);
     one_head_ = scratch->take<float>((w_.heads + 2 * w_.kv_heads) * rows_ * w_.head_size);
     rounded_attended_.take(scratch, rows_, w_.output);
-    rounded_second_.take(scratch, kept_rows_, w_.gate_up);
-    rounded_inner_.take(scratch, kept_rows_, w_.down);
-    inner_ = scratch->take<float>(pieces_of(w_.inner, kRowsOfPiece) * kept_rows_ * 2 * kRowsOfPiece);
+    if (whole_) {
+      rounded_second_.take(scratch, kept_rows_, w_.gate_up);
+      rounded_inner_.take(scratch, kept_rows_, w_.down);
+      inner_ = scratch->take<float>(pieces_of(w_.inner, kRowsOfPiece) * kept_rows_ * 2 * kRowsOfPiece);
+    }
     // Of each piece of attention: the scores, and where the cache is read in parts their outcome.
     pieces_ = in_.batch * w_.kv_heads * tiles_ * (rows_ <= kFewRows ? parts_ : 1);
     queries_of_piece_ = group_ * tile_;
@@ -259,7 +228,12 @@ class LayerJob {
   }
 
   void second_norm(int64_t kept) {
-    norm_and_round(in_.residual_out + kept * w_.hidden, w_.second_norm, kept, &rounded_second_);
+    const float* total = in_.residual_out + kept * w_.hidden;
+    if (whole_) {
+      norm_and_round(total, w_.second_norm, kept, &rounded_second_);
+    } else {
+      v_.rms_norm(total, w_.second_norm, w_.hidden, w_.epsilon, in_.out + kept * w_.hidden);
+    }
   }
 
   void second_norms() {
@@ -292,6 +266,7 @@ class LayerJob {
   const Variant& v_;
   Scratch* const scratch_;
   const int64_t rows_;
+  const bool whole_;
   int64_t group_ = 0, kept_rows_ = 0, tile_ = 0, tiles_ = 0, parts_ = 0, pieces_ = 0;
   int64_t queries_of_piece_ = 0;
   float *total_ = nullptr, *normed_ = nullptr, *queries_ = nullptr, *attended_ = nullptr, *one_head_ = nullptr;

@@ -1,4 +1,4 @@
-// One decoder layer: attention over a cache and SwiGLU, each after a norm and added to what came in.
+// One decoder layer: attention over a cache and SwiGLU, each after a norm and added to what came in; or its attention.
 //
 // Shapes: B sequences, T new tokens of each, M = B * T, D hidden size, H query heads, K key/value heads, E head size,
 // P and S tokens that the cache has room for before and after.
@@ -10,7 +10,8 @@
 namespace sportsllm {
 
 struct LayerWeights {
-  int64_t hidden = 0, heads = 0, kv_heads = 0, head_size = 0, inner = 0, context = 0;
+  int64_t hidden = 0, heads = 0, kv_heads = 0, head_size = 0, context = 0;
+  int64_t inner = 0;  // 0 without the second half
   float epsilon = 0;
   const float *norm = nullptr, *second_norm = nullptr;        // (D)
   const float *query_norm = nullptr, *key_norm = nullptr;     // (E), or none
@@ -26,7 +27,8 @@ struct LayerInputs {
   const void *past_key = nullptr, *past_value = nullptr;
   int64_t past_room = 0, room = 0;                // P, S
   void *key = nullptr, *value = nullptr;          // (B, K, S, E), the same memory as past or other
-  float *out = nullptr, *residual_out = nullptr;  // (B, kept, D): what the second half adds, and what it is added to
+  // (B, kept, D): what the second half adds, without one what it reads; and what it is added to.
+  float *out = nullptr, *residual_out = nullptr;
 
   int64_t kept() const { return keep > 0 && keep < tokens ? keep : tokens; }
 };

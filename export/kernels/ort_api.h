@@ -23,7 +23,7 @@ struct ShapeInfo;
 
 enum ErrorCode { kFail = 1, kInvalidArgument = 2 };
 enum ElementType { kAny = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kHalf = 10 };
-enum Presence { kRequired = 0, kOptional = 1 };
+enum Presence { kRequired = 0, kOptional = 1, kVariadic = 2 };
 
 // Places in the table.
 enum Slot {

@@ -12,6 +12,7 @@ from export.graph.decoder import write_graph
 from export.kernels.library import VERSION
 from export.paths import DATA_FILE, GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
+from sportsllm.models.experts import Experts
 from tests.support.export_models import Export, Exports, pack_model, save, tiny_model
 
 SETTINGS: list[dict[str, Any]] = [
@@ -84,15 +85,65 @@ def test_layers_without_a_name_or_a_format_stay_as_they_are(tmp_path: Any) -> No
     model = tiny_model(num_hidden_layers=12)
     record = pack_model(model, 4, bits_of=formats)
     written = write_graph(save(tmp_path, model, record), tmp_path)
-    assert str(written.folded) == (
-        "kernels: called for 8 of 12 layers and the head (more than 8 kinds of layers; dense matrices)"
-    )
+    # Eight as wholes, three as two halves each.
+    assert str(written.folded) == "kernels: called for 11 of 12 layers and the head (dense matrices)"
+    calls = [node.op_type for node in onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False).graph.node]
+    assert sum(call.startswith("DecoderFeedForward") for call in calls) == 3
     plain = tmp_path / "plain"
     plain.mkdir()
     (plain / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
     write_graph(tmp_path, plain, inline=True)
     found = [OnnxDecoder(path, 1, kernels="portable").logits([1, 2, 3]) for path in (tmp_path, plain)]
     np.testing.assert_array_equal(*found)
+
+
+HALVES: list[tuple[dict[str, Any], str]] = [
+    ({"mlp_kind": "experts", "experts": Experts(4, 2)}, "all 3 layers and the head"),
+    (
+        {"mlp_kind": "experts", "experts": Experts(4, 2, 1, "sigmoid", "softmax", 2.0, gated=False), "mlp_bias": True},
+        "all 3 layers and the head",
+    ),
+    (
+        {"mlp_kind": "experts", "experts": Experts(4, 2, 0, "sigmoid", "sum", 1.0, 2, 1, choice_bias=True)},
+        "all 3 layers and the head",
+    ),
+    (
+        {"mlp_kind": "experts", "experts": Experts(3, 1), "dense_layers": 1, "dense_intermediate_size": 80},
+        "all 3 layers and the head",
+    ),
+    (
+        {"layer_types": ("sliding", "full", "sliding"), "sliding_window": 20},
+        "attention of 1 of 3 layers, the feed-forward of all 3 layers and the head (sliding attention)",
+    ),
+    ({"mlp_kind": "geglu"}, "attention of all 3 layers and the head (feed-forward geglu)"),
+    (
+        {"attention_kind": "latent", "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8}
+        | {"num_key_value_heads": 1},
+        "the feed-forward of all 3 layers and the head (attention latent)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "called"), HALVES, ids=[str(n) for n in range(len(HALVES))])
+def test_halves_of_layers_are_called(changes: dict[str, Any], called: str, tmp_path: Any) -> None:
+    """The body gives the plain graph's bits; kernels those within what 8-bit inputs cost."""
+    model = tiny_model(num_hidden_layers=3, max_position_embeddings=128, **changes)
+    save(tmp_path, model, pack_model(model, 8))
+    assert str(write_graph(tmp_path, tmp_path).folded) == f"kernels: called for {called}"
+    onnx.checker.check_model(str(tmp_path / GRAPH_FILE), full_check=True)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
+    write_graph(tmp_path, plain, inline=True)
+    prompt, found = np.random.default_rng(0).integers(0, 96, 60).tolist(), []
+    for directory, kernels in ((plain, "portable"), (tmp_path, "portable"), (tmp_path, "native")):
+        decoder = OnnxDecoder(directory, 2, kernels=kernels)
+        logits = [decoder.logits(prompt), decoder.prefill([prompt[:3], prompt[:50], prompt], 80)]
+        logits += [decoder.step([4, token, 7]) for token in (5, 6)]
+        found.append(np.concatenate(logits))
+    np.testing.assert_array_equal(found[0], found[1])
+    # A token whose experts are nearly level may be sent to others, so the middle one is looked at.
+    assert np.median(np.abs(found[2] - found[0])) < 0.02 * found[0].std()
 
 
 @pytest.mark.parametrize(

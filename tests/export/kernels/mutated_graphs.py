@@ -8,7 +8,21 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto
-from test_kernels import CONTEXT, HIDDEN, KV_HEADS, ROOM, SIZE, Array, Packed, layer_case, names_of_layer, session
+from test_kernels import (
+    CONTEXT,
+    FEED_FORWARDS,
+    HIDDEN,
+    KV_HEADS,
+    ROOM,
+    SIZE,
+    Array,
+    Packed,
+    feed_forward_case,
+    layer_case,
+    names_of_layer,
+    sent_tokens,
+    session,
+)
 
 NUMBERS = (-(2**62), -1, 0, 1, 2, 3, 7, 16, 31, 32, 48, 64, 255, 256, 2**31, 2**62)
 
@@ -66,10 +80,21 @@ def head(
     return "DecoderHead", names, {"logits": TensorProto.FLOAT}, constants, fed, attributes
 
 
+def feed_forward(
+    chance: random.Random,
+) -> tuple[str, list[str], dict[str, int], dict[str, Array], dict[str, Array], dict[str, Any]]:
+    """Arguments of `session` but the library."""
+    settings = chance.choice(FEED_FORWARDS)
+    constants, _, attributes = feed_forward_case(*settings)
+    names = ["x", "chosen", "weights", *constants]
+    fed = sent_tokens(chance.choice([1, 3, 12]), settings[3])
+    return "DecoderFeedForward", names, {"out": TensorProto.FLOAT}, constants, fed, attributes
+
+
 def run_one(library: Path, seed: int) -> bool:
     """Whether a graph with one to three damages ran."""
     chance = random.Random(seed)
-    op, names, outputs, constants, fed, attributes = chance.choice([layer, head])(chance)
+    op, names, outputs, constants, fed, attributes = chance.choice([layer, head, feed_forward])(chance)
     for _ in range(chance.randrange(1, 4)):
         what = chance.randrange(5)
         if what == 0:

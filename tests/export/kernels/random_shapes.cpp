@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "feed_forward.h"
 #include "layer.h"
 
 using namespace sportsllm;
@@ -251,6 +252,7 @@ void layer_case() {
   const Owned qkv((w.heads + 2 * w.kv_heads) * e, w.hidden, 0.02f), output(w.hidden, w.heads * e, 0.02f);
   const Owned gate_up(2 * w.inner, w.hidden, 0.02f), down(w.hidden, w.inner, 0.02f);
   w.qkv = qkv, w.output = output, w.gate_up = gate_up, w.down = down;
+  if (between(0, 2) == 0) w.inner = 0;  // attention alone
   std::vector<int64_t> calls = {one_of({1, 3, 20, 300}), 1, between(1, 8), 1};
   std::vector<Numbers<float>> inputs;
   int64_t room = between(0, 9);
@@ -284,6 +286,41 @@ void layer_case() {
   }
 }
 
+void feed_forward_case() {
+  FeedForwardWeights w;
+  w.hidden = between(1, 100), w.gated = between(0, 1) != 0;
+  const int64_t experts = between(0, 6), shared = between(experts > 0 ? 0 : 1, 2), inner = between(1, 90);
+  std::vector<Owned> owned;
+  owned.reserve(2 * (experts + shared));
+  for (int64_t n = 0; n < experts + shared; ++n) {
+    const int64_t size = n < experts ? inner : between(1, 150);
+    const Owned &up = owned.emplace_back(w.gated ? 2 * size : size, w.hidden, 0.02f), &down = owned.emplace_back(w.hidden, size, 0.02f);
+    (n < experts ? w.experts : w.shared).push_back({up, down});
+  }
+  w.active = experts > 0 ? between(1, experts) : 0;
+  FeedForwardInputs in;
+  in.tokens = one_of({1, 2, 8, 9, 40});
+  const Numbers<float> x = ordinary(in.tokens * w.hidden, -2, 2), weights = ordinary(in.tokens * w.active, 0, 1);
+  Numbers<int64_t> chosen(in.tokens * w.active);
+  for (int64_t& expert : chosen) expert = between(0, experts - 1);
+  in.x = x.data(), in.weights = weights.data(), in.chosen = chosen.data();
+  Numbers<float> first;
+  for (threads_of_run = 1; threads_of_run <= 3; ++threads_of_run) {
+    Numbers<float> out(in.tokens * w.hidden);
+    in.out = out.data();
+    Scratch scratch;
+    scratch.workers = threads_of_run;
+    run_feed_forward(w, in, &scratch, parallel, nullptr);
+    if (threads_of_run == 1) {
+      first = out;
+      keep(out.data(), static_cast<int64_t>(out.size()));
+      for (float y : out) check(std::isfinite(y), "a feed-forward's number", y, 0);
+    } else {
+      check(std::memcmp(first.data(), out.data(), out.size() * sizeof(float)) == 0, "threads", threads_of_run, 1);
+    }
+  }
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -294,6 +331,7 @@ int main(int count, char** words) {
   const Variant& v = chosen_variant();
   for (int64_t i = 0; i < cases; ++i) {
     if (i % 4 == 0) layer_case();
+    feed_forward_case();
     product_case(v);
     attention_case(v);
     small_case(v);

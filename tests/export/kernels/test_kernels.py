@@ -280,6 +280,124 @@ def test_any_number_of_threads_gives_the_same_bits(library: Path) -> None:
         assert np.array_equal(found[1], one[1])
 
 
+def test_attention_alone_ends_behind_the_second_norm(library: Path) -> None:
+    """Bits of the whole layer, whose outputs are the same sum and what the other half makes of the norm."""
+    constants, _, attributes = layer_case(4, 32, True, int8=False)
+    names = names_of_layer()
+    x = np.random.default_rng(7).normal(size=(1, 9, HIDDEN)).astype(np.float32)
+    cache = np.zeros((1, KV_HEADS, ROOM, SIZE), np.float32)
+    fed = {"x": x, "last": np.array([8], np.int32), "total": np.array(ROOM, np.int32)}
+    fed |= {"past_key": cache, "past_value": cache.copy()}
+    outputs = dict.fromkeys(("out", "residual_out", "key", "value"), TensorProto.FLOAT)
+    whole = session(library, "DecoderLayer", names, outputs, constants, fed, attributes).run(None, fed)
+    first = names[: names.index("second_norm") + 1]
+    own = {name: array for name, array in constants.items() if name in first}
+    sizes = {name: value for name, value in attributes.items() if not name.startswith(("gate_up", "down", "inter"))}
+    half = session(library, "DecoderAttention", first, outputs, own, fed, sizes).run(None, fed)
+    assert np.array_equal(half[1], whole[1])
+    for found, wanted in zip(half[2:], whole[2:], strict=True):
+        assert np.array_equal(found[:, :, :9], wanted[:, :, :9])
+    np.testing.assert_allclose(half[0], normed(half[1]) * constants["second_norm"], rtol=1e-5, atol=1e-6)
+
+
+def feed_forward_case(
+    bits: int, block: int, zeros: bool, experts: int, shared: bool, gated: bool, biases: bool
+) -> tuple[dict[str, Array], list[tuple[Array, ...]], dict[str, Any]]:
+    """Constants in the kernel's order, float64 matrices and biases of each part, attributes; shared parts are wider."""
+    rng = np.random.default_rng(experts + bits)
+    constants: dict[str, Array] = {}
+    parts: list[tuple[Array, ...]] = []
+    attributes: dict[str, Any] = {"hidden_size": HIDDEN, "gated": int(gated), "experts": experts, "shared": int(shared)}
+    attributes["active_experts"] = min(2, experts)
+    for kind, count, inner in (("expert", experts, INNER), ("shared", int(shared), 100)):
+        for number in range(count):
+            part: list[Array] = []
+            for key, shape in (("up", (inner * (1 + gated), HIDDEN)), ("down", (HIDDEN, inner))):
+                matrix = Packed(rng, *shape, bits, block, zeros, size=0.3)
+                name, bias = f"{kind}{number}_{key}", rng.normal(size=shape[0]).astype(np.float32)
+                constants |= matrix.parts(name) | ({f"{name}.bias": bias} if biases else {})
+                part += [matrix.dense, bias * biases]
+                attributes |= {f"{kind}_{key}_{size}": value for size, value in matrix.sizes.items()}
+                attributes |= {f"{kind}_{key}_zero_points": int(zeros), f"{kind}_{key}_biases": int(biases)}
+            parts.append(tuple(part))
+            attributes[f"{kind}_size"] = inner
+    return constants, parts, attributes
+
+
+def run_feed_forward(
+    library: Path,
+    constants: dict[str, Array],
+    attributes: dict[str, Any],
+    fed: dict[str, Array],
+    threads: int = 2,
+) -> Array:
+    names = ["x", "chosen", "weights", *constants]
+    out = {"out": TensorProto.FLOAT}
+    found: Array = session(library, "DecoderFeedForward", names, out, constants, fed, attributes, threads).run(
+        None, fed
+    )[0]
+    return found
+
+
+def sent_tokens(tokens: int, experts: int) -> dict[str, Array]:
+    """Inputs for two experts a token, the first of which gets most tokens and the last none."""
+    rng = np.random.default_rng(tokens)
+    fed: dict[str, Array] = {"x": rng.normal(size=(1, tokens, HIDDEN)).astype(np.float32)}
+    if experts:
+        second = rng.integers(1, experts - 1, tokens)
+        fed["chosen"] = np.stack([np.zeros(tokens, np.int64), second], axis=-1)[None]
+        fed["weights"] = rng.uniform(0.1, 1, (1, tokens, 2)).astype(np.float32)
+    return fed
+
+
+FEED_FORWARDS = [
+    (4, 32, True, 5, False, True, False),
+    (8, 64, False, 6, True, True, False),
+    (4, 128, False, 4, False, False, True),
+    (8, 32, True, 0, True, True, False),
+    (4, 32, False, 0, True, False, True),
+]
+
+
+@pytest.mark.parametrize("settings", FEED_FORWARDS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_a_feed_forward_agrees_with_float64(library: Path, settings: Any, tokens: int) -> None:
+    """Inputs are rounded to 8 bits twice in a row, half a percent each by 32 numbers; gate and up both err."""
+    _, _, _, experts, shared, gated, _ = settings
+    constants, parts, attributes = feed_forward_case(*settings)
+    fed = sent_tokens(tokens, experts)
+    wide = fed["x"][0].astype(np.float64)
+    made = []
+    for up, up_bias, down, down_bias in parts:
+        inner = wide @ up.T + up_bias
+        gate, rest = np.split(inner, 2, axis=1) if gated else (inner, 1.0)
+        made.append((gate / (1 + np.exp(-gate)) * rest) @ down.T + down_bias)
+    wanted = made[-1].copy() if shared else np.zeros_like(wide)
+    if experts:
+        for token in range(tokens):
+            for expert, weight in zip(fed["chosen"][0, token], fed["weights"][0, token], strict=True):
+                wanted[token] += weight * made[expert][token]
+    found = run_feed_forward(library, constants, attributes, fed)[0]
+    assert np.linalg.norm(found - wanted) < 0.015 * np.linalg.norm(wanted)
+    for threads in (1, 3):
+        assert np.array_equal(run_feed_forward(library, constants, attributes, fed, threads)[0], found)
+
+
+def test_experts_that_are_not_there_are_refused(library: Path) -> None:
+    constants, _, attributes = feed_forward_case(4, 32, True, 5, False, True, False)
+    fed = sent_tokens(3, 5)
+    for number in (-1, 5):
+        bad = fed | {"chosen": np.full_like(fed["chosen"], number)}
+        with pytest.raises(Exception, match=f"expert {number} of 5"):
+            run_feed_forward(library, constants, attributes, bad)
+    with pytest.raises(Exception, match="6 experts a token of 5"):
+        run_feed_forward(library, constants, attributes | {"active_experts": 6}, fed)
+    with pytest.raises(Exception, match="experts have shapes"):
+        run_feed_forward(library, constants, attributes, fed | {"weights": fed["weights"][:, :2]})
+    with pytest.raises(Exception, match="is missing"):
+        run_feed_forward(library, constants, attributes | {"experts": 6}, fed)
+
+
 def outcome(library: Path) -> bytes:
     """Bits of many products and of layers, for comparing variants."""
     found = []
@@ -291,6 +409,9 @@ def outcome(library: Path) -> bytes:
             found.append(head_logits(library, matrix, x, threads=threads))
     for bits, int8 in ((4, False), (8, True)):
         found += run_layer(library, layer_case(bits, 32, bits == 4, int8), [20, 1, 5], int8)
+    for settings in FEED_FORWARDS:
+        constants, _, attributes = feed_forward_case(*settings)
+        found += [run_feed_forward(library, constants, attributes, sent_tokens(n, settings[3])) for n in (1, 30)]
     return b"".join(array.tobytes() for array in found)
 
 
