@@ -202,11 +202,11 @@ def _layer(
         "kv_num_heads": config.num_key_value_heads,
         "head_size": config.head_dim,
         "hidden_size": config.hidden_size,
+        **({"intermediate_size": config.intermediate_size} if whole else {}),
         "epsilon": config.rms_norm_eps,
     }
     if whole:
         inputs |= second["gate_up"][0] | second["down"][0]
-        attributes["intermediate_size"] = config.intermediate_size
     for _, sizes in (found | second).values():
         attributes |= sizes
     op = ("DecoderLayer" if whole else "DecoderAttention") + ("Int8" if int8_cache else "")
