@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-FORMAT = 7
+FORMAT = 8
 
 HARDWARE_RANGES = {
     "memory_total": ("MB", 16, 4e6),
@@ -134,6 +134,7 @@ class Coefficients(Strict):
         cache_gb_per_s: keys and values read while decoding, by their format.
         attention_gmac_per_s: multiply-adds of attention for one new token.
         pass_us, layer_us: fixed time of a pass through the model, and of each of its layers.
+        kernel_layer_us: the same of a layer that this program's kernels compute.
         standard_layer_us: what a layer of standard ONNX operators takes on top.
         prefill_gmac_per_s: multiply-adds with many rows, by the weights' format.
         prefill_attention_gmac_per_s: multiply-adds of attention over a prompt.
@@ -151,6 +152,7 @@ class Coefficients(Strict):
     attention_gmac_per_s: Rate
     pass_us: Microseconds
     layer_us: Microseconds
+    kernel_layer_us: Microseconds
     standard_layer_us: Microseconds
     prefill_gmac_per_s: dict[WeightFormat, Rate]
     prefill_attention_gmac_per_s: Rate

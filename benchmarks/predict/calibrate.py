@@ -36,6 +36,8 @@ from benchmarks.predict.latency import KNOWN_BYTES, Terms, memory_terms, total, 
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.predict.small_models import write_small_model
 from benchmarks.spread import lower_quartile, percentile
+from export.kernels.library import VERSION
+from export.runtime.kernels import problem_of
 from sportsllm.console import progress_bar
 from sportsllm.errors import ConflictError, UsageError
 from sportsllm.models.config import ModelConfig
@@ -156,11 +158,11 @@ def band_of(coefficients: Coefficients, figures: Sequence[Figure]) -> dict[str, 
 
 
 def write_models(folder: Path, wanted: Iterable[tuple[ModelConfig, ModelFormat]]) -> list[MeasuredModel]:
-    """A directory with random weights for each shape and format."""
-    models = []
+    """A directory with random weights for each shape and format, run by what an export would be run by here."""
+    models, kernels = [], not problem_of(VERSION)
     for number, (config, stored) in enumerate(wanted):
         models.append(MeasuredModel(config, stored, folder / f"{number}-{config.parameters / 1e6:.0f}m-{stored.name}"))
-        write_small_model(models[-1].directory, config, stored)
+        write_small_model(models[-1].directory, config, stored, kernels and stored.in_kernels)
     return models
 
 

@@ -2,7 +2,7 @@
 
     time per token = sum over formats of weight bytes / weights rate
                      + cache bytes / cache rate + attention MACs / attention rate
-                     + a pass's time + layers * a layer's time
+                     + a pass's time + layers * a layer's time, which is another one in the kernels
     first token    = sum over pieces of 128 tokens of (MACs / prefill rate + attention MACs / prefill attention rate
                      + activation bytes / elementwise rate + a pass's time + layers * a layer's time)
                      + head bytes / weights rate
@@ -51,7 +51,7 @@ Terms = Mapping[str, float]
 def tpot_terms(config: ModelConfig, stored: ModelFormat, depth: int) -> Terms:
     """Of the time per token after `depth` others, in ms."""
     parts, cached = sizes(config, stored), _cached_bytes(config, stored, depth)
-    terms = _pass_terms(config, stored, cached)
+    terms = _pass_terms(config, stored, cached, stored.in_kernels)
     for group, share in ((parts.layers, active_share(config)), (parts.head, 1.0)):
         terms[f"weights_gb_per_s.{group.weight_format}"] += share * group.bytes
     terms[f"cache_gb_per_s.{stored.cache}"] += cached
@@ -79,7 +79,8 @@ def ttft_terms(config: ModelConfig, stored: ModelFormat, prompt: int) -> Terms:
         # Scores of each new token with all so far, masked ones too, and their product with the values.
         terms["prefill_attention_gmac_per_s"] += new * mixing_macs(config, end)
         terms["elementwise_gb_per_s"] += 4 * new * config.num_hidden_layers * layer_activations(config)
-        _add(terms, _pass_terms(config, stored, _cached_bytes(config, stored, end)))
+        in_kernels = stored.in_kernels and parts.prefill is None
+        _add(terms, _pass_terms(config, stored, _cached_bytes(config, stored, end), in_kernels))
     return terms
 
 
@@ -101,9 +102,10 @@ def _cached_bytes(config: ModelConfig, stored: ModelFormat, depth: int) -> int:
     return depth * kv_cache_bytes_per_token(config)[stored.cache] + state_bytes(config)[stored.cache]
 
 
-def _pass_terms(config: ModelConfig, stored: ModelFormat, cached: float) -> defaultdict[str, float]:
+def _pass_terms(config: ModelConfig, stored: ModelFormat, cached: float, in_kernels: bool) -> defaultdict[str, float]:
     """Of any pass through the model; standard operators have more of them, and copy their growing cache."""
-    terms = defaultdict[str, float](float, pass_us=1, layer_us=config.num_hidden_layers)
+    layer = "kernel_layer_us" if in_kernels else "layer_us"
+    terms = defaultdict[str, float](float, {"pass_us": 1, layer: config.num_hidden_layers})
     if stored.standard:
         terms |= {"standard_layer_us": config.num_hidden_layers, "elementwise_gb_per_s": cached}
     return terms

@@ -67,6 +67,11 @@ class ModelFormat:
         return self.precision in ("int8", "int4")
 
     @property
+    def in_kernels(self) -> bool:
+        """Whether this program's kernels decode: layers in blocks, but in graphs that call none."""
+        return self.quantized and not (self.per_row or self.standard)
+
+    @property
     def layer_format(self) -> str:
         """Of the layers' matrices, a `benchmarks.devices.schema.WeightFormat`."""
         return "int8_rows" if self.per_row else self.precision

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from export.metadata import KERNELS_DOMAIN, KERNELS_KEY
+
 Array = npt.NDArray[Any]
 MS = "com.microsoft"
 IR_VERSION, OPSETS = 10, {"": 21, MS: 1}  # as `export.graph.builder` writes them
@@ -30,6 +32,7 @@ class OnnxGraph:
         self._path, self._data = path, path.with_name(f"{path.name}.data").open("wb")
         self._fields = [_field(2, "graph")]
         self._placed: dict[str, tuple[str, bytes]] = {}
+        self._version: str | None = None
 
     def input(self, name: str, dtype: str, shape: Sequence[int | str]) -> str:
         """A graph input; dimensions given by name are free. Returns its name."""
@@ -75,11 +78,18 @@ class OnnxGraph:
         self._fields.append(_field(1, b"".join(parts)))
         return names[0]
 
+    def calls_kernels(self, version: str) -> None:
+        """Say which version of this program's kernels the graph calls; it has no bodies for runtimes without them."""
+        self._version = version
+
     def write(self) -> None:
         """Write the graph and close the data file."""
         self._data.close()
-        opsets = [_field(8, _field(1, domain) + _field(2, version)) for domain, version in OPSETS.items()]
-        self._path.write_bytes(_field(1, IR_VERSION) + _field(7, b"".join(self._fields)) + b"".join(opsets))
+        domains = OPSETS if self._version is None else OPSETS | {KERNELS_DOMAIN: 1}
+        parts = [_field(8, _field(1, domain) + _field(2, version)) for domain, version in domains.items()]
+        if self._version is not None:
+            parts.append(_field(14, _field(1, KERNELS_KEY) + _field(2, self._version)))
+        self._path.write_bytes(_field(1, IR_VERSION) + _field(7, b"".join(self._fields)) + b"".join(parts))
 
 
 def _varint(number: int) -> bytes:

@@ -1,7 +1,8 @@
 """Write a decoder with random weights as an export directory, without torch or onnx, so that it runs on a device.
 
-The graph is that of `export.graph.decoder` with ONNX Runtime's own operators; times and memory do not depend on the
-values of the weights. Shape suffixes: N rows (outputs), K columns (inputs) of a matrix.
+The graph is that of `export.graph.decoder` with ONNX Runtime's own operators, or calls of this program's kernels
+without bodies; times and memory do not depend on the values of the weights.
+Shape suffixes: N rows (outputs), K columns (inputs) of a matrix.
 """
 
 from __future__ import annotations
@@ -13,24 +14,29 @@ import numpy as np
 
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.predict.onnx_writer import MS, OnnxGraph
-from export.metadata import KEEP_LOGITS
+from export.kernels.library import VERSION
+from export.metadata import KEEP_LOGITS, KERNELS_DOMAIN
 from export.paths import GRAPH_FILE
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf.config import to_hf
 from sportsllm.models.rope import rope_tables
 
 
-def write_small_model(directory: Path, config: ModelConfig, stored: ModelFormat) -> None:
+def write_small_model(directory: Path, config: ModelConfig, stored: ModelFormat, kernels: bool = False) -> None:
     """Write graph, weights and config.json of a model with tied embeddings, without biases.
 
     Args:
         directory: a new directory.
         config: the shape; heads of a multiple of 16, widths of a multiple of the block size.
         stored: float32, INT8 or INT4 blocks, or INT8 rows, with either cache.
+        kernels: call this program's kernels, which take blocks alone.
     """
     directory.mkdir(parents=True)
     graph = _SmallModel(directory / GRAPH_FILE, config, stored)
-    graph.add_model()
+    if kernels:
+        graph.add_calls()
+    else:
+        graph.add_model()
     graph.write()
     (directory / "config.json").write_text(json.dumps(to_hf(config)), encoding="utf-8")
 
@@ -63,6 +69,46 @@ class _SmallModel(OnnxGraph):
         x, _ = self._norm("norm", x, residual)
         logits = self._multiply("logits", x, table, config.vocab_size, hidden, bits)
         self.output(logits, "float32", ("batch", "new", config.vocab_size))
+
+    def add_calls(self) -> None:
+        """The same model, a call for each layer and one for the head."""
+        config, hidden, inner, stored = self.config, self.config.hidden_size, self.config.intermediate_size, self.stored
+        tokens = self.input("input_ids", "int64", ("batch", "new"))
+        last, total, cos, sin = self._lengths(self.input("attention_mask", "int64", ("batch", "all")))
+        keep = self.input(self.constant(KEEP_LOGITS, np.zeros(1, np.int64)), "int64", (1,))
+        table = self._weights("lm_head", config.vocab_size, hidden, stored.head_bits)
+        x, residual = self._embedding(tokens, table, config.vocab_size, hidden, stored.head_bits), ""
+        shapes = {
+            "qkv": (config.query_size + 2 * config.key_value_size, hidden),
+            "output": (hidden, config.query_size),
+            "gate_up": (2 * inner, hidden),
+            "down": (hidden, inner),
+        }
+        sizes = {"num_heads": config.num_attention_heads, "kv_num_heads": config.num_key_value_heads}
+        sizes |= {"head_size": config.head_dim, "hidden_size": hidden, "intermediate_size": inner}
+        bits = 8 if stored.precision == "int8" else 4
+        for name in shapes:
+            sizes |= {f"{name}_bits": bits, f"{name}_block_size": stored.block_size}
+        ones = self.weight("gamma", np.ones(hidden, np.float32))
+        op = "DecoderLayerInt8" if stored.cache == "int8" else "DecoderLayer"
+        for layer in range(config.num_hidden_layers):
+            matrices = {
+                name: [*self._weights(f"{layer}.{'o' if name == 'output' else name}", *shape, bits), "", ""]
+                for name, shape in shapes.items()
+            }
+            past, present, scales = self._cache(layer)
+            inputs = [x, residual, last, total, keep if layer == config.num_hidden_layers - 1 else "", *past, cos, sin]
+            inputs += [*(scales or ["", ""]), ones, "", "", *matrices["qkv"], *matrices["output"], ones]
+            inputs += [*matrices["gate_up"], *matrices["down"][:2]]
+            outputs = [f"{layer}.out", f"{layer}.residual", *present]
+            self.node(op, inputs, outputs, KERNELS_DOMAIN, **sizes, epsilon=config.rms_norm_eps)
+            x, residual = outputs[:2]
+        head = {"hidden_size": hidden, "head_bits": stored.head_bits, "head_block_size": stored.block_size}
+        logits = self.node(
+            "DecoderHead", [x, residual, ones, *table], "logits", KERNELS_DOMAIN, **head, epsilon=config.rms_norm_eps
+        )
+        self.output(logits, "float32", ("batch", "new", config.vocab_size))
+        self.calls_kernels(VERSION)
 
     def _lengths(self, mask: str) -> list[str]:
         """What GroupQueryAttention needs beside keys and values: lengths and rotary tables."""
@@ -98,20 +144,27 @@ class _SmallModel(OnnxGraph):
         return self.node("Mul", [scaled, gamma], name), x
 
     def _attention(self, layer: int, x: str, lengths: list[str]) -> str:
-        config, int8 = self.config, self.stored.cache == "int8"
-        heads, size, dtype = config.num_key_value_heads, config.head_dim, "int8" if int8 else "float32"
+        config, heads = self.config, self.config.num_key_value_heads
         query = self._product(f"{layer}.qkv", x, config.query_size + 2 * config.key_value_size, config.hidden_size)
-        inputs, outputs = [query, "", ""], [f"{layer}.attended"]
-        for name in (f"{layer}.key", f"{layer}.value"):
-            inputs.append(self.input(f"past_key_values.{name}", dtype, ("batch", heads, "past", size)))
-            outputs.append(self.output(f"present.{name}", dtype, ("batch", heads, "all", size)))
-        inputs += lengths
+        past, present, scales = self._cache(layer)
+        inputs = [query, "", "", *past, *lengths]
         attributes: dict[str, float | str] = {"num_heads": config.num_attention_heads, "kv_num_heads": heads}
-        if int8:
-            scale = np.full((1, heads, 1, size), 0.02, np.float32)
-            inputs += ["", "", "", *(self.weight(f"{layer}.{part}_scale", scale) for part in "kv")]
+        if scales:
+            inputs += ["", "", "", *scales]
             attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+        outputs = [f"{layer}.attended", *present]
         return self.node("GroupQueryAttention", inputs, outputs, MS, do_rotary=1, **attributes)
+
+    def _cache(self, layer: int) -> tuple[list[str], list[str], list[str]]:
+        """A layer's keys and values, past and present, and the scales of an INT8 cache."""
+        heads, size, int8 = self.config.num_key_value_heads, self.config.head_dim, self.stored.cache == "int8"
+        dtype, states = "int8" if int8 else "float32", ("key", "value")
+        past = [
+            self.input(f"past_key_values.{layer}.{state}", dtype, ("batch", heads, "past", size)) for state in states
+        ]
+        present = [self.output(f"present.{layer}.{state}", dtype, ("batch", heads, "all", size)) for state in states]
+        scale = np.full((1, heads, 1, size), 0.02, np.float32)
+        return past, present, [self.weight(f"{layer}.{part}_scale", scale) for part in "kv"] if int8 else []
 
     def _feed_forward(self, layer: int, x: str) -> str:
         inner, hidden = self.config.intermediate_size, self.config.hidden_size

@@ -76,13 +76,7 @@ def choose_kernels(graph: Path, wanted: str = "auto", provider: Provider = CPU) 
         return portable("the graph calls none")
     if wanted == "auto" and PREFERRED == "portable":
         return portable("preferred here")
-    library = library_of(version)
-    if library is None:
-        problem = f"the library is not built; run `python -m export.kernels.build` for version {version}"
-        if version != VERSION:
-            problem = f"the graph calls version {version}, this program has version {VERSION}; export it again"
-    else:
-        problem = _load_error(library)
+    library, problem = library_of(version), problem_of(version)
     if library is None or problem:
         if wanted == "native":
             raise ResourceError(f"--kernels native: {graph}: {problem}")
@@ -95,8 +89,13 @@ def kernels_of_directory(directory: Path, wanted: str = "auto", provider: Provid
     return choose_kernels(find_files(directory).graph, wanted, provider)
 
 
-def _load_error(library: Path) -> str:
-    """Why ONNX Runtime cannot use a library; empty if it can."""
+def problem_of(version: str) -> str:
+    """Why kernels of a version cannot run here; empty if they can."""
+    library = library_of(version)
+    if library is None and version != VERSION:
+        return f"the graph calls version {version}, this program has version {VERSION}; export it again"
+    if library is None:
+        return f"the library is not built; run `python -m export.kernels.build` for version {version}"
     try:
         ort.SessionOptions().register_custom_ops_library(str(library))
     except Exception as error:  # the runtime's errors have no common class

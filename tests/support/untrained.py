@@ -41,7 +41,7 @@ def make_checkpoint(config: ModelConfig, directory: Path) -> Path:
     return directory
 
 
-def make_export(checkpoint: Path, stored: ModelFormat, directory: Path) -> None:
+def make_export(checkpoint: Path, stored: ModelFormat, directory: Path, inline: bool = True) -> None:
     """Export a checkpoint, its weights rounded to nearest."""
     config, source = load_config(checkpoint), checkpoint
     directory.mkdir(parents=True)
@@ -55,7 +55,7 @@ def make_export(checkpoint: Path, stored: ModelFormat, directory: Path) -> None:
         write_checkpoint(source, config, packed.tensors, quantization=packed.record("rtn"))
     full = tuple(torch.full((config.num_hidden_layers, *state.shape), 0.05) for state in block_state(config))
     scales = CacheScales(full) if stored.cache == "int8" else None
-    tensors = write_graph(source, directory, scales=scales, standard=stored.standard, inline=True)
+    tensors = write_graph(source, directory, scales=scales, standard=stored.standard, inline=inline)
     if stored.latency:
         write_prompt_graph(source, directory, tensors, scales)
     shutil.copyfile(source / "config.json", directory / "config.json")

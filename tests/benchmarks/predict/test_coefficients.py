@@ -17,12 +17,12 @@ def test_shares_of_a_devices_figures_by_hand() -> None:
     found = resolve(reference_machine())
     # A byte of float32 is a quarter of a weight: read at 65 GB/s, then half an operation at 0.3 of 510 GFLOP/s.
     assert found.weights_gb_per_s["fp32"] == pytest.approx(1 / (1 / 65 + 0.5 / (0.3 * 510)))
-    assert found.weights_gb_per_s["int4"] == pytest.approx(1 / (1 / 65 + (2 / 0.53125) / (0.195 * 2_060)))
+    assert found.weights_gb_per_s["int4"] == pytest.approx(1 / (1 / 65 + (2 / 0.53125) / (0.4 * 2_060)))
     assert found.cache_gb_per_s == pytest.approx({"fp32": 0.7 * 65, "int8": 0.45 * 65})
     assert found.attention_gmac_per_s == pytest.approx(0.25 * 255)
     assert found.prefill_gmac_per_s["int8_rows"] == pytest.approx(0.7 * 1_030)
     assert found.elementwise_gb_per_s == pytest.approx(0.25 * 65)
-    assert (found.layer_us, found.standard_layer_us) == (18, 90)
+    assert (found.layer_us, found.kernel_layer_us, found.standard_layer_us) == (18, pytest.approx(12.6), 90)
 
 
 def test_a_devices_own_share_and_overhead_replace_the_shipped_ones() -> None:

@@ -47,6 +47,7 @@ KNOWN = Coefficients.model_validate(
         "attention_gmac_per_s": 60.0,
         "pass_us": 10.0,
         "layer_us": 5.0,
+        "kernel_layer_us": 3.0,
         "standard_layer_us": 80.0,
         "prefill_gmac_per_s": {"fp32": 200.0, "int8": 300.0, "int4": 250.0, "int8_rows": 800.0},
         "prefill_attention_gmac_per_s": 100.0,
@@ -82,7 +83,7 @@ def peak_memory_bytes(config: ModelConfig, device: Device, stored: ModelFormat, 
 def test_time_per_token_by_hand() -> None:
     weights = LAYER_BYTES / 20e9 + HEAD_BYTES / 40e9
     cache = 500 * (CACHE_BYTES / 30e9 + ATTENTION_MACS / 60e9)
-    expected = 1_000 * (weights + cache + 10e-6 + 12 * 5e-6)
+    expected = 1_000 * (weights + cache + 10e-6 + 12 * 3e-6)  # a layer's time in the kernels
     assert tpot_ms(SMALL, DEVICE, INT4, 500) == pytest.approx(expected, rel=1e-9)
     small_cache = dataclasses.replace(INT4, cache="int8")
     less = 500 * CACHE_BYTES * (1 / 30e9 - 1 / 4 / 15e9)
@@ -93,7 +94,7 @@ def test_first_token_by_hand() -> None:
     """300 tokens are pieces of 128, 128 and 44, which see 128, 256 and 300 tokens."""
     seen = 128 * 128 + 128 * 256 + 44 * 300
     products = 300 * MACS / 250e9 + seen * ATTENTION_MACS / 100e9 + 4 * 300 * 12 * ACTIVATIONS / 8e9
-    expected = 1_000 * (products + 3 * (10e-6 + 12 * 5e-6) + HEAD_BYTES / 40e9)
+    expected = 1_000 * (products + 3 * (10e-6 + 12 * 3e-6) + HEAD_BYTES / 40e9)
     assert list(pieces(300)) == [(128, 128), (128, 256), (44, 300)]
     assert ttft_ms(SMALL, DEVICE, INT4, 300) == pytest.approx(expected, rel=1e-9)
 
@@ -127,7 +128,7 @@ def test_standard_operators_by_hand() -> None:
     """More of them a layer, a cache that is copied at each step, and the tied matrix once more in memory."""
     standard = dataclasses.replace(INT4, standard=True)
     more = tpot_ms(SMALL, DEVICE, standard, 500) - tpot_ms(SMALL, DEVICE, INT4, 500)
-    assert more == pytest.approx(1_000 * (12 * 80e-6 + 500 * CACHE_BYTES / 8e9), rel=1e-9)
+    assert more == pytest.approx(1_000 * (12 * (80e-6 + 5e-6 - 3e-6) + 500 * CACHE_BYTES / 8e9), rel=1e-9)
     held = peak_memory_bytes(SMALL, DEVICE, standard, 500) - peak_memory_bytes(SMALL, DEVICE, INT4, 500)
     assert held == pytest.approx(2 * 500 * CACHE_BYTES + HEAD_BYTES + 12 * 7_600, rel=1e-9)
 
@@ -165,7 +166,7 @@ def test_a_format_that_a_device_has_no_coefficient_for_is_named() -> None:
 def test_decoding_small_on_the_reference(
     stored: ModelFormat, config: ModelConfig, depth: int, tokens_per_s: float
 ) -> None:
-    """ONNX Runtime 1.31.1 and onnxruntime-genai, 2 threads, quiet machine."""
+    """ONNX Runtime 1.31.1 and onnxruntime-genai, 2 threads, quiet machine; the kernels are 1.1 to 1.4 times as fast."""
     _within(tpot_ms(config, REFERENCE, stored, depth), 1_000 / tokens_per_s)
 
 
@@ -182,16 +183,16 @@ def test_first_token_of_small_on_the_reference(stored: ModelFormat, milliseconds
     [
         ("small", ModelFormat("fp32"), 620),
         ("small", ModelFormat("fp16"), 610),
-        ("small", ModelFormat("int8"), 331),
-        ("small", ModelFormat("int4"), 288),
-        ("small", ModelFormat("int4", 128, 4), 248),
+        ("small", ModelFormat("int8"), 280),
+        ("small", ModelFormat("int4"), 237),
+        ("small", ModelFormat("int4", 128, 4), 228),
         ("tiny-5m", ModelFormat("fp32"), 109),
-        ("tiny-5m", ModelFormat("int8"), 93),
-        ("tiny-5m", ModelFormat("int4"), 92),
+        ("tiny-5m", ModelFormat("int8"), 87),
+        ("tiny-5m", ModelFormat("int4"), 85),
     ],
 )
 def test_peak_memory_on_the_reference(model: str, stored: ModelFormat, megabytes: float) -> None:
-    """`export.runtime.decoder` filled to 1,024 tokens: peak resident memory of the process, on 2026-11-21."""
+    """`export.runtime.decoder` filled to 1,024 tokens: peak resident memory of the process; blocks by the kernels."""
     _within(peak_memory_bytes(PRESETS[model], REFERENCE, stored, 1_024) / 1e6, megabytes, factor=1.2)
 
 

@@ -69,10 +69,38 @@ def test_the_graph_has_the_nodes_of_the_exporters(stored: ModelFormat, untrained
     assert load_config(tmp_path / "small") == CONFIG
 
 
+def test_calls_are_those_of_the_exporters(untrained: Path, tmp_path: Path) -> None:
+    """Operators, their attributes and inputs: which are there, of what type and shape."""
+    for stored in (ModelFormat("int4", 128), ModelFormat("int8", 32)):
+        write_small_model(tmp_path / f"small-{stored.name}", CONFIG, stored, kernels=True)
+        make_export(untrained, stored, tmp_path / f"exported-{stored.name}", inline=False)
+        found = [_calls(tmp_path / f"{name}-{stored.name}") for name in ("small", "exported")]
+        assert found[0] == found[1]
+        assert [call[0] for call in found[0]] == ["DecoderLayer", "DecoderLayer", "DecoderHead"]
+
+
+def _calls(directory: Path) -> list[tuple[str, dict[str, Any], list[tuple[int, list[int]] | bool]]]:
+    """Kernel, attributes, and of each input type and shape of its weight, or whether there is one."""
+    graph = onnx.load(str(directory / "model.onnx"), load_external_data=False).graph
+    weights = {each.name: (each.data_type, list(each.dims)) for each in graph.initializer}
+    return [
+        (
+            node.op_type.rstrip("0123456789"),
+            {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute},
+            [weights.get(name, name != "") for name in node.input],
+        )
+        for node in graph.node
+        if node.domain == "sportsllm"
+    ]
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["portable", "kernels"])
 @pytest.mark.parametrize("stored", [*FORMATS, INT8_CACHE], ids=lambda stored: stored.name)
-def test_the_logits_are_those_of_its_weights(stored: ModelFormat, tmp_path: Path) -> None:
+def test_the_logits_are_those_of_its_weights(stored: ModelFormat, kernels: bool, tmp_path: Path) -> None:
     """A prompt and two steps against float64 by hand."""
-    write_small_model(tmp_path / "small", CONFIG, stored)
+    if kernels and not stored.in_kernels:
+        pytest.skip("not in blocks")
+    write_small_model(tmp_path / "small", CONFIG, stored, kernels)
     tokens = [3, 141, 59, 26, 5, 35, 89]
     decoder = OnnxDecoder(tmp_path / "small", 1)
     found = [decoder.prefill([tokens[:-2]], max_length=16)[0], *(decoder.step([token])[0] for token in tokens[-2:])]
