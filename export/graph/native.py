@@ -166,10 +166,11 @@ def _layer(
 ) -> Call | None:
     """The call of a layer, or of its attention and the norm behind it; None where it cannot be one."""
     name, values = f"model.layers.{layer}", part.values
-    if config.attention_kind != "grouped_query" or (whole and config.mlp_kind != "swiglu"):
+    if config.attention_kind != "grouped_query":
         part.reasons.append(f"attention {config.attention_kind}")
         return None
     unlike = {
+        f"feed-forward {config.mlp_kind}": whole and config.mlp_kind != "swiglu",
         "LayerNorm": config.norm_kind != "rms",
         "norms after attention and feed-forward": config.output_norms,
         "scores of another scale": config.attention_scale is not None,
