@@ -14,6 +14,7 @@ using sportsllm::find_pages;
 using sportsllm::kAttendAtOnce;
 using sportsllm::kPageGroup;
 using sportsllm::Matrix;
+using sportsllm::prompt_part;
 using sportsllm::Rounded;
 using sportsllm::RoundedPrompt;
 
@@ -221,42 +222,53 @@ static void product(const Matrix& w, int64_t first, int64_t last, const Rounded&
   function(w, first, last, x, m0, m1, out, stride);
 }
 
-static void round_prompt(const float* x, int64_t m, int64_t start, int64_t end, RoundedPrompt* out) {
-  const int64_t last = end == out->columns ? out->parts * 32 : end;  // the rest of the last block is zeros
-  const bool halves = out->bits == 4;
-  for (int64_t i = start; i < last; i += 32) {
-    const int64_t left = out->columns - i, at = m * out->parts + i / 32;
-    const F a = left > 0 ? load_up_to(x + i, left) : zero(), b = left > 16 ? load_up_to(x + i + 16, left - 16) : zero();
-    const float largest = max_lane(max(abs(a), abs(b)));
+template <int BITS>
+static void round_parts(const float* x, int64_t m, int64_t start, int64_t end, RoundedPrompt* out) {
+  constexpr int kPart = prompt_part(BITS);
+  const int64_t last = end == out->columns ? out->parts * kPart : end;  // the rest of the last block is zeros
+  for (int64_t i = start; i < last; i += kPart) {
+    const int64_t at = m * out->parts + i / kPart;
+    F v[kPart / 16], largest_of = zero();
+    for (int h = 0; h < kPart / 16; ++h) {
+      const int64_t left = out->columns - i - h * 16;
+      v[h] = left > 0 ? load_up_to(x + i + h * 16, left) : zero();
+      largest_of = max(largest_of, abs(v[h]));
+    }
+    const float largest = max_lane(largest_of);
     const F by = set1(127.0f / (largest > 1e-30f ? largest : 1e-30f));
-    alignas(16) int8_t q[32];
-    store_int8(q, to_int(mul(a, by)));
-    store_int8(q + 16, to_int(mul(b, by)));
-    int8_t* to = out->numbers + at * 32;
+    alignas(16) int8_t q[kPart];
+    for (int h = 0; h < kPart / 16; ++h) store_int8(q + h * 16, to_int(mul(v[h], by)));
+    int8_t* to = out->numbers + at * kPart;
     int32_t total = 0;
-    for (int j = 0; j < 32; ++j) {
-      to[halves ? j / 2 + j % 2 * 16 : j] = q[j];
+    for (int j = 0; j < kPart; ++j) {
+      to[BITS == 4 ? j / 2 + j % 2 * kPart / 2 : j] = q[j];
       total += q[j];
     }
     const float scale = largest * (1.0f / 127);
     out->scales[at] = scale;
-    out->middles[at] = (halves ? -8 : -128) * total;
+    out->middles[at] = (BITS == 4 ? -8 : -128) * total;
     out->sums[at] = scale * static_cast<float>(total);
   }
 }
 
-constexpr int64_t kTileRows = 32, kTileParts = 16;  // of a matrix: two times sixteen rows, 512 columns
+static void round_prompt(const float* x, int64_t m, int64_t start, int64_t end, RoundedPrompt* out) {
+  out->bits == 4 ? round_parts<4>(x, m, start, end, out) : round_parts<8>(x, m, start, end, out);
+}
 
-// A piece of a matrix as dot_part reads it, with scales and what zero points add, row by row.
+constexpr int64_t kTileRows = 32, kTileColumns = 512;  // of a matrix: two times sixteen rows
+
+// A piece of a matrix as `add_four` reads it, with scales and what zero points add, row by row.
+template <int BITS>
 struct Tile {
-  alignas(64) uint8_t numbers[kTileParts][2][512];
-  alignas(64) float scales[kTileParts][kTileRows];
-  alignas(64) float below[kTileParts][kTileRows];  // scale * (middle - zero point)
+  static constexpr int64_t kParts = kTileColumns / prompt_part(BITS);
+  alignas(64) uint8_t numbers[kParts][2][16 * prompt_part(BITS)];
+  alignas(64) float scales[kParts][kTileRows];
+  alignas(64) float below[kParts][kTileRows];  // scale * (middle - zero point)
 };
 
 template <int BITS>
-static void fill_tile(const Matrix& w, int64_t first, int64_t last, int64_t part, int64_t parts, Tile* tile) {
-  const int64_t row_bytes = w.row_bytes(), blocks = w.blocks(), part_bytes = 32 * BITS / 8;
+static void fill_tile(const Matrix& w, int64_t first, int64_t last, int64_t part, int64_t parts, Tile<BITS>* tile) {
+  const int64_t row_bytes = w.row_bytes(), blocks = w.blocks(), part_bytes = prompt_part(BITS) * BITS / 8;
   for (int64_t r = 0; r < kTileRows; r += 4) {
     const uint8_t* rows[4];
     for (int i = 0; i < 4; ++i) {
@@ -271,7 +283,7 @@ static void fill_tile(const Matrix& w, int64_t first, int64_t last, int64_t part
   for (int64_t r = 0; r < kTileRows; ++r) {
     const int64_t row = std::min(first + r, last - 1);
     for (int64_t p = 0; p < parts; ++p) {
-      const int64_t g = (part + p) * 32 / w.block;
+      const int64_t g = (part + p) * prompt_part(BITS) / w.block;
       const float scale = w.scales[row * blocks + g];
       tile->scales[p][r] = scale;
       if (w.zeros != nullptr) {
@@ -284,26 +296,28 @@ static void fill_tile(const Matrix& w, int64_t first, int64_t last, int64_t part
 }
 
 template <int BITS, bool ZEROS, int TOKENS>
-static inline void multiply_tile(const Tile& tile, int64_t parts, const RoundedPrompt& x, int64_t m, int64_t part, float* sums,
-                                 bool begin) {
-  F total[TOKENS][2];
-  for (int i = 0; i < TOKENS; ++i) {
-    for (int h = 0; h < 2; ++h) total[i][h] = begin ? zero() : load(sums + i * kTileRows + h * 16);
-  }
-  for (int64_t p = 0; p < parts; ++p) {
-    for (int i = 0; i < TOKENS; ++i) {
-      const int64_t at = (m + i) * x.parts + part + p;
-      const I middle = set1_int(x.middles[at]);
-      const F scale = set1(x.scales[at]);
-      for (int h = 0; h < 2; ++h) {
-        const I dot = dot_part<BITS>(middle, tile.numbers[p][h], x.numbers + at * 32);
-        total[i][h] = fma(to_float(dot), mul(scale, load(tile.scales[p] + h * 16)), total[i][h]);
-        if (ZEROS) total[i][h] = fma(load(tile.below[p] + h * 16), set1(x.sums[at]), total[i][h]);
+static inline void multiply_tile(const Tile<BITS>& tile, int64_t parts, const RoundedPrompt& x, int64_t m, int64_t part,
+                                 float* sums, bool begin) {
+  constexpr int kPart = prompt_part(BITS);
+  for (int h = 0; h < kTileRows / 16; ++h) {
+    F total[TOKENS];
+    for (int i = 0; i < TOKENS; ++i) total[i] = begin ? zero() : load(sums + i * kTileRows + h * 16);
+    for (int64_t p = 0; p < parts; ++p) {
+      const int64_t at = m * x.parts + part + p;
+      I dot[TOKENS];
+      for (int i = 0; i < TOKENS; ++i) dot[i] = begin_dot<BITS>(x.middles[at + i * x.parts]);
+      for (int j = 0; j < kPart / 4; ++j) {  // a load of the matrix serves all tokens
+        const U w = load_bytes(tile.numbers[p][h] + 64 * j);
+        for (int i = 0; i < TOKENS; ++i) dot[i] = add_four<BITS>(dot[i], w, x.numbers + (at + i * x.parts) * kPart + 4 * j);
+      }
+      const F scale = load(tile.scales[p] + h * 16), below = ZEROS ? load(tile.below[p] + h * 16) : zero();
+      for (int i = 0; i < TOKENS; ++i) {
+        const F whole = to_float(end_dot<BITS>(dot[i], x.middles[at + i * x.parts]));
+        total[i] = fma(whole, mul(set1(x.scales[at + i * x.parts]), scale), total[i]);
+        if (ZEROS) total[i] = fma(below, set1(x.sums[at + i * x.parts]), total[i]);
       }
     }
-  }
-  for (int i = 0; i < TOKENS; ++i) {
-    for (int h = 0; h < 2; ++h) store(sums + i * kTileRows + h * 16, total[i][h]);
+    for (int i = 0; i < TOKENS; ++i) store(sums + i * kTileRows + h * 16, total[i]);
   }
 }
 
@@ -311,13 +325,13 @@ template <int BITS, bool ZEROS>
 static void product_tiles(const Matrix& w, int64_t first, int64_t last, const RoundedPrompt& x, int64_t m0, int64_t m1,
                           float* out, int64_t stride) {
   constexpr int64_t kTokens = 128;
-  Tile tile;
+  Tile<BITS> tile;
   alignas(64) float sums[kTokens * kTileRows];
   for (int64_t n = first; n < last; n += kTileRows) {
     for (int64_t m = m0; m < m1; m += kTokens) {
       const int64_t count = std::min(kTokens, m1 - m);
-      for (int64_t part = 0; part < x.parts; part += kTileParts) {
-        const int64_t parts = std::min(kTileParts, x.parts - part);
+      for (int64_t part = 0; part < x.parts; part += tile.kParts) {
+        const int64_t parts = std::min(tile.kParts, x.parts - part);
         fill_tile<BITS>(w, n, last, part, parts, &tile);
         int64_t i = 0;
         for (; i + 4 <= count; i += 4) multiply_tile<BITS, ZEROS, 4>(tile, parts, x, m + i, part, sums + i * kTileRows, part == 0);

@@ -44,11 +44,15 @@ struct Rounded {
   int64_t chunk_size() const { return bits == 4 ? 128 : 64; }
 };
 
-// Activations of a prompt, rounded to 8 bits with a scale for every 32 numbers, so that whole numbers add up over 32.
+// Columns that whole numbers of a prompt add up over: they share the scale of their activations. Matrices of 8 bits lose so
+// little that a scale for 32 would lose more than they do.
+constexpr int prompt_part(int bits) { return bits == 4 ? 32 : 16; }
+
+// Activations of a prompt, rounded to 8 bits with a scale for each part.
 struct RoundedPrompt {
-  int bits = 0;                // of the matrix; at 4 bits the 32 numbers lie with even ones before odd ones
-  int64_t columns = 0, parts = 0;  // parts: groups of 32 in a row, padded to the matrix's blocks
-  int8_t* numbers = nullptr;   // (M, parts, 32)
+  int bits = 0;                // of the matrix; at 4 bits the numbers of a part lie with even ones before odd ones
+  int64_t columns = 0, parts = 0;  // of one row, padded to the matrix's blocks
+  int8_t* numbers = nullptr;   // (M, parts, prompt_part(bits))
   float* scales = nullptr;     // (M, parts)
   int32_t* middles = nullptr;  // (M, parts), -8 or -128 times the sum of the numbers
   float* sums = nullptr;       // (M, parts), of the rounded values

@@ -51,8 +51,8 @@ class Scratch {
 
   RoundedPrompt take_prompt(int64_t rows, const Matrix& matrix) {
     RoundedPrompt out;
-    out.bits = matrix.bits, out.columns = matrix.columns, out.parts = matrix.blocks() * matrix.block / 32;
-    out.numbers = take<int8_t>(rows * out.parts * 32);
+    out.bits = matrix.bits, out.columns = matrix.columns, out.parts = matrix.blocks() * matrix.block / prompt_part(matrix.bits);
+    out.numbers = take<int8_t>(rows * out.parts * prompt_part(matrix.bits));
     out.scales = take<float>(rows * out.parts);
     out.middles = take<int32_t>(rows * out.parts);
     out.sums = take<float>(rows * out.parts);

@@ -111,55 +111,64 @@ static inline __m256i dot_nibbles_8(__m256i start, __m256i w, const int8_t* x) {
 static inline I dot_nibbles(I start, U w, const int8_t* x) {
   return {dot_nibbles_8(start.a, w.a, x), dot_nibbles_8(start.b, w.b, x + 32)};
 }
+#if !KERNEL_AVX_VNNI
+// The sum of (w - 128) * x over four bytes, so that sums of two products fit 16 bits: 2 * 128 * 127.
+static inline __m256i dot_signed(__m256i w, __m256i x) {
+  const __m256i signed_w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(signed_w), _mm256_sign_epi8(x, signed_w));
+  return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+#endif
 static inline __m256i dot_bytes_8(__m256i start, __m256i w, const int8_t* x) {
 #if KERNEL_AVX_VNNI
   return add_products(start, w, load_32(x));
 #else
-  // (w - 128) * x, so that sums of two products fit 16 bits, 2 * 128 * 127, and nothing is left for the start.
-  (void)start;
-  const __m256i signed_w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
-  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(signed_w), _mm256_sign_epi8(load_32(x), signed_w));
-  return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  (void)start;  // nothing is left for it
+  return dot_signed(w, load_32(x));
 #endif
 }
 static inline I dot_bytes(I start, U w, const int8_t* x) {
   return {dot_bytes_8(start.a, w.a, x), dot_bytes_8(start.b, w.b, x + 32)};
 }
 
-template <int BITS>
-static inline I dot_part(I start, const uint8_t* w, const int8_t* x) {
-#if !KERNEL_AVX_VNNI
-  // At 4 bits sums of sixteen products fit 16 bits: 16 * 15 * 127.
-  const __m256i ones = _mm256_set1_epi16(1);
-  __m256i a = _mm256_setzero_si256(), b = a;
-#endif
-  for (int j = 0; j < 8; ++j) {
-    int32_t four;
-    __builtin_memcpy(&four, x + 4 * j, 4);
-    const __m256i y = _mm256_set1_epi32(four), wa = load_32(w + 64 * j), wb = load_32(w + 64 * j + 32);
 #if KERNEL_AVX_VNNI
-    start = {add_products(start.a, wa, y), add_products(start.b, wb, y)};
-#else
-    if (BITS == 4) {
-      a = _mm256_add_epi16(a, _mm256_maddubs_epi16(wa, y)), b = _mm256_add_epi16(b, _mm256_maddubs_epi16(wb, y));
-    } else {
-      // Two sums of 16 bits each: bytes from 128 on would not fit, so their highest bit counts on its own.
-      const __m256i low = _mm256_set1_epi8(127), top = _mm256_set1_epi8(64);
-      const __m256i ha = _mm256_and_si256(_mm256_srli_epi16(wa, 1), top), hb = _mm256_and_si256(_mm256_srli_epi16(wb, 1), top);
-      start.a = _mm256_add_epi32(start.a, _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_and_si256(wa, low), y), ones));
-      start.b = _mm256_add_epi32(start.b, _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_and_si256(wb, low), y), ones));
-      const __m256i two = _mm256_set1_epi16(2);
-      start.a = _mm256_add_epi32(start.a, _mm256_madd_epi16(_mm256_maddubs_epi16(ha, y), two));
-      start.b = _mm256_add_epi32(start.b, _mm256_madd_epi16(_mm256_maddubs_epi16(hb, y), two));
-    }
-#endif
-  }
-#if !KERNEL_AVX_VNNI
-  if (BITS == 4) start = {_mm256_add_epi32(start.a, _mm256_madd_epi16(a, ones)), _mm256_add_epi32(start.b, _mm256_madd_epi16(b, ones))};
-#endif
-  return start;
+template <int>
+static inline I begin_dot(int32_t middle) {
+  return {_mm256_set1_epi32(middle), _mm256_set1_epi32(middle)};
 }
-static inline I set1_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+template <int>
+static inline I add_four(I so_far, U w, const int8_t* x) {
+  const __m256i y = _mm256_set1_epi32(four_bytes(x));
+  return {add_products(so_far.a, w.a, y), add_products(so_far.b, w.b, y)};
+}
+template <int>
+static inline I end_dot(I so_far, int32_t) {
+  return so_far;
+}
+#else
+template <int>
+static inline I begin_dot(int32_t) {
+  return {_mm256_setzero_si256(), _mm256_setzero_si256()};
+}
+template <int BITS>
+static inline __m256i add_four_8(__m256i so_far, __m256i w, __m256i x) {
+  // At 4 bits sums of sixteen products fit 16 bits: 16 * 15 * 127.
+  if (BITS == 4) return _mm256_add_epi16(so_far, _mm256_maddubs_epi16(w, x));
+  return _mm256_add_epi32(so_far, dot_signed(w, x));
+}
+template <int BITS>
+static inline I add_four(I so_far, U w, const int8_t* x) {
+  const __m256i y = _mm256_set1_epi32(four_bytes(x));
+  return {add_four_8<BITS>(so_far.a, w.a, y), add_four_8<BITS>(so_far.b, w.b, y)};
+}
+template <int BITS>
+static inline I end_dot(I so_far, int32_t middle) {
+  if (BITS == 8) return so_far;
+  const __m256i ones = _mm256_set1_epi16(1), start = _mm256_set1_epi32(middle);
+  return {_mm256_add_epi32(start, _mm256_madd_epi16(so_far.a, ones)),
+          _mm256_add_epi32(start, _mm256_madd_epi16(so_far.b, ones))};
+}
+#endif
 
 static inline void store_int8(int8_t* p, I x) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);

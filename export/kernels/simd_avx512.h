@@ -73,16 +73,18 @@ static inline I dot_nibbles(I start, U w, const int8_t* x) {
 }
 static inline I dot_bytes(I start, U w, const int8_t* x) { return _mm512_dpbusd_epi32(start, w, _mm512_loadu_si512(x)); }
 
-template <int BITS>
-static inline I dot_part(I start, const uint8_t* w, const int8_t* x) {
-  for (int j = 0; j < 8; ++j) {
-    int32_t four;
-    __builtin_memcpy(&four, x + 4 * j, 4);
-    start = _mm512_dpbusd_epi32(start, _mm512_loadu_si512(w + 64 * j), _mm512_set1_epi32(four));
-  }
-  return start;
+template <int>
+static inline I begin_dot(int32_t middle) {
+  return _mm512_set1_epi32(middle);
 }
-static inline I set1_int(int32_t x) { return _mm512_set1_epi32(x); }
+template <int>
+static inline I add_four(I so_far, U w, const int8_t* x) {
+  return _mm512_dpbusd_epi32(so_far, w, _mm512_set1_epi32(four_bytes(x)));
+}
+template <int>
+static inline I end_dot(I so_far, int32_t) {
+  return so_far;
+}
 
 static inline void store_int8(int8_t* p, I x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x));

@@ -134,42 +134,25 @@ static inline I dot_bytes(I, U w, const int8_t* x) {
   return out;
 }
 
-#if KERNEL_DOT
-template <int LANE>
-static inline void add_column(I* total, const uint8_t* w, int8x16_t x, bool nibbles) {
+template <int BITS>
+static inline I begin_dot(int32_t middle) {
+  const int32x4_t start = vdupq_n_s32(BITS == 4 ? middle : 0);
+  return {{start, start, start, start}};
+}
+template <int BITS>
+static inline I add_four(I so_far, U w, const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  const int8x16_t y = vreinterpretq_s8_s32(vdupq_n_s32(four));
   for (int i = 0; i < 4; ++i) {
-    const uint8x16_t bytes = vld1q_u8(w + 16 * i);
-    total->v[i] = vdotq_laneq_s32(total->v[i], nibbles ? vreinterpretq_s8_u8(bytes) : less_128(bytes), x, LANE);
+    so_far.v[i] = add_products(so_far.v[i], BITS == 4 ? vreinterpretq_s8_u8(w.v[i]) : less_128(w.v[i]), y);
   }
+  return so_far;
 }
-template <int BITS>
-static inline I dot_part(I start, const uint8_t* w, const int8_t* x) {
-  if (BITS == 8) start = {{vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)}};
-  for (int half = 0; half < 2; ++half) {
-    const int8x16_t y = vld1q_s8(x + 16 * half);
-    const uint8_t* from = w + 256 * half;
-    add_column<0>(&start, from, y, BITS == 4), add_column<1>(&start, from + 64, y, BITS == 4);
-    add_column<2>(&start, from + 128, y, BITS == 4), add_column<3>(&start, from + 192, y, BITS == 4);
-  }
-  return start;
+template <int>
+static inline I end_dot(I so_far, int32_t) {
+  return so_far;
 }
-#else
-template <int BITS>
-static inline I dot_part(I start, const uint8_t* w, const int8_t* x) {
-  if (BITS == 8) start = {{vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)}};
-  for (int j = 0; j < 8; ++j) {
-    int32_t four;
-    std::memcpy(&four, x + 4 * j, 4);
-    const int8x16_t y = vreinterpretq_s8_s32(vdupq_n_s32(four));
-    for (int i = 0; i < 4; ++i) {
-      const uint8x16_t bytes = vld1q_u8(w + 64 * j + 16 * i);
-      start.v[i] = add_products(start.v[i], BITS == 4 ? vreinterpretq_s8_u8(bytes) : less_128(bytes), y);
-    }
-  }
-  return start;
-}
-#endif
-static inline I set1_int(int32_t x) { return {{vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x)}}; }
 
 // Four bytes of each of four rows next to each other, four times.
 static inline void store_across(const uint8x16_t* rows, uint8_t* to) {
@@ -185,14 +168,16 @@ static inline void store_across(const uint8x16_t* rows, uint8_t* to) {
 }
 template <int BITS>
 static inline void tile_rows(const uint8_t* const* rows, uint8_t* to) {
-  uint8x16_t first[4], second[4];
-  for (int r = 0; r < 4; ++r) {
-    const uint8x16_t x = vld1q_u8(rows[r]);
-    first[r] = BITS == 4 ? vandq_u8(x, vdupq_n_u8(15)) : x;
-    second[r] = BITS == 4 ? vshrq_n_u8(x, 4) : vld1q_u8(rows[r] + 16);
+  uint8x16_t x[4];
+  for (int r = 0; r < 4; ++r) x[r] = vld1q_u8(rows[r]);
+  if (BITS == 8) {
+    store_across(x, to);
+    return;
   }
-  store_across(first, to);
-  store_across(second, to + 256);
+  uint8x16_t low[4], high[4];
+  for (int r = 0; r < 4; ++r) low[r] = vandq_u8(x[r], vdupq_n_u8(15)), high[r] = vshrq_n_u8(x[r], 4);
+  store_across(low, to);
+  store_across(high, to + 256);
 }
 
 static inline void store_int8(int8_t* p, I x) {

@@ -96,29 +96,33 @@ static inline I dot_bytes(I start, U w, const int8_t* x) {
   return start;
 }
 
-// Lane by lane start + the sum of w * x over 32 numbers: w as eight times (16 lanes, 4 bytes), x the same for all lanes.
+// A sum, lane by lane, of products of four numbers at a time: of a matrix (16 lanes, 4 bytes), x the same for all lanes.
+// `middle` is what the middle of the matrix's numbers takes away; it is added at the begin or at the end.
 template <int BITS>
-static inline I dot_part(I start, const uint8_t* w, const int8_t* x) {
-  for (int j = 0; j < 8; ++j) {
-    for (int i = 0; i < 64; ++i) start.lane[i / 4] += w[64 * j + i] * x[4 * j + i % 4];
-  }
-  return start;
+static inline I begin_dot(int32_t middle) {
+  I out;
+  for (int32_t& lane : out.lane) lane = middle;
+  return out;
 }
-// Puts 32 numbers of each of four rows where dot_part looks for them: four numbers of a row, then of the next; at 4 bits
-// even ones before odd ones.
+template <int BITS>
+static inline I add_four(I so_far, U w, const int8_t* x) {
+  for (int i = 0; i < 64; ++i) so_far.lane[i / 4] += w.byte[i] * x[i % 4];
+  return so_far;
+}
+template <int BITS>
+static inline I end_dot(I so_far, int32_t) {
+  return so_far;
+}
+// Puts a part of each of four rows where add_four gets it: four numbers of a row, then of the next; at 4 bits even ones
+// before odd ones.
 template <int BITS>
 static inline void tile_rows(const uint8_t* const* rows, uint8_t* to) {
   for (int r = 0; r < 4; ++r) {
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < (BITS == 4 ? 32 : 16); ++i) {
       const uint8_t number = BITS == 8 ? rows[r][i] : i < 16 ? rows[r][i] & 15 : rows[r][i - 16] >> 4;
       to[i / 4 * 64 + 4 * r + i % 4] = number;
     }
   }
-}
-static inline I set1_int(int32_t x) {
-  I out;
-  for (int32_t& lane : out.lane) lane = x;
-  return out;
 }
 
 static inline void store_int8(int8_t* p, I x) {  // numbers from -128 to 127

@@ -7,6 +7,12 @@
 
 namespace KERNEL_VARIANT {
 
+static inline int32_t four_bytes(const int8_t* p) {
+  int32_t four;
+  __builtin_memcpy(&four, p, 4);
+  return four;
+}
+
 static inline __m128i load_16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 
 static inline void split_bytes(const int8_t* p, int8_t* even, int8_t* odd) {
@@ -38,14 +44,17 @@ static inline void store_across(__m128i a, __m128i b, __m128i c, __m128i d, uint
 
 template <int BITS>
 static inline void tile_rows(const uint8_t* const* rows, uint8_t* to) {
-  __m128i first[4], second[4];
-  for (int r = 0; r < 4; ++r) {
-    const __m128i x = load_16(rows[r]), mask = _mm_set1_epi8(15);
-    first[r] = BITS == 4 ? _mm_and_si128(x, mask) : x;
-    second[r] = BITS == 4 ? _mm_and_si128(_mm_srli_epi16(x, 4), mask) : load_16(rows[r] + 16);
+  const __m128i mask = _mm_set1_epi8(15);
+  __m128i x[4];
+  for (int r = 0; r < 4; ++r) x[r] = load_16(rows[r]);
+  if (BITS == 8) {
+    store_across(x[0], x[1], x[2], x[3], to);
+    return;
   }
-  store_across(first[0], first[1], first[2], first[3], to);
-  store_across(second[0], second[1], second[2], second[3], to + 256);
+  __m128i low[4], high[4];
+  for (int r = 0; r < 4; ++r) low[r] = _mm_and_si128(x[r], mask), high[r] = _mm_and_si128(_mm_srli_epi16(x[r], 4), mask);
+  store_across(low[0], low[1], low[2], low[3], to);
+  store_across(high[0], high[1], high[2], high[3], to + 256);
 }
 
 }  // namespace KERNEL_VARIANT

@@ -100,13 +100,13 @@ double rounded_at(const Rounded& x, int64_t m, int64_t k) {
   return static_cast<double>(x.scales[chunk * 16 + i * 16 / size]) * x.numbers[chunk * size + at];
 }
 double rounded_at(const RoundedPrompt& x, int64_t m, int64_t k) {
-  const int64_t part = m * x.parts + k / 32, i = k % 32;
-  return static_cast<double>(x.scales[part]) * x.numbers[part * 32 + (x.bits == 4 ? i / 2 + i % 2 * 16 : i)];
+  const int64_t size = prompt_part(x.bits), part = m * x.parts + k / size, i = k % size;
+  return static_cast<double>(x.scales[part]) * x.numbers[part * size + (x.bits == 4 ? i / 2 + i % 2 * size / 2 : i)];
 }
 
 template <typename X>
 void compare_product(const Owned& w, const X& x, const float* inputs, int64_t m, const float* found) {
-  const int64_t group = std::is_same<X, Rounded>::value ? 8 : 32;  // numbers that share a scale
+  const int64_t group = std::is_same<X, Rounded>::value ? 8 : prompt_part(w.bits);  // numbers that share a scale
   for (int64_t k = 0; k < w.columns; ++k) {
     const double value = inputs[m * w.columns + k];
     double largest = 0;
