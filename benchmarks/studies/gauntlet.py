@@ -5,13 +5,14 @@
 Every finished model is scored in PyTorch on the half of its teacher's held-out text that no choice looked at. Rows say
 by how many percent bits per byte (perplexity for rounded ones) lie above the teacher's; by how many percent a student
 that starts from its teacher has fewer bits per byte than a fresh one; and how many percent of INT4's damage training as
-rounded takes away. The plot is gauntlet.html.
+rounded takes away. What `fit` made is scored as its export, by its own bench on that half. The plot is gauntlet.html.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.report.charts import Chart, chart, color, log_axis, marks
 from benchmarks.report.page import render_page
+from benchmarks.search.run import RESULT
 from sportsllm.console import output
 from sportsllm.files import atomic_write_text
 from sportsllm.inference.evaluate import TextScore, score_documents
@@ -30,6 +32,8 @@ from sportsllm.text.tokenizer import load_tokenizer
 
 KINDS = ("two-thirds", "half", "narrowed", "narrowed-fresh", "int8", "int4", "int4-trained")
 ROUNDED = ("int8", "int4", "int4-trained")
+FIT = "fit"
+RISES = (*KINDS, FIT)
 GAINS = ("cut_against_fresh", "damage_gone")
 _TOKENS = 65_536
 
@@ -65,6 +69,15 @@ def rise(scores: Mapping[str, TextScore], kind: str) -> float | None:
     return 100 * (made.bits_per_byte / whole.bits_per_byte - 1)
 
 
+def fit_rise(directory: Path, teacher: str) -> float | None:
+    """Percent that the bits per byte of what `fit` made lie above the teacher's; None where it is missing."""
+    path = directory / f"{teacher}-{FIT}" / RESULT
+    if not path.exists():
+        return None
+    loss = json.loads(path.read_text(encoding="utf-8"))["bench"]["quality_loss_percent"]
+    return None if loss is None else float(loss)
+
+
 def gains(scores: Mapping[str, TextScore]) -> dict[str, float | None]:
     """The figures of `GAINS`, where what they compare is there."""
     cut, fresh = (scores.get(kind) for kind in ("narrowed", "narrowed-fresh"))
@@ -78,7 +91,7 @@ def gains(scores: Mapping[str, TextScore]) -> dict[str, float | None]:
 def summary(rows: Mapping[str, Mapping[str, float | None]]) -> dict[str, dict[str, float | None]]:
     """Median and worst of every column: the largest rise, the smallest gain."""
     found: dict[str, dict[str, float | None]] = {"median": {}, "worst": {}}
-    for column in (*KINDS, *GAINS):
+    for column in (*RISES, *GAINS):
         known = [value for row in rows.values() if (value := row.get(column)) is not None]
         worst = min if column in GAINS else max
         found["median"][column] = statistics.median(known) if known else None
@@ -88,10 +101,10 @@ def summary(rows: Mapping[str, Mapping[str, float | None]]) -> dict[str, dict[st
 
 def plot(rows: Mapping[str, Mapping[str, float | None]]) -> Chart:
     """Rises by kind, a symbol for each teacher."""
-    known = [value for row in rows.values() for kind in KINDS if (value := row.get(kind)) is not None and value > 0]
+    known = [value for row in rows.values() for kind in RISES if (value := row.get(kind)) is not None and value > 0]
     traces = []
     for index, (teacher, row) in enumerate(rows.items()):
-        found = {kind: value for kind in KINDS if (value := row.get(kind)) is not None and value > 0}
+        found = {kind: value for kind in RISES if (value := row.get(kind)) is not None and value > 0}
         points = [(0.0, value, teacher) for value in found.values()]
         hover = "%{text}, %{x}: %{y:.2f}%<extra></extra>"
         traces.append({**marks(points, teacher, color(index), "circle", hover), "x": list(found)})
@@ -110,8 +123,8 @@ def main() -> None:
     for teacher in teachers(arguments.directory):
         scores = measure(arguments.directory, teacher)
         rows[teacher] = {"bits_per_byte": scores[""].bits_per_byte, **{kind: rise(scores, kind) for kind in KINDS}}
-        rows[teacher] |= gains(scores)
-    columns = ["bits_per_byte", *KINDS, *GAINS]
+        rows[teacher] |= {FIT: fit_rise(arguments.directory, teacher), **gains(scores)}
+    columns = ["bits_per_byte", *RISES, *GAINS]
     lines = [["teacher", *columns]]
     for name, row in (rows | summary(rows)).items():
         lines.append([name, *("" if (value := row.get(key)) is None else f"{value:.4g}" for key in columns)])

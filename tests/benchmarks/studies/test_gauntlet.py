@@ -1,10 +1,12 @@
 """The gauntlet's table: rises, gains, and the median and worst of each."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
-from benchmarks.studies.gauntlet import gains, plot, rise, summary
+from benchmarks.studies.gauntlet import fit_rise, gains, plot, rise, summary
 from sportsllm.inference.evaluate import TextScore
 
 
@@ -33,6 +35,15 @@ def test_gains_compare_the_start_and_the_training() -> None:
     assert found["cut_against_fresh"] == pytest.approx(20.0)
     assert found["damage_gone"] == pytest.approx(100 * (1 - math.expm1(0.03) / math.expm1(0.04)))
     assert gains({"": score(1.0)}) == {"cut_against_fresh": None, "damage_gone": None}
+
+
+def test_what_fit_made_is_read_from_its_bench(tmp_path: Path) -> None:
+    assert fit_rise(tmp_path, "a") is None
+    for teacher, loss in (("a", 4.5), ("b", None)):
+        (tmp_path / f"{teacher}-fit").mkdir()
+        result = {"chosen": "l2", "bench": {"quality_loss_percent": loss}}
+        (tmp_path / f"{teacher}-fit" / "fit.json").write_text(json.dumps(result))
+    assert (fit_rise(tmp_path, "a"), fit_rise(tmp_path, "b")) == (4.5, None)
 
 
 def test_worst_is_the_largest_rise_and_the_smallest_gain() -> None:
