@@ -130,7 +130,7 @@ DOCUMENTED_DROPOUT = 0.1
 LEAST_STEPS = 200
 """Steps that a run has, as long as each reads 1,024 tokens or more: at equal tokens they are worth more than anything
 else in the recipe (docs/log.md)."""
-_CUT_STEPS = 800  # of a recovery, as long as Muon's are cheap
+_MANY_STEPS = 800  # of what has much to learn, as long as Muon's are cheap
 _SHAPE = ("batch_size", "accumulation", "sequence")  # of a step
 _TOKENS_PER_STEP = (1_024, 8_192)
 _WARMUP_SHARE, _MOST_WARMUP = 0.05, 50
@@ -182,7 +182,7 @@ def train_config(
     """The settings of a run, printed in one line.
 
     With a number of `tokens`, which is rounded up to whole steps, the tokens of a step follow from it: a two-hundredth,
-    of cut weights down to an eight-hundredth where Muon stays cheap, between 1,024 and 8,192. With steps they are
+    of random and cut weights down to an eight-hundredth where Muon stays cheap, between 1,024 and 8,192. With steps they are
     4 x 4 x 512. The warm-up takes a twentieth of the steps, at most 50. `documented` settings follow from nothing.
 
     Args:
@@ -255,9 +255,9 @@ def _batches(tokens: int, sequence: int, run: Run, given: Mapping[str, Any]) -> 
     """Sequences of a batch and batches of a step, for a run of `tokens` in sequences of `sequence`."""
     least, most = _TOKENS_PER_STEP
     share = tokens / LEAST_STEPS
-    if run.start is Start.CUT:
+    if run.start in (Start.RANDOM, Start.CUT):
         cheap = 2 ** math.ceil(math.log2(_MUON_TOKENS_PER_CHANNEL * run.model.hidden_size))
-        share = min(share, max(tokens / _CUT_STEPS, cheap))
+        share = min(share, max(tokens / _MANY_STEPS, cheap))
     wanted = 2 ** math.floor(math.log2(min(most, max(least, share))))
     rows = max(1, wanted // sequence)
     batch_size = given.get("batch_size", max(1, min(TrainConfig.batch_size, rows // given.get("accumulation", 1))))

@@ -42,11 +42,13 @@ def test_no_run_ends_inside_its_warm_up(tokens: int) -> None:
         (Start.CUT, 192, 1_000_000, 2_048),  # the least that Muon is cheap with
         (Start.CUT, 192, 300_000, 1_024),  # 200 steps come first
         (Start.CUT, 768, 1_000_000, 4_096),  # Muon is never cheap: 200 steps
-        (Start.RANDOM, 96, 1_000_000, 4_096),
+        (Start.RANDOM, 96, 1_000_000, 1_024),
+        (Start.RANDOM, 768, 1_000_000, 4_096),
+        (Start.TRAINED, 96, 1_000_000, 4_096),
         (Start.ROUNDED, 96, 1_000_000, 4_096),
     ],
 )
-def test_recoveries_take_more_steps_where_muon_is_cheap(
+def test_random_and_cut_weights_take_more_steps_where_muon_is_cheap(
     start: Start, hidden: int, tokens: int, tokens_per_step: int
 ) -> None:
     model = TINY.with_changes(hidden_size=hidden)
