@@ -21,7 +21,7 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.parts import HIDDEN, Matrix
 from sportsllm.training.chunked_loss import cross_entropy
 
-_RUNS_TRIED = 3
+_RUNS_TRIED, _RUN_SAMPLES = 3, 64  # all runs read the same text, so little of it tells them apart
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def kept_layers(
 
     The first layers of a mixture that have no experts stay.
 
-    Of the three runs that move the residual stream least, the one is dropped without which the loss on the
+    Of the three runs that move the residual stream least, the one is dropped without which the loss on the first
     calibration samples is lowest, since distance alone can mislead.
     """
     layers = list(range(model.config.num_hidden_layers))
@@ -81,7 +81,7 @@ def kept_layers(
     distances = {start: float(scores.layer_distance[start, start + dropped]) for start in starts}
     tried = []
     for start in sorted(starts, key=distances.__getitem__)[:_RUNS_TRIED]:
-        loss = loss_per_token(model, samples, layers[:start] + layers[start + dropped :])
+        loss = loss_per_token(model, samples[:_RUN_SAMPLES], layers[:start] + layers[start + dropped :])
         tried.append(LayerRun(start, distances[start], loss))
     best = min(tried, key=lambda run: run.loss).first_dropped
     return layers[:best] + layers[best + dropped :], tried
