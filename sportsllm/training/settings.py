@@ -182,8 +182,9 @@ def train_config(
     """The settings of a run, printed in one line.
 
     With a number of `tokens`, which is rounded up to whole steps, the tokens of a step follow from it: a two-hundredth,
-    of random and cut weights down to an eight-hundredth where Muon stays cheap, between 1,024 and 8,192. With steps they are
-    4 x 4 x 512. The warm-up takes a twentieth of the steps, at most 50. `documented` settings follow from nothing.
+    of random and cut weights down to an eight-hundredth where Muon stays cheap, between 1,024 and 8,192. With steps
+    they are 4 x 4 x 512. The warm-up takes a twentieth of the steps, at most 50. `documented` settings follow from
+    nothing.
 
     Args:
         run: what is trained.
