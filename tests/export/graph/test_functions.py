@@ -142,8 +142,9 @@ def test_halves_of_layers_are_called(changes: dict[str, Any], called: str, tmp_p
         logits += [decoder.step([4, token, 7]) for token in (5, 6)]
         found.append(np.concatenate(logits))
     np.testing.assert_array_equal(found[0], found[1])
-    # A token whose experts are nearly level may be sent to others, so the middle one is looked at.
-    assert np.median(np.abs(found[2] - found[0])) < 0.02 * found[0].std()
+    # A token whose experts are nearly level may be sent to others, so the middle one is looked at. The kernels round
+    # inputs by fewer numbers, so that nearly all of the difference is the portable operators' own error.
+    assert np.median(np.abs(found[2] - found[0])) < 0.03 * found[0].std()
 
 
 @pytest.mark.parametrize(
