@@ -18,6 +18,7 @@ from sportsllm.errors import UsageError
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.evaluate import score_documents
 from sportsllm.models.hf.config import load_config
+from sportsllm.storage.digests import digest
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer
 
@@ -67,6 +68,7 @@ def bench_model(
         )
         figures["clean"] &= all(one["steady"] for one in figures["against"].values() if one["status"] == "measured")
     figures["bits_per_byte"], figures["teacher_bits_per_byte"] = own, reference
+    figures["text_digests"] = [digest(path) for path in text]
     figures["text"], figures["teacher"] = [str(path) for path in text], None if teacher is None else str(teacher)
     figures["quality_loss_percent"] = 100 * (own / reference - 1) if own and reference else None
     figures["budget"] = judge_budget(device, figures, result.config, request.directory, on_device, predict_directory)

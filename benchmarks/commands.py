@@ -235,6 +235,8 @@ def report(
     write_report(files, title, inputs)
     stages = stage_table(inputs.stages)
     output().print(table(stages.headers, stages.rows, stages.texts))
+    if stages.caption:
+        output().print(stages.caption, markup=False)
     for path in files.values():
         size = path.stat().st_size
         shown = f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size / 1e3:.1f} kB"

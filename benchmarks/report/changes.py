@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from benchmarks.labels import MISSING, number
 from benchmarks.report.inputs import Inputs, StageSummary
 from benchmarks.report.lineage import longest_lineage, parent_of
+from benchmarks.report.scores import Scored, commonest
 from benchmarks.report.text import Table
 
 _QUALITY = "bits_per_byte"
@@ -22,17 +23,18 @@ def change_table(inputs: Inputs) -> Table | None:
     """Each stage's figures and their change against the last stage that has one; None without two related stages.
 
     A stage that was not measured is represented by a measured export of it, where one was given. Qualities are all of
-    one kind: `bench`'s where two stages have that, else those that trainings logged.
+    one text, the one that most stages were scored on.
     """
     stages = longest_lineage(inputs)
     if not stages:
         return None
     measured = [_measured(stage, inputs.stages, stages) for stage in stages]
-    scored = [stage.bits_per_byte if stage.scored_by_bench else None for stage in measured]
-    logged = [None if stage.scored_by_bench else stage.bits_per_byte for stage in stages]
-    by_bench = sum(value is not None for value in scored) > 1
+    exports = [its for own, its in zip(stages, measured, strict=True) if its is not own]
+    texts = [Scored.of(one) for one in (*stages, *exports)]
+    text = commonest(texts)
     rows, last = [], dict[str, float]()
-    for own, its, quality in zip(stages, measured, scored if by_bench else logged, strict=True):
+    for own, its in zip(stages, measured, strict=True):
+        quality = next((one.bits_per_byte for one in (its, own) if Scored.of(one) == text), None)
         values = its.limit_metrics() | {"file_mb": own.limit_metrics()["file_mb"], _QUALITY: quality}
         cells = [own.name, own.command]
         for name in _METRICS:
@@ -47,9 +49,9 @@ def change_table(inputs: Inputs) -> Table | None:
     notes = ["Changes are against the last stage before that has the figure."]
     pairs = zip(stages, measured, strict=True)
     notes += [f"{own.name} is measured as {its.name}." for own, its in pairs if own is not its]
-    if any(scored) and any(logged):
-        source = "bench" if by_bench else "the trainings' logs"
-        notes.append(f"Quality is from {source}; other scores are of other text and left out.")
+    if text is not None and len(set(texts) - {None}) > 1:
+        source = "bench" if text.by == "bench" else "the trainings' logs"
+        notes.append(f"Quality is from {source}, on one text; scores of other text are left out.")
     headers = ("stage", "command", *_METRICS.values())
     return Table("What each stage changed", headers, rows, texts=(0, 1), caption=" ".join(notes))
 

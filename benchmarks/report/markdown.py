@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.labels import MISSING, is_number, with_unit
 from benchmarks.report.changes import change_table
 from benchmarks.report.inputs import Inputs, StageSummary
+from benchmarks.report.scores import text_note
 from benchmarks.report.search_results import fit_tables
 from benchmarks.report.text import Table, get_nested, measurement_tables, summarize_budget
 
@@ -35,7 +36,7 @@ def stage_cells(stage: StageSummary) -> tuple[str, ...]:
 def stage_table(stages: Sequence[StageSummary]) -> Table:
     """The stages under `STAGE_HEADERS`, numbered as in the charts."""
     rows = [(str(n), stage.name, stage.command, *stage_cells(stage)) for n, stage in enumerate(stages, start=1)]
-    return Table("Stages", STAGE_HEADERS, rows, texts=(1, 2, 9))
+    return Table("Stages", STAGE_HEADERS, rows, texts=(1, 2, 9), caption=text_note(stages) or "")
 
 
 def markdown(title: str, inputs: Inputs) -> str:

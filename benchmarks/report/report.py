@@ -15,6 +15,7 @@ from benchmarks.report.inputs import Inputs, bench_command
 from benchmarks.report.markdown import STAGE_HEADERS, csv_text, markdown, stage_cells
 from benchmarks.report.page import render_page
 from benchmarks.report.roofline import roofline_chart
+from benchmarks.report.scores import text_note
 from benchmarks.report.search_results import fit_tables
 from benchmarks.report.speed_memory import memory_chart, speed_chart
 from benchmarks.report.text import Table, measurement_tables, summarize_budget
@@ -100,6 +101,7 @@ def html_page(title: str, inputs: Inputs) -> str:
         stages=inputs.stages,
         stage_headers=STAGE_HEADERS[3:],
         stage_cells=stage_cells,
+        text_note=text_note(inputs.stages),
         sections=sections,
         samples=inputs.samples,
         skipped=inputs.skipped,

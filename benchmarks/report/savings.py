@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from benchmarks.labels import number
 from benchmarks.report.inputs import StageSummary
+from benchmarks.report.scores import Scored
 
 
 def savings_line(stages: Sequence[StageSummary]) -> str | None:
     """The line that `report` ends with; None unless two of the stages were measured.
 
-    Figures that one of the two lacks are left out.
+    Figures that one of the two lacks are left out, and so is a quality of another text.
     """
     measured = [stage for stage in stages if stage.bench is not None]
     if len(measured) < 2:
@@ -30,7 +31,7 @@ def savings_line(stages: Sequence[StageSummary]) -> str | None:
         parts.append(f"{time[0] / time[1]:.1f} times the tokens a second")
     if memory := pair("peak_memory_mb"):
         parts.append(f"{100 * memory[1] / memory[0]:.0f}% of the peak memory")
-    if quality := pair("bits_per_byte"):
+    if (quality := pair("bits_per_byte")) and Scored.of(first) == Scored.of(last):
         change = 100 * (quality[1] / quality[0] - 1)
         word = "more" if change > 0 else "fewer"
         parts.append(f"{abs(change):.1f}% {word} bits per byte ({quality[1]:.4f} against {quality[0]:.4f})")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from benchmarks.pareto import pareto_front
 from benchmarks.report.charts import Chart, Plot, chart, line, log_axis, marks, placeholder_chart
 from benchmarks.report.inputs import Inputs, StageSummary, bench_command
+from benchmarks.report.scores import Scored, commonest
 from benchmarks.report.search_results import Candidate, Fit
 from benchmarks.report.text import get_nested
 
@@ -58,6 +59,7 @@ class Point:
     kind: str
     predicted: Collection[str] = ()
     estimated: bool = False
+    scored: Scored | None = None
 
     def evidence(self, metric: str) -> str:
         """What its place in a chart rests on."""
@@ -102,7 +104,7 @@ def _stage_point(label: str, stage: StageSummary, budget: Budget) -> Point | Non
     if inside is None and any(limit is not None and metrics.get(name, 0) > limit for name, limit in facts.items()):
         inside = False
     kind = "bench" if stage.scored_by_bench else "training"
-    return Point(label, stage.name, metrics, stage.bits_per_byte, inside, kind)
+    return Point(label, stage.name, metrics, stage.bits_per_byte, inside, kind, scored=Scored.of(stage))
 
 
 def _candidate_point(label: str, fit: Fit, candidate: Candidate, teacher: float | None) -> Point | None:
@@ -113,7 +115,8 @@ def _candidate_point(label: str, fit: Fit, candidate: Candidate, teacher: float 
     if bits is None:
         return None
     name, predicted = f"{candidate.name} ({fit.device})", candidate.metrics.keys() - candidate.measured
-    return Point(label, name, candidate.metrics, bits, candidate.within, "fit", predicted, estimated)
+    scored = Scored("fit", (fit.device,))
+    return Point(label, name, candidate.metrics, bits, candidate.within, "fit", predicted, estimated, scored)
 
 
 def trade_off_charts(inputs: Inputs) -> list[Chart]:
@@ -159,11 +162,18 @@ def _trade_off_chart(points: Sequence[Point], axis: _Axis, budget: Budget) -> Ch
 
 
 def _front_trace(points: Sequence[Point], axis: _Axis) -> Plot:
-    front = pareto_front((point.metrics[axis.metric], point.bits_per_byte) for point in points if not point.estimated)
+    front = pareto_front((point.metrics[axis.metric], point.bits_per_byte) for point in _comparable(points))
     xs, ys = zip(*front, strict=True) if len(front) > 1 else ((), ())
     # Steps: between two points the one to the left is the best that is known to fit.
     look = {"color": "theme:quiet", "width": 1.5, "dash": "dot", "shape": "hv"}
     return line(xs, ys, "front", "theme:quiet", mode="lines", hoverinfo="skip") | {"line": look}
+
+
+def _comparable(points: Sequence[Point]) -> list[Point]:
+    """Those whose qualities were measured on one text, the one of most of them."""
+    measured = [point for point in points if not point.estimated]
+    text = commonest(point.scored for point in measured)
+    return [point for point in measured if point.scored == text]
 
 
 def _points_trace(points: Sequence[Point], axis: _Axis, state: bool | None) -> Plot:
@@ -191,6 +201,9 @@ def _box(x: float | None, y: float | None) -> list[Plot]:
 
 def _caption(points: Sequence[Point], axis: _Axis, budget: Budget) -> list[str]:
     parts = ["Lower left is better; numbers are those of the tables. Nothing beats the points on the dotted front."]
+    if len({point.scored for point in points if not point.estimated}) > 1:
+        among = ", ".join(point.label for point in _comparable(points))
+        parts.append(f"They are scored on different texts; the front is among {among}, of one text.")
     kinds = {point.evidence(axis.metric) for point in points}
     meanings = "; ".join(meaning for kind, meaning in _MEANINGS.items() if kind in kinds)
     parts.append(meanings[0].upper() + meanings[1:] + ".")
@@ -200,8 +213,8 @@ def _caption(points: Sequence[Point], axis: _Axis, budget: Budget) -> list[str]:
             parts.append("It is open above: without bench --teacher no quality is known to lose from.")
     complete = {
         point.label: (point.metrics["file_mb"], point.metrics["tpot_p50_ms"], point.bits_per_byte)
-        for point in points
-        if {"file_mb", "tpot_p50_ms"} <= point.metrics.keys() and not point.estimated
+        for point in _comparable(points)
+        if {"file_mb", "tpot_p50_ms"} <= point.metrics.keys()
     }
     if axis.metric == "tpot_p50_ms" and len(complete) > 1:
         front = pareto_front(complete.values())

@@ -165,7 +165,7 @@ def test_a_search_becomes_a_table_and_points(tmp_path: Path) -> None:
     guessed = trade_off_points(inputs)[-1]
     assert guessed.estimated and guessed.bits_per_byte == pytest.approx(1.2)
     joined = drawn(trade_off_charts(inputs)[0])["data"][0]
-    assert joined["name"] == "front" and joined["x"] == [1.0, 2.0]  # the guess at 0.5 MB would begin it
+    assert joined["name"] == "front" and joined["x"] == [1.5, 2.0]  # neither the guess at 0.5 MB nor bench's text
     others = [candidate(f"o{number}", 1.0, 100.0 + number) for number in range(40)]
     data["candidates"] = [*others, *candidates]
     inputs = read()
