@@ -166,12 +166,12 @@ def fit(
     from benchmarks.search.stages import Source, Target
     from compress.distillation.run import teacher_corpus
     from sportsllm.console import output
-    from sportsllm.errors import ArtifactError, GateError
+    from sportsllm.errors import GateError
+    from sportsllm.files import require_directory
     from sportsllm.training.setup import set_threads
 
     set_threads(threads)
-    if not teacher.is_dir():
-        raise ArtifactError(f"{teacher}: no such directory; give a checkpoint")
+    require_directory(teacher, "a checkpoint")
     text = tuple(corpus or teacher_corpus(teacher, "corpus"))
     held_out = tuple(valid or ([] if corpus else teacher_corpus(teacher, "valid")))
     effort = work.effort(teacher)

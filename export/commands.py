@@ -111,7 +111,7 @@ def _export_gguf(
         raise UsageError(f"{others[0]} is about the ONNX graph; leave it out, or --gguf")
     if dtype not in (None, *DTYPES):
         raise UsageError(f"--dtype {dtype!r}: choose {' or '.join(DTYPES)}")
-    result = export_gguf(checkpoint, out, dtype in ("fp16", "fp16-weights"), threads, rope_scaling)
+    result = export_gguf(checkpoint, out, dtype, threads, rope_scaling)
     parity, formats = result["parity"], ", ".join(result["formats"])
     output().print(
         f"{out}: GGUF, {result['architecture']}, {formats}, {result['parameters']:,} parameters, "

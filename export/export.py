@@ -20,7 +20,8 @@ from export.parity.check import check_parity
 from export.paths import web_precision
 from export.runtime.providers import find_provider
 from sportsllm.console import say
-from sportsllm.errors import ArtifactError, GateError, ResourceError, UsageError
+from sportsllm.errors import GateError, ResourceError, UsageError
+from sportsllm.files import require_directory
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf.config import load_config
 from sportsllm.models.kinds import block_state, matrix_shapes
@@ -111,8 +112,7 @@ def export_checkpoint(checkpoint: Path, out: Path, options: ExportOptions) -> di
         ConflictError: `out` holds something else.
         ResourceError: `max_ram_mb` is not enough.
     """
-    if not checkpoint.is_dir():
-        raise ArtifactError(f"{checkpoint}: no such directory; give a checkpoint directory")
+    require_directory(checkpoint, "a checkpoint directory")
     _check_options(checkpoint, options)
     stage = Stage("export", options.settings(checkpoint), [checkpoint, *options.calibration])
     _check_memory(checkpoint, options)
@@ -223,8 +223,8 @@ def _check_options(checkpoint: Path, options: ExportOptions) -> None:
         _check_latency(checkpoint, options, packed)
     if options.dtype is not None and packed is not None and not options.in_half:
         raise UsageError(
-            f"--dtype {options.dtype}: {checkpoint} is packed already and is exported as it is; leave --dtype out, or "
-            "use --dtype fp16 to compute in float16"
+            f"--dtype {options.dtype}: {checkpoint} is packed already and is exported as it is; leave --dtype out"
+            + (", or use --dtype fp16 to compute in float16" if options.kv_cache == "fp32" else "")
         )
     config = load_config(checkpoint)
     check_kinds(config, int8_cache=options.kv_cache == "int8")
@@ -233,17 +233,19 @@ def _check_options(checkpoint: Path, options: ExportOptions) -> None:
 
 def _check_half(checkpoint: Path, options: ExportOptions, packed: Mapping[str, Any] | None) -> None:
     """Refuse what has no form that computes in float16."""
+    instead = "leave --dtype out" if packed else "use --dtype fp16-weights, or leave --dtype out"
     if not _has_half_graph(load_config(checkpoint)):
-        raise UsageError("--dtype fp16: this kind of model has no graph in float16; use fp16-weights, or leave it out")
+        raise UsageError(f"--dtype fp16: this kind of model has no graph in float16; {instead}")
     others = {
         "--kv-cache int8": options.kv_cache == "int8",
         "--profile latency": options.profile == "latency",
         "--standard-ops": options.standard_ops,
         "--max-ram": options.max_ram_mb is not None,
     }
+    other = "" if packed else ", or use --dtype fp16-weights"
     for flag, given in others.items():
         if given:
-            raise UsageError(f"--dtype fp16 with {flag}: that is for CPUs; leave it out, or use --dtype fp16-weights")
+            raise UsageError(f"--dtype fp16 with {flag}: that is for CPUs; leave one of them out{other}")
     if packed and packed.get("per_row"):
         raise UsageError(
             f"--dtype fp16: {checkpoint} has INT8 per row, which only CPUs multiply; quantize it in blocks"

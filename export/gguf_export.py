@@ -14,7 +14,8 @@ from export.parity.comparison import Comparison, ParityReport, Pass, compare, me
 from export.parity.inputs import threads_of_torch
 from export.parity.limits import DEPLOYED
 from export.parity.readings import TEXTS, make_sequences
-from sportsllm.errors import ArtifactError, GateError
+from sportsllm.errors import GateError, UsageError
+from sportsllm.files import require_directory
 from sportsllm.gguf.config import read_config
 from sportsllm.gguf.file import open_gguf
 from sportsllm.gguf.tokenizer import write_tokenizer
@@ -26,20 +27,21 @@ from sportsllm.models.rope import stretched
 from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.changed_config import checkpoint_with
 from sportsllm.storage.checkpoint import load_checkpoint, write_json
+from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.tokenizer import load_tokenizer
 
 GGUF_FILE, MODELFILE = "model.gguf", "Modelfile"
 
 
 def export_gguf(
-    checkpoint: Path, out: Path, half: bool = False, threads: int | None = None, rope_scaling: str | None = None
+    checkpoint: Path, out: Path, dtype: str | None = None, threads: int | None = None, rope_scaling: str | None = None
 ) -> dict[str, Any]:
     """Write model.gguf, and a Modelfile for Ollama.
 
     Args:
         checkpoint: packed in blocks, number for number but for scales in float16; or dense.
         out: the directory to make.
-        half: dense matrices in float16, else in float32.
+        dtype: of a dense checkpoint's matrices: float16 for `fp16` and `fp16-weights`, else float32.
         threads: CPU threads of the check.
         rope_scaling: lengthens the context, see `sportsllm.models.rope.stretched`.
 
@@ -47,14 +49,15 @@ def export_gguf(
         `architecture`, `parameters`, `formats` (bytes of tensors by format), `seconds`, and the figures of parity.json.
 
     Raises:
-        UsageError: an architecture or blocks that GGUF has not.
+        UsageError: an architecture or blocks that GGUF has not, or `dtype` for a packed checkpoint.
         ArtifactError: the checkpoint is damaged, or has a tokenizer that GGUF cannot say.
         GateError: the file reads back as another model, or splits text in another way; nothing is left behind.
         ConflictError: `out` holds something else.
     """
-    if not checkpoint.is_dir():
-        raise ArtifactError(f"{checkpoint}: no such directory; give a checkpoint directory")
-
+    require_directory(checkpoint, "a checkpoint directory")
+    if dtype is not None and quantization_config(checkpoint) is not None:
+        raise UsageError(f"--dtype {dtype}: {checkpoint} is packed already and is written as it is; leave --dtype out")
+    half = dtype in ("fp16", "fp16-weights")
     config = load_config(checkpoint)
     if rope_scaling is not None:
         config = stretched(config, rope_scaling)

@@ -1,7 +1,9 @@
-"""Text files that are there whole or not at all. Standard library only: the device install writes results too."""
+"""Files and directories: text written whole or not at all, models that are there. The device install uses it too."""
 
 import os
 from pathlib import Path
+
+from sportsllm.errors import ArtifactError
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -20,3 +22,25 @@ def atomic_write_text(path: Path, text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def require_directory(directory: Path, wanted: str) -> None:
+    """Refuse a path that is no directory.
+
+    Args:
+        directory: where a model is looked for.
+        wanted: what to give instead, such as "a checkpoint".
+
+    Raises:
+        ArtifactError: nothing is there, or a file.
+    """
+    if not directory.is_dir():
+        raise ArtifactError(f"{directory}: no such directory; {gguf_hint(directory) or f'give {wanted}'}")
+
+
+def gguf_hint(path: Path) -> str | None:
+    """What to do with a GGUF file, or with a directory that holds one; None where there is none."""
+    found = path if path.is_file() else next(iter(sorted(path.glob("*.gguf"))), None)
+    if found is None or found.suffix.lower() != ".gguf":
+        return None
+    return f"llama.cpp and Ollama run {found}; `import {found}` makes a checkpoint of it"

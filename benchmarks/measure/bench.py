@@ -26,7 +26,8 @@ from benchmarks.measure.rounds import Payloads, Turn, stop_checks, take_turn, ta
 from benchmarks.measure.summary import BATCH, is_steady, round_figures, summarise
 from benchmarks.measure.timing import summarise_sustained
 from sportsllm import console
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import UsageError
+from sportsllm.files import require_directory
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf.config import load_config
 from sportsllm.storage.artifact import directory_bytes
@@ -98,8 +99,7 @@ def run_bench(request: BenchRequest) -> BenchResult:
         ChildFailure: a measuring process crashed, hung or was killed; nothing is reported then.
     """
     directory = request.directory
-    if not directory.is_dir():
-        raise ArtifactError(f"{directory}: no such directory; give a checkpoint or an export")
+    require_directory(directory, "a checkpoint or an export")
     config = load_config(directory)
     context = config.max_position_embeddings
     depth = budget_depth(depths := depths_that_fit(context))

@@ -26,15 +26,19 @@ class MeasuringFlags(FlagGroup):
     timeout: Annotated[
         float, typer.Option(min=1, metavar="SECONDS", help="When a measuring process counts as hung.")
     ] = 900.0
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Fresh processes that measure each figure.")] = 5
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Fresh processes that measure each figure.", show_default="5"),
+    ] = None
     most_rounds: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             metavar="N",
             help="Maximum number of rounds; three are added at a time until they agree within 5%.",
+            show_default="8",
         ),
-    ] = 8
+    ] = None
     prompt_lengths: Annotated[
         str | None, typer.Option(metavar="N,...", help="Further prompt lengths for the time to first token.")
     ] = None
@@ -60,9 +64,23 @@ class MeasuringFlags(FlagGroup):
 
         prompts = parse_numbers("--prompt-lengths", self.prompt_lengths)
         batches = parse_numbers("--batch-size", self.batch_size)
-        timing = self.rounds, self.most_rounds, self.timeout
+        timing = *round_numbers(self.rounds, self.most_rounds), self.timeout
         kernels = "native" if self.kernels == BOTH else self.kernels
         return BenchRequest(directory, threads, *timing, prompts, batches, self.minutes, kernels, self.provider)
+
+
+def round_numbers(rounds: int | None, most_rounds: int | None) -> tuple[int, int]:
+    """How often to measure at least and at most, where one of them or both were given.
+
+    Raises:
+        UsageError: more at least than at most.
+    """
+    from benchmarks.measure.bench import MOST_ROUNDS, ROUNDS
+
+    if rounds is not None and most_rounds is not None and rounds > most_rounds:
+        raise UsageError(f"--rounds {rounds} is more than --most-rounds {most_rounds}; lower one or raise the other")
+    least = rounds or min(ROUNDS, most_rounds or ROUNDS)
+    return least, most_rounds or max(MOST_ROUNDS, least)
 
 
 def parse_numbers(flag: str, text: str | None) -> list[int]:

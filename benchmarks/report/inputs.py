@@ -190,4 +190,6 @@ def collect(paths: Sequence[Path]) -> Inputs:
             given = directories.get(place)
             stage = summarize_directory(given, bench) if given else _summarize_bench(bench)
             stages.append(replace(stage, name=f"{stage.name} ({name})") if len(found) > 1 else stage)
+    if not stages and not fits:
+        raise UsageError(f"{', '.join(map(str, paths))}: sample texts alone; give the stages that wrote them too")
     return Inputs(stages, benches[-1][1] if benches else None, samples, fits)

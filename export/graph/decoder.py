@@ -118,7 +118,7 @@ def write_graph(
 
 def graph_precision(nodes: Iterable[ir.Node], weights: Iterable[ir.Value]) -> str:
     """`int4`, `int8`, `fp16` or `fp32`: the narrowest numbers that a graph's matrices are stored in."""
-    stored = {weight.dtype for weight in weights}
+    stored = {weight.dtype for weight in weights if weight.shape is not None and len(weight.shape) > 1}
     bits = {dtype.bitwidth for dtype in stored if dtype in _PACKED_TYPES}
     for node in nodes:
         if node.op_type == "BitShift":

@@ -189,11 +189,16 @@ def generate(
             target.flush()
     target.write("\n")
     seconds = time.perf_counter() - first
+    context = decoder.config.max_position_embeddings
+    full = len(tokens) < max_new_tokens and len(begin) + len(tokens) >= context
+    if full:
+        console.say(f"the context of {context:,} tokens is full: {len(tokens):,} of {max_new_tokens:,} were generated")
     return {
         "prompt": prompt,
         "text": "".join(pieces),
         "tokens": len(tokens),
         "ids": tokens,
+        "context_full": full,
         "ttft_ms": (first - started) * 1e3,
         "tokens_per_s": (len(tokens) - 1) / seconds if len(tokens) > 1 else None,
         **ran,

@@ -11,7 +11,12 @@ from sportsllm.cli import flags
 
 
 def import_model(
-    source: Annotated[Path, typer.Argument(help="A GGUF file of a LLaMA, Qwen2 or Qwen3 model.", show_default=False)],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A GGUF file of a LLaMA, Qwen2, Qwen3, SmolLM3, Gemma 3, Phi-3 or GPT-2 model.", show_default=False
+        ),
+    ],
     out: flags.Out,
     context: Annotated[
         int | None,

@@ -8,6 +8,7 @@ from typing import Any
 
 from sportsllm.cli import flags
 from sportsllm.errors import ArtifactError, GateError, UsageError
+from sportsllm.files import require_directory
 
 
 def verify(
@@ -22,8 +23,7 @@ def verify(
     from sportsllm.models.hf.config import load_config
     from sportsllm.storage.artifact import verify_directory
 
-    if not directory.is_dir():
-        raise ArtifactError(f"{directory}: no such directory; give a finished checkpoint or export")
+    require_directory(directory, "a finished checkpoint or export")
     exported = is_onnx_directory(directory)
     if provider != "cpu" and not exported:
         raise UsageError(f"--provider {provider}: {directory} is a checkpoint, which PyTorch runs; export it first")

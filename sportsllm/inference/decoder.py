@@ -11,7 +11,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import UsageError
+from sportsllm.files import require_directory
 from sportsllm.models.config import ModelConfig
 
 Logits = npt.NDArray[np.float32]
@@ -64,8 +65,7 @@ def open_decoder(directory: Path, threads: int | None = None, kernels: str = "au
         UsageError: kernels or a provider for a checkpoint, kernels for a graph that calls none, an unknown provider.
         ResourceError: `native` where the kernels are not built, or a provider that is not installed or does not start.
     """
-    if not directory.is_dir():
-        raise ArtifactError(f"{directory}: no such directory; give a checkpoint or an export")
+    require_directory(directory, "a checkpoint or an export")
     # By name, so that this package depends neither on `export` nor, on a device, on torch.
     if is_onnx_directory(directory):
         runtime = importlib.import_module("export.runtime.decoder")

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sportsllm.errors import ArtifactError
+from sportsllm.files import require_directory
 from sportsllm.models.hf.config import load_config, packed_by_bitsandbytes, read_json
 from sportsllm.storage.artifact import MANIFEST, read_manifest
 from sportsllm.storage.bitsandbytes import companions, read_dense
@@ -145,8 +146,7 @@ def _refuse_duplicate_names(path: Path) -> None:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        raise ArtifactError(f"{directory}: no such directory; give a checkpoint directory")
+    require_directory(directory, "a checkpoint directory")
     if (directory / MANIFEST).exists():
         for name, entry in read_manifest(directory)["files"].items():
             path = directory / name

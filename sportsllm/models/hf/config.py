@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.files import gguf_hint
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import Experts
 from sportsllm.models.hf.families import FAMILIES
@@ -177,7 +178,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ArtifactError(f"{path}: not found; is {path.parent} a checkpoint or an export?") from None
+        advice = gguf_hint(path.parent) or f"is {path.parent} a checkpoint or an export?"
+        raise ArtifactError(f"{path}: not found; {advice}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ArtifactError(f"{path}: not valid JSON ({error}); write the directory again") from None
     if not isinstance(data, dict):

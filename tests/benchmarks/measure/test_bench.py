@@ -13,7 +13,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from benchmarks.bench import bench_model
+from benchmarks.bench import advice, bench_model
 from benchmarks.console_results import print_bench, verdict_line
 from benchmarks.devices.limits import check_on_device, depths_that_fit, judge_budget
 from benchmarks.devices.load import DEVICES, load_device
@@ -23,6 +23,7 @@ from benchmarks.measure.bandwidth_bound import bytes_read_per_token
 from benchmarks.measure.bench import BenchRequest, prompts_that_fit, short_bench
 from benchmarks.measure.cpus import choose_cpus
 from benchmarks.measure.memory import memory_split
+from benchmarks.measure.options import round_numbers
 from benchmarks.measure.process import ChildFailure, child_command, run_child
 from benchmarks.measure.timing import time_steps
 from benchmarks.predict.coefficients import costs, resolve
@@ -81,7 +82,7 @@ def result(export: Path, checkpoint: Path) -> dict[str, Any]:
         patch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
         qualities = {export: 2.06, checkpoint: 2.0}
         patch.setattr("benchmarks.bench.bits_per_byte", lambda directory, *_: qualities[directory])
-        return bench_model(request, "host", text=[Path("held-out.txt")], teacher=checkpoint).to_json()
+        return bench_model(request, "host", text=[checkpoint / "config.json"], teacher=checkpoint).to_json()
 
 
 def python(code: str) -> list[str]:
@@ -386,10 +387,40 @@ def test_the_command_exits_4_when_a_limit_is_missed(
 
 
 @pytest.mark.parametrize(
-    "flags", [["--against", "vllm"], ["--batch-size", "0"], ["--prompt-lengths", "9999"], ["--peer-python", "genai=x"]]
+    "flags",
+    [
+        ["--against", "vllm"],
+        ["--batch-size", "0"],
+        ["--prompt-lengths", "9999"],
+        ["--peer-python", "genai=x"],
+        ["--rounds", "3", "--most-rounds", "1"],
+    ],
 )
 def test_flags_that_cannot_be_meant_exit_2(export: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["bench", str(export), *flags])
     assert stop.value.code == 2
     assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [((None, None), (5, 8)), ((2, None), (2, 8)), ((12, None), (12, 12)), ((None, 3), (3, 3))]
+)
+def test_one_number_of_rounds_fits_the_other(given: tuple[int | None, int | None], meant: tuple[int, int]) -> None:
+    assert round_numbers(*given) == meant
+
+
+@pytest.mark.parametrize(
+    ("missed", "runtime", "clean", "words"),
+    [
+        ("peak_memory_mb", "torch 2", True, "`export` it"),
+        ("peak_memory_mb", "torch 2", False, "`export` it"),
+        ("tpot_p50_ms", "onnxruntime 1", False, "quiet machine"),
+        ("peak_memory_mb tpot_p50_ms", "onnxruntime 1", False, "compress it further"),
+        ("file_mb ttft_ms", "torch 2", True, "compress it further"),
+        ("quality_loss_percent", "torch 2", False, "cut less"),
+    ],
+)
+def test_the_advice_is_about_what_was_missed(missed: str, runtime: str, clean: bool, words: str) -> None:
+    limits = [{"name": name, "passed": False} for name in missed.split()] + [{"name": "other", "passed": True}]
+    assert words in advice({"budget": {"limits": limits}, "runtime": runtime, "clean": clean})

@@ -24,6 +24,7 @@ from sportsllm.models.hf.config import load_config
 from sportsllm.models.rope_scaling import RopeScaling
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.storage.packed_weights import ROW_BITS, QuantizedWeight, pack
+from sportsllm.storage.safetensors_files import TensorFiles
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 from tests.support.models import TINY_VOCAB, tiny_model
 
@@ -108,6 +109,9 @@ def test_a_dense_checkpoint_comes_back_bit_for_bit(
     result = export_gguf(tmp_path / "model", tmp_path / "gguf")
     assert result["architecture"] == architecture and result["formats"].keys() == {"F32"}
     assert result["size_bytes"] > 4 * model.config.parameters and result["parity"]["kl"] == 0
+    for path in (tmp_path / "gguf", tmp_path / "gguf" / GGUF_FILE):
+        with pytest.raises(ArtifactError, match=f"`import {tmp_path / 'gguf' / GGUF_FILE}` makes a checkpoint of it"):
+            TensorFiles(path)
     import_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
     back = load_checkpoint(tmp_path / "back")
     assert back.config == load_config(tmp_path / "model")
@@ -125,6 +129,8 @@ def test_a_packed_checkpoint_keeps_its_numbers(
     quantize(checkpoint, tmp_path / "packed", QuantizationConfig(bits, symmetric=symmetric), method="rtn")
     result = export_gguf(tmp_path / "packed", tmp_path / "gguf")
     assert main in result["formats"]
+    with pytest.raises(UsageError, match=r"--dtype fp16: .* is packed already"):
+        export_gguf(tmp_path / "packed", tmp_path / "half", "fp16")
     import_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
     back, ours = load_checkpoint(tmp_path / "back"), load_checkpoint(tmp_path / "packed")
     for block, other in zip(back.model.layers, ours.model.layers, strict=True):
@@ -134,7 +140,7 @@ def test_a_packed_checkpoint_keeps_its_numbers(
 
 
 def test_sentencepiece_comes_back(stories: Path, tmp_path: Path) -> None:
-    result = export_gguf(stories, tmp_path / "gguf", half=True)
+    result = export_gguf(stories, tmp_path / "gguf", "fp16")
     assert result["formats"].keys() == {"F16", "F32"}
     import_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
     ours, again = load_tokenizer(stories), load_tokenizer(tmp_path / "back")

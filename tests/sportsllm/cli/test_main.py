@@ -16,6 +16,7 @@ import typer
 from sportsllm.cli.flags import COMMANDS
 from sportsllm.cli.main import build_app, main
 from sportsllm.inference.decoder import open_decoder
+from sportsllm.models.hf.config import load_config
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.lora import ALPHA
 from sportsllm.training.settings import TrainConfig
@@ -88,6 +89,16 @@ def test_json_is_one_object_and_words_go_to_stderr(
     complains(call(capsys, "generate", checkpoint, "--stop", ""), 2, "--stop is empty")
     code, out, _ = call(capsys, "generate", checkpoint, "--ids", "--temperature", 0, "--max-new-tokens", 3)
     assert len([int(token) for token in out.split()]) == 3
+
+
+def test_generate_says_that_the_context_is_full(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    endless = ("generate", checkpoint, "--temperature", 0, "--repetition-penalty", 1, "--json", "--max-new-tokens")
+    code, out, err = call(capsys, *endless, 9_999)
+    result, context = json.loads(out.splitlines()[-1]), load_config(checkpoint).max_position_embeddings
+    assert code == 0 and result["context_full"] is True and result["tokens"] == context - 1
+    assert f"the context of {context:,} tokens is full: {context - 1:,} of 9,999" in err
+    code, out, err = call(capsys, *endless, 3)
+    assert json.loads(out.splitlines()[-1])["context_full"] is False and "is full" not in err
 
 
 def test_chat(capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path) -> None:
