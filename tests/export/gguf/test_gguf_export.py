@@ -20,11 +20,11 @@ from sportsllm.cli.main import main
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.gguf.run import import_gguf
 from sportsllm.gguf.weights import rows_in_halves, rows_in_pairs
+from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.hf.config import load_config
 from sportsllm.models.rope_scaling import RopeScaling
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.storage.packed_weights import ROW_BITS, QuantizedWeight, pack
-from sportsllm.storage.safetensors_files import TensorFiles
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 from tests.support.models import TINY_VOCAB, tiny_model
 
@@ -109,9 +109,11 @@ def test_a_dense_checkpoint_comes_back_bit_for_bit(
     result = export_gguf(tmp_path / "model", tmp_path / "gguf")
     assert result["architecture"] == architecture and result["formats"].keys() == {"F32"}
     assert result["size_bytes"] > 4 * model.config.parameters and result["parity"]["kl"] == 0
-    for path in (tmp_path / "gguf", tmp_path / "gguf" / GGUF_FILE):
-        with pytest.raises(ArtifactError, match=f"`import {tmp_path / 'gguf' / GGUF_FILE}` makes a checkpoint of it"):
-            TensorFiles(path)
+    advice = f"`import {tmp_path / 'gguf' / GGUF_FILE}` makes a checkpoint of it"
+    with pytest.raises(ArtifactError, match=advice):
+        load_config(tmp_path / "gguf")
+    with pytest.raises(ArtifactError, match=advice):
+        open_decoder(tmp_path / "gguf" / GGUF_FILE)
     import_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
     back = load_checkpoint(tmp_path / "back")
     assert back.config == load_config(tmp_path / "model")
