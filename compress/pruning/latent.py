@@ -28,7 +28,7 @@ from torch import Tensor
 
 from compress.pruning.activations import second_moment, summed
 from compress.pruning.heads import as_complex, as_real, roots_of, shared_pair
-from compress.pruning.refit import RIDGE, LeastSquares, after_half, matrix_input, run_layer
+from compress.pruning.refit import RIDGE, LeastSquares, Through, after_half, matrix_input
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -182,7 +182,7 @@ def _rotated_key(q_HED: Tensor, k_KED: Tensor, moment_DD: Tensor) -> tuple[Tenso
 def _refit(reduced: SportsLLM, model: SportsLLM, wanted: Sequence[Tensor], samples: Sequence[Tensor]) -> None:
     """Fit kv_b_proj to the full model's keys and values, `wanted` of its inputs, and o_proj to its residual stream."""
     full_BTD = [model.embedded(tokens) for tokens in samples]
-    ours_BTD = full_BTD
+    ours_BTD: list[Tensor] = full_BTD
     layers = zip(model.model.layers, reduced.model.layers, wanted, strict=True)
     with progress_bar("refit", len(wanted)) as bar:
         for source, changed, wanted_OD in layers:
@@ -194,12 +194,13 @@ def _refit(reduced: SportsLLM, model: SportsLLM, wanted: Sequence[Tensor], sampl
             theirs = (block.get_submodule(NORMS[_ATTENTION])(x) for x in full_BTD)
             sums = LeastSquares.over(zip(inputs("kv_b_proj"), theirs, strict=True))
             _solve(ours, "kv_b_proj", LeastSquares(sums.gram_II, wanted_OD @ sums.cross_OI))
-            targets = (
-                after - x
-                for after, x in zip(after_half(block, _ATTENTION, full_BTD, model.rope), ours_BTD, strict=True)
-            )
-            _solve(ours, "o_proj", LeastSquares.over(zip(inputs("o_proj"), targets, strict=True)))
-            full_BTD, ours_BTD = run_layer(block, full_BTD, model.rope), run_layer(ours, ours_BTD, reduced.rope)
+            between_BTD, full_BTD = Through.of(block, full_BTD, model.rope)
+            targets = (after - x for after, x in zip(between_BTD, ours_BTD, strict=True))
+            read = list(inputs("o_proj"))  # attention is not computed again
+            _solve(ours, "o_proj", LeastSquares.over(zip(read, targets, strict=True)))
+            o_proj = ours.get_submodule(f"{_ATTENTION}.o_proj")
+            ours_BTD = [x + o_proj(one) for x, one in zip(ours_BTD, read, strict=True)]
+            ours_BTD = after_half(ours, "mlp", ours_BTD, reduced.rope)
             bar.advance()
 
 

@@ -34,6 +34,7 @@ from sportsllm.models.language_model import Block, Rope, SportsLLM, first_positi
 from sportsllm.models.parts import Matrix
 
 RIDGE = 1e-3
+_KEPT = 2  # hidden sizes: inputs of a matrix that are wider are computed again rather than kept
 
 
 @dataclass
@@ -67,13 +68,27 @@ Solve = Callable[[str, nn.Linear, LeastSquares], None]
 
 
 class Streams(NamedTuple):
-    """Residual streams of every sample, (B, T, D) each: before a layer of the full and of the changed model, and the
-    full model's that the changed layer should lead to.
+    """Residual streams of every sample, (B, T, D) each: before a layer or half of one of the full and of the changed
+    model, and the full model's that the changed one should lead to.
     """
 
     full: Sequence[Tensor]
     changed: Sequence[Tensor]
     target: Sequence[Tensor]
+
+
+class Through(NamedTuple):
+    """Residual streams of every sample, (B, T, D) each, in a layer: after its attention, and at its end."""
+
+    attention: list[Tensor]
+    end: list[Tensor]
+
+    @staticmethod
+    def of(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> Through:
+        """Of a layer that reads `states_BTD`."""
+        attention, feed_forward = NORMS
+        between = after_half(block, attention, states_BTD, rope)
+        return Through(between, after_half(block, feed_forward, between, rope))
 
 
 @dataclass(frozen=True)
@@ -129,8 +144,8 @@ def refit_layers(
         full_BTD = run_layer(block, full_BTD, rope)
     with progress_bar("refit", len(kept.layers)) as bar:
         for new, (layer, after) in enumerate(pairwise([*kept.layers, len(blocks)])):
-            target_BTD = full_BTD
-            for block in blocks[layer:after]:
+            between_BTD, target_BTD = Through.of(blocks[layer], full_BTD, rope)
+            for block in blocks[layer + 1 : after]:
                 target_BTD = run_layer(block, target_BTD, rope)
             own = kept.full.of_layer(layer)
             wanted = {
@@ -139,8 +154,7 @@ def refit_layers(
                 if not adds_to_residual(own, matrix)
             }
             pair = LayerPair(cut_blocks[new], blocks[layer], own, rope, wanted, into, cut_rope)
-            refit_block(pair, Streams(full_BTD, cut_BTD, target_BTD), solve)
-            cut_BTD = run_layer(cut_blocks[new], cut_BTD, cut_rope)
+            cut_BTD = refit_block(pair, Streams(full_BTD, cut_BTD, target_BTD), between_BTD, solve)
             full_BTD = target_BTD
             bar.advance()
 
@@ -150,17 +164,25 @@ def run_layer(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> list[Te
     return [block(x, first_positions(rope, x)) for x in states_BTD]
 
 
-def refit_block(pair: LayerPair, streams: Streams, solve: Solve) -> None:
+def refit_block(pair: LayerPair, streams: Streams, between_BTD: Sequence[Tensor], solve: Solve) -> list[Tensor]:
     """Fit the matrices of one layer to what the full model computes, those that read the same input together.
 
-    `solve` is given a matrix's name in the block, the matrix and the sums, and sets the matrix's weight; later matrices
-    see it.
+    Args:
+        pair, streams: the layer and the residual streams around it.
+        between_BTD: the full model's residual stream after the layer's attention.
+        solve: given a matrix's name in the block, the matrix and the sums, sets the matrix's weight; later matrices see
+            it.
+
+    Returns:
+        The residual stream after the changed layer.
 
     Raises:
         UsageError: several matrices of a half write to the residual stream, so that none has a target of its own.
     """
-    full_BTD, changed_BTD = streams.full, streams.changed
-    for half in NORMS:
+    changed_BTD = streams.changed
+    for half, full_BTD, after_BTD in zip(
+        NORMS, (streams.full, between_BTD), (between_BTD, streams.target), strict=True
+    ):
         groups = [group for group in input_groups(pair.config) if group[0].name.startswith(f"{half}.")]
         writers = [matrix.name for group in groups for matrix in group if adds_to_residual(pair.config, matrix)]
         if len(writers) > 1:
@@ -168,17 +190,25 @@ def refit_block(pair: LayerPair, streams: Streams, solve: Solve) -> None:
                 f"{' and '.join(writers) or half}: refit needs one matrix that writes to the residual stream; "
                 "leave it out with --no-repair"
             )
-        last = half == list(NORMS)[-1]
-        after_BTD = streams.target if last else after_half(pair.source, half, full_BTD, pair.rope)
+        following: list[Tensor] | None = None
         for group in groups:
-            _refit_group(pair, half, group, Streams(full_BTD, changed_BTD, after_BTD), solve)
-        if not last:
-            changed_BTD = after_half(pair.block, half, changed_BTD, pair.own_rope or pair.rope)
-            full_BTD = after_BTD
+            following = _refit_group(pair, half, group, Streams(full_BTD, changed_BTD, after_BTD), solve)
+        if following is None:
+            following = after_half(pair.block, half, changed_BTD, pair.own_rope or pair.rope)
+        changed_BTD = following
+    return list(changed_BTD)
 
 
-def _refit_group(pair: LayerPair, half: str, group: Sequence[Matrix], streams: Streams, solve: Solve) -> None:
-    """Fit matrices of one half that read the same input."""
+def _refit_group(
+    pair: LayerPair, half: str, group: Sequence[Matrix], streams: Streams, solve: Solve
+) -> list[Tensor] | None:
+    """Fit matrices of one half that read the same input.
+
+    Returns:
+        The residual stream after the half, where the last one writes it and what that reads was kept: attention need
+        not be computed again. None elsewhere.
+    """
+    following: list[Tensor] | None = None
 
     def inputs(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> Iterator[Tensor]:
         return (matrix_input(block, half, group[0].name, x, rope) for x in states_BTD)
@@ -189,10 +219,14 @@ def _refit_group(pair: LayerPair, half: str, group: Sequence[Matrix], streams: S
         ours = inputs(pair.block, streams.changed, pair.own_rope or pair.rope)
         if adds_to_residual(pair.config, matrix):
             bias = 0.0 if linear.bias is None else linear.bias
+            kept = list(ours) if matrix.columns <= _KEPT * pair.config.hidden_size else None
             ends = zip(streams.target, streams.changed, strict=True)
             targets = ((after if pair.into is None else after @ pair.into) - before - bias for after, before in ends)
-            sums = LeastSquares.over(zip(ours, targets, strict=True))
-        elif matrix.routed:
+            solve(matrix.name, linear, LeastSquares.over(zip(kept or ours, targets, strict=True)))
+            if kept is not None:
+                following = [before + linear(read) for before, read in zip(streams.changed, kept, strict=True)]
+            continue
+        if matrix.routed:
             # The full model sends other tokens here, so that there is nothing to be compared with: no fit.
             gram_II = LeastSquares.over((x, x) for x in ours).gram_II
             sums = LeastSquares(gram_II, linear.weight.detach().double() @ gram_II)
@@ -204,6 +238,7 @@ def _refit_group(pair: LayerPair, half: str, group: Sequence[Matrix], streams: S
             weight_OI = full_OI if pair.wanted is None else pair.wanted[matrix.name]
             sums = LeastSquares(shared.gram_II, weight_OI.double() @ shared.cross_OI)
         solve(matrix.name, linear, sums)
+    return following
 
 
 def after_half(block: Block, half: str, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.pruning.activations import input_squares, second_moment, summed
-from compress.pruning.refit import LayerPair, LeastSquares, Streams, refit_block, run_layer
+from compress.pruning.refit import LayerPair, LeastSquares, Streams, Through, refit_block, run_layer
 from compress.quantization.channel_scaling import scale_block
 from compress.quantization.config import UNPACKED
 from compress.quantization.gptq import gptq_weight
@@ -107,13 +107,11 @@ def quantize_calibrated(
                 matrices = (matrix.name for matrix in block_matrices(own))
                 originals |= {f"{prefix}.{name}": source.get_parameter(f"{name}.weight") for name in matrices}
             if gptq:
-                following = run_layer(source, full_BTD, rope)
-                pair, streams = (
-                    LayerPair(copy.deepcopy(source), source, own, rope),
-                    Streams(full_BTD, rounded_BTD, following),
-                )
-                _fit_and_round(packed, prefix, pair, streams, ridge)
-                rounded_BTD = run_layer(pair.block, rounded_BTD, rope)
+                between_BTD, following = Through.of(source, full_BTD, rope)
+                pair = LayerPair(copy.deepcopy(source), source, own, rope)
+                streams = Streams(full_BTD, rounded_BTD, following)
+                rounded_BTD = _fit_and_round(packed, prefix, pair, streams, between_BTD, ridge)
+                del between_BTD
             else:
                 following = _round_alone(packed, prefix, source, own, full_BTD, rope)
             for name, parameter in source.named_parameters():
@@ -134,14 +132,21 @@ def quantize_calibrated(
         packed.add_matrix(HEAD, head, search=True)
 
 
-def _fit_and_round(packed: PackedCheckpoint, prefix: str, pair: LayerPair, streams: Streams, ridge: float) -> None:
-    """GPTQ of one layer, each matrix fitted before; `pair.block` becomes what is stored."""
+def _fit_and_round(
+    packed: PackedCheckpoint,
+    prefix: str,
+    pair: LayerPair,
+    streams: Streams,
+    between_BTD: Sequence[Tensor],
+    ridge: float,
+) -> list[Tensor]:
+    """GPTQ of one layer, each matrix fitted before, see `refit_block`; `pair.block` becomes what is stored."""
 
     def solve(name: str, linear: nn.Linear, sums: LeastSquares) -> None:
         wanted = sums.solve(linear.weight, ridge) if sums.gram_II.any() else linear.weight
         linear.weight.data = _gptq(packed, f"{prefix}.{name}", wanted, sums.gram_II.float())
 
-    refit_block(pair, streams, solve)
+    return refit_block(pair, streams, between_BTD, solve)
 
 
 def _round_alone(
