@@ -61,12 +61,15 @@ def prune_run(job: PruneJob, target: PruneTarget, out: Path, *, resume: bool = F
     """Prune a checkpoint to a target; arguments and result are those of `prune_checkpoint`.
 
     Raises:
-        UsageError: flags that do not go together, or an impossible shape.
+        UsageError: flags that do not go together, an impossible shape, or the model's own.
     """
     config = job.model_config()
     shape = target.shape(config, whole=job.changes_kinds)
     tried: list[dict[str, Any]] = []
     share, tokens = target.share_of(config), target.search_tokens
+    if shape == Shape.of(config) and not job.changes_kinds:
+        sizes = ", ".join(f"{name} {size}" for name, size in dataclasses.asdict(shape).items())
+        raise UsageError(f"{job.checkpoint}: nothing is cut, the model has that shape ({sizes}); ask for less")
     if tokens is not None and (share is None or job.recovery is None):
         raise UsageError("--search needs a size (--params or --size-mb) and --recover TOKENS")
     if share is not None and tokens != 0:

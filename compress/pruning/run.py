@@ -135,6 +135,7 @@ class PruneJob:
         words = load_tokenizer(self.checkpoint, model.config)
         valid = [*held_out_files(self.checkpoint), *(self.recovery.valid if self.recovery else ())]
         samples = calibration_samples(self.calibration, valid, words, model.config, self.config.samples, length)
+        say(f"calibration on {len(samples)} pieces of text, {sum(one.numel() for one in samples):,} tokens")
         with torch.no_grad():
             check_familiar(samples, loss_per_token(model, samples[:JUDGED_SAMPLES]))
         if self.cuts_experts:

@@ -24,7 +24,7 @@ from sportsllm.errors import UsageError
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.safetensors_files import quantization_config
 
-_SCORING_SAMPLES = 8
+_SCORING_SAMPLES, _REFIT_SAMPLES = 8, 64  # all shapes read the same text, so little of it tells them apart
 _MOST_CUT = 64
 _BRIEF_STEP = 1_024  # tokens
 _REFITTED = 8  # of the shapes ranked by their loss right after the cut; ranked again after the refit
@@ -54,10 +54,10 @@ def find_finalists(
     """At most `count` shapes to recover, best first: the best after cut and refit for each depth and hidden size.
 
     `share` is that of the non-embedding parameters to keep. The shapes are ranked on the first few `samples`, and
-    refitted to the others. The even cut is one of them.
+    refitted to some of the others. The even cut is one of them.
     """
     held_out = max(1, min(_SCORING_SAMPLES, len(samples) // 4))
-    scoring, fitted = samples[:held_out], samples[held_out:] or samples
+    scoring, fitted = samples[:held_out], samples[held_out : held_out + _REFIT_SAMPLES] or samples
     candidates = thinned(candidate_shapes(model.config, share), _MOST_CUT)
     even = shape_for_share(model.config, share)
     plain = dataclasses.replace(config, refit=False)

@@ -81,7 +81,8 @@ def check_familiar(samples: Sequence[Tensor], nats: float) -> None:
     if nats >= entropy:
         say(
             f"the model knows nothing of the calibration text: {nats:.2f} nats a token, its tokens' frequencies alone "
-            f"{entropy:.2f}; give --calibration text like what the model was trained on"
+            f"{entropy:.2f}; if that is not text like what it was trained on, give such text by --calibration; else "
+            "train it longer"
         )
 
 

@@ -85,6 +85,13 @@ def test_quantized_input_and_empty_calibration_are_refused(job: PruneJob, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+def test_a_cut_of_nothing_is_refused(job: PruneJob, tmp_path: Path) -> None:
+    for target in (PruneTarget(dimensions={"layers": 2}), PruneTarget(1.0)):
+        with pytest.raises(UsageError, match=r"nothing is cut, the model has that shape \(hidden 64, "):
+            prune_run(job, target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_file_size_is_met(job: PruneJob, tmp_path: Path) -> None:
     full = load_config(job.checkpoint)
     megabytes = (full.parameters - 0.3 * full.block_parameters) * 4 / 1e6
