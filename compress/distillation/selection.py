@@ -8,6 +8,7 @@ own loss.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,9 +24,10 @@ from sportsllm.console import say
 from sportsllm.errors import InterruptedRun, UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import Half, SportsLLM
-from sportsllm.models.selected import INDEX, Selection
+from sportsllm.models.selected import INDEX, Selection, document_of, document_parts
+from sportsllm.models.selection import kept_attention
 from sportsllm.storage.checkpoint import load_checkpoint
-from sportsllm.text.packing import Batch, PackedSequences
+from sportsllm.text.packing import Batch, PackedSequences, tokenize
 from sportsllm.training import settings
 from sportsllm.training.loop import train_model
 from sportsllm.training.setup import training_device
@@ -37,6 +39,7 @@ DEFAULT_TOKENS = 1_000_000
 # the choice of 512 of 4,096 tokens keeps 82 to 95% of the attention that the best choice keeps; 78 to 88% at the rate
 # for random weights, 70 to 84% at a tenth of this one, and three times this one ends farther from full attention.
 _INDEX_RATIO = 10 / 3
+_JUDGED = 4  # documents that tell how much attention a choice keeps
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Selecting(Checkpoint):
             raise UsageError(f"--select-tokens {selection.tokens}: {what}, all of which are selected; use longer ones")
         student = with_indexer(load_checkpoint(self.inputs[0]), self.shape, training.config.seed)
         learn_index(student, training, text, self.index_tokens)
+        say_what_is_kept(student, text, sequence)
         return student, training
 
 
@@ -138,6 +142,59 @@ def learn_index(student: SportsLLM, training: StudentTraining, text: StudentText
     student.load_state_dict(model.state_dict())
     if result.loss is not None:
         say(f"the indexer is {result.loss / shape.num_hidden_layers:.4f} nats a layer from full attention")
+
+
+def say_what_is_kept(student: SportsLLM, text: StudentText, sequence: int) -> None:
+    """A line on how much attention the choice keeps of what the best choice would, and whether the newest tokens keep
+    as much: then the indexer adds nothing yet. Nothing where no document is longer than a selection.
+    """
+    kept = attention_kept(student, long_sequences(text, student.config.chosen_selection.tokens, sequence))
+    if kept is None:
+        return
+    chosen, newest = (100 * each / kept[2] for each in kept[:2])
+    words = (
+        f"of the attention that the best choice keeps, the indexer keeps {chosen:.1f}%, the newest tokens {newest:.1f}%"
+    )
+    more = "; it adds nothing yet: give more --index-tokens" if chosen <= newest else ""
+    say(words + more)
+
+
+def long_sequences(text: StudentText, least: int, most: int) -> list[Tensor]:
+    """The longest held-out documents of more than `least` tokens, else the longest of the training's, cut to `most`;
+    token ids, (1, T) each.
+    """
+    for documents in (tokenize(text.split.held_out, text.tokenizer), text.documents):
+        lengths = np.diff(documents.ends, prepend=0)
+        longest = [place for place in np.argsort(-lengths)[:_JUDGED] if min(lengths[place], most) > least]
+        starts = documents.ends - lengths
+        if longest:
+            rows = (documents.ids[starts[place] : documents.ends[place]][:most] for place in longest)
+            return [torch.from_numpy(row.astype(np.int64))[None] for row in rows]
+    return []
+
+
+def attention_kept(model: SportsLLM, sequences: Sequence[Tensor]) -> tuple[float, float, float] | None:
+    """`kept_attention`, the mean over sequences and layers; None without sequences. Of a model on the CPU."""
+    found: list[Tensor] = []
+
+    def look(half: Any, args: Any) -> None:
+        found.append(kept_attention(document_of(half.config, document_parts(half, args[0], args[1]))))
+
+    was_training = model.training
+    model.eval()
+    hooks = [cast(Half, block.self_attn).register_forward_pre_hook(look) for block in model.model.layers]
+    try:
+        with torch.inference_mode():
+            for tokens_1T in sequences:
+                model.hidden(tokens_1T)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train(was_training)
+    if not found:
+        return None
+    chosen, newest, best = torch.stack(found).mean(dim=0).tolist()
+    return chosen, newest, best
 
 
 def _whole(shape: ModelConfig, sequence: int) -> int:

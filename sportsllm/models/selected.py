@@ -152,32 +152,28 @@ class Selected(GroupedQuery):
         documents: Sequence[int] | None,
         cache: KVCache | None,
     ) -> Tensor:
-        from sportsllm.models.attention import in_documents, rotate
+        from sportsllm.models.attention import in_documents
         from sportsllm.models.selection import attend_selected, index_loss
 
         config, layer, (batch, new, _) = half.config, half.layer, x_BTD.shape
-        heads = read_heads(half, x_BTD, rope)
-        queries, key, weights = (half.get_submodule(name)(x_BTD.detach()) for name in INDEX)
-        index_q_BTJE = rotate(queries.view(batch, new, -1, config.head_dim), rope[:2])
-        index_k_BTE = rotate(key.unsqueeze(2), rope[:2]).squeeze(2)
+        *heads, index_q_BTJE, index_k_BTE, weights = parts = document_parts(half, x_BTD, rope)
         losses: list[Tensor] = []
 
         def attend_one(*parts: Tensor) -> Tensor:
             """(n, ...) parts of one document; (n, H, E)."""
-            document = _document(config, [part[None] for part in parts])
+            document = document_of(config, [part[None] for part in parts])
             if half.training and document.index_q_BTJE.requires_grad:
                 losses.append(index_loss(document))
             return attend_selected(document)[0]
 
-        parts = (*heads, index_q_BTJE, index_k_BTE, weights)
         if cache is not None:
             past = cache.length
             _, k, v = (part.transpose(1, 2) for part in heads)
             k, v, index_k = cache.append(layer, k, v, index_k_BTE)
             cached = heads[0], k.transpose(1, 2), v.transpose(1, 2), index_q_BTJE, index_k, weights
-            y = attend_selected(_document(config, cached, past))
+            y = attend_selected(document_of(config, cached, past))
         elif documents is None and not half.training:
-            y = attend_selected(_document(config, parts))
+            y = attend_selected(document_of(config, parts))
         else:
             y = in_documents(documents or range(new, batch * new + 1, new), attend_one, *parts)
         if losses:
@@ -185,7 +181,19 @@ class Selected(GroupedQuery):
         return cast("Tensor", half.o_proj(y.flatten(2)))
 
 
-def _document(config: ModelConfig, parts: Sequence[Tensor], past: int = 0) -> Document:
+def document_parts(half: Any, x_BTD: Tensor, rope: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of new tokens: queries, keys and values, (B, T, heads, E); index queries (B, T, J, E), keys (B, T, E) and weights
+    (B, T, J).
+    """
+    from sportsllm.models.attention import rotate
+
+    queries, key, weights = (half.get_submodule(name)(x_BTD.detach()) for name in INDEX)
+    index_q_BTJE = rotate(queries.view(*x_BTD.shape[:2], -1, half.config.head_dim), rope[:2])
+    index_k_BTE = rotate(key.unsqueeze(2), rope[:2]).squeeze(2)
+    return (*read_heads(half, x_BTD, rope), index_q_BTJE, index_k_BTE, weights)
+
+
+def document_of(config: ModelConfig, parts: Sequence[Tensor], past: int = 0) -> Document:
     """Of queries, keys, values, index queries, index keys and index weights."""
     from sportsllm.models.selection import Document
 

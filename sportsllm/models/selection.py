@@ -55,7 +55,7 @@ def by_block(scores_BTL: Tensor, block: int) -> Tensor:
     return padded.view(*padded.shape[:-1], -1, block).logsumexp(dim=-1)
 
 
-def choose_blocks(document: Document, rows: slice) -> Tensor:
+def choose_blocks(document: Document, rows: slice | Tensor) -> Tensor:
     """Numbers of the chosen blocks of some queries, (B, T, blocks); there are more blocks than that.
 
     Where a query sees fewer, later ones are among them.
@@ -145,6 +145,27 @@ def index_loss(document: Document) -> Tensor:
     kept_BR1 = share_BRN.sum(dim=-1, keepdim=True)
     wanted_BRN = torch.where(share_BRN > 0, (share_BRN / kept_BR1).log(), 0.0)
     return (share_BRN * (wanted_BRN - predicted_BRN)).sum() * (count / len(rows_R))
+
+
+@torch.no_grad()
+def kept_attention(document: Document) -> Tensor:
+    """(3,) share of full attention that falls on the chosen blocks, on the first and the newest blocks, as many, and on
+    the best choice, which like the indexer's keeps the first and some of the newest.
+
+    Means over at most `LOSS_ROWS` queries that see more blocks than are chosen; of longer sequences only.
+    """
+    selection = document.config.chosen_selection
+    count = document.length - selection.tokens
+    rows_R = torch.linspace(selection.tokens, document.length - 1, min(count, LOSS_ROWS)).round().long()
+    share_BRN = attention_shares(document.config, document, rows_R)
+    chosen = choose_blocks(document, rows_R)
+    own_R1, blocks_N = (rows_R // selection.block)[:, None], torch.arange(share_BRN.shape[-1])
+    seen_RN = blocks_N <= own_R1
+    newest_RN = seen_RN & ((blocks_N == 0) | (blocks_N > own_R1 - selection.blocks + 1))
+    kept_RN = seen_RN & ((blocks_N == 0) | (blocks_N > own_R1 - selection.newest))
+    best = share_BRN.masked_fill(kept_RN, math.inf).topk(selection.blocks, dim=-1).indices
+    found = share_BRN.gather(2, chosen), share_BRN * newest_RN, share_BRN.gather(2, best)
+    return torch.stack([each.sum(dim=-1).mean() for each in found])
 
 
 @torch.no_grad()

@@ -12,7 +12,15 @@ import torch
 
 from compress.cli.distill import distill
 from compress.distillation.run import resolve_start
-from compress.distillation.selection import Selecting, learn_index, selecting, with_indexer
+from compress.distillation.selection import (
+    Selecting,
+    attention_kept,
+    learn_index,
+    long_sequences,
+    say_what_is_kept,
+    selecting,
+    with_indexer,
+)
 from compress.distillation.settings import DistillationConfig
 from compress.distillation.student_training import StudentText, StudentTraining
 from compress.pruning.run import PruneJob, prune_checkpoint
@@ -124,6 +132,23 @@ def loss_of(model: Any, tokens: torch.Tensor) -> float:
     loss = model.auxiliary_loss()
     model.eval()
     return float(loss.detach())
+
+
+def test_what_the_choice_keeps_is_said(
+    full: Path, text: Path, held_out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, words = index_training(full, text, held_out)
+    _, student = student_of(full)
+    sequences = long_sequences(words, 16, 64)
+    assert [tuple(one.shape) for one in sequences] == [(1, 64)], "one held-out document, cut"
+    kept = attention_kept(student, sequences)
+    assert kept is not None and 0 < kept[0] <= kept[2] < 1 and kept[1] <= kept[2]
+    say_what_is_kept(student, words, 64)
+    line = capsys.readouterr().err
+    assert f"the indexer keeps {100 * kept[0] / kept[2]:.1f}%" in line
+    assert ("give more --index-tokens" in line) == (kept[0] <= kept[1])
+    say_what_is_kept(student, words, 16)
+    assert capsys.readouterr().err == "", "all tokens are selected"
 
 
 def test_the_indexer_alone_learns_what_full_attention_looks_at(full: Path, text: Path, held_out: Path) -> None:

@@ -17,7 +17,7 @@ from sportsllm.models.grouped_query import read_heads
 from sportsllm.models.hf.config import config_from_hf, to_hf
 from sportsllm.models.kinds import ATTENTION
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.selected import INDEX, Selection
+from sportsllm.models.selected import INDEX, Selection, document_of, document_parts
 from sportsllm.models.size import kv_cache_bytes_per_token
 from tests.support.models import tiny_config, tiny_model
 
@@ -127,6 +127,36 @@ def test_no_more_than_is_selected_is_full_attention_to_the_bit() -> None:
         assert not torch.allclose(model(tokens)[:, -1], full(tokens)[:, -1], atol=1e-6), "one more and a block is out"
 
 
+def shares_of(parts: list[Array], t: int) -> Array:
+    """The share of query t's full attention, mean over heads, that falls on each block up to its own."""
+    weights = np.zeros((t // SELECTION.block + 1) * SELECTION.block)
+    for head in range(4):
+        logits = parts[1][: t + 1, head // 2] @ parts[0][t, head] / 4
+        weights[: t + 1] += np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum() / 4
+    return weights.reshape(-1, SELECTION.block).sum(axis=1)
+
+
+def test_the_attention_that_is_kept_by_loops() -> None:
+    """By the indexer's choice, by the newest blocks, and by the best choice of as many."""
+    model = selected_model()
+    half, rope = model.model.layers[0].self_attn, tuple(table[:LENGTH] for table in model.rope)
+    x_BTD = torch.randn(1, LENGTH, 64, generator=torch.Generator().manual_seed(2))
+    parts, wanted = parts_of(half, x_BTD, rope), []
+    for t in range(SELECTION.tokens, LENGTH):
+        scores, share = scores_of(parts, t), shares_of(parts, t)
+        own = t // SELECTION.block
+        always = {0, *range(own - SELECTION.newest + 1, own + 1)}
+        others = [b for b in range(own + 1) if b not in always]
+        room = SELECTION.blocks - len(always)
+        chosen, best = (always | set(sorted(others, key=lambda b: -by[b])[:room]) for by in (scores, share))
+        newest = {0, *range(own - SELECTION.blocks + 2, own + 1)}
+        wanted.append([share[sorted(blocks)].sum() for blocks in (chosen, newest, best)])
+    with torch.inference_mode():
+        found = selection.kept_attention(document_of(half.config, document_parts(half, x_BTD, rope)))
+    np.testing.assert_allclose(found.numpy(), np.mean(wanted, axis=0), rtol=1e-5)
+    assert found[2] >= found[0] and found[2] > found[1]
+
+
 def test_the_loss_is_the_divergence_by_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "LOSS_ROWS", LENGTH)  # all queries
     model = selected_model()
@@ -139,11 +169,7 @@ def test_the_loss_is_the_divergence_by_loops(monkeypatch: pytest.MonkeyPatch) ->
         free = np.arange(1, len(scores) - SELECTION.newest)
         if not len(free):
             continue
-        weights = np.zeros(len(scores) * SELECTION.block)
-        for head in range(4):
-            logits = parts[1][: t + 1, head // 2] @ parts[0][t, head] / 4
-            weights[: t + 1] += np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum() / 4
-        share = weights.reshape(-1, SELECTION.block).sum(axis=1)[free]
+        share = shares_of(parts, t)[free]
         wanted = np.exp(scores[free]) / np.exp(scores[free]).sum()
         total += float((share * np.log(share / share.sum() / wanted)).sum())
     loss = half.auxiliary_loss
