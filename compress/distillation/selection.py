@@ -39,7 +39,7 @@ DEFAULT_TOKENS = 1_000_000
 # the choice of 512 of 4,096 tokens keeps 82 to 95% of the attention that the best choice keeps; 78 to 88% at the rate
 # for random weights, 70 to 84% at a tenth of this one, and three times this one ends farther from full attention.
 _INDEX_RATIO = 10 / 3
-_JUDGED = 4  # documents that tell how much attention a choice keeps
+_JUDGED = 2  # documents that tell how much attention a choice keeps
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,7 @@ def learn_index(student: SportsLLM, training: StudentTraining, text: StudentText
         tokens: to read, rounded up to whole steps; 0 leaves the indexer as it is.
     """
     shape = student.config
-    everything = dataclasses.replace(shape.chosen_selection, tokens=_whole(shape, training.config.sequence))
-    model = SportsLLM(shape.with_changes(selection=everything))  # as many as are there: its attention is full
-    model.load_state_dict(student.state_dict())
+    model = with_full_attention(student, training.config.sequence)
     model.requires_grad_(False)
     for block in model.model.layers:
         for name in INDEX:
@@ -173,15 +171,16 @@ def long_sequences(text: StudentText, least: int, most: int) -> list[Tensor]:
     return []
 
 
-def attention_kept(model: SportsLLM, sequences: Sequence[Tensor]) -> tuple[float, float, float] | None:
-    """`kept_attention`, the mean over sequences and layers; None without sequences. Of a model on the CPU."""
+def attention_kept(student: SportsLLM, sequences: Sequence[Tensor]) -> tuple[float, float, float] | None:
+    """`kept_attention` where all layers before attend to all tokens, the mean over sequences and layers; None without
+    sequences. Of a model on the CPU.
+    """
     found: list[Tensor] = []
 
     def look(half: Any, args: Any) -> None:
-        found.append(kept_attention(document_of(half.config, document_parts(half, args[0], args[1]))))
+        found.append(kept_attention(document_of(student.config, document_parts(half, args[0], args[1]))))
 
-    was_training = model.training
-    model.eval()
+    model = with_full_attention(student, max((tokens_1T.shape[1] for tokens_1T in sequences), default=1)).eval()
     hooks = [cast(Half, block.self_attn).register_forward_pre_hook(look) for block in model.model.layers]
     try:
         with torch.inference_mode():
@@ -190,17 +189,19 @@ def attention_kept(model: SportsLLM, sequences: Sequence[Tensor]) -> tuple[float
     finally:
         for hook in hooks:
             hook.remove()
-        model.train(was_training)
     if not found:
         return None
     chosen, newest, best = torch.stack(found).mean(dim=0).tolist()
     return chosen, newest, best
 
 
-def _whole(shape: ModelConfig, sequence: int) -> int:
-    """The tokens of a selection that leaves nothing of a sequence out."""
-    block = shape.chosen_selection.block
-    return max(shape.chosen_selection.tokens, -(-sequence // block) * block)
+def with_full_attention(student: SportsLLM, sequence: int) -> SportsLLM:
+    """A copy whose selection leaves nothing of a sequence out."""
+    selection = student.config.chosen_selection
+    whole = max(selection.tokens, -(-sequence // selection.block) * selection.block)
+    model = SportsLLM(student.config.with_changes(selection=dataclasses.replace(selection, tokens=whole)))
+    model.load_state_dict(student.state_dict())
+    return model
 
 
 def _own_losses(model: SportsLLM, batch: Batch) -> Tensor:
