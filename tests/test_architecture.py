@@ -18,7 +18,8 @@ ALLOWED = {
 }
 FLOORS: dict[str, list[set[str]]] = {
     "sportsllm": [
-        {"__init__", "errors", "console", "files", "process_memory"},
+        {"__init__", "errors", "console", "process_memory"},
+        {"files"},
         {"models"},
         {"storage"},
         {"text", "simulator"},

@@ -15,9 +15,9 @@ from sportsllm.models.kinds import block_matrices
 def repair_flops_per_token(full: ModelConfig, cut: ModelConfig, sequence: int) -> int:
     """FLOPs of fitting a cut model's matrices to the full one's values (`prune` with repair), for a calibration token.
 
-        2 forward(full) + 2 forward(cut) + sum over the cut model's matrices of 2 I (I + O)
+        forward(full) + forward(cut) + sum over the cut model's matrices of 2 I (I + O)
 
-    An estimate: every block runs about twice in either model, and each matrix of I inputs and O outputs adds its
+    An estimate: every block runs about once in either model, and each matrix of I inputs and O outputs adds its
     inputs' (I, I) and (I, O) products. Heads are not run.
     """
     regression = 2 * sum(
@@ -26,7 +26,7 @@ def repair_flops_per_token(full: ModelConfig, cut: ModelConfig, sequence: int) -
     blocks = sum(
         forward_flops_per_token(config, sequence) - 2 * config.vocab_size * config.hidden_size for config in (full, cut)
     )
-    return 2 * blocks + regression
+    return blocks + regression
 
 
 def cut_flops(

@@ -117,13 +117,16 @@ class SelectionFlags(FlagGroup):
     index_tokens: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Tokens from which the indexer learns full attention, alone.", show_default="1,000,000"
+            min=0,
+            help="Tokens from which the indexer learns full attention, alone.",
+            show_default="0; 1,000,000 from random weights",
         ),
     ] = None
 
     def applied_to(self, start: StudentStart) -> StudentStart:
         """The start of a student that selects tokens, if that is asked for."""
         from compress.distillation.selection import selecting
+        from compress.pruning.index_start import start_index
         from sportsllm.models.selected import Selection
 
         if self.select_tokens is None:
@@ -131,7 +134,7 @@ class SelectionFlags(FlagGroup):
             return start
         sizes = {"block": self.select_block, "heads": self.index_heads}
         given = {name: size for name, size in sizes.items() if size is not None}
-        return selecting(start, Selection(self.select_tokens, **given), self.index_tokens)
+        return selecting(start, Selection(self.select_tokens, **given), self.index_tokens, start_index)
 
     def lengths(self) -> tuple[int, int]:
         """Tokens of the training behind the indexer's, and of a sequence, where they are not given."""

@@ -121,7 +121,7 @@ def _factored(half: Any, moment_DD: Tensor, config: ModelConfig, smaller: ModelC
 
     q_HED, k_KED, v_KED = rows("q_proj"), rows("k_proj"), rows("v_proj")
     o_HDE = half.o_proj.weight.detach().double().view(-1, heads, size).transpose(0, 1)
-    rotated_PD, left_KED, turned_HED = _rotated_key(q_HED, k_KED, moment_DD)
+    rotated_PD, left_KED, turned_HED = shared_rotated_key(q_HED, k_KED, moment_DD)
     read_HEE = o_HDE.mT @ o_HDE
     v_moment_KEE = v_KED @ moment_DD @ v_KED.mT
     moved_H = (read_HEE * v_moment_KEE.repeat_interleave(shared, dim=0)).sum(dim=(1, 2))
@@ -157,7 +157,7 @@ def _factored(half: Any, moment_DD: Tensor, config: ModelConfig, smaller: ModelC
     return _Factored(found, per_query_head(plain))
 
 
-def _rotated_key(q_HED: Tensor, k_KED: Tensor, moment_DD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def shared_rotated_key(q_HED: Tensor, k_KED: Tensor, moment_DD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The key that stays rotated, what is left of the keys, and the queries that read the first.
 
     Returns:

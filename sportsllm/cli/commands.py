@@ -189,16 +189,12 @@ def generate(
             target.flush()
     target.write("\n")
     seconds = time.perf_counter() - first
-    context = decoder.config.max_position_embeddings
-    full = len(tokens) < max_new_tokens and len(begin) + len(tokens) >= context
-    if full:
-        console.say(f"the context of {context:,} tokens is full: {len(tokens):,} of {max_new_tokens:,} were generated")
     return {
         "prompt": prompt,
         "text": "".join(pieces),
         "tokens": len(tokens),
         "ids": tokens,
-        "context_full": full,
+        "context_full": _say_if_full(decoder, len(begin), len(tokens), max_new_tokens),
         "ttft_ms": (first - started) * 1e3,
         "tokens_per_s": (len(tokens) - 1) / seconds if len(tokens) > 1 else None,
         **ran,
@@ -210,6 +206,17 @@ def _single_tokens(tokenizer: TextTokenizer, texts: list[str]) -> list[int]:
     if "" in texts:
         raise UsageError("--stop is empty; give the text that ends generation")
     return [ids[0] for ids in (tokenizer.encode(text, special=True) for text in texts) if len(ids) == 1]
+
+
+def _say_if_full(decoder: Decoder, prompt: int, generated: int, wanted: int) -> bool:
+    """Whether generation ended because the context was full, and a line about it."""
+    from sportsllm.console import say
+
+    context = decoder.config.max_position_embeddings
+    full = generated < wanted and prompt + generated >= context
+    if full:
+        say(f"the context of {context:,} tokens is full: {generated:,} of {wanted:,} were generated")
+    return full
 
 
 def _say_what_runs(decoder: Decoder, provider: str) -> dict[str, Any]:

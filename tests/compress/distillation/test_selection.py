@@ -19,10 +19,13 @@ from compress.distillation.selection import (
     long_sequences,
     say_what_is_kept,
     selecting,
+    spread_pieces,
+    with_full_attention,
     with_indexer,
 )
 from compress.distillation.settings import DistillationConfig
 from compress.distillation.student_training import StudentText, StudentTraining
+from compress.pruning.index_start import start_index
 from compress.pruning.run import PruneJob, prune_checkpoint
 from compress.pruning.shapes import Shape
 from compress.quantization.config import QuantizationConfig
@@ -32,7 +35,7 @@ from sportsllm.errors import UsageError
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf.config import load_config
-from sportsllm.models.selected import INDEX, Selection
+from sportsllm.models.selected import INDEX, Selection, document_parts
 from sportsllm.storage.artifact import read_manifest
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.tokenizer import load_tokenizer
@@ -149,6 +152,36 @@ def test_what_the_choice_keeps_is_said(
     assert ("give more --index-tokens" in line) == (kept[0] <= kept[1])
     say_what_is_kept(student, words, 16)
     assert capsys.readouterr().err == "", "all tokens are selected"
+
+
+def test_an_indexer_of_the_models_own_queries_and_keys_keeps_more(full: Path, text: Path, held_out: Path) -> None:
+    """One head that all query heads share, so that its scores are attention's where they are positive."""
+    _, words = index_training(full, text, held_out)
+    start, random = student_of(full)
+    begun = with_indexer(load_checkpoint(full), start.shape, 0)
+    start_index(begun, with_full_attention(begun, 64), spread_pieces(words, 64))
+    sequences = long_sequences(words, 16, 300)
+    kept, before = attention_kept(begun, sequences), attention_kept(random, sequences)
+    assert kept is not None and before is not None and kept[0] > max(before[0], kept[1])
+    assert {n for n, t in begun.state_dict().items() if not torch.equal(t, random.state_dict()[n])} == {
+        n for n in begun.state_dict() if n.split(".")[-2] in INDEX
+    }
+
+
+def test_index_queries_and_keys_are_the_models_where_it_has_one_head() -> None:
+    """Then the closed form has nothing to leave out: the scores are attention's own, up to how near w(x) is to 1."""
+    shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    model = tiny_model(std=0.1, **shape)
+    wanted = tiny_model(attention_kind="selected", selection=Selection(16, 4, 1), **shape).config
+    student = with_indexer(model, wanted, 0)
+    tokens = torch.randint(3, 384, (4, 1, 64), generator=torch.Generator().manual_seed(0))
+    start_index(student, with_full_attention(student, 64), list(tokens))
+    for half in (block.self_attn for block in student.model.layers):
+        q, k, _, index_q, index_k, _ = document_parts(half, torch.randn(1, 9, 64), [t[:9] for t in student.rope])
+        ours = torch.einsum("bthe,bshe->bts", index_q, index_k.unsqueeze(2))
+        assert torch.allclose(
+            ours, torch.einsum("bthe,bshe->bts", q, k), rtol=1e-3, atol=1e-3 * float(ours.abs().max())
+        )
 
 
 def test_the_indexer_alone_learns_what_full_attention_looks_at(full: Path, text: Path, held_out: Path) -> None:
