@@ -52,8 +52,8 @@ Begin = Callable[[SportsLLM, SportsLLM, Sequence[Tensor]], None]
 
 @dataclass(frozen=True)
 class Selecting(Checkpoint):
-    """A student of a checkpoint's weights and an indexer, set by `begin` or else random, which learns from `index_tokens`
-    tokens of the corpus.
+    """A student of a checkpoint's weights and an indexer, set by `begin` or else random, which learns from
+    `index_tokens` tokens of the corpus.
     """
 
     name: ClassVar[str] = "selection"
