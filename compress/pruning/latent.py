@@ -37,7 +37,7 @@ from sportsllm.models.language_model import Block, SportsLLM
 
 _KEYS = 0.1
 """Weight of keys beside values: errors of scores partly cancel in a sum over tokens. 0.03 to 0.3 measure alike."""
-_ATTENTION = next(iter(NORMS))
+_ATTENTION, _FEED_FORWARD = NORMS
 
 
 def latent_config(config: ModelConfig, rank: int) -> ModelConfig:
@@ -200,7 +200,7 @@ def _refit(reduced: SportsLLM, model: SportsLLM, wanted: Sequence[Tensor], sampl
             _solve(ours, "o_proj", LeastSquares.over(zip(read, targets, strict=True)))
             o_proj = ours.get_submodule(f"{_ATTENTION}.o_proj")
             ours_BTD = [x + o_proj(one) for x, one in zip(ours_BTD, read, strict=True)]
-            ours_BTD = after_half(ours, "mlp", ours_BTD, reduced.rope)
+            ours_BTD = after_half(ours, _FEED_FORWARD, ours_BTD, reduced.rope)
             bar.advance()
 
 

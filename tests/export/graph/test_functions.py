@@ -17,7 +17,7 @@ from sportsllm.inference.decoder import Decoder
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.experts import Experts
 from sportsllm.storage.checkpoint import load_checkpoint
-from tests.support.export_models import Export, Exports, pack_model, save, tiny_model
+from tests.support.export_models import Export, Exports, logits_of, pack_model, save, tiny_model
 
 SETTINGS: list[dict[str, Any]] = [
     {"bits": 4, "asymmetric": True},
@@ -141,16 +141,20 @@ def test_halves_of_layers_are_called(changes: dict[str, Any], called: str, tmp_p
     write_graph(tmp_path, plain, inline=True)
     prompt = np.random.default_rng(0).integers(0, 96, 60).tolist()
 
-    def logits(decoder: Decoder) -> npt.NDArray[np.float32]:
-        found = [decoder.prefill([prompt]), decoder.prefill([prompt[:3], prompt[:50], prompt], 80)]
+    def logits(decoder: Decoder, whole: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        found = [whole, decoder.prefill([prompt[:3], prompt[:50], prompt], 80)]
         return np.concatenate([*found, *(decoder.step([4, token, 7]) for token in (5, 6))])
 
     inline, portable, native = (
-        logits(OnnxDecoder(directory, 2, kernels=kernels))
-        for directory, kernels in ((plain, "portable"), (tmp_path, "portable"), (tmp_path, "native"))
+        logits(decoder, decoder.logits(prompt))
+        for decoder in (
+            OnnxDecoder(directory, 2, kernels=kernels)
+            for directory, kernels in ((plain, "portable"), (tmp_path, "portable"), (tmp_path, "native"))
+        )
     )
     np.testing.assert_array_equal(inline, portable)
-    expected = logits(TorchDecoder(load_checkpoint(tmp_path)))
+    packed = load_checkpoint(tmp_path)
+    expected = logits(TorchDecoder(packed), logits_of(packed, prompt))
     # A token whose experts are nearly level may be sent to others, so the middle one is looked at.
     error, of_body = (np.median(np.abs(found - expected)) for found in (native, portable))
     assert error < 0.02 * expected.std()
