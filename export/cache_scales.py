@@ -1,4 +1,5 @@
-"""The INT8 cache: a scale per channel of what each layer caches, keys and values as GroupQueryAttention reads them.
+"""Rounded caches. The INT8 one has a scale per channel of what each layer caches, keys and values as
+GroupQueryAttention reads them; a float16 one needs none.
 
 The operator stores round(x / scale), from -128 to 127, and attends to that times the scale, in the prompt too. Keys are
 stored after rotation. Scales are per channel because channels differ far more from each other than tokens do, most of
@@ -26,7 +27,7 @@ from sportsllm.storage.checkpoint import check_names, load_block, load_positions
 from sportsllm.storage.safetensors_files import TensorFiles
 from sportsllm.training.calibration_text import CalibrationText
 
-PRECISIONS = ("fp32", "int8")
+PRECISIONS = ("fp32", "fp16", "int8")
 SAMPLES = 16
 # Ranges to try, as shares of the largest number seen; those above 1 leave room for larger ones.
 _SHARES = torch.linspace(0.4, 1.2, 33).tolist()
@@ -48,21 +49,34 @@ class CacheScales:
 
     def rounded(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """A layer's new states, (B, ..., S, E) each, as an INT8 cache returns them."""
-        if self.moved:
-            random = torch.Generator().manual_seed(layer)
-            new = tuple(x * (1 + self.moved * torch.randn(x.shape, generator=random)) for x in new)
+        new = _moved(layer, self.moved, new)
         return tuple(_rounded(x, scale[layer][..., None, :]) for x, scale in zip(new, self.states, strict=True))
 
 
-class RoundedCache(KVCache):
-    """A float32 cache that returns what an INT8 cache would: the reference of the exported graph."""
+@dataclass(frozen=True)
+class HalfCache:
+    """A float16 cache; `moved` as in `CacheScales`."""
 
-    def __init__(self, config: ModelConfig, length: int, scales: CacheScales) -> None:
+    moved: float = 0.0
+
+    def rounded(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """A layer's new states as a float16 cache returns them."""
+        return tuple(x.half().float() for x in _moved(layer, self.moved, new))
+
+
+Rounding = CacheScales | HalfCache
+"""What a cache makes of the states that are written into it."""
+
+
+class RoundedCache(KVCache):
+    """A float32 cache that returns what a rounded one would: the reference of the exported graph."""
+
+    def __init__(self, config: ModelConfig, length: int, rounding: Rounding) -> None:
         super().__init__(config, 1, length)
-        self._scales = scales
+        self._rounding = rounding
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        return super().append(layer, *self._scales.rounded(layer, *new))
+        return super().append(layer, *self._rounding.rounded(layer, *new))
 
 
 class LayerCache(KVCache):
@@ -72,13 +86,13 @@ class LayerCache(KVCache):
         states: as the layer gave them; keys and values, (1, K, S, E), of grouped-query attention.
     """
 
-    def __init__(self, scales: CacheScales | None = None) -> None:
-        """Return states as they are, or as an INT8 cache of these scales would."""
-        self.length, self._scales = 0, scales
+    def __init__(self, rounding: Rounding | None = None) -> None:
+        """Return states as they are, or as a rounded cache would."""
+        self.length, self._rounding = 0, rounding
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         self.states = new
-        return new if self._scales is None else self._scales.rounded(layer, *new)
+        return new if self._rounding is None else self._rounding.rounded(layer, *new)
 
     def read(self, layer: int) -> tuple[Tensor, ...]:
         """No state yet."""
@@ -86,6 +100,13 @@ class LayerCache(KVCache):
 
     def replace(self, layer: int, *new: Tensor) -> None:
         self.states = new
+
+
+def _moved(layer: int, share: float, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if not share:
+        return states
+    random = torch.Generator().manual_seed(layer)
+    return tuple(x * (1 + share * torch.randn(x.shape, generator=random)) for x in states)
 
 
 def _rounded(x: Tensor, scale: Tensor) -> Tensor:

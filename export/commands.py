@@ -28,7 +28,8 @@ def export(
         str,
         typer.Option(
             "--kv-cache",
-            help="fp32 (fp16 with --dtype fp16), or int8: a quarter of the memory; scales come from calibration text.",
+            help="fp32; fp16: half the memory, the default with --dtype fp16; int8: a quarter, scales come from "
+            "calibration text.",
         ),
     ] = "fp32",
     calibration: flags.CalibrationText = None,

@@ -53,7 +53,7 @@ class ExportOptions:
     # `fp16-weights`: an unpacked checkpoint's matrices are stored in float16 and computed in float32.
     dtype: str | None = None
     threads: int | None = None  # CPU threads of the gate
-    kv_cache: str = "fp32"  # as computed; or `int8`: a quarter of the memory, scales measured on calibration text
+    kv_cache: str = "fp32"  # as computed; `fp16`: half the memory; `int8`: a quarter, scales from calibration text
     calibration: Sequence[Path] = ()  # text for `int8`; see `CalibrationText` if empty
     profile: str = "memory"  # or `latency`: a second graph that reads prompts faster, see `export.graph.prefill_graph`
     standard_ops: bool = False  # standard ONNX operators alone, for runtimes that do not have ONNX Runtime's own
@@ -174,10 +174,11 @@ def _write(checkpoint: Path, directory: Path, options: ExportOptions) -> Written
         say("fp16: computes and caches in float16, for GPUs; a CPU converts to float32 and back, slower than fp32")
     scales = cache_scales(checkpoint, options.calibration) if options.kv_cache == "int8" else None
     form = options.standard_ops, options.web, options.inline, options.in_half
-    written = write_graph(checkpoint, directory, dtype == "fp16", scales, *form)
+    half_cache = options.kv_cache == "fp16" and not options.in_half
+    written = write_graph(checkpoint, directory, dtype == "fp16", scales, *form, half_cache)
     say(str(written.folded))
     if options.profile == "latency":
-        write_prompt_graph(checkpoint, directory, written, scales)
+        write_prompt_graph(checkpoint, directory, written, scales, half_cache)
     web = web_precision(written.precision, options.in_half) if options.web else None
     write_loader_files(checkpoint, directory, not options.standard_ops, web, options.in_half)
     others = not_opened_by(load_config(checkpoint))
@@ -196,7 +197,7 @@ def _check_options(checkpoint: Path, options: ExportOptions) -> None:
     for flag, value, known in choices:
         if value is not None and value not in known:
             raise UsageError(f"{flag} {value!r}: choose {' or '.join(known)}")
-    if options.calibration and options.kv_cache == "fp32":
+    if options.calibration and options.kv_cache != "int8":
         raise UsageError("--calibration belongs to --kv-cache int8; leave it out, or add that")
     bounded = options.max_ram_mb is not None and options.kv_cache == "int8"
     if bounded and not CalibrationText(tuple(options.calibration)).found(checkpoint).files:
@@ -208,6 +209,11 @@ def _check_options(checkpoint: Path, options: ExportOptions) -> None:
         raise UsageError(
             f"--standard-ops with --kv-cache {options.kv_cache}: no standard operator reads such a cache; leave one of "
             "them out"
+        )
+    if options.web and options.kv_cache == "fp16" and not options.in_half:
+        raise UsageError(
+            "--web with --kv-cache fp16: browsers cache in float16 where they compute in it; use --dtype fp16, or "
+            "--kv-cache int8"
         )
     if not find_provider(options.provider).is_cpu and options.max_ram_mb is not None:
         raise UsageError(
@@ -224,10 +230,10 @@ def _check_options(checkpoint: Path, options: ExportOptions) -> None:
     if options.dtype is not None and packed is not None and not options.in_half:
         raise UsageError(
             f"--dtype {options.dtype}: {checkpoint} is packed already and is exported as it is; leave --dtype out"
-            + (", or use --dtype fp16 to compute in float16" if options.kv_cache == "fp32" else "")
+            + (", or use --dtype fp16 to compute in float16" if options.kv_cache != "int8" else "")
         )
     config = load_config(checkpoint)
-    check_kinds(config, int8_cache=options.kv_cache == "int8")
+    check_kinds(config, "fp32" if options.in_half else options.kv_cache)
     _check_new_kinds(checkpoint, config, options, packed)
 
 

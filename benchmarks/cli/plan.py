@@ -83,7 +83,7 @@ class StorageFlags(FlagGroup):
     block_size: Annotated[int, typer.Option(metavar="N", help="Weights of a quantized matrix that share a scale.")] = 32
     head_bits: Annotated[int, typer.Option(metavar="N", help="Bits of embedding and head at int8 and int4.")] = 8
     kv_cache: Annotated[
-        str, typer.Option(metavar="FORMAT", help="Format of the key/value cache in predictions: fp32 or int8.")
+        str, typer.Option(metavar="FORMAT", help="Format of the key/value cache in predictions: fp32, fp16 or int8.")
     ] = "fp32"
 
 

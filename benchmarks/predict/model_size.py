@@ -16,7 +16,7 @@ from sportsllm.models.size import PRECISIONS, block_numbers, weight_bytes
 from sportsllm.storage.artifact import directory_bytes
 from sportsllm.storage.manifest import MANIFEST, read_manifest
 
-CACHES = ("fp32", "int8")
+CACHES = ("fp32", "fp16", "int8")
 # The graph file without its weights: once, and a layer; a layer more with an INT8 cache (beside its scales) or standard
 # operators; and a layer of the latency profile's second graph. Measured: 4,200 to 5,600 a layer, 7,900 to 8,000, ...
 GRAPH_BYTES, LAYER_GRAPH_BYTES = 4_000, 5_000
@@ -33,7 +33,7 @@ class ModelFormat:
         block_size: weights of a quantized matrix that share a scale.
         head_bits: of embedding and head where the layers are quantized.
         zero_points: whether each block stores one.
-        cache: format of keys and values; `fp16` in a graph that computes in it.
+        cache: format of keys and values.
         file_bytes: of the file, if there is one; `prompt_bytes` of them are the latency profile's second graph.
         per_row: int8 with a scale for each row in the layers; head and embedding in blocks.
         standard: standard ONNX operators only: a growing cache, and a tied quantized matrix stored twice.
@@ -54,7 +54,7 @@ class ModelFormat:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise UsageError(f"precision {self.precision!r} is not known; use one of {', '.join(PRECISIONS)}")
-        if self.cache not in (*CACHES, "fp16"):
+        if self.cache not in CACHES:
             raise UsageError(f"no export has a cache of {self.cache!r}; use one of {', '.join(CACHES)}")
         if self.per_row and self.precision != "int8":
             raise UsageError(f"precision {self.precision!r} has no format with one scale a row; use int8")

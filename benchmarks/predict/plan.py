@@ -130,7 +130,7 @@ def plan_model(model: str, request: PlanRequest) -> dict[str, Any]:
         ArtifactError: a damaged directory or device file.
     """
     if request.kv_cache not in CACHES:
-        raise UsageError(f"--kv-cache {request.kv_cache}: no export has such a cache; use {' or '.join(CACHES)}")
+        raise UsageError(f"--kv-cache {request.kv_cache}: no export has such a cache; use one of {', '.join(CACHES)}")
     config, directory = read_model(model)
     device = None if request.device is None else load_device(request.device)
     step = _step(config, request, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from benchmarks.predict.model_size import CACHES, ModelFormat, file_bytes
+from benchmarks.predict.model_size import ModelFormat, file_bytes
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.size import BLOCK_SIZES
 
@@ -75,7 +75,7 @@ def format_losses(teacher: ModelConfig, rounding: Mapping[ModelFormat, float]) -
 
 
 def _variants(weights: ModelFormat, loss: float) -> Iterator[tuple[ModelFormat, float]]:
-    for cache in CACHES:
-        yield replace(weights, cache=cache), loss + _CACHE_LOSS[cache]
+    for cache, more in _CACHE_LOSS.items():
+        yield replace(weights, cache=cache), loss + more
         if weights.quantized and not weights.per_row:
-            yield replace(weights, cache=cache, latency=True), loss + _CACHE_LOSS[cache] + _LATENCY_LOSS
+            yield replace(weights, cache=cache, latency=True), loss + more + _LATENCY_LOSS

@@ -60,6 +60,7 @@ def write_graph(
     web: bool = False,
     inline: bool = False,
     in_half: bool = False,
+    half_cache: bool = False,
 ) -> WrittenGraph:
     """Write the graph of a checkpoint, packed or not, and its data into `directory`, which exists.
 
@@ -74,6 +75,7 @@ def write_graph(
         standard: use standard ONNX operators alone; they know no INT8 cache.
         web: write the files that a browser looks for; else `model.onnx` and `model.onnx.data`.
         inline: write no functions, for readers that know none. Browsers and `standard` get none in any case.
+        half_cache: cache in float16 what is computed in float32; not with `scales` or `standard`.
         in_half: compute and cache in float16, for GPUs; vectors, scales and dense matrices are stored in it. Logits are
             float32 all the same. Neither with `standard` nor with `scales`.
 
@@ -83,7 +85,7 @@ def write_graph(
     """
     config, weights = load_config(checkpoint), Weights(checkpoint)
     graph = Builder("sportsllm", {metadata.CACHE_KEY: metadata.CONCAT_CACHE if standard else metadata.IN_PLACE_CACHE})
-    cached = INT8 if scales is not None else ir.DataType.FLOAT16 if in_half else FLOAT
+    cached = INT8 if scales is not None else ir.DataType.FLOAT16 if in_half or half_cache else FLOAT
     tokens_BT, mask_BS, pasts = add_inputs(graph, config, cached)
     keep = graph.input_with_default(metadata.KEEP_LOGITS, np.array([0], np.int64))
     layers: LayerBuilder
@@ -93,7 +95,7 @@ def write_graph(
     else:
         matmul = (StandardEmbedding if web else Matmul)(graph, weights, half, in_half)
         # In a browser present is a new tensor, and past has no room to write into.
-        sequences = Sequences(tokens_BT, mask_BS, scales, separate_prefill_branch=not web)
+        sequences = Sequences(tokens_BT, mask_BS, scales, half_cache, separate_prefill_branch=not web)
         layers = OrtLayerBuilder(graph, config, matmul, sequences)
     stream = add_layers(layers, pasts, keep)
     x_BTD, _ = layers.norm(LAST_NORM, stream.x_BTD, stream.residual_BTD)
@@ -108,7 +110,7 @@ def write_graph(
     reasons = {"standard operators": standard, "a browser has none": web, "float16": in_half, "--inline": inline}
     refused = next((reason for reason, given in reasons.items() if given), None)
     if refused is None:
-        folded = fold_model(graph, config, stream.residual, int8_cache=scales is not None)
+        folded = fold_model(graph, config, stream.residual, cached)
     else:
         folded = Folded(config.num_hidden_layers, reasons=[refused])
     files = web_files(directory, web_precision(precision, in_half)) if web else plain_files(directory)

@@ -20,7 +20,7 @@ from export.graph.layer import LayerBuilder
 from export.graph.positions import position_ids, rotary_caches, sequence_lengths
 from sportsllm.models.parts import HIDDEN
 
-FLOAT, INT8 = ir.DataType.FLOAT, ir.DataType.INT8
+FLOAT, HALF, INT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT8
 # GroupQueryAttention rotates only heads of a multiple of 16; for others ONNX Runtime refuses the graph.
 ROTARY_MULTIPLE = 16
 _K_SCALE_INPUT = 12  # place of k_scale among GroupQueryAttention's inputs; v_scale follows
@@ -36,7 +36,10 @@ class _Call(NamedTuple):
 
 
 class OrtGroupedQuery(HalfBuilder):
-    """GroupQueryAttention over a cache of the type that is computed in, or an INT8 one.
+    """GroupQueryAttention over a cache of the type that is computed in, an INT8 one, or a float16 one.
+
+    The operator computes in the type of its cache. So that over a float16 cache only keys, values and their products
+    are of that type, it gets them rotated.
 
     All layers share what it reads of the sequences' lengths, each less 1, (B,), and S, int32; and the rotary tables,
     (context, E / 2). What else a layer needs it computes of those and of its own input, so that it can become a
@@ -51,7 +54,8 @@ class OrtGroupedQuery(HalfBuilder):
             rotary_caches(self.graph, config, layer, real) if config.rotates(layer) else ()
             for layer in range(config.num_hidden_layers)
         ]
-        self._rotates_outside = self.config.head_dim % ROTARY_MULTIPLE != 0
+        self._half_cache = real == FLOAT and layers.sequences.half_cache
+        self._rotates_outside = self._half_cache or self.config.head_dim % ROTARY_MULTIPLE != 0
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         name, config, sequences = self.name(layer), self.config, self.layers.sequences
@@ -99,6 +103,8 @@ class OrtGroupedQuery(HalfBuilder):
 
     def _group_query(self, name: str, parts: Sequence[ir.Value], call: _Call) -> Sequence[ir.Value]:
         """GroupQueryAttention as it is: attended values, present keys and values."""
+        if self._half_cache:
+            parts = [self.graph.node(f"{part.name}/half", "Cast", [part], to=HALF.value) for part in parts]
         query, *rest = parts
         key, value = rest or (None, None)  # all in one: the operator takes the query's rows first
         inputs = [query, key, value, *call.past, self._seqlens_k, self._total, *call.tables]
@@ -107,7 +113,11 @@ class OrtGroupedQuery(HalfBuilder):
             inputs += [None] * (_K_SCALE_INPUT - len(inputs)) + list(call.scales)
             attributes = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
         outputs, rotary = ("attended", "key", "value"), bool(call.tables)
-        return group_query_attention(self.graph, self.config, name, inputs, outputs, rotary, call.window, **attributes)
+        found = group_query_attention(self.graph, self.config, name, inputs, outputs, rotary, call.window, **attributes)
+        if not self._half_cache:
+            return found
+        attended, *present = found
+        return [self.graph.node(f"{name}/attended_float", "Cast", [attended], to=FLOAT.value), *present]
 
     def _cache_scales(self, layer: int) -> list[ir.Value]:
         """A layer's scales of keys and of values, (1, K, 1, E); none for a float32 cache."""

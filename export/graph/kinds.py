@@ -31,7 +31,8 @@ HALF_BUILDERS: dict[str, Callable[[LayerBuilder, str], HalfBuilder]] = {
     "experts": MixtureOfExperts,
     "selected": SelectedAttention,
 }
-INT8_CACHE_KINDS = ("grouped_query", "latent")  # of attention, whose builder takes the scales of an INT8 cache
+# Kinds of attention whose builder has such a cache in a graph that computes in float32.
+CACHE_KINDS = {"fp16": ("grouped_query",), "int8": ("grouped_query", "latent")}
 
 
 def half_builders(layers: LayerBuilder) -> list[list[HalfBuilder]]:
@@ -48,18 +49,18 @@ def half_builders(layers: LayerBuilder) -> list[list[HalfBuilder]]:
     return [[made[each] for each in _kinds(config.of_layer(n)).items()] for n in range(config.num_hidden_layers)]
 
 
-def check_kinds(config: ModelConfig, int8_cache: bool = False) -> None:
+def check_kinds(config: ModelConfig, cache: str = "fp32") -> None:
     """Refuse what cannot be exported.
 
     Raises:
-        UsageError: a kind has no builder here, or none that takes an INT8 cache.
+        UsageError: a kind has no builder here, or none with such a cache.
     """
     for half, kind in (each for part, _ in config.runs() for each in _kinds(part).items()):
         if kind not in HALF_BUILDERS:
             name = "attention" if half == "self_attn" else "feed-forward"
             raise UsageError(f"{name} of kind {kind!r} has no ONNX graph; these do: {', '.join(HALF_BUILDERS)}")
-    if int8_cache and config.attention_kind not in INT8_CACHE_KINDS:
-        raise UsageError(f"--kv-cache int8: attention of kind {config.attention_kind!r} has none; leave it out")
+    if config.attention_kind not in CACHE_KINDS.get(cache, (config.attention_kind,)):
+        raise UsageError(f"--kv-cache {cache}: attention of kind {config.attention_kind!r} has none; leave it out")
 
 
 def _kinds(config: ModelConfig) -> dict[str, str]:

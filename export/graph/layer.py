@@ -29,6 +29,7 @@ class Sequences:
     tokens_BT: ir.Value
     mask_BS: ir.Value
     scales: CacheScales | None = None  # of an INT8 cache
+    half_cache: bool = False  # keys and values in float16, whatever the graph computes in
     separate_prefill_branch: bool = True  # read long prompts into that as `export.graph.int8_cache_prefill` does
 
 

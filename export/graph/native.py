@@ -1,8 +1,9 @@
 """Which parts of a graph the kernels take, and how: each layer, its halves or the head become calls of functions.
 
 The operators are those of `export/kernels/library.cpp`: `DecoderLayer`, or else `DecoderAttention` and
-`DecoderFeedForward` (SwiGLU, or experts behind their router); `DecoderHead`; over an INT8 cache `DecoderLayerInt8` and
-`DecoderAttentionInt8`. A part is folded if its matrices are INT4 or INT8 in blocks; whatever is not stays as it is.
+`DecoderFeedForward` (SwiGLU, or experts behind their router); `DecoderHead`. Of the first two the cache's type is a
+part of the name: `DecoderLayerHalf` over a float16 cache, `DecoderLayerInt8` over an INT8 one. A part is folded if its
+matrices are INT4 or INT8 in blocks; whatever is not stays as it is.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ MOST_BODIES = 8  # names that the library registers for each operator of a layer
 _BLOCKS = (32, 64, 128, 256)
 _ATTENTION = {"qkv": "self_attn.qkv_proj", "output": "self_attn.o_proj"}
 _FEED_FORWARD = {"gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"}
+_SUFFIXES = {ir.DataType.FLOAT: "", ir.DataType.FLOAT16: "Half", ir.DataType.INT8: "Int8"}
 _PARTS = ("packed", "scale", "zero_point", "bias")  # of a matrix, inputs in this order
 Inputs = dict[str, ir.Value | None]
 
@@ -63,14 +65,14 @@ class Folded:
         return "; ".join(dict.fromkeys(self.reasons))
 
 
-def fold_model(graph: Builder, config: ModelConfig, residual: Sequence[Sequence[str]], int8_cache: bool) -> Folded:
+def fold_model(graph: Builder, config: ModelConfig, residual: Sequence[Sequence[str]], cached: ir.DataType) -> Folded:
     """Fold the layers and the head of a finished graph in ONNX Runtime's operators.
 
     Args:
         graph: changed; its metadata then name the kernels' version.
         config: the model's shape.
         residual: see `export.graph.decoder.WrittenGraph`; these values keep their names.
-        int8_cache: whether keys and values are cached in INT8.
+        cached: what keys and values are cached in.
     """
     folded, functions = Folded(config.num_hidden_layers), Functions(graph, KERNELS, MOST_BODIES)
 
@@ -84,7 +86,7 @@ def fold_model(graph: Builder, config: ModelConfig, residual: Sequence[Sequence[
 
     for layer in range(config.num_hidden_layers):
         model = config.of_layer(layer)
-        attention = partial(_layer, config=model, layer=layer, residual=residual, int8_cache=int8_cache)
+        attention = partial(_layer, config=model, layer=layer, residual=residual, cached=cached)
         if fold(partial(attention, whole=True), []):
             folded.attention, folded.feed_forward = folded.attention + 1, folded.feed_forward + 1
             continue
@@ -161,7 +163,7 @@ def _layer(
     config: ModelConfig,
     layer: int,
     residual: Sequence[Sequence[str]],
-    int8_cache: bool,
+    cached: ir.DataType,
     whole: bool,
 ) -> Call | None:
     """The call of a layer, or of its attention and the norm behind it; None where it cannot be one."""
@@ -210,7 +212,7 @@ def _layer(
         inputs |= second["gate_up"][0] | second["down"][0]
     for _, sizes in (found | second).values():
         attributes |= sizes
-    op = ("DecoderLayer" if whole else "DecoderAttention") + ("Int8" if int8_cache else "")
+    op = ("DecoderLayer" if whole else "DecoderAttention") + _SUFFIXES[cached]
     if whole:
         return Call(op, name, name, (f"{name}.",), inputs, outputs, attributes)
     prefixes = tuple(f"{name}.{start}" for start in (*NORMS.values(), "self_attn.", "self_attn/", "kept/"))

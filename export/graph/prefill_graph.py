@@ -19,7 +19,7 @@ from export.cache_scales import CacheScales
 from export.graph.builder import Builder
 from export.graph.decoder import WrittenGraph, add_inputs, add_layers, add_presents
 from export.graph.layer import OrtLayerBuilder, Sequences
-from export.graph.matmul import FLOAT, INT8, Matmul
+from export.graph.matmul import FLOAT, HALF, INT8, Matmul
 from export.graph.weights import Packing, Weights
 from export.metadata import CACHE_KEY, IN_PLACE_CACHE
 from export.paths import prompt_files
@@ -56,20 +56,25 @@ class PerRowWeights(Weights):
         return np.rint(dense_NK / safe_N[:, None]).astype(np.int8), scales_N
 
 
-def write_prompt_graph(checkpoint: Path, directory: Path, model: WrittenGraph, scales: CacheScales | None) -> None:
+def write_prompt_graph(
+    checkpoint: Path, directory: Path, model: WrittenGraph, scales: CacheScales | None, half_cache: bool = False
+) -> None:
     """Write `prompt.onnx` and its data into `directory`; operators and names are those of `export.graph.decoder`.
 
     Args:
         checkpoint: a packed checkpoint.
         directory: holds `model.onnx` and its data.
         model: that graph, written there.
-        scales: the same as that graph's.
+        scales, half_cache: the same as that graph's.
     """
     config = load_config(checkpoint)
     graph = Builder("sportsllm-prompt", {CACHE_KEY: IN_PLACE_CACHE})
-    cached = FLOAT if scales is None else INT8
+    cached = INT8 if scales is not None else HALF if half_cache else FLOAT
     tokens_BT, mask_BS, pasts = add_inputs(graph, config, cached)
-    matmul, sequences = Matmul(graph, PerRowWeights(checkpoint), half=False), Sequences(tokens_BT, mask_BS, scales)
+    matmul, sequences = (
+        Matmul(graph, PerRowWeights(checkpoint), half=False),
+        Sequences(tokens_BT, mask_BS, scales, half_cache),
+    )
     stream = add_layers(OrtLayerBuilder(graph, config, matmul, sequences), pasts, keep=None)
     add_presents(graph, config, cached, stream.presents)
     graph.write(prompt_files(directory), model.tensors)

@@ -26,8 +26,8 @@ NAME = library_name(VERSION)
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden"]
 VARIANTS = {
     "x86_64": {
-        "avx2": ["-mavx2", "-mfma"],
-        "avx_vnni": ["-mavx2", "-mfma", "-mavxvnni"],
+        "avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "avx_vnni": ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
         "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma"],
     },
     "aarch64": {"neon": [], "dotprod": ["-march=armv8.2-a+dotprod"]},

@@ -27,6 +27,7 @@ const Candidate kCandidates[] = {
               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
      }},
     {variant_avx_vnni, [] { return __builtin_cpu_supports("avxvnni") && __builtin_cpu_supports("avx2") != 0; }},
+    // All processors with AVX2 have F16C, which not all compilers can ask for.
     {variant_avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
 #if defined(__aarch64__)

@@ -9,7 +9,9 @@
 
 namespace KERNEL_VARIANT {
 
+using sportsllm::cache_bytes;
 using sportsllm::Cached;
+using sportsllm::CacheType;
 using sportsllm::find_pages;
 using sportsllm::kAttendAtOnce;
 using sportsllm::kPageGroup;
@@ -397,18 +399,32 @@ static void to_int8(const float* x, const float* scale, int64_t size, int8_t* ou
   }
 }
 
-// Sixteen numbers of a cached row, from column e on.
-template <bool INT8>
-static inline F cached_numbers(const void* rows, int64_t row, int64_t size, int64_t e) {
-  if (INT8) {
-    const int8_t* p = static_cast<const int8_t*>(rows) + row * size + e;
-    return size - e >= 16 ? load_int8(p) : load_int8_part(p, size - e);
+static void to_half(const float* x, int64_t size, uint16_t* out) {
+  for (int64_t i = 0; i < size; i += 16) {
+    const int64_t n = std::min<int64_t>(16, size - i);
+    alignas(32) uint16_t q[16];
+    store_half(q, load_up_to(x + i, n));
+    std::memcpy(out + i, q, n * sizeof(uint16_t));
   }
-  return load_up_to(static_cast<const float*>(rows) + row * size + e, size - e);
+}
+
+// Sixteen numbers of a cached row, from column e on.
+template <CacheType TYPE>
+static inline F cached_numbers(const void* rows, int64_t row, int64_t size, int64_t e) {
+  const int64_t at = row * size + e, n = size - e;
+  if (TYPE == CacheType::kInt8) {
+    const int8_t* p = static_cast<const int8_t*>(rows) + at;
+    return n >= 16 ? load_int8(p) : load_int8_part(p, n);
+  }
+  if (TYPE == CacheType::kHalf) {
+    const uint16_t* p = static_cast<const uint16_t*>(rows) + at;
+    return n >= 16 ? load_half(p) : load_half_part(p, n);
+  }
+  return load_up_to(static_cast<const float*>(rows) + at, n);
 }
 
 // Scores of four cached rows for QUERIES queries.
-template <bool INT8, int QUERIES>
+template <CacheType TYPE, int QUERIES>
 static inline void four_scores(const float* const* queries, const void* keys, int64_t row, int64_t last, int64_t size,
                                float* out) {
   F t[QUERIES][4];
@@ -417,7 +433,7 @@ static inline void four_scores(const float* const* queries, const void* keys, in
     F q[QUERIES];
     for (int i = 0; i < QUERIES; ++i) q[i] = load_up_to(queries[i] + e, size - e);
     for (int j = 0; j < 4; ++j) {
-      const F k = cached_numbers<INT8>(keys, std::min(row + j, last), size, e);
+      const F k = cached_numbers<TYPE>(keys, std::min(row + j, last), size, e);
       for (int i = 0; i < QUERIES; ++i) t[i][j] = fma(q[i], k, t[i][j]);
     }
   }
@@ -425,7 +441,7 @@ static inline void four_scores(const float* const* queries, const void* keys, in
 }
 
 // Adds up values of cached rows for QUERIES queries, SLICES times sixteen columns from e on.
-template <bool INT8, int QUERIES, int SLICES>
+template <CacheType TYPE, int QUERIES, int SLICES>
 static inline void weighted_values(const float* weights, const void* values, int64_t begin, int64_t count, int64_t size,
                                    int64_t e, float* out) {
   F t[SLICES][QUERIES];
@@ -434,7 +450,7 @@ static inline void weighted_values(const float* weights, const void* values, int
   }
   for (int64_t s = 0; s < count; ++s) {
     F v[SLICES];
-    for (int c = 0; c < SLICES; ++c) v[c] = cached_numbers<INT8>(values, begin + s, size, e + c * 16);
+    for (int c = 0; c < SLICES; ++c) v[c] = cached_numbers<TYPE>(values, begin + s, size, e + c * 16);
     for (int j = 0; j < QUERIES; ++j) {
       const F weight = set1(weights[j * kAttendAtOnce + s]);
       for (int c = 0; c < SLICES; ++c) t[c][j] = fma(weight, v[c], t[c][j]);
@@ -445,30 +461,30 @@ static inline void weighted_values(const float* weights, const void* values, int
   }
 }
 
-template <bool INT8, int QUERIES>
+template <CacheType TYPE, int QUERIES>
 static inline void all_values(const float* weights, const void* values, int64_t begin, int64_t count, int64_t size,
                               float* out) {
   int64_t e = 0;
   if (QUERIES < 4) {
-    for (; e + 64 <= size; e += 64) weighted_values<INT8, QUERIES, 4>(weights, values, begin, count, size, e, out);
+    for (; e + 64 <= size; e += 64) weighted_values<TYPE, QUERIES, 4>(weights, values, begin, count, size, e, out);
   }
-  for (; e + 32 <= size; e += 32) weighted_values<INT8, QUERIES, 2>(weights, values, begin, count, size, e, out);
-  for (; e < size; e += 16) weighted_values<INT8, QUERIES, 1>(weights, values, begin, count, size, e, out);
+  for (; e + 32 <= size; e += 32) weighted_values<TYPE, QUERIES, 2>(weights, values, begin, count, size, e, out);
+  for (; e < size; e += 16) weighted_values<TYPE, QUERIES, 1>(weights, values, begin, count, size, e, out);
 }
 
-template <bool INT8>
+template <CacheType TYPE>
 static void attend_part(const float* const* queries, const int64_t* limits, int64_t n, const Cached& cached,
                         int64_t begin, int64_t end, int64_t size, float* scores, float* out, float* largest,
                         float* total) {
-  const int64_t count = end - begin, padded = (count + 15) / 16 * 16, row_bytes = size * (INT8 ? 1 : 4);
+  const int64_t count = end - begin, padded = (count + 15) / 16 * 16, row_bytes = size * cache_bytes(TYPE);
   find_pages(static_cast<const char*>(cached.keys) + begin * row_bytes, count * row_bytes);
   find_pages(static_cast<const char*>(cached.values) + begin * row_bytes, count * row_bytes);
   for (int64_t s = 0; s < count; s += 4) {
     int64_t i = 0;
     for (; i + 2 <= n; i += 2) {
-      four_scores<INT8, 2>(queries + i, cached.keys, begin + s, end - 1, size, scores + i * kAttendAtOnce + s);
+      four_scores<TYPE, 2>(queries + i, cached.keys, begin + s, end - 1, size, scores + i * kAttendAtOnce + s);
     }
-    if (i < n) four_scores<INT8, 1>(queries + i, cached.keys, begin + s, end - 1, size, scores + i * kAttendAtOnce + s);
+    if (i < n) four_scores<TYPE, 1>(queries + i, cached.keys, begin + s, end - 1, size, scores + i * kAttendAtOnce + s);
   }
   for (int64_t i = 0; i < n; ++i) {
     float* row = scores + i * kAttendAtOnce;
@@ -486,17 +502,19 @@ static void attend_part(const float* const* queries, const int64_t* limits, int6
   }
   int64_t i = 0;
   for (; i + 4 <= n; i += 4) {
-    all_values<INT8, 4>(scores + i * kAttendAtOnce, cached.values, begin, count, size, out + i * size);
+    all_values<TYPE, 4>(scores + i * kAttendAtOnce, cached.values, begin, count, size, out + i * size);
   }
   for (; i + 2 <= n; i += 2) {
-    all_values<INT8, 2>(scores + i * kAttendAtOnce, cached.values, begin, count, size, out + i * size);
+    all_values<TYPE, 2>(scores + i * kAttendAtOnce, cached.values, begin, count, size, out + i * size);
   }
-  for (; i < n; ++i) all_values<INT8, 1>(scores + i * kAttendAtOnce, cached.values, begin, count, size, out + i * size);
+  for (; i < n; ++i) all_values<TYPE, 1>(scores + i * kAttendAtOnce, cached.values, begin, count, size, out + i * size);
 }
 
 static void attend(const float* const* queries, const int64_t* limits, int64_t n, const Cached& cached, int64_t begin,
                    int64_t end, int64_t size, float* scores, float* out, float* largest, float* total) {
-  const auto function = cached.int8 ? attend_part<true> : attend_part<false>;
+  const auto function = cached.type == CacheType::kInt8   ? attend_part<CacheType::kInt8>
+                        : cached.type == CacheType::kHalf ? attend_part<CacheType::kHalf>
+                                                          : attend_part<CacheType::kFloat>;
   function(queries, limits, n, cached, begin, end, size, scores, out, largest, total);
 }
 
@@ -522,7 +540,7 @@ static void join(const float* parts, const float* largest, const float* total, i
 
 static const sportsllm::Variant& functions(const char* name) {
   static const sportsllm::Variant all = {name,   rms_norm, round, sum_blocks, product, round_prompt, product_prompt, rotate,
-                                         swiglu, add,      scale, to_int8,    attend,  join};
+                                         swiglu, add,      scale, to_int8,    to_half, attend,       join};
   return all;
 }
 

@@ -58,11 +58,15 @@ struct RoundedPrompt {
   float* sums = nullptr;       // (M, parts), of the rounded values
 };
 
-// Keys and values of one key/value head of one sequence, (S, E) float32, or int8 with a scale for each column.
+// What keys and values are cached in; INT8 with a scale for each column.
+enum class CacheType { kFloat, kHalf, kInt8 };
+constexpr int64_t cache_bytes(CacheType type) { return type == CacheType::kFloat ? 4 : type == CacheType::kHalf ? 2 : 1; }
+
+// Keys and values of one key/value head of one sequence, (S, E).
 struct Cached {
   const void* keys = nullptr;
   const void* values = nullptr;
-  bool int8 = false;
+  CacheType type = CacheType::kFloat;
 };
 
 struct Variant {
@@ -88,6 +92,8 @@ struct Variant {
   void (*scale)(const float* a, const float* b, int64_t size, float* out);  // a * b
   // round(x / scale) between -128 and 127.
   void (*to_int8)(const float* x, const float* scale, int64_t size, int8_t* out);
+  // The nearest float16, halves to even; infinite from 65,520 on.
+  void (*to_half)(const float* x, int64_t size, uint16_t* out);
   // Attention of n queries over cached tokens [begin, end), of which query i sees those before limits[i].
   // out (n, E) is divided by nothing: the weights are exp(score - largest[i]) and total[i] is their sum.
   void (*attend)(const float* const* queries, const int64_t* limits, int64_t n, const Cached& cached, int64_t begin,

@@ -144,8 +144,10 @@ class LayerJob {
 
   void write(void* cache, const float* scales, int64_t b, int64_t kv, int64_t position, const float* x) {
     const int64_t e = w_.head_size, at = ((b * w_.kv_heads + kv) * in_.room + position) * e;
-    if (scales != nullptr) {
+    if (w_.cache == CacheType::kInt8) {
       v_.to_int8(x, scales + kv * e, e, static_cast<int8_t*>(cache) + at);
+    } else if (w_.cache == CacheType::kHalf) {
+      v_.to_half(x, e, static_cast<uint16_t*>(cache) + at);
     } else {
       std::memcpy(static_cast<float*>(cache) + at, x, e * sizeof(float));
     }
@@ -156,7 +158,7 @@ class LayerJob {
     const char* past = static_cast<const char*>(key ? in_.past_key : in_.past_value);
     char* present = static_cast<char*>(key ? in_.key : in_.value);
     if (past == present) return;
-    const int64_t row = w_.head_size * (w_.key_scale != nullptr ? 1 : static_cast<int64_t>(sizeof(float)));
+    const int64_t row = w_.head_size * cache_bytes(w_.cache);
     const int64_t head = b * w_.kv_heads + kv, known = std::min(in_.past_room, start(b));
     std::memcpy(present + head * in_.room * row, past + head * in_.past_room * row, known * row);
   }
@@ -179,8 +181,8 @@ class LayerJob {
     }
     const int64_t head = (b * w_.kv_heads + kv) * in_.room * e, seen = start(b) + last;
     Cached cached;
-    cached.int8 = w_.key_scale != nullptr;
-    const int64_t size = cached.int8 ? 1 : sizeof(float);
+    cached.type = w_.cache;
+    const int64_t size = cache_bytes(w_.cache);
     cached.keys = static_cast<const char*>(in_.key) + head * size;
     cached.values = static_cast<const char*>(in_.value) + head * size;
     float* out = local_ + piece * queries_of_piece_ * (e + 2);

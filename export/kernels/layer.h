@@ -13,6 +13,7 @@ struct LayerWeights {
   int64_t hidden = 0, heads = 0, kv_heads = 0, head_size = 0, context = 0;
   int64_t inner = 0;  // 0 without the second half
   float epsilon = 0;
+  CacheType cache = CacheType::kFloat;
   const float *norm = nullptr, *second_norm = nullptr;        // (D)
   const float *query_norm = nullptr, *key_norm = nullptr;     // (E), or none
   const float *cosine = nullptr, *sine = nullptr;             // (context, E / 2)

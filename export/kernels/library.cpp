@@ -36,15 +36,21 @@ enum LayerOutput { kOut, kResidualOut, kKey, kValue, kLayerOutputs };
 struct Operator {
   ort::CustomOp base;
   std::string name;
-  bool int8 = false, attention_alone = false;
+  CacheType cache = CacheType::kFloat;
+  bool attention_alone = false;
   std::vector<ort::ElementType> inputs, outputs;
   std::vector<ort::Presence> presence;
 };
 
+ort::ElementType element_of(CacheType cache) {
+  return cache == CacheType::kInt8 ? ort::kInt8 : cache == CacheType::kHalf ? ort::kHalf : ort::kFloat;
+}
+
 class Layer {
  public:
-  Layer(ort::Table table, const ort::KernelInfo* info, const Operator& op) : runtime_(table), int8_(op.int8) {
+  Layer(ort::Table table, const ort::KernelInfo* info, const Operator& op) : runtime_(table) {
     LayerWeights& w = weights_;
+    w.cache = op.cache;
     w.heads = runtime_.whole(info, "num_heads"), w.kv_heads = runtime_.whole(info, "kv_num_heads");
     w.head_size = runtime_.whole(info, "head_size"), w.hidden = runtime_.whole(info, "hidden_size");
     w.inner = op.attention_alone ? 0 : runtime_.whole(info, "intermediate_size");
@@ -57,7 +63,7 @@ class Layer {
     w.context = dimension(runtime_.constant(info, kCosine), 0);
     w.cosine = vector_of<float>(runtime_, info, kCosine, ort::kFloat, {w.context, half}, "cosine table");
     w.sine = vector_of<float>(runtime_, info, kSine, ort::kFloat, {w.context, half}, "sine table");
-    if (int8_) {
+    if (w.cache == CacheType::kInt8) {
       w.key_scale = vector_of<float>(runtime_, info, kKeyScale, ort::kFloat, {1, w.kv_heads, 1, e}, "key scale");
       w.value_scale = vector_of<float>(runtime_, info, kValueScale, ort::kFloat, {1, w.kv_heads, 1, e}, "value scale");
     }
@@ -93,7 +99,7 @@ class Layer {
     const Tensor key = runtime_.input(context, kPastKey), value = runtime_.input(context, kPastValue);
     in.past_room = dimension(key, 2);
     const std::vector<int64_t> expected = {in.batch, w.kv_heads, in.past_room, w.head_size};
-    const ort::ElementType type = int8_ ? ort::kInt8 : ort::kFloat;
+    const ort::ElementType type = element_of(w.cache);
     require(key.shape == expected && value.shape == expected && key.type == type && value.type == type,
             "the cache has shapes " + text(key.shape) + " and " + text(value.shape) + ", or another type");
     in.past_key = key.data, in.past_value = value.data;
@@ -123,7 +129,6 @@ class Layer {
 
  private:
   Runtime runtime_;
-  bool int8_;
   LayerWeights weights_;
 };
 
@@ -260,12 +265,13 @@ std::string numbered(const std::string& name, int structure) {
   return name + (structure > 0 ? std::to_string(structure) : "");
 }
 
-Operator layer_operator(int structure, bool int8, bool attention_alone) {
+Operator layer_operator(int structure, CacheType type, bool attention_alone) {
+  const char* suffix = type == CacheType::kInt8 ? "Int8" : type == CacheType::kHalf ? "Half" : "";
   Operator op;
   op.base = functions<Layer>();
-  op.name = numbered(std::string(attention_alone ? "DecoderAttention" : "DecoderLayer") + (int8 ? "Int8" : ""), structure);
-  op.int8 = int8, op.attention_alone = attention_alone;
-  const ort::ElementType cache = int8 ? ort::kInt8 : ort::kFloat;
+  op.name = numbered(std::string(attention_alone ? "DecoderAttention" : "DecoderLayer") + suffix, structure);
+  op.cache = type, op.attention_alone = attention_alone;
+  const ort::ElementType cache = element_of(type);
   op.inputs.assign(kLayerInputs, ort::kFloat);
   op.presence.assign(kLayerInputs, ort::kRequired);
   op.inputs[kLast] = op.inputs[kTotal] = ort::kInt32, op.inputs[kKeep] = ort::kInt64;
@@ -322,8 +328,8 @@ EXPORTED ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort:
     static std::vector<Operator>* operators = [] {
       auto* all = new std::vector<Operator>();
       for (int i = 0; i < kStructures; ++i) {
-        for (bool int8 : {false, true}) {
-          for (bool attention_alone : {false, true}) all->push_back(layer_operator(i, int8, attention_alone));
+        for (CacheType type : {CacheType::kFloat, CacheType::kHalf, CacheType::kInt8}) {
+          for (bool attention_alone : {false, true}) all->push_back(layer_operator(i, type, attention_alone));
         }
         all->push_back(feed_forward_operator(i));
       }

@@ -184,6 +184,19 @@ static inline F load_int8_part(const int8_t* p, int64_t n) {
   for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
   return load_int8(copy);
 }
+static inline void store_half(uint16_t* p, F x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.a, 0));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.b, 0));
+}
+static inline F load_half(const uint16_t* p) {
+  const __m128i* q = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+static inline F load_half_part(const uint16_t* p, int64_t n) {
+  alignas(16) uint16_t copy[16] = {};
+  for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
+  return load_half(copy);
+}
 static inline F bytes_to_float(__m128i x) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(x)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(x, 8)))};
 }

@@ -95,6 +95,15 @@ static inline F load_int8(const int8_t* p) {
 static inline F load_int8_part(const int8_t* p, int64_t n) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(n), p)));
 }
+static inline void store_half(uint16_t* p, F x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, 0));
+}
+static inline F load_half(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+static inline F load_half_part(const uint16_t* p, int64_t n) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
+}
 static inline F bytes_to_float(__m128i x) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(x)); }
 static inline F load_uint8(const uint8_t* p) { return bytes_to_float(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 static inline F load_nibbles(const uint8_t* p) {

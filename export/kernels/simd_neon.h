@@ -203,6 +203,19 @@ static inline F load_int8_part(const int8_t* p, int64_t n) {
   for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
   return load_int8(copy);
 }
+static inline void store_half(uint16_t* p, F x) {
+  for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.v[i])));
+}
+static inline F load_half(const uint16_t* p) {
+  F out;
+  for (int i = 0; i < 4; ++i) out.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
+  return out;
+}
+static inline F load_half_part(const uint16_t* p, int64_t n) {
+  uint16_t copy[16] = {};
+  for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
+  return load_half(copy);
+}
 static inline F bytes_to_float(uint8x16_t x) {
   return words_to_float(vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(x))), vreinterpretq_s16_u16(vmovl_high_u8(x)));
 }

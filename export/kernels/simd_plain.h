@@ -136,6 +136,35 @@ static inline F load_int8(const int8_t* p) { return each([=](int i) { return sta
 static inline F load_int8_part(const int8_t* p, int64_t n) {
   return each([=](int i) { return i < n ? static_cast<float>(p[i]) : 0.0f; });
 }
+// float16 as its bits: the nearest, halves to even.
+static inline uint16_t half_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7FFFFFFF;
+  if (size > 0x7F800000) return static_cast<uint16_t>(sign | 0x7E00 | (size >> 13 & 0x3FF));  // no number
+  if (size >= 0x477FF000) return static_cast<uint16_t>(sign | 0x7C00);
+  if (size < 0x38800000) return static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyint(std::fabs(x) * 16777216.0f)));
+  return static_cast<uint16_t>(sign | (size + 0xFFF + (size >> 13 & 1) - 0x38000000) >> 13);
+}
+static inline float of_half(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, size = half & 0x7FFF;
+  uint32_t bits;
+  if (size < 0x400) {
+    const float small = static_cast<float>(size) * (1.0f / 16777216.0f);
+    std::memcpy(&bits, &small, 4);
+  } else {
+    bits = size < 0x7C00 ? (size << 13) + 0x38000000 : 0x7F800000 | size << 13 | (size > 0x7C00 ? 0x400000 : 0);
+  }
+  bits |= sign;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+static inline void store_half(uint16_t* p, F x) {
+  for (int i = 0; i < 16; ++i) p[i] = half_of(x.lane[i]);
+}
+static inline F load_half(const uint16_t* p) { return each([=](int i) { return of_half(p[i]); }); }
+static inline F load_half_part(const uint16_t* p, int64_t n) { return each([=](int i) { return i < n ? of_half(p[i]) : 0.0f; }); }
 static inline F load_uint8(const uint8_t* p) { return each([=](int i) { return static_cast<float>(p[i]); }); }
 static inline F load_nibbles(const uint8_t* p) {  // eight bytes, lower halves first
   return each([=](int i) { return static_cast<float>((p[i / 2] >> (4 * (i % 2))) & 15); });

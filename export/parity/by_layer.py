@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from export.cache_scales import CacheScales, LayerCache
+from export.cache_scales import LayerCache, Rounding
 from export.metadata import ATTENTION_MASK, CACHE_KEY, INPUT_IDS, LOGITS, PAST, PRESENT, needs_room
 from export.parity.comparison import ParityReport, Pass, compare, merge
 from export.parity.inputs import (
@@ -70,15 +70,15 @@ def check_parity_by_layer(
     passes: list[Pass] = []
     with threads_of_torch(threads), _quick_collections():
         unequal = tuple(unequal_tables(inputs.graph, inputs.config, tensors))
-        expected = _expected(tensors, inputs, inputs.scales, half=False)
-        exact_limits = inputs.exact_limits(expected, lambda scales: _expected(tensors, inputs, scales, half=False))
+        expected = _expected(tensors, inputs, inputs.rounding, half=False)
+        exact_limits = inputs.exact_limits(expected, lambda rounding: _expected(tensors, inputs, rounding, half=False))
         if inputs.precision != "fp32":
             passes.append(run_pass("deployed", expected, exact=False))
             library = native_library(export)
             if library is not None:
                 passes.append(run_pass("native", expected, exact=False, library=library))
             if inputs.precision == "fp16":
-                expected = _expected(tensors, inputs, inputs.scales, half=True)
+                expected = _expected(tensors, inputs, inputs.rounding, half=True)
             exact_graph(inputs.graph)
         passes.insert(0, run_pass("exact", expected, exact=True))
     return ParityReport(inputs.precision, tuple(passes), unequal, inputs.tokenizer_changes())
@@ -98,7 +98,7 @@ def _quick_collections() -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _expected(tensors: TensorFiles, inputs: GateInputs, scales: CacheScales | None, half: bool) -> list[Logits]:
+def _expected(tensors: TensorFiles, inputs: GateInputs, rounding: Rounding | None, half: bool) -> list[Logits]:
     """(T, V) logits of every sequence."""
     config = inputs.config
     rope, positions = rope_of(config), load_positions(tensors, config)
@@ -110,7 +110,7 @@ def _expected(tensors: TensorFiles, inputs: GateInputs, scales: CacheScales | No
         if half:
             round_to_half(block_weights(block))
         for place, x_1TD in enumerate(states):
-            states[place] = block(x_1TD, first_positions(rope, x_1TD), None, LayerCache(scales))
+            states[place] = block(x_1TD, first_positions(rope, x_1TD), None, LayerCache(rounding))
         del block
         give_back()
     norm = load_last_norm(tensors, config)

@@ -30,11 +30,12 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from export.cache_scales import CacheScales, RoundedCache
+from export.cache_scales import RoundedCache, Rounding
 from export.parity.comparison import Comparison, Limits, ParityReport, Pass, compare, merge
-from export.parity.half import computes_in_half, round_model_to_half, widen
+from export.parity.half import round_model_to_half, widen
 from export.parity.inputs import (
     GateInputs,
+    computes_in_half,
     exact_graph,
     native_library,
     round_to_half,
@@ -77,10 +78,10 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
     unequal = tuple(unequal_tables(graph, inputs.config, TensorFiles(checkpoint)))
     with threads_of_torch(threads):
 
-        def read(scales: CacheScales | None) -> list[Logits]:
-            return [_read_whole(model, sequence, scales) for sequence in sequences]
+        def read(rounding: Rounding | None) -> list[Logits]:
+            return [_read_whole(model, sequence, rounding) for sequence in sequences]
 
-        expected = read(inputs.scales)
+        expected = read(inputs.rounding)
         limits = inputs.exact_limits(expected, read)
         if inputs.precision == "fp32":
             passes = _exact_passes(deployed, inputs, expected, limits)
@@ -97,18 +98,18 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
             rounded += _provider_pass(export, threads, provider, sequences, expected, deployed_limits)
             if computes_in_half(graph):
                 round_model_to_half(model)
-                expected = read(inputs.scales)
+                expected = read(inputs.rounding)
                 widen(graph, inputs.config)
             elif inputs.precision == "fp16":
                 round_to_half(model.get_parameter(f"{name}.weight") for name in matrix_shapes(model.config))
-                expected = read(inputs.scales)
+                expected = read(inputs.rounding)
             prompt_graph = exact_graph(ir.load(prompts)) if prompts.exists() else None
             exact = OnnxDecoder(export, threads, exact_graph(graph), prompt_graph)
             exact.use_prompt_graph = False
             passes = [*_exact_passes(exact, inputs, expected, limits), *rounded]
             if prompt_graph is not None:
                 exact.use_prompt_graph = True
-                found = _compare_prompts(model, exact, sequences[0], inputs.scales)
+                found = _compare_prompts(model, exact, sequences[0], inputs.rounding)
                 passes.insert(1, Pass("exact prompts", limits, (found,)))
     return ParityReport(inputs.precision, tuple(passes), unequal, inputs.tokenizer_changes())
 
@@ -130,18 +131,20 @@ def _provider_pass(
 
 
 @torch.inference_mode()
-def _read_whole(model: SportsLLM, tokens: Sequence[int], scales: CacheScales | None) -> Logits:
-    cache = None if scales is None else RoundedCache(model.config, len(tokens), scales)
+def _read_whole(model: SportsLLM, tokens: Sequence[int], rounding: Rounding | None) -> Logits:
+    cache = None if rounding is None else RoundedCache(model.config, len(tokens), rounding)
     return cast(Logits, model(torch.tensor([list(tokens)]), cache)[0].numpy())
 
 
 @torch.inference_mode()
 def _compare_prompts(
-    model: SportsLLM, decoder: OnnxDecoder, tokens: Sequence[int], scales: CacheScales | None
+    model: SportsLLM, decoder: OnnxDecoder, tokens: Sequence[int], rounding: Rounding | None
 ) -> Comparison:
     """Logits after a prompt and of the last `STEPS` tokens behind it; `decoder` has both graphs in float32."""
     split = len(tokens) - STEPS
-    cache = KVCache(model.config, 1, len(tokens)) if scales is None else RoundedCache(model.config, len(tokens), scales)
+    cache = (
+        KVCache(model.config, 1, len(tokens)) if rounding is None else RoundedCache(model.config, len(tokens), rounding)
+    )
     # The prompt's last token goes through the other graph.
     _rounded_per_row(model).hidden(torch.tensor([list(tokens[: split - 1])]), cache=cache)
     expected_SV = model(torch.tensor([list(tokens[split - 1 :])]), cache)[0].numpy()

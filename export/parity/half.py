@@ -5,7 +5,6 @@ from __future__ import annotations
 import onnx_ir as ir
 import torch
 
-from export.metadata import PAST
 from export.parity.inputs import round_to_half
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
@@ -15,11 +14,6 @@ from sportsllm.storage.quantized_layers import QuantizedMatrix
 
 FLOAT, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
 _TABLES = ("cos_cache", "sin_cache")
-
-
-def computes_in_half(graph: ir.Model) -> bool:
-    """Whether a graph's activations and cache are float16."""
-    return any(str(value.name).startswith(PAST) and value.dtype == HALF for value in graph.graph.inputs)
 
 
 def widen(graph: ir.Model, config: ModelConfig) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from export import metadata
-from export.cache_scales import CacheScales
+from export.cache_scales import CacheScales, HalfCache, Rounding
 from export.graph.builder import with_branches
 from export.graph.decoder import graph_precision
 from export.graph.matmul import FLAT, PER_ROW_PRODUCT
@@ -25,6 +25,7 @@ from export.parity.limits import (
     DEPLOYED,
     DEPLOYED_PER_ROW,
     EXACT,
+    EXACT_HALF_CACHE,
     EXPERTS_ERROR,
     MOVED,
     SELECTED_DEPLOYED,
@@ -37,7 +38,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf.config import load_config
-from sportsllm.models.kinds import EMBEDDING, block_state
+from sportsllm.models.kinds import EMBEDDING, LAST_NORM, block_state
 from sportsllm.models.language_model import rope_of
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
@@ -49,7 +50,7 @@ class GateInputs:
     graph: ir.Model  # the exported one
     config: ModelConfig  # the same on both sides
     precision: str  # see `graph_precision`
-    scales: CacheScales | None  # of an INT8 cache
+    rounding: Rounding | None  # of an INT8 cache, or of a float16 one in a graph that computes in float32
     sequences: list[list[int]]  # see `make_sequences`
     tokenizer: TextTokenizer | None  # the checkpoint's, if it has one
 
@@ -67,14 +68,16 @@ class GateInputs:
             )
         tokenizer = load_tokenizer(checkpoint, config) if (checkpoint / "tokenizer.json").exists() else None
         precision = graph_precision(graph_nodes(graph), graph.graph.initializers.values())
-        scales, sequences = graph_cache_scales(graph, config), make_sequences(config, tokenizer)
-        return GateInputs(graph, config, precision, scales, sequences, tokenizer)
+        rounding, sequences = graph_rounding(graph, config), make_sequences(config, tokenizer)
+        return GateInputs(graph, config, precision, rounding, sequences, tokenizer)
 
-    def exact_limits(self, expected: Sequence[Logits], read: Callable[[CacheScales], Sequence[Logits]]) -> Limits:
-        """Of the exact pass; `read` gives the reference's logits with an INT8 cache of these scales."""
-        if self.scales is None:
+    def exact_limits(self, expected: Sequence[Logits], read: Callable[[Rounding], Sequence[Logits]]) -> Limits:
+        """Of the exact pass; `read` gives the reference's logits with a rounded cache."""
+        if self.rounding is None:
             return EXACT
-        moved = read(replace(self.scales, moved=MOVED))
+        if isinstance(self.rounding, HalfCache):
+            return EXACT_HALF_CACHE
+        moved = read(replace(self.rounding, moved=MOVED))
         return int8_cache_limits(merge("", [compare(*pair) for pair in zip(expected, moved, strict=True)]))
 
     @property
@@ -104,8 +107,17 @@ def graph_nodes(graph: ir.Model) -> list[ir.Node]:
     return [node for part in (graph.graph, *graph.functions.values()) for node in with_branches(part)]
 
 
-def graph_cache_scales(graph: ir.Model, config: ModelConfig) -> CacheScales | None:
-    """The scales of a graph's INT8 cache; None for a float32 one."""
+def computes_in_half(graph: ir.Model) -> bool:
+    """Whether a graph's activations, and so its cache, are float16."""
+    norm = graph.graph.initializers.get(f"{LAST_NORM}.weight")
+    return norm is not None and norm.dtype == ir.DataType.FLOAT16
+
+
+def graph_rounding(graph: ir.Model, config: ModelConfig) -> Rounding | None:
+    """What a graph's cache makes of what is written into it: nothing where it is of the type that is computed in."""
+    types = {value.dtype for value in graph.graph.inputs if str(value.name).startswith(metadata.PAST)}
+    if ir.DataType.FLOAT16 in types and not computes_in_half(graph):
+        return HalfCache()
     found: list[torch.Tensor] = []
     for state in block_state(config):
         names = [metadata.cache_scale_name(layer, state.name) for layer in range(config.num_hidden_layers)]

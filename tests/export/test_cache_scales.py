@@ -62,6 +62,16 @@ def test_the_command_measures_on_text(checkpoint: Path, corpus_file: Path, tmp_p
     assert 0 < np.abs(plain - full).max() < 0.1 * full.std()
 
 
+def test_a_float16_cache_needs_no_text(checkpoint: Path, tmp_path: Path) -> None:
+    result = export_checkpoint(checkpoint, tmp_path / "out", ExportOptions(threads=1, kv_cache="fp16"))
+    assert result["parity"]["passed"]
+    assert result["kv_cache"] == "fp16"
+    decoder = OnnxDecoder(tmp_path / "out", 1)
+    export_checkpoint(checkpoint, tmp_path / "full", ExportOptions(threads=1))
+    plain, full = decoder.logits([5, 6, 7, 8]), OnnxDecoder(tmp_path / "full", 1).logits([5, 6, 7, 8])
+    assert 0 < np.abs(plain - full).max() < 0.01 * full.std()
+
+
 def test_without_text_the_model_writes_its_own(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,6 +86,9 @@ def test_without_text_the_model_writes_its_own(
         ({"kv_cache": "int4"}, UsageError, "--kv-cache 'int4'"),
         ({"kv_cache": "int8", "max_ram_mb": 4000}, UsageError, "needs calibration text"),
         ({"calibration": ["matches"]}, UsageError, "belongs to --kv-cache int8"),
+        ({"kv_cache": "fp16", "calibration": ["matches"]}, UsageError, "belongs to --kv-cache int8"),
+        ({"kv_cache": "fp16", "web": True}, UsageError, "--web with --kv-cache fp16"),
+        ({"kv_cache": "fp16", "standard_ops": True}, UsageError, "no standard operator reads such a cache"),
         ({"kv_cache": "int8", "calibration": ["nothing.txt"]}, ArtifactError, "nothing.txt"),
     ],
 )

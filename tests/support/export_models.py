@@ -177,6 +177,7 @@ class Exports:
         latency: bool = False,
         inline: bool = False,
         in_half: bool = False,
+        half_cache: bool = False,
         **changes: Any,
     ) -> Export:
         """The export of `tiny_model(**changes)` with room for the gate's sequences.
@@ -184,12 +185,12 @@ class Exports:
         Args:
             bits, block, asymmetric: see `pack_model`; a dense model without `bits`. Of INT8 per row (`ROW_BITS`) the
                 embedding and the head are blocks.
-            half, standard, web, inline, in_half: see `write_graph`.
+            half, standard, web, inline, in_half, half_cache: see `write_graph`.
             int8_cache: with the scales of `int8_samples`.
             latency: with the graph for prompts.
             changes: of the model's shape.
         """
-        form = half, standard, web, inline, in_half
+        form = half, standard, web, inline, in_half, half_cache
         key = repr((bits, block, asymmetric, form, int8_cache, latency, sorted(changes.items())))
         if key not in self._made:
             directory, shape = self._root / str(len(self._made)), {"max_position_embeddings": CONTEXT} | changes
@@ -203,9 +204,9 @@ class Exports:
                 directory = directory / "web"
                 directory.mkdir()
                 shutil.copy(checkpoint / "config.json", directory)
-            written = write_graph(checkpoint, directory, half, scales, standard, web, inline, in_half)
+            written = write_graph(checkpoint, directory, half, scales, standard, web, inline, in_half, half_cache)
             if latency:
-                write_prompt_graph(checkpoint, directory, written, scales)
+                write_prompt_graph(checkpoint, directory, written, scales, half_cache)
             self._made[key] = Export(directory, written, model, scales)
         return self._made[key]
 

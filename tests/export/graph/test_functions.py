@@ -25,6 +25,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"bits": 4, "head_dim": 8, "num_hidden_layers": 1},
     {"bits": 8, "attention_bias": True, "mlp_bias": True, "attention_output_bias": True},
     {"bits": 4, "int8_cache": True},
+    {"bits": 4, "half_cache": True},
     {"bits": 8, "int8_cache": True, "head_dim": 8, "qk_norm": True},
 ]
 
@@ -70,6 +71,8 @@ def test_equal_layers_share_a_function(exports: Exports) -> None:
     assert sorted(function.name for function in graph.functions) == sorted(set(calls))
     int8 = graph_of(exports(4, int8_cache=True))
     assert [node.op_type for node in int8.graph.node][-3:] == ["DecoderLayerInt8", "DecoderLayerInt81", "DecoderHead"]
+    half = graph_of(exports(4, half_cache=True))
+    assert [node.op_type for node in half.graph.node][-3:] == ["DecoderLayerHalf", "DecoderLayerHalf1", "DecoderHead"]
 
 
 def formats(name: str) -> int | None:

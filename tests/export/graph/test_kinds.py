@@ -98,5 +98,6 @@ def test_a_kind_without_a_builder_is_refused_by_name(tmp_path: Path, monkeypatch
     monkeypatch.setitem(ATTENTION, "other", ATTENTION["grouped_query"])
     monkeypatch.setitem(HALF_BUILDERS, "other", HALF_BUILDERS["grouped_query"])
     check_kinds(TINY.with_changes(attention_kind="other"))
-    with pytest.raises(UsageError, match=r"--kv-cache int8: attention of kind 'other'"):
-        check_kinds(TINY.with_changes(attention_kind="other"), int8_cache=True)
+    for cache in ("fp16", "int8"):
+        with pytest.raises(UsageError, match=f"--kv-cache {cache}: attention of kind 'other'"):
+            check_kinds(TINY.with_changes(attention_kind="other"), cache)

@@ -9,6 +9,7 @@ import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto
 from test_kernels import (
+    CACHES,
     CONTEXT,
     FEED_FORWARDS,
     HIDDEN,
@@ -40,7 +41,7 @@ def damaged(array: Array, chance: random.Random) -> Array:
         return array[None]
     if kind == 4:
         with np.errstate(invalid="ignore"):
-            return array.astype(chance.choice([np.float32, np.int32, np.int64, np.uint8, np.int8]))
+            return array.astype(chance.choice([np.float32, np.float16, np.int32, np.int64, np.uint8, np.int8]))
     if array.dtype.kind == "f":
         return np.full_like(array, chance.choice([np.nan, np.inf, -np.inf, 1e38, 0]))
     limits = np.iinfo(array.dtype)
@@ -51,10 +52,10 @@ def layer(
     chance: random.Random,
 ) -> tuple[str, list[str], dict[str, int], dict[str, Array], dict[str, Array], dict[str, Any]]:
     """Arguments of `session` but the library."""
-    int8 = chance.random() < 0.5
-    constants, _, attributes = layer_case(chance.choice([4, 8]), chance.choice([32, 128]), chance.random() < 0.5, int8)
+    suffix, kind, cached = CACHES[kept := chance.choice(sorted(CACHES))]
+    constants, _, attributes = layer_case(chance.choice([4, 8]), chance.choice([32, 128]), chance.random() < 0.5, kept)
     tokens = chance.choice([1, 3, 12])
-    cache = np.zeros((1, KV_HEADS, ROOM, SIZE), np.int8 if int8 else np.float32)
+    cache = np.zeros((1, KV_HEADS, ROOM, SIZE), kind)
     fed = {
         "x": np.ones((1, tokens, HIDDEN), np.float32),
         "last": np.array([chance.choice([tokens - 1, ROOM - 1, ROOM, CONTEXT, -1])], np.int32),
@@ -62,9 +63,8 @@ def layer(
         "past_key": cache,
         "past_value": cache.copy(),
     }
-    cached = TensorProto.INT8 if int8 else TensorProto.FLOAT
     outputs = {"out": TensorProto.FLOAT, "residual_out": TensorProto.FLOAT, "key": cached, "value": cached}
-    return "DecoderLayerInt8" if int8 else "DecoderLayer", names_of_layer(), outputs, constants, fed, attributes
+    return f"DecoderLayer{suffix}", names_of_layer(), outputs, constants, fed, attributes
 
 
 def head(

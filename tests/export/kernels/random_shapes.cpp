@@ -157,22 +157,57 @@ void product_case(const Variant& v) {
   keep(found.data(), m * w.rows);
 }
 
+CacheType cache_type() { return static_cast<CacheType>(between(0, 2)); }
+
+// What the bits of a float16 say, by the format's definition.
+double value_of_half(uint16_t half) {
+  const int exponent = half >> 10 & 31, fraction = half & 1023;
+  const double size = exponent == 31 ? (fraction ? NAN : INFINITY)
+                                     : std::ldexp(exponent ? 1024 + fraction : fraction, std::max(exponent, 1) - 25);
+  return half & 0x8000 ? -size : size;
+}
+
+void half_case(const Variant& v) {
+  const int64_t size = between(1, 70);
+  Numbers<float> x = floats(size, 6);
+  for (int64_t i = 0; i < size; ++i) {
+    const int kind = static_cast<int>(between(0, 3));
+    if (kind == 0) x[i] = std::ldexp(x[i], static_cast<int>(between(-30, 10)));
+    if (kind == 1) x[i] = std::ldexp(static_cast<float>(between(-4096, 4096)), static_cast<int>(between(-28, 6)));  // ties
+  }
+  Numbers<uint16_t> found(size);
+  v.to_half(x.data(), size, found.data());
+  for (int64_t i = 0; i < size; ++i) {
+    const double wide = x[i];
+    const double step = std::ldexp(1.0, std::max(wide == 0 ? -14 : std::ilogb(wide), -14) - 10);
+    const double wanted = std::fabs(wide) >= 65520 ? std::copysign(INFINITY, wide) : std::nearbyint(wide / step) * step;
+    check(value_of_half(found[i]) == wanted, "float16", value_of_half(found[i]), wanted);
+  }
+}
+
 void attention_case(const Variant& v) {
   const int64_t e = 2 * between(1, 70), n = between(1, 9), seen = between(1, 2 * kAttendAtOnce);
-  const bool int8 = between(0, 1) != 0;
+  const CacheType type = cache_type();
   const Numbers<float> keys = ordinary(seen * e, -1, 1), values = ordinary(seen * e, -1, 1);
   Numbers<int8_t> rounded_keys(seen * e), rounded_values(seen * e);
+  Numbers<uint16_t> half_keys(seen * e), half_values(seen * e);
   const Numbers<float> steps(e, 1.0f / 64);
   for (int64_t s = 0; s < seen; ++s) {
     v.to_int8(keys.data() + s * e, steps.data(), e, rounded_keys.data() + s * e);
     v.to_int8(values.data() + s * e, steps.data(), e, rounded_values.data() + s * e);
+    v.to_half(keys.data() + s * e, e, half_keys.data() + s * e);
+    v.to_half(values.data() + s * e, e, half_values.data() + s * e);
   }
   const Numbers<float> queries = ordinary(n * e, -0.3f, 0.3f);
   std::vector<const float*> pointers;
   std::vector<int64_t> limits;
   for (int64_t i = 0; i < n; ++i) pointers.push_back(queries.data() + i * e), limits.push_back(between(1, seen));
-  Cached cached = {keys.data(), values.data(), false};
-  if (int8) cached = {rounded_keys.data(), rounded_values.data(), true};
+  Cached cached = {keys.data(), values.data(), type};
+  if (type == CacheType::kInt8) cached.keys = rounded_keys.data(), cached.values = rounded_values.data();
+  if (type == CacheType::kHalf) cached.keys = half_keys.data(), cached.values = half_values.data();
+  const auto number = [&](const float* x, const int8_t* whole, const uint16_t* half, int64_t at) {
+    return type == CacheType::kInt8 ? whole[at] : type == CacheType::kHalf ? value_of_half(half[at]) : double{x[at]};
+  };
   const int64_t parts = (seen + kAttendAtOnce - 1) / kAttendAtOnce;
   Numbers<float> scores(n * kAttendAtOnce), out(n * parts * e), largest(n * parts), total(n * parts);
   Numbers<float> part(n * e), most(n), sums(n), joined(n * e);
@@ -191,12 +226,16 @@ void attention_case(const Variant& v) {
     double all = 0;
     for (int64_t s = 0; s < limits[i]; ++s) {
       double score = 0;
-      for (int64_t c = 0; c < e; ++c) score += queries[i * e + c] * static_cast<double>(int8 ? rounded_keys[s * e + c] : keys[s * e + c]);
+      for (int64_t c = 0; c < e; ++c) {
+        score += queries[i * e + c] * number(keys.data(), rounded_keys.data(), half_keys.data(), s * e + c);
+      }
       const double weight = std::exp(score);
       all += weight;
-      for (int64_t c = 0; c < e; ++c) wanted[c] += weight * (int8 ? rounded_values[s * e + c] : values[s * e + c]);
+      for (int64_t c = 0; c < e; ++c) {
+        wanted[c] += weight * number(values.data(), rounded_values.data(), half_values.data(), s * e + c);
+      }
     }
-    for (int64_t c = 0; c < e; ++c) near("attention", joined[i * e + c], wanted[c] / all, int8 ? 640 : 10);
+    for (int64_t c = 0; c < e; ++c) near("attention", joined[i * e + c], wanted[c] / all, type == CacheType::kInt8 ? 640 : 10);
   }
   keep(joined.data(), n * e);
 }
@@ -247,8 +286,8 @@ void layer_case() {
   const Numbers<float> steps = ordinary(w.kv_heads * e, 0.02f, 0.1f);
   w.norm = w.second_norm = norm.data(), w.cosine = cosine.data(), w.sine = sine.data();
   if (between(0, 1)) w.query_norm = w.key_norm = head_norm.data();
-  const bool int8 = between(0, 1) != 0;
-  if (int8) w.key_scale = w.value_scale = steps.data();
+  w.cache = cache_type();
+  if (w.cache == CacheType::kInt8) w.key_scale = w.value_scale = steps.data();
   const Owned qkv((w.heads + 2 * w.kv_heads) * e, w.hidden, 0.02f), output(w.hidden, w.heads * e, 0.02f);
   const Owned gate_up(2 * w.inner, w.hidden, 0.02f), down(w.hidden, w.inner, 0.02f);
   w.qkv = qkv, w.output = output, w.gate_up = gate_up, w.down = down;
@@ -257,7 +296,7 @@ void layer_case() {
   std::vector<Numbers<float>> inputs;
   int64_t room = between(0, 9);
   for (int64_t tokens : calls) inputs.push_back(ordinary(batch * tokens * w.hidden, -2, 2)), room += tokens;
-  const int64_t keep_last = between(0, 2), row = w.kv_heads * room * e * (int8 ? 1 : 4);
+  const int64_t keep_last = between(0, 2), row = w.kv_heads * room * e * cache_bytes(w.cache);
   Numbers<float> first;
   for (threads_of_run = 1; threads_of_run <= 3; ++threads_of_run) {
     Numbers<uint8_t> keys(batch * row), values(batch * row);
@@ -334,6 +373,7 @@ int main(int count, char** words) {
     feed_forward_case();
     product_case(v);
     attention_case(v);
+    half_case(v);
     small_case(v);
   }
   std::printf("%s %016llx\n", v.name, static_cast<unsigned long long>(hash));

@@ -16,6 +16,12 @@ from export.kernels.build import BuildError, build
 
 Array = npt.NDArray[Any]
 Case = tuple[dict[str, Array], dict[str, "Packed"], dict[str, Any]]
+# Of each cache the suffix of its operators, its type here and in a graph.
+CACHES: dict[str, tuple[str, Any, int]] = {
+    "fp32": ("", np.float32, TensorProto.FLOAT),
+    "fp16": ("Half", np.float16, TensorProto.FLOAT16),
+    "int8": ("Int8", np.int8, TensorProto.INT8),
+}
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, CONTEXT, ROOM = 48, 4, 2, 12, 80, 64, 40
 
 
@@ -152,7 +158,7 @@ def test_extreme_numbers(library: Path) -> None:
             np.testing.assert_allclose(head_logits(library, matrix, x), wanted, rtol=1e-4, atol=1e-6)
 
 
-def layer_case(bits: int, block: int, zeros: bool, int8: bool) -> Case:
+def layer_case(bits: int, block: int, zeros: bool, cache: str = "fp32") -> Case:
     rng = np.random.default_rng(bits + block)
     shapes = {
         "qkv": ((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN),
@@ -168,7 +174,7 @@ def layer_case(bits: int, block: int, zeros: bool, int8: bool) -> Case:
         "norm": rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32),
         "second_norm": rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32),
     }
-    if int8:
+    if cache == "int8":
         constants["key_scale"] = np.full((1, KV_HEADS, 1, SIZE), 0.05, np.float32)
         constants["value_scale"] = np.full((1, KV_HEADS, 1, SIZE), 0.05, np.float32)
     attributes: dict[str, Any] = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "head_size": SIZE}
@@ -192,15 +198,14 @@ def run_layer(
     library: Path,
     case: Case,
     pieces: list[int],
-    int8: bool = False,
+    kept: str = "fp32",
     threads: int = 2,
 ) -> tuple[Array, Array]:
     """Sum of the layer's two outputs for tokens read in pieces, (T, D), and the keys, (K, T, E)."""
     constants, _, attributes = case
-    kind = np.int8 if int8 else np.float32
+    suffix, kind, cached = CACHES[kept]
     cache = [np.zeros((1, KV_HEADS, ROOM, SIZE), kind) for _ in range(2)]
     x = np.random.default_rng(7).normal(size=(1, sum(pieces), HIDDEN)).astype(np.float32)
-    cached = TensorProto.INT8 if int8 else TensorProto.FLOAT
     outputs = {"out": TensorProto.FLOAT, "residual_out": TensorProto.FLOAT, "key": cached, "value": cached}
     made, found, start = None, [], 0
     for count in pieces:
@@ -211,8 +216,9 @@ def run_layer(
             "past_key": cache[0],
             "past_value": cache[1],
         }
-        op = "DecoderLayerInt8" if int8 else "DecoderLayer"
-        made = made or session(library, op, names_of_layer(), outputs, constants, fed, attributes, threads)
+        made = made or session(
+            library, f"DecoderLayer{suffix}", names_of_layer(), outputs, constants, fed, attributes, threads
+        )
         out, residual, *cache = made.run(None, fed)
         found.append((out + residual)[0])
         start += count
@@ -249,7 +255,7 @@ def layer_oracle(case: Case, tokens: int) -> tuple[Array, Array]:
 @pytest.mark.parametrize(("bits", "block", "zeros"), [(4, 32, True), (4, 64, False), (8, 32, False), (8, 128, True)])
 def test_a_layer_agrees_with_float64(library: Path, bits: int, block: int, zeros: bool) -> None:
     """Rounding inputs to 8 bits four times in a row changes about half a percent."""
-    case = layer_case(bits, block, zeros, int8=False)
+    case = layer_case(bits, block, zeros)
     for pieces in ([1] * 5, [20, 1, 3], [8, 12]):
         found, keys = run_layer(library, case, pieces)
         wanted, wanted_keys = layer_oracle(case, sum(pieces))
@@ -258,14 +264,24 @@ def test_a_layer_agrees_with_float64(library: Path, bits: int, block: int, zeros
 
 
 def test_an_int8_cache_holds_keys_rounded_by_its_scales(library: Path) -> None:
-    case = layer_case(8, 32, False, int8=True)
-    _, keys = run_layer(library, case, [20, 1], int8=True)
+    case = layer_case(8, 32, False, "int8")
+    _, keys = run_layer(library, case, [20, 1], "int8")
     _, wanted = layer_oracle(case, 21)
     assert np.abs(keys - np.clip(wanted / 0.05, -128, 127)).max() < 1.5
 
 
+def test_a_float16_cache_holds_keys_rounded_once(library: Path) -> None:
+    """The layer's numbers differ by what rounding keys and values to 11 bits changes."""
+    case = layer_case(8, 32, False)
+    found, keys = run_layer(library, case, [20, 1, 3], "fp16")
+    wide, wide_keys = run_layer(library, case, [20, 1, 3])
+    assert keys.dtype == np.float16
+    assert np.array_equal(keys[:, :20], wide_keys[:, :20].astype(np.float16))
+    assert 0 < np.linalg.norm(found - wide) < 1e-3 * np.linalg.norm(wide)
+
+
 def test_several_rows_equal_single_ones_bit_for_bit(library: Path) -> None:
-    case = layer_case(4, 32, True, int8=False)
+    case = layer_case(4, 32, True)
     together, alone = run_layer(library, case, [3, 8]), run_layer(library, case, [1] * 11)
     assert np.array_equal(together[0], alone[0])
     assert np.array_equal(together[1], alone[1])
@@ -273,7 +289,7 @@ def test_several_rows_equal_single_ones_bit_for_bit(library: Path) -> None:
 
 def test_any_number_of_threads_gives_the_same_bits(library: Path) -> None:
     """The second call and later ones give each thread a range of its own."""
-    case = layer_case(4, 32, True, int8=False)
+    case = layer_case(4, 32, True)
     one, *others = [run_layer(library, case, [12, 1, 1, 3, 1], threads=threads) for threads in (1, 2, 3)]
     for found in others:
         assert np.array_equal(found[0], one[0])
@@ -282,7 +298,7 @@ def test_any_number_of_threads_gives_the_same_bits(library: Path) -> None:
 
 def test_attention_alone_ends_behind_the_second_norm(library: Path) -> None:
     """Bits of the whole layer, whose outputs are the same sum and what the other half makes of the norm."""
-    constants, _, attributes = layer_case(4, 32, True, int8=False)
+    constants, _, attributes = layer_case(4, 32, True)
     names = names_of_layer()
     x = np.random.default_rng(7).normal(size=(1, 9, HIDDEN)).astype(np.float32)
     cache = np.zeros((1, KV_HEADS, ROOM, SIZE), np.float32)
@@ -407,8 +423,8 @@ def outcome(library: Path) -> bytes:
         for tokens, threads in ((1, 1), (6, 3), (21, 2)):
             x = rng.normal(size=(1, tokens, columns)).astype(np.float32)
             found.append(head_logits(library, matrix, x, threads=threads))
-    for bits, int8 in ((4, False), (8, True)):
-        found += run_layer(library, layer_case(bits, 32, bits == 4, int8), [20, 1, 5], int8)
+    for bits, cache in ((4, "fp32"), (4, "fp16"), (8, "int8")):
+        found += run_layer(library, layer_case(bits, 32, bits == 4, cache), [20, 1, 5], cache)
     for settings in FEED_FORWARDS:
         constants, _, attributes = feed_forward_case(*settings)
         found += [run_feed_forward(library, constants, attributes, sent_tokens(n, settings[3])) for n in (1, 30)]
@@ -452,7 +468,7 @@ def test_bad_shapes_are_refused_when_the_graph_is_opened(library: Path) -> None:
 
 def test_a_full_cache_is_refused(library: Path) -> None:
     with pytest.raises(Exception, match=f"room for {ROOM}"):
-        run_layer(library, layer_case(4, 32, False, int8=False), [30, 20])
+        run_layer(library, layer_case(4, 32, False), [30, 20])
 
 
 def test_damaged_graphs_and_inputs_do_not_crash(library: Path) -> None:

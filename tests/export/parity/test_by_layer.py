@@ -34,8 +34,9 @@ def add(array: np.ndarray) -> None:
         {"bits": 8, "standard": True, "attention_bias": True},
         {"int8_cache": True},
         {"bits": 4, "int8_cache": True},
+        {"bits": 4, "half_cache": True},
     ],
-    ids=["fp32", "fp16", "int4", "per row", "standard operators", "INT8 cache", "int4, INT8 cache"],
+    ids=["fp32", "fp16", "int4", "per row", "standard operators", "INT8 cache", "int4, INT8 cache", "float16 cache"],
 )
 def test_agrees_with_the_whole_gate(settings: dict[str, Any], exports: Exports) -> None:
     export = exports(**settings)

@@ -55,6 +55,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"bits": 4, "asymmetric": True},
     {"bits": 8, "block": 64, "int8_cache": True},
     {"bits": 4, "int8_cache": True, "head_dim": 8, "qk_norm": True},
+    {"bits": 8, "half_cache": True},
+    {"bits": 4, "half_cache": True, "head_dim": 8, "qk_norm": True},
     {"bits": 8, "attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
     {"bits": 4, "block": 128, "tie_word_embeddings": False, "num_hidden_layers": 1, "hidden_size": 72},
 ]
@@ -76,10 +78,10 @@ def test_both_are_within_the_limits_of_parity(settings: dict[str, Any], exports:
     assert native.comparisons[0] != report.passes[1].comparisons[0]
 
 
-@pytest.mark.parametrize("int8_cache", [False, True], ids=["float32 cache", "int8 cache"])
-def test_batches_forks_and_reuse(int8_cache: bool, exports: Exports) -> None:
+@pytest.mark.parametrize("cache", [{}, {"half_cache": True}, {"int8_cache": True}], ids=["fp32", "fp16", "int8"])
+def test_batches_forks_and_reuse(cache: dict[str, bool], exports: Exports) -> None:
     """As one after the other. Prompts are rounded by their pieces, so reuse is near and not equal."""
-    directory = exports(8, int8_cache=int8_cache).directory
+    directory = exports(8, **cache).directory
     decoder = OnnxDecoder(directory, 2, kernels="native")
     assert decoder.kernels.name == "native"
     prompts = [[3, 1, 4], list(range(70)), [9] * 40]
@@ -118,13 +120,13 @@ def test_two_sessions_at_once(exports: Exports) -> None:
         np.testing.assert_array_equal(np.concatenate(found[place]), np.concatenate(one_by_one))
 
 
-@pytest.mark.parametrize("int8_cache", [False, True], ids=["float32 cache", "int8 cache"])
+@pytest.mark.parametrize("cache", ["fp32", "fp16", "int8"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_real_text_is_continued_as_by_pytorch(bits: int, int8_cache: bool, tmp_path: Path) -> None:
+def test_real_text_is_continued_as_by_pytorch(bits: int, cache: str, tmp_path: Path) -> None:
     """40 greedy tokens. Later ones differ: a model this small often has two tokens that are nearly as likely."""
     quantize(checkpoint=STORIES, out=tmp_path / "packed", config=QuantizationConfig(bits=bits), method="rtn")
-    options = ExportOptions(threads=2)
-    if int8_cache:
+    options = ExportOptions(threads=2, kv_cache=cache)
+    if cache == "int8":
         (text := tmp_path / "text.txt").write_text(
             "Once upon a time, there was a little girl named Lily. She loved to play outside in the sunshine. "
             "One day, she saw a big red ball."
