@@ -72,13 +72,14 @@ def check_parity_by_layer(
         unequal = tuple(unequal_tables(inputs.graph, inputs.config, tensors))
         expected = _expected(tensors, inputs, inputs.rounding, half=False)
         exact_limits = inputs.exact_limits(expected, lambda rounding: _expected(tensors, inputs, rounding, half=False))
-        if inputs.precision != "fp32":
+        if inputs.rounds:
             passes.append(run_pass("deployed", expected, exact=False))
             library = native_library(export)
             if library is not None:
                 passes.append(run_pass("native", expected, exact=False, library=library))
-            if inputs.precision == "fp16":
-                expected = _expected(tensors, inputs, inputs.rounding, half=True)
+            half = inputs.precision == "fp16"
+            if half or inputs.exact_rounding != inputs.rounding:
+                expected = _expected(tensors, inputs, inputs.exact_rounding, half)
             exact_graph(inputs.graph)
         passes.insert(0, run_pass("exact", expected, exact=True))
     return ParityReport(inputs.precision, tuple(passes), unequal, inputs.tokenizer_changes())

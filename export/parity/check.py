@@ -6,9 +6,9 @@ Each prompt is read whole (prefill), and again in part with the rest token by to
 one batch has prompts of unequal length. The reference reads every prompt in one piece and has no cache.
 
 - The exact pass multiplies in float32 throughout: the same graph and data, MatMulNBits at accuracy_level 0, also where
-  ONNX Runtime makes it out of standard operators. A graph that computes in float16 is widened. What is stored in
-  float16 is rounded in the reference too. Only
-  the order of additions differs from PyTorch, so a single wrong weight or cache entry stands out.
+  ONNX Runtime makes it out of standard operators. A graph that computes or caches in float16 is widened. What is
+  stored in float16 is rounded in the reference too. Only the order of additions differs from PyTorch, so a single wrong
+  weight or cache entry stands out.
 - The latency profile has a second exact pass, of prompts: its graph for prompts reads a prompt and the other graph the
   rest. The reference is a PyTorch model whose matrices are rounded per row while it reads the prompt.
 - The deployed pass runs the files as they are. It bounds what int8 activations or float16 storage cost.
@@ -83,7 +83,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
 
         expected = read(inputs.rounding)
         limits = inputs.exact_limits(expected, read)
-        if inputs.precision == "fp32":
+        if not inputs.rounds:
             passes = _exact_passes(deployed, inputs, expected, limits)
             deployed_limits = DEPLOYED["fp16"]  # of another provider: GPUs may multiply with fewer bits
             passes += _provider_pass(export, threads, provider, sequences, expected, deployed_limits)
@@ -96,20 +96,21 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
                 rounded.append(run_pass("native", native, sequences, expected, deployed_limits))
                 del native
             rounded += _provider_pass(export, threads, provider, sequences, expected, deployed_limits)
-            if computes_in_half(graph):
+            half = computes_in_half(graph)
+            if half:
                 round_model_to_half(model)
-                expected = read(inputs.rounding)
                 widen(graph, inputs.config)
             elif inputs.precision == "fp16":
                 round_to_half(model.get_parameter(f"{name}.weight") for name in matrix_shapes(model.config))
-                expected = read(inputs.rounding)
+            if half or inputs.precision == "fp16" or inputs.exact_rounding != inputs.rounding:
+                expected = read(inputs.exact_rounding)
             prompt_graph = exact_graph(ir.load(prompts)) if prompts.exists() else None
             exact = OnnxDecoder(export, threads, exact_graph(graph), prompt_graph)
             exact.use_prompt_graph = False
             passes = [*_exact_passes(exact, inputs, expected, limits), *rounded]
             if prompt_graph is not None:
                 exact.use_prompt_graph = True
-                found = _compare_prompts(model, exact, sequences[0], inputs.rounding)
+                found = _compare_prompts(model, exact, sequences[0], inputs.exact_rounding)
                 passes.insert(1, Pass("exact prompts", limits, (found,)))
     return ParityReport(inputs.precision, tuple(passes), unequal, inputs.tokenizer_changes())
 

@@ -11,15 +11,15 @@ EXACT = Limits(error=3e-4, kl=1e-6, greedy_match=0.99)
 # differs by a whole step. Measured: error 1e-3 to 2e-2, KL up to 3e-6; 30 layers of SmolLM2-135M, which amplify any
 # difference, 0.16 and 2e-4. What such differences cost a model is measured (`int8_cache_limits`).
 EXACT_INT8_CACHE = Limits(error=0.1, kl=1e-4, greedy_match=0.98)
-# With a float16 cache ONNX Runtime's operator computes its scores and sums in float16, the kernels in float32. Measured
-# without kernels: error 1e-3 to 2e-3, KL up to 4e-8.
-EXACT_HALF_CACHE = Limits(error=0.05, kl=1e-5, greedy_match=0.98)
 # Float32's order of additions moves keys and values by about as much: a few units in the last place.
 MOVED = 1e-6
 _TIMES_MOVED = 3
 # The deployed pass bounds what rounding costs; finding mistakes is the exact pass's work. Where a fresh model's best
 # token leads by less than the rounding noise, greedy choices differ although nothing is wrong: `greedy_match` is low.
 DEPLOYED = {
+    # Over a float16 cache, where ONNX Runtime's operator computes scores and sums in float16. Measured: error 1e-3 to
+    # 3e-2, KL up to 1.4e-6.
+    "fp32": Limits(error=0.3, kl=1e-3, greedy_match=0.9),
     # Weights rounded to 11 bits. Measured: error 2e-3 to 5e-3, KL up to 1e-6, all but 0.3% of choices agree.
     "fp16": Limits(error=0.1, kl=1e-3, greedy_match=0.9),
     # Activations rounded to int8 in blocks; the weights' own bits play no part, the reference has the same. Measured:
