@@ -112,7 +112,19 @@ class SelectionFlags(FlagGroup):
     ] = None
     select_block: Annotated[int | None, typer.Option(min=1, help="Tokens of such a block.", show_default="16")] = None
     index_heads: Annotated[
-        int | None, typer.Option(min=1, help="Heads of the indexer, as wide as the model's.", show_default="4")
+        int | None, typer.Option(min=1, help="Heads of the indexer.", show_default="as many as the model has")
+    ] = None
+    index_parts: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Parts of these heads and of the cached index key, each as wide as a head.",
+            show_default="2, or 1 of a single key head",
+        ),
+    ] = None
+    index_pairs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rotary pairs of such a part, the slowest of a head's.", show_default="all"),
     ] = None
     index_tokens: Annotated[
         int | None,
@@ -127,14 +139,13 @@ class SelectionFlags(FlagGroup):
         """The start of a student that selects tokens, if that is asked for."""
         from compress.distillation.selection import selecting
         from compress.pruning.index_start import start_index
-        from sportsllm.models.selected import Selection
 
         if self.select_tokens is None:
             check_not_given("--select-tokens", self)
             return start
-        sizes = {"block": self.select_block, "heads": self.index_heads}
-        given = {name: size for name, size in sizes.items() if size is not None}
-        return selecting(start, Selection(self.select_tokens, **given), self.index_tokens, start_index)
+        sizes = {"tokens": self.select_tokens, "block": self.select_block}
+        sizes |= {"heads": self.index_heads, "parts": self.index_parts, "pairs": self.index_pairs}
+        return selecting(start, sizes, self.index_tokens, start_index)
 
     def lengths(self) -> tuple[int, int]:
         """Tokens of the training behind the indexer's, and of a sequence, where they are not given."""

@@ -8,7 +8,7 @@ then the whole model trains with the selection on, and the indexer with it, each
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,9 +39,9 @@ DEFAULT_TOKENS = 1_000_000
 # the choice of 512 of 4,096 tokens keeps 82 to 95% of the attention that the best choice keeps; 78 to 88% at the rate
 # for random weights, 70 to 84% at a tenth of this one, and three times this one ends farther from full attention.
 _INDEX_RATIO = 10 / 3
-# Of an indexer that starts from the model's own queries and keys: the choice of 128 of 1,024 tokens keeps 97.3% as it
-# starts, after 131,000 tokens 97.2% at this rate, 96.6% at 1 / 3, 95.0% at 10 / 3 (from random weights 92.6%).
+# Of an indexer that starts from the model's own queries and keys, which training alone only takes away from.
 _BEGUN_RATIO = 1 / 30
+_INDEX_PARTS = 2
 _START_PIECES, _START_LENGTH = 16, 1_024
 _JUDGED = 2  # documents that tell how much attention a choice keeps
 
@@ -87,12 +87,15 @@ class Selecting(Checkpoint):
         return student, training
 
 
-def selecting(start: Start, selection: Selection, index_tokens: int | None, begin: Begin | None = None) -> Selecting:
+def selecting(
+    start: Start, sizes: Mapping[str, int | None], index_tokens: int | None, begin: Begin | None = None
+) -> Selecting:
     """The start of a student that is to select tokens.
 
     Args:
         start: what --student, --init and --start ask for.
-        selection: of tokens.
+        sizes: of the `Selection`; those that are None get their usual ones, of the indexer as many heads as the model
+            has and two parts.
         index_tokens: to teach the indexer on; if None, none with `begin`, else a default.
         begin: sets the indexer, where queries and keys are linear functions of what a layer reads.
 
@@ -106,6 +109,13 @@ def selecting(start: Start, selection: Selection, index_tokens: int | None, begi
         raise UsageError(
             f"--select-tokens: {start.inputs[0]} has {kind} attention; it is for grouped-query attention to all tokens"
         )
+    keys = start.shape.num_key_value_heads
+    given = {name: size for name, size in sizes.items() if size is not None}
+    selection = Selection(**{"heads": start.shape.num_attention_heads, "parts": min(_INDEX_PARTS, keys)} | given)
+    if selection.parts > keys:
+        raise UsageError(f"--index-parts is {selection.parts}; the model has {keys} key heads, more tell nothing more")
+    if selection.pairs is not None and selection.pairs > start.shape.head_dim // 2:
+        raise UsageError(f"--index-pairs is {selection.pairs}; a head has {start.shape.head_dim // 2}")
     try:
         shape = start.shape.with_changes(attention_kind="selected", selection=selection)
     except UsageError as error:

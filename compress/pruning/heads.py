@@ -237,6 +237,16 @@ def shared_pair(covariance_UU: Tensor, w_U: Tensor) -> SharedPair:
     return SharedPair(u_U.conj() * w_U / mean, u_U * mean / w_U)
 
 
+def shared_pairs(covariance_UU: Tensor, w_U: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` pairs that several are best linear functions of: arguments as of `shared_pair`.
+
+    Returns:
+        (`count`, U) these as functions of the several, and (U, `count`) the several as functions of these.
+    """
+    u_UC = torch.linalg.eigh(covariance_UU * w_U[:, None] * w_U).eigenvectors[:, -count:]
+    return u_UC.mH * w_U, u_UC / w_U[:, None]
+
+
 def roots_of(moments_XEE: Tensor) -> tuple[Tensor, Tensor]:
     """The square roots of positive semidefinite matrices, damped, and their inverses."""
     scale, basis = torch.linalg.eigh(moments_XEE)

@@ -20,7 +20,7 @@ Shape suffixes: D hidden_size, H query heads, K key/value heads, E head_dim, P r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -164,19 +164,23 @@ def shared_rotated_key(q_HED: Tensor, k_KED: Tensor, moment_DD: Tensor) -> tuple
         (P, D) complex rows of the key; (K, E, D) rows of the keys without it; (H, E, D) rows of queries.
     """
     queries_HPD, keys_KPD = as_complex(q_HED), as_complex(k_KED)
-    groups, moment = len(keys_KPD), moment_DD.to(keys_KPD.dtype)
-    energy_HP = ((queries_HPD @ moment) * queries_HPD.conj()).real.sum(dim=-1).clamp(min=0.0)
-    weight_KP = energy_HP.view(groups, -1, energy_HP.shape[1]).sum(dim=1).sqrt()
-    weight_KP = weight_KP.clamp(min=1e-6 * float(weight_KP.max()) or 1.0)
-    pairs = [
-        shared_pair(own_KD @ moment @ own_KD.mH, w_K)
-        for own_KD, w_K in zip(keys_KPD.unbind(dim=1), weight_KP.unbind(dim=1), strict=True)
-    ]
+    groups = len(keys_KPD)
+    pairs = [shared_pair(*pair) for pair in weighted_pairs(queries_HPD, keys_KPD, moment_DD)]
     read_KP, into_KP = (torch.stack(parts, dim=1) for parts in zip(*pairs, strict=True))
     rotated_PD = torch.einsum("kp,kpd->pd", read_KP, keys_KPD)
     left_KPD = keys_KPD - into_KP[..., None] * rotated_PD
     of_heads_HP = into_KP.conj().repeat_interleave(len(q_HED) // groups, dim=0)
     return rotated_PD, as_real(left_KPD), as_real(of_heads_HP[..., None] * queries_HPD)
+
+
+def weighted_pairs(queries_HPD: Tensor, keys_KPD: Tensor, moment_DD: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each rotary pair the key heads' covariance, (K, K), and how much their queries count, (K,)."""
+    moment = moment_DD.to(keys_KPD.dtype)
+    energy_HP = ((queries_HPD @ moment) * queries_HPD.conj()).real.sum(dim=-1).clamp(min=0.0)
+    weight_KP = energy_HP.view(len(keys_KPD), -1, energy_HP.shape[1]).sum(dim=1).sqrt()
+    weight_KP = weight_KP.clamp(min=1e-6 * float(weight_KP.max()) or 1.0)
+    for own_KD, w_K in zip(keys_KPD.unbind(dim=1), weight_KP.unbind(dim=1), strict=True):
+        yield own_KD @ moment @ own_KD.mH, w_K
 
 
 def _refit(reduced: SportsLLM, model: SportsLLM, wanted: Sequence[Tensor], samples: Sequence[Tensor]) -> None:

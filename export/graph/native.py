@@ -1,9 +1,10 @@
 """Which parts of a graph the kernels take, and how: each layer, its halves or the head become calls of functions.
 
 The operators are those of `export/kernels/library.cpp`: `DecoderLayer`, or else `DecoderAttention` and
-`DecoderFeedForward` (SwiGLU, or experts behind their router); `DecoderHead`. Of the first two the cache's type is a
-part of the name: `DecoderLayerHalf` over a float16 cache, `DecoderLayerInt8` over an INT8 one. A part is folded if its
-matrices are INT4 or INT8 in blocks; whatever is not stays as it is.
+`DecoderFeedForward` (SwiGLU, or experts behind their router); `SelectedAttention`, over the written cache;
+`DecoderHead`. Of the first two the cache's type is a part of the name: `DecoderLayerHalf` over a float16 cache,
+`DecoderLayerInt8` over an INT8 one. A part is folded if its matrices are INT4 or INT8 in blocks; whatever is not stays
+as it is.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from export import metadata
 from export.graph.builder import KERNELS, Builder, with_branches
 from export.graph.functions import Call, Functions
 from export.graph.positions import LAST, TOTAL
+from export.graph.selected import SELECTED
 from export.kernels.library import VERSION
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import SHARED, routed_names
-from sportsllm.models.kinds import HEAD, NORMS
+from sportsllm.models.kinds import HEAD, NORMS, block_state
+from sportsllm.models.selected import index_size
 
 MOST_BODIES = 8  # names that the library registers for each operator of a layer
 _BLOCKS = (32, 64, 128, 256)
@@ -86,6 +89,10 @@ def fold_model(graph: Builder, config: ModelConfig, residual: Sequence[Sequence[
 
     for layer in range(config.num_hidden_layers):
         model = config.of_layer(layer)
+        if model.attention_kind == "selected":
+            folded.attention += fold(partial(_selected, config=model, layer=layer), folded.reasons)
+            folded.feed_forward += fold(partial(_feed_forward, config=model, layer=layer), folded.reasons)
+            continue
         attention = partial(_layer, config=model, layer=layer, residual=residual, cached=cached)
         if fold(partial(attention, whole=True), []):
             folded.attention, folded.feed_forward = folded.attention + 1, folded.feed_forward + 1
@@ -217,6 +224,37 @@ def _layer(
         return Call(op, name, name, (f"{name}.",), inputs, outputs, attributes)
     prefixes = tuple(f"{name}.{start}" for start in (*NORMS.values(), "self_attn.", "self_attn/", "kept/"))
     return Call(op, f"{name}.self_attn", name, prefixes, inputs, outputs, attributes)
+
+
+def _selected(part: _Part, config: ModelConfig, layer: int) -> Call:
+    """The call of a layer's attention to selected tokens, from the written cache on.
+
+    Behind the kernel's inputs come what all layers share and the body alone reads.
+    """
+    base = f"model.layers.{layer}"
+    name, selection, nodes = f"{base}.self_attn/{SELECTED}", config.chosen_selection, part.nodes
+    states = zip(("key", "value", "index"), block_state(config), strict=True)
+    inputs: Inputs = {"query": nodes[f"{name}/one/query"].inputs[0]}
+    inputs |= {"index_query": nodes[f"{name}/one/chosen/query_rows"].inputs[0], "last": part.values[LAST]}
+    inputs |= {key: part.values[metadata.present_name(layer, state.name)] for key, state in states}
+    outputs = {"out": nodes[f"{name}/either"].outputs[0]}
+    own = [node for node in nodes.values() if str(node.name).startswith(f"{name}/")]
+    known = {*inputs.values(), *(value for node in own for value in node.outputs)}
+    shared = dict.fromkeys(value for node in own for value in node.inputs if value is not None and value not in known)
+    inputs |= {f"shared{n}": value for n, value in enumerate(v for v in shared if v.const_value is None)}
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    attributes: dict[str, int | float] = {
+        "num_heads": config.num_attention_heads,
+        "kv_num_heads": config.num_key_value_heads,
+        "head_size": config.head_dim,
+        "index_heads": selection.heads,
+        "index_size": index_size(config),
+        "block_size": selection.block,
+        "blocks": selection.blocks,
+        "newest_blocks": selection.newest,
+        "scale": float(scale),
+    }
+    return Call("SelectedAttention", name, base, (f"{name}/",), inputs, outputs, attributes)
 
 
 def _feed_forward(part: _Part, config: ModelConfig, layer: int) -> Call | None:

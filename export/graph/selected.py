@@ -5,7 +5,8 @@ back. Then one new token scores the index keys, takes the best blocks and reads 
 alone. A piece of a prompt goes through GroupQueryAttention, with a bias that hides what is not chosen. As long as no
 more tokens are there than are chosen, all of them are.
 Shape suffixes: B sequences, T new tokens, S tokens of the longest sequence with the new ones, L room in the cache,
-H query heads, K key/value heads, G = H / K, J index heads, E head_dim, N blocks, C chosen blocks, X tokens in them.
+H query heads, K key/value heads, G = H / K, E head_dim, J index heads, I their size, N blocks, C chosen blocks, X
+tokens in them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from export.graph.int8_cache_prefill import group_query_attention
 from export.graph.layer import LayerBuilder
 from export.graph.positions import position_ids, rows_and_places
 from sportsllm.models.parts import HIDDEN
+from sportsllm.models.selected import index_pairs, index_size
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
+SELECTED = "selected"
+"""In the names of a layer's nodes between the written cache and what is attended."""
 _LEAST = np.array(np.finfo(np.float32).min, np.float32)
 
 
@@ -32,7 +36,8 @@ class SelectedAttention(OrtGroupedQuery):
     def __init__(self, layers: LayerBuilder, half: str) -> None:
         super().__init__(layers, half)
         graph, selection = self.graph, self.config.chosen_selection
-        self._selection = selection
+        self._selection, own = selection, self.config.attention_scale
+        self._scale = self.config.head_dim**-0.5 if own is None else float(own)
         zero, one = graph.constant("zero", np.array(0, np.int64)), graph.constant("one", np.array(1, np.int64))
         self._ids_BT = position_ids(graph, "selected", self._seqlens_k, layers.sequences.tokens_BT)
         last = graph.node("selected/last", "ReduceMax", [self._ids_BT], keepdims=0)
@@ -60,30 +65,43 @@ class SelectedAttention(OrtGroupedQuery):
             "selected/kept", "Or", [new_BTN, graph.node("selected/is_first", "Equal", [blocks_N, zero])]
         )
         self._later_BTN = graph.node("selected/later", "Greater", [blocks_N, own_BT1])
+        tokens_S = graph.node("selected/token_numbers", "Range", [zero, length, one])
+        unseen_BTS = graph.node("selected/unseen", "Greater", [tokens_S, places_BT1])
+        self._unseen_BT1S = graph.node("selected/unseen_heads", "Unsqueeze", [unseen_BTS, graph.axis(2)])
         whole = graph.node("selected/whole", "Mul", [count, size])
         missing = graph.node("selected/missing", "Sub", [whole, length])
         self._missing = graph.node("selected/missing_list", "Unsqueeze", [missing, graph.axis(0)])
+        pairs = self.config.head_dim // 2
+        begin, end = (
+            graph.constant(f"selected/{word}_pair", np.array([n], np.int64))
+            for word, n in (("first", pairs - index_pairs(self.config)), ("last", pairs))
+        )
+        self._slower = [
+            graph.node(f"selected/slower_{table.name}", "Slice", [table, begin, end, graph.axis(1)])
+            for table in self._tables[0]
+        ]
         self._cached_rows: tuple[ir.Value, ir.Value] | None = None
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
-        graph, config, name = self.graph, self.config, self.name(layer)
-        query, key, value, index_q, index_k, weights = self.products(layer, HIDDEN, x_BTD)
+        graph, config, name, selection = self.graph, self.config, self.name(layer), self._selection
+        query, key, value, index_q, index_k = self.products(layer, HIDDEN, x_BTD)
         tables = self._tables[layer]
         query = self._prepare_heads(f"{name}.q", query, config.num_attention_heads, self._ids_BT, tables)
         key = self._prepare_heads(f"{name}.k", key, config.num_key_value_heads, self._ids_BT, tables)
-        index_q = self._rotated(f"{name}.index_q", index_q, self._selection.heads, self._ids_BT, tables)
-        index_k = self._rotated(f"{name}.index_k", index_k, 1, self._ids_BT, tables)
-        index = graph.node(f"{name}/index_present", "ScatterND", [past[2], self._where_BT2, index_k])
+        index_q = self._slowly_rotated(f"{name}.index_q", index_q, selection.heads * selection.parts)
+        index_k = self._slowly_rotated(f"{name}.index_k", index_k, selection.parts)
         first_BK1, where_BKT3 = self._rows_of_heads(past[0])
+        index = graph.node(f"{name}/index_present", "ScatterND", [past[2], self._where_BT2, index_k])
         by_head = graph.constant("selected/by_head", np.array([0, 0, -1, config.head_dim], np.int64))
         presents = []
         for part, new, old in zip("kv", (key, value), past, strict=False):
             new_BTKE = graph.node(f"{name}.{part}/heads", "Reshape", [new, by_head])
             new_BKTE = graph.node(f"{name}.{part}/by_head", "Transpose", [new_BTKE], perm=[0, 2, 1, 3])
             presents.append(graph.node(f"{name}.{part}/present", "ScatterND", [old, where_BKT3, new_BKTE]))
-        parts, scored = (query, key, value), (index_q, index, weights)
+        parts, scored = (query, key, value), (index_q, index)
+        name = f"{name}/{SELECTED}"
         (attended,) = graph.if_else(
-            f"{name}/attention_either",
+            f"{name}/either",
             self._alone,
             {
                 "then_branch": lambda: [self._single(f"{name}/one", query, scored, presents, first_BK1)],
@@ -92,6 +110,10 @@ class SelectedAttention(OrtGroupedQuery):
             {f"{name}/attended": FLOAT},
         )
         return attended, [*presents, index]
+
+    def _slowly_rotated(self, name: str, x: ir.Value, parts: int) -> ir.Value:
+        sizes = {"num_heads": parts, "rotary_embedding_dim": 2 * index_pairs(self.config)}
+        return self.graph.node(f"{name}_rotary", "RotaryEmbedding", [x, self._ids_BT, *self._slower], MS, **sizes)
 
     def _piece(
         self, name: str, parts: Sequence[ir.Value], scored: Sequence[ir.Value], presents: Sequence[ir.Value]
@@ -146,39 +168,38 @@ class SelectedAttention(OrtGroupedQuery):
         return graph.node(f"{name}/joined_shape", "Concat", [size[0], one, size[1], rest], axis=0)
 
     def _choice(self, name: str, scored: Sequence[ir.Value]) -> tuple[ir.Value, ir.Value]:
-        """Numbers of the chosen blocks, (B, T, C), and the scores that they were chosen by, (B, T, N)."""
-        graph, selection, size = self.graph, self._selection, self.config.head_dim
-        index_q, index_BLE, weights = scored
+        """Numbers of the chosen blocks, (B, T, C), and the shares that they were chosen by, (B, T, N)."""
+        graph, selection = self.graph, self._selection
+        index_q, index_BLI = scored
         begin = graph.constant("cache/begin", np.array([0], np.int64))
-        filled_BSE = graph.node(f"{name}/filled", "Slice", [index_BLE, begin, self._length_S, graph.axis(1)])
-        rows = graph.constant("selected/query_rows", np.array([0, -1, size], np.int64))
-        query_BYE = graph.node(f"{name}/query_rows", "Reshape", [index_q, rows])  # Y = T J
-        heads_BYS = graph.node(f"{name}/by_head", "FusedMatMul", [query_BYE, filled_BSE], MS, transB=1)
-        positive = graph.node(f"{name}/positive", "Relu", [heads_BYS])
-        # (B, T, 1, J) by (B, T, J, S)
-        width = graph.node(f"{name}/width", "Shape", [filled_BSE], start=1, end=2)
+        filled_BSI = graph.node(f"{name}/filled", "Slice", [index_BLI, begin, self._length_S, graph.axis(1)])
+        rows = graph.constant("selected/query_rows", np.array([0, -1, index_size(self.config)], np.int64))
+        query_BYI = graph.node(f"{name}/query_rows", "Reshape", [index_q, rows])  # Y = T J
+        scores_BYS = graph.node(
+            f"{name}/by_head", "FusedMatMul", [query_BYI, filled_BSI], MS, transB=1, alpha=self._scale
+        )
+        width = graph.node(f"{name}/width", "Shape", [filled_BSI], start=1, end=2)
         lead = [graph.node(f"{name}/lead_{axis}", "Shape", [index_q], start=axis, end=axis + 1) for axis in (0, 1)]
         count = graph.constant("selected/heads", np.array([selection.heads], np.int64))
         apart = graph.node(f"{name}/apart", "Concat", [*lead, count, width], axis=0)
-        heads_BTJS = graph.node(f"{name}/heads", "Reshape", [positive, apart])
-        factor = graph.constant("selected/scale", np.array((selection.heads * size) ** -0.5, np.float32))
-        scaled = graph.node(f"{name}/weights", "Mul", [weights, factor])
-        weights_BT1J = graph.node(f"{name}/weights_row", "Unsqueeze", [scaled, graph.axis(2)])
-        scores_BT1S = graph.node(f"{name}/scores", "MatMul", [weights_BT1J, heads_BTJS])
-        # To whole blocks
-        none = graph.constant("selected/no_pads", np.array([0] * 7, np.int64))
-        pads = graph.node(f"{name}/pads", "Concat", [none, self._missing], axis=0)
+        scores_BTJS = graph.node(f"{name}/heads", "Reshape", [scores_BYS, apart])
         least = graph.constant("selected/least", _LEAST)
-        padded = graph.node(f"{name}/padded", "Pad", [scores_BT1S, pads, least])
+        seen_BTJS = graph.node(f"{name}/seen", "Where", [self._unseen_BT1S, least, scores_BTJS])
+        shares_BTJS = graph.node(f"{name}/head_shares", "Softmax", [seen_BTJS], axis=-1)
+        shares_BTS = graph.node(f"{name}/shares", "ReduceSum", [shares_BTJS, graph.axis(2)], keepdims=0)
+        # To whole blocks
+        none = graph.constant("selected/no_pads", np.array([0] * 5, np.int64))
+        pads = graph.node(f"{name}/pads", "Concat", [none, self._missing], axis=0)
+        padded = graph.node(f"{name}/padded", "Pad", [shares_BTS, pads])
         block, rest = (
             graph.constant(f"selected/{word}_list", np.array([n], np.int64))
             for word, n in (("block", selection.block), ("rest", -1))
         )
         blocks = graph.node(f"{name}/blocks_shape", "Concat", [*lead, rest, block], axis=0)
         by_block = graph.node(f"{name}/by_block", "Reshape", [padded, blocks])
-        scores_BTN = graph.node(f"{name}/block_scores", "ReduceLogSumExp", [by_block, graph.axis(3)], keepdims=0)
+        shares_BTN = graph.node(f"{name}/block_shares", "ReduceSum", [by_block, graph.axis(3)], keepdims=0)
         most = graph.constant("selected/most", -_LEAST)
-        kept = graph.node(f"{name}/with_kept", "Where", [self._kept_BTN, most, scores_BTN])
+        kept = graph.node(f"{name}/with_kept", "Where", [self._kept_BTN, most, shares_BTN])
         ranked = graph.node(f"{name}/ranked", "Where", [self._later_BTN, least, kept])
         number = graph.constant("selected/chosen_blocks", np.array([selection.blocks], np.int64))
         outputs = [f"{name}/best_scores", f"{name}/best"]
@@ -221,8 +242,9 @@ class SelectedAttention(OrtGroupedQuery):
         )
         grouped = graph.constant("selected/grouped", np.array([0, shared, -1, size], np.int64))
         query_BKGE = graph.node(f"{name}/query", "Reshape", [query, grouped])
-        scale = size**-0.5 if config.attention_scale is None else float(config.attention_scale)
-        scores = graph.node(f"{name}/attention_scores", "FusedMatMul", [query_BKGE, keys], MS, transB=1, alpha=scale)
+        scores = graph.node(
+            f"{name}/attention_scores", "FusedMatMul", [query_BKGE, keys], MS, transB=1, alpha=self._scale
+        )
         real_B11X = graph.node(f"{name}/real_heads", "Unsqueeze", [real_B1X, graph.axis(1)])
         least = graph.constant("selected/least", _LEAST)
         masked = graph.node(f"{name}/real_scores", "Where", [real_B11X, scores, least])

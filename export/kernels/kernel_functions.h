@@ -518,6 +518,51 @@ static void attend(const float* const* queries, const int64_t* limits, int64_t n
   function(queries, limits, n, cached, begin, end, size, scores, out, largest, total);
 }
 
+// Scores of sixteen heads, one a lane, for each of KEYS keys.
+template <int KEYS>
+static inline void lane_scores(const float* queries, const float* keys, int64_t size, float* out) {
+  F t[KEYS];
+  for (int i = 0; i < KEYS; ++i) t[i] = zero();
+  for (int64_t e = 0; e < size; ++e) {
+    const F q = load(queries + e * 16);
+    for (int i = 0; i < KEYS; ++i) t[i] = fma(set1(keys[i * size + e]), q, t[i]);
+  }
+  for (int i = 0; i < KEYS; ++i) store(out + i * 16, t[i]);
+}
+
+static void index_part(const float* queries, const float* keys, int64_t begin, int64_t end, int64_t size, int64_t block,
+                       float* scores, float* sums, float* largest, float* total) {
+  const int64_t count = end - begin;
+  const float* first = keys + begin * size;
+  int64_t s = 0;
+  for (; s + 4 <= count; s += 4) lane_scores<4>(queries, first + s * size, size, scores + s * 16);
+  for (; s < count; ++s) lane_scores<1>(queries, first + s * size, size, scores + s * 16);
+  F top = load(scores), all = zero();
+  for (s = 1; s < count; ++s) top = max(top, load(scores + s * 16));
+  for (int64_t start = 0, b = 0; start < count; start += block, ++b) {
+    F of_block = zero();
+    for (s = start; s < std::min(count, start + block); ++s) of_block = add(of_block, exponential(sub(load(scores + s * 16), top)));
+    store(sums + b * 16, of_block);
+    all = add(all, of_block);
+  }
+  store(largest, top);
+  store(total, all);
+}
+
+static void add_shares(const float* sums, const float* largest, const float* total, int64_t parts, int64_t step,
+                       int64_t blocks, int64_t heads, float* shares) {
+  F top = load(largest), all = zero();
+  for (int64_t p = 1; p < parts; ++p) top = max(top, load(largest + p * 16));
+  for (int64_t p = 0; p < parts; ++p) all = fma(exponential(sub(load(largest + p * 16), top)), load(total + p * 16), all);
+  for (int64_t p = 0; p < parts; ++p) {
+    alignas(64) float factor[16];
+    store(factor, div(exponential(sub(load(largest + p * 16), top)), all));
+    for (int64_t h = heads; h < 16; ++h) factor[h] = 0;
+    const F of_part = load(factor);
+    for (int64_t b = p * step; b < std::min(blocks, (p + 1) * step); ++b) shares[b] += sum(mul(of_part, load(sums + b * 16)));
+  }
+}
+
 static void join(const float* parts, const float* largest, const float* total, int64_t count, int64_t size,
                  float* out) {
   float top = -INFINITY;
@@ -540,7 +585,7 @@ static void join(const float* parts, const float* largest, const float* total, i
 
 static const sportsllm::Variant& functions(const char* name) {
   static const sportsllm::Variant all = {name,   rms_norm, round, sum_blocks, product, round_prompt, product_prompt, rotate,
-                                         swiglu, add,      scale, to_int8,    to_half, attend,       join};
+                                         swiglu, add,      scale, to_int8,    to_half, attend,       index_part, add_shares, join};
   return all;
 }
 

@@ -98,6 +98,14 @@ struct Variant {
   // out (n, E) is divided by nothing: the weights are exp(score - largest[i]) and total[i] is their sum.
   void (*attend)(const float* const* queries, const int64_t* limits, int64_t n, const Cached& cached, int64_t begin,
                  int64_t end, int64_t size, float* scores, float* out, float* largest, float* total);
+  // Of sixteen heads, whose queries lie as (size, 16), and keys [begin, end) of `size` numbers: exp(score - largest), as
+  // sums over each block of the keys and over all, (blocks, 16) and (16). Scores hold sixteen for each key.
+  void (*index_part)(const float* queries, const float* keys, int64_t begin, int64_t end, int64_t size, int64_t block,
+                     float* scores, float* sums, float* largest, float* total);
+  // Joins such parts, each of `step` blocks but the last: adds each block's share of attention, the sum over the first
+  // `heads`, to shares.
+  void (*add_shares)(const float* sums, const float* largest, const float* total, int64_t parts, int64_t step,
+                     int64_t blocks, int64_t heads, float* shares);
   // Joins parts of attention over parts of the cache: (parts, E), each with its largest score and total.
   void (*join)(const float* parts, const float* largest, const float* total, int64_t count, int64_t size, float* out);
 };

@@ -10,6 +10,7 @@
 
 #include "feed_forward.h"
 #include "layer.h"
+#include "selected.h"
 #include "ort_api.h"
 #include "runtime.h"
 #include "version.h"
@@ -231,6 +232,63 @@ class FeedForward {
   FeedForwardWeights weights_;
 };
 
+// Inputs of `SelectedAttention`: those of the enum; behind them come what the portable body reads, which is not used here.
+class Selected {
+ public:
+  Selected(ort::Table table, const ort::KernelInfo* info, const Operator&) : runtime_(table) {
+    SelectedShape& s = shape_;
+    s.heads = runtime_.whole(info, "num_heads"), s.kv_heads = runtime_.whole(info, "kv_num_heads");
+    s.head_size = runtime_.whole(info, "head_size"), s.index_heads = runtime_.whole(info, "index_heads");
+    s.index_size = runtime_.whole(info, "index_size"), s.block = runtime_.whole(info, "block_size");
+    s.blocks = runtime_.whole(info, "blocks"), s.newest = runtime_.whole(info, "newest_blocks");
+    s.scale = runtime_.real(info, "scale");
+    for (int64_t size : {s.heads, s.kv_heads, s.head_size, s.index_heads, s.index_size, s.block, s.blocks, s.newest}) {
+      require(size > 0 && size <= kLargest, "sizes must be from 1 to " + std::to_string(kLargest));
+    }
+    require(s.heads % s.kv_heads == 0, "heads disagree: " + std::to_string(s.heads) + " on " + std::to_string(s.kv_heads));
+    require(s.blocks - s.newest >= 2, std::to_string(s.blocks) + " blocks, the newest " + std::to_string(s.newest) +
+                                          " among them: there is nothing to choose");
+  }
+
+  void compute(ort::KernelContext* context) const {
+    const SelectedShape& s = shape_;
+    SelectedInputs in;
+    const Tensor query = runtime_.input(context, kQuery), index_query = runtime_.input(context, kIndexQuery);
+    const Tensor last = runtime_.input(context, kLast);
+    require(query.shape.size() == 3, "queries have shape " + text(query.shape));
+    in.batch = query.shape[0], in.tokens = query.shape[1], in.room = dimension(runtime_.input(context, kKey), 2);
+    const auto floats = [](const Tensor& found, const std::vector<int64_t>& expected) {
+      require(found.type == ort::kFloat && found.shape == expected, "an input has shape " + text(found.shape) + ", or another type");
+      return static_cast<const float*>(found.data);
+    };
+    in.query = floats(query, {in.batch, in.tokens, s.heads * s.head_size});
+    in.index_query = floats(index_query, {in.batch, in.tokens, s.index_heads * s.index_size});
+    const std::vector<int64_t> heads = {in.batch, s.kv_heads, in.room, s.head_size};
+    in.key = floats(runtime_.input(context, kKey), heads), in.value = floats(runtime_.input(context, kValue), heads);
+    in.index_key = floats(runtime_.input(context, kIndexKey), {in.batch, in.room, s.index_size});
+    require(last.type == ort::kInt32 && last.shape == std::vector<int64_t>{in.batch}, "lengths have shape " + text(last.shape));
+    in.last = static_cast<const int32_t*>(last.data);
+    for (int64_t b = 0; b < in.batch; ++b) {
+      const int64_t end = std::max<int64_t>(in.tokens, int64_t{in.last[b]} + 1);
+      require(in.last[b] >= 0 && end <= in.room,
+              "a sequence of " + std::to_string(end) + " tokens; the cache has room for " + std::to_string(in.room));
+    }
+    in.out = static_cast<float*>(runtime_.output(context, 0, query.shape));
+    if (in.batch * in.tokens == 0) return;
+    Runtime::Call call = {&runtime_, context};
+    run_selected(s, in, &scratch_of_thread(), &Runtime::parallel, &call);
+  }
+
+  const Runtime& runtime() const { return runtime_; }
+
+ private:
+  static constexpr int64_t kLargest = 1 << 20;
+  enum Input { kQuery, kIndexQuery, kLast, kKey, kValue, kIndexKey };
+
+  Runtime runtime_;
+  SelectedShape shape_;
+};
+
 const Operator& self(const ort::CustomOp* op) { return *reinterpret_cast<const Operator*>(op); }
 
 template <typename Kernel>
@@ -296,6 +354,17 @@ Operator feed_forward_operator(int structure) {
   return op;
 }
 
+Operator selected_operator(int structure) {
+  Operator op;
+  op.base = functions<Selected>();
+  op.name = numbered("SelectedAttention", structure);
+  op.inputs.assign(6, ort::kFloat), op.presence.assign(6, ort::kRequired);
+  op.inputs[2] = ort::kInt32;
+  op.inputs.push_back(ort::kAny), op.presence.push_back(ort::kVariadic);
+  op.outputs = {ort::kFloat};
+  return op;
+}
+
 Operator head_operator() {
   Operator op;
   op.base = functions<Head>();
@@ -332,6 +401,7 @@ EXPORTED ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort:
           for (bool attention_alone : {false, true}) all->push_back(layer_operator(i, type, attention_alone));
         }
         all->push_back(feed_forward_operator(i));
+        all->push_back(selected_operator(i));
       }
       all->push_back(head_operator());
       return all;

@@ -85,6 +85,9 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
         limits = inputs.exact_limits(expected, read)
         if not inputs.rounds:
             passes = _exact_passes(deployed, inputs, expected, limits)
+            if native_library(export) is not None:
+                native = OnnxDecoder(export, threads, kernels="native")
+                passes += _exact_passes(native, inputs, expected, limits, "native")
             deployed_limits = DEPLOYED["fp16"]  # of another provider: GPUs may multiply with fewer bits
             passes += _provider_pass(export, threads, provider, sequences, expected, deployed_limits)
         else:
@@ -165,14 +168,16 @@ def _rounded_per_row(model: SportsLLM) -> SportsLLM:
     return changed
 
 
-def _exact_passes(decoder: OnnxDecoder, inputs: GateInputs, expected: Sequence[Logits], limits: Limits) -> list[Pass]:
+def _exact_passes(
+    decoder: OnnxDecoder, inputs: GateInputs, expected: Sequence[Logits], limits: Limits, name: str = "exact"
+) -> list[Pass]:
     """The exact pass; where tokens are selected also one as far as all are, since a turned choice widens the first."""
     selection, sequences = inputs.config.selection, inputs.sequences
     if selection is None:
-        return [run_pass("exact", decoder, sequences, expected, limits)]
+        return [run_pass(name, decoder, sequences, expected, limits)]
     seen = [sequence[: selection.tokens] for sequence in sequences]
     wanted = [logits_TV[: selection.tokens] for logits_TV in expected]
     return [
-        run_pass("exact", decoder, sequences, expected, SELECTED),
-        run_pass("exact, all selected", decoder, seen, wanted, limits),
+        run_pass(name, decoder, sequences, expected, SELECTED),
+        run_pass(f"{name}, all selected", decoder, seen, wanted, limits),
     ]

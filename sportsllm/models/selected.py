@@ -1,15 +1,18 @@
-"""Grouped-query attention to a few chosen blocks of tokens; an indexer of low rank chooses them
-(DeepSeek-V3.2's lightning indexer, https://arxiv.org/abs/2512.02556, by blocks instead of single tokens).
+"""Grouped-query attention to a few chosen blocks of tokens; an indexer of low rank chooses them, as DeepSeek-V3.2's
+lightning indexer does (https://arxiv.org/abs/2512.02556), by blocks and by shares of attention.
 
-    score(t, s) = (J E) ** -0.5 * sum over j of w_tj relu(q_tj . k_s)          J small heads, one key k_s a token
-    score(t, b) = log(sum over s in block b of exp(score(t, s)))
-    chosen      = the first block, the newest ones and the others of the highest scores, `blocks` in all
-    y           = grouped-query attention to the tokens of the chosen blocks up to t
+    share_j(t, s) = softmax over s up to t of q_tj . k_s * scale               J index heads, one key k_s a token
+    share(t, b)   = mean over j of the sum over s in block b of share_j(t, s)
+    chosen        = the first block, the newest ones and the others of the largest shares, `blocks` in all
+    y             = grouped-query attention to the tokens of the chosen blocks up to t
+
+The index key has some parts, each with the slowest of a head's rotary pairs, or all.
 
 Blocks lie side by side from token 0 on. A query that sees no more than `tokens` tokens attends to all of them. Beside
 keys and values the index key is cached. The choice passes no gradient: the indexer learns from attention itself, see
 `sportsllm.models.selection.index_loss`.
-Shape suffixes: B sequences, T new tokens, D hidden_size, H query heads, K key/value heads, J index heads, E head_dim.
+Shape suffixes: B sequences, T new tokens, D hidden_size, H query heads, K key/value heads, E head_dim, J index heads,
+I their size, P rotary pairs (E / 2).
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
     from sportsllm.models.selection import Document
 
-INDEX = ("index_q_proj", "index_k_proj", "index_weights_proj")
-"""The indexer's matrices: queries of all heads, the key, and the heads' weights."""
+INDEX = ("index_q_proj", "index_k_proj")
+"""The indexer's matrices: queries of all heads, and the key."""
 STATES = ("selected_key", "selected_value", "selected_index")
 _NEWEST_SHARE = 4  # of the chosen blocks, one in so many is among the newest
 _LEAST_BLOCKS = 4  # the first, two of the newest, and one that the indexer chooses
@@ -39,21 +42,27 @@ _LEAST_BLOCKS = 4  # the first, two of the newest, and one that the indexer choo
 
 @dataclass(frozen=True)
 class Selection:
-    """How many tokens are chosen, in blocks of what size, and by how many index heads.
+    """How many tokens are chosen, in blocks of what size, and by what indexer.
 
     Attributes:
         tokens: that a query attends to at most, itself included.
         block: consecutive tokens that are chosen as a whole.
-        heads: of the indexer; each is as wide as a head of attention.
+        heads: of the indexer.
+        parts: of the index key, and of each of these heads.
+        pairs: rotary pairs of a part, the slowest of a head's; all if None.
     """
 
     tokens: int = 512
     block: int = 16
     heads: int = 4
+    parts: int = 1
+    pairs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "block", "heads"):
+        for name in ("tokens", "block", "heads", "parts", "pairs"):
             value = getattr(self, name)
+            if name == "pairs" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"config: selection: {name} is {value!r}; it must be a whole number of at least 1")
         if self.tokens % self.block or self.blocks < _LEAST_BLOCKS:
@@ -87,27 +96,26 @@ class Selected(GroupedQuery):
                 )
 
     def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
-        hidden, heads, size = config.hidden_size, config.chosen_selection.heads, config.head_dim
+        hidden, heads, size = config.hidden_size, config.chosen_selection.heads, index_size(config)
         *read, out = super().matrices(config)
-        queries, key, weights = INDEX
+        queries, key = INDEX
         return (
             *read,
             Matrix(queries, heads * size, hidden, "index_head", HIDDEN, HIDDEN),
             Matrix(key, size, hidden, "index_key", HIDDEN, HIDDEN),
-            Matrix(weights, heads, hidden, "index_head", HIDDEN, HIDDEN),
             out,
         )
 
     def units(self, config: ModelConfig) -> tuple[Unit, ...]:
         """Those of grouped-query attention; the indexer stays whole."""
-        heads, size = config.chosen_selection.heads, config.head_dim
+        heads, size = config.chosen_selection.heads, index_size(config)
         index = Unit("index_head", "selection", heads, size), Unit("index_key", "selection", 1, size)
         return *super().units(config), *index
 
     def state(self, config: ModelConfig) -> tuple[State, ...]:
         shape = (config.num_key_value_heads, config.head_dim)
         key, value, index = STATES
-        return State(key, shape), State(value, shape), State(index, (config.head_dim,))
+        return State(key, shape), State(value, shape), State(index, (index_size(config),))
 
     def mixing_macs(self, config: ModelConfig, depth: int) -> int:
         """Attention to the chosen tokens, and the indexer's scores of all."""
@@ -122,15 +130,15 @@ class Selected(GroupedQuery):
         return super().mixing_macs(config, depth) + index
 
     def _index_macs(self, config: ModelConfig, depth: int) -> int:
-        return config.chosen_selection.heads * (config.head_dim + 1) * depth
+        return config.chosen_selection.heads * (index_size(config) + 1) * depth
 
     def activation_bytes(self, config: ModelConfig, mixed: bool, processor: Processor) -> int:
-        """Of the indexer its queries, key and weights, and their float32 copies; see `index_loss` for scores."""
-        numbers = (config.chosen_selection.heads + 1) * config.head_dim + config.chosen_selection.heads
+        """Of the indexer its queries and key, and their float32 copies; see `index_loss` for scores."""
+        numbers = (config.chosen_selection.heads + 1) * index_size(config)
         return super().activation_bytes(config, mixed, processor) + numbers * (4 + (2 if mixed else 4))
 
     def tensors(self, config: ModelConfig) -> tuple[Matrix | Activation, ...]:
-        heads, size = config.chosen_selection.heads, config.head_dim
+        heads, size = config.chosen_selection.heads, index_size(config)
         *read, scores, output, out = super().tensors(config)
         made = [item for item in self.matrices(config) if item.name in INDEX]
         return (
@@ -156,21 +164,21 @@ class Selected(GroupedQuery):
         from sportsllm.models.selection import attend_selected, index_loss
 
         config, layer, (batch, new, _) = half.config, half.layer, x_BTD.shape
-        *heads, index_q_BTJE, index_k_BTE, weights = parts = document_parts(half, x_BTD, rope)
+        *heads, index_q_BTJI, index_k_BTI = parts = document_parts(half, x_BTD, rope)
         losses: list[Tensor] = []
 
         def attend_one(*parts: Tensor) -> Tensor:
             """(n, ...) parts of one document; (n, H, E)."""
             document = document_of(config, [part[None] for part in parts])
-            if half.training and document.index_q_BTJE.requires_grad:
+            if half.training and document.index_q_BTJI.requires_grad:
                 losses.append(index_loss(document))
             return attend_selected(document)[0]
 
         if cache is not None:
             past = cache.length
             _, k, v = (part.transpose(1, 2) for part in heads)
-            k, v, index_k = cache.append(layer, k, v, index_k_BTE)
-            cached = heads[0], k.transpose(1, 2), v.transpose(1, 2), index_q_BTJE, index_k, weights
+            k, v, index_k = cache.append(layer, k, v, index_k_BTI)
+            cached = heads[0], k.transpose(1, 2), v.transpose(1, 2), index_q_BTJI, index_k
             y = attend_selected(document_of(config, cached, past))
         elif documents is None and not half.training:
             y = attend_selected(document_of(config, parts))
@@ -181,21 +189,34 @@ class Selected(GroupedQuery):
         return cast("Tensor", half.o_proj(y.flatten(2)))
 
 
+def index_pairs(config: ModelConfig) -> int:
+    """Rotary pairs of a part of the index key, the last of P."""
+    own, whole = config.chosen_selection.pairs, config.head_dim // 2
+    return whole if own is None else min(own, whole)
+
+
+def index_size(config: ModelConfig) -> int:
+    """I, the size of an index head and of the index key."""
+    return config.chosen_selection.parts * 2 * index_pairs(config)
+
+
 def document_parts(half: Any, x_BTD: Tensor, rope: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of new tokens: queries, keys and values, (B, T, heads, E); index queries (B, T, J, E), keys (B, T, E) and weights
-    (B, T, J).
-    """
+    """Of new tokens: queries, keys and values, (B, T, heads, E); index queries (B, T, J, I) and keys (B, T, I)."""
     from sportsllm.models.attention import rotate
 
-    queries, key, weights = (half.get_submodule(name)(x_BTD.detach()) for name in INDEX)
-    index_q_BTJE = rotate(queries.view(*x_BTD.shape[:2], -1, half.config.head_dim), rope[:2])
-    index_k_BTE = rotate(key.unsqueeze(2), rope[:2]).squeeze(2)
-    return (*read_heads(half, x_BTD, rope), index_q_BTJE, index_k_BTE, weights)
+    (batch, new), pairs = x_BTD.shape[:2], index_pairs(half.config)
+    slower = [table[..., -pairs:] for table in rope[:2]]
+    queries, key = (
+        rotate(half.get_submodule(name)(x_BTD.detach()).view(batch, new, -1, 2 * pairs), slower).flatten(2)
+        for name in INDEX
+    )
+    heads = half.config.chosen_selection.heads
+    return (*read_heads(half, x_BTD, rope), queries.view(batch, new, heads, -1), key)
 
 
 def document_of(config: ModelConfig, parts: Sequence[Tensor], past: int = 0) -> Document:
-    """Of queries, keys, values, index queries, index keys and index weights."""
+    """Of queries, keys, values, index queries and index keys."""
     from sportsllm.models.selection import Document
 
-    q_BTHE, k_BLKE, v_BLKE, index_q_BTJE, index_k_BLE, index_w_BTJ = parts
-    return Document(config, q_BTHE, k_BLKE, v_BLKE, index_q_BTJE, index_k_BLE, index_w_BTJ, past)
+    q_BTHE, k_BLKE, v_BLKE, index_q_BTJI, index_k_BLI = parts
+    return Document(config, q_BTHE, k_BLKE, v_BLKE, index_q_BTJI, index_k_BLI, past)

@@ -2,13 +2,13 @@
 
 See `sportsllm.models.selected` for the formulas.
 Shape suffixes: B sequences, T new tokens, L tokens with the cached ones, N blocks, R sampled queries, H query heads,
-K key/value heads, J index heads, E head_dim.
+K key/value heads, J index heads, I their size, E head_dim, X heads of either.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from sportsllm.models.attention import Scores, attend, attend_last
 from sportsllm.models.config import ModelConfig
 
 _ROWS = 256  # queries whose index scores exist at once
+_LEAST_SHARE = 1e-30
 LOSS_ROWS = 128
 """Queries of a document whose attention the indexer learns; all of them would take L^2 scores."""
 
@@ -28,9 +29,8 @@ class Document(NamedTuple):
     q_BTHE: Tensor
     k_BLKE: Tensor
     v_BLKE: Tensor
-    index_q_BTJE: Tensor
-    index_k_BLE: Tensor
-    index_w_BTJ: Tensor
+    index_q_BTJI: Tensor
+    index_k_BLI: Tensor
     past: int = 0
 
     @property
@@ -38,39 +38,46 @@ class Document(NamedTuple):
         """L."""
         return self.k_BLKE.shape[1]
 
+    def places(self, rows: slice | Tensor) -> Tensor:
+        """Of some new tokens, (R,)."""
+        return torch.arange(self.length - self.past, device=self.q_BTHE.device)[rows] + self.past
 
-def index_scores(q_BTJE: Tensor, k_BLE: Tensor, w_BTJ: Tensor) -> Tensor:
-    """score(t, s) of all tokens, later ones included, (B, T, L) float32."""
-    heads, size = q_BTJE.shape[2:]
-    with torch.autocast(q_BTJE.device.type, enabled=False):
-        q_BJTE, k_B1EL = q_BTJE.float().transpose(1, 2), k_BLE.float().transpose(1, 2).unsqueeze(1)
-        w_BJT1 = w_BTJ.float().transpose(1, 2).unsqueeze(-1) * (heads * size) ** -0.5
-        return cast(Tensor, (torch.relu(q_BJTE @ k_B1EL) * w_BJT1).sum(dim=1))
+    @property
+    def scale(self) -> float:
+        """Of the scores of attention, and of the indexer's."""
+        own = self.config.attention_scale
+        return self.config.head_dim**-0.5 if own is None else own
 
 
-def by_block(scores_BTL: Tensor, block: int) -> Tensor:
-    """score(t, b), (B, T, N); the last block may be a part of one."""
-    missing = -scores_BTL.shape[-1] % block
-    padded = torch.nn.functional.pad(scores_BTL, (0, missing), value=-math.inf)
-    return padded.view(*padded.shape[:-1], -1, block).logsumexp(dim=-1)
+def index_shares(document: Document, rows: slice | Tensor) -> Tensor:
+    """share(t, b) of some new tokens, (B, R, N) float32."""
+    with torch.autocast(document.q_BTHE.device.type, enabled=False):
+        q_BJRI = document.index_q_BTJI[:, rows].float().transpose(1, 2) * document.scale
+        scores_BJRL = q_BJRI @ document.index_k_BLI.float().transpose(1, 2).unsqueeze(1)
+        return _shares_by_block(document, scores_BJRL, rows)
+
+
+def _shares_by_block(document: Document, scores_BXRL: Tensor, rows: slice | Tensor) -> Tensor:
+    """Shares of attention that fall on each block, mean over heads, (B, R, N); the last block may be a part of one."""
+    later_RL = torch.arange(document.length, device=scores_BXRL.device) > document.places(rows)[:, None]
+    shares_BRL = scores_BXRL.masked_fill(later_RL, -math.inf).softmax(dim=-1).mean(dim=1)
+    block = document.config.chosen_selection.block
+    padded = torch.nn.functional.pad(shares_BRL, (0, -document.length % block))
+    return padded.view(*padded.shape[:-1], -1, block).sum(dim=-1)
 
 
 def choose_blocks(document: Document, rows: slice | Tensor) -> Tensor:
-    """Numbers of the chosen blocks of some queries, (B, T, blocks); there are more blocks than that.
+    """Numbers of the chosen blocks of some queries, (B, R, blocks); there are more blocks than that.
 
     Where a query sees fewer, later ones are among them.
     """
     selection = document.config.chosen_selection
-    places_T = torch.arange(document.length - document.past, device=document.q_BTHE.device)[rows] + document.past
-    scores_BTN = by_block(
-        index_scores(document.index_q_BTJE[:, rows], document.index_k_BLE, document.index_w_BTJ[:, rows]),
-        selection.block,
-    )
-    blocks_N = torch.arange(scores_BTN.shape[-1], device=places_T.device)
-    own_T1 = (places_T // selection.block)[:, None]
-    kept_TN = (blocks_N == 0) | (blocks_N > own_T1 - selection.newest)
-    scores_BTN = scores_BTN.masked_fill(kept_TN, math.inf).masked_fill(blocks_N > own_T1, -math.inf)
-    return scores_BTN.topk(selection.blocks, dim=-1).indices
+    shares_BRN = index_shares(document, rows)
+    blocks_N = torch.arange(shares_BRN.shape[-1], device=shares_BRN.device)
+    own_R1 = (document.places(rows) // selection.block)[:, None]
+    kept_RN = (blocks_N == 0) | (blocks_N > own_R1 - selection.newest)
+    ranked_BRN = shares_BRN.masked_fill(kept_RN, math.inf).masked_fill(blocks_N > own_R1, -math.inf)
+    return ranked_BRN.topk(selection.blocks, dim=-1).indices
 
 
 def attend_selected(document: Document) -> Tensor:
@@ -124,24 +131,23 @@ def index_loss(document: Document) -> Tensor:
     With p(t, b) the share of query t's attention, the mean over its heads, that falls on block b, and c the blocks that
     are not kept in any case,
 
-        sum over t, b in c of p(t, b) log(p'(t, b) / softmax over c of score(t, b)),    p' = p / sum over c of p
+        sum over t, b in c of p(t, b) log(p'(t, b) / share'(t, b)),    p' = p / sum over c of p, share' as well
 
     which is what the indexer adds to the divergence of whole distributions; estimated from `LOSS_ROWS` queries at equal
     distances. Only the indexer gets a gradient.
     """
-    config, selection = document.config, document.config.chosen_selection
+    selection = document.config.chosen_selection
     first = selection.block * (selection.newest + 1)  # the first query with a block to choose
     count = document.length - first
     if count <= 0:
-        return document.index_q_BTJE.sum() * 0.0
+        return document.index_q_BTJI.sum() * 0.0
     device = document.q_BTHE.device
     rows_R = torch.linspace(first, document.length - 1, min(count, LOSS_ROWS), device=device).round().long()
     blocks_N = torch.arange(-(-document.length // selection.block), device=device)
     free_RN = (blocks_N > 0) & (blocks_N <= (rows_R // selection.block)[:, None] - selection.newest)
-    scores_BRL = index_scores(document.index_q_BTJE[:, rows_R], document.index_k_BLE, document.index_w_BTJ[:, rows_R])
-    scores_BRN = by_block(scores_BRL, selection.block).masked_fill(~free_RN, -math.inf)
+    scores_BRN = index_shares(document, rows_R).clamp(min=_LEAST_SHARE).log().masked_fill(~free_RN, -math.inf)
     predicted_BRN = scores_BRN.log_softmax(dim=-1).masked_fill(~free_RN, 0.0)
-    share_BRN = attention_shares(config, document, rows_R) * free_RN
+    share_BRN = attention_shares(document, rows_R) * free_RN
     kept_BR1 = share_BRN.sum(dim=-1, keepdim=True)
     wanted_BRN = torch.where(share_BRN > 0, (share_BRN / kept_BR1).log(), 0.0)
     return (share_BRN * (wanted_BRN - predicted_BRN)).sum() * (count / len(rows_R))
@@ -157,7 +163,7 @@ def kept_attention(document: Document) -> Tensor:
     selection = document.config.chosen_selection
     count = document.length - selection.tokens
     rows_R = torch.linspace(selection.tokens, document.length - 1, min(count, LOSS_ROWS)).round().long()
-    share_BRN = attention_shares(document.config, document, rows_R)
+    share_BRN = attention_shares(document, rows_R)
     chosen = choose_blocks(document, rows_R)
     own_R1, blocks_N = (rows_R // selection.block)[:, None], torch.arange(share_BRN.shape[-1])
     seen_RN = blocks_N <= own_R1
@@ -169,16 +175,12 @@ def kept_attention(document: Document) -> Tensor:
 
 
 @torch.no_grad()
-def attention_shares(config: ModelConfig, document: Document, rows_R: Tensor) -> Tensor:
+def attention_shares(document: Document, rows_R: Tensor) -> Tensor:
     """The share of full attention, mean over heads, of some queries that falls on each block, (B, R, N) float32."""
-    block, length = config.chosen_selection.block, document.length
-    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    heads, size = document.config.num_key_value_heads, document.config.head_dim
     with torch.autocast(document.q_BTHE.device.type, enabled=False):
-        q_BHRE = document.q_BTHE[:, rows_R].float().transpose(1, 2) * scale
-        q_BKXE = q_BHRE.reshape(len(q_BHRE), config.num_key_value_heads, -1, config.head_dim)
+        q_BHRE = document.q_BTHE[:, rows_R].float().transpose(1, 2) * document.scale
+        q_BKYE = q_BHRE.reshape(len(q_BHRE), heads, -1, size)  # Y: a group's heads, R queries each
         k_BKEL = document.k_BLKE.float().permute(0, 2, 3, 1)
-        logits_BKGRL = (q_BKXE @ k_BKEL).view(*q_BKXE.shape[:2], -1, len(rows_R), length)
-        later_RL = torch.arange(length, device=rows_R.device) > rows_R[:, None]
-        weights_BRL = logits_BKGRL.masked_fill(later_RL, -math.inf).softmax(dim=-1).mean(dim=(1, 2))
-    padded = torch.nn.functional.pad(weights_BRL, (0, -length % block))
-    return padded.view(*padded.shape[:-1], -1, block).sum(dim=-1)
+        scores_BHRL = (q_BKYE @ k_BKEL).view(*q_BHRE.shape[:3], document.length)
+        return _shares_by_block(document, scores_BHRL, rows_R)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from sportsllm.training.settings import TrainConfig
 from tests.support import families
 from tests.support.models import tiny_model
 
-SELECTION = Selection(tokens=16, block=4, heads=2)
+SELECTION = Selection(tokens=16, block=4, heads=2, parts=2, pairs=4)
 
 
 def write_text(file: Path, seed: int, words: int) -> Path:
@@ -76,8 +77,8 @@ def made(full: Path, text: Path, held_out: Path, tmp_path_factory: pytest.TempPa
     """By the command."""
     out = tmp_path_factory.mktemp("made") / "out"
     result = distill(
-        teacher=str(full), select_tokens=16, select_block=4, index_heads=2, index_tokens=640, out=out, corpus=[text],
-        valid=[held_out], steps=2, batch_size=2, accumulation=1, threads=1,
+        teacher=str(full), select_tokens=16, select_block=4, index_heads=2, index_parts=2, index_pairs=4,
+        index_tokens=640, out=out, corpus=[text], valid=[held_out], steps=2, batch_size=2, accumulation=1, threads=1,
     )  # fmt: skip
     assert result["bits_per_byte_before"] > 0
     return out
@@ -87,7 +88,10 @@ def test_the_command_makes_a_checkpoint_that_selects(made: Path, full: Path) -> 
     config = load_config(made)
     assert config == load_config(full).with_changes(attention_kind="selected", selection=SELECTION)
     settings = read_manifest(made)["settings"]
-    assert settings["selection"] == {"tokens": 16, "block": 4, "heads": 2} and settings["index_tokens"] == 640
+    assert (
+        settings["selection"] == {"tokens": 16, "block": 4, "heads": 2, "parts": 2, "pairs": 4}
+        and settings["index_tokens"] == 640
+    )
     assert settings["sequence"] == 64, "four times what is selected"
 
 
@@ -110,7 +114,7 @@ def test_it_is_pruned_but_for_the_indexer(made: Path, text: Path, tmp_path: Path
     prune_checkpoint(PruneJob(made, [text]), Shape(32, 64, 2, 1, 2, 16), tmp_path / "pruned")
     pruned = load_checkpoint(tmp_path / "pruned")
     shapes = [tuple(pruned.model.layers[0].self_attn.get_submodule(name).weight.shape) for name in INDEX]
-    assert shapes == [(2 * 16, 32), (16, 32), (2, 32)] and pruned.config.selection == SELECTION
+    assert shapes == [(2 * 16, 32), (16, 32)] and pruned.config.selection == SELECTION
     full = Shape.of(config)
     for shape, flag in ((Shape(64, 96, 4, 2, 2, 8), "--head-dim"), (Shape(64, 96, 4, 1, 2, 16), "--kv-heads")):
         with pytest.raises(UsageError, match=rf"{flag}.* selected attention"):
@@ -125,7 +129,7 @@ def index_training(full: Path, text: Path, held_out: Path) -> tuple[StudentTrain
 
 
 def student_of(full: Path, changes: ModelConfig | None = None) -> tuple[Selecting, Any]:
-    start = selecting(resolve_start(str(full), None, None, full), SELECTION, 1)
+    start = selecting(resolve_start(str(full), None, None, full), asdict(SELECTION), 1)
     return start, with_indexer(load_checkpoint(full), start.shape, 0)
 
 
@@ -155,7 +159,6 @@ def test_what_the_choice_keeps_is_said(
 
 
 def test_an_indexer_of_the_models_own_queries_and_keys_keeps_more(full: Path, text: Path, held_out: Path) -> None:
-    """One head that all query heads share, so that its scores are attention's where they are positive."""
     _, words = index_training(full, text, held_out)
     start, random = student_of(full)
     begun = with_indexer(load_checkpoint(full), start.shape, 0)
@@ -168,20 +171,22 @@ def test_an_indexer_of_the_models_own_queries_and_keys_keeps_more(full: Path, te
     }
 
 
-def test_index_queries_and_keys_are_the_models_where_it_has_one_head() -> None:
-    """Then the closed form has nothing to leave out: the scores are attention's own, up to how near w(x) is to 1."""
-    shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+@pytest.mark.parametrize(("heads", "keys", "pairs"), [(1, 1, 4), (4, 2, 4), (4, 2, None)])
+def test_index_scores_are_those_of_attentions_slowest_pairs_where_the_key_has_room(
+    heads: int, keys: int, pairs: int | None
+) -> None:
+    shape = {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": 16}
     model = tiny_model(std=0.1, **shape)
-    wanted = tiny_model(attention_kind="selected", selection=Selection(16, 4, 1), **shape).config
+    wanted = tiny_model(attention_kind="selected", selection=Selection(16, 4, heads, keys, pairs), **shape).config
     student = with_indexer(model, wanted, 0)
     tokens = torch.randint(3, 384, (4, 1, 64), generator=torch.Generator().manual_seed(0))
     start_index(student, with_full_attention(student, 64), list(tokens))
     for half in (block.self_attn for block in student.model.layers):
-        q, k, _, index_q, index_k, _ = document_parts(half, torch.randn(1, 9, 64), [t[:9] for t in student.rope])
-        ours = torch.einsum("bthe,bshe->bts", index_q, index_k.unsqueeze(2))
-        assert torch.allclose(
-            ours, torch.einsum("bthe,bshe->bts", q, k), rtol=1e-3, atol=1e-3 * float(ours.abs().max())
-        )
+        q, k, _, index_q, index_k = document_parts(half, torch.randn(1, 9, 64), [t[:9] for t in student.rope])
+        ours = torch.einsum("bthi,bsi->bhts", index_q, index_k)
+        q, k = (x.unflatten(3, (2, 8))[..., -(pairs or 8) :].flatten(3) for x in (q, k))
+        wanted = torch.einsum("bthe,bshe->bhts", q, k.repeat_interleave(heads // keys, dim=2))
+        torch.testing.assert_close(ours, wanted, rtol=1e-3, atol=1e-4 * float(ours.detach().abs().max()))
 
 
 def test_the_indexer_alone_learns_what_full_attention_looks_at(full: Path, text: Path, held_out: Path) -> None:
@@ -189,7 +194,7 @@ def test_the_indexer_alone_learns_what_full_attention_looks_at(full: Path, text:
     _, student = student_of(full)
     before = {name: tensor.clone() for name, tensor in student.state_dict().items()}
     tokens = torch.from_numpy(words.documents.ids[:256].astype(np.int64)).view(2, 128)
-    everything = student.config.with_changes(selection=Selection(128, 4, 2))
+    everything = student.config.with_changes(selection=Selection(128, 4, 2, 2, 4))
     untrained = with_indexer(student, everything, 0)
     start = loss_of(untrained, tokens)
     learn_index(student, training, words, 100 * 128)
@@ -208,6 +213,8 @@ def test_the_indexer_alone_learns_what_full_attention_looks_at(full: Path, text:
         ({"student": "tiny-300k", "start": "fresh"}, "--select-tokens starts from trained weights"),
         ({"select_tokens": 400}, "--select-tokens is 400, the context 350"),
         ({"select_tokens": 30}, "config: selection: 30 tokens in blocks of 4"),
+        ({"index_pairs": 9}, "--index-pairs is 9; a head has 8"),
+        ({"index_parts": 3}, "--index-parts is 3; the model has 2 key heads"),
         ({"sequence": 16}, "--select-tokens 16: --sequence is 16, all of which are selected"),
     ],
 )

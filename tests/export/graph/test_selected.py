@@ -19,7 +19,7 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.selected import Selection
 from tests.support.export_models import TINY, Exports, edit_tensor, logits_of, save, tiny_model
 
-SELECTION = Selection(tokens=24, block=4, heads=3)
+SELECTION = Selection(tokens=24, block=4, heads=3, parts=2, pairs=4)
 SELECTED: dict[str, Any] = {"attention_kind": "selected", "selection": SELECTION, "max_position_embeddings": 350}
 LENGTHS = (130, 61, 21)  # several pieces; above and below what is selected
 
@@ -35,6 +35,7 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
         {},
         {"qk_norm": True, "attention_bias": True},
         {"head_dim": 24, "num_key_value_heads": 4},
+        {"selection": Selection(tokens=24, block=4, heads=4, parts=1)},
         {"attention_scale": 0.3},
         {"half": True},
         {"bits": 4},
@@ -44,7 +45,7 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 )
 def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], exports: Exports) -> None:
     """Its first sequence is longer than what is selected, read in pieces and token by token."""
-    export = exports(**SELECTED, **settings)
+    export = exports(**SELECTED | settings)
     assert export.report.failures() == []
     exact = export.report.passes[0]
     assert max(found.relative_error for found in exact.comparisons) < 3e-4, "the limit of every other kind"
@@ -102,8 +103,8 @@ def test_a_wrong_indexer_does_not_pass_the_gate(exports: Exports, tmp_path: Path
     size = SELECTION.heads * 16
 
     def change(matrix: Any) -> None:
-        assert len(matrix) == 128 + size + 16 + SELECTION.heads
-        matrix[128 + size : 128 + size + 16] *= -1  # q, k, v and index q come before
+        assert len(matrix) == 128 + size + 16
+        matrix[128 + size :] *= -1  # q, k, v and index q come before
 
     edit_tensor(directory, name, change)
     assert check_parity(directory, directory, 1).failures()

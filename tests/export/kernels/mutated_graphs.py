@@ -15,12 +15,14 @@ from test_kernels import (
     HIDDEN,
     KV_HEADS,
     ROOM,
+    SELECTED_NAMES,
     SIZE,
     Array,
     Packed,
     feed_forward_case,
     layer_case,
     names_of_layer,
+    selected_case,
     sent_tokens,
     session,
 )
@@ -91,10 +93,19 @@ def feed_forward(
     return "DecoderFeedForward", names, {"out": TensorProto.FLOAT}, constants, fed, attributes
 
 
+def selected(
+    chance: random.Random,
+) -> tuple[str, list[str], dict[str, int], dict[str, Array], dict[str, Array], dict[str, Any]]:
+    """Arguments of `session` but the library."""
+    fed, attributes = selected_case(chance.choice([1, 3, 12]))
+    out = {"out": TensorProto.FLOAT}
+    return "SelectedAttention", SELECTED_NAMES, out, {"unread": np.zeros(1, np.float32)}, fed, attributes
+
+
 def run_one(library: Path, seed: int) -> bool:
     """Whether a graph with one to three damages ran."""
     chance = random.Random(seed)
-    op, names, outputs, constants, fed, attributes = chance.choice([layer, head, feed_forward])(chance)
+    op, names, outputs, constants, fed, attributes = chance.choice([layer, head, feed_forward, selected])(chance)
     for _ in range(chance.randrange(1, 4)):
         what = chance.randrange(5)
         if what == 0:

@@ -13,6 +13,7 @@
 
 #include "feed_forward.h"
 #include "layer.h"
+#include "selected.h"
 
 using namespace sportsllm;
 
@@ -325,6 +326,83 @@ void layer_case() {
   }
 }
 
+// Against float64: shares by softmax over all that a query sees, the best blocks, attention to their tokens.
+void selected_case() {
+  SelectedShape w;
+  w.kv_heads = between(1, 3), w.heads = w.kv_heads * between(1, 3), w.head_size = 2 * between(1, 20);
+  w.index_heads = between(1, 35), w.index_size = between(1, 40), w.block = between(1, 40), w.newest = between(1, 3);
+  w.blocks = w.newest + between(2, 6), w.scale = 0.3f;
+  SelectedInputs in;
+  in.batch = between(1, 3), in.tokens = one_of({1, 3, 20});
+  const int64_t e = w.head_size, size = w.index_size, group = w.heads / w.kv_heads;
+  in.room = in.tokens + between(0, 3 * w.blocks * w.block);
+  std::vector<int32_t> last(in.batch);
+  for (int32_t& end : last) end = static_cast<int32_t>(between(in.tokens - 1, in.room - 1));
+  const Numbers<float> query = ordinary(in.batch * in.tokens * w.heads * e, -1, 1);
+  const Numbers<float> index_query = ordinary(in.batch * in.tokens * w.index_heads * size, -1, 1);
+  const Numbers<float> keys = ordinary(in.batch * w.kv_heads * in.room * e, -1, 1), values = ordinary(keys.size(), -1, 1);
+  const Numbers<float> index = ordinary(in.batch * in.room * size, -1, 1);
+  in.query = query.data(), in.index_query = index_query.data(), in.last = last.data();
+  in.key = keys.data(), in.value = values.data(), in.index_key = index.data();
+  Numbers<float> first;
+  for (threads_of_run = 1; threads_of_run <= 3; ++threads_of_run) {
+    Numbers<float> out(query.size());
+    in.out = out.data();
+    Scratch scratch;
+    scratch.workers = threads_of_run;
+    run_selected(w, in, &scratch, parallel, nullptr);
+    if (threads_of_run == 1) {
+      first = out;
+    } else {
+      check(std::memcmp(first.data(), out.data(), out.size() * sizeof(float)) == 0, "threads", threads_of_run, 1);
+    }
+  }
+  keep(first.data(), static_cast<int64_t>(first.size()));
+  for (int64_t row = 0; row < in.batch * in.tokens; ++row) {
+    const int64_t b = row / in.tokens, seen = last[b] + 1 - in.tokens + row % in.tokens + 1, own = (seen - 1) / w.block;
+    std::vector<double> shares(own + 1);
+    for (int64_t j = 0; j < w.index_heads; ++j) {
+      std::vector<double> weights(seen);
+      double all = 0;
+      for (int64_t s = 0; s < seen; ++s) {
+        double score = 0;
+        for (int64_t c = 0; c < size; ++c) {
+          score += static_cast<double>(index_query[(row * w.index_heads + j) * size + c]) * index[(b * in.room + s) * size + c];
+        }
+        all += weights[s] = std::exp(score * w.scale);
+      }
+      for (int64_t s = 0; s < seen; ++s) shares[s / w.block] += weights[s] / all;
+    }
+    std::vector<int64_t> others;
+    for (int64_t block = 1; block <= own - w.newest; ++block) others.push_back(block);
+    std::sort(others.begin(), others.end(), [&](int64_t x, int64_t y) { return shares[x] > shares[y]; });
+    const int64_t wanted = w.blocks - w.newest - 1;
+    if (own >= w.blocks) {
+      // Level shares go either way.
+      if (shares[others[wanted - 1]] - shares[others[wanted]] < 1e-4 * shares[others[wanted]]) continue;
+      others.resize(wanted);
+    }
+    std::vector<bool> open(own + 1);
+    open[0] = true;
+    for (int64_t block : others) open[block] = true;
+    for (int64_t block = std::max<int64_t>(0, own - w.newest + 1); block <= own; ++block) open[block] = true;
+    for (int64_t h = 0; h < w.heads; ++h) {
+      std::vector<double> found(e);
+      double all = 0;
+      for (int64_t s = 0; s < seen; ++s) {
+        if (!open[s / w.block]) continue;
+        const int64_t at = ((b * w.kv_heads + h / group) * in.room + s) * e;
+        double score = 0;
+        for (int64_t c = 0; c < e; ++c) score += static_cast<double>(query[(row * w.heads + h) * e + c]) * keys[at + c];
+        const double weight = std::exp(score * w.scale);
+        all += weight;
+        for (int64_t c = 0; c < e; ++c) found[c] += weight * values[at + c];
+      }
+      for (int64_t c = 0; c < e; ++c) near("selected", first[(row * w.heads + h) * e + c], found[c] / all, 10);
+    }
+  }
+}
+
 void feed_forward_case() {
   FeedForwardWeights w;
   w.hidden = between(1, 100), w.gated = between(0, 1) != 0;
@@ -370,6 +448,7 @@ int main(int count, char** words) {
   const Variant& v = chosen_variant();
   for (int64_t i = 0; i < cases; ++i) {
     if (i % 4 == 0) layer_case();
+    if (i % 4 == 2) selected_case();
     feed_forward_case();
     product_case(v);
     attention_case(v);

@@ -414,6 +414,57 @@ def test_experts_that_are_not_there_are_refused(library: Path) -> None:
         run_feed_forward(library, constants, attributes | {"experts": 6}, fed)
 
 
+SELECTED_NAMES = ["query", "index_query", "last", "key", "value", "index_key", "shared"]
+
+
+def selected_case(tokens: int) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Inputs and attributes of two sequences, one of which sees more blocks than are chosen."""
+    rng, room, size = np.random.default_rng(tokens), 90, 10
+    shapes = {"query": (tokens, HEADS * SIZE), "index_query": (tokens, HEADS * size)}
+    shapes |= dict.fromkeys(("key", "value"), (KV_HEADS, room, SIZE)) | {"index_key": (room, size)}
+    fed: dict[str, Array] = {name: rng.normal(size=(2, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    fed |= {"last": np.array([room - 1, tokens + 2], np.int32), "shared": np.ones(1, np.int64)}
+    attributes: dict[str, Any] = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "head_size": SIZE}
+    attributes |= {"index_heads": HEADS, "index_size": size, "block_size": 4, "blocks": 8, "newest_blocks": 2}
+    return fed, attributes | {"scale": 0.4}
+
+
+def run_selected(library: Path, fed: dict[str, Array], attributes: dict[str, Any], threads: int = 2) -> Array:
+    out = {"out": TensorProto.FLOAT}
+    made = session(library, "SelectedAttention", SELECTED_NAMES, out, {}, fed, attributes, threads)
+    found: Array = made.run(None, fed)[0]
+    return found
+
+
+def test_attention_to_selected_tokens_sees_no_others(library: Path) -> None:
+    """A block of the values at a time is made no numbers: as many as are chosen spoil the outcome, of all heads."""
+    fed, attributes = selected_case(1)
+    whole = run_selected(library, fed, attributes)
+    assert np.isfinite(whole).all()
+    seen = 0
+    for start in range(0, 90, 4):
+        spoilt = fed["value"].copy()
+        spoilt[0, :, start : start + 4] = np.nan
+        found = run_selected(library, fed | {"value": spoilt}, attributes)
+        assert np.isnan(found[0]).all() or np.array_equal(found[0], whole[0])
+        seen += bool(np.isnan(found[0]).any())
+    assert seen == 8
+
+
+def test_what_selects_badly_is_refused(library: Path) -> None:
+    fed, attributes = selected_case(3)
+    bad: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({}, {"blocks": 3}, "nothing to choose"),
+        ({}, {"block_size": 0}, "sizes must be from 1"),
+        ({}, {"kv_num_heads": 3}, "heads disagree"),
+        ({"last": np.array([90, 5], np.int32)}, {}, "room for 90"),
+        ({"index_key": fed["index_key"][:, :-1]}, {}, "has shape"),
+    ]
+    for inputs, sizes, message in bad:
+        with pytest.raises(Exception, match=message):
+            run_selected(library, fed | inputs, attributes | sizes)
+
+
 def outcome(library: Path) -> bytes:
     """Bits of many products and of layers, for comparing variants."""
     found = []
@@ -428,6 +479,7 @@ def outcome(library: Path) -> bytes:
     for settings in FEED_FORWARDS:
         constants, _, attributes = feed_forward_case(*settings)
         found += [run_feed_forward(library, constants, attributes, sent_tokens(n, settings[3])) for n in (1, 30)]
+    found += [run_selected(library, *selected_case(tokens)) for tokens in (1, 7, 30)]
     return b"".join(array.tobytes() for array in found)
 
 

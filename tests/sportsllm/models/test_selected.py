@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from sportsllm.models.selected import INDEX, Selection, document_of, document_pa
 from sportsllm.models.size import kv_cache_bytes_per_token
 from tests.support.models import tiny_config, tiny_model
 
-SELECTION = Selection(tokens=24, block=4, heads=3)
+SELECTION = Selection(tokens=24, block=4, heads=3, parts=2, pairs=4)
 LENGTH = 75  # the last block is a part of one
 Array = npt.NDArray[np.float64]
 
@@ -35,31 +36,30 @@ def tokens_of(batch: int, length: int) -> torch.Tensor:
 
 
 def parts_of(half: Any, x_BTD: torch.Tensor, rope: Any) -> list[Array]:
-    """q, k, v, index q, index k and index weights of the first sequence, rotated by a formula of the test's own."""
+    """q, k, v, index q and index k of the first sequence, rotated by a formula of the test's own."""
     with torch.inference_mode():
         size, steps = half.config.head_dim, x_BTD.shape[1]
         heads = [part[0].double().numpy() for part in read_heads(half, x_BTD, rope)]
-        index_q, index_k, weights = (half.get_submodule(name)(x_BTD)[0].double().numpy() for name in INDEX)
-    angles = np.arange(steps)[:, None] * 10_000.0 ** (-np.arange(0, size, 2) / size)
+        index_q, index_k = (half.get_submodule(name)(x_BTD)[0].double().numpy() for name in INDEX)
+    slower = 10_000.0 ** (-np.arange(size // 2, size, 2) / size)
+    angles = np.arange(steps)[:, None] * slower
 
     def turned(x_TJE: Array) -> Array:
-        pairs = x_TJE[..., : size // 2] + 1j * x_TJE[..., size // 2 :]
+        pairs = x_TJE[..., : size // 4] + 1j * x_TJE[..., size // 4 :]
         pairs = pairs * np.exp(1j * angles)[:, None]
         return np.concatenate([pairs.real, pairs.imag], axis=-1)
 
-    return [*heads, turned(index_q.reshape(steps, -1, size)), turned(index_k[:, None])[:, 0], weights]
+    return [*heads, *(turned(x.reshape(steps, -1, size // 2)).reshape(steps, -1, size) for x in (index_q, index_k))]
 
 
 def scores_of(parts: list[Array], t: int) -> list[float]:
-    """score(t, b) of the blocks up to t's own, by loops."""
-    index_q, index_k, weights = parts[3:]
-    found = []
-    for start in range(0, t + 1, SELECTION.block):
-        total = 0.0
-        for s in range(start, min(start + SELECTION.block, len(index_k))):
-            score = sum(w * max(0.0, q @ index_k[s]) for q, w in zip(index_q[t], weights[t], strict=True))
-            total += math.exp(score / math.sqrt(SELECTION.heads * index_k.shape[1]))
-        found.append(math.log(total))
+    """share(t, b) of the blocks up to t's own, by loops."""
+    index_q, index_k = parts[3], parts[4][:, 0]
+    found = [0.0] * (t // SELECTION.block + 1)
+    for q in index_q[t]:
+        weights = [math.exp(q @ index_k[s] / math.sqrt(16)) for s in range(t + 1)]
+        for s, weight in enumerate(weights):
+            found[s // SELECTION.block] += weight / sum(weights) / len(index_q[t])
     return found
 
 
@@ -170,7 +170,7 @@ def test_the_loss_is_the_divergence_by_loops(monkeypatch: pytest.MonkeyPatch) ->
         if not len(free):
             continue
         share = shares_of(parts, t)[free]
-        wanted = np.exp(scores[free]) / np.exp(scores[free]).sum()
+        wanted = scores[free] / scores[free].sum()
         total += float((share * np.log(share / share.sum() / wanted)).sum())
     loss = half.auxiliary_loss
     assert float(loss.detach()) == pytest.approx(total / LENGTH, rel=1e-4) and total > 0
@@ -193,7 +193,7 @@ def test_what_it_counts() -> None:
     config = selected_model().config
     kind, size = ATTENTION["selected"], config.head_dim
     full = ATTENTION["grouped_query"]
-    assert config.parameters - tiny_config().parameters == 2 * 64 * (3 * size + size + 3)
+    assert config.parameters - tiny_config().parameters == 2 * 64 * (3 * size + size)
     assert kv_cache_bytes_per_token(config)["fp32"] == 4 * 2 * (2 * 2 * size + size)
     assert kind.mixing_macs(config, 24) == full.mixing_macs(config, 24)
     index = 3 * (size + 1) * 1_000
@@ -204,7 +204,7 @@ def test_what_it_counts() -> None:
 def test_its_config_goes_to_a_file_and_back() -> None:
     config = selected_model().config
     data = to_hf(config)
-    assert data["model_type"] == "sportsllm" and data["selection"] == {"tokens": 24, "block": 4, "heads": 3}
+    assert data["model_type"] == "sportsllm" and data["selection"] == asdict(SELECTION)
     assert config_from_hf(data) == config
 
 
