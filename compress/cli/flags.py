@@ -118,13 +118,15 @@ class SelectionFlags(FlagGroup):
         int | None,
         typer.Option(
             min=1,
-            help="Parts of these heads and of the cached index key, each as wide as a head.",
+            help="Parts of these heads and of the cached index key.",
             show_default="2, or 1 of a single key head",
         ),
     ] = None
     index_pairs: Annotated[
         int | None,
-        typer.Option(min=1, help="Rotary pairs of such a part, the slowest of a head's.", show_default="all"),
+        typer.Option(
+            min=1, help="Rotary pairs of such a part, the slowest of a head's.", show_default="half, but at least 16"
+        ),
     ] = None
     index_tokens: Annotated[
         int | None,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from compress.cli.distill import distill
-from compress.distillation.run import resolve_start
+from compress.distillation.run import Checkpoint, resolve_start
 from compress.distillation.selection import (
     Selecting,
     attention_kept,
@@ -93,6 +93,14 @@ def test_the_command_makes_a_checkpoint_that_selects(made: Path, full: Path) -> 
         and settings["index_tokens"] == 640
     )
     assert settings["sequence"] == 64, "four times what is selected"
+
+
+def test_usual_sizes_follow_the_model() -> None:
+    for size, pairs in ((16, 8), (32, 16), (64, 16), (128, 32)):
+        shape = tiny_model(head_dim=size).config
+        start = Checkpoint(shape, (Path("teacher"),))
+        chosen = selecting(start, {"tokens": 16, "block": 4}, None).shape.chosen_selection
+        assert (chosen.heads, chosen.parts, chosen.pairs) == (4, 2, pairs)
 
 
 def test_it_is_a_teacher_quantized_and_exported(made: Path, text: Path, held_out: Path, tmp_path: Path) -> None:
