@@ -3,8 +3,8 @@
 The operators are those of `export/kernels/library.cpp`: `DecoderLayer`, or else `DecoderAttention` and
 `DecoderFeedForward` (SwiGLU, or experts behind their router); `SelectedAttention`, over the written cache;
 `DecoderHead`. Of the first two the cache's type is a part of the name: `DecoderLayerHalf` over a float16 cache,
-`DecoderLayerInt8` over an INT8 one. A part is folded if its matrices are INT4 or INT8 in blocks; whatever is not stays
-as it is.
+`DecoderLayerInt8` over an INT8 one. A part is folded if its matrices, where it has any, are INT4 or INT8 in blocks;
+whatever is not stays as it is.
 """
 
 from __future__ import annotations
@@ -242,7 +242,6 @@ def _selected(part: _Part, config: ModelConfig, layer: int) -> Call:
     known = {*inputs.values(), *(value for node in own for value in node.outputs)}
     shared = dict.fromkeys(value for node in own for value in node.inputs if value is not None and value not in known)
     inputs |= {f"shared{n}": value for n, value in enumerate(v for v in shared if v.const_value is None)}
-    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     attributes: dict[str, int | float] = {
         "num_heads": config.num_attention_heads,
         "kv_num_heads": config.num_key_value_heads,
@@ -252,7 +251,7 @@ def _selected(part: _Part, config: ModelConfig, layer: int) -> Call:
         "block_size": selection.block,
         "blocks": selection.blocks,
         "newest_blocks": selection.newest,
-        "scale": float(scale),
+        "scale": config.score_scale,
     }
     return Call("SelectedAttention", name, base, (f"{name}/",), inputs, outputs, attributes)
 

@@ -36,8 +36,7 @@ class SelectedAttention(OrtGroupedQuery):
     def __init__(self, layers: LayerBuilder, half: str) -> None:
         super().__init__(layers, half)
         graph, selection = self.graph, self.config.chosen_selection
-        self._selection, own = selection, self.config.attention_scale
-        self._scale = self.config.head_dim**-0.5 if own is None else float(own)
+        self._selection = selection
         zero, one = graph.constant("zero", np.array(0, np.int64)), graph.constant("one", np.array(1, np.int64))
         self._ids_BT = position_ids(graph, "selected", self._seqlens_k, layers.sequences.tokens_BT)
         last = graph.node("selected/last", "ReduceMax", [self._ids_BT], keepdims=0)
@@ -176,7 +175,7 @@ class SelectedAttention(OrtGroupedQuery):
         rows = graph.constant("selected/query_rows", np.array([0, -1, index_size(self.config)], np.int64))
         query_BYI = graph.node(f"{name}/query_rows", "Reshape", [index_q, rows])  # Y = T J
         scores_BYS = graph.node(
-            f"{name}/by_head", "FusedMatMul", [query_BYI, filled_BSI], MS, transB=1, alpha=self._scale
+            f"{name}/by_head", "FusedMatMul", [query_BYI, filled_BSI], MS, transB=1, alpha=self.config.score_scale
         )
         width = graph.node(f"{name}/width", "Shape", [filled_BSI], start=1, end=2)
         lead = [graph.node(f"{name}/lead_{axis}", "Shape", [index_q], start=axis, end=axis + 1) for axis in (0, 1)]
@@ -243,7 +242,7 @@ class SelectedAttention(OrtGroupedQuery):
         grouped = graph.constant("selected/grouped", np.array([0, shared, -1, size], np.int64))
         query_BKGE = graph.node(f"{name}/query", "Reshape", [query, grouped])
         scores = graph.node(
-            f"{name}/attention_scores", "FusedMatMul", [query_BKGE, keys], MS, transB=1, alpha=self._scale
+            f"{name}/attention_scores", "FusedMatMul", [query_BKGE, keys], MS, transB=1, alpha=self.config.score_scale
         )
         real_B11X = graph.node(f"{name}/real_heads", "Unsqueeze", [real_B1X, graph.axis(1)])
         least = graph.constant("selected/least", _LEAST)

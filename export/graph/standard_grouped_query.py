@@ -39,8 +39,7 @@ class StandardGroupedQuery(HalfBuilder):
         query, key, value = self.products(layer, HIDDEN, x_BTD)
         query_BTHE = rotated_pairs(graph, f"{name}.q", self._heads(f"{name}.q", query, heads), self._tables[layer])
         key_BTKE = rotated_pairs(graph, f"{name}.k", self._heads(f"{name}.k", key, shared), self._tables[layer])
-        factor = size**-0.5 if config.attention_scale is None else config.attention_scale
-        scale = graph.constant("attention_scale", np.array(factor, np.float32))
+        scale = graph.constant("attention_scale", np.array(config.score_scale, np.float32))
         query_BTHE = graph.node(f"{name}.q/scaled", "Mul", [query_BTHE, scale])
         query_BHTE = graph.node(f"{name}.q/by_head", "Transpose", [query_BTHE], perm=[0, 2, 1, 3])
         new = (key_BTKE, self._heads(f"{name}.v", value, shared, normed=False))

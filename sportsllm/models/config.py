@@ -163,6 +163,11 @@ class ModelConfig:
         return self.experts
 
     @property
+    def score_scale(self) -> float:
+        """What scores of attention are multiplied by."""
+        return float(self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale)
+
+    @property
     def chosen_selection(self) -> Selection:
         """`selection` of a model that has one."""
         assert self.selection is not None, "only attention to selected tokens asks for it"

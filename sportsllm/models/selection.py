@@ -42,17 +42,11 @@ class Document(NamedTuple):
         """Of some new tokens, (R,)."""
         return torch.arange(self.length - self.past, device=self.q_BTHE.device)[rows] + self.past
 
-    @property
-    def scale(self) -> float:
-        """Of the scores of attention, and of the indexer's."""
-        own = self.config.attention_scale
-        return self.config.head_dim**-0.5 if own is None else own
-
 
 def index_shares(document: Document, rows: slice | Tensor) -> Tensor:
     """share(t, b) of some new tokens, (B, R, N) float32."""
     with torch.autocast(document.q_BTHE.device.type, enabled=False):
-        q_BJRI = document.index_q_BTJI[:, rows].float().transpose(1, 2) * document.scale
+        q_BJRI = document.index_q_BTJI[:, rows].float().transpose(1, 2) * document.config.score_scale
         scores_BJRL = q_BJRI @ document.index_k_BLI.float().transpose(1, 2).unsqueeze(1)
         return _shares_by_block(document, scores_BJRL, rows)
 
@@ -179,7 +173,7 @@ def attention_shares(document: Document, rows_R: Tensor) -> Tensor:
     """The share of full attention, mean over heads, of some queries that falls on each block, (B, R, N) float32."""
     heads, size = document.config.num_key_value_heads, document.config.head_dim
     with torch.autocast(document.q_BTHE.device.type, enabled=False):
-        q_BHRE = document.q_BTHE[:, rows_R].float().transpose(1, 2) * document.scale
+        q_BHRE = document.q_BTHE[:, rows_R].float().transpose(1, 2) * document.config.score_scale
         q_BKYE = q_BHRE.reshape(len(q_BHRE), heads, -1, size)  # Y: a group's heads, R queries each
         k_BKEL = document.k_BLKE.float().permute(0, 2, 3, 1)
         scores_BHRL = (q_BKYE @ k_BKEL).view(*q_BHRE.shape[:3], document.length)
