@@ -133,7 +133,7 @@ class SelectionFlags(FlagGroup):
         typer.Option(
             min=0,
             help="Tokens from which the indexer learns full attention, alone.",
-            show_default="0; 1,000,000 from random weights",
+            show_default="0",
         ),
     ] = None
 
@@ -147,7 +147,7 @@ class SelectionFlags(FlagGroup):
             return start
         sizes = {"tokens": self.select_tokens, "block": self.select_block}
         sizes |= {"heads": self.index_heads, "parts": self.index_parts, "pairs": self.index_pairs}
-        return selecting(start, sizes, self.index_tokens, start_index)
+        return selecting(start, sizes, start_index, self.index_tokens or 0)
 
     def lengths(self) -> tuple[int, int]:
         """Tokens of the training behind the indexer's, and of a sequence, where they are not given."""

@@ -6,22 +6,25 @@ For the normed inputs x of a layer, over calibration text, and each rotary pair 
     queries     each query head as it reads these; where there are fewer index heads, means of a share of them
 
 so that an index head's scores are as near to attention's own as so small a key can have them. One head for each query
-head is worth its price: the mean of two heads finds what neither looks for.
+head is worth its price: the mean of two heads finds what neither looks for. Biases are one more input that is always 1.
+Heads that are normalised are no linear functions of x: in their place stand those of least squared error.
 Shape suffixes: J index heads, H query heads, K key/value heads, E head_dim, P rotary pairs, C `parts`,
-D hidden_size, T tokens.
+D hidden_size, A the inputs of queries and keys: D, and 1 where they have biases, T tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from compress.pruning.activations import second_moment, summed
+from compress.pruning.activations import summed
 from compress.pruning.heads import as_complex, as_real, shared_pairs
 from compress.pruning.latent import weighted_pairs
+from compress.pruning.refit import RIDGE, LeastSquares
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import Half, SportsLLM
 from sportsllm.models.selected import INDEX, index_pairs
@@ -32,35 +35,66 @@ def start_index(student: SportsLLM, model: SportsLLM, samples: Sequence[Tensor])
     """Set the indexer of `student`, which has the weights of `model`.
 
     Args:
-        student: whose indexer is replaced, in place; queries and keys have neither norms nor biases.
+        student: whose indexer is replaced, in place.
         model: the same with full attention.
         samples: calibration token ids, (1, T) each.
     """
     halves = [cast(Half, block.self_attn) for block in model.model.layers]
-    watched = {layer: (half, lambda x, _: second_moment(x).double()) for layer, half in enumerate(halves)}
-    with summed(watched) as moments:
+    watched = {layer: (half, partial(_sums, half)) for layer, half in enumerate(halves)}
+    with summed(watched) as sums:
         for tokens_1T in samples:
             model.hidden(tokens_1T)
     for layer, block in enumerate(student.model.layers):
-        found = _indexer(halves[layer], moments[layer], student.config)
-        for name, weight in zip(INDEX, found, strict=True):
-            cast(Half, block.self_attn).get_submodule(name).weight.data = weight.float().contiguous()
+        found = _indexer(halves[layer], sums[layer], student.config)
+        for name, weight_IA in zip(INDEX, found, strict=True):
+            linear = cast(nn.Linear, cast(Half, block.self_attn).get_submodule(name))
+            linear.weight.data = weight_IA[:, : linear.in_features].float().contiguous()
+            if linear.bias is not None:
+                linear.bias.data = weight_IA[:, -1].float()
 
 
-def _indexer(half: Any, moment_DD: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Weights of one layer's index queries (J I, D) and key (I, D), in the order of `INDEX`."""
+def _inputs(x_BTD: Tensor, config: ModelConfig) -> Tensor:
+    """(B, T, A)."""
+    return nn.functional.pad(x_BTD, (0, 1), value=1.0) if config.attention_bias else x_BTD
 
-    def heads(name: str) -> Tensor:
-        weight = cast(Tensor, half.get_parameter(f"{name}.weight")).detach().double()
-        return as_complex(weight.view(-1, config.head_dim, config.hidden_size))[:, -index_pairs(config) :]
 
-    selection, query_HPD, key_KPD = config.chosen_selection, heads("q_proj"), heads("k_proj")
-    pairs = [shared_pairs(*pair, selection.parts) for pair in weighted_pairs(query_HPD, key_KPD, moment_DD)]
+def _sums(half: Any, x_BTD: Tensor, _output: Tensor) -> Tensor:
+    """Over all tokens of x, float64: a a^T of the inputs, (A, A); below it, of normalised heads, [q; k] a^T."""
+    read = [inputs := _inputs(x_BTD, half.config)]
+    if half.config.qk_norm:
+        for name in ("q", "k"):
+            heads = half.get_submodule(f"{name}_proj")(x_BTD).unflatten(-1, (-1, half.config.head_dim))
+            read.append(half.get_submodule(f"{name}_norm")(heads).flatten(2))
+    return (torch.cat(read, dim=-1).flatten(0, 1).T @ inputs.flatten(0, 1)).double()
+
+
+def _heads(half: Any, sums: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Query heads (H, E, A) and key heads (K, E, A) as linear functions of the inputs, and these' moment (A, A)."""
+    names = ("q_proj", "k_proj")
+    moment_AA = sums[: sums.shape[1]]
+    if config.qk_norm:
+        rows = sums[sums.shape[1] :]
+        both = LeastSquares(moment_AA, rows).solve(torch.zeros_like(rows), RIDGE).double()
+        sizes = [half.get_submodule(name).out_features for name in names]
+        found = torch.split(both, sizes)
+    else:
+        linears = [half.get_submodule(name) for name in names]
+        columns = [[linear.weight, *([linear.bias[:, None]] if config.attention_bias else [])] for linear in linears]
+        found = tuple(torch.cat(parts, dim=1).detach().double() for parts in columns)
+    queries, keys = (rows.view(-1, config.head_dim, rows.shape[1]) for rows in found)
+    return queries, keys, moment_AA
+
+
+def _indexer(half: Any, sums: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """One layer's index queries (J I, A) and key (I, A), in the order of `INDEX`."""
+    selection, (query_HEA, key_KEA, moment_AA) = config.chosen_selection, _heads(half, sums, config)
+    query_HPA, key_KPA = (as_complex(heads)[:, -index_pairs(config) :] for heads in (query_HEA, key_KEA))
+    pairs = [shared_pairs(*pair, selection.parts) for pair in weighted_pairs(query_HPA, key_KPA, moment_AA)]
     read_CKP, into_KCP = (torch.stack(parts, dim=-1) for parts in zip(*pairs, strict=True))
-    key_CPD = torch.einsum("ckp,kpd->cpd", read_CKP, key_KPD)
-    of_heads_HCP = into_KCP.conj().repeat_interleave(len(query_HPD) // len(key_KPD), dim=0)
-    query_HCPD = of_heads_HCP[..., None] * query_HPD[:, None]
-    shares = torch.arange(len(query_HCPD)) * selection.heads // len(query_HCPD)
-    query_JCPD = torch.stack([query_HCPD[shares == head].mean(dim=0) for head in sorted(set(shares.tolist()))])
-    query_JCPD = query_JCPD[torch.arange(selection.heads) * len(query_JCPD) // selection.heads]  # repeated if more
-    return as_real(query_JCPD).flatten(0, 2), as_real(key_CPD).flatten(0, 1)
+    key_CPA = torch.einsum("ckp,kpa->cpa", read_CKP, key_KPA)
+    of_heads_HCP = into_KCP.conj().repeat_interleave(len(query_HPA) // len(key_KPA), dim=0)
+    query_HCPA = of_heads_HCP[..., None] * query_HPA[:, None]
+    shares = torch.arange(len(query_HCPA)) * selection.heads // len(query_HCPA)
+    query_JCPA = torch.stack([query_HCPA[shares == head].mean(dim=0) for head in sorted(set(shares.tolist()))])
+    query_JCPA = query_JCPA[torch.arange(selection.heads) * len(query_JCPA) // selection.heads]  # repeated if more
+    return as_real(query_JCPA).flatten(0, 2), as_real(key_CPA).flatten(0, 1)

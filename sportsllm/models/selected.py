@@ -99,10 +99,11 @@ class Selected(GroupedQuery):
         hidden, heads, size = config.hidden_size, config.chosen_selection.heads, index_size(config)
         *read, out = super().matrices(config)
         queries, key = INDEX
+        bias = config.attention_bias
         return (
             *read,
-            Matrix(queries, heads * size, hidden, "index_head", HIDDEN, HIDDEN),
-            Matrix(key, size, hidden, "index_key", HIDDEN, HIDDEN),
+            Matrix(queries, heads * size, hidden, "index_head", HIDDEN, HIDDEN, bias=bias),
+            Matrix(key, size, hidden, "index_key", HIDDEN, HIDDEN, bias=bias),
             out,
         )
 

@@ -39,6 +39,7 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
         {"attention_scale": 0.3},
         {"half": True},
         {"bits": 4},
+        {"bits": 4, "attention_bias": True},
         {"bits": 8, "block": 64},
     ],
     ids=str,
