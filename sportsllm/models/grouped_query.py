@@ -69,7 +69,7 @@ class GroupedQuery(Kind):
 
     def tensors(self, config: ModelConfig) -> tuple[Matrix | Activation, ...]:
         heads, size = config.num_attention_heads, config.head_dim
-        q_proj, k_proj, v_proj, o_proj = self.matrices(config)
+        q_proj, k_proj, v_proj, o_proj = GroupedQuery.matrices(self, config)
         cached = (config.num_key_value_heads, size)
         return (
             q_proj,

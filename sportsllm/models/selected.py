@@ -140,17 +140,17 @@ class Selected(GroupedQuery):
 
     def tensors(self, config: ModelConfig) -> tuple[Matrix | Activation, ...]:
         heads, size = config.chosen_selection.heads, index_size(config)
-        *read, scores, output, out = super().tensors(config)
-        made = [item for item in self.matrices(config) if item.name in INDEX]
+        *read, out_proj = self.matrices(config)
+        *heads_read, scores, output, _ = super().tensors(config)
         return (
             *read,
-            *made,
+            *(item for item in heads_read if isinstance(item, Activation)),
             Activation("index q", (heads, size)),
             Activation("index k, cached", (size,), "cache"),
             Activation("index scores", (heads,), "scores", held=False),
             scores,
             output,
-            out,
+            out_proj,
         )
 
     def forward(

@@ -13,6 +13,7 @@ from sportsllm.models.hf.config import config_from_hf
 from sportsllm.models.kinds import FEED_FORWARD
 from sportsllm.models.parts import HIDDEN, Kind, Matrix
 from sportsllm.models.presets import PLANNED, PRESETS
+from sportsllm.models.selected import Selection
 from tests.support import families, gelu_kind
 from tests.support.models import tiny_config
 
@@ -50,6 +51,21 @@ def test_every_shape_is_drawn_whole(name: str) -> None:
     drawing = describe_model(config)
     assert boxes(drawing) == drawing.parameters == config.parameters
     assert sorted(layer for block in drawing.blocks for layer in block.layers) == list(range(config.num_hidden_layers))
+
+
+def test_selection_is_drawn_with_its_indexer_among_what_attention_reads() -> None:
+    config = PRESETS["small"].with_changes(attention_kind="selected", selection=Selection(heads=12, parts=2, pairs=16))
+    drawing = describe_model(config)
+    assert boxes(drawing) == drawing.parameters == config.parameters
+    assert names(drawing, 0) == [
+        ["q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj"],
+        ["q", "k, cached", "v, cached"],
+        ["index q", "index k, cached"],
+        ["index scores"],
+        ["attention scores"],
+        ["attention output"],
+        ["o_proj"],
+    ]
 
 
 def test_a_llama_in_order() -> None:
