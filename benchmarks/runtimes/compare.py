@@ -20,6 +20,7 @@ from benchmarks.runtimes import worker
 from benchmarks.runtimes.options import CONVERT, INSTALL, Runtime
 from benchmarks.runtimes.worker import OTHER, OURS
 from benchmarks.spread import spread
+from export.loader_files import caches_keys_and_values, not_opened_by
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 
@@ -58,7 +59,11 @@ def measure_against(
     depths = turn_depths(config.max_position_embeddings)
     ours = Runtime(OURS, sys.executable, directory, kernels=str(settings.get("kernels", "auto")))
     entries = {OURS: ours} | {runtime.name: runtime for runtime in runtimes}
-    against = {name: _missing(runtime) for name, runtime in entries.items()}
+    closed = not_opened_by(config)
+    against = {
+        name: {"status": f"failed: {closed}"} if closed and _reads(runtime, directory, config) else _missing(runtime)
+        for name, runtime in entries.items()
+    }
     asked = {key: settings[key] for key in ("threads", "cpus")} | {"depths": depths, "vocab_size": config.vocab_size}
     turns = [_turn(runtime, asked) for name, runtime in entries.items() if not against[name]]
 
@@ -80,6 +85,12 @@ def measure_against(
         "against_tuned_ratios": best_ratios(kept, _compared(others)) if len(plain) < len(others) else {},
         "against_raw": kept,
     }
+
+
+def _reads(runtime: Runtime, export: Path, config: ModelConfig) -> bool:
+    """Whether another runtime would have to open an export that `not_opened_by` has a line on."""
+    known_to = {"optimum"} if caches_keys_and_values(config) else {"optimum", "genai"}
+    return runtime.kind in known_to and runtime.directory == export
 
 
 def _compared(runtimes: Sequence[Runtime]) -> list[str]:

@@ -16,6 +16,7 @@ from benchmarks.runtimes.worker import RUNTIMES, WARM_UP, time_turn
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.selected import Selection
 from sportsllm.storage.artifact import verify_directory
 from sportsllm.storage.checkpoint import save_checkpoint
 
@@ -166,6 +167,17 @@ def interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Interpreter
 def measure(export: Path, runtimes: list[Runtime], timeout_s: float = 60, rounds: int = 1) -> dict[str, Any]:
     settings = {"threads": 1, "cpus": cpus.choose_cpus(1)}
     return measure_against(export, CONFIG, runtimes, settings, [rounds], timeout_s)
+
+
+def test_a_runtime_that_cannot_open_the_export_is_not_started(export: Path, interpreters: Interpreters) -> None:
+    """Its line says what is cached, instead of what the runtime makes of it."""
+    config = CONFIG.with_changes(attention_kind="selected", selection=Selection(16, 4))
+    runtimes = [Runtime(name, interpreters.write(), export) for name in ("genai", "optimum")]
+    found = measure_against(export, config, runtimes, {"threads": 1, "cpus": cpus.choose_cpus(1)}, [1], 60)
+    for runtime in runtimes:
+        status = found["against"][runtime.name]["status"]
+        assert status.startswith("failed: selected_key, ") and status.endswith("the export runs in this program alone")
+    assert found["against_ratios"] == {} and not interpreters.log.exists()
 
 
 def test_a_turn_counts_first_token_and_rate_from_the_runtimes_times() -> None:
