@@ -24,6 +24,7 @@ from sportsllm.models.training_memory import TrainingStep, training_memory
 from sportsllm.storage.artifact import directory_bytes
 
 DEFAULT_LENGTH = 512
+_ZERO_POINTS = True  # of 4-bit blocks, as `quantize` rounds where nothing is said
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBT])", re.IGNORECASE)
 _FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -166,7 +167,7 @@ def _step(config: ModelConfig, request: PlanRequest, device: Device | None) -> T
 
 
 def _sizes(model: str, config: ModelConfig, request: PlanRequest) -> dict[str, Any]:
-    stored = request.block_size, request.head_bits
+    stored = request.block_size, request.head_bits, _ZERO_POINTS
     parts = config.parameters_by_component()
     by_component = {name: size.component_bytes(config, name, *stored) for name in PRECISIONS}
     return {
@@ -189,7 +190,7 @@ def _sizes(model: str, config: ModelConfig, request: PlanRequest) -> dict[str, A
     }
 
 
-def _dense_blocks(config: ModelConfig, stored: tuple[int, int]) -> dict[str, Any]:
+def _dense_blocks(config: ModelConfig, stored: tuple[int, int, bool]) -> dict[str, Any]:
     """The first layers of a mixture that have no experts, if there are any; per block are those of the others."""
     if not config.dense_layers:
         return {}
@@ -245,8 +246,16 @@ def _memory_in_use(config: ModelConfig, request: PlanRequest, weights: dict[str,
 
 
 def _predictions(config: ModelConfig, device: Device, request: PlanRequest) -> dict[str, Any]:
-    stored = request.block_size, request.head_bits
-    formats = [ModelFormat(precision, *stored, cache=request.kv_cache) for precision in PRECISIONS]
+    formats = [
+        ModelFormat(
+            precision,
+            request.block_size,
+            request.head_bits,
+            zero_points=_ZERO_POINTS and precision == "int4",
+            cache=request.kv_cache,
+        )
+        for precision in PRECISIONS
+    ]
     return {
         "device": device.name,
         "predicted": [row for each in formats for row in predict(config, device, each)],

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.experts import ROUTER
+from sportsllm.models.experts import least_bits
 from sportsllm.models.kinds import EMBEDDING, HEAD, matrix_shapes
 from sportsllm.models.size import BLOCK_SIZES, quantized_bytes
 from sportsllm.storage.packed_weights import BITS, ROW_BITS, stored_bits
@@ -80,8 +80,7 @@ class QuantizationConfig:
         """Bits of a matrix, for example of `model.layers.0.mlp.up_proj`."""
         if module in (EMBEDDING, HEAD):
             return self.head_bits
-        least = 8 if module.endswith(f".mlp.{ROUTER}") else 0  # a choice that rounding turns is another model
-        return max(self.modules.get(module, self.bits), least)
+        return max(self.modules.get(module, self.bits), least_bits(module.partition(".mlp.")[2]))
 
     def grid_for(self, module: str, columns: int) -> GridSpec:
         """The grid of a matrix with this many columns that is packed."""

@@ -161,6 +161,14 @@ def expert_names(experts: Experts) -> list[str]:
     return routed_names(experts) + [SHARED] * (experts.shared > 0)
 
 
+def least_bits(name: str) -> int:
+    """The fewest bits that a matrix is rounded to, by its name in a feed-forward.
+
+    A choice that rounding turns is another model, and what every token reads is a small part of a mixture.
+    """
+    return 8 if name == ROUTER or name.startswith(f"{SHARED}.") else 0
+
+
 def routed_names(experts: Experts) -> list[str]:
     """The modules of the routed experts."""
     return [f"experts.{number}" for number in range(experts.count)]

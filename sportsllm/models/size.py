@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.experts import ROUTER
+from sportsllm.models.experts import least_bits
 from sportsllm.models.kinds import NORMS, OUTPUT_NORMS, block_matrices, block_state, halves
 from sportsllm.models.parts import Matrix
 
@@ -115,13 +115,14 @@ def block_bytes(
         bits = _MATRIX_BITS[precision]
         for kind in halves(config).values():
             for m in kind.matrices(config):
-                own = max(bits, 8) if m.name == ROUTER else bits
+                own = max(bits, least_bits(m.name))
                 sizes[m.name] = quantized_bytes(m.rows, m.columns, own, block_size, zero_points and own == 4)
     return sizes
 
 
 def count_bytes(parameters: int, precision: str, block_size: int | None = None) -> int:
-    """Bytes of weights of which only the number is known: all in one format, without scales or with those of blocks.
+    """Bytes of weights of which only the number is known: all in one format, without scales or with those of blocks,
+    which at 4 bits have zero points as well.
 
     Raises:
         UsageError: an unknown precision or block size.
@@ -129,8 +130,11 @@ def count_bytes(parameters: int, precision: str, block_size: int | None = None) 
     check_format(precision, block_size or BLOCK_SIZES[0])
     if precision in _DENSE_BYTES:
         return _DENSE_BYTES[precision] * parameters
-    scales = 0 if block_size is None else 4 * -(-parameters // block_size)
-    return -(-parameters * _MATRIX_BITS[precision] // 8) + scales
+    packed = -(-parameters * _MATRIX_BITS[precision] // 8)
+    if block_size is None:
+        return packed
+    blocks = -(-parameters // block_size)
+    return packed + 4 * blocks + (-(-blocks // 2) if precision == "int4" else 0)
 
 
 def check_format(precision: str, block_size: int, head_bits: int = 8) -> None:
