@@ -57,11 +57,12 @@ def distill(
     """
     import dataclasses
 
+    from compress.distillation.run import check_no_larger, resolve_teacher, teacher_corpus
     from compress.distillation.run import distill as run_distill
-    from compress.distillation.run import resolve_teacher, teacher_corpus
     from compress.distillation.student_training import StudentTraining
     from compress.pruning.student_start import choose_start
     from sportsllm.cli.train import print_training
+    from sportsllm.models.hf.config import load_config
     from sportsllm.storage.hub import plain_name
     from sportsllm.training.settings import Run
     from sportsllm.training.setup import set_threads
@@ -73,6 +74,7 @@ def distill(
             raise UsageError("give --student: a preset's name or a checkpoint directory")
         student = str(source)
     begin = selection.applied_to(choose_start(student, init, start, source))
+    check_no_larger(begin.shape, load_config(source))  # before a word on settings
     if selection.select_tokens is not None:
         longest, (tokens, sequence) = begin.shape.max_position_embeddings, selection.lengths()
         training = dataclasses.replace(training, sequence=training.sequence or min(longest, sequence))

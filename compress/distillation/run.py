@@ -151,6 +151,22 @@ def resolve_start(student: str, init: Path | None, start: str | None, teacher: P
     return Checkpoint(shape, [directory])
 
 
+def check_no_larger(student: ModelConfig, teacher: ModelConfig) -> None:
+    """Refuse a student that computes more for a token than its teacher; a mixture may store more, a selection chooses.
+
+    Raises:
+        UsageError: it does.
+    """
+    alike = {"attention_kind": teacher.attention_kind, "selection": teacher.selection} if student.selection else {}
+    own, theirs = student.with_changes(**alike).active_parameters, teacher.active_parameters
+    if own > theirs:
+        active = "active " if student.experts or teacher.experts else ""
+        raise UsageError(
+            f"the student ({own:,} {active}parameters) is larger than the teacher ({theirs:,}); choose a smaller "
+            "--student"
+        )
+
+
 def has_tensors(directory: Path) -> bool:
     """Whether a directory holds weights, and not a shape alone."""
     return any(directory.glob("*.safetensors")) or any(directory.glob("*.safetensors.index.json"))
@@ -191,12 +207,7 @@ def distill(student: str, start: Start, training: StudentTraining, out: Path, re
     config, theirs = training.config, load_config(training.teacher)
     if training.adapters is not None and start.kind is settings.Start.RANDOM:
         raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT or a checkpoint student")
-    same_attention = {"attention_kind": theirs.attention_kind, "selection": theirs.selection}
-    if start.shape.with_changes(**same_attention if start.shape.selection else {}).parameters > theirs.parameters:
-        raise UsageError(
-            f"the student ({start.shape.parameters:,} parameters) is larger than the teacher "
-            f"({theirs.parameters:,}); choose a smaller --student"
-        )
+    check_no_larger(start.shape, theirs)
     cache = training.prepare(start.shape)
     has_weights = start.kind is not settings.Start.RANDOM
     record = {

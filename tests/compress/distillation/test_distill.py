@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from compress.cli.flags import DistillationFlags
-from compress.distillation.run import distill, resolve_start, resolve_teacher, teacher_corpus
+from compress.distillation.run import check_no_larger, distill, resolve_start, resolve_teacher, teacher_corpus
 from compress.distillation.settings import DistillationConfig
 from compress.distillation.student_loss import distillation_loss
 from compress.distillation.student_training import StudentTraining
 from compress.distillation.teacher import load_teacher
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.models.experts import Experts
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.packing import IGNORE, Batch
@@ -147,6 +148,18 @@ def test_a_nf4_teacher_trains_a_student(checkpoint: Path, student: Path, corpus_
 def test_a_larger_student_is_refused(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="larger than the teacher"):
         run(checkpoint, "tiny-1m", tmp_path / "out", corpus_file)
+
+
+def test_a_mixture_counts_by_what_a_token_is_computed_with() -> None:
+    dense = tiny_model().config
+    experts = Experts(count=4, active=2)
+    smaller = dense.with_changes(
+        mlp_kind="experts", experts=experts, intermediate_size=dense.intermediate_size // 2 - 8
+    )
+    assert smaller.active_parameters < dense.active_parameters < smaller.parameters
+    check_no_larger(smaller, dense)
+    with pytest.raises(UsageError, match=r"active parameters\) is larger than the teacher"):
+        check_no_larger(dense, smaller)
 
 
 def test_another_tokenizer_is_refused(
