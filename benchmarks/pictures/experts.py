@@ -12,6 +12,7 @@ from rich.console import Console
 from benchmarks.report.charts import Chart, even_map
 from sportsllm.console import table
 from sportsllm.errors import UsageError
+from sportsllm.models.experts import unused_line
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer
 
@@ -77,13 +78,9 @@ def measure_experts(model: SportsLLM, directory: Path, kinds: Mapping[str, Seque
     return {"kinds": read, "layers": layers}
 
 
-def unused_line(result: Mapping[str, Any]) -> str | None:
-    """The experts that no text used, in a line; None where all were used."""
-    unused = [(layer["layer"], layer["never_used"]) for layer in result["layers"] if layer["never_used"]]
-    if not unused:
-        return None
-    where = "; ".join(f"layer {layer}: {', '.join(map(str, experts))}" for layer, experts in unused)
-    return f"experts that no token was sent to: {where}"
+def never_used(result: Mapping[str, Any]) -> dict[int, list[int]]:
+    """Of `measure_experts`, by layer."""
+    return {layer["layer"]: layer["never_used"] for layer in result["layers"]}
 
 
 def expert_chart(result: Mapping[str, Any]) -> Chart:
@@ -137,6 +134,6 @@ def print_experts(console: Console, result: Mapping[str, Any]) -> None:
             rows.append((str(layer["layer"]), one["kind"], f"{one['tokens']:,}", f"{1 / len(shares):.1%}", *ends))
     headers = ("layer", "kind of text", "tokens", "even share", "most used", "least used")
     console.print(table(headers, rows, (1,), "experts' use (--json has every share)"))
-    line = unused_line(result)
+    line = unused_line(never_used(result))
     if line is not None:
         console.print(line, markup=False)

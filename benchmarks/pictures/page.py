@@ -18,12 +18,13 @@ from benchmarks.pictures.attention import (
 )
 from benchmarks.pictures.blocks import describe_model
 from benchmarks.pictures.drawing import draw_model
-from benchmarks.pictures.experts import expert_chart, measure_experts, parse_kinds, print_experts, unused_line
+from benchmarks.pictures.experts import expert_chart, measure_experts, never_used, parse_kinds, print_experts
 from benchmarks.predict.plan import parameter_count, read_model
 from benchmarks.report.page import render_page
 from sportsllm.errors import UsageError
 from sportsllm.files import atomic_write_text
 from sportsllm.inference.decoder import is_onnx_directory
+from sportsllm.models.experts import unused_line
 from sportsllm.models.presets import PLANNED
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def take_pictures(
         if kinds:
             result["experts"] = measure_experts(opened, path, kinds)
             charts.append(expert_chart(result["experts"]))
-            values["experts"] = {"chart": charts[-1], "unused": unused_line(result["experts"])}
+            values["experts"] = {"chart": charts[-1], "unused": unused_line(never_used(result["experts"]))}
             values["experts"]["kinds"] = result["experts"]["kinds"]
     if draw is not None:
         described = describe_model(config)

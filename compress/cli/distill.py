@@ -90,8 +90,7 @@ def distill(
         distillation=distillation.config(begin.kind, source),
         adapters=lora.adapters(config.optimizer),
     )
-    if out is None:
-        out = Path("runs") / (plain_name(Path(student)) + "-selected" * (selection.select_tokens is not None))
+    out = out or Path("runs") / (plain_name(Path(student)) + "-selected" * (selection.select_tokens is not None))
     result = run_distill(student, begin, plan, out, training.resume)
     print_training(result)
     return result

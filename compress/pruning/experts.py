@@ -28,9 +28,10 @@ from torch import Tensor
 from compress.pruning.expert_neurons import FeedForwards, feed_forwards, fit_experts, joined_neurons, parts_of
 from compress.pruning.kept_units import top_indices
 from compress.pruning.refit import RIDGE, LeastSquares
+from sportsllm.console import say
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.experts import ROUTER, route, routed_names, run_expert
+from sportsllm.models.experts import ROUTER, route, routed_names, run_expert, unused_line
 from sportsllm.models.language_model import SportsLLM
 
 EXPERTS_BY = ("merge", "use")
@@ -78,9 +79,11 @@ def reduce_experts(
     state, routed = reduced.state_dict(), (f".mlp.{ROUTER}.", ".mlp.experts.")
     same = {name: t for name, t in model.state_dict().items() if not any(part in name for part in routed)}
     reduced.load_state_dict({**state, **same})
-    for layer in feed_forwards(model, reduced, samples):
+    unused: dict[int, list[int]] = {}
+    for number, layer in enumerate(feed_forwards(model, reduced, samples)):
         if layer.full.config.experts is None:
             continue
+        unused[number] = _unused(layer.full, layer.full_XD)
         count = smaller.chosen_experts.count
         groups = alike_groups(layer.full, layer.full_XD, count) if by == "merge" else None
         if groups is None:
@@ -88,7 +91,15 @@ def reduce_experts(
         _join(layer, groups)
         if refit:
             fit_experts(layer.changed, layer.changed_XD, layer.target_XD)
+    if (line := unused_line(unused)) is not None:
+        say(f"calibration text: {line}")
     return reduced
+
+
+def _unused(half: Any, x_XD: Tensor) -> list[int]:
+    """The experts that no token is sent to."""
+    _, chosen_XK, _ = route(half, x_XD)
+    return sorted(set(range(half.config.chosen_experts.count)) - set(chosen_XK.flatten().tolist()))
 
 
 def expert_energy(half: Any, x_XD: Tensor) -> Tensor:

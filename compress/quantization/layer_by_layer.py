@@ -24,9 +24,10 @@ from compress.quantization.config import UNPACKED
 from compress.quantization.gptq import gptq_weight
 from compress.quantization.grid import fit_grid
 from compress.quantization.packed_checkpoint import PackedCheckpoint, stack_rows
-from sportsllm.console import progress_bar
+from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.experts import routed_names, unused_line
 from sportsllm.models.kinds import EMBEDDING, HEAD, POSITIONS, block_matrices
 from sportsllm.models.language_model import Block, ResidualNorm, Rope, embed, rope_of
 from sportsllm.storage.checkpoint import load_block, load_last_norm, load_positions, read_ends
@@ -94,6 +95,7 @@ def quantize_calibrated(
     else:
         packed.add_matrix(EMBEDDING, embedding, search=True)
     positions = ends.get(f"{POSITIONS}.weight")
+    unread: dict[int, list[int]] = {}
     full_BTD = [embed(model, embedding[tokens], positions) for tokens in samples]
     stored = packed.matrix(EMBEDDING)
     rounded_BTD = [embed(model, stored[tokens], positions) for tokens in samples] if gptq else []
@@ -110,15 +112,20 @@ def quantize_calibrated(
                 between_BTD, following = Through.of(source, full_BTD, rope)
                 pair = LayerPair(copy.deepcopy(source), source, own, rope)
                 streams = Streams(full_BTD, rounded_BTD, following)
-                rounded_BTD = _fit_and_round(packed, prefix, pair, streams, between_BTD, ridge)
+                rounded_BTD, read = _fit_and_round(packed, prefix, pair, streams, between_BTD, ridge)
                 del between_BTD
             else:
-                following = _round_alone(packed, prefix, source, own, full_BTD, rope)
+                following, read = _round_alone(packed, prefix, source, own, full_BTD, rope)
+            if own.experts is not None:
+                names = enumerate(routed_names(own.chosen_experts))
+                unread[layer] = [number for number, name in names if f"mlp.{name}.down_proj" not in read]
             for name, parameter in source.named_parameters():
                 if parameter.ndim == 1:
                     packed.add(f"{prefix}.{name}", parameter, search=True)
             full_BTD = following
             bar.advance()
+    if (line := unused_line(unread)) is not None:
+        say(f"calibration text: {line}; more --samples may reach them")
     _check_text(samples, full_BTD, norm, tensors[f"{EMBEDDING}.weight"] if head is None else head)
     for name, tensor in ends.items():
         packed.add(name, tensor, search=True)
@@ -139,32 +146,43 @@ def _fit_and_round(
     streams: Streams,
     between_BTD: Sequence[Tensor],
     ridge: float,
-) -> list[Tensor]:
-    """GPTQ of one layer, each matrix fitted before, see `refit_block`; `pair.block` becomes what is stored."""
+) -> tuple[list[Tensor], set[str]]:
+    """GPTQ of one layer, each matrix fitted before, see `refit_block`; `pair.block` becomes what is stored.
+
+    Returns:
+        The states after the layer, and the matrices that read any text.
+    """
+    read = set()
 
     def solve(name: str, linear: nn.Linear, sums: LeastSquares) -> None:
-        wanted = sums.solve(linear.weight, ridge) if sums.gram_II.any() else linear.weight
+        if sums.gram_II.any():
+            read.add(name)
+        wanted = sums.solve(linear.weight, ridge)
         linear.weight.data = _gptq(packed, f"{prefix}.{name}", wanted, sums.gram_II.float())
 
-    return refit_block(pair, streams, between_BTD, solve)
+    return refit_block(pair, streams, between_BTD, solve), read
 
 
 def _round_alone(
     packed: PackedCheckpoint, prefix: str, block: Block, model: ModelConfig, states_BTD: Sequence[Tensor], rope: Rope
-) -> list[Tensor]:
-    """Round each matrix of a layer by itself, columns counting as their inputs are strong; returns the states after
-    the layer.
+) -> tuple[list[Tensor], set[str]]:
+    """Round each matrix of a layer by itself, columns counting as their inputs are strong.
+
+    Returns:
+        See `_fit_and_round`.
     """
     names = [matrix.name for matrix in block_matrices(model)]
     with summed({name: (block.get_submodule(name), input_squares) for name in names}) as found:
         following = run_layer(block, states_BTD, rope)
+    strong = {name: squares_K.float() for name, squares_K in found.items() if squares_K.any()}
     for name in names:
         weight_NK, module = block.get_parameter(f"{name}.weight"), f"{prefix}.{name}"
-        _check_finite(module, found[name])
         spec = packed.config.grid_for(module, weight_NK.shape[1])
-        grid = fit_grid(weight_NK, *spec, search=True, weights_K=found[name].float())
+        if name in strong:
+            _check_finite(module, strong[name])
+        grid = fit_grid(weight_NK, *spec, search=True, weights_K=strong.get(name))
         packed.add_packed(module, grid.pack(grid.round(weight_NK)))
-    return following
+    return following, set(strong)
 
 
 def _check_text(samples: Sequence[Tensor], last_BTD: Sequence[Tensor], norm: ResidualNorm, head_VD: Tensor) -> None:

@@ -20,6 +20,8 @@ from sportsllm.errors import UsageError
 from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, Processor, Unit
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import Tensor
 
     from sportsllm.models.config import ModelConfig
@@ -159,6 +161,12 @@ class MixtureOfExperts(Kind):
 def expert_names(experts: Experts) -> list[str]:
     """The modules of the routed experts, then of the shared ones."""
     return routed_names(experts) + [SHARED] * (experts.shared > 0)
+
+
+def unused_line(unused: Mapping[int, Sequence[int]]) -> str | None:
+    """The experts that no token was sent to, by layer, in a line; None where all were used."""
+    where = "; ".join(f"layer {layer}: {', '.join(map(str, experts))}" for layer, experts in unused.items() if experts)
+    return f"experts that no token was sent to: {where}" if where else None
 
 
 def least_bits(name: str) -> int:

@@ -45,12 +45,13 @@ def test_energies_by_the_definition() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=0.0)  # float32 sums in another order
 
 
-def test_an_expert_that_nobody_chose_leaves_no_trace() -> None:
+def test_an_expert_that_nobody_chose_leaves_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
     model = model_with(router="sigmoid", choice_bias=True, shared=1)
     with torch.no_grad():
         for layer, unused in ((0, 0), (1, 2)):
             model.model.layers[layer].mlp.gate.bias[unused] = -9.0
     reduced = reduce_experts(model, fewer_experts(model.config, 3, None), SAMPLES, "use")
+    assert "experts that no token was sent to: layer 0: 0; layer 1: 2" in capsys.readouterr().err
     assert reduced.config.chosen_experts.count == 3
     assert reduced.config.parameters < model.config.parameters
     with torch.inference_mode():

@@ -9,6 +9,7 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantization.layer_by_layer import TABLE_SHARE, quantize_calibrated
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from sportsllm.errors import ArtifactError
+from sportsllm.models.experts import Experts
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.checkpoint import save_checkpoint
 from tests.support.models import tiny_model
@@ -60,6 +61,23 @@ def test_a_matrix_whose_inputs_are_always_zero_is_rounded_as_it_is(checkpoint: P
     quantize_calibrated(tmp_path, model.config, packed, [torch.arange(64)[None]])
     down = model.model.layers[0].mlp.down_proj.weight
     assert (packed.matrix("model.layers.0.mlp.down_proj") - down).abs().max() < 0.01 * down.abs().max()
+
+
+@pytest.mark.parametrize("gptq", [True, False])
+def test_an_expert_that_nobody_chose_is_rounded_as_it_is(
+    gptq: bool, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts = Experts(count=4, active=2, router="sigmoid", choice_bias=True)
+    model = tiny_model(std=0.1, mlp_kind="experts", experts=experts)
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.bias[2] = -9.0
+    save_checkpoint(tmp_path, model, checkpoint)
+    packed = PackedCheckpoint(model.config, QuantizationConfig(8))
+    quantize_calibrated(tmp_path, model.config, packed, [torch.arange(3, 67)[None]], gptq=gptq)
+    assert "experts that no token was sent to: layer 1: 2; more --samples" in capsys.readouterr().err
+    name = "model.layers.1.mlp.experts.2.down_proj"
+    weight = model.get_parameter(f"{name}.weight").detach()
+    assert (packed.matrix(name) - weight).abs().max() < 0.01 * weight.abs().max()
 
 
 @pytest.mark.parametrize("scaling", [None, "balance"])
