@@ -28,6 +28,7 @@ class Call:
         inputs: the kernel's by name, in its order; None leaves an optional one out.
         outputs: in the same way, values of the nodes that only others read.
         attributes: the kernel's; the body holds its own.
+        branch: of an `If`, that the nodes are in; None where they are the graph's.
     """
 
     op: str
@@ -37,6 +38,7 @@ class Call:
     inputs: Mapping[str, ir.Value | None]
     outputs: Mapping[str, ir.Value]
     attributes: Mapping[str, int | float]
+    branch: ir.Graph | None = None
 
     def local(self, name: str | None) -> str:
         """A name within the body."""
@@ -53,7 +55,8 @@ class Functions:
 
     def fold(self, call: Call) -> bool:
         """Replace nodes by a call of a function that holds them; False, and no change, where no name is left."""
-        nodes = [node for node in self._graph.nodes if str(node.name).startswith(call.prefixes)]
+        around = self._graph.nodes if call.branch is None else call.branch
+        nodes = [node for node in around if str(node.name).startswith(call.prefixes)]
         bodies = self._bodies.setdefault(call.op, {})
         places = {value: name for name, value in (*call.inputs.items(), *call.outputs.items()) if value is not None}
         text = "\n".join(_described(nodes, places, call))
@@ -68,7 +71,10 @@ class Functions:
         made = ir.node(
             name, inputs, call.attributes, domain=self._domain, outputs=list(values.values()), name=call.name
         )
-        self._graph.replace(nodes, made, values)
+        if call.branch is None:
+            self._graph.replace(nodes, made, values)
+        else:
+            _replace_in(call.branch, nodes, made, values)
         if known:
             for node in with_branches(nodes):
                 for place in range(len(node.inputs)):
@@ -76,6 +82,14 @@ class Functions:
         else:
             self._graph.functions.append(_function(name, self._domain, call, nodes))
         return True
+
+
+def _replace_in(branch: ir.Graph, nodes: list[ir.Node], by: ir.Node, values: Mapping[ir.Value, ir.Value]) -> None:
+    """As `Builder.replace`, of a branch."""
+    branch.insert_before(nodes[0], by)
+    branch.outputs[:] = [values.get(value, value) for value in branch.outputs]
+    branch.remove(nodes)
+    ir.convenience.replace_all_uses_with(list(values), list(values.values()))
 
 
 def _described(nodes: Iterable[ir.Node], places: Mapping[ir.Value, str], call: Call) -> Iterator[str]:

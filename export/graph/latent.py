@@ -31,6 +31,8 @@ from sportsllm.models.parts import HIDDEN
 FLOAT = ir.DataType.FLOAT
 LONG_PIECE = 16
 """From this many new tokens on keys and values are made."""
+SHORT = "short"
+"""In the names of the nodes that fewer new tokens go through."""
 
 
 class LatentAttention(HalfBuilder):
@@ -87,7 +89,7 @@ class LatentAttention(HalfBuilder):
         key_BT1E = rotated_pairs(graph, f"{name}.k", key_BT1E, self._tables)
         key_BTE = graph.node(f"{name}.k/turned_row", "Squeeze", [key_BT1E, graph.axis(2)])
         new_BTC = graph.node(f"{name}/cached", "Concat", [low, key_BTE], axis=-1)
-        present, state_BSC = self._joined(layer, past[0], new_BTC)
+        present = self._joined(layer, past[0], new_BTC)
         scale = (config.unrotated_dim + rotated) ** -0.5
         factor = graph.constant("latent/scale", np.array(scale, np.float32))
         plain_BTHN = graph.node(f"{name}.q/plain_scaled", "Mul", [plain, factor])
@@ -103,8 +105,8 @@ class LatentAttention(HalfBuilder):
             f"{name}/attention_either",
             is_long,
             {
-                "then_branch": lambda: [self._made(layer, f"{name}/long", plain_BHTN, turned_BHTE, state_BSC)],
-                "else_branch": lambda: [self._absorbed(layer, f"{name}/short", plain_BHTN, turned_BHTE, state_BSC)],
+                "then_branch": lambda: [self._made(layer, f"{name}/long", plain_BHTN, turned_BHTE, present)],
+                "else_branch": lambda: [self._absorbed(layer, f"{name}/{SHORT}", plain_BHTN, turned_BHTE, present)],
             },
             {f"{name}/mixed": FLOAT},
         )
@@ -117,30 +119,40 @@ class LatentAttention(HalfBuilder):
         (eps,) = (found.eps for found in self._vectors if found.name == vector)
         return self.layers.rms_norm(name, x, self.layers.matmul.vector(f"{name}.weight", size), eps)
 
-    def _joined(self, layer: int, past: ir.Value, new_BTC: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The cache with the new tokens, as the graph gives it back; and what of it is filled, (B, S, C) float32."""
-        graph, name, scales = self.graph, self.name(layer), self.layers.sequences.scales
+    def _joined(self, layer: int, past: ir.Value, new_BTC: ir.Value) -> ir.Value:
+        """The cache with the new tokens, as the graph gives it back."""
+        graph, name = self.graph, self.name(layer)
         if self.layers.standard:
-            present = graph.node(f"{name}/present", "Concat", [past, new_BTC], axis=1)
-            return present, present
-        stored: list[ir.Value] = []  # scales and zeros, (C,) each
-        if scales is not None:
-            (scale_LC,) = scales.states
-            scale_C = graph.constant(metadata.cache_scale_name(layer, self.states[0].name), scale_LC[layer].numpy())
-            stored = [scale_C, graph.constant("latent/zeros", np.zeros(scale_LC.shape[1], np.int8))]
+            return graph.node(f"{name}/present", "Concat", [past, new_BTC], axis=1)
+        if stored := self._stored(layer):
             new_BTC = graph.node(f"{name}/rounded", "QuantizeLinear", [new_BTC, *stored], axis=2)
-        present = graph.node(f"{name}/present", "ScatterND", [past, self._where_BT2, new_BTC])
+        return graph.node(f"{name}/present", "ScatterND", [past, self._where_BT2, new_BTC])
+
+    def _stored(self, layer: int) -> list[ir.Value]:
+        """Scales and zeros of an INT8 cache, (C,) each; none of another."""
+        scales = self.layers.sequences.scales
+        if scales is None:
+            return []
+        (scale_LC,) = scales.states
+        scale_C = self.graph.constant(metadata.cache_scale_name(layer, self.states[0].name), scale_LC[layer].numpy())
+        return [scale_C, self.graph.constant("latent/zeros", np.zeros(scale_LC.shape[1], np.int8))]
+
+    def _filled(self, layer: int, name: str, present: ir.Value) -> ir.Value:
+        """What of the cache is filled, (B, S, C) float32."""
+        graph = self.graph
+        if self.layers.standard:
+            return present
         begin = graph.constant("cache/begin", np.array([0], np.int64))
         filled_BSC = graph.node(f"{name}/filled", "Slice", [present, begin, self._width_S, graph.axis(1)])
-        if stored:
+        if stored := self._stored(layer):
             filled_BSC = graph.node(f"{name}/filled_float", "DequantizeLinear", [filled_BSC, *stored], axis=2)
-        return present, filled_BSC
+        return filled_BSC
 
     def _absorbed(
-        self, layer: int, name: str, plain_BHTN: ir.Value, turned_BHTE: ir.Value, state_BSC: ir.Value
+        self, layer: int, name: str, plain_BHTN: ir.Value, turned_BHTE: ir.Value, present: ir.Value
     ) -> ir.Value:
         """Attention to the cached vectors themselves, (B, H, T, V); heads count as rows of one matrix."""
-        graph, config = self.graph, self.config
+        graph, config, state_BSC = self.graph, self.config, self._filled(layer, name, present)
         heads, rank = config.num_attention_heads, config.kv_rank
         keys_HNR = self._by_head(layer, "keys", 0, config.unrotated_dim)
         values_HVR = self._by_head(layer, "values", config.unrotated_dim, config.value_dim)
@@ -167,11 +179,9 @@ class LatentAttention(HalfBuilder):
         values_HRV = graph.node(f"{name}/values_turned", "Transpose", [values_HVR], perm=[0, 2, 1])
         return graph.node(f"{name}/mixed", "MatMul", [mixed_BHTR, values_HRV])
 
-    def _made(
-        self, layer: int, name: str, plain_BHTN: ir.Value, turned_BHTE: ir.Value, state_BSC: ir.Value
-    ) -> ir.Value:
+    def _made(self, layer: int, name: str, plain_BHTN: ir.Value, turned_BHTE: ir.Value, present: ir.Value) -> ir.Value:
         """Attention to keys and values made of the cache, (B, H, T, V)."""
-        graph, config = self.graph, self.config
+        graph, config, state_BSC = self.graph, self.config, self._filled(layer, name, present)
         rank, rotated = config.kv_rank, config.head_dim
         low, key = graph.split(f"{name}/split", state_BSC, [rank, rotated], [f"{name}/low", f"{name}/key"])
         low_B1SR = graph.node(f"{name}/low_heads", "Unsqueeze", [low, graph.axis(1)])

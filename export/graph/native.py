@@ -2,9 +2,9 @@
 
 The operators are those of `export/kernels/library.cpp`: `DecoderLayer`, or else `DecoderAttention` and
 `DecoderFeedForward` (SwiGLU, or experts behind their router); `SelectedAttention`, over the written cache;
-`DecoderHead`. Of the first two the cache's type is a part of the name: `DecoderLayerHalf` over a float16 cache,
-`DecoderLayerInt8` over an INT8 one. A part is folded if its matrices, where it has any, are INT4 or INT8 in blocks;
-whatever is not stays as it is.
+`LatentTokens`, which write it, and `LatentAttention`; `DecoderHead`. The cache's type is a part of the name:
+`DecoderLayerHalf` over a float16 cache, `DecoderLayerInt8` over an INT8 one. A part is folded if its matrices, where it
+has any, are INT4 or INT8 in blocks; whatever is not stays as it is.
 """
 
 from __future__ import annotations
@@ -18,21 +18,18 @@ import onnx_ir as ir
 from export import metadata
 from export.graph.builder import KERNELS, Builder, with_branches
 from export.graph.functions import Call, Functions
+from export.graph.native_attention import ATTENTION, SUFFIXES, AttentionCall, Inputs
 from export.graph.positions import LAST, TOTAL
-from export.graph.selected import SELECTED
 from export.kernels.library import VERSION
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import SHARED, routed_names
-from sportsllm.models.kinds import HEAD, NORMS, block_state
-from sportsllm.models.selected import index_size
+from sportsllm.models.kinds import HEAD, NORMS
 
 MOST_BODIES = 8  # names that the library registers for each operator of a layer
 _BLOCKS = (32, 64, 128, 256)
 _ATTENTION = {"qkv": "self_attn.qkv_proj", "output": "self_attn.o_proj"}
 _FEED_FORWARD = {"gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"}
-_SUFFIXES = {ir.DataType.FLOAT: "", ir.DataType.FLOAT16: "Half", ir.DataType.INT8: "Int8"}
 _PARTS = ("packed", "scale", "zero_point", "bias")  # of a matrix, inputs in this order
-Inputs = dict[str, ir.Value | None]
 
 
 @dataclass
@@ -89,8 +86,9 @@ def fold_model(graph: Builder, config: ModelConfig, residual: Sequence[Sequence[
 
     for layer in range(config.num_hidden_layers):
         model = config.of_layer(layer)
-        if model.attention_kind == "selected":
-            folded.attention += fold(partial(_selected, config=model, layer=layer), folded.reasons)
+        if (own := ATTENTION.get(model.attention_kind)) is not None:
+            done = [fold(partial(_alone, config=model, layer=layer, kind=each), folded.reasons) for each in own]
+            folded.attention += all(done)
             folded.feed_forward += fold(partial(_feed_forward, config=model, layer=layer), folded.reasons)
             continue
         attention = partial(_layer, config=model, layer=layer, residual=residual, cached=cached)
@@ -165,6 +163,10 @@ def _format(node: ir.Node | None) -> str:
     return "matrices in unlike formats" if node is None else formats.get(node.op_type, node.op_type)
 
 
+def _alone(part: _Part, config: ModelConfig, layer: int, kind: AttentionCall) -> Call:
+    return kind(part.nodes, part.values, config, layer)
+
+
 def _layer(
     part: _Part,
     config: ModelConfig,
@@ -219,41 +221,11 @@ def _layer(
         inputs |= second["gate_up"][0] | second["down"][0]
     for _, sizes in (found | second).values():
         attributes |= sizes
-    op = ("DecoderLayer" if whole else "DecoderAttention") + _SUFFIXES[cached]
+    op = ("DecoderLayer" if whole else "DecoderAttention") + SUFFIXES[cached]
     if whole:
         return Call(op, name, name, (f"{name}.",), inputs, outputs, attributes)
     prefixes = tuple(f"{name}.{start}" for start in (*NORMS.values(), "self_attn.", "self_attn/", "kept/"))
     return Call(op, f"{name}.self_attn", name, prefixes, inputs, outputs, attributes)
-
-
-def _selected(part: _Part, config: ModelConfig, layer: int) -> Call:
-    """The call of a layer's attention to selected tokens, from the written cache on.
-
-    Behind the kernel's inputs come what all layers share and the body alone reads.
-    """
-    base = f"model.layers.{layer}"
-    name, selection, nodes = f"{base}.self_attn/{SELECTED}", config.chosen_selection, part.nodes
-    states = zip(("key", "value", "index"), block_state(config), strict=True)
-    inputs: Inputs = {"query": nodes[f"{name}/one/query"].inputs[0]}
-    inputs |= {"index_query": nodes[f"{name}/one/chosen/query_rows"].inputs[0], "last": part.values[LAST]}
-    inputs |= {key: part.values[metadata.present_name(layer, state.name)] for key, state in states}
-    outputs = {"out": nodes[f"{name}/either"].outputs[0]}
-    own = [node for node in nodes.values() if str(node.name).startswith(f"{name}/")]
-    known = {*inputs.values(), *(value for node in own for value in node.outputs)}
-    shared = dict.fromkeys(value for node in own for value in node.inputs if value is not None and value not in known)
-    inputs |= {f"shared{n}": value for n, value in enumerate(v for v in shared if v.const_value is None)}
-    attributes: dict[str, int | float] = {
-        "num_heads": config.num_attention_heads,
-        "kv_num_heads": config.num_key_value_heads,
-        "head_size": config.head_dim,
-        "index_heads": selection.heads,
-        "index_size": index_size(config),
-        "block_size": selection.block,
-        "blocks": selection.blocks,
-        "newest_blocks": selection.newest,
-        "scale": config.score_scale,
-    }
-    return Call("SelectedAttention", name, base, (f"{name}/",), inputs, outputs, attributes)
 
 
 def _feed_forward(part: _Part, config: ModelConfig, layer: int) -> Call | None:

@@ -34,7 +34,7 @@ VARIANTS = {
 }
 # x86_64 or aarch64: compile for that processor, whatever this machine is, with $CXX or for Linux with glibc 2.28.
 TARGET = os.environ.get("SPORTSLLM_WHEEL")
-_SHARED = ("dispatch", "layer", "feed_forward", "selected", "library", "variant_plain")
+_SHARED = ("dispatch", "layer", "feed_forward", "selected", "latent", "library", "variant_plain")
 
 
 class BuildError(Exception):

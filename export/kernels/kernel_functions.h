@@ -563,6 +563,19 @@ static void add_shares(const float* sums, const float* largest, const float* tot
   }
 }
 
+static void weighted_sum(const float* weights, const float* rows, int64_t count, int64_t size, float* out) {
+  all_values<CacheType::kFloat, 1>(weights, rows, 0, count, size, out);
+}
+
+static void dots(const float* x, const float* rows, int64_t count, int64_t size, float* out) {
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) four_scores<CacheType::kFloat, 1>(&x, rows, i, count - 1, size, out + i);
+  if (i == count) return;
+  float last[4];
+  four_scores<CacheType::kFloat, 1>(&x, rows, i, count - 1, size, last);
+  std::copy(last, last + (count - i), out + i);
+}
+
 static void join(const float* parts, const float* largest, const float* total, int64_t count, int64_t size,
                  float* out) {
   float top = -INFINITY;
@@ -585,7 +598,8 @@ static void join(const float* parts, const float* largest, const float* total, i
 
 static const sportsllm::Variant& functions(const char* name) {
   static const sportsllm::Variant all = {name,   rms_norm, round, sum_blocks, product, round_prompt, product_prompt, rotate,
-                                         swiglu, add,      scale, to_int8,    to_half, attend,       index_part, add_shares, join};
+                                         swiglu, add,      scale, to_int8,    to_half, attend,       index_part, add_shares,
+                                         weighted_sum, dots, join};
   return all;
 }
 

@@ -106,6 +106,10 @@ struct Variant {
   // `heads`, to shares.
   void (*add_shares)(const float* sums, const float* largest, const float* total, int64_t parts, int64_t step,
                      int64_t blocks, int64_t heads, float* shares);
+  // The sum of `count` rows of `size` numbers, weighted.
+  void (*weighted_sum)(const float* weights, const float* rows, int64_t count, int64_t size, float* out);
+  // The product of x with each of `count` rows of `size` numbers.
+  void (*dots)(const float* x, const float* rows, int64_t count, int64_t size, float* out);
   // Joins parts of attention over parts of the cache: (parts, E), each with its largest score and total.
   void (*join)(const float* parts, const float* largest, const float* total, int64_t count, int64_t size, float* out);
 };

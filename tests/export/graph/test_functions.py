@@ -19,6 +19,14 @@ from sportsllm.models.experts import Experts
 from sportsllm.storage.checkpoint import load_checkpoint
 from tests.support.export_models import Export, Exports, logits_of, pack_model, save, tiny_model
 
+LATENT: dict[str, Any] = {
+    "attention_kind": "latent",
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "head_dim": 8,
+}
+LATENT |= {"num_key_value_heads": 1}
 SETTINGS: list[dict[str, Any]] = [
     {"bits": 4, "asymmetric": True},
     {"bits": 8, "block": 64, "num_hidden_layers": 4, "tie_word_embeddings": False},
@@ -27,6 +35,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"bits": 4, "int8_cache": True},
     {"bits": 4, "half_cache": True},
     {"bits": 8, "int8_cache": True, "head_dim": 8, "qk_norm": True},
+    {"bits": 4, **LATENT, "q_lora_rank": 32},
+    {"bits": 8, "int8_cache": True, **LATENT},
 ]
 
 
@@ -73,6 +83,19 @@ def test_equal_layers_share_a_function(exports: Exports) -> None:
     assert [node.op_type for node in int8.graph.node][-3:] == ["DecoderLayerInt8", "DecoderLayerInt81", "DecoderHead"]
     half = graph_of(exports(4, half_cache=True))
     assert [node.op_type for node in half.graph.node][-3:] == ["DecoderLayerHalf", "DecoderLayerHalf1", "DecoderHead"]
+
+
+def test_latent_attention_is_called_in_its_branch(exports: Exports) -> None:
+    """Long pieces keep ONNX Runtime's operators; layers alike share a function, within and without the branch."""
+    graph = graph_of(exports(4, num_hidden_layers=3, **LATENT))
+    branches = [attribute for node in graph.graph.node if node.op_type == "If" for attribute in node.attribute]
+    inside = {one.name: [node.op_type for node in one.g.node] for one in branches}
+    assert inside["else_branch"] == ["LatentAttention"] and "Softmax" in inside["then_branch"]
+    calls = [node.op_type for node in graph.graph.node if node.domain == "sportsllm"]
+    assert calls == [*["LatentTokens", "DecoderFeedForward"] * 3, "DecoderHead"]
+    assert {"LatentTokens", "LatentAttention"} <= {function.name for function in graph.functions}
+    int8 = graph_of(exports(4, int8_cache=True, **LATENT))
+    assert {"LatentTokensInt8", "LatentAttentionInt8"} <= {function.name for function in int8.functions}
 
 
 def formats(name: str) -> int | None:
@@ -123,11 +146,8 @@ HALVES: list[tuple[dict[str, Any], str]] = [
         "attention of 1 of 3 layers, the feed-forward of all 3 layers and the head (sliding attention)",
     ),
     ({"mlp_kind": "geglu"}, "attention of all 3 layers and the head (feed-forward geglu)"),
-    (
-        {"attention_kind": "latent", "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8}
-        | {"num_key_value_heads": 1},
-        "the feed-forward of all 3 layers and the head (attention latent)",
-    ),
+    (LATENT, "all 3 layers and the head"),
+    ({**LATENT, "q_lora_rank": 32}, "all 3 layers and the head"),
 ]
 
 

@@ -14,12 +14,14 @@ from test_kernels import (
     FEED_FORWARDS,
     HIDDEN,
     KV_HEADS,
+    LATENT_NAMES,
     ROOM,
     SELECTED_NAMES,
     SIZE,
     Array,
     Packed,
     feed_forward_case,
+    latent_case,
     layer_case,
     names_of_layer,
     selected_case,
@@ -102,10 +104,25 @@ def selected(
     return "SelectedAttention", SELECTED_NAMES, out, {"unread": np.zeros(1, np.float32)}, fed, attributes
 
 
+def latent(
+    chance: random.Random,
+) -> tuple[str, list[str], dict[str, int], dict[str, Array], dict[str, Array], dict[str, Any]]:
+    """Arguments of `session` but the library."""
+    plain, int8 = chance.choice(sorted(LATENT_NAMES)), chance.random() < 0.5
+    op, fed, attributes = latent_case(plain, chance.choice([1, 3, 12]), int8)
+    outputs = {"out": TensorProto.FLOAT}
+    if plain == "LatentTokens":
+        outputs = {"plain": TensorProto.FLOAT, "turned": TensorProto.FLOAT}
+        outputs["present"] = TensorProto.INT8 if int8 else TensorProto.FLOAT
+    return op, LATENT_NAMES[plain], outputs, {"unread": np.zeros(1, np.float32)}, fed, attributes
+
+
 def run_one(library: Path, seed: int) -> bool:
     """Whether a graph with one to three damages ran."""
     chance = random.Random(seed)
-    op, names, outputs, constants, fed, attributes = chance.choice([layer, head, feed_forward, selected])(chance)
+    op, names, outputs, constants, fed, attributes = chance.choice([layer, head, feed_forward, selected, latent])(
+        chance
+    )
     for _ in range(chance.randrange(1, 4)):
         what = chance.randrange(5)
         if what == 0:

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "feed_forward.h"
+#include "latent.h"
 #include "layer.h"
 #include "selected.h"
 
@@ -403,6 +404,86 @@ void selected_case() {
   }
 }
 
+// Written by `run_latent_tokens`, read by `run_latent`; that against float64 in the form that makes keys and values.
+void latent_case() {
+  LatentShape w;
+  w.heads = between(1, 13), w.rank = between(1, 70), w.rotated = 2 * between(1, 20), w.unrotated = between(1, 40);
+  w.value = between(1, 40), w.type = between(0, 1) != 0 ? CacheType::kInt8 : CacheType::kFloat;
+  LatentTokens made;
+  made.batch = between(1, 3), made.tokens = one_of({1, 3, 20}), made.room = made.tokens + between(0, 600);
+  made.epsilon = 1e-5f, made.factor = 0.2f;
+  const int64_t width = w.rank + w.rotated, rows = made.batch * made.tokens, numbers = made.batch * made.room * width;
+  std::vector<int32_t> last(made.batch);
+  for (int32_t& end : last) end = static_cast<int32_t>(between(made.tokens - 1, made.room - 1));
+  const Numbers<float> query = ordinary(rows * w.heads * (w.unrotated + w.rotated), -1, 1);
+  const Numbers<float> latent = ordinary(rows * width, -1, 1), turns = ordinary(rows * w.rotated, -1, 1);
+  const Numbers<float> norm = ordinary(w.rank, 0.5, 1), scale = ordinary(width, 0.005, 0.02), past = ordinary(numbers, -1, 1);
+  const Numbers<float> keys = ordinary(w.heads * w.unrotated * w.rank, -0.3, 0.3);
+  const Numbers<float> values = ordinary(w.heads * w.value * w.rank, -1, 1);
+  Numbers<int8_t> rounded(numbers);
+  for (int64_t i = 0; i < numbers; ++i) rounded[i] = static_cast<int8_t>(100 * past[i]);
+  const bool int8 = w.type == CacheType::kInt8, in_place = between(0, 1) != 0;
+  made.query = query.data(), made.latent = latent.data(), made.last = last.data(), made.norm = norm.data();
+  made.cosine = turns.data(), made.sine = turns.data() + rows * (w.rotated / 2), made.scale = scale.data();
+  Numbers<float> first;
+  Numbers<uint8_t> state;
+  for (threads_of_run = 1; threads_of_run <= 3; ++threads_of_run) {
+    const char* from = int8 ? reinterpret_cast<const char*>(rounded.data()) : reinterpret_cast<const char*>(past.data());
+    Numbers<uint8_t> before(numbers * cache_bytes(w.type)), after(before.size());
+    std::memcpy(before.data(), from, before.size());
+    Numbers<float> unrotated(rows * w.heads * w.unrotated), rotated(rows * w.heads * w.rotated), out(rows * w.heads * w.value);
+    made.past = before.data(), made.present = in_place ? before.data() : after.data();
+    made.unrotated = unrotated.data(), made.rotated = rotated.data();
+    Scratch scratch;
+    scratch.workers = threads_of_run;
+    run_latent_tokens(w, made, &scratch, parallel, nullptr);
+    LatentInputs in;
+    in.batch = made.batch, in.tokens = made.tokens, in.room = made.room, in.last = last.data(), in.state = made.present;
+    in.unrotated = unrotated.data(), in.rotated = rotated.data(), in.keys = keys.data(), in.values = values.data();
+    in.scale = scale.data(), in.out = out.data();
+    run_latent(w, in, &scratch, parallel, nullptr);
+    Numbers<float> all = unrotated;
+    all.insert(all.end(), rotated.begin(), rotated.end()), all.insert(all.end(), out.begin(), out.end());
+    if (threads_of_run == 1) {
+      first = all, state = in_place ? before : after;
+    } else {
+      check(std::memcmp(first.data(), all.data(), all.size() * sizeof(float)) == 0, "threads", threads_of_run, 1);
+      check(std::memcmp(state.data(), made.present, state.size()) == 0, "a cache of threads", threads_of_run, 1);
+    }
+  }
+  keep(first.data(), static_cast<int64_t>(first.size()));
+  const float *unrotated = first.data(), *rotated = unrotated + rows * w.heads * w.unrotated;
+  const float* out = rotated + rows * w.heads * w.rotated;
+  const auto cached = [&](int64_t at, int64_t c) {
+    return int8 ? static_cast<double>(reinterpret_cast<const int8_t*>(state.data())[at * width + c]) * scale[c]
+                : static_cast<double>(reinterpret_cast<const float*>(state.data())[at * width + c]);
+  };
+  for (int64_t row = 0; row < rows; row += 7) {
+    const int64_t b = row / made.tokens, t = row % made.tokens, seen = last[b] + 1 - made.tokens + t + 1;
+    const int64_t h = row % w.heads, at = (b * w.heads + h) * made.tokens + t;
+    std::vector<double> mixed(w.rank);
+    double all = 0;
+    for (int64_t s = 0; s < seen; ++s) {
+      const int64_t place = b * made.room + s;
+      double score = 0;
+      for (int64_t n = 0; n < w.unrotated; ++n) {
+        double key = 0;
+        for (int64_t r = 0; r < w.rank; ++r) key += keys[(h * w.unrotated + n) * w.rank + r] * cached(place, r);
+        score += unrotated[at * w.unrotated + n] * key;
+      }
+      for (int64_t e = 0; e < w.rotated; ++e) score += rotated[at * w.rotated + e] * cached(place, w.rank + e);
+      const double weight = std::exp(score);
+      all += weight;
+      for (int64_t r = 0; r < w.rank; ++r) mixed[r] += weight * cached(place, r);
+    }
+    for (int64_t v = 0; v < w.value; ++v) {
+      double found = 0;
+      for (int64_t r = 0; r < w.rank; ++r) found += values[(h * w.value + v) * w.rank + r] * mixed[r] / all;
+      near("latent", out[at * w.value + v], found, 20);
+    }
+  }
+}
+
 void feed_forward_case() {
   FeedForwardWeights w;
   w.hidden = between(1, 100), w.gated = between(0, 1) != 0;
@@ -449,6 +530,7 @@ int main(int count, char** words) {
   for (int64_t i = 0; i < cases; ++i) {
     if (i % 4 == 0) layer_case();
     if (i % 4 == 2) selected_case();
+    if (i % 4 == 3) latent_case();
     feed_forward_case();
     product_case(v);
     attention_case(v);

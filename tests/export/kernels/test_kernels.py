@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -465,6 +466,119 @@ def test_what_selects_badly_is_refused(library: Path) -> None:
             run_selected(library, fed | inputs, attributes | sizes)
 
 
+LATENT_NAMES = {
+    "LatentTokens": ["query", "latent", "cosine", "sine", "last", "past", "norm", "scale", "shared"],
+    "LatentAttention": ["unrotated", "rotated", "last", "past", "keys", "values", "scale", "shared"],
+}
+RANK, ROTATED, UNROTATED, VALUE = 37, 6, 11, 13
+
+
+def latent_case(op: str, tokens: int, int8: bool) -> tuple[str, dict[str, Array], dict[str, Any]]:
+    """Name, inputs and attributes for two sequences, one of which fills the cache."""
+    rng, room, width = np.random.default_rng(tokens), 300, RANK + ROTATED
+    shapes = {"query": (2, tokens, HEADS * (UNROTATED + ROTATED)), "latent": (2, tokens, width), "norm": (RANK,)}
+    shapes |= {"unrotated": (2, HEADS, tokens, UNROTATED), "rotated": (2, HEADS, tokens, ROTATED)}
+    shapes |= {"keys": (HEADS, UNROTATED, RANK), "values": (HEADS, VALUE, RANK), "past": (2, room, width)}
+    fed: dict[str, Array] = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    angles = rng.uniform(0, 6, (2, tokens, 1, ROTATED // 2))
+    fed |= {"cosine": np.cos(angles).astype(np.float32), "sine": np.sin(angles).astype(np.float32)}
+    fed |= {"last": np.array([room - 1, tokens + 2], np.int32), "shared": np.ones(1, np.int64)}
+    if int8:
+        fed["scale"] = rng.uniform(0.01, 0.03, width).astype(np.float32)
+        fed["past"] = np.clip(np.round(fed["past"] / fed["scale"]), -128, 127).astype(np.int8)
+    sizes = {
+        "num_heads": HEADS,
+        "rank": RANK,
+        "rotated_size": ROTATED,
+        "unrotated_size": UNROTATED,
+        "value_size": VALUE,
+    }
+    more = {"epsilon": 1e-5, "scale": 0.3} if op == "LatentTokens" else {}
+    given = {name: fed[name] for name in LATENT_NAMES[op] if name in fed}
+    return op + "Int8" * int8, given, {**sizes, **more}
+
+
+def run_latent(
+    library: Path, op: str, fed: dict[str, Array], attributes: dict[str, Any], threads: int = 2
+) -> list[Array]:
+    plain = op.removesuffix("Int8")
+    outputs = {"out": TensorProto.FLOAT}
+    if plain == "LatentTokens":
+        cached = TensorProto.INT8 if plain != op else TensorProto.FLOAT
+        outputs = {"plain": TensorProto.FLOAT, "turned": TensorProto.FLOAT, "present": cached}
+    made = session(library, op, LATENT_NAMES[plain], outputs, {}, fed, attributes, threads)
+    found: list[Array] = made.run(None, fed)
+    return found
+
+
+def turned(x: Array, cosine: Array, sine: Array) -> Array:
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+def test_latent_tokens_agree_with_float64(library: Path, tokens: int, int8: bool) -> None:
+    op, fed, attributes = latent_case("LatentTokens", tokens, int8)
+    plain, rotated, present = run_latent(library, op, fed, attributes)
+    wide = {name: array.astype(np.float64) for name, array in fed.items()}
+    query = wide["query"].reshape(2, tokens, HEADS, -1)
+    ours = query[..., :UNROTATED] * 0.3, turned(query[..., UNROTATED:], wide["cosine"], wide["sine"]) * 0.3
+    for found, wanted in zip((plain, rotated), ours, strict=True):
+        np.testing.assert_allclose(found, wanted.transpose(0, 2, 1, 3), atol=1e-6)
+    low, key = np.split(wide["latent"], [RANK], axis=-1)
+    low = low / np.sqrt(np.mean(low**2, axis=-1, keepdims=True) + 1e-5) * wide["norm"]
+    key = turned(key[:, :, None], wide["cosine"], wide["sine"])[:, :, 0]
+    vectors, expected = np.concatenate([low, key], axis=-1), fed["past"].copy()
+    for row, last in enumerate(fed["last"]):
+        stored = np.clip(np.round(vectors[row] / fed["scale"]), -128, 127) if int8 else vectors[row]
+        expected[row, last + 1 - tokens : last + 1] = stored
+    # A number half-way between two steps may go either way.
+    np.testing.assert_allclose(present.astype(np.float64), expected, atol=1 if int8 else 1e-5)
+    assert np.mean(present != expected) < 0.001 or not int8
+    for threads in (1, 3):
+        again = run_latent(library, op, fed, attributes, threads)
+        assert all(np.array_equal(*pair) for pair in zip(again, (plain, rotated, present), strict=True))
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 15])
+def test_latent_attention_agrees_with_float64(library: Path, tokens: int, int8: bool) -> None:
+    """In the form that is not absorbed: keys and values are made of the cache."""
+    op, fed, attributes = latent_case("LatentAttention", tokens, int8)
+    (found,) = run_latent(library, op, fed, attributes)
+    wide = {name: array.astype(np.float64) for name, array in fed.items()}
+    state = wide["past"] * (wide["scale"] if int8 else 1.0)
+    for row, last in enumerate(fed["last"]):
+        for token in range(tokens):
+            seen = state[row, : last + 2 - tokens + token]
+            keys = np.einsum("hnr,sr->hsn", wide["keys"], seen[:, :RANK])
+            values = np.einsum("hvr,sr->hsv", wide["values"], seen[:, :RANK])
+            scores = np.einsum("hn,hsn->hs", wide["unrotated"][row, :, token], keys)
+            scores += wide["rotated"][row, :, token] @ seen[:, RANK:].T
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            wanted = np.einsum("hs,hsv->hv", weights, values)
+            # Scores reach some hundreds, whose float32 sums err by some hundred-thousandths.
+            np.testing.assert_allclose(found[row, :, token], wanted, atol=2e-3)
+    for threads in (1, 3):
+        assert np.array_equal(run_latent(library, op, fed, attributes, threads)[0], found)
+
+
+def test_latent_vectors_that_do_not_fit_are_refused(library: Path) -> None:
+    for op in LATENT_NAMES:
+        name, fed, attributes = latent_case(op, 3, False)
+        bad: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+            ({}, {"rank": 0}, "sizes must be from 1"),
+            ({}, {"rotated_size": 5}, "come in pairs"),
+            ({"last": np.array([300, 5], np.int32)}, {}, "room for 300"),
+            ({"past": fed["past"][:, :, :-1]}, {}, "the cache has shape"),
+        ]
+        for inputs, sizes, message in bad:
+            with pytest.raises(Exception, match=message):
+                run_latent(library, name, fed | inputs, attributes | sizes)
+
+
 def outcome(library: Path) -> bytes:
     """Bits of many products and of layers, for comparing variants."""
     found = []
@@ -480,6 +594,8 @@ def outcome(library: Path) -> bytes:
         constants, _, attributes = feed_forward_case(*settings)
         found += [run_feed_forward(library, constants, attributes, sent_tokens(n, settings[3])) for n in (1, 30)]
     found += [run_selected(library, *selected_case(tokens)) for tokens in (1, 7, 30)]
+    for op, tokens, int8 in product(LATENT_NAMES, (1, 7), (False, True)):
+        found += run_latent(library, *latent_case(op, tokens, int8))
     return b"".join(array.tobytes() for array in found)
 
 

@@ -51,7 +51,7 @@ def test_an_int8_cache_does_not_make_weights_int8(exports: Exports) -> None:
     latent = {"attention_kind": "latent", "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8}
     report = exports(int8_cache=True, num_key_value_heads=1, **latent).report
     assert report.precision == "fp32" and report.passed
-    assert [item.name for item in report.passes] == ["exact"]
+    assert [item.name for item in report.passes if item.name != "native"] == ["exact"]
 
 
 def add_to_one(index: tuple[int, ...], amount: float) -> Callable[[np.ndarray], None]:
