@@ -14,7 +14,8 @@ from export.cache_scales import SAMPLES, cache_scales
 from export.graph.decoder import WrittenGraph, write_graph
 from export.graph.kinds import check_kinds
 from export.graph.prefill_graph import write_prompt_graph
-from export.loader_files import not_opened_by, write_loader_files
+from export.loader_files import write_loader_files
+from export.loaders import not_opened_by
 from export.parity.by_layer import check_parity_by_layer
 from export.parity.check import check_parity
 from export.paths import web_precision

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from export.loaders import caches_keys_and_values
 from export.metadata import ATTENTION_MASK, INPUT_IDS, LOGITS, PAST, PRESENT
 from export.paths import GRAPH_FILE, WEB_NAMES, web_files
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.hf.config import OWN_MODEL_TYPE, family_of, load_config, read_json, to_hf
-from sportsllm.models.kinds import block_state
 from sportsllm.storage.checkpoint import TOKENIZER_FILES, write_generation_config, write_json
 from sportsllm.storage.safetensors_files import quantization_config
 
@@ -62,25 +62,6 @@ def write_loader_files(
     if caches_keys_and_values(config):
         model_type = str(settings.get("model_type", "llama"))
         write_json(directory / "genai_config.json", genai_config(config, model_type, in_place))
-
-
-def caches_keys_and_values(config: ModelConfig) -> bool:
-    """Whether a model caches what loaders other than this program's know."""
-    return [state.name for state in block_state(config)] == ["key", "value"]
-
-
-def not_opened_by(config: ModelConfig) -> str | None:
-    """A line on the loaders that cannot open an export of a model; None where all can."""
-    if not caches_keys_and_values(config):
-        *others, last = (state.name for state in block_state(config))
-        cached = f"{', '.join(others)} and {last}" if others else last
-        return f"{cached} vectors are cached, which no other loader knows: the export runs in this program alone"
-    if family_of(config) is None:
-        return (
-            "config.json: this mix of parts is of no family that Hugging Face's loaders know; optimum and "
-            "transformers.js cannot open the export, onnxruntime-genai and this program can"
-        )
-    return None
 
 
 def genai_config(config: ModelConfig, model_type: str, in_place: bool = True) -> dict[str, Any]:

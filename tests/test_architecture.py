@@ -28,7 +28,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"cli"},
     ],
     "export": [
-        {"__init__", "paths", "metadata", "gguf", "kernels"},
+        {"__init__", "paths", "metadata", "loaders", "gguf", "kernels"},
         {"cache_scales", "loader_files", "runtime"},
         {"graph"},
         {"parity"},

@@ -20,7 +20,7 @@ from benchmarks.runtimes import worker
 from benchmarks.runtimes.options import CONVERT, INSTALL, Runtime
 from benchmarks.runtimes.worker import OTHER, OURS
 from benchmarks.spread import spread
-from export.loader_files import caches_keys_and_values, not_opened_by
+from export.loaders import caches_keys_and_values, not_opened_by
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 

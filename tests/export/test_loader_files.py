@@ -1,6 +1,7 @@
 """The files that loaders read beside the graph."""
 
-from export.loader_files import genai_config, not_opened_by
+from export.loader_files import genai_config
+from export.loaders import not_opened_by
 from export.paths import GRAPH_FILE
 from sportsllm.models.presets import preset
 from sportsllm.models.selected import Selection
