@@ -133,9 +133,7 @@ def with_indexer(model: SportsLLM, shape: ModelConfig, seed: int) -> SportsLLM:
     return student
 
 
-def learn_index(
-    student: SportsLLM, training: StudentTraining, text: StudentText, tokens: int, ratio: float = _INDEX_RATIO
-) -> None:
+def learn_index(student: SportsLLM, training: StudentTraining, text: StudentText, tokens: int) -> None:
     """Teach a model's indexer which blocks its own full attention looks at, in place; nothing else changes.
 
     Args:
@@ -143,7 +141,6 @@ def learn_index(
         training: its sequence, batch and seed are used.
         text: of the training.
         tokens: to read, rounded up to whole steps; 0 leaves the indexer as it is.
-        ratio: of the rate to AdamW's for random weights.
     """
     if not tokens:
         return
@@ -154,7 +151,7 @@ def learn_index(
         for name in INDEX:
             cast(Half, block.self_attn).get_submodule(name).requires_grad_(True)
     steps = -(-tokens // (training.config.batch_size * training.config.sequence))
-    rate = ratio * settings.peak_rates(settings.Run(settings.Start.RANDOM, shape))[0]
+    rate = _INDEX_RATIO * settings.peak_rates(settings.Run(settings.Start.RANDOM, shape))[0]
     config = dataclasses.replace(
         training.config, steps=steps, accumulation=1, learning_rate=rate, optimizer="adamw", optimizer_bits=32,
         warmup=min(20, steps // 10), weight_decay=0.0, validate_every=0, try_rates=False, checkpoint_activations=False,

@@ -224,7 +224,10 @@ def test_index_scores_of_normalised_heads_are_near() -> None:
     assert torch.corrcoef(torch.stack([ours.flatten(), wanted.flatten()]))[0, 1] > 0.9
 
 
-def test_the_indexer_alone_learns_what_full_attention_looks_at(full: Path, text: Path, held_out: Path) -> None:
+def test_the_indexer_alone_learns_what_full_attention_looks_at(
+    full: Path, text: Path, held_out: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(selection, "_INDEX_RATIO", 10 / 3)  # from random weights
     training, words = index_training(full, text, held_out)
     _, student = student_of(full)
     before = {name: tensor.clone() for name, tensor in student.state_dict().items()}
@@ -232,7 +235,7 @@ def test_the_indexer_alone_learns_what_full_attention_looks_at(full: Path, text:
     everything = student.config.with_changes(selection=Selection(128, 4, 2, 2, 4))
     untrained = with_indexer(student, everything, 0)
     start = loss_of(untrained, tokens)
-    learn_index(student, training, words, 100 * 128, ratio=10 / 3)  # from random weights
+    learn_index(student, training, words, 100 * 128)
     changed = {n for n, tensor in student.state_dict().items() if not torch.equal(tensor, before[n])}
     assert changed == {n for n in before if n.split(".")[-2] in INDEX}
     untrained.load_state_dict(student.state_dict())
