@@ -5,6 +5,7 @@ standard error.
 """
 
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,9 @@ from rich.text import Text
 _to_stderr = False
 _silent = False
 _log: Path | None = None
+
+SECONDS_A_LINE = 60.0
+"""Between two lines of progress where standard error is no terminal."""
 
 
 def use_stderr(enabled: bool) -> None:
@@ -95,9 +99,12 @@ def table(
 
 @contextmanager
 def progress_bar(description: str, total: float | None, note: str = "") -> Iterator["ProgressBar"]:
-    """A progress bar on standard error, silent if that is not a terminal; `note` is shown at its right.
+    """A progress bar on standard error; where that is not a terminal, a plain line a minute.
 
-    `total` is the number of steps, or None where it is unknown.
+    Args:
+        description: what is being done.
+        total: the number of steps, or None where it is unknown.
+        note: shown behind the bar; `ProgressBar.advance` replaces it.
     """
     columns: list[ProgressColumn] = [
         TextColumn("{task.description}"),
@@ -106,19 +113,27 @@ def progress_bar(description: str, total: float | None, note: str = "") -> Itera
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     ]
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not sys.stderr.isatty(), transient=True) as progress:
+    console, plain = Console(stderr=True), not sys.stderr.isatty()
+    with Progress(*columns, console=console, disable=plain, transient=True) as progress:
         task = progress.add_task(description, total=total, note=note)
-        yield ProgressBar(progress, task)
+        yield ProgressBar(progress, task, plain)
 
 
 class ProgressBar:
     """Handle that `progress_bar` yields."""
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
+    def __init__(self, progress: Progress, task: TaskID, plain: bool) -> None:
+        self._progress, self._task, self._plain = progress, task, plain
+        self._started = self._said = time.monotonic()
 
     def advance(self, amount: float = 1, note: str | None = None) -> None:
-        """Move on by `amount` and, where given, replace the note at the right."""
+        """Move on by `amount` and, where given, replace the note behind the bar."""
         changes: dict[str, Any] = {} if note is None else {"note": note}
         self._progress.update(self._task, advance=amount, **changes)
+        task, now = next(task for task in self._progress.tasks if task.id == self._task), time.monotonic()
+        if self._plain and now - self._said >= SECONDS_A_LINE and not task.finished:
+            self._said, parts = now, [task.description, str(task.fields["note"])]
+            if task.total and task.completed:
+                left_s = (now - self._started) * (task.total / task.completed - 1)
+                parts[1:1] = [f"{task.percentage:.0f}%, about {max(left_s / 60, 1):.0f} min left"]
+            say(" · ".join(filter(None, parts)))

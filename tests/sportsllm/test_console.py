@@ -1,10 +1,12 @@
 """Where lines for people go."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from sportsllm.console import logged, output, say, silenced
+from sportsllm import console
+from sportsllm.console import logged, output, progress_bar, say, silenced
 
 
 def test_the_lines_of_many_steps_go_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,3 +21,25 @@ def test_the_lines_of_many_steps_go_to_a_file(tmp_path: Path, capsys: pytest.Cap
     shown = capsys.readouterr()
     assert log.read_text(encoding="utf-8") == "one\n"
     assert shown.err == "two\n" and shown.out == "a result\n"
+
+
+def test_progress_away_from_a_terminal_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 30.0, 240.0, 250.0, 480.0])
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with progress_bar("train", 400) as bar:
+        bar.advance(50)
+        bar.advance(50, "loss 2.0")
+        bar.advance(100)
+        bar.advance(200)
+    assert capsys.readouterr().err == "train · 25%, about 12 min left · loss 2.0\n"
+
+
+def test_progress_of_unknown_length_has_no_share(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "SECONDS_A_LINE", 0.0)
+    with progress_bar("tokens", None) as bar:
+        bar.advance(3, "3 files")
+    assert capsys.readouterr().err == "tokens · 3 files\n"
