@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.candidates import Estimates
+from benchmarks.search.cut import Cut
 from benchmarks.search.estimate import ShapeLosses
 from benchmarks.search.formats import FINEST, FINEST_SMALL_HEAD, format_losses, usual_loss, weight_formats
 from benchmarks.search.trials import Trials
-from compress.pruning.shapes import Shape
 from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ModelConfig
@@ -30,7 +30,7 @@ def usual_estimates(teacher: ModelConfig, tokens: int, vocabularies: Sequence[in
     """
     rounding = {each: usual_loss(each) for each in weight_formats(teacher, zero_points=False)}
     costs = {size: _USUAL_VOCABULARY_WEIGHT * (1 - size / teacher.vocab_size) ** 2 for size in vocabularies}
-    shapes = ShapeLosses(Shape.of(teacher), tokens)
+    shapes = ShapeLosses(Cut.of(teacher), tokens)
     return Estimates(shapes, format_losses(teacher, rounding), {teacher.vocab_size: 0.0, **costs})
 
 
@@ -66,7 +66,7 @@ def measured_estimates(
             vocabularies[size] = _vocabulary_loss(trials, size)
         except (ArtifactError, UsageError) as error:
             say(f"a vocabulary of {size:,} tokens is left out: {error}")
-    return Estimates(ShapeLosses(Shape.of(teacher), tokens), format_losses(teacher, rounding), vocabularies)
+    return Estimates(ShapeLosses(Cut.of(teacher), tokens), format_losses(teacher, rounding), vocabularies)
 
 
 def suggested_vocabularies(teacher: ModelConfig) -> list[int]:

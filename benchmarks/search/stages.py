@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.predict.model_size import ModelFormat
-from compress.pruning.shapes import Shape
+from benchmarks.search.cut import Cut
 from sportsllm.console import say
 from sportsllm.models.hf.config import load_config
 from sportsllm.storage.manifest import MANIFEST, read_manifest
@@ -107,18 +107,14 @@ def vocabulary_stages(
 
 
 def prune_settings(
-    source: Source, shape: Shape, teacher: Path, out: Path, tokens: int, samples: int | None = None
+    source: Source, shape: Cut, teacher: Path, out: Path, tokens: int, samples: int | None = None
 ) -> dict[str, Any]:
     """Flags of `prune` that make a shape."""
     return {
         "checkpoint": teacher,
         "out": out,
         "calibration": list(source.calibration),
-        "hidden": shape.hidden,
-        "intermediate": shape.intermediate,
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "layers": shape.layers,
+        **shape.flags(load_config(source.teacher)),
         "samples": samples,
         "recover": tokens,
         **source.training(),

@@ -9,8 +9,8 @@ from benchmarks.devices.limits import misses
 from benchmarks.labels import LIMITS
 from benchmarks.predict.latency import limit_band
 from benchmarks.search.candidates import Candidate, cut_by_limit
+from benchmarks.search.cut import Cut
 from benchmarks.search.search import Search, known
-from compress.pruning.shapes import Shape
 
 
 def summary(
@@ -56,10 +56,10 @@ def summary(
         "rounding_loss_percent": rounding,
         "vocabulary_loss_percent": {str(size): loss for size, loss in search.estimates.vocabularies.items()},
         "recovered": [
-            {"shape": vars(one.shape), "tokens": one.tokens, "loss_percent": round(one.loss_percent, 3)}
+            {"shape": one.shape.sizes(), "tokens": one.tokens, "loss_percent": round(one.loss_percent, 3)}
             for one in search.seen
         ],
         "band": limit_band(search.device),
         "chosen": chosen.name,
-        "whole_teacher": chosen.shape == Shape.of(search.teacher),
+        "whole_teacher": chosen.shape == Cut.of(search.teacher),
     }

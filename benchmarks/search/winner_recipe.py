@@ -9,6 +9,7 @@ from typing import Any
 import tomli_w
 
 from benchmarks.search.candidates import Candidate
+from benchmarks.search.cut import Cut
 from benchmarks.search.stages import (
     Effort,
     Source,
@@ -19,7 +20,6 @@ from benchmarks.search.stages import (
     quantize_settings,
     vocabulary_stages,
 )
-from compress.pruning.shapes import Shape
 from sportsllm.files import atomic_write_text
 from sportsllm.models.hf.config import load_config
 
@@ -53,7 +53,7 @@ def _stages(
         commands = vocabulary_stages(source, cut, tuned, candidate.vocab_size, effort.search_tokens)
         stages += [(path.name, *command) for path, command in zip((cut, tuned), commands, strict=True)]
         made = tuned
-    if candidate.shape != Shape.of(teacher):
+    if candidate.shape != Cut.of(teacher):
         settings = prune_settings(source, candidate.shape, made, out / "student", effort.tokens)
         stages.append(("student", "prune", settings))
         made = out / "student"
