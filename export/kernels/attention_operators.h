@@ -12,8 +12,6 @@
 
 namespace sportsllm {
 
-constexpr int64_t kLargest = 1 << 20;
-
 inline const float* floats_of(const Tensor& found, const std::vector<int64_t>& expected) {
   require(found.type == ort::kFloat && found.shape == expected, "an input has shape " + text(found.shape) + ", or another type");
   return static_cast<const float*>(found.data);
@@ -36,14 +34,11 @@ class Selected {
  public:
   Selected(ort::Table table, const ort::KernelInfo* info, const Operator&) : runtime_(table) {
     SelectedShape& s = shape_;
-    s.heads = runtime_.whole(info, "num_heads"), s.kv_heads = runtime_.whole(info, "kv_num_heads");
-    s.head_size = runtime_.whole(info, "head_size"), s.index_heads = runtime_.whole(info, "index_heads");
-    s.index_size = runtime_.whole(info, "index_size"), s.block = runtime_.whole(info, "block_size");
-    s.blocks = runtime_.whole(info, "blocks"), s.newest = runtime_.whole(info, "newest_blocks");
+    s.heads = runtime_.size(info, "num_heads"), s.kv_heads = runtime_.size(info, "kv_num_heads");
+    s.head_size = runtime_.size(info, "head_size"), s.index_heads = runtime_.size(info, "index_heads");
+    s.index_size = runtime_.size(info, "index_size"), s.block = runtime_.size(info, "block_size");
+    s.blocks = runtime_.size(info, "blocks"), s.newest = runtime_.size(info, "newest_blocks");
     s.scale = runtime_.real(info, "scale");
-    for (int64_t size : {s.heads, s.kv_heads, s.head_size, s.index_heads, s.index_size, s.block, s.blocks, s.newest}) {
-      require(size > 0 && size <= kLargest, "sizes must be from 1 to " + std::to_string(kLargest));
-    }
     require(s.heads % s.kv_heads == 0, "heads disagree: " + std::to_string(s.heads) + " on " + std::to_string(s.kv_heads));
     require(s.blocks - s.newest >= 2, std::to_string(s.blocks) + " blocks, the newest " + std::to_string(s.newest) +
                                           " among them: there is nothing to choose");
@@ -78,12 +73,9 @@ class Selected {
 
 inline LatentShape latent_shape(const Runtime& runtime, const ort::KernelInfo* info, CacheType type) {
   LatentShape s;
-  s.heads = runtime.whole(info, "num_heads"), s.rank = runtime.whole(info, "rank");
-  s.rotated = runtime.whole(info, "rotated_size"), s.unrotated = runtime.whole(info, "unrotated_size");
-  s.value = runtime.whole(info, "value_size"), s.type = type;
-  for (int64_t size : {s.heads, s.rank, s.rotated, s.unrotated, s.value}) {
-    require(size > 0 && size <= kLargest, "sizes must be from 1 to " + std::to_string(kLargest));
-  }
+  s.heads = runtime.size(info, "num_heads"), s.rank = runtime.size(info, "rank");
+  s.rotated = runtime.size(info, "rotated_size"), s.unrotated = runtime.size(info, "unrotated_size");
+  s.value = runtime.size(info, "value_size"), s.type = type;
   require(s.rotated % 2 == 0, "rotated channels come in pairs: " + std::to_string(s.rotated));
   return s;
 }

@@ -576,6 +576,22 @@ static void dots(const float* x, const float* rows, int64_t count, int64_t size,
   std::copy(last, last + (count - i), out + i);
 }
 
+static void take_in(const float* part, const float* part_largest, const float* part_total, int64_t n, int64_t size,
+                    float* rows, float* largest, float* total) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (!(part_largest[i] > -INFINITY)) continue;
+    const float top = std::max(largest[i], part_largest[i]);
+    alignas(64) float before[16], now[16];
+    store(before, exponential(set1(largest[i] - top))), store(now, exponential(set1(part_largest[i] - top)));
+    float* row = rows + i * size;
+    for (int64_t e = 0; e < size; e += 16) {
+      const F kept = mul(load_up_to(row + e, size - e), set1(before[0]));
+      store_up_to(row + e, fma(set1(now[0]), load_up_to(part + i * size + e, size - e), kept), size - e);
+    }
+    total[i] = std::fma(now[0], part_total[i], before[0] * total[i]), largest[i] = top;
+  }
+}
+
 static void join(const float* parts, const float* largest, const float* total, int64_t count, int64_t size,
                  float* out) {
   float top = -INFINITY;
@@ -599,7 +615,7 @@ static void join(const float* parts, const float* largest, const float* total, i
 static const sportsllm::Variant& functions(const char* name) {
   static const sportsllm::Variant all = {name,   rms_norm, round, sum_blocks, product, round_prompt, product_prompt, rotate,
                                          swiglu, add,      scale, to_int8,    to_half, attend,       index_part, add_shares,
-                                         weighted_sum, dots, join};
+                                         weighted_sum, dots, take_in, join};
   return all;
 }
 

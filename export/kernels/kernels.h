@@ -110,6 +110,9 @@ struct Variant {
   void (*weighted_sum)(const float* weights, const float* rows, int64_t count, int64_t size, float* out);
   // The product of x with each of `count` rows of `size` numbers.
   void (*dots)(const float* x, const float* rows, int64_t count, int64_t size, float* out);
+  // Takes another part of attention into what parts before it made: rows (n, E), each with its largest score and total.
+  void (*take_in)(const float* part, const float* part_largest, const float* part_total, int64_t n, int64_t size,
+                  float* rows, float* largest, float* total);
   // Joins parts of attention over parts of the cache: (parts, E), each with its largest score and total.
   void (*join)(const float* parts, const float* largest, const float* total, int64_t count, int64_t size, float* out);
 };

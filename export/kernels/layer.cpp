@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "activations.h"
 #include "team.h"
@@ -12,6 +13,12 @@ namespace sportsllm {
 namespace {
 
 constexpr int64_t kQueryTokens = 16;  // of a prompt, attended together
+
+// Of one thread, for the piece of attention that it works on.
+std::vector<float>& attended_of_thread() {
+  thread_local std::vector<float> attended;
+  return attended;
+}
 
 class LayerJob {
  public:
@@ -23,7 +30,7 @@ class LayerJob {
     for (int64_t b = 0; b < in_.batch; ++b) longest = std::max(longest, start(b) + in_.tokens);
     // A prompt's queries go through the whole cache in turn; parts of it are joined in order, whoever computed them.
     tile_ = rows_ <= kFewRows ? in_.tokens : std::min(kQueryTokens, in_.tokens);
-    tiles_ = pieces_of(in_.tokens, tile_), parts_ = pieces_of(longest, kAttendAtOnce);
+    tiles_ = pieces_of(in_.tokens, tile_), parts_ = rows_ <= kFewRows ? pieces_of(longest, kAttendAtOnce) : 1;
     scratch_->begin_counting();
     take(scratch_);
     scratch_->begin();
@@ -39,7 +46,7 @@ class LayerJob {
       team.add(rows_, &LayerJob::first_norm);
     }
     team.add(w_.heads + 2 * w_.kv_heads, &LayerJob::project, nullptr, ahead(w_.qkv, w_.head_size));
-    team.add(in_.batch * w_.kv_heads * tiles_ * (few ? parts_ : 1), &LayerJob::attend, few ? &LayerJob::join_all : nullptr);
+    team.add(in_.batch * w_.kv_heads * tiles_ * parts_, &LayerJob::attend, few ? &LayerJob::join_all : nullptr);
     if (!few) team.add(rows_, &LayerJob::join);
     team.add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::project_out, few ? &LayerJob::second_norms : nullptr,
              ahead(w_.output, kRowsOfPiece));
@@ -77,16 +84,14 @@ class LayerJob {
       rounded_inner_.take(scratch, kept_rows_, w_.down);
       inner_ = scratch->take<float>(pieces_of(w_.inner, kRowsOfPiece) * kept_rows_ * 2 * kRowsOfPiece);
     }
-    // Of each piece of attention: the scores, and where the cache is read in parts their outcome.
-    pieces_ = in_.batch * w_.kv_heads * tiles_ * (rows_ <= kFewRows ? parts_ : 1);
+    // Of each piece of attention; where steps read the cache in parts, the outcome of each.
+    pieces_ = in_.batch * w_.kv_heads * tiles_ * parts_;
     queries_of_piece_ = group_ * tile_;
-    scores_ = scratch->take<float>(pieces_ * queries_of_piece_ * kAttendAtOnce);
     parts_out_ = scratch->take<float>(rows_ * w_.heads * parts_ * w_.head_size);
     largest_ = scratch->take<float>(rows_ * w_.heads * parts_);
     totals_ = scratch->take<float>(rows_ * w_.heads * parts_);
     pointers_ = scratch->take<const float*>(pieces_ * queries_of_piece_);
     limits_ = scratch->take<int64_t>(pieces_ * queries_of_piece_);
-    local_ = scratch->take<float>(pieces_ * queries_of_piece_ * (w_.head_size + 2));
   }
 
   void first_norm(int64_t m) {
@@ -165,9 +170,7 @@ class LayerJob {
 
   void attend(int64_t piece) {
     const bool few = rows_ <= kFewRows;
-    int64_t rest = piece;
-    const int64_t part = few ? rest % parts_ : 0;
-    if (few) rest /= parts_;
+    const int64_t part = piece % parts_, rest = piece / parts_;
     const int64_t tile = rest % tiles_, kv = rest / tiles_ % w_.kv_heads, b = rest / tiles_ / w_.kv_heads;
     const int64_t first = tile * tile_, last = std::min(in_.tokens, first + tile_), e = w_.head_size;
     const float** queries = pointers_ + piece * queries_of_piece_;
@@ -185,20 +188,26 @@ class LayerJob {
     const int64_t size = cache_bytes(w_.cache);
     cached.keys = static_cast<const char*>(in_.key) + head * size;
     cached.values = static_cast<const char*>(in_.value) + head * size;
-    float* out = local_ + piece * queries_of_piece_ * (e + 2);
-    float *largest = out + queries_of_piece_ * e, *total = largest + queries_of_piece_;
-    for (int64_t p = few ? part : 0; p < (few ? part + 1 : parts_); ++p) {
-      const int64_t begin = p * kAttendAtOnce, end = std::min(seen, begin + kAttendAtOnce);
-      if (begin < end) {
-        v_.attend(queries, limits, n, cached, begin, end, e, scores_ + piece * queries_of_piece_ * kAttendAtOnce, out,
-                  largest, total);
+    // A step's piece is one part, a prompt's takes all of them in turn, so that memory grows with its tokens alone.
+    std::vector<float>& own = attended_of_thread();
+    own.resize(n * (kAttendAtOnce + 2 * (e + 2)));
+    float *scores = own.data(), *found = scores + n * kAttendAtOnce, *found_most = found + n * e, *found_sum = found_most + n;
+    float *rows = found_sum + n, *most = rows + n * e, *sum = most + n;
+    std::fill(rows, sum + n, 0.0f), std::fill(most, most + n, -INFINITY);
+    const int64_t from = few ? part * kAttendAtOnce : 0, to = few ? std::min(seen, from + kAttendAtOnce) : seen;
+    for (int64_t begin = from; begin < to; begin += kAttendAtOnce) {
+      const int64_t end = std::min(to, begin + kAttendAtOnce);
+      if (begin == from) {
+        v_.attend(queries, limits, n, cached, begin, end, e, scores, rows, most, sum);
+      } else {
+        v_.attend(queries, limits, n, cached, begin, end, e, scores, found, found_most, found_sum);
+        v_.take_in(found, found_most, found_sum, n, e, rows, most, sum);
       }
-      for (int64_t i = 0; i < n; ++i) {
-        const int64_t row = b * in_.tokens + first + i / group_, at = (row * w_.heads + kv * group_ + i % group_) * parts_ + p;
-        largest_[at] = begin < end ? largest[i] : -INFINITY;
-        totals_[at] = begin < end ? total[i] : 0;
-        if (begin < end) std::memcpy(parts_out_ + at * e, out + i * e, e * sizeof(float));
-      }
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t row = b * in_.tokens + first + i / group_, at = (row * w_.heads + kv * group_ + i % group_) * parts_ + part;
+      largest_[at] = most[i], totals_[at] = sum[i];
+      std::memcpy(parts_out_ + at * e, rows + i * e, e * sizeof(float));
     }
   }
 
@@ -272,8 +281,7 @@ class LayerJob {
   int64_t group_ = 0, kept_rows_ = 0, tile_ = 0, tiles_ = 0, parts_ = 0, pieces_ = 0;
   int64_t queries_of_piece_ = 0;
   float *total_ = nullptr, *normed_ = nullptr, *queries_ = nullptr, *attended_ = nullptr, *one_head_ = nullptr;
-  float *inner_ = nullptr, *scores_ = nullptr, *parts_out_ = nullptr, *largest_ = nullptr;
-  float *totals_ = nullptr, *local_ = nullptr;
+  float *inner_ = nullptr, *parts_out_ = nullptr, *largest_ = nullptr, *totals_ = nullptr;
   const float** pointers_ = nullptr;
   int64_t* limits_ = nullptr;
   Activations rounded_, rounded_attended_, rounded_second_, rounded_inner_;

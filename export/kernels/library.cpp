@@ -3,7 +3,6 @@
 // Weights are read where the runtime holds them, which for data files is where they are mapped; nothing is copied.
 // Shapes are checked when the graph is opened; those of activations at each call.
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -34,14 +33,14 @@ class Layer {
   Layer(ort::Table table, const ort::KernelInfo* info, const Operator& op) : runtime_(table) {
     LayerWeights& w = weights_;
     w.cache = op.cache;
-    w.heads = runtime_.whole(info, "num_heads"), w.kv_heads = runtime_.whole(info, "kv_num_heads");
-    w.head_size = runtime_.whole(info, "head_size"), w.hidden = runtime_.whole(info, "hidden_size");
-    w.inner = op.attention_alone ? 0 : runtime_.whole(info, "intermediate_size");
+    w.heads = runtime_.size(info, "num_heads"), w.kv_heads = runtime_.size(info, "kv_num_heads");
+    w.head_size = runtime_.size(info, "head_size"), w.hidden = runtime_.size(info, "hidden_size");
+    w.inner = op.attention_alone ? 0 : runtime_.size(info, "intermediate_size");
     w.epsilon = runtime_.real(info, "epsilon");
-    require(w.heads > 0 && w.kv_heads > 0 && w.heads % w.kv_heads == 0 && w.head_size > 0 && w.head_size % 2 == 0,
+    require(w.heads % w.kv_heads == 0 && w.head_size % 2 == 0,
             "heads disagree: " + std::to_string(w.heads) + " on " + std::to_string(w.kv_heads) + ", of " +
                 std::to_string(w.head_size));
-    require(w.hidden > 0 && (w.inner > 0 || op.attention_alone) && w.epsilon >= 0, "sizes must be positive");
+    require(w.epsilon >= 0, "epsilon is negative");
     const int64_t e = w.head_size, half = e / 2;
     w.context = dimension(runtime_.constant(info, kCosine), 0);
     w.cosine = vector_of<float>(runtime_, info, kCosine, ort::kFloat, {w.context, half}, "cosine table");
@@ -120,8 +119,8 @@ class Head {
  public:
   Head(ort::Table table, const ort::KernelInfo* info, const Operator&) : runtime_(table) {
     HeadWeights& w = weights_;
-    w.hidden = runtime_.whole(info, "hidden_size"), w.epsilon = runtime_.real(info, "epsilon");
-    require(w.hidden > 0 && w.epsilon >= 0, "sizes must be positive");
+    w.hidden = runtime_.size(info, "hidden_size"), w.epsilon = runtime_.real(info, "epsilon");
+    require(w.epsilon >= 0, "epsilon is negative");
     w.norm = vector_of<float>(runtime_, info, 2, ort::kFloat, {w.hidden}, "norm");
     const Tensor scales = runtime_.constant(info, 4);
     w.table = matrix_of(runtime_, info, four_from(3), "head", dimension(scales, 0), w.hidden);
@@ -152,10 +151,10 @@ class Head {
 class FeedForward {
  public:
   FeedForward(ort::Table table, const ort::KernelInfo* info, const Operator&) : runtime_(table) {
-    weights_.hidden = runtime_.whole(info, "hidden_size"), weights_.active = runtime_.whole(info, "active_experts");
+    weights_.hidden = runtime_.size(info, "hidden_size"), weights_.active = runtime_.whole(info, "active_experts");
     weights_.gated = runtime_.whole(info, "gated") != 0;
     const int64_t experts = runtime_.whole(info, "experts"), shared = runtime_.whole(info, "shared");
-    require(weights_.hidden > 0 && experts >= 0 && shared >= 0 && experts + shared > 0 && experts + shared <= kMostParts,
+    require(experts >= 0 && experts <= kMostParts && shared >= 0 && shared <= kMostParts && experts + shared > 0,
             "parts: " + std::to_string(experts) + " experts and " + std::to_string(shared) + " shared");
     require(weights_.active >= 0 && weights_.active <= experts && (weights_.active > 0 || experts == 0),
             std::to_string(weights_.active) + " experts a token of " + std::to_string(experts));
@@ -194,8 +193,7 @@ class FeedForward {
   enum Input { kX, kChosen, kWeights, kMatrices };
 
   Part part(const ort::KernelInfo* info, const std::string& kind, size_t* next) const {
-    const int64_t inner = runtime_.whole(info, (kind + "_size").c_str());
-    require(inner > 0, "sizes must be positive");
+    const int64_t inner = runtime_.size(info, kind + "_size");
     Part out;
     out.up = matrix(info, kind + "_up", inner * (weights_.gated ? 2 : 1), weights_.hidden, next);
     out.down = matrix(info, kind + "_down", weights_.hidden, inner, next);
@@ -231,8 +229,7 @@ ort::CustomOp functions() {
   const auto none = [](const ort::CustomOp*) { return 0; };
   op.get_variadic_input_minimum = [](const ort::CustomOp*) { return 1; };
   op.get_variadic_input_alike = op.get_variadic_output_minimum = op.get_variadic_output_alike = none;
-  op.get_first_version = [](const ort::CustomOp*) { return 1; };
-  op.get_last_version = [](const ort::CustomOp*) { return 1; };
+  op.get_first_version = op.get_last_version = [](const ort::CustomOp*) { return std::atoi(SPORTSLLM_KERNELS_VERSION); };
   op.create_kernel_with_status = [](const ort::CustomOp* o, ort::Table table, const ort::KernelInfo* info, void** kernel) {
     return Runtime(table).guarded([&] { *kernel = new Kernel(table, info, self(o)); });
   };
@@ -323,11 +320,13 @@ Operator head_operator() {
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 #endif
 
+// The variant that this processor runs.
+EXPORTED const char* SportsllmVariant() { return chosen_variant().name; }
+
 EXPORTED ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
   ort::Table table = base->get_api(ort::kApiVersion);
-  if (table == nullptr) {
-    std::fprintf(stderr, "sportsllm kernels: ONNX Runtime %s is too old; 1.17 or later is needed\n", base->get_version());
-    std::abort();  // without a table there is no way to return an error
+  if (table == nullptr) {  // every table begins with what makes an error
+    return Runtime(base->get_api(1)).error(std::string("ONNX Runtime ") + base->get_version() + " is too old; 1.17 is needed");
   }
   const Runtime runtime(table);
   return runtime.guarded([&] {

@@ -30,6 +30,12 @@ struct Failure {
   ort::Status* status;
 };
 
+inline void require(bool holds, const std::string& message) {
+  if (!holds) throw std::invalid_argument(message);
+}
+
+constexpr int64_t kLargest = 1 << 20;  // of a size in a graph, so that no product of three overflows
+
 // Calls of the runtime's table; every error becomes an exception, which `guarded` returns as a status.
 class Runtime {
  public:
@@ -86,6 +92,14 @@ class Runtime {
     return value;
   }
 
+  // An attribute that counts something.
+  int64_t size(const ort::KernelInfo* info, const std::string& name) const {
+    const int64_t value = whole(info, name.c_str());
+    require(value > 0 && value <= kLargest,
+            name + " is " + std::to_string(value) + "; it must be from 1 to " + std::to_string(kLargest));
+    return value;
+  }
+
   float real(const ort::KernelInfo* info, const char* name) const {
     float value = 0;
     check(ort::call(table_, ort::kKernelInfoGetAttributeFloat, info, name, &value));
@@ -130,10 +144,6 @@ class Runtime {
  private:
   ort::Table table_;
 };
-
-inline void require(bool holds, const std::string& message) {
-  if (!holds) throw std::invalid_argument(message);
-}
 
 // A constant input of a type and shape.
 template <typename T>

@@ -121,8 +121,9 @@ class SelectedJob {
     order.clear();
     const int64_t newest = own_block - s_.newest + 1, wanted = s_.blocks - s_.newest - 1;
     for (int64_t b = 1; b < newest; ++b) order.push_back(b);
+    const auto share_of = [&](int64_t b) { return shares[b] >= 0 ? shares[b] : -1.0f; };  // not a number comes last
     std::nth_element(order.begin(), order.begin() + (wanted - 1), order.end(), [&](int64_t a, int64_t b) {
-      return shares[a] != shares[b] ? shares[a] > shares[b] : a < b;
+      return share_of(a) != share_of(b) ? share_of(a) > share_of(b) : a < b;
     });
     order.resize(wanted);
     std::sort(order.begin(), order.end());

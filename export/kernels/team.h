@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <new>
 #include <thread>
 
 #include "kernels.h"
@@ -59,8 +60,11 @@ class Team {
     }
   }
 
-  // Threads that came before the work was done.
-  int arrived() const { return arrived_.load(std::memory_order_relaxed); }
+  // Threads that came before the work was done, which it is; std::bad_alloc if a piece lacked memory.
+  int arrived() const {
+    if (failed_.load(std::memory_order_relaxed)) throw std::bad_alloc();
+    return arrived_.load(std::memory_order_relaxed);
+  }
 
   static void work_of(void* team, size_t) { static_cast<Team*>(team)->work(); }
 
@@ -87,11 +91,21 @@ class Team {
     const int64_t end = begin_of(phase, range + 1);
     int64_t i;
     while ((i = phase.next[range].piece.fetch_add(1, std::memory_order_relaxed)) < end) {
-      (job_->*phase.piece)(i);
+      guarded(phase.piece, i);
       if (phase.done.fetch_add(1, std::memory_order_acq_rel) + 1 == phase.pieces) {
-        if (phase.after != nullptr) (job_->*phase.after)();
+        if (phase.after != nullptr) guarded(phase.after);
         ready_.store(p + 1, std::memory_order_release);
       }
+    }
+  }
+
+  // No exception may leave a thread of the runtime, nor the team while others still use it.
+  template <typename... Arguments>
+  void guarded(void (Job::*function)(Arguments...), Arguments... arguments) {
+    try {
+      (job_->*function)(arguments...);
+    } catch (const std::bad_alloc&) {
+      failed_.store(true, std::memory_order_relaxed);
     }
   }
 
@@ -122,6 +136,7 @@ class Team {
   Phase phases_[kMostPhases];
   alignas(64) std::atomic<int> ready_{0};
   std::atomic<int> arrived_{0};
+  std::atomic<bool> failed_{false};
 };
 
 }  // namespace sportsllm

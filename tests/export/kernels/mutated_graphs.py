@@ -127,8 +127,10 @@ def run_one(library: Path, seed: int) -> bool:
         what = chance.randrange(5)
         if what == 0:
             name = chance.choice(sorted(attributes))
-            value = chance.choice(NUMBERS)
-            attributes[name] = float(value) if isinstance(attributes[name], float) else value
+            value = chance.choice(
+                [*NUMBERS, attributes[name] + 2**62]
+            )  # products of the last wrap round to the true ones
+            attributes[name] = float(value) if isinstance(attributes[name], float) else int(value)
         elif what == 1:
             name = chance.choice(sorted(constants))
             constants[name] = damaged(constants[name], chance)

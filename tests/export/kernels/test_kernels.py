@@ -281,9 +281,10 @@ def test_a_float16_cache_holds_keys_rounded_once(library: Path) -> None:
     assert 0 < np.linalg.norm(found - wide) < 1e-3 * np.linalg.norm(wide)
 
 
-def test_several_rows_equal_single_ones_bit_for_bit(library: Path) -> None:
-    case = layer_case(4, 32, True)
-    together, alone = run_layer(library, case, [3, 8]), run_layer(library, case, [1] * 11)
+@pytest.mark.parametrize(("bits", "cache"), [(4, "fp32"), (8, "int8"), (4, "fp16")])
+def test_several_rows_equal_single_ones_bit_for_bit(library: Path, bits: int, cache: str) -> None:
+    case = layer_case(bits, 32, True, cache)
+    together, alone = run_layer(library, case, [3, 8], cache), run_layer(library, case, [1] * 11, cache)
     assert np.array_equal(together[0], alone[0])
     assert np.array_equal(together[1], alone[1])
 
@@ -456,7 +457,7 @@ def test_what_selects_badly_is_refused(library: Path) -> None:
     fed, attributes = selected_case(3)
     bad: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({}, {"blocks": 3}, "nothing to choose"),
-        ({}, {"block_size": 0}, "sizes must be from 1"),
+        ({}, {"block_size": 0}, "it must be from 1"),
         ({}, {"kv_num_heads": 3}, "heads disagree"),
         ({"last": np.array([90, 5], np.int32)}, {}, "room for 90"),
         ({"index_key": fed["index_key"][:, :-1]}, {}, "has shape"),
@@ -569,7 +570,7 @@ def test_latent_vectors_that_do_not_fit_are_refused(library: Path) -> None:
     for op in LATENT_NAMES:
         name, fed, attributes = latent_case(op, 3, False)
         bad: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-            ({}, {"rank": 0}, "sizes must be from 1"),
+            ({}, {"rank": 0}, "it must be from 1"),
             ({}, {"rotated_size": 5}, "come in pairs"),
             ({"last": np.array([300, 5], np.int32)}, {}, "room for 300"),
             ({"past": fed["past"][:, :, :-1]}, {}, "the cache has shape"),
@@ -632,6 +633,14 @@ def test_bad_shapes_are_refused_when_the_graph_is_opened(library: Path) -> None:
             head_logits(library, bad, x)
     with pytest.raises(Exception, match="norm"):
         head_logits(library, matrix, x, norm=np.ones(3, np.float32))
+
+
+def test_numbers_whose_products_overflow_are_refused(library: Path) -> None:
+    """2^62 more heads: products of sizes wrap round to the right shapes."""
+    constants, feeds, attributes = layer_case(4, 32, False)
+    case = constants, feeds, attributes | {"num_heads": attributes["num_heads"] + 2**62}
+    with pytest.raises(Exception, match="num_heads is 4611686018427387908; it must be from 1 to"):
+        run_layer(library, case, [3])
 
 
 def test_a_full_cache_is_refused(library: Path) -> None:

@@ -1,32 +1,33 @@
-"""Kernels over random shapes: against float64, under sanitizers, and every variant's bits, Arm's under QEMU."""
+"""Kernels over random shapes and damaged graphs: against float64, under sanitizers, and every variant's bits."""
 
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from export.kernels.build import HERE, VARIANTS, compile_sources, compilers, here
+from export.kernels.build import HERE, NAME, VARIANTS, compile_sources, compilers, here
 
 SOURCE = Path(__file__).with_name("random_shapes.cpp")
 SANITIZERS = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 CASES = "60"
+RACES = "12"
 
 
-def compiled(out: Path, command: Sequence[str], machine: str, flags: Sequence[str] = ()) -> list[str]:
-    objects = compile_sources(command, out, machine, flags)
+def linked(out: Path, command: Sequence[str], objects: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
     program = str(out / "random_shapes")
     base = [*command, "-std=c++17", "-O2", "-ffp-contract=off", *flags, f"-I{HERE}", str(SOURCE)]
     subprocess.run([*base, *objects, "-pthread", "-o", program], check=True)
     return [program]
 
 
-def outcome(command: Sequence[str], variant: str, seed: str = "1") -> str | None:
+def outcome(command: Sequence[str], variant: str, seed: str = "1", cases: str = CASES) -> str | None:
     """The hash that a variant prints; None where this processor lacks it."""
     environment = {**os.environ, "SPORTSLLM_KERNELS": variant}
-    done = subprocess.run([*command, seed, CASES], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, seed, cases], env=environment, capture_output=True, text=True, check=False)
     if done.returncode == 3:
         return None
     assert done.returncode == 0, done.stdout + done.stderr
@@ -36,11 +37,22 @@ def outcome(command: Sequence[str], variant: str, seed: str = "1") -> str | None
 
 
 @pytest.fixture(scope="module")
-def native(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def compiler() -> list[str]:
     command = next(compilers(), None)
-    if command is None:
-        pytest.skip("no C++ compiler")
-    return compiled(tmp_path_factory.mktemp("native"), command, here(), SANITIZERS)
+    if command is None or "ziglang" in command:
+        pytest.skip("no C++ compiler with sanitizers")
+    return command
+
+
+@pytest.fixture(scope="module")
+def objects(compiler: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of the library, with the address and undefined-behaviour sanitizers."""
+    return compile_sources(compiler, tmp_path_factory.mktemp("objects"), here(), SANITIZERS)
+
+
+@pytest.fixture(scope="module")
+def native(compiler: list[str], objects: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return linked(tmp_path_factory.mktemp("native"), compiler, objects, SANITIZERS)
 
 
 @pytest.mark.slow
@@ -51,10 +63,38 @@ def test_variants_give_the_plain_bits_and_touch_no_byte_that_is_not_theirs(nativ
 
 
 @pytest.mark.slow
+def test_threads_do_not_race(compiler: list[str], tmp_path: Path) -> None:
+    flags = ["-O1", "-fsanitize=thread"]
+    program = linked(tmp_path, compiler, compile_sources(compiler, tmp_path, here(), flags), flags)
+    assert outcome(program, "plain", cases=RACES) is not None
+
+
+@pytest.mark.slow
+def test_damaged_graphs_touch_no_byte_that_is_not_theirs(
+    compiler: list[str], objects: list[str], tmp_path: Path
+) -> None:
+    """The library as a whole, where a graph's sizes are checked, under the same sanitizers."""
+    if Path(compiler[0]).name != "g++":
+        pytest.skip("needs g++, whose sanitizers can be loaded before Python")
+    built = tmp_path / NAME
+    subprocess.run([*compiler, *SANITIZERS, "-shared", "-o", str(built), *objects], check=True)
+    asked = [[*compiler, f"-print-file-name=lib{name}.so"] for name in ("asan", "ubsan")]
+    found = [subprocess.run(one, check=True, capture_output=True, text=True).stdout.strip() for one in asked]
+    root = str(Path(__file__).parents[3])
+    environment = {**os.environ, "PYTHONPATH": root, "LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0"}
+    script = [sys.executable, str(Path(__file__).with_name("mutated_graphs.py")), str(built), "1000", "150"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    count, ran = map(int, done.stdout.split())
+    assert 0 < ran < count == 150
+
+
+@pytest.mark.slow
 def test_arm_gives_the_bits_of_this_processor(native: list[str], tmp_path: Path) -> None:
-    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
-    if compiler is None or emulator is None:
+    cross, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    if cross is None or emulator is None:
         pytest.skip("needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: g++-aarch64-linux-gnu, qemu-user)")
-    arm = [emulator, "-cpu", "max", *compiled(tmp_path, [compiler, "-static"], "aarch64")]
+    command = [cross, "-static"]
+    arm = [emulator, "-cpu", "max", *linked(tmp_path, command, compile_sources(command, tmp_path, "aarch64"))]
     found = {outcome(arm, variant) for variant in ("plain", *VARIANTS["aarch64"])}
     assert found == {outcome(native, "plain")}
