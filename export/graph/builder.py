@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from export.kernels.library import VERSION
 from export.metadata import DATA_BYTES_KEY, KERNELS_DOMAIN
 from export.paths import GraphFiles
 from sportsllm import __version__
@@ -23,7 +24,7 @@ _FLOAT = ir.DataType.FLOAT
 MS = "com.microsoft"  # the domain of ONNX Runtime's own operators
 IR_VERSION = 10  # with opset 21: read by onnxruntime since 1.19 and by the browser build
 KERNELS = KERNELS_DOMAIN  # the domain of this program's own, see `export.graph.native`
-OPSETS = {"": 21, MS: 1, KERNELS: 1}  # a graph imports those that it uses
+OPSETS = {"": 21, MS: 1, KERNELS: int(VERSION)}  # a graph imports those that it uses
 INLINE_BELOW_BYTES = 1024  # smaller tensors go into the graph file: loaders expect shape constants there
 PAGE_BYTES = 4096  # large tensors start on a page, so that they can be mapped
 SMALL_BYTES = 65_536

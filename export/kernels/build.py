@@ -62,11 +62,18 @@ def build(directory: Path) -> Path:
     """Compile the library into a directory and return its path; an older one there is replaced at the end.
 
     Raises:
-        BuildError: there is no compiler, or it fails.
+        BuildError: there is no compiler, or all fail.
     """
-    command = next(compilers(), None)
-    if command is None:
-        raise BuildError("no C++ compiler; install g++ or clang, or the Python package ziglang")
+    failed = "no C++ compiler; install g++ or clang, or the Python package ziglang"
+    for command in compilers():
+        try:
+            return _build_with(command, directory)
+        except BuildError as error:  # one that is too old for a variant's flags: perhaps the next is not
+            failed = str(error)
+    raise BuildError(failed)
+
+
+def _build_with(command: Sequence[str], directory: Path) -> Path:
     with tempfile.TemporaryDirectory() as work:
         made = Path(work) / NAME
         objects = compile_sources(command, Path(work), here() if TARGET is None else TARGET)
@@ -106,7 +113,10 @@ def compile_sources(command: Sequence[str], work: Path, machine: str, flags: Seq
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"{command[0]}: {error.strerror}") from error
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
         raise BuildError(f"{shlex.join(command[:3])} … failed: {lines[0] if lines else 'no message'}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import sys
 from pathlib import Path
@@ -21,3 +22,14 @@ def library_of(version: str) -> Path | None:
     """The built library of a version; None where it was not built."""
     path = HERE / library_name(version)
     return path if path.is_file() else None
+
+
+def variant_of(library: Path) -> str:
+    """The variant that this processor runs: `plain` where it lacks the instructions of all others.
+
+    Raises:
+        OSError: the library cannot be loaded here.
+    """
+    name = ctypes.CDLL(str(library)).SportsllmVariant
+    name.restype = ctypes.c_char_p
+    return bytes(name()).decode()

@@ -32,7 +32,8 @@ from export.parity.limits import (
 )
 from export.parity.readings import TEXTS, make_sequences
 from export.paths import find_files
-from export.runtime.kernels import called_version
+from export.runtime.kernels import called_version, problem_of
+from sportsllm.console import say
 from sportsllm.errors import ArtifactError
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
@@ -106,9 +107,14 @@ class GateInputs:
 
 
 def native_library(export: Path) -> Path | None:
-    """The library that runs an export's kernels; None where it is not built, or the graph calls none."""
+    """The library that runs an export's kernels; None where the graph calls none or they cannot run, which is said."""
     version = called_version(find_files(export).graph)
-    return None if version is None else library_of(version)
+    if version is None:
+        return None
+    if problem := problem_of(version):
+        say(f"the kernels that the graph calls are not checked: {problem}")
+        return None
+    return library_of(version)
 
 
 def graph_nodes(graph: ir.Model) -> list[ir.Node]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from export.kernels.library import VERSION, library_of
+from export.kernels.library import VERSION, library_of, variant_of
 from export.metadata import KERNELS_KEY
 from export.paths import find_files
 from export.runtime.providers import CPU, Provider
@@ -22,6 +22,7 @@ from sportsllm.errors import ResourceError, UsageError
 CHOICES = ("auto", "native", "portable")
 # What `auto` takes where both are there. `bench --kernels both` measures both, in turns.
 PREFERRED = "native"
+_SLOW_VARIANT = "plain"  # C++ without a processor's own instructions: ONNX Runtime's operators are faster
 _METADATA_FIELD = 14  # of ModelProto: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
 _FIXED_BYTES = {1: 8, 5: 4}  # of fields, by wire type
 
@@ -54,7 +55,8 @@ def choose_kernels(graph: Path, wanted: str = "auto", provider: Provider = CPU) 
 
     Args:
         graph: an ONNX file.
-        wanted: one of `CHOICES`; `auto` takes `PREFERRED` where there is a choice.
+        wanted: one of `CHOICES`; `auto` takes `PREFERRED` where there is a choice, and the processor is one that they
+            are written for.
         provider: what ONNX Runtime runs it on; this program's kernels are for the CPU provider.
 
     Raises:
@@ -81,6 +83,8 @@ def choose_kernels(graph: Path, wanted: str = "auto", provider: Provider = CPU) 
         if wanted == "native":
             raise ResourceError(f"--kernels native: {graph}: {problem}")
         return portable(problem)
+    if wanted == "auto" and variant_of(library) == _SLOW_VARIANT:
+        return portable("this processor has none of the instructions that make the others faster")
     return Kernels("native", library, f"version {version}")
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,9 @@ import pytest
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
+from export.kernels import build as build_module
 from export.kernels import library
-from export.kernels.build import BuildError, build
+from export.kernels.build import VARIANTS, BuildError, build, here
 from export.parity.limits import DEPLOYED
 from export.paths import GRAPH_FILE
 from export.runtime import kernels
@@ -155,6 +159,51 @@ def test_the_choice_is_read_from_the_graph(exports: Exports, built: Path, tmp_pa
     for content in (b"", b"no graph at all", graph.read_bytes()[:-5], b"\xff" * 20):
         (tmp_path / "bad").write_bytes(content)
         choose_kernels(tmp_path / "bad")
+
+
+def test_a_processor_that_no_variant_is_written_for_runs_the_runtimes_operators(
+    exports: Exports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = exports(4).directory / GRAPH_FILE
+    monkeypatch.setattr(kernels, "variant_of", lambda library: "plain")
+    assert choose_kernels(graph).name == "portable" and "this processor" in str(choose_kernels(graph))
+    assert choose_kernels(graph, "native").name == "native"
+
+
+def test_the_variant_is_one_of_those_built(built: Path) -> None:
+    assert library.variant_of(built) in ("plain", *VARIANTS.get(here(), {}))
+
+
+def test_a_compiler_that_fails_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build_module, "compilers", lambda: iter([["/nowhere/g++"], ["false"]]))
+    with pytest.raises(BuildError, match="false"):
+        build(tmp_path)
+    monkeypatch.setattr(build_module, "compilers", lambda: iter([["/nowhere/g++"]]))
+    with pytest.raises(BuildError, match="/nowhere/g\\+\\+: No such file"):
+        build(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_child_of_fork_decodes_on(exports: Exports) -> None:
+    """In a process of its own, since Python's threads and pytest's do not survive a fork alike."""
+    code = """
+import os, signal, sys
+from pathlib import Path
+from export.runtime.decoder import OnnxDecoder
+for name in ("native", "portable"):
+    decoder = OnnxDecoder(Path(sys.argv[1]), 2, kernels=name)
+    decoder.prefill([[1, 2, 3]], 40)
+    wanted = decoder.fork().step([4])
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        same = (decoder.step([4]) == wanted).all()
+        decoder.step([5])
+        os._exit(0 if same else 7)
+    assert os.waitpid(child, 0)[1] == 0 and (decoder.step([4]) == wanted).all(), name
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    subprocess.run([sys.executable, "-c", code, str(exports(4).directory)], check=True, env=environment)
 
 
 def test_a_library_of_another_version_is_refused_by_name(exports: Exports, tmp_path: Path) -> None:
