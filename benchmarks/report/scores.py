@@ -50,6 +50,6 @@ def text_note(stages: Sequence[StageSummary]) -> str | None:
         one = stages[numbers[0] - 1]
         names = (get_nested(one.bench, "text") or []) if scored.by == "bench" else scored.text
         text = " and ".join(Path(name).name for name in names) or "text that is not named"
-        which = f"{text}, by bench" if scored.by == "bench" else f"the first 65,536 tokens or so held out of {text}"
+        which = f"{text}, by bench" if scored.by == "bench" else f"half of what is held out of {text}"
         parts.append(f"{', '.join(map(str, numbers))}: {which}")
     return f"Bits per byte are of {len(groups)} texts and compare only within one ({'; '.join(parts)})."

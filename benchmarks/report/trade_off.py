@@ -19,7 +19,7 @@ _STATES = {True: ("inside", "theme:good"), False: ("outside", "theme:bad"), None
 _SYMBOLS = {"bench": "circle", "training": "diamond", "fit": "square", "predicted": "square-open"}
 _MEANINGS = {
     "bench": "circles: scored by bench",
-    "training": "diamonds: scored by their training, on the first 65,536 tokens or so of its held-out text",
+    "training": "diamonds: scored by their training, on half of its held-out text, at most 65,536 tokens",
     "fit": "squares: measured candidates of fit",
     "predicted": "hollow squares: candidates with a predicted x, or with an estimated quality (left out of the front)",
 }

@@ -42,10 +42,19 @@ class Source:
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    def held_out(self) -> dict[str, Any]:
+        """The flag that names held-out text, where there is some."""
+        return {"valid": list(self.valid)} if self.valid else {}
+
     def training(self) -> dict[str, Any]:
         """Flags of the commands that train."""
-        valid = {"valid": list(self.valid)} if self.valid else {}
-        return {"corpus": list(self.corpus), **valid, "seed": self.seed, "threads": self.threads, **self.settings}
+        return {
+            "corpus": list(self.corpus),
+            **self.held_out(),
+            "seed": self.seed,
+            "threads": self.threads,
+            **self.settings,
+        }
 
     @property
     def sequence(self) -> int:
@@ -133,7 +142,7 @@ def quantize_settings(
         "symmetric": not format.zero_points,
         "threads": source.threads,
         **({"per_row": True} if format.per_row else {"block_size": format.block_size}),
-        **({"calibration": list(source.calibration)} if method is None else {"method": method}),
+        **({"calibration": list(source.calibration), **source.held_out()} if method is None else {"method": method}),
     }
     if qad:
         settings |= {"qad": qad, **source.training()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -122,13 +122,13 @@ def quantize(
 
     set_threads(threads)
     if qad is None:
-        check_not_given("--qad TOKENS", text, teacher, training)
+        check_not_given("--qad TOKENS", replace(text, valid=None), teacher, training)
     result = run_quantize(
         checkpoint,
         out,
         grid.config(),
         method,
-        text=CalibrationText(tuple(calibration or ()), samples),
+        text=CalibrationText(tuple(calibration or ()), samples, tuple(text.valid or ())),
         budget=mixed.budget(),
         recovery=None if qad is None else _recovery(checkpoint, qad, seed, text, teacher, training),
         resume=training.resume,

@@ -29,7 +29,7 @@ from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
 from sportsllm.training.pretrain import check_sequence
 from sportsllm.training.rate_trial import choose_rates, chosen_rates
 from sportsllm.training.settings import TrainConfig
-from sportsllm.training.setup import training_device, training_results, validation, validator
+from sportsllm.training.setup import held_out_files, training_device, training_results, validation, validator
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class StudentText:
     @staticmethod
     def read(training: StudentTraining, tokenizer: TextTokenizer) -> StudentText:
         """Read and tokenize the training's files."""
-        split = load_corpus(training.corpus, training.valid)
+        split = load_corpus(training.corpus, training.valid, held_out_files(training.teacher))
         return StudentText(split, tokenize(split.train, tokenizer), tokenizer)
 
     def bits_per_byte(self, model: SportsLLM) -> float:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compress.distillation.recovery import Recovery
 from compress.pruning.run import PruneJob, prune_checkpoint
-from compress.pruning.search import search_shape
+from compress.pruning.search import length, search_shape
 from compress.pruning.shapes import Shape, shape_for_share, share_for_megabytes
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -78,8 +77,3 @@ def prune_run(job: PruneJob, target: PruneTarget, out: Path, *, resume: bool = F
         beside = out.with_name(f"{out.name}.search")
         shape, tried = search_shape(job, share, tokens, target.finalists, beside)
     return prune_checkpoint(job, shape, out, resume=resume, search=tried)
-
-
-def length(recovery: Recovery) -> int:
-    """Tokens that a recovery reads."""
-    return recovery.config.steps * recovery.config.tokens_per_step

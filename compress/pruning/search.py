@@ -8,6 +8,7 @@ and what decides is their loss after a brief recovery, on held-out text that is 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +20,12 @@ from compress.pruning.kept_units import loss_per_token
 from compress.pruning.run import PruneConfig, PruneJob, measure_scores, prune_checkpoint, prune_to_shape
 from compress.pruning.scores import Scores
 from compress.pruning.shapes import Shape, candidate_shapes, shape_for_share
-from sportsllm.console import progress_bar, say, silenced
+from sportsllm.console import logged, progress_bar, say
 from sportsllm.errors import UsageError
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.safetensors_files import quantization_config
 
+LOG = "log.txt"  # of what recovering the finalists says
 _SCORING_SAMPLES, _REFIT_SAMPLES = 8, 64  # all shapes read the same text, so little of it tells them apart
 _MOST_CUT = 64
 _BRIEF_STEP = 1_024  # tokens
@@ -56,15 +58,17 @@ def find_finalists(
     `share` is that of the non-embedding parameters to keep. The shapes are ranked on the first few `samples`, and
     refitted to some of the others. The even cut is one of them.
     """
+    started = time.perf_counter()
     held_out = max(1, min(_SCORING_SAMPLES, len(samples) // 4))
     scoring, fitted = samples[:held_out], samples[held_out : held_out + _REFIT_SAMPLES] or samples
+    merging = fitted[:_SCORING_SAMPLES]  # heads are merged by other text than the shapes are ranked on
     candidates = thinned(candidate_shapes(model.config, share), _MOST_CUT)
     even = shape_for_share(model.config, share)
     plain = dataclasses.replace(config, refit=False)
     cut: list[tuple[float, Shape]] = []
     with progress_bar("shapes", len(candidates)) as bar:
         for shape in candidates:
-            pruned = prune_to_shape(model, scores, shape, plain, scoring)
+            pruned = prune_to_shape(model, scores, shape, plain, merging)
             cut.append((loss_per_token(pruned.model, scoring), shape))
             bar.advance()
     best: dict[tuple[int, int], tuple[float, Shape]] = {}
@@ -73,7 +77,7 @@ def find_finalists(
     chosen = dict.fromkeys([*(shape for _, shape in list(best.values())[: max(_REFITTED, count)]), even])
     losses = {shape: loss for loss, shape in cut}
     if even not in losses:
-        losses[even] = loss_per_token(prune_to_shape(model, scores, even, plain, scoring).model, scoring)
+        losses[even] = loss_per_token(prune_to_shape(model, scores, even, plain, merging).model, scoring)
     refitted: list[Finalist] = []
     with progress_bar("refitted", len(chosen)) as bar:
         for shape in chosen:
@@ -81,7 +85,9 @@ def find_finalists(
             refitted.append(Finalist(shape, losses[shape], loss_per_token(pruned.model, scoring)))
             bar.advance()
     refitted.sort(key=lambda item: item.loss_after_repair)
-    say(f"{len(losses)} shapes cut, {len(refitted)} refitted; best right after it: {refitted[0].name}")
+    best_two = ", ".join(f"{one.name} {one.loss_after_repair:.3f}" for one in refitted[:2])
+    seconds = time.perf_counter() - started
+    say(f"{len(losses)} shapes cut, {len(refitted)} refitted in {seconds:.0f} s; nats a token after that: {best_two}")
     found = refitted[:count]
     if count > 1 and all(one.shape != even for one in found):
         found[-1] = next(one for one in refitted if one.shape == even)
@@ -115,14 +121,17 @@ def search_shape(
     if brief is None:
         return finalists[0].shape, [finalists[0].row(None)]
     tried: list[tuple[float, Finalist]] = []
+    directory.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
     for finalist in finalists:
-        with silenced():
+        with logged(directory / LOG):
             out = directory / finalist.name
             result = prune_checkpoint(dataclasses.replace(job, recovery=brief), finalist.shape, out, resume=True)
         tried.append((float(result["best_bits_per_byte"]), finalist))
     tried.sort(key=lambda item: item[0])
     figures = ", ".join(f"{finalist.name} {bits:.4f}" for bits, finalist in tried)
-    say(f"recovered on {tokens:,} tokens each, bits per byte: {figures}")
+    seconds, lines = time.perf_counter() - started, directory / LOG
+    say(f"recovered on {length(brief):,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
     return tried[0][1].shape, [finalist.row(bits) for bits, finalist in tried]
 
 
@@ -136,3 +145,8 @@ def brief_recovery(recovery: Recovery, tokens: int) -> Recovery:
         config, steps=steps, batch_size=batch_size, accumulation=1, warmup=warmup, try_rates=False, validate_every=0
     )
     return dataclasses.replace(recovery, config=brief)
+
+
+def length(recovery: Recovery) -> int:
+    """Tokens that a recovery reads."""
+    return recovery.config.steps * recovery.config.tokens_per_step

@@ -31,6 +31,7 @@ from sportsllm.training.calibration_text import CalibrationText
 from sportsllm.training.setup import manifest_setting, tokens_per_parameter
 
 SENSITIVITY_SAMPLES = 16
+LEAST_TOKENS = 4_096  # of calibration text: with 400 GPTQ is worse than no text at all, more than this gain little
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ class QuantizationPlan:
         }
         if self.text is not None:
             settings |= {"calibration": [str(path) for path in self.text.files], "samples": self.text.samples}
+            if self.text.valid:
+                settings["valid"] = [str(path) for path in self.text.valid]
         if self.budget is not None:
             settings |= {"bits_per_weight": self.budget.bits_per_weight, "size_mb": self.budget.size_mb}
         return settings
@@ -161,13 +164,14 @@ class RoundedWeights:
 
     packed: PackedCheckpoint
     groups: list[SensitivityGroup] = field(default_factory=list)
+    calibration_tokens: int = 0
     originals: dict[str, Tensor] = field(default_factory=dict)
 
 
 def round_weights(plan: QuantizationPlan, keep_originals: bool) -> RoundedWeights:
     """Quantize a checkpoint's tensors."""
     method, config, groups = METHODS[plan.method], plan.config, list[SensitivityGroup]()
-    samples = [] if plan.text is None else plan.text.read(plan.checkpoint, plan.model, method.samples)
+    samples = [] if plan.text is None else plan.text.read(plan.checkpoint, plan.model, method.samples, LEAST_TOKENS)
     if plan.budget is not None:
         groups = measure_groups(load_checkpoint(plan.checkpoint), config, samples[:SENSITIVITY_SAMPLES])
         config = choose_bits(config, groups, plan.budget.spare_bytes(plan.model, config))
@@ -189,7 +193,7 @@ def round_weights(plan: QuantizationPlan, keep_originals: bool) -> RoundedWeight
             stored = load_checkpoint(plan.checkpoint).state_dict()
             originals |= {module: stored[f"{module}.weight"] for module in matrix_shapes(plan.model, layers_only=True)}
     packed.check_complete()
-    return RoundedWeights(packed, groups, originals or {})
+    return RoundedWeights(packed, groups, sum(piece.numel() for piece in samples), originals or {})
 
 
 def train_rounded(
@@ -248,7 +252,7 @@ def quantize(
     name = resolve_method(method, config, text, budget, tokens_per_parameter(checkpoint) == 0)
     plan = check_request(checkpoint, config, name, text, budget)
     settings, parents, cache, seed = plan.settings(), [checkpoint], None, None
-    parents += plan.text.files if plan.text else []
+    parents += [*plan.text.files, *plan.text.valid] if plan.text else []
     if recovery is not None:
         cache, seed = prepare_recovery(recovery, checkpoint, plan.model), recovery.config.seed
         settings |= recovery.settings(checkpoint)
@@ -279,6 +283,7 @@ def quantize(
             **config.record(),
             "method": name,
             "bits_per_weight": bits_per_weight(plan.model, packed.config),
+            "calibration_tokens": rounded.calibration_tokens,
             "sensitivity": [group.to_json(packed.config) for group in rounded.groups],
             "seconds": time.perf_counter() - started,
         }

@@ -34,6 +34,7 @@ from sportsllm.text.packing import IGNORE, Batch, tokenize
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.pretrain import check_sequence
+from sportsllm.training.setup import held_out_files
 
 BYTES_PER_TOKEN = 40
 """Of a token's ids and codes where ids are packed bit by bit; files are up to half as large again."""
@@ -139,7 +140,8 @@ def make_teacher_cache(
         started = time.perf_counter()
         info = request.info()
         words = load_tokenizer(request.teacher, config)
-        documents = tokenize(load_corpus(request.corpus, request.valid).train, words)
+        split = load_corpus(request.corpus, request.valid, held_out_files(request.teacher))
+        documents = tokenize(split.train, words)
         batches = CachedBatches(documents, info.sequence, request.batch_size, info.seed, info.rows)
         if info.rows > batches.rows_per_epoch:
             say(

@@ -15,6 +15,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.text.documents import Piece, cut_text, read_documents, read_pieces
 
 HELD_OUT_FRACTION = 0.02
+_ENOUGH_FOR_TWO = 4  # documents of which two are held out
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,14 @@ class TextSplit:
         return [*_cut(choosing)], [*_cut(judging)]
 
 
-def load_corpus(corpus: Sequence[Path], valid: Sequence[Path]) -> TextSplit:
+def load_corpus(corpus: Sequence[Path], valid: Sequence[Path], known: Sequence[Path] = ()) -> TextSplit:
     """Read the training text; held-out documents come from `valid`, or by hash out of the corpus itself.
 
-    Documents of `valid` that the corpus holds too are left out of it, and counted in a line.
+    Args:
+        corpus, valid: files.
+        known: held-out text of the models that are trained or taught from: it is not trained on either.
+
+    Documents of `valid` and `known` that the corpus holds too are left out of it, and counted in a line.
 
     Raises:
         ArtifactError: nothing to train on, or nothing to hold out.
@@ -48,22 +53,21 @@ def load_corpus(corpus: Sequence[Path], valid: Sequence[Path]) -> TextSplit:
     documents = list(read_pieces(corpus))
     if not documents:
         raise ArtifactError(f"{', '.join(map(str, corpus))}: the corpus is empty; give files with text in them")
-    if not valid:
-        split = split_documents(documents)
-        if not split.held_out:
-            raise ArtifactError("the corpus is a single document, so none can be held out; give --valid FILE too")
-        return split
-    held_out = list(read_documents(valid))
-    if not held_out:
+    held_out = list(read_documents(valid)) if valid else []
+    if valid and not held_out:
         raise ArtifactError(f"{', '.join(map(str, valid))}: the held-out text is empty; give files with text in them")
-    train = without(documents, held_out)
+    train = without(documents, [*held_out, *read_documents(known)])
     if not train:
-        raise ArtifactError(
-            f"{', '.join(map(str, corpus))}: all of it is held out by --valid; give other training text"
-        )
+        raise ArtifactError(f"{', '.join(map(str, corpus))}: all of it is held out; give other training text")
     if len(train) < len(documents):
         say(f"{len(documents) - len(train):,} of {len(documents):,} documents are held out and not trained on")
-    return TextSplit([piece.text for piece in train], held_out)
+    if valid:
+        return TextSplit([piece.text for piece in train], held_out)
+    split = split_documents(train)
+    if not split.held_out:
+        raise ArtifactError("the corpus is a single document, so none can be held out; give --valid FILE too")
+    say(f"no held-out text was given: {len(split.held_out):,} of {len(train):,} documents are held out")
+    return split
 
 
 def training_side(files: Sequence[Path], valid: Sequence[Path]) -> list[str]:
@@ -88,14 +92,16 @@ def without(documents: Sequence[Piece], held_out: Iterable[str]) -> list[Piece]:
 def split_documents(documents: Sequence[Piece]) -> TextSplit:
     """About 2% of the documents held out, by the SHA-256 of the text that each was cut from.
 
-    Where that leaves one side empty, the last 2% are held out, at least one. A single document is trained on.
+    Where that leaves one side empty, or a single document of four or more to choose and to judge by, the last 2% are
+    held out, at least one or, of four, two. A single document is trained on.
     """
     parts: tuple[list[str], list[str]] = ([], [])
     for piece in documents:
         draw = int.from_bytes(_source_digest(piece.source)[:8])
         parts[draw < HELD_OUT_FRACTION * 2**64].append(piece.text)
-    if not all(parts) and len(documents) > 1:
-        last = max(1, round(HELD_OUT_FRACTION * len(documents)))
+    least = 2 if len(documents) >= _ENOUGH_FOR_TWO else 1
+    if (not parts[0] or len(parts[1]) < least) and len(documents) > 1:
+        last = max(least, round(HELD_OUT_FRACTION * len(documents)))
         held_out = [piece.text for piece in documents[-last:]]
         return TextSplit([piece.text for piece in without(documents[:-last], held_out)], held_out)
     return TextSplit(*parts) if parts[0] or not documents else TextSplit(parts[1], [])

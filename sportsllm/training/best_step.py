@@ -53,7 +53,7 @@ class BestStep:
         state = self._state
         if state.best_step not in (None, state.step):
             last = math.nan if state.last_bits_per_byte is None else state.last_bits_per_byte
-            figures = f"{state.best_bits_per_byte:.4f} bits per byte, {last:.4f} at the end"
+            figures = f"{state.best_bits_per_byte:.4f} bits per byte, {last:.4f} when last scored"
             if state.best_step == 0:
                 say(f"no step was better than the start on held-out text ({figures}): the start is kept")
             else:

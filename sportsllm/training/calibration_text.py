@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -20,14 +20,16 @@ _SAMPLES_TIMES_PARAMETERS = 4e9  # about a minute of sampling on two cores
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """Files that statistics are taken from, never held-out ones, and how many pieces of them are read.
+    """Files that statistics are taken from, and how many pieces of them are read.
 
-    Without files those that the checkpoint was made from are read; where those are not known, texts that the checkpoint
-    writes itself. Without a number as many pieces are read as the method asks for.
+    What the checkpoint's manifest or `valid` names as held-out text is never read. Without files those that the
+    checkpoint was made from are read; where those are not known, texts that the checkpoint writes itself. Without a
+    number as many pieces are read as the method asks for.
     """
 
     files: tuple[Path, ...] = ()
     samples: int | None = None
+    valid: tuple[Path, ...] = ()
 
     def found(self, checkpoint: Path) -> CalibrationText:
         """The same with the files that the checkpoint was made from, if none are given and all of those are there."""
@@ -38,10 +40,12 @@ class CalibrationText:
         if missing:
             say(f"{missing[0]}: training text that {checkpoint} names, not found")
             return self
-        return CalibrationText(made_from, self.samples)
+        return replace(self, files=made_from)
 
-    def read(self, checkpoint: Path, model: ModelConfig, most: int) -> list[Tensor]:
+    def read(self, checkpoint: Path, model: ModelConfig, most: int, least: int = 0) -> list[Tensor]:
         """Token ids of pieces of at most 512 tokens, each (1, T); about `most` of that length without a number.
+
+        Files of fewer than `least` tokens are joined by texts that the model writes, unless a number was asked for.
 
         Raises:
             ArtifactError: there is no text, or less than asked for.
@@ -50,5 +54,14 @@ class CalibrationText:
             count = self.samples or min(most, max(LEAST_SAMPLES, round(_SAMPLES_TIMES_PARAMETERS / model.parameters)))
             say(f"no calibration text is at hand: it is {count} texts that the model writes itself")
             return own_text(checkpoint, model, count, min(SAMPLE_TOKENS, model.max_position_embeddings))
-        words, valid = load_tokenizer(checkpoint, model), held_out_files(checkpoint)
-        return calibration_samples(self.files, valid, words, model, self.samples, SAMPLE_TOKENS, most)
+        words, valid = load_tokenizer(checkpoint, model), [*held_out_files(checkpoint), *self.valid]
+        found = calibration_samples(self.files, valid, words, model, self.samples, SAMPLE_TOKENS, most)
+        tokens = sum(piece.numel() for piece in found)
+        if tokens >= least or self.samples is not None:
+            return found
+        say(
+            f"{tokens:,} tokens of calibration text are too few to round by: {LEAST_SAMPLES} texts that the model "
+            "writes itself are read too"
+        )
+        length = min(SAMPLE_TOKENS, model.max_position_embeddings)
+        return [*found, *own_text(checkpoint, model, LEAST_SAMPLES, length)]

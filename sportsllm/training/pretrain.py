@@ -25,7 +25,7 @@ from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
 from sportsllm.training.rate_trial import choose_rates, chosen_rates
 from sportsllm.training.settings import TrainConfig
-from sportsllm.training.setup import training_device, training_results, validation, validator
+from sportsllm.training.setup import held_out_files, training_device, training_results, validation, validator
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def fine_tune(init: Path, training: Pretraining, adapters: Adapters | None = Non
         trained = shape.parameters
         if adapters is not None:
             trained = add_adapters(network, adapters.rank, adapters.targets, adapters.alpha, config.seed)
-        texts = load_corpus(training.corpus, training.valid)
+        texts = load_corpus(training.corpus, training.valid, held_out_files(init))
         network = network.to(training_device())
         before = validator(texts, words)(network) if config.steps else None
         results = training.fit(network, texts, words, directory, stage)

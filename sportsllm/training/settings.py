@@ -135,6 +135,7 @@ _SHAPE = ("batch_size", "accumulation", "sequence")  # of a step
 _TOKENS_PER_STEP = (1_024, 8_192)
 _WARMUP_SHARE, _MOST_WARMUP = 0.05, 50
 _VALIDATIONS = 4  # on the way, of a run that starts from good weights
+_VALIDATIONS_FROM_RANDOM = 2  # only to have something to keep where the rest fails
 
 # Peak rates at 100M parameters, AdamW's and Muon's; measured on 0.3 to 3M (docs/how-it-works/training.md).
 _RATES = {
@@ -237,8 +238,8 @@ def _derived(run: Run, tokens: int | None, given: dict[str, Any]) -> dict[str, A
     base["optimizer"] = "adamw" if eight_bits else default_optimizer(run, tokens_per_step)
     steps = (base | given).get("steps", TrainConfig.steps)
     base["warmup"] = min(_MOST_WARMUP, max(1, round(_WARMUP_SHARE * steps))) if steps > 1 else 0
+    base["validate_every"] = -(-steps // (_VALIDATIONS_FROM_RANDOM if run.start is Start.RANDOM else _VALIDATIONS))
     if run.start is not Start.RANDOM:
-        base["validate_every"] = -(-steps // _VALIDATIONS)
         base["try_rates"] = not {"learning_rate", "muon_learning_rate"} & given.keys()
     return base
 
@@ -248,6 +249,14 @@ def _check_effect(config: TrainConfig, given: Mapping[str, Any]) -> None:
     of_muon = [name for name in given if name.startswith("muon_")]
     if of_muon and config.optimizer != "muon":
         raise UsageError(f"{of_muon[0]} is Muon's, this run's optimizer is {config.optimizer}; add --optimizer muon")
+    if config.warmup >= config.steps > 1:
+        say(
+            f"the run ends inside its warm-up: {config.steps} steps, {config.warmup} of warm-up; give more tokens, "
+            "smaller steps or --set warmup=N"
+        )
+    rates = {"learning_rate", "muon_learning_rate"} & given.keys()
+    if rates == {"learning_rate"} and config.optimizer == "muon":
+        say(f"--learning-rate is that of AdamW's part; matrices have Muon's, {config.muon_learning_rate:g}")
     if "decay_share" in given and config.schedule != "wsd":
         raise UsageError(f"decay_share is for wsd, the schedule is {config.schedule}; add --schedule wsd")
 

@@ -34,8 +34,8 @@ def test_qualities_of_different_texts_are_not_compared() -> None:
     trained = StageSummary("x", "train", "x", bits_per_byte=0.9, manifest={"settings": {"valid": ["d/held_out.txt"]}})
     assert stage_table([one, one]).caption == ""
     assert stage_table([one, trained, other, one]).caption == (
-        "Bits per byte are of 3 texts and compare only within one (1, 4: a.jsonl, by bench; 2: the first 65,536 tokens "
-        "or so held out of held_out.txt; 3: b.jsonl, by bench)."
+        "Bits per byte are of 3 texts and compare only within one (1, 4: a.jsonl, by bench; 2: half of what is "
+        "held out of held_out.txt; 3: b.jsonl, by bench)."
     )
     assert Scored.of(StageSummary("x", "train", "x")) is None
     assert commonest([None, Scored.of(trained), Scored.of(one)]) == Scored.of(one)

@@ -176,6 +176,22 @@ def test_the_default_method(bits: int, per_row: bool, untrained: bool, method: s
     assert resolve_method(None, config, CalibrationText(), None, untrained) == method
 
 
+def test_too_little_text_is_joined_by_the_models_own(
+    checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By 20 tokens GPTQ fits noise: it is worse than rounding without text."""
+    few, held_out = tmp_path / "few.txt", tmp_path / "held_out.jsonl"
+    few.write_text("Lily had a ball. She played with Tom all day long.", encoding="utf-8")
+    result = quantize(checkpoint, tmp_path / "few", text=CalibrationText((few,)))
+    assert result["calibration_tokens"] > 200
+    assert "are too few to round by: 16 texts that the model" in capsys.readouterr().err.replace("\n", " ")
+    asked = quantize(checkpoint, tmp_path / "asked", text=CalibrationText((few,), 1))
+    assert asked["calibration_tokens"] < 100
+    held_out.write_text(json.dumps({"text": few.read_text(encoding="utf-8")}) + "\n", encoding="utf-8")
+    with pytest.raises(ArtifactError, match="all of it is held-out text"):
+        quantize(checkpoint, tmp_path / "out", text=CalibrationText((few,), None, (held_out,)))
+
+
 def test_a_model_without_known_text_writes_its_own(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

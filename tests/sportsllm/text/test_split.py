@@ -63,6 +63,24 @@ def test_held_out_documents_leave_the_corpus(tmp_path: Path, capsys: pytest.Capt
         load_corpus([corpus], [write(tmp_path / "none.jsonl", [])])
 
 
+def test_what_a_teacher_holds_out_is_not_trained_on_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [f"text {n}" for n in range(100)]
+    corpus, known = write(tmp_path / "all.jsonl", texts), write(tmp_path / "known.jsonl", texts[:30])
+    valid = write(tmp_path / "valid.jsonl", texts[30:40])
+    split = load_corpus([corpus], [valid], [known])
+    assert split.train == texts[40:] and split.held_out == texts[30:40]
+    split = load_corpus([corpus], [], [known])
+    assert not set(split.train + split.held_out) & set(texts[:30])
+    assert f"{len(split.held_out)} of 70 documents are held out" in capsys.readouterr().err
+
+
+def test_few_documents_give_one_to_choose_and_one_to_judge_by(tmp_path: Path) -> None:
+    for count in range(4, 40):
+        split = load_corpus([write(tmp_path / "few.jsonl", [f"text {n}" for n in range(count)])], [])
+        choosing, judging = split.parts()
+        assert choosing and judging and not set(choosing) & set(judging) and not set(split.train) & set(split.held_out)
+
+
 def test_a_held_out_book_leaves_as_a_whole(tmp_path: Path) -> None:
     book = "".join(f"line {n}\n\n" for n in range(10_000))
     (tmp_path / "book.txt").write_text(book, encoding="utf-8")

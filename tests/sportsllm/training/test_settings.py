@@ -114,11 +114,19 @@ def test_muon_where_it_is_cheap() -> None:
     assert train_config(SMALL, 300_000, {"optimizer": "adamw"}).optimizer == "adamw"
 
 
-def test_starts_that_are_good_are_validated_on_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warm_up_that_does_not_end_and_a_rate_of_one_optimizer_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    train_config(SMALL, 300_000, {"learning_rate": 1e-3}, ["warmup=10000"])
+    shown = capsys.readouterr().err.replace("\n", " ")
+    assert "the run ends inside its warm-up" in shown and "matrices have Muon's, 0.005" in shown
+    train_config(SMALL, 300_000, {"learning_rate": 1e-3, "muon_learning_rate": 0.01})
+    assert "matrices have" not in capsys.readouterr().err
+
+
+def test_runs_are_validated_on_the_way_good_starts_more_often(capsys: pytest.CaptureFixture[str]) -> None:
     for start in Start:
         run = Run(start, TINY.with_changes(max_position_embeddings=256))
         config = train_config(run, 300_000, {"optimizer": "muon"})
-        assert config.validate_every == (0 if start is Start.RANDOM else -(-config.steps // 4))
+        assert config.validate_every == -(-config.steps // (2 if start is Start.RANDOM else 4))
         assert config.weight_decay == (0.0 if start is Start.ROUNDED else 0.1) and config.sequence == 256
         line = capsys.readouterr().err.replace("\n", " ")
         assert f"training from {start.value}" in line and f"Muon {config.muon_learning_rate:g}" in line
