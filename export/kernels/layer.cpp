@@ -14,10 +14,13 @@ namespace {
 
 constexpr int64_t kQueryTokens = 16;  // of a prompt, attended together
 
-// Of one thread, for the piece of attention that it works on.
-std::vector<float>& attended_of_thread() {
-  thread_local std::vector<float> attended;
-  return attended;
+int64_t padded(int64_t count) { return (count + 15) / 16 * 16; }  // to whole lines of the cache
+
+// Memory of one thread for the piece of attention that it works on, on a line of the cache.
+float* attended_of_thread(int64_t count) {
+  thread_local std::vector<float> memory;
+  memory.resize(count + 16);
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
 }
 
 class LayerJob {
@@ -189,11 +192,11 @@ class LayerJob {
     cached.keys = static_cast<const char*>(in_.key) + head * size;
     cached.values = static_cast<const char*>(in_.value) + head * size;
     // A step's piece is one part, a prompt's takes all of them in turn, so that memory grows with its tokens alone.
-    std::vector<float>& own = attended_of_thread();
-    own.resize(n * (kAttendAtOnce + 2 * (e + 2)));
-    float *scores = own.data(), *found = scores + n * kAttendAtOnce, *found_most = found + n * e, *found_sum = found_most + n;
-    float *rows = found_sum + n, *most = rows + n * e, *sum = most + n;
-    std::fill(rows, sum + n, 0.0f), std::fill(most, most + n, -INFINITY);
+    const int64_t scores_size = padded(n * kAttendAtOnce), rows_size = padded(n * e);
+    float* scores = attended_of_thread(scores_size + 2 * rows_size + 4 * padded(n));
+    float *found = scores + scores_size, *found_most = found + rows_size, *found_sum = found_most + padded(n);
+    float *rows = found_sum + padded(n), *most = rows + rows_size, *sum = most + padded(n);
+    std::fill(most, most + n, -INFINITY), std::fill(sum, sum + n, 0.0f);
     const int64_t from = few ? part * kAttendAtOnce : 0, to = few ? std::min(seen, from + kAttendAtOnce) : seen;
     for (int64_t begin = from; begin < to; begin += kAttendAtOnce) {
       const int64_t end = std::min(to, begin + kAttendAtOnce);

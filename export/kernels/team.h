@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <new>
 #include <thread>
@@ -70,6 +71,7 @@ class Team {
 
  private:
   static constexpr int kSpins = 2000;
+  static constexpr std::chrono::microseconds kTaken{200}, kNap{20};
   static constexpr int64_t kMostAhead = 64 << 10;  // bytes; a fraction of a core's second cache
 
   struct alignas(64) Next {
@@ -125,7 +127,11 @@ class Team {
       } else if (turns < kSpins) {
         pause();
       } else {
-        std::this_thread::yield();  // somebody else's program may hold the thread that has the last piece
+        // Somebody else's program may hold the thread that has the last piece. If it takes this one too, sleep: who
+        // sleeps is woken before who has run all the time.
+        const auto before = std::chrono::steady_clock::now();
+        std::this_thread::yield();
+        if (std::chrono::steady_clock::now() - before > kTaken) std::this_thread::sleep_for(kNap);
       }
     }
   }
