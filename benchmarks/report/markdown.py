@@ -97,7 +97,7 @@ _BENCH_COLUMNS: dict[str, tuple[str, ...]] = {
         key: (key,)
         for key in (
             *("prefill_tokens_per_s", "memory_floor_tpot_ms", "load_s", "peak_rss_bytes"),
-            *("teacher_bits_per_byte", "quality_loss_percent", "threads"),
+            *("teacher_bits_per_byte", "quality_loss_percent", "threads", "kernels"),
         )
     },
 }

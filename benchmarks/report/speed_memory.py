@@ -42,6 +42,8 @@ def speed_chart(stages: Sequence[StageSummary], bench: Bench) -> Chart:
         "Time per token against the tokens before it. The memory floor is the time that reading weights and cache "
         "takes at the bandwidth measured beside it." + (" Dashed: medians of the other stages." if others else "")
     )
+    if (kernels := get_nested(bench, "kernels")) is not None:
+        caption += f" Run by the {kernels} kernels."
     x = {"title": "tokens in the cache", "rangemode": "tozero"}
     return chart(identifier, title, caption, data, x, {"title": "ms per token", "rangemode": "tozero"})
 
