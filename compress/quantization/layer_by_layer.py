@@ -11,7 +11,7 @@ Shape suffixes: B sequences, T tokens, D hidden_size, N rows (outputs), K column
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -92,14 +92,17 @@ def quantize_calibrated(
     embedding, head = ends.pop(f"{EMBEDDING}.weight"), ends.pop(f"{HEAD}.weight", None)
     if gptq and head is None and packed.config.bits_for(EMBEDDING) != UNPACKED:
         _gptq(packed, EMBEDDING, embedding, _tied_gram(tensors, model, samples, embedding, norm, rope))
-    else:
+    elif gptq or head is not None:
         packed.add_matrix(EMBEDDING, embedding, search=True)
     positions = ends.get(f"{POSITIONS}.weight")
     unread: dict[int, list[int]] = {}
     full_BTD = [embed(model, embedding[tokens], positions) for tokens in samples]
-    stored = packed.matrix(EMBEDDING)
-    rounded_BTD = [embed(model, stored[tokens], positions) for tokens in samples] if gptq else []
-    del embedding, stored
+    rounded_BTD: list[Tensor] = []
+    if gptq:
+        stored = packed.matrix(EMBEDDING)
+        rounded_BTD = [embed(model, stored[tokens], positions) for tokens in samples]
+        del stored
+    del embedding
     with progress_bar("quantize", model.num_hidden_layers) as bar:
         for layer in range(model.num_hidden_layers):
             source, prefix, own = load_block(tensors, model, layer), f"model.layers.{layer}", model.of_layer(layer)
@@ -129,14 +132,31 @@ def quantize_calibrated(
     _check_text(samples, full_BTD, norm, tensors[f"{EMBEDDING}.weight"] if head is None else head)
     for name, tensor in ends.items():
         packed.add(name, tensor, search=True)
-    if head is None:
-        return
-    if gptq and packed.config.bits_for(HEAD) != UNPACKED:
+    if not gptq:
+        table = tensors[f"{EMBEDDING}.weight"].float() if head is None else head
+        _round_table(packed, EMBEDDING if head is None else HEAD, table, map(norm, full_BTD))
+    elif head is not None and packed.config.bits_for(HEAD) != UNPACKED:
         sums = LeastSquares.over(zip(map(norm, rounded_BTD), map(norm, full_BTD), strict=True))
         wanted = LeastSquares(sums.gram_II, head.double() @ sums.cross_OI).solve(head, ridge)
         _gptq(packed, HEAD, wanted, sums.gram_II.float())
-    else:
+    elif head is not None:
         packed.add_matrix(HEAD, head, search=True)
+
+
+def _round_table(packed: PackedCheckpoint, module: str, weight_VD: Tensor, read_BTD: Iterable[Tensor]) -> None:
+    """Round the head by itself, columns counting as what it reads is strong; in a tied one as embedding alike."""
+    if packed.config.bits_for(module) == UNPACKED:
+        packed.add_matrix(module, weight_VD, search=True)
+        return
+    strong_D = torch.stack([x_BTD.flatten(0, -2).square().sum(dim=0) for x_BTD in read_BTD]).sum(dim=0)
+    _check_finite(module, strong_D)
+    strong_D = strong_D / strong_D.mean() + TABLE_SHARE * (module == EMBEDDING)
+    spec = packed.config.grid_for(module, weight_VD.shape[1])
+    parts = []
+    for rows in torch.split(weight_VD, _ROWS):
+        grid = fit_grid(rows, *spec, search=True, weights_K=strong_D)
+        parts.append(grid.pack(grid.round(rows)))
+    packed.add_packed(module, stack_rows(parts))
 
 
 def _fit_and_round(
