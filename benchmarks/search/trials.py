@@ -194,7 +194,8 @@ class Trials:
 
         name = shape_name(candidate.shape, candidate.vocab_size)
         shape = {"shape": name, "seed": self.source.seed}
-        return Path(run_stage(self.directory / "random" / name, Stage("random", shape, [teacher]), make)["out"])
+        with logged(self.directory / LOG):
+            return Path(run_stage(self.directory / "random" / name, Stage("random", shape, [teacher]), make)["out"])
 
     def _run(self, command: str, settings: dict[str, Any]) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
