@@ -10,6 +10,7 @@ from typing import NamedTuple
 from benchmarks.search.stages import Source
 from sportsllm.files import atomic_write_text
 from sportsllm.text.split import load_corpus
+from sportsllm.training.setup import held_out_files
 
 
 class HeldOut(NamedTuple):
@@ -25,7 +26,7 @@ def held_out_text(source: Source, directory: Path) -> HeldOut:
     Raises:
         ArtifactError: the corpus is empty or a single document.
     """
-    choosing, reporting = load_corpus(source.corpus, source.valid).parts()
+    choosing, reporting = load_corpus(source.corpus, source.valid, held_out_files(source.teacher)).parts()
     return HeldOut(_write(directory / "choosing.jsonl", choosing), _write(directory / "reporting.jsonl", reporting))
 
 

@@ -211,6 +211,8 @@ class Trials:
         """Pieces of calibration text that the teacher reads."""
         from sportsllm.text.calibration import calibration_samples
         from sportsllm.text.tokenizer import load_tokenizer
+        from sportsllm.training.setup import left_out
 
         source, words = self.source, load_tokenizer(self.source.teacher, self._config)
-        return len(calibration_samples(source.calibration, source.valid, words, self._config, None, source.sequence))
+        valid = left_out(source.valid, source.teacher)
+        return len(calibration_samples(source.calibration, valid, words, self._config, None, source.sequence))

@@ -152,11 +152,11 @@ def store_signals(study: Study, directory: Path, vocab_size: int) -> tuple[dict[
     """Make a study's signals in `directory`: what making them cost, and the signals."""
     tokens = study.batches * study.sequence * study.batch_size
     request = CacheRequest(
-        study.teacher, study.corpus, (), tokens, study.sequence, seed=0, batch_size=study.batch_size,
+        study.teacher, study.corpus, (), (), tokens, study.sequence, seed=0, batch_size=study.batch_size,
         teacher_precision="fp32",
     )  # fmt: skip
     made = make_teacher_cache(request, directory, lambda: running_teacher(study.teacher, "fp32"))
-    key = CacheKey(study.teacher, study.corpus, (), study.sequence, seed=0, vocab_size=vocab_size)
+    key = CacheKey(study.teacher, study.corpus, (), (), study.sequence, seed=0, vocab_size=vocab_size)
     return made, open_teacher_cache(directory, key)
 
 

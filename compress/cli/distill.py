@@ -80,8 +80,9 @@ def distill(
         training = dataclasses.replace(training, sequence=training.sequence or min(longest, sequence))
         if length.tokens is None and length.steps is None:
             length = dataclasses.replace(length, tokens=tokens)
-    run = Run(begin.kind, begin.shape, lora.lora_rank is not None)
-    config = training.config(run, length.tokens, length.steps, seed=seed)
+    config = training.config(
+        Run(begin.kind, begin.shape, lora.lora_rank is not None), length.tokens, length.steps, seed=seed
+    )
     plan = StudentTraining(
         teacher=source,
         config=config,
@@ -89,6 +90,7 @@ def distill(
         valid=tuple(text.valid or ([] if text.corpus else teacher_corpus(source, "valid"))),
         distillation=distillation.config(begin.kind, source),
         adapters=lora.adapters(config.optimizer),
+        beside=tuple(path for path in begin.inputs if path.is_dir()),
     )
     out = out or Path("runs") / (plain_name(Path(student)) + "-selected" * (selection.select_tokens is not None))
     result = run_distill(student, begin, plan, out, training.resume)

@@ -35,7 +35,8 @@ class Recovery:
     def training(self, checkpoint: Path) -> StudentTraining:
         """The same with the teacher named."""
         teacher = self.teacher or checkpoint
-        return StudentTraining(teacher, self.config, self.corpus, self.valid, self.objective, self.adapters)
+        beside = (checkpoint,) if teacher != checkpoint else ()
+        return StudentTraining(teacher, self.config, self.corpus, self.valid, self.objective, self.adapters, beside)
 
     def settings(self, checkpoint: Path) -> dict[str, Any]:
         """For the manifest; the training loop's settings are under `recover`."""

@@ -29,7 +29,14 @@ from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
 from sportsllm.training.pretrain import check_sequence
 from sportsllm.training.rate_trial import choose_rates, chosen_rates
 from sportsllm.training.settings import TrainConfig
-from sportsllm.training.setup import held_out_files, training_device, training_results, validation, validator
+from sportsllm.training.setup import (
+    held_out_setting,
+    left_out,
+    training_device,
+    training_results,
+    validation,
+    validator,
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class StudentTraining:
         corpus, valid: training and held-out text; without the latter a part of the corpus is held out.
         distillation: what to learn.
         adapters: train these instead of all weights, and merge them.
+        beside: further checkpoints whose held-out text is not trained on: where the student starts from.
     """
 
     teacher: Path
@@ -50,6 +58,12 @@ class StudentTraining:
     valid: tuple[Path, ...] = ()
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     adapters: Adapters | None = None
+    beside: tuple[Path, ...] = ()
+
+    @property
+    def left_out(self) -> tuple[Path, ...]:
+        """All text that it never reads."""
+        return left_out(self.valid, self.teacher, *self.beside)
 
     def settings(self) -> dict[str, Any]:
         """For the manifest, without the training loop's."""
@@ -57,6 +71,7 @@ class StudentTraining:
             "teacher": str(self.teacher),
             "corpus": [str(path) for path in self.corpus],
             "valid": [str(path) for path in self.valid],
+            **held_out_setting(self.valid, self.left_out),
             **self.distillation.settings(),
             **({} if self.adapters is None else {"lora": dataclasses.asdict(self.adapters)}),
         }
@@ -64,7 +79,7 @@ class StudentTraining:
     def inputs(self) -> list[Path]:
         """Everything that it reads beside the teacher."""
         signals = self.distillation.signals
-        return [*([signals] if signals else []), *self.corpus, *self.valid]
+        return [*([signals] if signals else []), *self.corpus, *self.left_out]
 
     def prepare(self, student: ModelConfig) -> TeacherCache | None:
         """Check the training against both models, and open the teacher cache; make it where it is missing.
@@ -82,8 +97,9 @@ class StudentTraining:
             return None
         if not (directory / SIGNALS).exists():
             self._make_cache(directory)
+        config = self.config
         key = CacheKey(
-            self.teacher, self.corpus, self.valid, self.config.sequence, self.config.seed, student.vocab_size
+            self.teacher, self.corpus, self.valid, self.left_out, config.sequence, config.seed, student.vocab_size
         )
         cache = open_teacher_cache(directory, key)
         passes = self.config.steps * self.config.tokens_per_step / cache.info.tokens
@@ -98,6 +114,7 @@ class StudentTraining:
             teacher=self.teacher,
             corpus=self.corpus,
             valid=self.valid,
+            left_out=self.left_out,
             tokens=distillation.signal_tokens or max(1, config.steps * config.tokens_per_step),
             sequence=config.sequence,
             seed=config.seed,
@@ -124,7 +141,7 @@ class StudentText:
     @staticmethod
     def read(training: StudentTraining, tokenizer: TextTokenizer) -> StudentText:
         """Read and tokenize the training's files."""
-        split = load_corpus(training.corpus, training.valid, held_out_files(training.teacher))
+        split = load_corpus(training.corpus, training.valid, training.left_out)
         return StudentText(split, tokenize(split.train, tokenizer), tokenizer)
 
     def bits_per_byte(self, model: SportsLLM) -> float:

@@ -44,7 +44,7 @@ from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.setup import held_out_files, manifest_setting
+from sportsllm.training.setup import HELD_OUT, held_out_files, manifest_setting
 
 SAMPLE_LENGTH = 512
 _EXPERTS = ("experts", "experts_per_token", "experts_by")
@@ -108,6 +108,8 @@ class PruneJob:
         """For the manifest, under the names of the flags."""
         # A later recovery of a checkpoint that is not recovered finds its text here.
         inherited = {"recover": None} | {key: manifest_setting(self.checkpoint, key) for key in ("corpus", "valid")}
+        if (held_out := manifest_setting(self.checkpoint, HELD_OUT)) is not None:
+            inherited[HELD_OUT] = held_out
         return {
             "checkpoint": self.checkpoint,
             **dataclasses.asdict(shape),
@@ -133,7 +135,8 @@ class PruneJob:
         model = load_checkpoint(self.checkpoint)
         length = SAMPLE_LENGTH if self.recovery is None else self.recovery.config.sequence
         words = load_tokenizer(self.checkpoint, model.config)
-        valid = [*held_out_files(self.checkpoint), *(self.recovery.valid if self.recovery else ())]
+        recovery = self.recovery
+        valid = held_out_files(self.checkpoint) if recovery is None else recovery.training(self.checkpoint).left_out
         samples = calibration_samples(self.calibration, valid, words, model.config, self.config.samples, length)
         say(f"calibration on {len(samples)} pieces of text, {sum(one.numel() for one in samples):,} tokens")
         with torch.no_grad():

@@ -44,7 +44,7 @@ class Cut:
         context = min(self.shape.max_position_embeddings, teacher.config.max_position_embeddings)
         most = min(DEFAULT_SAMPLES, max(_LEAST_SAMPLES, round(_SAMPLES_TIMES_PARAMETERS / teacher.config.parameters)))
         samples = calibration_samples(
-            training.corpus, training.valid, words, teacher.config, None, min(SAMPLE_LENGTH, context), most
+            training.corpus, training.left_out, words, teacher.config, None, min(SAMPLE_LENGTH, context), most
         )
         smaller = self.shape.with_changes(max_position_embeddings=context)
         cut = cut_to_config(teacher, smaller, PruneConfig(), samples)

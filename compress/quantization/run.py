@@ -28,7 +28,7 @@ from sportsllm.storage.artifact import Stage, run_stage
 from sportsllm.storage.checkpoint import load_checkpoint, write_checkpoint
 from sportsllm.storage.safetensors_files import TensorFiles, bitsandbytes_kind, quantization_config
 from sportsllm.training.calibration_text import CalibrationText
-from sportsllm.training.setup import manifest_setting, tokens_per_parameter
+from sportsllm.training.setup import held_out_setting, left_out, manifest_setting, tokens_per_parameter
 
 SENSITIVITY_SAMPLES = 16
 LEAST_TOKENS = 4_096  # of calibration text: with 400 GPTQ is worse than no text at all, more than this gain little
@@ -122,10 +122,10 @@ class QuantizationPlan:
             "corpus": manifest_setting(self.checkpoint, "corpus"),
             "valid": manifest_setting(self.checkpoint, "valid"),
         }
+        held_out = left_out(() if self.text is None else self.text.valid, self.checkpoint)
+        settings |= held_out_setting([Path(name) for name in settings["valid"] or []], held_out)
         if self.text is not None:
             settings |= {"calibration": [str(path) for path in self.text.files], "samples": self.text.samples}
-            if self.text.valid:
-                settings["valid"] = [str(path) for path in self.text.valid]
         if self.budget is not None:
             settings |= {"bits_per_weight": self.budget.bits_per_weight, "size_mb": self.budget.size_mb}
         return settings

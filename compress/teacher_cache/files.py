@@ -32,7 +32,7 @@ from sportsllm.storage.artifact import MANIFEST, file_sha256, read_manifest
 from sportsllm.storage.checkpoint import save_tensors, write_json
 
 SIGNALS = "signals.json"
-FORMAT = 2
+FORMAT = 3
 ROWS_PER_SHARD = 256
 _OPEN_SHARDS = 2
 
@@ -46,6 +46,7 @@ class CacheInfo:
         tokenizer: SHA-256 of tokenizer.json.
         vocab_size: ids are below it.
         corpus, valid: digests of the files that the rows were cut from and of the held-out files.
+        left_out: of all files that were left out of the corpus.
         temperature: of the teacher's softmax.
         sequence, seed: of the packed rows, see `sportsllm.text.packing.PackedSequences`.
         rows: rows 0 to rows - 1 are stored.
@@ -57,6 +58,7 @@ class CacheInfo:
     vocab_size: int
     corpus: tuple[str, ...]
     valid: tuple[str, ...]
+    left_out: tuple[str, ...]
     temperature: float
     sequence: int
     seed: int
@@ -124,7 +126,7 @@ def read_info(directory: Path) -> CacheInfo:
     if version != FORMAT:
         raise ArtifactError(f"{path}: has format {version}, this version reads {FORMAT}; make the cache again")
     try:
-        info = CacheInfo(**data | {key: tuple(data[key]) for key in ("corpus", "valid")})
+        info = CacheInfo(**data | {key: tuple(data[key]) for key in ("corpus", "valid", "left_out")})
         whole = min(info.rows, info.rows_per_shard, info.sequence) > 0
     except (KeyError, TypeError):
         whole = False

@@ -31,6 +31,7 @@ class CacheKey:
     Attributes:
         teacher: checkpoint that must have made it.
         corpus, valid: training and held-out files, in order.
+        left_out: all files that are left out of the corpus.
         sequence, seed: of the packed rows.
         vocab_size: of the student.
     """
@@ -38,6 +39,7 @@ class CacheKey:
     teacher: Path
     corpus: tuple[Path, ...]
     valid: tuple[Path, ...]
+    left_out: tuple[Path, ...]
     sequence: int
     seed: int
     vocab_size: int
@@ -108,6 +110,9 @@ def open_teacher_cache(directory: Path, run: CacheKey) -> TeacherCache:
         given = ", ".join(map(str, paths)) or "nothing"
         same = tuple(digest(path) for path in paths) == known
         check(same, f"with another {flag} than {given}", f"give the same {flag} files in the same order")
+    left_out = {digest(path) for path in run.left_out}
+    given = ", ".join(map(str, run.left_out)) or "nothing"
+    check(left_out == set(info.left_out), f"while other text was held out than {given}", "put it back where it was")
     check(run.sequence == info.sequence, f"with --sequence {info.sequence}, not {run.sequence}", "use that")
     check(run.seed == info.seed, f"with --seed {info.seed}, not {run.seed}", "use that")
     return TeacherCache(directory, info)

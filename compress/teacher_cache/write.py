@@ -34,7 +34,7 @@ from sportsllm.text.packing import IGNORE, Batch, tokenize
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.pretrain import check_sequence
-from sportsllm.training.setup import held_out_files
+from sportsllm.training.setup import held_out_setting
 
 BYTES_PER_TOKEN = 40
 """Of a token's ids and codes where ids are packed bit by bit; files are up to half as large again."""
@@ -58,7 +58,8 @@ class CacheRequest:
 
     Attributes:
         teacher: its checkpoint.
-        corpus, valid: training and held-out text; held-out documents are left out.
+        corpus, valid: training and held-out text.
+        left_out: everything that the training leaves out of the corpus: `valid`, and what its checkpoints hold out.
         tokens: of the packed corpus; rounded up to whole rows of `sequence` tokens.
         sequence, seed: of the packed rows; training must use the same.
         temperature: of the teacher's softmax.
@@ -70,6 +71,7 @@ class CacheRequest:
     teacher: Path
     corpus: tuple[Path, ...]
     valid: tuple[Path, ...]
+    left_out: tuple[Path, ...]
     tokens: int
     sequence: int
     seed: int
@@ -92,6 +94,7 @@ class CacheRequest:
             vocab_size=load_config(self.teacher).vocab_size,
             corpus=tuple(digest(path) for path in self.corpus),
             valid=tuple(digest(path) for path in self.valid),
+            left_out=tuple(digest(path) for path in self.left_out),
             temperature=self.temperature,
             sequence=self.sequence,
             seed=self.seed,
@@ -105,12 +108,13 @@ class CacheRequest:
             "teacher": str(self.teacher),
             "corpus": [str(path) for path in self.corpus],
             "valid": [str(path) for path in self.valid],
+            **held_out_setting(self.valid, self.left_out),
             "temperature": self.temperature,
             "tokens": -(-self.tokens // self.sequence) * self.sequence,
             "sequence": self.sequence,
             "teacher_precision": self.teacher_precision,
         }
-        return Stage("signals", settings, [self.teacher, *self.corpus, *self.valid], seed=self.seed)
+        return Stage("signals", settings, [self.teacher, *self.corpus, *self.left_out], seed=self.seed)
 
 
 def make_teacher_cache(
@@ -140,7 +144,7 @@ def make_teacher_cache(
         started = time.perf_counter()
         info = request.info()
         words = load_tokenizer(request.teacher, config)
-        split = load_corpus(request.corpus, request.valid, held_out_files(request.teacher))
+        split = load_corpus(request.corpus, request.valid, request.left_out)
         documents = tokenize(split.train, words)
         batches = CachedBatches(documents, info.sequence, request.batch_size, info.seed, info.rows)
         if info.rows > batches.rows_per_epoch:

@@ -42,11 +42,12 @@ class BuildError(Exception):
 
 
 def compilers() -> Iterator[list[str]]:
-    """Commands of C++ compilers that are there, the preferred first."""
+    """Commands of C++ compilers that are there, the preferred first; $CXX alone where it is set."""
     zig = [sys.executable, "-m", "ziglang", "c++", "-fno-sanitize=undefined"]
     has_zig = importlib.util.find_spec("ziglang") is not None
     if os.environ.get("CXX"):
         yield shlex.split(os.environ["CXX"])
+        return
     if TARGET:
         if has_zig:
             yield [*zig, "-target", f"{TARGET}-linux-gnu.2.28"]

@@ -29,6 +29,7 @@ def variant_of(library: Path) -> str:
 
     Raises:
         OSError: the library cannot be loaded here.
+        AttributeError: it is older than this function.
     """
     name = ctypes.CDLL(str(library)).SportsllmVariant
     name.restype = ctypes.c_char_p

@@ -104,6 +104,7 @@ class Team {
   // No exception may leave a thread of the runtime, nor the team while others still use it.
   template <typename... Arguments>
   void guarded(void (Job::*function)(Arguments...), Arguments... arguments) {
+    if (failed_.load(std::memory_order_relaxed)) return;  // what earlier pieces leave undone is not read
     try {
       (job_->*function)(arguments...);
     } catch (const std::bad_alloc&) {

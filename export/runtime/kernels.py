@@ -84,7 +84,7 @@ def choose_kernels(graph: Path, wanted: str = "auto", provider: Provider = CPU) 
             raise ResourceError(f"--kernels native: {graph}: {problem}")
         return portable(problem)
     if wanted == "auto" and variant_of(library) == _SLOW_VARIANT:
-        return portable("this processor has none of the instructions that make the others faster")
+        return portable("the others would run as plain C++ here, which is slower")
     return Kernels("native", library, f"version {version}")
 
 
@@ -102,6 +102,9 @@ def problem_of(version: str) -> str:
         return f"the library is not built; run `python -m export.kernels.build` for version {version}"
     try:
         ort.SessionOptions().register_custom_ops_library(str(library))
+        variant_of(library)
+    except AttributeError:
+        return f"{library.name} is of an older program; run `python -m export.kernels.build`"
     except Exception as error:  # the runtime's errors have no common class
         return f"{library.name} cannot be used here: {' '.join(str(error).split())[:200]}"
     return ""

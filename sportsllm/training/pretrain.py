@@ -25,15 +25,22 @@ from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
 from sportsllm.training.rate_trial import choose_rates, chosen_rates
 from sportsllm.training.settings import TrainConfig
-from sportsllm.training.setup import held_out_files, training_device, training_results, validation, validator
+from sportsllm.training.setup import (
+    held_out_setting,
+    left_out,
+    training_device,
+    training_results,
+    validation,
+    validator,
+)
 
 
 @dataclass(frozen=True)
 class Pretraining:
     """Text, output and settings of a training, whatever weights it starts from.
 
-    Part of `corpus` is held out where `valid` is empty. 0 steps write the weights as they start. `rope_scaling`
-    lengthens the context, see `sportsllm.models.rope.stretched`.
+    Part of `corpus` is held out where `valid` is empty; what is `left_out` is not trained on either. 0 steps write the
+    weights as they start. `rope_scaling` lengthens the context, see `sportsllm.models.rope.stretched`.
     """
 
     corpus: Sequence[Path]
@@ -42,6 +49,7 @@ class Pretraining:
     config: TrainConfig
     resume: bool = False
     rope_scaling: str | None = None
+    left_out: Sequence[Path] = ()
 
     def shape(self, config: ModelConfig) -> ModelConfig:
         """The shape that is trained: that of the preset or checkpoint, its context lengthened if asked for."""
@@ -51,6 +59,7 @@ class Pretraining:
         """The stage that starts from `start`, for example {"model": "small"}."""
         texts = {"corpus": [str(path) for path in self.corpus], "valid": [str(path) for path in self.valid]}
         scaling = {} if self.rope_scaling is None else {"rope_scaling": self.rope_scaling}
+        texts |= held_out_setting(self.valid, self.left_out) if self.left_out else {}
         settings = {**start, **texts, **options, **scaling, **dataclasses.asdict(self.config)}
         return Stage("train", settings, inputs, seed=self.config.seed)
 
@@ -147,8 +156,9 @@ def fine_tune(init: Path, training: Pretraining, adapters: Adapters | None = Non
         raise ArtifactError(f"{init}: is quantized; fine-tune the unquantized checkpoint, then quantize")
     shape, config = training.shape(load_config(init)), training.config
     check_sequence(config.sequence, shape)
+    training = dataclasses.replace(training, left_out=left_out(training.valid, init))
     options = {"lora": None if adapters is None else dataclasses.asdict(adapters)}
-    stage = training.stage({"init": str(init)}, options, [init, *training.corpus, *training.valid])
+    stage = training.stage({"init": str(init)}, options, [init, *training.corpus, *training.left_out])
 
     def make(directory: Path) -> dict[str, Any]:
         with checkpoint_with(init, shape) as source:
@@ -156,7 +166,7 @@ def fine_tune(init: Path, training: Pretraining, adapters: Adapters | None = Non
         trained = shape.parameters
         if adapters is not None:
             trained = add_adapters(network, adapters.rank, adapters.targets, adapters.alpha, config.seed)
-        texts = load_corpus(training.corpus, training.valid, held_out_files(init))
+        texts = load_corpus(training.corpus, training.valid, training.left_out)
         network = network.to(training_device())
         before = validator(texts, words)(network) if config.steps else None
         results = training.fit(network, texts, words, directory, stage)

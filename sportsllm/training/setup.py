@@ -19,6 +19,7 @@ from sportsllm.training.best_step import Validate, Validation
 from sportsllm.training.loop import TrainResult
 from sportsllm.training.settings import TrainConfig
 
+HELD_OUT = "held_out"  # in a manifest: all that was held out, where that is more than `valid`
 _VALIDATION_TOKENS = 65_536
 _CHOOSING_TOKENS = 4_096, 32_768
 
@@ -91,4 +92,15 @@ def tokens_per_parameter(directory: Path) -> float | None:
 
 def held_out_files(directory: Path) -> list[Path]:
     """The held-out text that a directory's manifest names, as far as it is there."""
-    return [path for path in map(Path, manifest_setting(directory, "valid") or []) if path.exists()]
+    named = manifest_setting(directory, HELD_OUT) or manifest_setting(directory, "valid") or []
+    return [path for path in map(Path, named) if path.exists()]
+
+
+def left_out(valid: Sequence[Path], *checkpoints: Path) -> tuple[Path, ...]:
+    """What a training never reads: its own held-out text, and that of the checkpoints it learns from or starts from."""
+    return tuple(dict.fromkeys([*valid, *(path for one in checkpoints for path in held_out_files(one))]))
+
+
+def held_out_setting(valid: Sequence[Path], left: Sequence[Path]) -> dict[str, list[str]]:
+    """For a manifest: `left_out`, where that is more than the `valid` which it names anyway."""
+    return {HELD_OUT: [str(path) for path in left]} if set(left) - set(valid) else {}

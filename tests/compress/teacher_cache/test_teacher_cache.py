@@ -198,6 +198,7 @@ def make(checkpoint: Path, corpus: Path, out: Path, resume: bool = False, **chan
         "teacher": checkpoint,
         "corpus": (corpus,),
         "valid": (),
+        "left_out": (),
         "tokens": 10 * SEQUENCE - 1,
         "sequence": SEQUENCE,
         "seed": 3,
@@ -208,7 +209,7 @@ def make(checkpoint: Path, corpus: Path, out: Path, resume: bool = False, **chan
 
 
 def reopen(directory: Path, checkpoint: Path, text: Path, **changes: Any) -> TeacherCache:
-    key = CacheKey(checkpoint, (text,), (), SEQUENCE, 3, TINY_VOCAB)
+    key = CacheKey(checkpoint, (text,), (), (), SEQUENCE, 3, TINY_VOCAB)
     return open_teacher_cache(directory, dataclasses.replace(key, **changes))
 
 
@@ -239,7 +240,7 @@ def documents(checkpoint: Path, corpus_file: Path) -> TokenizedDocuments:
 
 def test_a_finished_directory(made: Path, checkpoint: Path, corpus_file: Path) -> None:
     info = json.loads((made / "signals.json").read_text())
-    assert info["format"] == 2 and info["rows"] == 10 and info["seed"] == 3
+    assert info["format"] == 3 and info["rows"] == 10 and info["seed"] == 3
     assert verify_directory(made)[1] == []
     assert [path.name for path in sorted(made.glob("*.safetensors"))] == [shard_name(number) for number in range(3)]
     arrays = [load_file(made / shard_name(number)) for number in range(3)]
@@ -405,6 +406,7 @@ def test_signals_of_another_run_are_refused(
         ({"teacher": words}, "with another tokenizer"),
         ({"corpus": (corpus_file, text)}, "with another --corpus"),
         ({"valid": (text,)}, "with another --valid"),
+        ({"left_out": (text,)}, "while other text was held out than"),
         ({"sequence": 16}, "with --sequence 32, not 16"),
         ({"seed": 4}, "with --seed 3, not 4"),
         ({"vocab_size": 400}, "for 384 tokens, not 400"),

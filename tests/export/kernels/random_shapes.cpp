@@ -212,11 +212,16 @@ void attention_case(const Variant& v) {
   };
   const int64_t parts = (seen + kAttendAtOnce - 1) / kAttendAtOnce;
   Numbers<float> scores(n * kAttendAtOnce), out(n * parts * e), largest(n * parts), total(n * parts);
-  Numbers<float> part(n * e), most(n), sums(n), joined(n * e);
+  Numbers<float> part(n * e), most(n), sums(n), joined(n * e), rows(n * e), row_most(n), row_sums(n), taken_in(n * e);
   for (int64_t p = 0; p < parts; ++p) {
     const int64_t begin = p * kAttendAtOnce;
     v.attend(pointers.data(), limits.data(), n, cached, begin, std::min(seen, begin + kAttendAtOnce), e, scores.data(),
              part.data(), most.data(), sums.data());
+    if (p == 0) {
+      rows = part, row_most = most, row_sums = sums;
+    } else {
+      v.take_in(part.data(), most.data(), sums.data(), n, e, rows.data(), row_most.data(), row_sums.data());
+    }
     for (int64_t i = 0; i < n; ++i) {
       std::memcpy(&out[(i * parts + p) * e], &part[i * e], e * sizeof(float));
       largest[i * parts + p] = most[i], total[i * parts + p] = sums[i];
@@ -224,6 +229,7 @@ void attention_case(const Variant& v) {
   }
   for (int64_t i = 0; i < n; ++i) {
     v.join(&out[i * parts * e], &largest[i * parts], &total[i * parts], parts, e, &joined[i * e]);
+    v.join(&rows[i * e], &row_most[i], &row_sums[i], 1, e, &taken_in[i * e]);
     std::vector<double> wanted(e);
     double all = 0;
     for (int64_t s = 0; s < limits[i]; ++s) {
@@ -237,9 +243,12 @@ void attention_case(const Variant& v) {
         wanted[c] += weight * number(values.data(), rounded_values.data(), half_values.data(), s * e + c);
       }
     }
-    for (int64_t c = 0; c < e; ++c) near("attention", joined[i * e + c], wanted[c] / all, type == CacheType::kInt8 ? 640 : 10);
+    for (int64_t c = 0; c < e; ++c) {
+      near("attention", joined[i * e + c], wanted[c] / all, type == CacheType::kInt8 ? 640 : 10);
+      near("attention, taken in", taken_in[i * e + c], wanted[c] / all, type == CacheType::kInt8 ? 640 : 10);
+    }
   }
-  keep(joined.data(), n * e);
+  keep(joined.data(), n * e), keep(taken_in.data(), n * e);
 }
 
 void small_case(const Variant& v) {
