@@ -238,8 +238,7 @@ def _candidate(one: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
             cells.append(MISSING)
     rounded = one["rounded_loss_percent"]
     tried = MISSING if rounded is None else f"{rounded:+.1f}%"
-    error = f" x/ {one['estimate_factor']:.1f}" if one["estimate_factor"] > 1 else ""
-    cells += [f"{one['estimated_loss_percent']:+.1f}%{error}", tried, f"{one['expected_loss_percent']:+.1f}%"]
+    cells += [f"{one['estimated_loss_percent']:+.1f}%", tried, f"{one['expected_loss_percent']:+.1f}%"]
     notes = [
         "chosen" if one["name"] == result["chosen"] else "" if one["within"] else "outside",
         f"not {', '.join(one['closed_to'])}" if one["closed_to"] else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,8 +56,6 @@ def distill(
 
     --steps 0 writes the student without training it, but for the indexer that selects tokens.
     """
-    import dataclasses
-
     from compress.distillation.run import check_no_larger, resolve_teacher, teacher_corpus
     from compress.distillation.run import distill as run_distill
     from compress.distillation.student_training import StudentTraining
@@ -80,9 +79,8 @@ def distill(
         training = dataclasses.replace(training, sequence=training.sequence or min(longest, sequence))
         if length.tokens is None and length.steps is None:
             length = dataclasses.replace(length, tokens=tokens)
-    config = training.config(
-        Run(begin.kind, begin.shape, lora.lora_rank is not None), length.tokens, length.steps, seed=seed
-    )
+    run = Run(begin.kind, begin.shape, lora.lora_rank is not None)
+    config = training.config(run, length.tokens, length.steps, seed=seed)
     plan = StudentTraining(
         teacher=source,
         config=config,
