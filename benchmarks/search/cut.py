@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from compress.pruning.experts import fewer_experts
-from compress.pruning.shapes import Shape
+from compress.pruning.shapes import Shape, fewer_experts
 from sportsllm.models.config import ModelConfig
 
 _SHARES = (2, 4)  # half and a quarter of the experts

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from benchmarks.search.stages import Source
 from sportsllm.files import atomic_write_text
 from sportsllm.text.split import load_corpus
-from sportsllm.training.setup import held_out_files
 
 
 class HeldOut(NamedTuple):
@@ -26,6 +25,8 @@ def held_out_text(source: Source, directory: Path) -> HeldOut:
     Raises:
         ArtifactError: the corpus is empty or a single document.
     """
+    from sportsllm.training.setup import held_out_files
+
     choosing, reporting = load_corpus(source.corpus, source.valid, held_out_files(source.teacher)).parts()
     return HeldOut(_write(directory / "choosing.jsonl", choosing), _write(directory / "reporting.jsonl", reporting))
 

@@ -19,7 +19,6 @@ Shape suffixes: X tokens, D hidden_size, K experts of a token, N experts, G grou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,37 +28,12 @@ from compress.pruning.expert_neurons import FeedForwards, feed_forwards, fit_exp
 from compress.pruning.kept_units import top_indices
 from compress.pruning.refit import RIDGE, LeastSquares
 from sportsllm.console import say
-from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import ROUTER, route, routed_names, run_expert, unused_line
 from sportsllm.models.language_model import SportsLLM
 
-EXPERTS_BY = ("merge", "use")
 _COMPARED, _AT_ONCE = 4_096, 256  # tokens whose outputs are compared, and held at once
 _LEAST_USE = 1e-6  # of all, so that experts that nobody chose can be joined
-
-
-def fewer_experts(config: ModelConfig, count: int | None, active: int | None, by: str = "use") -> ModelConfig:
-    """The config with `count` experts, `active` of them a token; as many as there are where one is not given.
-
-    Raises:
-        UsageError: the model has no experts or fewer, or divides them into groups; or `by` is none of `EXPERTS_BY`.
-    """
-    flag = "--experts" if count is not None else "--experts-per-token"
-    experts = config.experts
-    if by not in EXPERTS_BY:
-        raise UsageError(f"--experts-by {by!r} is not known; use one of {', '.join(EXPERTS_BY)}")
-    if experts is None:
-        raise UsageError(f"{flag}: the model has no experts; leave it out")
-    if count is not None and not 1 <= count <= experts.count:
-        raise UsageError(f"--experts is {count}; the model has {experts.count}, choose 1 to {experts.count}")
-    kept = count or experts.count
-    if kept != experts.count and experts.groups > 1:
-        raise UsageError(f"--experts: the router chooses among {experts.groups} groups, which stay whole; leave it out")
-    most = min(experts.active, kept)
-    if active is not None and not 1 <= active <= most:
-        raise UsageError(f"--experts-per-token is {active}; choose 1 to {most}")
-    return config.with_changes(experts=replace(experts, count=kept, active=active or most))
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.distillation.recovery import Recovery, prepare_recovery, recover
 from compress.distillation.settings import DistillationConfig
-from compress.pruning.experts import fewer_experts, reduce_experts
+from compress.pruning.experts import reduce_experts
 from compress.pruning.heads import heads_change, reduce_heads
 from compress.pruning.kept_units import LayerRun, choose_units, kept_layers, loss_per_token
 from compress.pruning.latent import latent_config, to_latent
@@ -31,7 +31,7 @@ from compress.pruning.scores import (
     random_scores,
     save_scores,
 )
-from compress.pruning.shapes import Shape
+from compress.pruning.shapes import Shape, fewer_experts
 from compress.pruning.slicing import slice_model
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 
 from sportsllm.errors import UsageError
@@ -22,6 +22,7 @@ _WIDTH_STEP = 32
 _SLACK = 0.02  # a shape this much below the target counts as meeting it
 _BYTES_PER_PARAMETER = 4  # checkpoints are float32
 _ONE = ""  # a dimension that is always 1
+EXPERTS_BY = ("merge", "use")  # see `compress.pruning.experts`
 
 
 def dimension_of(unit: Unit) -> str | None:
@@ -96,6 +97,29 @@ def dense_width(config: ModelConfig, intermediate: int) -> int:
 def can_merge_kv_heads(config: ModelConfig) -> bool:
     """Whether key/value heads may be merged: norms of queries and keys do not commute with it."""
     return config.attention_kind == "grouped_query" and not config.qk_norm
+
+
+def fewer_experts(config: ModelConfig, count: int | None, active: int | None, by: str = "use") -> ModelConfig:
+    """The config with `count` experts, `active` of them a token; as many as there are where one is not given.
+
+    Raises:
+        UsageError: the model has no experts or fewer, or divides them into groups; or `by` is none of `EXPERTS_BY`.
+    """
+    flag = "--experts" if count is not None else "--experts-per-token"
+    experts = config.experts
+    if by not in EXPERTS_BY:
+        raise UsageError(f"--experts-by {by!r} is not known; use one of {', '.join(EXPERTS_BY)}")
+    if experts is None:
+        raise UsageError(f"{flag}: the model has no experts; leave it out")
+    if count is not None and not 1 <= count <= experts.count:
+        raise UsageError(f"--experts is {count}; the model has {experts.count}, choose 1 to {experts.count}")
+    kept = count or experts.count
+    if kept != experts.count and experts.groups > 1:
+        raise UsageError(f"--experts: the router chooses among {experts.groups} groups, which stay whole; leave it out")
+    most = min(experts.active, kept)
+    if active is not None and not 1 <= active <= most:
+        raise UsageError(f"--experts-per-token is {active}; choose 1 to {most}")
+    return config.with_changes(experts=replace(experts, count=kept, active=active or most))
 
 
 def unit_span(matrix: Matrix, unit: Unit, length: int) -> int:

@@ -10,9 +10,10 @@ import torch
 from torch.nn.functional import silu
 
 from compress.pruning.expert_neurons import dense_model, fit_experts, joined_neurons
-from compress.pruning.experts import expert_energy, fewer_experts, reduce_experts, ward_groups
+from compress.pruning.experts import expert_energy, reduce_experts, ward_groups
 from compress.pruning.plan import PruneTarget, prune_run
 from compress.pruning.run import PruneConfig, PruneJob
+from compress.pruning.shapes import fewer_experts
 from sportsllm.errors import UsageError
 from sportsllm.models.experts import Experts
 from sportsllm.models.hf.config import load_config
