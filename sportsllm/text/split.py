@@ -56,7 +56,8 @@ def load_corpus(corpus: Sequence[Path], valid: Sequence[Path], known: Sequence[P
     held_out = list(read_documents(valid)) if valid else []
     if valid and not held_out:
         raise ArtifactError(f"{', '.join(map(str, valid))}: the held-out text is empty; give files with text in them")
-    train = without(documents, [*held_out, *read_documents(known)])
+    further = [path for path in known if path not in valid]
+    train = without(documents, [*held_out, *read_documents(further)])
     if not train:
         raise ArtifactError(f"{', '.join(map(str, corpus))}: all of it is held out; give other training text")
     if len(train) < len(documents):
