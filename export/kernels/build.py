@@ -30,7 +30,11 @@ VARIANTS = {
         "avx_vnni": ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
         "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma"],
     },
-    "aarch64": {"neon": [], "dotprod": ["-march=armv8.2-a+dotprod"]},
+    "aarch64": {
+        "neon": [],
+        "dotprod": ["-march=armv8.2-a+dotprod"],
+        "i8mm": ["-march=armv8.2-a+dotprod+i8mm"],
+    },
 }
 # x86_64 or aarch64: compile for that processor, whatever this machine is, with $CXX or for Linux with glibc 2.28.
 TARGET = os.environ.get("SPORTSLLM_WHEEL")

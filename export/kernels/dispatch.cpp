@@ -5,8 +5,9 @@
 #include "kernels.h"
 
 #if defined(__aarch64__) && defined(__linux__)
-#include <asm/hwcap.h>
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace sportsllm {
@@ -17,6 +18,22 @@ struct Candidate {
   const Variant* (*variant)();
   bool (*runs_here)();
 };
+
+#if defined(__aarch64__) && defined(__linux__)
+// Bits of the kernel's documentation (arm64/elf_hwcaps), which old headers lack.
+bool has_dot_products() { return (getauxval(AT_HWCAP) >> 20 & 1) != 0; }
+bool has_i8mm() { return (getauxval(AT_HWCAP2) >> 13 & 1) != 0; }
+#elif defined(__aarch64__) && defined(__APPLE__)
+bool has_dot_products() { return true; }
+bool has_i8mm() {
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, nullptr, 0) == 0 && has != 0;
+}
+#elif defined(__aarch64__)
+bool has_dot_products() { return false; }
+bool has_i8mm() { return false; }
+#endif
 
 // The fastest first.
 const Candidate kCandidates[] = {
@@ -31,14 +48,8 @@ const Candidate kCandidates[] = {
     {variant_avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
 #if defined(__aarch64__)
-    {variant_dotprod,
-     [] {
-#if defined(__linux__)
-       return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
-#else
-       return true;  // Apple's processors
-#endif
-     }},
+    {variant_i8mm, has_i8mm},
+    {variant_dotprod, has_dot_products},
     {variant_neon, [] { return true; }},
 #endif
     {variant_plain, [] { return true; }},

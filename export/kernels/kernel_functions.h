@@ -278,7 +278,7 @@ static void fill_tile(const Matrix& w, int64_t first, int64_t last, int64_t part
       __builtin_prefetch(rows[i] + kTileRows * row_bytes, 0, 2);
     }
     for (int64_t p = 0; p < parts; ++p) {
-      tile_rows<BITS>(rows, tile->numbers[p][r / 16] + r % 16 * 4);
+      tile_rows<BITS>(rows, tile->numbers[p][r / 16], r % 16);
       for (int i = 0; i < 4; ++i) rows[i] += part_bytes;
     }
   }
@@ -297,25 +297,33 @@ static void fill_tile(const Matrix& w, int64_t first, int64_t last, int64_t part
   }
 }
 
+#if !KERNEL_I8MM
+// Of one part, sums of products of a tile's sixteen rows with each of TOKENS tokens, less what the middle takes away.
+template <int BITS, int TOKENS>
+static inline void dot_part(const uint8_t* tile, const RoundedPrompt& x, int64_t at, I (&dot)[TOKENS]) {
+  constexpr int kPart = prompt_part(BITS);
+  for (int i = 0; i < TOKENS; ++i) dot[i] = begin_dot<BITS>(x.middles[at + i * x.parts]);
+  for (int j = 0; j < kPart / 4; ++j) {  // a load of the matrix serves all tokens
+    const U w = load_bytes(tile + 64 * j);
+    for (int i = 0; i < TOKENS; ++i) dot[i] = add_four<BITS>(dot[i], w, x.numbers + (at + i * x.parts) * kPart + 4 * j);
+  }
+  for (int i = 0; i < TOKENS; ++i) dot[i] = end_dot<BITS>(dot[i], x.middles[at + i * x.parts]);
+}
+#endif
+
 template <int BITS, bool ZEROS, int TOKENS>
 static inline void multiply_tile(const Tile<BITS>& tile, int64_t parts, const RoundedPrompt& x, int64_t m, int64_t part,
                                  float* sums, bool begin) {
-  constexpr int kPart = prompt_part(BITS);
   for (int h = 0; h < kTileRows / 16; ++h) {
     F total[TOKENS];
     for (int i = 0; i < TOKENS; ++i) total[i] = begin ? zero() : load(sums + i * kTileRows + h * 16);
     for (int64_t p = 0; p < parts; ++p) {
       const int64_t at = m * x.parts + part + p;
       I dot[TOKENS];
-      for (int i = 0; i < TOKENS; ++i) dot[i] = begin_dot<BITS>(x.middles[at + i * x.parts]);
-      for (int j = 0; j < kPart / 4; ++j) {  // a load of the matrix serves all tokens
-        const U w = load_bytes(tile.numbers[p][h] + 64 * j);
-        for (int i = 0; i < TOKENS; ++i) dot[i] = add_four<BITS>(dot[i], w, x.numbers + (at + i * x.parts) * kPart + 4 * j);
-      }
+      dot_part<BITS>(tile.numbers[p][h], x, at, dot);
       const F scale = load(tile.scales[p] + h * 16), below = ZEROS ? load(tile.below[p] + h * 16) : zero();
       for (int i = 0; i < TOKENS; ++i) {
-        const F whole = to_float(end_dot<BITS>(dot[i], x.middles[at + i * x.parts]));
-        total[i] = fma(whole, mul(set1(x.scales[at + i * x.parts]), scale), total[i]);
+        total[i] = fma(to_float(dot[i]), mul(set1(x.scales[at + i * x.parts]), scale), total[i]);
         if (ZEROS) total[i] = fma(below, set1(x.sums[at + i * x.parts]), total[i]);
       }
     }

@@ -127,6 +127,7 @@ const Variant* variant_avx512();
 #elif defined(__aarch64__)
 const Variant* variant_neon();
 const Variant* variant_dotprod();
+const Variant* variant_i8mm();
 #endif
 
 // The fastest for this processor, or the one that the environment's SPORTSLLM_KERNELS names; see `wanted_runs_here`.

@@ -134,6 +134,7 @@ static inline I dot_bytes(I, U w, const int8_t* x) {
   return out;
 }
 
+#if !KERNEL_I8MM  // simd_i8mm.h has its own
 template <int BITS>
 static inline I begin_dot(int32_t middle) {
   const int32x4_t start = vdupq_n_s32(BITS == 4 ? middle : 0);
@@ -167,7 +168,8 @@ static inline void store_across(const uint8x16_t* rows, uint8_t* to) {
   vst1q_u8(to + 128, join(a, c, true)), vst1q_u8(to + 192, join(b, d, true));
 }
 template <int BITS>
-static inline void tile_rows(const uint8_t* const* rows, uint8_t* to) {
+static inline void tile_rows(const uint8_t* const* rows, uint8_t* tile, int64_t first) {
+  uint8_t* to = tile + 4 * first;
   uint8x16_t x[4];
   for (int r = 0; r < 4; ++r) x[r] = vld1q_u8(rows[r]);
   if (BITS == 8) {
@@ -179,6 +181,7 @@ static inline void tile_rows(const uint8_t* const* rows, uint8_t* to) {
   store_across(low, to);
   store_across(high, to + 256);
 }
+#endif
 
 static inline void store_int8(int8_t* p, I x) {
   const int16x8_t low = vcombine_s16(vqmovn_s32(x.v[0]), vqmovn_s32(x.v[1]));

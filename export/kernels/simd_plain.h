@@ -113,14 +113,14 @@ template <int BITS>
 static inline I end_dot(I so_far, int32_t) {
   return so_far;
 }
-// Puts a part of each of four rows where add_four gets it: four numbers of a row, then of the next; at 4 bits even ones
-// before odd ones.
+// Puts a part of each of four rows, from the first on of a tile's sixteen, where add_four gets it: four numbers of a row,
+// then of the next; at 4 bits even ones before odd ones.
 template <int BITS>
-static inline void tile_rows(const uint8_t* const* rows, uint8_t* to) {
+static inline void tile_rows(const uint8_t* const* rows, uint8_t* tile, int64_t first) {
   for (int r = 0; r < 4; ++r) {
     for (int i = 0; i < (BITS == 4 ? 32 : 16); ++i) {
       const uint8_t number = BITS == 8 ? rows[r][i] : i < 16 ? rows[r][i] & 15 : rows[r][i - 16] >> 4;
-      to[i / 4 * 64 + 4 * r + i % 4] = number;
+      tile[i / 4 * 64 + 4 * (first + r) + i % 4] = number;
     }
   }
 }

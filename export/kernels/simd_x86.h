@@ -43,7 +43,8 @@ static inline void store_across(__m128i a, __m128i b, __m128i c, __m128i d, uint
 }
 
 template <int BITS>
-static inline void tile_rows(const uint8_t* const* rows, uint8_t* to) {
+static inline void tile_rows(const uint8_t* const* rows, uint8_t* tile, int64_t first) {
+  uint8_t* to = tile + 4 * first;
   const __m128i mask = _mm_set1_epi8(15);
   __m128i x[4];
   for (int r = 0; r < 4; ++r) x[r] = load_16(rows[r]);
