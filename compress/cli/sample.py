@@ -15,7 +15,7 @@ def sample(
     out: flags.Out,
     tokens: Annotated[int, typer.Option(min=1, help="Write at least this many tokens.")] = 1_000_000,
     sequence: Annotated[
-        int | None, typer.Option(min=2, help="Most tokens of one text.", show_default="the model's context")
+        int | None, typer.Option(min=2, help="Most tokens of one text.", show_default="up to 512")
     ] = None,
     prompts: Annotated[
         Path | None,

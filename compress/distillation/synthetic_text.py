@@ -21,6 +21,7 @@ from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 from sportsllm.training.own_text import NO_TEXT, OWN_DISTRIBUTION, default_rows, sampled_batches
+from sportsllm.training.settings import TrainConfig
 from sportsllm.training.setup import training_device
 
 CORPUS = "corpus.jsonl"
@@ -35,7 +36,8 @@ class Request:
 
     Attributes:
         tokens: at least this many, prompts not counted.
-        length: most tokens of a text, prompt and begin token included; the context if None.
+        length: most tokens of a text, prompt and begin token included; if None as many as a training sequence has, or
+            the context.
         sampling: temperature and top p; the model's own distribution by default.
         prompts: a file to continue: a line each of .txt and .md, else the documents' first `BEGINNING_TOKENS`.
         batch_size: texts written side by side; by default at most 128, and what fits in 1 GB of cache.
@@ -70,7 +72,7 @@ def write_corpus(checkpoint: Path, out: Path, request: Request) -> dict[str, Any
     if quantization_config(checkpoint) is not None:
         raise ArtifactError(f"{checkpoint}: is quantized; sample from the unquantized checkpoint")
     config = load_config(checkpoint)
-    longest = config.max_position_embeddings if request.length is None else request.length
+    longest = min(TrainConfig.sequence, config.max_position_embeddings) if request.length is None else request.length
     if longest > config.max_position_embeddings:
         raise UsageError(f"--sequence is {longest}; the model's context is {config.max_position_embeddings}")
     sampling = request.sampling

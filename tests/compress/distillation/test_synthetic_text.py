@@ -12,7 +12,7 @@ from sportsllm.models.hf.config import load_config
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.own_text import default_rows, own_text
-from tests.support.models import tiny_config
+from tests.support.models import tiny_config, tiny_model
 
 
 def test_a_model_writes_a_corpus(checkpoint: Path, tmp_path: Path) -> None:
@@ -30,6 +30,17 @@ def test_a_model_writes_a_corpus(checkpoint: Path, tmp_path: Path) -> None:
     assert again["tokens"] == result["tokens"]
     other = write_corpus(checkpoint, tmp_path / "other", Request(300, 24, batch_size=8, seed=1))
     assert (tmp_path / "other" / CORPUS).read_bytes() != (tmp_path / "own" / CORPUS).read_bytes() and other["tokens"]
+
+
+@pytest.mark.parametrize(("context", "longest"), [(128, 128), (1024, 512)])
+def test_texts_are_as_long_as_training_reads(
+    tokenizer_directory: Path, tmp_path: Path, context: int, longest: int
+) -> None:
+    (tmp_path / "model").mkdir()
+    save_checkpoint(tmp_path / "model", tiny_model(max_position_embeddings=context), tokenizer_directory)
+    sample(tmp_path / "model", tmp_path / "own", tokens=10, batch_size=1)
+    settings = json.loads((tmp_path / "own" / "manifest.json").read_text(encoding="utf-8"))["settings"]
+    assert settings["length"] == longest
 
 
 def test_texts_end_at_a_stop_token(checkpoint: Path, tokenizer_directory: Path, tmp_path: Path) -> None:
