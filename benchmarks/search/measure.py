@@ -14,7 +14,6 @@ from sportsllm.console import progress_bar, say
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ModelConfig
 
-_LARGE_TABLE = 0.25  # share of the parameters in embedding and head from which on smaller vocabularies are considered
 _ROW_STEP = 32  # `prune-vocabulary` keeps multiples of this
 _USUAL_VOCABULARY_WEIGHT = 40.0  # percent at ln(kept share) = 1; right after the cut a quarter fewer cost 9%
 _LEFT_BY_TUNING = 0.4  # of the loss right after the cut, until a fine-tuned one was measured
@@ -70,9 +69,8 @@ def measured_estimates(
 
 
 def suggested_vocabularies(teacher: ModelConfig) -> list[int]:
-    """Three quarters and a half of the tokens, where embedding and head are a quarter of the parameters or more."""
-    tables = teacher.parameters - teacher.block_parameters
-    if tables < _LARGE_TABLE * teacher.parameters:
+    """Three quarters and a half of the tokens, where they make up much of the model."""
+    if not teacher.has_large_vocabulary:
         return []
     return [round(share * teacher.vocab_size / _ROW_STEP) * _ROW_STEP for share in (0.75, 0.5)]
 

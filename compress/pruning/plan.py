@@ -15,6 +15,7 @@ from typing import Any
 from compress.pruning.run import PruneJob, prune_checkpoint
 from compress.pruning.search import length, search_shape
 from compress.pruning.shapes import Shape, shape_for_share, share_for_megabytes
+from sportsllm.console import say
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 
@@ -71,6 +72,9 @@ def prune_run(job: PruneJob, target: PruneTarget, out: Path, *, resume: bool = F
         raise UsageError(f"{job.checkpoint}: nothing is cut, the model has that shape ({sizes}); ask for less")
     if tokens is not None and (share is None or job.recovery is None):
         raise UsageError("--search needs a size (--params or --size-mb) and --recover TOKENS")
+    if target.megabytes is not None and config.has_large_vocabulary:
+        tables = 1 - config.block_parameters / config.parameters
+        say(f"embedding and head are {tables:.0%} of the parameters and stay whole; prune-vocabulary cuts them")
     if share is not None and tokens != 0:
         if tokens is None:
             tokens = 0 if job.recovery is None else round(_SEARCH_SHARE * length(job.recovery))

@@ -268,6 +268,11 @@ class ModelConfig:
         parts = self.parameters_by_component()
         return parts["attention"] + parts["feed_forward"] + parts["norms"]
 
+    @property
+    def has_large_vocabulary(self) -> bool:
+        """Whether embedding and head have a quarter of the parameters or more, so that a smaller one is worth a try."""
+        return 4 * (self.parameters - self.block_parameters) >= self.parameters
+
     def with_changes(self, **changes: Any) -> ModelConfig:
         """A copy with some fields replaced, validated again; with fewer layers the first ones' types stay."""
         if self.layer_types is not None and "num_hidden_layers" in changes:

@@ -92,13 +92,16 @@ def test_a_cut_of_nothing_is_refused(job: PruneJob, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_size_is_met(job: PruneJob, tmp_path: Path) -> None:
+def test_a_file_size_is_met(job: PruneJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     full = load_config(job.checkpoint)
+    assert full.has_large_vocabulary
     megabytes = (full.parameters - 0.3 * full.block_parameters) * 4 / 1e6
     result = prune_run(job, PruneTarget(megabytes=megabytes), tmp_path / "out")
     weights = (tmp_path / "out" / "model.safetensors").stat().st_size
     assert 0.6 * megabytes * 1e6 < weights - 8_000 < megabytes * 1e6  # 8 KB: names and offsets
     assert result["share_of_block_parameters"] <= 0.7
+    share = 1 - full.block_parameters / full.parameters
+    assert f"embedding and head are {share:.0%} of the parameters and stay whole" in capsys.readouterr().err
 
 
 def test_key_value_heads_are_merged_where_all_query_heads_stay(job: PruneJob, tmp_path: Path) -> None:
