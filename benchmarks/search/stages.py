@@ -111,6 +111,7 @@ def vocabulary_stages(
         "out": cut,
         "calibration": list(source.calibration),
         "vocab_size": vocab_size,
+        **({"text": list(source.valid)} if source.valid else {}),  # which the tokens are not counted in
     }
     return [("prune", prune), ("train", {"init": cut, "out": tuned, "tokens": tokens, **source.training()})]
 

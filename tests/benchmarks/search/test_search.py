@@ -331,6 +331,11 @@ def test_the_recipe_is_toml_whatever_the_paths_and_export_gets_the_threads(tmp_p
     assert stages["bench"]["on_device"] is False and stages["bench"]["text"] == [str(odd)]
     assert all(stages[command]["threads"] == 1 for command in ("prune", "quantize", "export", "bench"))
     assert export_settings(source, candidate.format, odd, odd)["threads"] == 1
+    write_recipe(
+        odd / "recipe.toml", replace(candidate, vocab_size=320), source, Effort(1_000, 100), Target("host"), odd
+    )
+    first = tomllib.loads((odd / "recipe.toml").read_text(encoding="utf-8"))["stage"][0]
+    assert first["vocab_size"] == 320 and first["text"] == [str(odd)]  # held-out text chooses no tokens
 
 
 @dataclass
