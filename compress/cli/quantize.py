@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +28,13 @@ class GridFlags(FlagGroup):
     """Bits and grid of the matrices."""
 
     bits: Annotated[int, typer.Option(help="Bits of the layers' matrices: 8 or 4.")] = 4
-    block_size: Annotated[int, typer.Option(help="Numbers that share a scale: 16, 32, 64, 128 or 256.")] = 32
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Numbers that share a scale: 16, 32, 64, 128 or 256.",
+            show_default="64 where 4 and 8 bits are mixed, else 32",
+        ),
+    ] = None
     per_row: Annotated[
         bool,
         typer.Option(
@@ -39,17 +47,19 @@ class GridFlags(FlagGroup):
         typer.Option(
             "--symmetric/--asymmetric",
             help="Zero in the middle of the range, or a zero point for each 4-bit block.",
-            show_default="asymmetric at 4 bits",
+            show_default="symmetric where 4 and 8 bits are mixed, else asymmetric at 4 bits",
         ),
     ] = None
 
-    def config(self) -> QuantizationConfig:
-        """The flags as a configuration."""
+    def config(self) -> QuantizationConfig | None:
+        """The flags as a configuration; None for the usual one, which the model decides."""
         from compress.quantization.config import Granularity, QuantizationConfig
 
+        if self.bits == 4 and self.block_size is None and self.symmetric is None and not self.per_row:
+            return None
         granularity = Granularity.PER_CHANNEL if self.per_row else Granularity.BLOCK
         symmetric = self.bits == 8 if self.symmetric is None else self.symmetric
-        return QuantizationConfig(self.bits, self.block_size, self.head_bits, symmetric, granularity=granularity)
+        return QuantizationConfig(self.bits, self.block_size or 32, self.head_bits, symmetric, granularity=granularity)
 
 
 @dataclass(frozen=True)
@@ -60,14 +70,14 @@ class BudgetFlags(FlagGroup):
         float | None,
         typer.Option(
             help="Mix 4 and 8 bits by measured sensitivity: average bits per weight of the layers.",
-            show_default="one precision",
+            show_default="as large as one precision in blocks of 32 with zero points",
         ),
     ] = None
     size_mb: Annotated[
         float | None,
         typer.Option(
             help="Mix 4 and 8 bits by measured sensitivity: size of all packed weights in MB (10^6 bytes).",
-            show_default="one precision",
+            show_default="as large as one precision in blocks of 32 with zero points",
         ),
     ] = None
 
@@ -128,6 +138,7 @@ def quantize(
         out,
         grid.config(),
         method,
+        head_bits=grid.head_bits,
         text=CalibrationText(tuple(calibration or ()), samples, tuple(text.valid or ())),
         budget=mixed.budget(),
         recovery=None if qad is None else _recovery(checkpoint, qad, seed, text, teacher, training),
@@ -165,13 +176,19 @@ def _print(out: Path, result: dict[str, Any]) -> None:
         )
         output().print(f"matrices rounded again from {source}: {loss}")
     if result["sensitivity"]:
-        raised = [", ".join(group["modules"]) for group in result["sensitivity"] if group["bits"] > bits]
-        output().print(f"at 8 bits: {'; '.join(raised) or 'no matrix fits the budget'}")
+        raised = Counter(_kind(group["modules"]) for group in result["sensitivity"] if group["bits"] > bits)
+        kinds = "; ".join(f"{count} x {kind}" for kind, count in raised.items()) or "no matrix fits the budget"
+        output().print(f"8 bits for {raised.total()} of {len(result['sensitivity'])} groups of matrices: {kinds}")
     if result.get("valid_bits_per_byte"):
         output().print(
             f"bits per byte {result['bits_per_byte_before_recovery']:.4f} rounded, "
             f"{result['valid_bits_per_byte']:.4f} after quantization-aware training on {result['tokens']:,} tokens"
         )
+
+
+def _kind(modules: Sequence[str]) -> str:
+    """Matrices of a group by name, without the numbers of layer and expert."""
+    return ", ".join(name.rpartition(".")[2] for name in modules)
 
 
 def _recovery(

@@ -1,30 +1,33 @@
 """Mixed precision by measurement: which matrices get 8 bits, when the file may be a little larger than with 4 bits.
 
-Matrices that the runtime multiplies in one piece, since they read the same input, share their bits. Each group alone is
-rounded to the low precision, and its cost is the mean KL from the full model over calibration tokens. Groups then go
-to 8 bits in the order of KL saved per byte, as long as they fit.
+Matrices that the runtime multiplies in one piece, since they read the same input, share their bits. What rounding each
+group alone costs is its mean KL from the full model over calibration tokens, to second order. Groups then go to 8 bits
+in the order of KL saved per byte, as long as they fit.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compress.pruning.refit import run_layer
 from compress.quantization.config import QuantizationConfig, bits_per_weight, matrix_bytes, matrix_weights
 from compress.quantization.packed_checkpoint import round_weight
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import input_groups
-from sportsllm.models.language_model import Block, SportsLLM
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.storage.packed_weights import QuantizedWeight
 
 HIGH_BITS = 8
+_COARSE_BLOCK = 64
+_PIECE = 128  # tokens of one pass back, which gives one number for each matrix
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class SensitivityGroup:
 
     Attributes:
         modules: their names.
-        kl: mean KL(full || only this group rounded to the low precision), nats a token.
+        kl: mean KL(full || only this group rounded to the low precision) to second order, nats a token.
         extra_bytes: what 8 bits take more than the low precision.
     """
 
@@ -78,7 +81,7 @@ class SizeBudget:
             flag = f"--bits-per-weight {self.bits_per_weight:g}"
         else:
             assert self.size_mb is not None, "one of both is given"
-            least = matrix_bytes(model, config) + 4 * (model.parameters - matrix_weights(model))
+            least = weight_bytes(model, config)
             smallest, budget = f"{least / 1e6:.3f}", int(self.size_mb * 1e6)
             flag = f"--size-mb {self.size_mb:g}"
         if budget < least:
@@ -89,54 +92,109 @@ class SizeBudget:
         return budget - least
 
 
-@torch.inference_mode()
-def measure_groups(model: SportsLLM, config: QuantizationConfig, samples: Sequence[Tensor]) -> list[SensitivityGroup]:
-    """The cost of rounding each group to `config.bits`.
+def usual_mixture(
+    model: ModelConfig, plain: QuantizationConfig, budget: SizeBudget | None
+) -> tuple[QuantizationConfig, SizeBudget | None]:
+    """What 4 bits mean where no grid is asked for: blocks of 64 without zero points, and 8 bits where they save most.
+
+    Without a budget the whole is as large as `plain`, which has smaller blocks and zero points: the same bytes lose
+    less that way (docs/log.md, Quantization). Where rows are so narrow that blocks of 64 save none, it stays `plain`.
+    """
+    coarse, size = dataclasses.replace(plain, block_size=_COARSE_BLOCK, symmetric=True), weight_bytes(model, plain)
+    if weight_bytes(model, coarse) >= size:
+        return plain, budget
+    return coarse, budget or SizeBudget(size_mb=size / 1e6)
+
+
+def weight_bytes(model: ModelConfig, config: QuantizationConfig) -> int:
+    """Bytes of all weights, vectors at 4 bytes a number."""
+    return matrix_bytes(model, config) + 4 * (model.parameters - matrix_weights(model))
+
+
+@torch.enable_grad()
+def measure_groups(
+    model: SportsLLM, config: QuantizationConfig, samples: Sequence[Tensor], draws: int = 4, seed: int = 0
+) -> list[SensitivityGroup]:
+    """What rounding each group alone to `config.bits` costs, to second order.
+
+    To that order the KL is half the mean square of how much the change of weights moves the log-probability of tokens
+    that are drawn from the model itself (Fisher information as in FIT, https://arxiv.org/abs/2210.08502). Gradients of
+    all groups come from one pass back, so that a deep model takes no more passes than a shallow one.
 
     Args:
         model: float32; unchanged at the end.
         config: the low precision.
-        samples: calibration token ids, each (1, T).
+        samples: calibration token ids, each (1, T); read in pieces of at most 128.
+        draws: of a token at each place; each is a pass back.
+        seed: of the draws.
     """
     high = dataclasses.replace(config, bits=HIGH_BITS, symmetric=True)
-    rope, blocks = model.rope, cast("list[Block]", list(model.model.layers))
-    groups = [input_groups(model.config.of_layer(layer)) for layer in range(len(blocks))]
-    states = [[model.embedded(tokens) for tokens in samples]]
-    for block in blocks:
-        states.append(run_layer(block, states[-1], rope))
-    found = []
-    with progress_bar("sensitivity", sum(map(len, groups))) as bar:
-        for number, block in enumerate(blocks):
-            for group in groups[number]:
-                modules = {
-                    f"model.layers.{number}.{m.name}": cast(nn.Linear, block.get_submodule(m.name)) for m in group
-                }
-                kept = [linear.weight.data for linear in modules.values()]
-                for name, linear in modules.items():
-                    rounded = round_weight(linear.weight, config.grid_for(name, linear.in_features), search=True)
-                    linear.weight.data = torch.from_numpy(rounded.dequantize())
-                changed = states[number]
-                for later in blocks[number:]:
-                    changed = run_layer(later, changed, rope)
-                for linear, weight in zip(modules.values(), kept, strict=True):
-                    linear.weight.data = weight
-                extra = sum(
-                    high.bytes_for(name, *weight.shape) - config.bytes_for(name, *weight.shape)
-                    for name, weight in zip(modules, kept, strict=True)
-                )
-                found.append(SensitivityGroup(tuple(modules), _distance(model, states[-1], changed), extra))
-                bar.advance()
-    return found
+    groups = [
+        {f"model.layers.{layer}.{m.name}": m for m in group}
+        for layer in range(model.config.num_hidden_layers)
+        for group in input_groups(model.config.of_layer(layer))
+    ]
+    weights = {name: model.get_parameter(f"{name}.weight") for group in groups for name in group}
+    rounded = {
+        name: round_weight(weight.detach(), config.grid_for(name, weight.shape[1]), search=True)
+        for name, weight in weights.items()
+    }
+    pieces = [piece for tokens in samples for piece in torch.split(tokens, _PIECE, dim=1)]
+    draw = torch.Generator().manual_seed(seed)
+    squares, read = dict.fromkeys(range(len(groups)), 0.0), 0
+    with progress_bar("sensitivity", len(pieces)) as bar, _changes(model, weights, rounded) as changes:
+        for piece in pieces:
+            log_p_TV = model(piece)[0].float().log_softmax(-1)
+            for number in range(draws):
+                drawn_T1 = torch.multinomial(log_p_TV.detach().exp(), 1, generator=draw)
+                changes.clear()
+                log_p_TV.gather(1, drawn_T1).sum().backward(retain_graph=number < draws - 1)
+                for place, group in enumerate(groups):
+                    squares[place] += sum(changes.get(name, 0.0) for name in group) ** 2 / draws
+            read += piece.shape[1]
+            bar.advance()
+    return [
+        SensitivityGroup(
+            tuple(group),
+            squares[place] / (2 * read),
+            sum(
+                high.bytes_for(name, *weights[name].shape) - config.bytes_for(name, *weights[name].shape)
+                for name in group
+            ),
+        )
+        for place, group in enumerate(groups)
+    ]
 
 
-def _distance(model: SportsLLM, full: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    """Mean KL over all tokens, from the residual streams after the last layer."""
-    total, tokens = 0.0, 0
-    for before, after in zip(full, found, strict=True):
-        log_p, log_q = (model.logits(model.model.norm(x)).log_softmax(-1) for x in (before, after))
-        total += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
-        tokens += before.shape[1]
-    return max(total / tokens, 0.0)
+@contextmanager
+def _changes(
+    model: SportsLLM, weights: Mapping[str, nn.Parameter], rounded: Mapping[str, QuantizedWeight]
+) -> Iterator[dict[str, float]]:
+    """By matrix, what each pass back finds: its gradient times the error of rounding it. No gradient is kept."""
+    changes: dict[str, float] = {}
+    wanted = [parameter.requires_grad for parameter in model.parameters()]
+
+    def note(name: str) -> Callable[[Tensor], None]:
+        def taken(weight: Tensor) -> None:
+            assert weight.grad is not None, "the hook follows the gradient"
+            error = torch.from_numpy(rounded[name].dequantize()) - weight.detach()
+            changes[name] = float((weight.grad * error).sum(dtype=torch.float64))
+            weight.grad = None
+
+        return taken
+
+    model.requires_grad_(False)
+    hooks = []
+    for name, weight in weights.items():
+        weight.requires_grad_()
+        hooks.append(weight.register_post_accumulate_grad_hook(note(name)))  # type: ignore[no-untyped-call]
+    try:
+        yield changes
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, before in zip(model.parameters(), wanted, strict=True):
+            parameter.requires_grad_(before)
 
 
 def choose_bits(config: QuantizationConfig, groups: Sequence[SensitivityGroup], spare_bytes: int) -> QuantizationConfig:

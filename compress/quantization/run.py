@@ -16,7 +16,13 @@ from compress.distillation.student_training import RunState
 from compress.quantization.aware_training import make_trainable, pack_trained
 from compress.quantization.config import QuantizationConfig, bits_per_weight
 from compress.quantization.layer_by_layer import quantize_calibrated, quantize_without_data
-from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget, choose_bits, measure_groups
+from compress.quantization.mixed_precision import (
+    SensitivityGroup,
+    SizeBudget,
+    choose_bits,
+    measure_groups,
+    usual_mixture,
+)
 from compress.quantization.packed_checkpoint import PackedCheckpoint
 from compress.teacher_cache.read import TeacherCache
 from sportsllm.console import say
@@ -30,8 +36,8 @@ from sportsllm.storage.safetensors_files import TensorFiles, bitsandbytes_kind, 
 from sportsllm.training.calibration_text import CalibrationText
 from sportsllm.training.setup import held_out_setting, left_out, manifest_setting, tokens_per_parameter
 
-SENSITIVITY_SAMPLES = 16
 LEAST_TOKENS = 4_096  # of calibration text: with 400 GPTQ is worse than no text at all, more than this gain little
+_SENSITIVITY_SAMPLES = 4  # pieces that choose the matrices of 8 bits
 
 
 @dataclass(frozen=True)
@@ -173,7 +179,7 @@ def round_weights(plan: QuantizationPlan, keep_originals: bool) -> RoundedWeight
     method, config, groups = METHODS[plan.method], plan.config, list[SensitivityGroup]()
     samples = [] if plan.text is None else plan.text.read(plan.checkpoint, plan.model, method.samples, LEAST_TOKENS)
     if plan.budget is not None:
-        groups = measure_groups(load_checkpoint(plan.checkpoint), config, samples[:SENSITIVITY_SAMPLES])
+        groups = measure_groups(load_checkpoint(plan.checkpoint), config, samples[:_SENSITIVITY_SAMPLES])
         config = choose_bits(config, groups, plan.budget.spare_bytes(plan.model, config))
     packed = PackedCheckpoint(plan.model, config)
     originals: dict[str, Tensor] | None = {} if keep_originals else None
@@ -223,6 +229,7 @@ def quantize(
     config: QuantizationConfig | None = None,
     method: str | None = None,
     *,
+    head_bits: int = 8,
     text: CalibrationText | None = None,
     budget: SizeBudget | None = None,
     recovery: Recovery | None = None,
@@ -233,8 +240,10 @@ def quantize(
     Args:
         checkpoint: an unquantized checkpoint, or one that bitsandbytes quantized, which is rounded a second time.
         out: directory to make.
-        config: bits and grid of every matrix.
+        config: bits and grid of every matrix; None for 4 bits in the usual mixture, see `usual_mixture`, by GPTQ or
+            with a budget, else for one precision in blocks of 32 with zero points.
         method: one of METHODS; see `resolve_method` for None.
+        head_bits: of embedding and head, where there is no config.
         text: for calibration.
         budget: mix 4 and 8 bits to this size.
         recovery: quantization-aware training, see `compress.quantization.aware_training`.
@@ -248,8 +257,11 @@ def quantize(
         UsageError: a method that is not known, or calibration text for one that reads none.
         ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
     """
-    config, text = config or QuantizationConfig(), text or CalibrationText()
+    text, usual = text or CalibrationText(), config is None
+    config = config or QuantizationConfig(head_bits=head_bits, symmetric=False)
     name = resolve_method(method, config, text, budget, tokens_per_parameter(checkpoint) == 0)
+    if usual and (budget is not None or METHODS[name].gptq):
+        config, budget = usual_mixture(load_config(checkpoint), config, budget)
     plan = check_request(checkpoint, config, name, text, budget)
     settings, parents, cache, seed = plan.settings(), [checkpoint], None, None
     parents += [*plan.text.files, *plan.text.valid] if plan.text else []

@@ -175,7 +175,9 @@ def _what(manifest: Mapping[str, Any]) -> str:
         recovered = f"; recovered by distillation{training}" if training else ""
         return f"pruned to {plain(results.get('shape', {}))}{recovered}"
     if command == "quantize":
-        packed = [f"INT{results['bits']}"] if isinstance(results.get("bits"), int) else []
+        mixed = any(group["bits"] > results["bits"] for group in results.get("sensitivity", []))
+        also = f" and INT8, {results['bits_per_weight']:.2f} bits a weight" if mixed else ""
+        packed = [f"INT{results['bits']}{also}"] if isinstance(results.get("bits"), int) else []
         packed += [f"blocks of {results['block_size']}"] if results.get("block_size") else []
         packed += [f"method {results['method']}"] if results.get("method") else []
         return f"quantized: {', '.join(packed)}{training}" if packed else "quantized"
