@@ -28,13 +28,7 @@ class GridFlags(FlagGroup):
     """Bits and grid of the matrices."""
 
     bits: Annotated[int, typer.Option(help="Bits of the layers' matrices: 8 or 4.")] = 4
-    block_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Numbers that share a scale: 16, 32, 64, 128 or 256.",
-            show_default="64 where 4 and 8 bits are mixed, else 32",
-        ),
-    ] = None
+    block_size: Annotated[int, typer.Option(help="Numbers that share a scale: 16, 32, 64, 128 or 256.")] = 32
     per_row: Annotated[
         bool,
         typer.Option(
@@ -47,19 +41,17 @@ class GridFlags(FlagGroup):
         typer.Option(
             "--symmetric/--asymmetric",
             help="Zero in the middle of the range, or a zero point for each 4-bit block.",
-            show_default="symmetric where 4 and 8 bits are mixed, else asymmetric at 4 bits",
+            show_default="asymmetric at 4 bits",
         ),
     ] = None
 
-    def config(self) -> QuantizationConfig | None:
-        """The flags as a configuration; None for the usual one, which the model decides."""
+    def config(self) -> QuantizationConfig:
+        """The flags as a configuration."""
         from compress.quantization.config import Granularity, QuantizationConfig
 
-        if self.bits == 4 and self.block_size is None and self.symmetric is None and not self.per_row:
-            return None
         granularity = Granularity.PER_CHANNEL if self.per_row else Granularity.BLOCK
         symmetric = self.bits == 8 if self.symmetric is None else self.symmetric
-        return QuantizationConfig(self.bits, self.block_size or 32, self.head_bits, symmetric, granularity=granularity)
+        return QuantizationConfig(self.bits, self.block_size, self.head_bits, symmetric, granularity=granularity)
 
 
 @dataclass(frozen=True)
@@ -70,14 +62,14 @@ class BudgetFlags(FlagGroup):
         float | None,
         typer.Option(
             help="Mix 4 and 8 bits by measured sensitivity: average bits per weight of the layers.",
-            show_default="as large as one precision in blocks of 32 with zero points",
+            show_default="one precision",
         ),
     ] = None
     size_mb: Annotated[
         float | None,
         typer.Option(
             help="Mix 4 and 8 bits by measured sensitivity: size of all packed weights in MB (10^6 bytes).",
-            show_default="as large as one precision in blocks of 32 with zero points",
+            show_default="one precision",
         ),
     ] = None
 
@@ -138,7 +130,6 @@ def quantize(
         out,
         grid.config(),
         method,
-        head_bits=grid.head_bits,
         text=CalibrationText(tuple(calibration or ()), samples, tuple(text.valid or ())),
         budget=mixed.budget(),
         recovery=None if qad is None else _recovery(checkpoint, qad, seed, text, teacher, training),

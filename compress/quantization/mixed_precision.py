@@ -26,7 +26,6 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.packed_weights import QuantizedWeight
 
 HIGH_BITS = 8
-_COARSE_BLOCK = 64
 _PIECE = 128  # tokens of one pass back, which gives one number for each matrix
 
 
@@ -81,7 +80,7 @@ class SizeBudget:
             flag = f"--bits-per-weight {self.bits_per_weight:g}"
         else:
             assert self.size_mb is not None, "one of both is given"
-            least = weight_bytes(model, config)
+            least = matrix_bytes(model, config) + 4 * (model.parameters - matrix_weights(model))
             smallest, budget = f"{least / 1e6:.3f}", int(self.size_mb * 1e6)
             flag = f"--size-mb {self.size_mb:g}"
         if budget < least:
@@ -90,25 +89,6 @@ class SizeBudget:
                 "ask for more, or take a larger --block-size"
             )
         return budget - least
-
-
-def usual_mixture(
-    model: ModelConfig, plain: QuantizationConfig, budget: SizeBudget | None
-) -> tuple[QuantizationConfig, SizeBudget | None]:
-    """What 4 bits mean where no grid is asked for: blocks of 64 without zero points, and 8 bits where they save most.
-
-    Without a budget the whole is as large as `plain`, which has smaller blocks and zero points: the same bytes lose
-    less that way (docs/log.md, Quantization). Where rows are so narrow that blocks of 64 save none, it stays `plain`.
-    """
-    coarse, size = dataclasses.replace(plain, block_size=_COARSE_BLOCK, symmetric=True), weight_bytes(model, plain)
-    if weight_bytes(model, coarse) >= size:
-        return plain, budget
-    return coarse, budget or SizeBudget(size_mb=size / 1e6)
-
-
-def weight_bytes(model: ModelConfig, config: QuantizationConfig) -> int:
-    """Bytes of all weights, vectors at 4 bytes a number."""
-    return matrix_bytes(model, config) + 4 * (model.parameters - matrix_weights(model))
 
 
 @torch.enable_grad()

@@ -16,13 +16,7 @@ from compress.distillation.student_training import RunState
 from compress.quantization.aware_training import make_trainable, pack_trained
 from compress.quantization.config import QuantizationConfig, bits_per_weight
 from compress.quantization.layer_by_layer import quantize_calibrated, quantize_without_data
-from compress.quantization.mixed_precision import (
-    SensitivityGroup,
-    SizeBudget,
-    choose_bits,
-    measure_groups,
-    usual_mixture,
-)
+from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget, choose_bits, measure_groups
 from compress.quantization.packed_checkpoint import PackedCheckpoint
 from compress.teacher_cache.read import TeacherCache
 from sportsllm.console import say
@@ -229,7 +223,6 @@ def quantize(
     config: QuantizationConfig | None = None,
     method: str | None = None,
     *,
-    head_bits: int = 8,
     text: CalibrationText | None = None,
     budget: SizeBudget | None = None,
     recovery: Recovery | None = None,
@@ -240,10 +233,8 @@ def quantize(
     Args:
         checkpoint: an unquantized checkpoint, or one that bitsandbytes quantized, which is rounded a second time.
         out: directory to make.
-        config: bits and grid of every matrix; None for 4 bits in the usual mixture, see `usual_mixture`, by GPTQ or
-            with a budget, else for one precision in blocks of 32 with zero points.
+        config: bits and grid of every matrix.
         method: one of METHODS; see `resolve_method` for None.
-        head_bits: of embedding and head, where there is no config.
         text: for calibration.
         budget: mix 4 and 8 bits to this size.
         recovery: quantization-aware training, see `compress.quantization.aware_training`.
@@ -257,11 +248,8 @@ def quantize(
         UsageError: a method that is not known, or calibration text for one that reads none.
         ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
     """
-    text, usual = text or CalibrationText(), config is None
-    config = config or QuantizationConfig(head_bits=head_bits, symmetric=False)
+    config, text = config or QuantizationConfig(), text or CalibrationText()
     name = resolve_method(method, config, text, budget, tokens_per_parameter(checkpoint) == 0)
-    if usual and (budget is not None or METHODS[name].gptq):
-        config, budget = usual_mixture(load_config(checkpoint), config, budget)
     plan = check_request(checkpoint, config, name, text, budget)
     settings, parents, cache, seed = plan.settings(), [checkpoint], None, None
     parents += [*plan.text.files, *plan.text.valid] if plan.text else []

@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from compress.quantization.config import QuantizationConfig, bits_per_weight, matrix_bytes, matrix_weights
-from compress.quantization.mixed_precision import (
-    SensitivityGroup,
-    SizeBudget,
-    choose_bits,
-    measure_groups,
-    usual_mixture,
-    weight_bytes,
-)
+from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget, choose_bits, measure_groups
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
@@ -149,35 +142,14 @@ def test_budgets_that_cannot_be_kept() -> None:
         SizeBudget(9.0).spare_bytes(config, QuantizationConfig(bits=8))
 
 
-def test_the_usual_mixture_has_the_bytes_of_blocks_of_32_with_zero_points() -> None:
-    plain = QuantizationConfig(4, 32, 8, symmetric=False)
-    wide = tiny_config(intermediate_size=192)
-    config, budget = usual_mixture(wide, plain, None)
-    assert (config.block_size, config.symmetric, config.head_bits) == (64, True, 8)
-    assert budget == SizeBudget(size_mb=weight_bytes(wide, plain) / 1e6)
-    spare = matrix_bytes(wide, plain) - matrix_bytes(wide, config)
-    assert budget.spare_bytes(wide, config) == pytest.approx(spare, abs=1) and spare > 0
-    asked = SizeBudget(bits_per_weight=6.0)
-    assert usual_mixture(wide, plain, asked) == (config, asked)
-    narrow = tiny_config(hidden_size=32, intermediate_size=96)  # blocks of 64 would be half empty
-    assert usual_mixture(narrow, plain, None) == (plain, None) and usual_mixture(narrow, plain, asked) == (plain, asked)
-
-
-def test_four_bits_are_mixed_where_nothing_else_is_asked_for(
+def test_a_mixture_says_what_it_is(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = load_command("quantize")
-    text = {"calibration": [corpus_file], "samples": 4}
-    mixed = command(checkpoint=checkpoint, out=tmp_path / "mixed", **text)
-    plain = command(checkpoint=checkpoint, out=tmp_path / "plain", block_size=32, **text)
-    assert (mixed["block_size"], mixed["symmetric"], plain["block_size"], plain["symmetric"]) == (64, True, 32, False)
-    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("mixed", "plain")]
-    assert abs(sizes[0] - sizes[1]) < 0.05 * sizes[1]
+    mixed = load_command("quantize")(
+        checkpoint=checkpoint, out=tmp_path / "mixed", calibration=[corpus_file], samples=4, bits_per_weight=6.5
+    )
     raised = sum(group["bits"] == 8 for group in mixed["sensitivity"])
-    assert 0 < raised < len(mixed["sensitivity"]) and not plain["sensitivity"]
+    assert 0 < raised < len(mixed["sensitivity"])
     assert f"8 bits for {raised} of {len(mixed['sensitivity'])} groups of matrices" in capsys.readouterr().out
     card = (tmp_path / "mixed" / "README.md").read_text(encoding="utf-8")
-    assert f"quantized: INT4 and INT8, {mixed['bits_per_weight']:.2f} bits a weight, blocks of 64, method gptq" in card
-    for flag, value in {"symmetric": False, "method": "awq"}.items():
-        one = command(checkpoint=checkpoint, out=tmp_path / flag, **{flag: value}, **text)
-        assert (one["block_size"], one["symmetric"], one["sensitivity"]) == (32, False, [])
+    assert f"quantized: INT4 and INT8, {mixed['bits_per_weight']:.2f} bits a weight, blocks of 32, method gptq" in card
