@@ -110,7 +110,7 @@ def measure_groups(
     """
     high = dataclasses.replace(config, bits=HIGH_BITS, symmetric=True)
     groups = [
-        {f"model.layers.{layer}.{m.name}": m for m in group}
+        tuple(f"model.layers.{layer}.{m.name}" for m in group)
         for layer in range(model.config.num_hidden_layers)
         for group in input_groups(model.config.of_layer(layer))
     ]
@@ -121,7 +121,7 @@ def measure_groups(
     }
     pieces = [piece for tokens in samples for piece in torch.split(tokens, _PIECE, dim=1)]
     draw = torch.Generator().manual_seed(seed)
-    squares, read = dict.fromkeys(range(len(groups)), 0.0), 0
+    squares, read = [0.0] * len(groups), 0
     with progress_bar("sensitivity", len(pieces)) as bar, _changes(model, weights, rounded) as changes:
         for piece in pieces:
             log_p_TV = model(piece)[0].float().log_softmax(-1)
@@ -133,16 +133,13 @@ def measure_groups(
                     squares[place] += sum(changes.get(name, 0.0) for name in group) ** 2 / draws
             read += piece.shape[1]
             bar.advance()
+
+    def extra_bytes(name: str) -> int:
+        return high.bytes_for(name, *weights[name].shape) - config.bytes_for(name, *weights[name].shape)
+
     return [
-        SensitivityGroup(
-            tuple(group),
-            squares[place] / (2 * read),
-            sum(
-                high.bytes_for(name, *weights[name].shape) - config.bytes_for(name, *weights[name].shape)
-                for name in group
-            ),
-        )
-        for place, group in enumerate(groups)
+        SensitivityGroup(group, square / (2 * read), sum(map(extra_bytes, group)))
+        for group, square in zip(groups, squares, strict=True)
     ]
 
 

@@ -2,6 +2,8 @@
 // instructions as with dot products. All else is simd_neon.h.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels.h"
 #include "simd_neon.h"
 

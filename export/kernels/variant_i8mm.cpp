@@ -2,8 +2,6 @@
 #define KERNEL_DOT 1
 #define KERNEL_I8MM 1
 
-#include <algorithm>
-
 #include "simd_i8mm.h"
 
 #include "kernel_functions.h"
