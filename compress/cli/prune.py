@@ -81,7 +81,10 @@ class ChoiceFlags(FlagGroup):
     ] = True
     kv_merge: Annotated[str, typer.Option(hidden=True)] = "pca"
     scores: Annotated[Path | None, typer.Option(help="importance.safetensors of a run, or its directory.")] = None
-    samples: Annotated[int | None, typer.Option(min=1, help="Pieces of calibration text; by default up to 256.")] = None
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Pieces of calibration text.", show_default="up to 256, fewer for a model over 20M"),
+    ] = None
 
     def config(self, seed: int) -> PruneConfig:
         """The settings of the cut."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from compress.distillation.kept_layers import kept_layers_of, map_kept_layers
 from compress.distillation.student_training import RunState, StudentText, StudentTraining, train_student
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError
@@ -101,7 +102,9 @@ class Fresh:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A student that starts from a checkpoint's weights."""
+    """A student that starts from a checkpoint's weights; where it was pruned out of the teacher, hidden states are
+    matched at the layers that were kept.
+    """
 
     name: ClassVar[str] = "weights"
     kind: ClassVar[settings.Start] = settings.Start.CUT
@@ -110,7 +113,11 @@ class Checkpoint:
 
     def build(self, training: StudentTraining, text: StudentText) -> tuple[SportsLLM, StudentTraining]:
         """The student before training."""
-        return load_checkpoint(self.inputs[0]), training
+        student = load_checkpoint(self.inputs[0])
+        if (kept := kept_layers_of(self.inputs[0], training.teacher)) is None:
+            return student, training
+        layers = load_config(training.teacher).num_hidden_layers
+        return student, dataclasses.replace(training, distillation=map_kept_layers(training.distillation, kept, layers))
 
     def record(self) -> dict[str, Any]:
         """What is made of the weights before training, for the manifest."""

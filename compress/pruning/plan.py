@@ -79,5 +79,5 @@ def prune_run(job: PruneJob, target: PruneTarget, out: Path, *, resume: bool = F
         if tokens is None:
             tokens = 0 if job.recovery is None else round(_SEARCH_SHARE * length(job.recovery))
         beside = out.with_name(f"{out.name}.search")
-        shape, tried = search_shape(job, share, tokens, target.finalists, beside)
+        job, shape, tried = search_shape(job, share, tokens, target.finalists, beside)
     return prune_checkpoint(job, shape, out, resume=resume, search=tried)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compress.distillation.kept_layers import map_kept_layers
 from compress.distillation.recovery import Recovery, prepare_recovery, recover
-from compress.distillation.settings import DistillationConfig
 from compress.pruning.experts import reduce_experts
 from compress.pruning.heads import heads_change, reduce_heads
 from compress.pruning.kept_units import LayerRun, choose_units, kept_layers, loss_per_token
@@ -55,7 +55,7 @@ class PruneConfig:
     """How units are chosen, and whether the kept ones are refitted.
 
     `importance` is one of `IMPORTANCES`, `seed` that of `random`. `samples` are pieces of calibration text: None takes
-    up to 256, a number must be there.
+    up to 256, fewer of a large model, a number must be there.
     """
 
     importance: str = "output"
@@ -74,7 +74,8 @@ class PruneJob:
 
     Scores and refit read the calibration text. `scores` are those of an earlier run on the same checkpoint, `recovery`
     is the training afterwards. `experts` and `experts_per_token` are cut first, the way `experts_by` names, see
-    `compress.pruning.experts`; then attention is made latent of a rank, see `compress.pruning.latent`.
+    `compress.pruning.experts`; then attention is made latent of a rank, see `compress.pruning.latent`. `measured` is
+    what a search for the shape of this very job has measured.
     """
 
     checkpoint: Path
@@ -86,6 +87,7 @@ class PruneJob:
     experts_per_token: int | None = None
     experts_by: str = "use"
     latent: int | None = None
+    measured: Scores | None = None
 
     @property
     def cuts_experts(self) -> bool:
@@ -226,7 +228,7 @@ def prune_checkpoint(
         scores = None
         pruned = PrunedModel(model, list(range(config.num_hidden_layers)), [])
         if not (job.changes_kinds and shape == Shape.of(config)):
-            scores = measure_scores(model, job.config, samples, job.scores)
+            scores = job.measured or measure_scores(model, job.config, samples, job.scores)
             pruned = prune_to_shape(model, scores, shape, job.config, samples)
         network, training = pruned.model, dict[str, Any]()
         if recovery is not None:
@@ -256,14 +258,3 @@ def prune_checkpoint(
         }
 
     return run_stage(out, stage, make, resume)
-
-
-def map_kept_layers(objective: DistillationConfig, kept: Sequence[int], layers: int) -> DistillationConfig:
-    """The objective with a layer map that matches each kept layer's input to its input in the full model.
-
-    So the layer before a dropped one learns to stand in for it, as in the refit. A given map stays.
-    """
-    if not objective.hidden_weight or objective.layer_map is not None:
-        return objective
-    pairs = ",".join(f"{student}:{teacher}" for student, teacher in enumerate([*kept, layers]))
-    return dataclasses.replace(objective, layer_map=pairs)

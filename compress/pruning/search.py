@@ -104,22 +104,24 @@ def thinned(shapes: Sequence[Shape], most: int) -> list[Shape]:
 
 def search_shape(
     job: PruneJob, share: float, tokens: int, count: int, directory: Path
-) -> tuple[Shape, list[dict[str, Any]]]:
+) -> tuple[PruneJob, Shape, list[dict[str, Any]]]:
     """Recover `count` finalists briefly, on `tokens` each, in directories inside `directory` that a second run reuses.
 
     With 0 tokens, or no recovery, the shape that is best after the refit wins.
 
     Returns:
-        The best shape, and a row of results for each finalist, best first.
+        The job with its scores, which are measured once for all shapes; the best shape; and a row of results for each
+        finalist, best first.
     """
     if quantization_config(job.checkpoint) is not None:
         raise UsageError(f"{job.checkpoint}: is quantized; prune the unquantized checkpoint")
     model, samples = job.calibrate()
     scores = measure_scores(model, job.config, samples, job.scores)
+    job = dataclasses.replace(job, measured=scores)
     brief = None if job.recovery is None or not tokens else brief_recovery(job.recovery, tokens)
     finalists = find_finalists(model, scores, share, job.config, samples, 1 if brief is None else count)
     if brief is None:
-        return finalists[0].shape, [finalists[0].row(None)]
+        return job, finalists[0].shape, [finalists[0].row(None)]
     tried: list[tuple[float, Finalist]] = []
     directory.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
@@ -132,7 +134,7 @@ def search_shape(
     figures = ", ".join(f"{finalist.name} {bits:.4f}" for bits, finalist in tried)
     seconds, lines = time.perf_counter() - started, directory / LOG
     say(f"recovered on {length(brief):,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
-    return tried[0][1].shape, [finalist.row(bits) for bits, finalist in tried]
+    return job, tried[0][1].shape, [finalist.row(bits) for bits, finalist in tried]
 
 
 def brief_recovery(recovery: Recovery, tokens: int) -> Recovery:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from compress.distillation.kept_layers import map_kept_layers
 from compress.distillation.run import Fresh, Start, resolve_start
 from compress.distillation.student_training import StudentText, StudentTraining
 from compress.pruning.cut import check_cut, cut_to_config
-from compress.pruning.run import SAMPLE_LENGTH, PruneConfig, map_kept_layers
+from compress.pruning.run import SAMPLE_LENGTH, PruneConfig
 from sportsllm.console import say
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -18,12 +19,9 @@ from sportsllm.models.hf.config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.storage.safetensors_files import quantization_config
-from sportsllm.text.calibration import DEFAULT_SAMPLES, calibration_samples
+from sportsllm.text.calibration import calibration_samples
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training import settings
-
-_LEAST_SAMPLES = 16
-_SAMPLES_TIMES_PARAMETERS = 1e10  # calibration reads the teacher a few times: minutes, also for a large one
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,8 @@ class Cut:
         teacher = load_checkpoint(training.teacher)
         words = load_tokenizer(training.teacher, teacher.config)
         context = min(self.shape.max_position_embeddings, teacher.config.max_position_embeddings)
-        most = min(DEFAULT_SAMPLES, max(_LEAST_SAMPLES, round(_SAMPLES_TIMES_PARAMETERS / teacher.config.parameters)))
-        samples = calibration_samples(
-            training.corpus, training.left_out, words, teacher.config, None, min(SAMPLE_LENGTH, context), most
-        )
+        length = min(SAMPLE_LENGTH, context)
+        samples = calibration_samples(training.corpus, training.left_out, words, teacher.config, None, length)
         smaller = self.shape.with_changes(max_position_embeddings=context)
         cut = cut_to_config(teacher, smaller, PruneConfig(), samples)
         kept = ", ".join(map(str, cut.layers))

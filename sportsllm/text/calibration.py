@@ -14,7 +14,8 @@ from sportsllm.text.documents import cut_text
 from sportsllm.text.split import training_side
 from sportsllm.text.tokenizer import TextTokenizer
 
-DEFAULT_SAMPLES = 256
+_SAMPLES = 16, 256  # the fewest and the most where no number is given
+_SAMPLES_TIMES_PARAMETERS = 5e9  # a cut reads the model some ten times: minutes, also for a large one
 JUDGED_SAMPLES = 8  # show whether the text is of the model's kind, see `check_familiar`
 _LEAST_TOKENS = 8  # a shorter rest of a document says nothing about how it is read
 
@@ -26,7 +27,7 @@ def calibration_samples(
     config: ModelConfig,
     count: int | None,
     length: int,
-    most: int = DEFAULT_SAMPLES,
+    most: int | None = None,
     seed: int = 0,
 ) -> list[Tensor]:
     """Token ids of random pieces of the training side of some text, each (1, T) with T at most `length`.
@@ -40,13 +41,16 @@ def calibration_samples(
         tokenizer, config: of the model that reads them.
         count: how many; None for as many as have `most` times `length` tokens together, or as there are.
         length: tokens of a piece, cut to the context.
-        most: see `count`.
+        most: see `count`; None for 256, less for models of more than 20M parameters, down to 16.
         seed: of the draws.
 
     Raises:
         ArtifactError: no text, or fewer pieces than `count`.
     """
     length = min(length, config.max_position_embeddings)
+    if most is None:
+        least, largest = _SAMPLES
+        most = min(largest, max(least, round(_SAMPLES_TIMES_PARAMETERS / config.parameters)))
     documents = training_side(files, valid) if files else []
     samples: list[Tensor] = []
     tokens = 0

@@ -21,7 +21,7 @@ from compress.distillation.settings import (
 )
 from compress.distillation.student_loss import distillation_loss
 from compress.distillation.student_training import RunState, StudentText, StudentTraining, train_student
-from compress.pruning.run import PruneConfig, PruneJob, map_kept_layers, prune_checkpoint
+from compress.pruning.run import PruneConfig, PruneJob, prune_checkpoint
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.language_model import SportsLLM
@@ -148,14 +148,6 @@ def test_signals_are_made_once_and_serve_pruning_too(
         other.write_text(corpus_file.read_text(encoding="utf-8") + "\nmore\n", encoding="utf-8")
         run(checkpoint, str(student), tmp_path / "three", other, distillation=objective)
     assert not (tmp_path / "three").exists()
-
-
-def test_recovery_matches_what_each_kept_layer_reads() -> None:
-    objective = dataclasses.replace(FP32, hidden_weight=1.0)
-    assert map_kept_layers(objective, [0, 3, 4], 5).layer_map == "0:0,1:3,2:4,3:5"
-    own = dataclasses.replace(objective, layer_map="3:5")
-    assert map_kept_layers(own, [0, 3, 4], 5) is own
-    assert map_kept_layers(FP32, [0, 3, 4], 5) is FP32  # nothing is matched
 
 
 def test_a_fresh_start_takes_the_shape_of_a_checkpoint_alone(

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ import transformers
 
 from compress.cli.prune import prune
 from compress.distillation.recovery import Recovery
+from compress.pruning.output_selection import output_scores
 from compress.pruning.plan import PruneTarget, prune_run
 from compress.pruning.run import PruneConfig, PruneJob
-from compress.pruning.scores import load_scores
+from compress.pruning.scores import Scores, load_scores
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.hf.config import load_config
 from sportsllm.storage.artifact import read_manifest
@@ -135,6 +137,23 @@ def test_a_search_leaves_finished_stages_behind(job: PruneJob, corpus_file: Path
     assert set(tried[0]) == {"shape", "loss_after_cut", "loss_after_repair", "bits_per_byte"}
     assert len([path for path in (tmp_path / "out.search").iterdir() if path.is_dir()]) == 2
     assert prune_run(job, target, tmp_path / "out")["cached"]
+
+
+def test_a_search_measures_once_what_a_plain_cut_measures(
+    job: PruneJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+
+    def scores(*arguments: Any) -> Scores:
+        measured.append(1)
+        return output_scores(*arguments)
+
+    monkeypatch.setattr("compress.pruning.run.output_scores", scores)
+    found = prune_run(job, PruneTarget(0.51), tmp_path / "found")
+    assert len(measured) == 1
+    prune_run(job, PruneTarget(dimensions=found["shape"]), tmp_path / "plain")
+    for name in ("model.safetensors", "importance.safetensors"):
+        assert (tmp_path / "found" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
 
 
 def test_targets_that_do_not_go_together(job: PruneJob, tmp_path: Path) -> None:

@@ -34,6 +34,15 @@ def test_no_token_is_read_twice(words, tmp_path: Path) -> None:  # type: ignore[
     assert max(map(int, numbers)) > 10_000  # not the start of the file alone
 
 
+def test_a_large_model_reads_less(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    book = tmp_path / "book.txt"
+    book.write_text("".join(f"{n} line\n\n" for n in range(20_000)), encoding="utf-8")
+    for name, pieces in (("tiny-300k", 256), ("small", 59), ("large", 16)):  # 59 = 5e9 / 85.3M
+        model = preset(name).with_changes(vocab_size=CONFIG.vocab_size)
+        tokens = sum(piece.numel() for piece in calibration_samples([book], [], words, model, None, 16))
+        assert pieces * 16 <= tokens < (pieces + 1) * 16, name
+
+
 def test_draws_are_seeded(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"line {n} " * 9}) + "\n" for n in range(500)), encoding="utf-8")
