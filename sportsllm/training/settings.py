@@ -141,21 +141,24 @@ _VALIDATIONS_FROM_RANDOM = 2  # only to have something to keep where the rest fa
 _RATES = {
     Start.RANDOM: (3e-4, 0.02),
     Start.TRAINED: (1e-4, 0.007),
-    Start.CUT: (1e-4, 0.005),
+    Start.CUT: (3e-4, 0.005),
     Start.ROUNDED: (1e-5, 0.0005),
 }
+_CUT_BESIDE_MUON = 1 / 3  # of AdamW's rate for cut weights, for the embedding and the norms; and for adapters
 _RATE_PARAMETERS, _LEAST_PARAMETERS = 1e8, 1e6
 _MUON_TOKENS_PER_CHANNEL = 8
 _ADAPTER_RATIO = 10.0  # adapters start at zero and reach their size in a few steps
 
 
-def peak_rates(run: Run) -> tuple[float, float]:
-    """AdamW's and Muon's peak rate for a run.
+def peak_rates(run: Run, optimizer: str = "adamw") -> tuple[float, float]:
+    """AdamW's and Muon's peak rate for a run by an optimizer.
 
     AdamW's falls with the square root of the parameters, from a million upwards; Muon's steps have the same size in
     every matrix, so that its rate does not.
     """
     adamw, muon = _RATES[run.start]
+    if run.start is Start.CUT and (optimizer == "muon" or run.adapters):
+        adamw *= _CUT_BESIDE_MUON
     size = max(run.model.parameters, _LEAST_PARAMETERS)
     scale = math.sqrt(_RATE_PARAMETERS / size) * (_ADAPTER_RATIO if run.adapters else 1.0)
     return float(f"{adamw * scale:.2g}"), muon
@@ -223,8 +226,7 @@ def train_config(
 
 def _derived(run: Run, tokens: int | None, given: dict[str, Any]) -> dict[str, Any]:
     """The settings that follow from a run, by their names."""
-    adamw, muon = peak_rates(run)
-    base: dict[str, Any] = {"learning_rate": adamw, "muon_learning_rate": muon}
+    base: dict[str, Any] = {}
     if run.start is Start.ROUNDED:
         base["weight_decay"] = 0.0  # the weights are near their final values: decay would pull them away
     base["sequence"] = min(TrainConfig.sequence, run.model.max_position_embeddings)
@@ -236,6 +238,7 @@ def _derived(run: Run, tokens: int | None, given: dict[str, Any]) -> dict[str, A
         base["steps"] = -(-tokens // tokens_per_step)
     eight_bits = given.get("optimizer_bits") == 8  # Muon has no such states
     base["optimizer"] = "adamw" if eight_bits else default_optimizer(run, tokens_per_step)
+    base["learning_rate"], base["muon_learning_rate"] = peak_rates(run, (base | given)["optimizer"])
     steps = (base | given).get("steps", TrainConfig.steps)
     base["warmup"] = min(_MOST_WARMUP, max(1, round(_WARMUP_SHARE * steps))) if steps > 1 else 0
     base["validate_every"] = -(-steps // (_VALIDATIONS_FROM_RANDOM if run.start is Start.RANDOM else _VALIDATIONS))

@@ -103,6 +103,10 @@ def test_rates_follow_from_start_and_size() -> None:
     assert small[1] == large[1]
     adapters = peak_rates(Run(Start.TRAINED, TINY, adapters=True))[0]
     assert adapters == pytest.approx(10 * peak_rates(Run(Start.TRAINED, TINY))[0], rel=0.05)
+    cut = {name: train_config(SMALL, 300_000, {"optimizer": name}).learning_rate for name in ("adamw", "muon")}
+    assert cut["adamw"] == pytest.approx(3 * cut["muon"], rel=0.05)  # beside Muon it is for embedding and norms
+    lora = train_config(Run(Start.CUT, TINY, adapters=True), 300_000, {}).learning_rate
+    assert lora == pytest.approx(10 * cut["muon"], rel=0.05)
 
 
 def test_muon_where_it_is_cheap() -> None:
