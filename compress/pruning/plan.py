@@ -18,6 +18,7 @@ from compress.pruning.shapes import Shape, shape_for_share, share_for_megabytes
 from sportsllm.console import say
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
+from sportsllm.storage.artifact import MANIFEST, finished_manifest, read_manifest
 
 _SEARCH_SHARE = 0.05
 
@@ -78,6 +79,17 @@ def prune_run(job: PruneJob, target: PruneTarget, out: Path, *, resume: bool = F
     if share is not None and tokens != 0:
         if tokens is None:
             tokens = 0 if job.recovery is None else round(_SEARCH_SHARE * length(job.recovery))
+        _check_out(job, out, shape)
         beside = out.with_name(f"{out.name}.search")
         job, shape, tried = search_shape(job, share, tokens, target.finalists, beside)
     return prune_checkpoint(job, shape, out, resume=resume, search=tried)
+
+
+def _check_out(job: PruneJob, out: Path, even: Shape) -> None:
+    """Refuse an `out` that another job made before the search, and not when its work is done.
+
+    Raises:
+        ConflictError: it holds something else.
+    """
+    made = read_manifest(out)["results"].get("shape") if (out / MANIFEST).exists() else None
+    finished_manifest(out, job.stage(even if made is None else Shape(**made)))

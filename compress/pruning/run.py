@@ -132,6 +132,11 @@ class PruneJob:
         scores = [self.scores] if self.scores else []
         return [self.checkpoint, *self.calibration, *scores, *(self.recovery.inputs() if self.recovery else [])]
 
+    def stage(self, shape: Shape) -> Stage:
+        """The run that prunes to a shape."""
+        seed = None if self.recovery is None else self.recovery.config.seed
+        return Stage("prune", self.settings(shape), self.inputs(), seed)
+
     def calibrate(self) -> tuple[SportsLLM, list[Tensor]]:
         """The full model, of the kinds that `model_config` has, and calibration token ids, (1, T) each."""
         model = load_checkpoint(self.checkpoint)
@@ -220,7 +225,7 @@ def prune_checkpoint(
         say(f"note: hidden size {smaller.hidden_size} is not heads x head_dim {smaller.query_size}; optimum needs that")
     resume = resume and (partial_directory(out) / STATE_DIRECTORY).exists()
     signals = None if recovery is None else prepare_recovery(recovery, job.checkpoint, smaller)
-    stage = Stage("prune", job.settings(shape), job.inputs(), seed=None if recovery is None else recovery.config.seed)
+    stage = job.stage(shape)
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()

@@ -8,6 +8,7 @@ and what decides is their loss after a brief recovery, on held-out text that is 
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,10 +23,13 @@ from compress.pruning.scores import Scores
 from compress.pruning.shapes import Shape, candidate_shapes, shape_for_share
 from sportsllm.console import logged, progress_bar, say
 from sportsllm.errors import UsageError
+from sportsllm.files import atomic_write_text
+from sportsllm.models.hf.config import read_json
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.storage.artifact import Stage
 from sportsllm.storage.safetensors_files import quantization_config
 
-LOG = "log.txt"  # of what recovering the finalists says
+LOG, FOUND = "log.txt", "found.json"  # what recovering the finalists says, and what a finished search found
 _SCORING_SAMPLES, _REFIT_SAMPLES = 8, 64  # all shapes read the same text, so little of it tells them apart
 _MOST_CUT = 64
 _BRIEF_STEP = 1_024  # tokens
@@ -105,9 +109,10 @@ def thinned(shapes: Sequence[Shape], most: int) -> list[Shape]:
 def search_shape(
     job: PruneJob, share: float, tokens: int, count: int, directory: Path
 ) -> tuple[PruneJob, Shape, list[dict[str, Any]]]:
-    """Recover `count` finalists briefly, on `tokens` each, in directories inside `directory` that a second run reuses.
+    """Recover `count` finalists briefly, on `tokens` each, in directories inside `directory`.
 
-    With 0 tokens, or no recovery, the shape that is best after the refit wins.
+    What was found stays there for a second run, such as one that goes on with the main recovery. With 0 tokens, or no
+    recovery, the shape that is best after the refit wins, and nothing is kept.
 
     Returns:
         The job with its scores, which are measured once for all shapes; the best shape; and a row of results for each
@@ -115,10 +120,13 @@ def search_shape(
     """
     if quantization_config(job.checkpoint) is not None:
         raise UsageError(f"{job.checkpoint}: is quantized; prune the unquantized checkpoint")
+    brief = None if job.recovery is None or not tokens else brief_recovery(job.recovery, tokens)
+    identity = _fingerprint(job, share, tokens, count)
+    if brief is not None and (known := _found_before(directory, identity)):
+        return job, Shape(**known[0]["shape"]), known
     model, samples = job.calibrate()
     scores = measure_scores(model, job.config, samples, job.scores)
     job = dataclasses.replace(job, measured=scores)
-    brief = None if job.recovery is None or not tokens else brief_recovery(job.recovery, tokens)
     finalists = find_finalists(model, scores, share, job.config, samples, 1 if brief is None else count)
     if brief is None:
         return job, finalists[0].shape, [finalists[0].row(None)]
@@ -134,7 +142,25 @@ def search_shape(
     figures = ", ".join(f"{finalist.name} {bits:.4f}" for bits, finalist in tried)
     seconds, lines = time.perf_counter() - started, directory / LOG
     say(f"recovered on {length(brief):,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
-    return job, tried[0][1].shape, [finalist.row(bits) for bits, finalist in tried]
+    rows = [finalist.row(bits) for bits, finalist in tried]
+    atomic_write_text(directory / FOUND, json.dumps({"fingerprint": identity, "tried": rows}, indent=1) + "\n")
+    return job, tried[0][1].shape, rows
+
+
+def _found_before(directory: Path, identity: str) -> list[dict[str, Any]]:
+    """The rows of a finished search; none if there is none, or another."""
+    known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
+    if known.get("fingerprint") != identity:
+        return []
+    say(f"{directory}: the shape was found there before")
+    return list(known["tried"])
+
+
+def _fingerprint(job: PruneJob, share: float, tokens: int, count: int) -> str:
+    """Equal for two searches that find the same shape."""
+    even = shape_for_share(job.model_config(), share)
+    sought = {"share": share, "search": tokens, "finalists": count}
+    return Stage("search", {**job.settings(even), **sought}, job.inputs()).fingerprint()
 
 
 def brief_recovery(recovery: Recovery, tokens: int) -> Recovery:

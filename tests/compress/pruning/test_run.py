@@ -17,7 +17,7 @@ from compress.pruning.output_selection import output_scores
 from compress.pruning.plan import PruneTarget, prune_run
 from compress.pruning.run import PruneConfig, PruneJob
 from compress.pruning.scores import Scores, load_scores
-from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.errors import ArtifactError, ConflictError, UsageError
 from sportsllm.models.hf.config import load_config
 from sportsllm.storage.artifact import read_manifest
 from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
@@ -126,7 +126,13 @@ def test_saved_scores_give_the_same_cut_without_measuring(job: PruneJob, corpus_
         load_scores(corpus_file, tiny_config())
 
 
-def test_a_search_leaves_finished_stages_behind(job: PruneJob, corpus_file: Path, tmp_path: Path) -> None:
+def test_a_search_leaves_finished_stages_behind(
+    job: PruneJob,
+    corpus_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job = replace(job, recovery=Recovery(BRIEF, (corpus_file,)))
     target = PruneTarget(0.51, search_tokens=128, finalists=2)
     result = prune_run(job, target, tmp_path / "out")
@@ -136,7 +142,16 @@ def test_a_search_leaves_finished_stages_behind(job: PruneJob, corpus_file: Path
     assert len({(row["shape"]["hidden"], row["shape"]["layers"]) for row in tried}) == 2
     assert set(tried[0]) == {"shape", "loss_after_cut", "loss_after_repair", "bits_per_byte"}
     assert len([path for path in (tmp_path / "out.search").iterdir() if path.is_dir()]) == 2
+    (tmp_path / "out").rename(tmp_path / "first")
+    monkeypatch.setattr("compress.pruning.search.find_finalists", None)  # what was found is not sought again
+    assert prune_run(job, target, tmp_path / "out")["search"] == tried
+    assert "the shape was found there before" in capsys.readouterr().err
     assert prune_run(job, target, tmp_path / "out")["cached"]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "out")]
+    assert weights[0] == weights[1]
+    for other in (replace(job, config=PruneConfig(samples=3)), replace(job, recovery=None)):
+        with pytest.raises(ConflictError, match="with other settings or inputs"):
+            prune_run(other, PruneTarget(0.51), tmp_path / "out")
 
 
 def test_a_search_measures_once_what_a_plain_cut_measures(
