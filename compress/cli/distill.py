@@ -56,7 +56,7 @@ def distill(
 
     --steps 0 writes the student without training it, but for the indexer that selects tokens.
     """
-    from compress.distillation.run import check_no_larger, resolve_teacher, teacher_corpus
+    from compress.distillation.run import Checkpoint, check_no_larger, resolve_teacher, teacher_corpus
     from compress.distillation.run import distill as run_distill
     from compress.distillation.student_training import StudentTraining
     from compress.pruning.student_start import choose_start
@@ -79,7 +79,8 @@ def distill(
         training = dataclasses.replace(training, sequence=training.sequence or min(longest, sequence))
         if length.tokens is None and length.steps is None:
             length = dataclasses.replace(length, tokens=tokens)
-    run = Run(begin.kind, begin.shape, lora.lora_rank is not None)
+    settled = isinstance(begin, Checkpoint) and begin.is_settled
+    run = Run(begin.kind, begin.shape, lora.lora_rank is not None, settled)
     config = training.config(run, length.tokens, length.steps, seed=seed)
     plan = StudentTraining(
         teacher=source,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from compress.distillation.kept_layers import kept_layers_of, map_kept_layers
+from compress.distillation.layer_matching import is_untrained_cut, layers_of_teacher, map_kept_layers
 from compress.distillation.student_training import RunState, StudentText, StudentTraining, train_student
 from sportsllm.console import say
 from sportsllm.errors import ArtifactError, UsageError
@@ -102,9 +102,7 @@ class Fresh:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A student that starts from a checkpoint's weights; where it was pruned out of the teacher, hidden states are
-    matched at the layers that were kept.
-    """
+    """A student that starts from a checkpoint's weights."""
 
     name: ClassVar[str] = "weights"
     kind: ClassVar[settings.Start] = settings.Start.CUT
@@ -113,11 +111,22 @@ class Checkpoint:
 
     def build(self, training: StudentTraining, text: StudentText) -> tuple[SportsLLM, StudentTraining]:
         """The student before training."""
-        student = load_checkpoint(self.inputs[0])
-        if (kept := kept_layers_of(self.inputs[0], training.teacher)) is None:
-            return student, training
-        layers = load_config(training.teacher).num_hidden_layers
-        return student, dataclasses.replace(training, distillation=map_kept_layers(training.distillation, kept, layers))
+        return load_checkpoint(self.inputs[0]), training
+
+    def matched(self, training: StudentTraining) -> StudentTraining:
+        """The training, with hidden states matched at the kept layers if the student was pruned out of the teacher."""
+        kept = layers_of_teacher(self.inputs[0], training.teacher)
+        if kept is None:
+            return training
+        mapped = map_kept_layers(training.distillation, kept, load_config(training.teacher).num_hidden_layers)
+        if mapped is not training.distillation:
+            say(f"hidden states are matched at the layers that were kept: {', '.join(map(str, kept))}")
+        return dataclasses.replace(training, distillation=mapped)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the weights were trained after they were cut, or never cut, as far as is known."""
+        return not is_untrained_cut(self.inputs[0])
 
     def record(self) -> dict[str, Any]:
         """What is made of the weights before training, for the manifest."""
@@ -215,6 +224,8 @@ def distill(student: str, start: Start, training: StudentTraining, out: Path, re
     if training.adapters is not None and start.kind is settings.Start.RANDOM:
         raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT or a checkpoint student")
     check_no_larger(start.shape, theirs)
+    if isinstance(start, Checkpoint):
+        training = start.matched(training)
     cache = training.prepare(start.shape)
     has_weights = start.kind is not settings.Start.RANDOM
     record = {

@@ -1,7 +1,7 @@
 """From flags to a pruned checkpoint: find the shape, then cut.
 
 Each shape that a search recovers is a stage of its own beside the output (`OUT.search/...`): a second run finds it up
-to date, an interrupted one goes on.
+to date, an interrupted one goes on. What a finished search found is there too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from compress.pruning.run import PruneJob, prune_checkpoint
+from compress.pruning.scores import Scores
 from compress.pruning.search import length, search_shape
-from compress.pruning.shapes import Shape, shape_for_share, share_for_megabytes
+from compress.pruning.shapes import Shape, candidate_shapes, shape_for_share, share_for_megabytes
 from sportsllm.console import say
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -67,6 +68,7 @@ def prune_run(job: PruneJob, target: PruneTarget, out: Path, *, resume: bool = F
     config = job.model_config()
     shape = target.shape(config, whole=job.changes_kinds)
     tried: list[dict[str, Any]] = []
+    known: Scores | None = None
     share, tokens = target.share_of(config), target.search_tokens
     if shape == Shape.of(config) and not job.changes_kinds:
         sizes = ", ".join(f"{name} {size}" for name, size in dataclasses.asdict(shape).items())
@@ -79,17 +81,20 @@ def prune_run(job: PruneJob, target: PruneTarget, out: Path, *, resume: bool = F
     if share is not None and tokens != 0:
         if tokens is None:
             tokens = 0 if job.recovery is None else round(_SEARCH_SHARE * length(job.recovery))
-        _check_out(job, out, shape)
+        _check_out(job, out, share)
         beside = out.with_name(f"{out.name}.search")
-        job, shape, tried = search_shape(job, share, tokens, target.finalists, beside)
-    return prune_checkpoint(job, shape, out, resume=resume, search=tried)
+        shape, tried, known = search_shape(job, share, tokens, target.finalists, beside)
+    return prune_checkpoint(job, shape, out, resume=resume, search=tried, known=known)
 
 
-def _check_out(job: PruneJob, out: Path, even: Shape) -> None:
+def _check_out(job: PruneJob, out: Path, share: float) -> None:
     """Refuse an `out` that another job made before the search, and not when its work is done.
 
     Raises:
         ConflictError: it holds something else.
     """
+    config = job.model_config()
+    even = shape_for_share(config, share)
     made = read_manifest(out)["results"].get("shape") if (out / MANIFEST).exists() else None
-    finished_manifest(out, job.stage(even if made is None else Shape(**made)))
+    own = (shape for shape in candidate_shapes(config, share) if dataclasses.asdict(shape) == made)
+    finished_manifest(out, job.stage(next(own, even)))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.distillation.kept_layers import map_kept_layers
+from compress.distillation.layer_matching import map_kept_layers
 from compress.distillation.recovery import Recovery, prepare_recovery, recover
 from compress.pruning.experts import reduce_experts
 from compress.pruning.heads import heads_change, reduce_heads
@@ -74,8 +74,7 @@ class PruneJob:
 
     Scores and refit read the calibration text. `scores` are those of an earlier run on the same checkpoint, `recovery`
     is the training afterwards. `experts` and `experts_per_token` are cut first, the way `experts_by` names, see
-    `compress.pruning.experts`; then attention is made latent of a rank, see `compress.pruning.latent`. `measured` is
-    what a search for the shape of this very job has measured.
+    `compress.pruning.experts`; then attention is made latent of a rank, see `compress.pruning.latent`.
     """
 
     checkpoint: Path
@@ -87,7 +86,6 @@ class PruneJob:
     experts_per_token: int | None = None
     experts_by: str = "use"
     latent: int | None = None
-    measured: Scores | None = None
 
     @property
     def cuts_experts(self) -> bool:
@@ -205,7 +203,13 @@ def cut_model(
 
 
 def prune_checkpoint(
-    job: PruneJob, shape: Shape, out: Path, *, resume: bool = False, search: Sequence[dict[str, Any]] = ()
+    job: PruneJob,
+    shape: Shape,
+    out: Path,
+    *,
+    resume: bool = False,
+    search: Sequence[dict[str, Any]] = (),
+    known: Scores | None = None,
 ) -> dict[str, Any]:
     """Prune a checkpoint directory to a shape.
 
@@ -213,6 +217,7 @@ def prune_checkpoint(
         job, shape, out: what is pruned to what, and the directory to make.
         resume: go on with an interrupted recovery, if there is one.
         search: rows of the search that found the shape, for the results.
+        known: the scores that it measured.
 
     Returns:
         The results, as `prune --json` prints them.
@@ -233,7 +238,7 @@ def prune_checkpoint(
         scores = None
         pruned = PrunedModel(model, list(range(config.num_hidden_layers)), [])
         if not (job.changes_kinds and shape == Shape.of(config)):
-            scores = job.measured or measure_scores(model, job.config, samples, job.scores)
+            scores = known or measure_scores(model, job.config, samples, job.scores)
             pruned = prune_to_shape(model, scores, shape, job.config, samples)
         network, training = pruned.model, dict[str, Any]()
         if recovery is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from compress.distillation.recovery import Recovery
 from compress.pruning.kept_units import loss_per_token
 from compress.pruning.run import PruneConfig, PruneJob, measure_scores, prune_checkpoint, prune_to_shape
-from compress.pruning.scores import Scores
+from compress.pruning.scores import SCORES_FILE, Scores, load_scores
 from compress.pruning.shapes import Shape, candidate_shapes, shape_for_share
 from sportsllm.console import logged, progress_bar, say
 from sportsllm.errors import UsageError
@@ -36,6 +36,12 @@ _BRIEF_STEP = 1_024  # tokens
 _REFITTED = 8  # of the shapes ranked by their loss right after the cut; ranked again after the refit
 
 
+def directory_name(shape: Shape) -> str:
+    """Of a finalist, for example `h64-i128-h4-kh2-l3-hd16`."""
+    sizes = dataclasses.asdict(shape)
+    return "-".join("".join(word[0] for word in key.split("_")) + str(value) for key, value in sizes.items())
+
+
 class Finalist(NamedTuple):
     """A shape that the search recovers, and nats a token of calibration text right after its cut and its refit."""
 
@@ -45,9 +51,8 @@ class Finalist(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of its directory, for example `h64-i128-h4-kh2-l3-hd16`."""
-        sizes = dataclasses.asdict(self.shape)
-        return "-".join("".join(word[0] for word in key.split("_")) + str(value) for key, value in sizes.items())
+        """The name of its directory."""
+        return directory_name(self.shape)
 
     def row(self, bits_per_byte: float | None) -> dict[str, Any]:
         """For the results; bits per byte after the brief recovery."""
@@ -108,35 +113,37 @@ def thinned(shapes: Sequence[Shape], most: int) -> list[Shape]:
 
 def search_shape(
     job: PruneJob, share: float, tokens: int, count: int, directory: Path
-) -> tuple[PruneJob, Shape, list[dict[str, Any]]]:
+) -> tuple[Shape, list[dict[str, Any]], Scores | None]:
     """Recover `count` finalists briefly, on `tokens` each, in directories inside `directory`.
 
     What was found stays there for a second run, such as one that goes on with the main recovery. With 0 tokens, or no
     recovery, the shape that is best after the refit wins, and nothing is kept.
 
     Returns:
-        The job with its scores, which are measured once for all shapes; the best shape; and a row of results for each
-        finalist, best first.
+        The best shape; a row of results for each finalist, best first; and the scores that it was cut by, None where an
+        earlier search did not store them.
     """
     if quantization_config(job.checkpoint) is not None:
         raise UsageError(f"{job.checkpoint}: is quantized; prune the unquantized checkpoint")
     brief = None if job.recovery is None or not tokens else brief_recovery(job.recovery, tokens)
-    identity = _fingerprint(job, share, tokens, count)
+    identity = "" if brief is None else _fingerprint(job, share, tokens, count)
     if brief is not None and (known := _found_before(directory, identity)):
-        return job, Shape(**known[0]["shape"]), known
+        shape = Shape(**known[0]["shape"])
+        stored = directory / directory_name(shape) / SCORES_FILE
+        return shape, known, load_scores(stored, job.model_config()) if stored.exists() else None
     model, samples = job.calibrate()
     scores = measure_scores(model, job.config, samples, job.scores)
-    job = dataclasses.replace(job, measured=scores)
     finalists = find_finalists(model, scores, share, job.config, samples, 1 if brief is None else count)
     if brief is None:
-        return job, finalists[0].shape, [finalists[0].row(None)]
+        return finalists[0].shape, [finalists[0].row(None)], scores
     tried: list[tuple[float, Finalist]] = []
     directory.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     for finalist in finalists:
         with logged(directory / LOG):
             out = directory / finalist.name
-            result = prune_checkpoint(dataclasses.replace(job, recovery=brief), finalist.shape, out, resume=True)
+            recovered = dataclasses.replace(job, recovery=brief)
+            result = prune_checkpoint(recovered, finalist.shape, out, resume=True, known=scores)
         tried.append((float(result["best_bits_per_byte"]), finalist))
     tried.sort(key=lambda item: item[0])
     figures = ", ".join(f"{finalist.name} {bits:.4f}" for bits, finalist in tried)
@@ -144,7 +151,7 @@ def search_shape(
     say(f"recovered on {length(brief):,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
     rows = [finalist.row(bits) for bits, finalist in tried]
     atomic_write_text(directory / FOUND, json.dumps({"fingerprint": identity, "tried": rows}, indent=1) + "\n")
-    return job, tried[0][1].shape, rows
+    return tried[0][1].shape, rows, scores
 
 
 def _found_before(directory: Path, identity: str) -> list[dict[str, Any]]:

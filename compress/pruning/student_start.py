@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from compress.distillation.kept_layers import map_kept_layers
+from compress.distillation.layer_matching import map_kept_layers
 from compress.distillation.run import Fresh, Start, resolve_start
 from compress.distillation.student_training import StudentText, StudentTraining
 from compress.pruning.cut import check_cut, cut_to_config

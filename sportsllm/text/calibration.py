@@ -1,5 +1,6 @@
 """Calibration samples: text for importance scores, refits and scales. Never held-out text."""
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from sportsllm.text.documents import cut_text
 from sportsllm.text.split import training_side
 from sportsllm.text.tokenizer import TextTokenizer
 
-_SAMPLES = 16, 256  # the fewest and the most where no number is given
+_LEAST_SAMPLES, _MOST_SAMPLES = 16, 256  # where no number is given
 _SAMPLES_TIMES_PARAMETERS = 5e9  # a cut reads the model some ten times: minutes, also for a large one
+_TOKENS_PER_NEURON = 4  # a refit solves for as many weights of an output as a feed-forward has neurons
 JUDGED_SAMPLES = 8  # show whether the text is of the model's kind, see `check_familiar`
 _LEAST_TOKENS = 8  # a shorter rest of a document says nothing about how it is read
 
@@ -41,7 +43,7 @@ def calibration_samples(
         tokenizer, config: of the model that reads them.
         count: how many; None for as many as have `most` times `length` tokens together, or as there are.
         length: tokens of a piece, cut to the context.
-        most: see `count`; None for 256, less for models of more than 20M parameters, down to 16.
+        most: see `count`; None for `usual_samples`.
         seed: of the draws.
 
     Raises:
@@ -49,8 +51,7 @@ def calibration_samples(
     """
     length = min(length, config.max_position_embeddings)
     if most is None:
-        least, largest = _SAMPLES
-        most = min(largest, max(least, round(_SAMPLES_TIMES_PARAMETERS / config.parameters)))
+        most = usual_samples(config, length)
     documents = training_side(files, valid) if files else []
     samples: list[Tensor] = []
     tokens = 0
@@ -67,6 +68,14 @@ def calibration_samples(
             "give more text or ask for fewer"
         )
     return samples
+
+
+def usual_samples(config: ModelConfig, length: int) -> int:
+    """Pieces of `length` tokens that a cut of a model reads: 256, and of more than 20M parameters fewer, in proportion,
+    but at least 16, and four tokens for each neuron of a feed-forward.
+    """
+    fewest = max(_LEAST_SAMPLES, math.ceil(_TOKENS_PER_NEURON * config.intermediate_size / length))
+    return max(fewest, min(_MOST_SAMPLES, round(_SAMPLES_TIMES_PARAMETERS / config.parameters)))
 
 
 def check_familiar(samples: Sequence[Tensor], nats: float) -> None:

@@ -118,11 +118,13 @@ class Run:
         start: what it starts from.
         model: that is trained, or the one that it is cut from.
         adapters: only adapters are trained.
+        settled: cut weights were trained before, so that large steps would undo more than they mend.
     """
 
     start: Start
     model: ModelConfig
     adapters: bool = False
+    settled: bool = False
 
 
 DOCUMENTED_DROPOUT = 0.1
@@ -137,14 +139,15 @@ _WARMUP_SHARE, _MOST_WARMUP = 0.05, 50
 _VALIDATIONS = 4  # on the way, of a run that starts from good weights
 _VALIDATIONS_FROM_RANDOM = 2  # only to have something to keep where the rest fails
 
-# Peak rates at 100M parameters, AdamW's and Muon's; measured on 0.3 to 3M (docs/how-it-works/training.md).
+# Peak rates at 100M parameters, AdamW's and Muon's; measured on 0.3 to 3M, of cut weights also on 116M
+# (docs/how-it-works/training.md).
 _RATES = {
     Start.RANDOM: (3e-4, 0.02),
     Start.TRAINED: (1e-4, 0.007),
-    Start.CUT: (3e-4, 0.005),
+    Start.CUT: (1e-4, 0.005),
     Start.ROUNDED: (1e-5, 0.0005),
 }
-_CUT_BESIDE_MUON = 1 / 3  # of AdamW's rate for cut weights, for the embedding and the norms; and for adapters
+_CUT_BY_ADAMW_ALONE = 3.0  # times AdamW's rate for cut weights, which beside Muon is for embedding and norms
 _RATE_PARAMETERS, _LEAST_PARAMETERS = 1e8, 1e6
 _MUON_TOKENS_PER_CHANNEL = 8
 _ADAPTER_RATIO = 10.0  # adapters start at zero and reach their size in a few steps
@@ -157,8 +160,8 @@ def peak_rates(run: Run, optimizer: str = "adamw") -> tuple[float, float]:
     every matrix, so that its rate does not.
     """
     adamw, muon = _RATES[run.start]
-    if run.start is Start.CUT and (optimizer == "muon" or run.adapters):
-        adamw *= _CUT_BESIDE_MUON
+    if run.start is Start.CUT and optimizer == "adamw" and not (run.adapters or run.settled):
+        adamw *= _CUT_BY_ADAMW_ALONE
     size = max(run.model.parameters, _LEAST_PARAMETERS)
     scale = math.sqrt(_RATE_PARAMETERS / size) * (_ADAPTER_RATIO if run.adapters else 1.0)
     return float(f"{adamw * scale:.2g}"), muon

@@ -149,9 +149,10 @@ def test_a_search_leaves_finished_stages_behind(
     assert prune_run(job, target, tmp_path / "out")["cached"]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "out")]
     assert weights[0] == weights[1]
-    for other in (replace(job, config=PruneConfig(samples=3)), replace(job, recovery=None)):
+    more = PruneTarget(0.8, search_tokens=128, finalists=2)
+    for other, wanted in ((replace(job, config=PruneConfig(samples=3)), target), (job, more)):
         with pytest.raises(ConflictError, match="with other settings or inputs"):
-            prune_run(other, PruneTarget(0.51), tmp_path / "out")
+            prune_run(other, wanted, tmp_path / "out")
 
 
 def test_a_search_measures_once_what_a_plain_cut_measures(

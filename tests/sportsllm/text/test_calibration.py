@@ -8,7 +8,7 @@ import torch
 
 from sportsllm.errors import ArtifactError
 from sportsllm.models.presets import preset
-from sportsllm.text.calibration import calibration_samples, check_familiar
+from sportsllm.text.calibration import calibration_samples, check_familiar, usual_samples
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 
@@ -37,10 +37,12 @@ def test_no_token_is_read_twice(words, tmp_path: Path) -> None:  # type: ignore[
 def test_a_large_model_reads_less(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     book = tmp_path / "book.txt"
     book.write_text("".join(f"{n} line\n\n" for n in range(20_000)), encoding="utf-8")
-    for name, pieces in (("tiny-300k", 256), ("small", 59), ("large", 16)):  # 59 = 5e9 / 85.3M
-        model = preset(name).with_changes(vocab_size=CONFIG.vocab_size)
-        tokens = sum(piece.numel() for piece in calibration_samples([book], [], words, model, None, 16))
-        assert pieces * 16 <= tokens < (pieces + 1) * 16, name
+    large = preset("large").with_changes(vocab_size=CONFIG.vocab_size)
+    neurons = 4 * large.intermediate_size // 256  # four tokens each
+    for model, pieces in ((CONFIG, 256), (preset("small").with_changes(vocab_size=400), 59), (large, neurons)):
+        tokens = sum(piece.numel() for piece in calibration_samples([book], [], words, model, None, 256))
+        assert pieces * 256 <= tokens < (pieces + 1) * 256  # 59 = 5e9 / 85.3M parameters
+    assert usual_samples(large.with_changes(intermediate_size=512, num_hidden_layers=48), 512) == 16
 
 
 def test_draws_are_seeded(words, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

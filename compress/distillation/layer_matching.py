@@ -22,7 +22,16 @@ def map_kept_layers(objective: DistillationConfig, kept: Sequence[int], layers: 
     return dataclasses.replace(objective, layer_map=pairs)
 
 
-def kept_layers_of(student: Path, teacher: Path) -> list[int] | None:
+def is_untrained_cut(checkpoint: Path) -> bool:
+    """Whether a checkpoint was pruned and not trained since."""
+    if not (checkpoint / MANIFEST).is_file():
+        return False
+    manifest = read_manifest(checkpoint)
+    pruned = manifest["command"] == "prune" and "kept_layers" in manifest["results"]
+    return pruned and manifest["settings"].get("recover") is None
+
+
+def layers_of_teacher(student: Path, teacher: Path) -> list[int] | None:
     """The teacher's layers that a checkpoint has; None where it was not pruned out of that very teacher.
 
     The manifests tell, of all stages between the two.
@@ -34,8 +43,8 @@ def kept_layers_of(student: Path, teacher: Path) -> list[int] | None:
     for stage in (Ancestor(student, manifest), *ancestors(manifest, student)):
         if stage.directory.resolve() == teacher.resolve():
             return kept
-        if stage.manifest.get("settings", {}).get("start") in ("cut", "fresh"):
-            return None  # its layers are not recorded, or nobody's
+        if stage.manifest.get("command") == "distill" and stage.manifest["settings"].get("start") != "weights":
+            return None  # layers of random weights, or of a cut that is not recorded
         cut: list[int] | None = stage.manifest.get("results", {}).get("kept_layers")
         if cut is not None:
             kept = cut if kept is None else [cut[layer] for layer in kept]

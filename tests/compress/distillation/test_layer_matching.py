@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from compress.distillation.kept_layers import kept_layers_of, map_kept_layers
+from compress.distillation.layer_matching import is_untrained_cut, layers_of_teacher, map_kept_layers
 from compress.distillation.recovery import Recovery
 from compress.distillation.run import distill, resolve_start
 from compress.distillation.settings import DistillationConfig
 from compress.distillation.student_training import StudentTraining
 from compress.pruning.plan import PruneTarget, prune_run
 from compress.pruning.run import PruneConfig, PruneJob
+from compress.pruning.student_start import choose_start
+from sportsllm.storage.artifact import read_manifest
 from sportsllm.storage.checkpoint import save_checkpoint
 from sportsllm.training.settings import TrainConfig
 from tests.support.models import tiny_model
@@ -53,6 +55,7 @@ def test_distilling_what_prune_wrote_equals_its_recovery(teacher: Path, corpus_f
     ):
         training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=objective)
         distill(student, resolve_start(student, None, None, teacher), training, tmp_path / name)
+    assert read_manifest(tmp_path / "matched")["settings"]["layer_map"].startswith("0:0,")
     recovered, matched, spread = (
         (tmp_path / name / "model.safetensors").read_bytes() for name in ("recovered", "matched", "spread")
     )
@@ -66,8 +69,19 @@ def test_layers_are_followed_through_every_stage(teacher: Path, corpus_file: Pat
     training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=PLAIN)
     distill(student, resolve_start(student, None, None, teacher), training, tmp_path / "trained")
     for name in ("three", "trained"):
-        assert kept_layers_of(tmp_path / name, teacher) == [first[layer] for layer in second]
-    assert kept_layers_of(tmp_path / "trained", tmp_path / "four") == second
+        assert layers_of_teacher(tmp_path / name, teacher) == [first[layer] for layer in second]
+    assert layers_of_teacher(tmp_path / "trained", tmp_path / "four") == second
     shutil.copytree(teacher, tmp_path / "other")
-    assert kept_layers_of(tmp_path / "three", tmp_path / "other") is None
-    assert kept_layers_of(teacher, tmp_path / "other") is None
+    assert layers_of_teacher(tmp_path / "three", tmp_path / "other") is None
+    assert layers_of_teacher(teacher, tmp_path / "other") is None
+    untrained = [is_untrained_cut(path) for path in (tmp_path / "three", tmp_path / "trained", teacher)]
+    assert untrained == [True, False, False]
+
+
+def test_layers_of_another_start_are_nobodys(teacher: Path, corpus_file: Path, tmp_path: Path) -> None:
+    training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=PLAIN)
+    for start in ("fresh", "cut"):
+        chosen = choose_start(str(teacher), None, start, teacher)
+        distill(str(teacher), chosen, training, tmp_path / start)
+        cut(tmp_path / start, 3, tmp_path / f"{start}-cut", corpus_file)
+        assert layers_of_teacher(tmp_path / f"{start}-cut", teacher) is None
