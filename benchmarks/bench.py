@@ -15,10 +15,10 @@ from benchmarks.predict.latency import predict_directory
 from benchmarks.runtimes.compare import measure_against, turn_depths
 from benchmarks.runtimes.options import Runtime
 from sportsllm.errors import UsageError
+from sportsllm.formats.digests import digest
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.evaluate import score_documents
-from sportsllm.models.hf.config import load_config
-from sportsllm.storage.digests import digest
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer
 

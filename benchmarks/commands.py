@@ -108,7 +108,7 @@ def bench(
     from benchmarks.console_results import print_bench, verdict_line
     from export.runtime.kernels import kernels_of_directory
     from export.runtime.providers import find_provider
-    from sportsllm.console import output, say
+    from sportsllm.console import log, output
     from sportsllm.errors import ConflictError, GateError
     from sportsllm.files import atomic_write_text
     from sportsllm.inference.decoder import is_onnx_directory
@@ -119,7 +119,7 @@ def bench(
     if measuring.kernels == BOTH:
         runtimes.append(portable_too(directory))
     if is_onnx_directory(directory):
-        say(str(kernels_of_directory(directory, request.kernels, find_provider(request.provider))))
+        log(str(kernels_of_directory(directory, request.kernels, find_provider(request.provider))))
     result = bench_model(request, device, on_device, text or [], teacher, runtimes).to_json()
     if out is not None:
         atomic_write_text(out, json.dumps(result, indent=1) + "\n")

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from sportsllm.console import table
 from sportsllm.errors import UsageError
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.inference.decoder import is_onnx_directory
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 
 EVERY = 3
 _BLOCK = re.compile(r"(?:model\.layers|past_key_values|present)\.(\d+)(?:\..*)?")
@@ -105,10 +105,10 @@ def _trace_checkpoint(directory: Path, config: ModelConfig, ids: Sequence[int], 
     """What leaf modules and blocks return, what matrices read that no module returns, and what is cached."""
     import torch
 
+    from sportsllm.formats.checkpoint import load_checkpoint
     from sportsllm.models.attention import KVCache
     from sportsllm.models.kinds import block_matrices, block_state
     from sportsllm.models.parts import HIDDEN
-    from sportsllm.storage.checkpoint import load_checkpoint
     from sportsllm.training.setup import set_threads
 
     set_threads(threads)

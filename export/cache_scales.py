@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from sportsllm.errors import ArtifactError
+from sportsllm.formats.checkpoint import check_names, load_block, load_positions, load_table
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.safetensors_files import TensorFiles
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.kinds import EMBEDDING, block_state
 from sportsllm.models.language_model import embed, first_positions, rope_of
 from sportsllm.process_memory import give_back
-from sportsllm.storage.checkpoint import check_names, load_block, load_positions, load_table
-from sportsllm.storage.safetensors_files import TensorFiles
 from sportsllm.training.calibration_text import CalibrationText
 
 PRECISIONS = ("fp32", "fp16", "int8")

@@ -20,18 +20,18 @@ from export.parity.by_layer import check_parity_by_layer
 from export.parity.check import check_parity
 from export.paths import web_precision
 from export.runtime.providers import find_provider
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import GateError, ResourceError, UsageError
 from sportsllm.files import require_directory
+from sportsllm.formats.artifact import Stage, run_stage
+from sportsllm.formats.changed_config import checkpoint_with
+from sportsllm.formats.checkpoint import write_json
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.safetensors_files import REOPEN_BYTES, bitsandbytes_kind, quantization_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.kinds import block_state, matrix_shapes
-from sportsllm.models.rope import stretched
+from sportsllm.models.rope import with_rope_scaling
 from sportsllm.process_memory import peak_rss_bytes
-from sportsllm.storage.artifact import Stage, run_stage
-from sportsllm.storage.changed_config import checkpoint_with
-from sportsllm.storage.checkpoint import write_json
-from sportsllm.storage.safetensors_files import REOPEN_BYTES, bitsandbytes_kind, quantization_config
 from sportsllm.training.calibration_text import SAMPLE_TOKENS, CalibrationText
 
 DTYPES = ("fp32", "fp16", "fp16-weights")
@@ -61,7 +61,7 @@ class ExportOptions:
     web: bool = False  # write the files that transformers.js looks for in a browser
     inline: bool = False  # write no functions for the kernels, for readers that know none
     max_ram_mb: int | None = None  # the most memory (MB, 10^6 bytes) of this process; the gate then goes layer by layer
-    rope_scaling: str | None = None  # lengthens the context, see `sportsllm.models.rope.stretched`
+    rope_scaling: str | None = None  # lengthens the context, see `sportsllm.models.rope.with_rope_scaling`
     provider: str = "cpu"  # runs the files once more in the gate, if it is not the CPU's
 
     @property
@@ -119,7 +119,7 @@ def export_checkpoint(checkpoint: Path, out: Path, options: ExportOptions) -> di
     _check_memory(checkpoint, options)
     config = load_config(checkpoint)
     if options.rope_scaling is not None:
-        config = stretched(config, options.rope_scaling)
+        config = with_rope_scaling(config, options.rope_scaling)
 
     def make(directory: Path) -> dict[str, Any]:
         with checkpoint_with(checkpoint, config) as source:
@@ -167,24 +167,24 @@ def _write(checkpoint: Path, directory: Path, options: ExportOptions) -> Written
     """The graphs, and the files that loaders read beside them."""
     stored_as, dtype = bitsandbytes_kind(checkpoint), (options.dtype or "fp32").removesuffix("-weights")
     if stored_as is not None:
-        say(
+        log(
             f"{checkpoint}: bitsandbytes stored its matrices as {stored_as}; they are exported dense, in {dtype}; "
             "quantize the checkpoint first for a small export"
         )
     if options.in_half:
-        say("fp16: computes and caches in float16, for GPUs; a CPU converts to float32 and back, slower than fp32")
+        log("fp16: computes and caches in float16, for GPUs; a CPU converts to float32 and back, slower than fp32")
     scales = cache_scales(checkpoint, options.calibration) if options.kv_cache == "int8" else None
     form = options.standard_ops, options.web, options.inline, options.in_half
     half_cache = options.kv_cache == "fp16" and not options.in_half
     written = write_graph(checkpoint, directory, dtype == "fp16", scales, *form, half_cache)
-    say(str(written.folded))
+    log(str(written.folded))
     if options.profile == "latency":
         write_prompt_graph(checkpoint, directory, written, scales, half_cache)
     web = web_precision(written.precision, options.in_half) if options.web else None
     write_loader_files(checkpoint, directory, not options.standard_ops, web, options.in_half)
     others = not_opened_by(load_config(checkpoint))
     if others is not None:
-        say(others)
+        log(others)
     return written
 
 

@@ -16,18 +16,18 @@ from export.parity.limits import DEPLOYED
 from export.parity.readings import TEXTS, make_sequences
 from sportsllm.errors import GateError, UsageError
 from sportsllm.files import require_directory
-from sportsllm.gguf.config import read_config
-from sportsllm.gguf.file import open_gguf
-from sportsllm.gguf.tokenizer import write_tokenizer
-from sportsllm.gguf.weights import read_weights
+from sportsllm.formats.artifact import Stage, run_stage
+from sportsllm.formats.changed_config import checkpoint_with
+from sportsllm.formats.checkpoint import load_checkpoint, write_json
+from sportsllm.formats.gguf.config import read_config
+from sportsllm.formats.gguf.file import open_gguf
+from sportsllm.formats.gguf.tokenizer import write_tokenizer
+from sportsllm.formats.gguf.weights import read_weights
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.rope import stretched
-from sportsllm.storage.artifact import Stage, run_stage
-from sportsllm.storage.changed_config import checkpoint_with
-from sportsllm.storage.checkpoint import load_checkpoint, write_json
-from sportsllm.storage.safetensors_files import quantization_config
+from sportsllm.models.rope import with_rope_scaling
 from sportsllm.text.tokenizer import load_tokenizer
 
 GGUF_FILE, MODELFILE = "model.gguf", "Modelfile"
@@ -43,7 +43,7 @@ def export_gguf(
         out: the directory to make.
         dtype: of a dense checkpoint's matrices: float16 for `fp16` and `fp16-weights`, else float32.
         threads: CPU threads of the check.
-        rope_scaling: lengthens the context, see `sportsllm.models.rope.stretched`.
+        rope_scaling: lengthens the context, see `sportsllm.models.rope.with_rope_scaling`.
 
     Returns:
         `architecture`, `parameters`, `formats` (bytes of tensors by format), `seconds`, and the figures of parity.json.
@@ -60,7 +60,7 @@ def export_gguf(
     half = dtype in ("fp16", "fp16-weights")
     config = load_config(checkpoint)
     if rope_scaling is not None:
-        config = stretched(config, rope_scaling)
+        config = with_rope_scaling(config, rope_scaling)
 
     def make(directory: Path) -> dict[str, Any]:
         started = time.perf_counter()

@@ -9,10 +9,10 @@ from typing import Any
 from export.loaders import caches_keys_and_values
 from export.metadata import ATTENTION_MASK, INPUT_IDS, LOGITS, PAST, PRESENT
 from export.paths import GRAPH_FILE, WEB_NAMES, web_files
+from sportsllm.formats.checkpoint import TOKENIZER_FILES, write_generation_config, write_json
+from sportsllm.formats.huggingface.config import OWN_MODEL_TYPE, family_of, load_config, read_json, to_hf
+from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import OWN_MODEL_TYPE, family_of, load_config, read_json, to_hf
-from sportsllm.storage.checkpoint import TOKENIZER_FILES, write_generation_config, write_json
-from sportsllm.storage.safetensors_files import quantization_config
 
 # onnxruntime-genai allocates the cache for this many tokens at once; callers can ask for more, up to the context.
 GENAI_MAX_LENGTH = 1_024

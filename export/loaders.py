@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from sportsllm.formats.huggingface.config import family_of
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import family_of
 from sportsllm.models.kinds import block_state
 
 

@@ -62,7 +62,7 @@ def output() -> Console:
     return Console(file=stream, width=width, highlight=False, soft_wrap=False)
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     """Print one line of status on standard error."""
     if _log is not None:
         with _log.open("a", encoding="utf-8") as stream:
@@ -136,4 +136,4 @@ class ProgressBar:
             if task.total and task.completed:
                 left_s = (now - self._started) * (task.total / task.completed - 1)
                 parts[1:1] = [f"{task.percentage:.0f}%, about {max(left_s / 60, 1):.0f} min left"]
-            say(" · ".join(filter(None, parts)))
+            log(" · ".join(filter(None, parts)))

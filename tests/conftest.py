@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sportsllm import console
+from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.simulator import simulate
-from sportsllm.storage.checkpoint import save_checkpoint
 from sportsllm.text.packing import PackedSequences, tokenize
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 from tests.support.models import STORIES, TINY_VOCAB, tiny_model

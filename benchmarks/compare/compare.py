@@ -16,9 +16,9 @@ from benchmarks.pareto import pareto_front
 from benchmarks.report.markdown import csv_table
 from benchmarks.report.page import render_notes
 from sportsllm.errors import UsageError
+from sportsllm.formats.artifact import Stage, run_stage
+from sportsllm.formats.huggingface.config import read_json
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import read_json
-from sportsllm.storage.artifact import Stage, run_stage
 
 RESULT = "comparison.json"
 _SCORED_TOKENS = 65_536  # of held-out text, `sportsllm.training.setup`; a test holds the two together

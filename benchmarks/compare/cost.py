@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from benchmarks.compare.manifest import Lineage, ManifestFacts, read_manifest_facts
 from benchmarks.flops import forward_flops_per_token, training_flops_per_token
 from compress.pruning.scores import MEASURED
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.kinds import block_matrices
 
 

@@ -10,7 +10,7 @@ from benchmarks.compare.manifest import Lineage, read_manifest_facts
 from benchmarks.compare.methods import variants
 from benchmarks.compare.runs import Run, is_positive, read_run
 from sportsllm.errors import ArtifactError
-from sportsllm.storage.artifact import MANIFEST, digest
+from sportsllm.formats.artifact import MANIFEST, digest
 from sportsllm.text.tokenizer import same_tokenizer
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.compare.methods import loop_settings
 from sportsllm.errors import ArtifactError
-from sportsllm.storage.artifact import digest, read_manifest
+from sportsllm.formats.artifact import digest, read_manifest
 
 _CALIBRATION_LENGTH = 512  # tokens of a calibration sample where no recovery says its sequence
 

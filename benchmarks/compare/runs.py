@@ -15,9 +15,9 @@ from benchmarks.compare.cost import TrainingCost, training_cost
 from benchmarks.compare.manifest import Lineage, ManifestFacts, read_manifest_facts
 from benchmarks.compare.methods import method_name, recipe
 from benchmarks.report.inputs import read_metrics
+from sportsllm.formats.artifact import MANIFEST
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
-from sportsllm.storage.artifact import MANIFEST
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from benchmarks.measure.timing import summarise_sustained
 from sportsllm import console
 from sportsllm.errors import UsageError
 from sportsllm.files import require_directory
+from sportsllm.formats.artifact import directory_bytes
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
-from sportsllm.storage.artifact import directory_bytes
 
 ROUNDS = 5  # the fewest whose interval holds the median with 90% (benchmarks.spread.interval_rank)
 MOST_ROUNDS = 8  # one more check: at most 1.6 times the time

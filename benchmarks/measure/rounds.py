@@ -62,7 +62,7 @@ def take_turns(
     left, done, quiet = list(turns), 0, True
     for check in check_after_rounds:
         if done:
-            console.say(f"{title}: the rounds do not agree yet, {check - done} more")
+            console.log(f"{title}: the rounds do not agree yet, {check - done} more")
         with console.progress_bar(title, (check - done) * len(left)) as progress:
             for number in range(done, check):
                 if quiet:
@@ -81,7 +81,7 @@ def take_turns(
         if not left or converged({turn.name: raw[turn.name] for turn in left}):
             break
         if check != check_after_rounds[-1] and disturbed([one for turn in left for one in raw[turn.name]]):
-            console.say(f"{title}: the rounds do not agree, and other programs are busy; no further rounds")
+            console.log(f"{title}: the rounds do not agree, and other programs are busy; no further rounds")
             break
     return raw
 

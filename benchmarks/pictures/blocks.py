@@ -23,8 +23,8 @@ from sportsllm.models.kinds import (
     NORMS,
     OUTPUT_NORMS,
     POSITIONS,
-    halves,
     parameters,
+    sublayers,
 )
 from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix, Vector
 
@@ -70,7 +70,7 @@ Row = tuple[Part, ...] | tuple[Group, ...]
 
 
 @dataclass(frozen=True)
-class Half:
+class Sublayer:
     """Attention or feed-forward between its norms.
 
     `parameters` are those of `rows`; `active` of them one token is multiplied by; `kept` is what later tokens read.
@@ -91,7 +91,7 @@ class Block:
     """Layers with the same parts; `types` are what their attention sees, with the layers of each, if they differ."""
 
     layers: tuple[int, ...]
-    halves: tuple[Half, ...]
+    halves: tuple[Sublayer, ...]
     types: tuple[tuple[str, tuple[int, ...]], ...]
     parameters: int
 
@@ -110,7 +110,7 @@ class Drawing:
 def describe_model(config: ModelConfig) -> Drawing:
     """The parts of a model, layers with the same parts once, in the order of the first of them."""
     owned = _parameters(config)
-    same: dict[tuple[Half, ...], list[int]] = {}
+    same: dict[tuple[Sublayer, ...], list[int]] = {}
     for layer in range(config.num_hidden_layers):
         same.setdefault(_halves(config, layer, owned), []).append(layer)
     blocks = tuple(
@@ -141,17 +141,17 @@ def _parameters(config: ModelConfig) -> dict[str, dict[str, int]]:
     return found
 
 
-def _halves(config: ModelConfig, layer: int, owned: dict[str, dict[str, int]]) -> tuple[Half, ...]:
+def _halves(config: ModelConfig, layer: int, owned: dict[str, dict[str, int]]) -> tuple[Sublayer, ...]:
     """The two halves of a layer, equal for layers with the same parts."""
     config, prefix = config.of_layer(layer), f"model.layers.{layer}."
     names = {id(kind): name for name, kind in (ATTENTION | FEED_FORWARD).items()}
     made = []
-    for name, kind in halves(config).items():
+    for name, kind in sublayers(config).items():
         mine = owned[f"{prefix}{name}"]
-        unused = sum(matrix.numbers for matrix in kind.matrices(config)) - kind.active_numbers(config)
+        unused = sum(matrix.numel for matrix in kind.matrices(config)) - kind.active_parameters(config)
         after = _norm(config, f"{prefix}{OUTPUT_NORMS[name]}", owned) if config.output_norms else None
         made.append(
-            Half(
+            Sublayer(
                 name,
                 names.get(id(kind), type(kind).__name__),
                 _norm(config, f"{prefix}{NORMS[name]}", owned),
@@ -165,7 +165,7 @@ def _halves(config: ModelConfig, layer: int, owned: dict[str, dict[str, int]]) -
     return tuple(made)
 
 
-def _half_total(half: Half) -> int:
+def _half_total(half: Sublayer) -> int:
     norms = [half.before] if half.after is None else [half.before, half.after]
     return half.parameters + sum(norm.parameters for norm in norms)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.pictures.blocks import Block, Drawing, Group, Half, Part, Row
+from benchmarks.pictures.blocks import Block, Drawing, Group, Part, Row, Sublayer
 from benchmarks.pictures.svg import Element, add, path, text, tip
 
 _BOX_GAP, _ROW_GAP, _LINE, _PADDING = 16, 30, 17, 9
@@ -114,7 +114,7 @@ def _block_width(block: Block) -> float:
     return max(*lines, *map(_half_width, block.halves), _LEAST_BOX)
 
 
-def _half(svg: Element, half: Half, y: float, width: float) -> float:
+def _half(svg: Element, half: Sublayer, y: float, width: float) -> float:
     """One half of a block: from the stream through its norm and rows, and back by a sum."""
     stream, left, right = _MARGIN + _STREAM, _MARGIN + _INSET, width - 2 * _MARGIN
     middle = (left + right) / 2
@@ -258,7 +258,7 @@ def _wrapped(row: Row) -> list[Row]:
     return [row[start : start + fit] for start in range(0, len(row), fit)]
 
 
-def _half_width(half: Half) -> float:
+def _half_width(half: Sublayer) -> float:
     heads = (f"{half.name}: {half.kind} {half.parameters:,} parameters, {half.active:,} for a token", half.kept)
     words = max(len(line) * _LETTER["name"] for line in heads)
     return max(words, *(_row_width(line) for row in half.rows for line in _wrapped(row)), _box_width(half.before))

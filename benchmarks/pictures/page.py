@@ -120,7 +120,7 @@ def print_pictures(console: Console, result: dict[str, Any]) -> None:
 
 def _open(model: str, directory: Path | None) -> tuple[SportsLLM, Path]:
     """The checkpoint that --attention and --experts run."""
-    from sportsllm.storage.checkpoint import load_checkpoint
+    from sportsllm.formats.checkpoint import load_checkpoint
 
     if directory is None:
         raise UsageError(f"--attention and --experts run the model, and {model} is no directory; give a checkpoint")

@@ -38,7 +38,7 @@ from benchmarks.predict.small_models import write_small_model
 from benchmarks.spread import lower_quartile, percentile
 from export.kernels.library import VERSION
 from export.runtime.kernels import problem_of
-from sportsllm.console import progress_bar, say
+from sportsllm.console import log, progress_bar
 from sportsllm.errors import ConflictError, UsageError
 from sportsllm.models.config import ModelConfig
 
@@ -161,7 +161,7 @@ def write_models(folder: Path, wanted: Iterable[tuple[ModelConfig, ModelFormat]]
     """A directory with random weights for each shape and format, run by what an export would be run by here."""
     problem = problem_of(VERSION)
     if problem:
-        say(f"calibrating ONNX Runtime's operators alone: {problem}")
+        log(f"calibrating ONNX Runtime's operators alone: {problem}")
     models, kernels = [], not problem
     for number, (config, stored) in enumerate(wanted):
         models.append(MeasuredModel(config, stored, folder / f"{number}-{config.parameters / 1e6:.0f}m-{stored.name}"))

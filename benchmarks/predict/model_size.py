@@ -9,12 +9,12 @@ from pathlib import Path
 
 from benchmarks.measure.bandwidth_bound import prompt_graph_bytes
 from sportsllm.errors import UsageError
+from sportsllm.formats.artifact import directory_bytes
+from sportsllm.formats.huggingface.config import packed_by_bitsandbytes, read_json
+from sportsllm.formats.manifest import MANIFEST, read_manifest
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import packed_by_bitsandbytes, read_json
-from sportsllm.models.kinds import block_matrices, block_state, halves
-from sportsllm.models.size import PRECISIONS, block_numbers, weight_bytes
-from sportsllm.storage.artifact import directory_bytes
-from sportsllm.storage.manifest import MANIFEST, read_manifest
+from sportsllm.models.kinds import block_matrices, block_state, sublayers
+from sportsllm.models.size import PRECISIONS, matrix_parameters, weight_bytes
 
 CACHES = ("fp32", "fp16", "int8")
 # The graph file without its weights: once, and a layer; a layer more with an INT8 cache (beside its scales) or standard
@@ -126,7 +126,7 @@ def sizes(config: ModelConfig, stored: ModelFormat) -> Sizes:
     """The parts of a model, as large as its file where there is one."""
     kept = (stored.precision, stored.block_size, stored.head_bits, stored.zero_points)
     tied, untied = (weight_bytes(each, *kept) for each in _tied_and_untied(config))
-    table, macs, scale = untied - tied, block_numbers(config), 1.0
+    table, macs, scale = untied - tied, matrix_parameters(config), 1.0
     layers = tied - table
     if stored.per_row:
         scales = sum(layers * matrix.rows for part, layers in config.runs() for matrix in block_matrices(part))
@@ -162,21 +162,23 @@ def file_bytes(config: ModelConfig, stored: ModelFormat) -> int:
 @lru_cache(maxsize=1_024)
 def mixing_macs(config: ModelConfig, depth: int) -> int:
     """MACs outside the matrices, in all layers, of one token that sees `depth` tokens: scores, and sums of values."""
-    return config.num_hidden_layers * sum(kind.mixing_macs(config, depth) for kind in halves(config).values())
+    return config.num_hidden_layers * sum(kind.mixing_macs(config, depth) for kind in sublayers(config).values())
 
 
 @lru_cache(maxsize=1_024)
 def active_share(config: ModelConfig) -> float:
     """Of the numbers in the layers' matrices, the share that one token is multiplied by: below 1 with experts."""
-    active = sum(layers * kind.active_numbers(part) for part, layers in config.runs() for kind in halves(part).values())
-    return active / block_numbers(config)
+    active = sum(
+        layers * kind.active_parameters(part) for part, layers in config.runs() for kind in sublayers(part).values()
+    )
+    return active / matrix_parameters(config)
 
 
 @lru_cache(maxsize=1_024)
 def stepwise_share(config: ModelConfig) -> float:
     """Of the numbers in the layers' matrices, the share that reads a prompt token by token: an LSTM's last state."""
-    alone = sum(matrix.numbers for matrix in block_matrices(config) if matrix.stepwise)
-    return config.num_hidden_layers * alone / block_numbers(config)
+    alone = sum(matrix.numel for matrix in block_matrices(config) if matrix.stepwise)
+    return config.num_hidden_layers * alone / matrix_parameters(config)
 
 
 @lru_cache(maxsize=1_024)
@@ -228,6 +230,6 @@ def _graph_bytes(config: ModelConfig, stored: ModelFormat) -> int:
 def _prefill(config: ModelConfig, file_bytes: int) -> WeightGroup:
     """The latency profile's second graph, in INT8 rows; of its last layer only keys and values are needed."""
     layers, table = config.num_hidden_layers, 2 * config.key_value_size
-    macs = block_numbers(config) // layers * (layers - 1) + table * config.hidden_size
+    macs = matrix_parameters(config) // layers * (layers - 1) + table * config.hidden_size
     rows = (layers - 1) * sum(matrix.rows for matrix in block_matrices(config)) + table
     return WeightGroup("int8_rows", file_bytes or macs + 4 * rows + layers * PREFILL_GRAPH_BYTES, macs)

@@ -15,13 +15,13 @@ from benchmarks.predict.latency import predict, predict_figures
 from benchmarks.predict.model_size import CACHES, ModelFormat
 from benchmarks.predict.plan_training import Cost, plan_training, usable_bytes
 from sportsllm.errors import UsageError
+from sportsllm.formats.artifact import directory_bytes
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models import size
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.presets import PLANNED, PRESETS
 from sportsllm.models.size import PRECISIONS
 from sportsllm.models.training_memory import TrainingStep, training_memory
-from sportsllm.storage.artifact import directory_bytes
 
 DEFAULT_LENGTH = 512
 _ZERO_POINTS = True  # of 4-bit blocks, as `quantize` rounds where nothing is said

@@ -13,8 +13,8 @@ from benchmarks.labels import BUDGET_DEPTH, is_number
 from benchmarks.report.search_results import FIT_FILE, Fit, read_fit
 from benchmarks.report.text import get_nested, summarize_budget
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.hf.config import load_config, read_json
-from sportsllm.storage.artifact import MANIFEST, digest, directory_bytes, read_manifest
+from sportsllm.formats.artifact import MANIFEST, digest, directory_bytes, read_manifest
+from sportsllm.formats.huggingface.config import load_config, read_json
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report.inputs import Inputs, StageSummary
-from sportsllm.storage.artifact import read_manifest
-from sportsllm.storage.lineage import is_stage, parents_by_nearness
+from sportsllm.formats.artifact import read_manifest
+from sportsllm.formats.lineage import is_stage, parents_by_nearness
 
 _MOST_STEPS = 64
 

@@ -77,7 +77,7 @@ def page_sections(inputs: Inputs) -> list[Section]:
     stages, bench, changes = inputs.stages, inputs.deciding, change_table(inputs)
     candidates = fit_tables(inputs.fits, len(stages) + 1)
     speed = [speed_chart(stages, bench), roofline_chart(stages, bench)]
-    missing = "No two of the given stages descend from one another, or the stages between them have moved."
+    missing = "No two of the given stages coordinate_descent from one another, or the stages between them have moved."
     unknown = placeholder_chart("changes-none", "", missing, "report TEACHER PRUNED QUANTIZED EXPORT BENCH.json")
     return [
         Section("trade-off", "Quality, size and speed", trade_off_charts(inputs), candidates),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.report.inputs import Sample, StageSummary
-from sportsllm.console import progress_bar, say
+from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
 from sportsllm.inference.decoder import Decoder, open_decoder
 from sportsllm.inference.sampling import Sampling, generate
@@ -42,7 +42,7 @@ def before_and_after(
     if last is None:
         skipped.append(f"There is no text to compare with: {first[0].name} alone could be opened.")
     for reason in skipped:
-        say(reason)
+        log(reason)
     samples = []
     opened = [("Before", *first)] + ([("After", *last)] if last else [])
     with progress_bar("samples", len(opened) * len(prompts)) as progress:

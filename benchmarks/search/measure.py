@@ -10,7 +10,7 @@ from benchmarks.search.cut import Cut
 from benchmarks.search.estimate import ShapeLosses
 from benchmarks.search.formats import FINEST, FINEST_SMALL_HEAD, format_losses, usual_loss, weight_formats
 from benchmarks.search.trials import Trials
-from sportsllm.console import progress_bar, say
+from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ModelConfig
 
@@ -44,7 +44,7 @@ def measured_estimates(
         asked: vocabularies to consider; one that cannot be made is an error.
         suggested: more of them; what cannot be made is left out.
     """
-    say("measuring what rounding costs this teacher")
+    log("measuring what rounding costs this teacher")
     losses = dict[ModelFormat, float]()
     formats = weight_formats(teacher)
     with progress_bar("rounded", len(formats)) as bar:
@@ -64,7 +64,7 @@ def measured_estimates(
         try:
             vocabularies[size] = _vocabulary_loss(trials, size)
         except (ArtifactError, UsageError) as error:
-            say(f"a vocabulary of {size:,} tokens is left out: {error}")
+            log(f"a vocabulary of {size:,} tokens is left out: {error}")
     return Estimates(ShapeLosses(Cut.of(teacher), tokens), format_losses(teacher, rounding), vocabularies)
 
 

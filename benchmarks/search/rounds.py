@@ -23,7 +23,7 @@ from benchmarks.search.formats import LOSSLESS_PERCENT
 from benchmarks.search.search import FRONT, Search, Tried, nothing_fits
 from benchmarks.search.stages import Effort
 from benchmarks.search.trials import Trials
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import GateError
 
 _TIMED_IN_A_ROW = 12
@@ -44,7 +44,7 @@ def probe_cuts(search: Search, trials: Trials, effort: Effort, time_left: Callab
         one for one in probe_shapes(full, list(grid_shapes(search.teacher))) if cut_dimensions(full, one) <= wanted
     ]
     if probes:
-        say(f"learning what cuts cost: {len(probes)} recoveries on {effort.probe_tokens:,} tokens")
+        log(f"learning what cuts cost: {len(probes)} recoveries on {effort.probe_tokens:,} tokens")
     tokens, seen = effort.probe_tokens, list[Recovered]()
     for shape in probes:
         if time_left() > 0:
@@ -70,7 +70,7 @@ def try_briefly(search: Search, trials: Trials, effort: Effort, time_left: Calla
         if candidate is None or not _may_win(search, candidate):
             break
         if search.tried and time_left() < longest:
-            say(f"no time to try {candidate.name}; raise --minutes to compare more")
+            log(f"no time to try {candidate.name}; raise --minutes to compare more")
             break
         started = time.perf_counter()
         _try(search, trials, candidate, effort.search_tokens)
@@ -85,7 +85,7 @@ def try_longer(search: Search, trials: Trials, effort: Effort, time_left: Callab
     rivals = [one for one in others if search.expected(one) <= _RIVAL_FACTOR * search.expected(best)][:1]
     for candidate in [best, *rivals] if rivals else []:
         if time_left() <= 0:
-            say(f"no time to recover {candidate.name} for longer; raise --minutes")
+            log(f"no time to recover {candidate.name} for longer; raise --minutes")
             break
         _try(search, trials, candidate, effort.longer_tokens, longer=True)
 
@@ -126,4 +126,4 @@ def _try(search: Search, trials: Trials, candidate: Candidate, tokens: int, long
     if candidate.shape != Cut.of(search.teacher):
         cut = max(0.0, recovered - search.estimates.vocabularies[candidate.vocab_size])
         search.learn([Recovered(candidate.shape, tokens, cut)])
-    say(f"{candidate.name}: {rounded:+.1f}% after {tokens:,} tokens, expected {search.expected(candidate):+.1f}%")
+    log(f"{candidate.name}: {rounded:+.1f}% after {tokens:,} tokens, expected {search.expected(candidate):+.1f}%")

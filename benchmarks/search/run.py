@@ -21,12 +21,12 @@ from benchmarks.search.summary import summary
 from benchmarks.search.trials import LOG, Trials
 from benchmarks.search.winner_recipe import write_recipe
 from sportsllm.cli.recipe import load_recipe, run_recipe
-from sportsllm.console import logged, say
+from sportsllm.console import log, logged
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
 from sportsllm.files import atomic_write_text
-from sportsllm.models.hf.config import load_config, read_json
-from sportsllm.storage.artifact import digest
-from sportsllm.storage.safetensors_files import quantization_config
+from sportsllm.formats.artifact import digest
+from sportsllm.formats.huggingface.config import load_config, read_json
+from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.text.packing import kept_tokens
 
 RESULT, SETTINGS, RECIPE = "fit.json", "search.json", "recipe.toml"
@@ -91,14 +91,14 @@ def run_fit(
             measured = measured_estimates(teacher, effort.tokens, trials, asked, suggested)
             search = start_search(teacher, device, measured, target, effort.tokens)
             probe_cuts(search, trials, effort, time_left)
-        say(f"{device.name}: {len(search.inside()):,} of {len(search.found):,} candidates inside the budget")
+        log(f"{device.name}: {len(search.inside()):,} of {len(search.found):,} candidates inside the budget")
         try_briefly(search, trials, effort, time_left)
         try_longer(search, trials, effort, time_left)
 
         def finish(candidate: Candidate) -> dict[str, Any]:
             recipe = out / candidate.name / RECIPE
             write_recipe(recipe, candidate, source, effort, target, text.reporting)
-            say(f"{candidate.name}: finishing it on {effort.tokens:,} tokens")
+            log(f"{candidate.name}: finishing it on {effort.tokens:,} tokens")
             with logged(trials.directory / LOG):
                 made = run_recipe(load_recipe(recipe))
             found = summary(search, candidate, trials.bits_per_byte(source.teacher))
@@ -134,7 +134,7 @@ def finish_first_inside(ranking: Sequence[Candidate], finish: Callable[[Candidat
         if not missed or set(missed) == {_QUALITY}:
             break
         after = "; the next finalist is made" if candidate is not ranking[-1] else ""
-        say(f"{candidate.name} misses {', '.join(missed)} as finished{after}")
+        log(f"{candidate.name} misses {', '.join(missed)} as finished{after}")
     else:
         result = min(attempts, key=lambda attempt: max(attempt[1].values()))[0]
     return result | {"gave_up": {other["chosen"]: list(missed) for other, missed in attempts if other is not result}}
@@ -179,7 +179,7 @@ def _claim(out: Path, source: Source, target: Target, effort: Effort, vocabulari
             raise ConflictError(
                 f"{out}: holds a search with other {', '.join(changed)}; choose another --out, or remove it"
             )
-        say(f"{out}: resuming the search there")
+        log(f"{out}: resuming the search there")
         return
     if out.exists() and any(out.iterdir()):
         raise ConflictError(f"{out}: exists and holds no search; choose another --out")

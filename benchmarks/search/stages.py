@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.cut import Cut
-from sportsllm.console import say
-from sportsllm.models.hf.config import load_config
-from sportsllm.storage.manifest import MANIFEST, read_manifest
+from sportsllm.console import log
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.manifest import MANIFEST, read_manifest
 
 _SEQUENCE = 512
 _SHARE_OF_TEACHER = 0.05
@@ -176,5 +176,5 @@ def recovery_tokens(teacher: Path) -> int:
     trained = read_manifest(teacher)["results"].get("tokens") if (teacher / MANIFEST).exists() else None
     tokens = round(_SHARE_OF_TEACHER * trained) if trained else _UNKNOWN_TOKENS
     why = "5% of the teacher's" if trained else "the teacher's own are not known"
-    say(f"no --tokens given: the winner is recovered on {tokens:,} ({why})")
+    log(f"no --tokens given: the winner is recovered on {tokens:,} ({why})")
     return max(1, tokens)

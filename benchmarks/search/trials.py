@@ -29,8 +29,8 @@ from benchmarks.search.stages import (
 from sportsllm.cli.flags import load_command
 from sportsllm.console import logged
 from sportsllm.files import atomic_write_text
-from sportsllm.models.hf.config import load_config, read_json
-from sportsllm.storage.artifact import Stage, digest, run_stage
+from sportsllm.formats.artifact import Stage, digest, run_stage
+from sportsllm.formats.huggingface.config import load_config, read_json
 
 LOG = "log.txt"
 _SCORED_TOKENS = 16_384
@@ -132,9 +132,9 @@ class Trials:
 
     def bits_per_byte(self, directory: Path) -> float:
         """On the first 16,384 or so tokens of the text; a score is kept for a search that is run again."""
+        from sportsllm.formats.checkpoint import load_checkpoint
         from sportsllm.inference.evaluate import score_documents
         from sportsllm.inference.torch_decoder import TorchDecoder
-        from sportsllm.storage.checkpoint import load_checkpoint
         from sportsllm.text.documents import read_documents
         from sportsllm.text.tokenizer import load_tokenizer
 
@@ -180,8 +180,8 @@ class Trials:
         return parent / name
 
     def _random(self, candidate: Candidate) -> Path:
+        from sportsllm.formats.checkpoint import save_checkpoint
         from sportsllm.models.language_model import SportsLLM
-        from sportsllm.storage.checkpoint import save_checkpoint
 
         teacher = self.teacher_with(candidate.vocab_size)
         config = candidate.shape.applied_to(load_config(teacher))

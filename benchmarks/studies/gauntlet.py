@@ -23,10 +23,10 @@ from benchmarks.report.page import render_page
 from benchmarks.search.run import RESULT
 from sportsllm.console import output
 from sportsllm.files import atomic_write_text
+from sportsllm.formats.artifact import MANIFEST, read_manifest
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.evaluate import TextScore, score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
-from sportsllm.storage.artifact import MANIFEST, read_manifest
-from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 

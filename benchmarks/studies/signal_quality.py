@@ -30,8 +30,8 @@ from compress.distillation.teacher import load_teacher, running_teacher, teacher
 from compress.teacher_cache.read import CacheKey, TeacherCache, open_teacher_cache
 from compress.teacher_cache.write import CacheRequest, make_teacher_cache
 from sportsllm.console import progress_bar
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences, tokenize
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer

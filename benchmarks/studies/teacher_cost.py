@@ -26,8 +26,8 @@ from compress.distillation.divergences import divergence_chunk
 from compress.distillation.settings import TEACHER_PRECISIONS
 from compress.distillation.teacher import load_teacher, teacher_logits
 from sportsllm.console import table
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
-from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.text.documents import read_documents
 from sportsllm.text.packing import Batch, PackedSequences, tokenize
 from sportsllm.text.tokenizer import load_tokenizer

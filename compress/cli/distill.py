@@ -61,8 +61,8 @@ def distill(
     from compress.distillation.student_training import StudentTraining
     from compress.pruning.student_start import choose_start
     from sportsllm.cli.train import print_training
-    from sportsllm.models.hf.config import load_config
-    from sportsllm.storage.hub import plain_name
+    from sportsllm.formats.hub import plain_name
+    from sportsllm.formats.huggingface.config import load_config
     from sportsllm.training.settings import Run
     from sportsllm.training.setup import set_threads
 
@@ -79,8 +79,8 @@ def distill(
         training = dataclasses.replace(training, sequence=training.sequence or min(longest, sequence))
         if length.tokens is None and length.steps is None:
             length = dataclasses.replace(length, tokens=tokens)
-    settled = isinstance(begin, Checkpoint) and begin.is_settled
-    run = Run(begin.kind, begin.shape, lora.lora_rank is not None, settled)
+    already_trained = isinstance(begin, Checkpoint) and begin.already_trained
+    run = Run(begin.kind, begin.shape, lora.lora_rank is not None, already_trained)
     config = training.config(run, length.tokens, length.steps, seed=seed)
     plan = StudentTraining(
         teacher=source,

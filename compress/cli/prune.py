@@ -127,7 +127,7 @@ def prune(
     from compress.distillation.run import teacher_corpus
     from compress.pruning.plan import prune_run
     from compress.pruning.run import PruneJob
-    from sportsllm.models.hf.config import load_config
+    from sportsllm.formats.huggingface.config import load_config
     from sportsllm.training.settings import Run, Start
     from sportsllm.training.setup import set_threads
 

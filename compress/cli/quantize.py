@@ -142,8 +142,8 @@ def quantize(
 def _print(out: Path, result: dict[str, Any]) -> None:
     """The lines that the command ends with; adds `padding_percent` to the result."""
     from sportsllm.console import output
-    from sportsllm.models.hf.config import load_config
-    from sportsllm.models.size import block_numbers
+    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.models.size import matrix_parameters
 
     bits, block_size = result["bits"], result["block_size"]
     grid = "rows" if result["per_row"] else f"blocks of {block_size}"
@@ -154,7 +154,7 @@ def _print(out: Path, result: dict[str, Any]) -> None:
     )
     if not result["per_row"]:
         model = load_config(out)
-        result["padding_percent"] = 100 * (block_numbers(model, block_size) / block_numbers(model) - 1)
+        result["padding_percent"] = 100 * (matrix_parameters(model, block_size) / matrix_parameters(model) - 1)
         if result["padding_percent"] >= PADDING_TOLD:
             output().print(
                 f"blocks of {block_size} do not divide the rows: {result['padding_percent']:.0f}% more numbers are "
@@ -192,7 +192,7 @@ def _recovery(
 ) -> Recovery:
     from compress.distillation.recovery import Recovery
     from compress.distillation.run import teacher_corpus
-    from sportsllm.models.hf.config import load_config
+    from sportsllm.formats.huggingface.config import load_config
     from sportsllm.training.settings import Run, Start
 
     run = Run(Start.ROUNDED, load_config(checkpoint))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compress.distillation.settings import DistillationConfig
-from sportsllm.storage.lineage import Ancestor, ancestors
-from sportsllm.storage.manifest import MANIFEST, read_manifest
+from sportsllm.formats.lineage import Ancestor, ancestors
+from sportsllm.formats.manifest import MANIFEST, read_manifest
 
 
 def map_kept_layers(objective: DistillationConfig, kept: Sequence[int], layers: int) -> DistillationConfig:

@@ -9,15 +9,15 @@ from typing import Any, ClassVar, Protocol
 
 from compress.distillation.layer_matching import is_untrained_cut, layers_of_teacher, map_kept_layers
 from compress.distillation.student_training import RunState, StudentText, StudentTraining, train_student
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.artifact import Stage, run_stage
+from sportsllm.formats.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS, preset
-from sportsllm.storage.artifact import Stage, run_stage
-from sportsllm.storage.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
-from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training import settings
 from sportsllm.training.pretrain import fit_vocabulary, shape_of
@@ -52,7 +52,7 @@ def teacher_corpus(teacher: Path, key: str) -> list[Path]:
     paths = [Path(item) for item in manifest_setting(teacher, key) or []]
     missing = [path for path in paths if not path.exists()]
     if missing and key == "valid":
-        say(
+        log(
             f"{missing[0]}: held-out text that {teacher} names, not found; 2% of the corpus is held out by hash instead"
         )
         return []
@@ -120,11 +120,11 @@ class Checkpoint:
             return training
         mapped = map_kept_layers(training.distillation, kept, load_config(training.teacher).num_hidden_layers)
         if mapped is not training.distillation:
-            say(f"hidden states are matched at the layers that were kept: {', '.join(map(str, kept))}")
+            log(f"hidden states are matched at the layers that were kept: {', '.join(map(str, kept))}")
         return dataclasses.replace(training, distillation=mapped)
 
     @property
-    def is_settled(self) -> bool:
+    def already_trained(self) -> bool:
         """Whether the weights were trained after they were cut, or never cut, as far as is known."""
         return not is_untrained_cut(self.inputs[0])
 
@@ -163,7 +163,7 @@ def resolve_start(student: str, init: Path | None, start: str | None, teacher: P
     directory = init or Path(student)
     shape = _checkpoint_shape(directory, teacher)
     if init is not None and shape.with_changes(vocab_size=preset(student).vocab_size) != preset(student):
-        say(f"the student starts from {init} and has its shape; {student!r} only names the output")
+        log(f"the student starts from {init} and has its shape; {student!r} only names the output")
     return Checkpoint(shape, [directory])
 
 

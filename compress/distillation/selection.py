@@ -21,13 +21,13 @@ from torch import Tensor
 
 from compress.distillation.run import Checkpoint, Start
 from compress.distillation.student_training import StudentText, StudentTraining
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import InterruptedRun, UsageError
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.language_model import Half, SportsLLM
+from sportsllm.models.language_model import SportsLLM, Sublayer
 from sportsllm.models.selected import INDEX, Selection, document_of, document_parts
 from sportsllm.models.selection import kept_attention
-from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.text.packing import Batch, PackedSequences, tokenize
 from sportsllm.training import settings
 from sportsllm.training.loop import train_model
@@ -149,7 +149,7 @@ def learn_index(student: SportsLLM, training: StudentTraining, text: StudentText
     model.requires_grad_(False)
     for block in model.model.layers:
         for name in INDEX:
-            cast(Half, block.self_attn).get_submodule(name).requires_grad_(True)
+            cast(Sublayer, block.self_attn).get_submodule(name).requires_grad_(True)
     steps = -(-tokens // (training.config.batch_size * training.config.sequence))
     rate = _INDEX_RATIO * settings.peak_rates(settings.Run(settings.Start.RANDOM, shape))[0]
     config = dataclasses.replace(
@@ -165,7 +165,7 @@ def learn_index(student: SportsLLM, training: StudentTraining, text: StudentText
             raise InterruptedRun("interrupted while the indexer learned; run the same command again") from None
     student.load_state_dict(model.state_dict())
     if result.loss is not None:
-        say(f"the indexer is {result.loss / shape.num_hidden_layers:.4f} nats a layer from full attention")
+        log(f"the indexer is {result.loss / shape.num_hidden_layers:.4f} nats a layer from full attention")
 
 
 def learn_if_better(student: SportsLLM, training: StudentTraining, text: StudentText, tokens: int) -> None:
@@ -181,7 +181,7 @@ def learn_if_better(student: SportsLLM, training: StudentTraining, text: Student
     after = attention_kept(student, sequences)
     if before is not None and after is not None and after[0] < before[0]:
         student.load_state_dict(state)
-        say(f"its choice kept {100 * before[0]:.2f}% of attention, then {100 * after[0]:.2f}%: it stays as it started")
+        log(f"its choice kept {100 * before[0]:.2f}% of attention, then {100 * after[0]:.2f}%: it stays as it started")
 
 
 def say_what_is_kept(student: SportsLLM, text: StudentText, sequence: int) -> None:
@@ -196,7 +196,7 @@ def say_what_is_kept(student: SportsLLM, text: StudentText, sequence: int) -> No
         f"of the attention that the best choice keeps, the indexer keeps {chosen:.1f}%, the newest tokens {newest:.1f}%"
     )
     more = "; it adds nothing yet: give more --index-tokens" if chosen <= newest else ""
-    say(words + more)
+    log(words + more)
 
 
 def long_sequences(text: StudentText, least: int, most: int) -> list[Tensor]:
@@ -223,7 +223,7 @@ def attention_kept(student: SportsLLM, sequences: Sequence[Tensor]) -> tuple[flo
         found.append(kept_attention(document_of(student.config, document_parts(half, args[0], args[1]))))
 
     model = with_full_attention(student, max((tokens_1T.shape[1] for tokens_1T in sequences), default=1)).eval()
-    hooks = [cast(Half, block.self_attn).register_forward_pre_hook(look) for block in model.model.layers]
+    hooks = [cast(Sublayer, block.self_attn).register_forward_pre_hook(look) for block in model.model.layers]
     try:
         with torch.inference_mode():
             for tokens_1T in sequences:

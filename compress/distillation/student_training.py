@@ -16,11 +16,11 @@ from compress.distillation.teacher import load_teacher, running_teacher
 from compress.teacher_cache.files import SIGNALS
 from compress.teacher_cache.read import CacheKey, TeacherCache, open_teacher_cache
 from compress.teacher_cache.write import CacheRequest, make_teacher_cache
-from sportsllm.console import say
+from sportsllm.console import log
+from sportsllm.formats.artifact import STATE_DIRECTORY, partial_directory
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.artifact import STATE_DIRECTORY, partial_directory
 from sportsllm.text.packing import PackedSequences, TokenizedDocuments, tokenize
 from sportsllm.text.split import TextSplit, load_corpus
 from sportsllm.text.tokenizer import TextTokenizer
@@ -104,11 +104,11 @@ class StudentTraining:
         cache = open_teacher_cache(directory, key)
         passes = self.config.steps * self.config.tokens_per_step / cache.info.tokens
         if passes > 1.005:
-            say(f"{directory}: {cache.info.tokens:,} tokens, read {passes:.1f} times")
+            log(f"{directory}: {cache.info.tokens:,} tokens, read {passes:.1f} times")
         return cache
 
     def _make_cache(self, directory: Path) -> None:
-        say(f"{directory}: no teacher signals there yet, making them")
+        log(f"{directory}: no teacher signals there yet, making them")
         config, distillation = self.config, self.distillation
         request = CacheRequest(
             teacher=self.teacher,
@@ -221,6 +221,6 @@ def adapted(student: SportsLLM, adapters: Adapters | None, seed: int) -> Iterato
     """Inside the `with` only adapters are trained; they are merged behind it."""
     if adapters is not None:
         trained = add_adapters(student, adapters.rank, adapters.targets, adapters.alpha, seed)
-        say(f"{trained:,} numbers in adapters are trained")
+        log(f"{trained:,} numbers in adapters are trained")
     yield
     merge_adapters(student)

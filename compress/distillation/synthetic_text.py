@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from sportsllm.console import progress_bar, say
+from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.artifact import Stage, run_stage
+from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.inference.sampling import Sampling
-from sportsllm.models.hf.config import load_config
-from sportsllm.storage.artifact import Stage, run_stage
-from sportsllm.storage.checkpoint import load_checkpoint
-from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
-from sportsllm.training.own_text import NO_TEXT, OWN_DISTRIBUTION, default_rows, sampled_batches
+from sportsllm.training.self_generated_text import NO_TEXT, OWN_DISTRIBUTION, default_rows, sampled_batches
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.setup import training_device
 
@@ -112,7 +112,7 @@ def write_corpus(checkpoint: Path, out: Path, request: Request) -> dict[str, Any
                     raise ArtifactError(NO_TEXT.format(checkpoint))
                 bar.advance(min(counts["tokens"], request.tokens) - before)
         if not counts["ended"]:
-            say(f"no text ended within {longest} tokens: all are cut off")
+            log(f"no text ended within {longest} tokens: all are cut off")
         seconds = time.perf_counter() - started
         return {**counts, "seconds": seconds, "tokens_per_s": counts["tokens"] / seconds}
 

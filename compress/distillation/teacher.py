@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from compress.distillation.settings import TEACHER_PRECISIONS
 from compress.teacher_cache.loss import TeacherLogits
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import UsageError
-from sportsllm.models.hf.config import load_config
+from sportsllm.formats.checkpoint import load_block, load_checkpoint, read_ends
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.safetensors_files import TensorFiles, quantization_config
 from sportsllm.models.language_model import Block, SportsLLM
-from sportsllm.storage.checkpoint import load_block, load_checkpoint, read_ends
-from sportsllm.storage.safetensors_files import TensorFiles, quantization_config
 from sportsllm.text.packing import Batch
 from sportsllm.training.loop import resolve_precision
 from sportsllm.training.setup import training_device
@@ -45,7 +45,7 @@ def load_teacher(directory: Path, precision: str) -> SportsLLM:
     native = resolve_precision("auto", torch.device("cpu")) is not None  # emulated bfloat16 is six times slower
     if precision == "auto":
         precision = "bf16" if native else "fp32"
-        say(f"teacher precision: {precision}")
+        log(f"teacher precision: {precision}")
     dtype = torch.bfloat16 if precision == "bf16" or (native and precision != "fp32") else torch.float32
     if precision in ("int8", "nf4"):
         return _load_quantized(directory, precision, dtype)
@@ -76,7 +76,7 @@ def _load_quantized(directory: Path, precision: str, dtype: torch.dtype) -> Spor
         left = [name for name, layer in model.model.layers.named_modules() if type(layer) is nn.Linear]
         if left:
             kind = str(dtype).removeprefix("torch.")
-            say(f"{directory}: {len(left)} matrices stay in {kind}: rows no multiple of {NF4_BLOCKS[-1]}")
+            log(f"{directory}: {len(left)} matrices stay in {kind}: rows no multiple of {NF4_BLOCKS[-1]}")
     return model.requires_grad_(False).eval()
 
 

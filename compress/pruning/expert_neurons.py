@@ -20,7 +20,7 @@ from torch.nn.functional import silu
 
 from compress.pruning.kept_units import top_indices
 from compress.pruning.output_selection import pick_order
-from compress.pruning.refit import RIDGE, LeastSquares, after_half
+from compress.pruning.refit import RIDGE, LeastSquares, after_sublayer
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -60,20 +60,21 @@ def feed_forwards(model: SportsLLM, changed: SportsLLM, samples: Sequence[Tensor
     with progress_bar("experts", len(model.model.layers)) as bar:
         for source, block in blocks:
             full_BTD, changed_BTD = (
-                after_half(one, attention, states, rope) for one, states in ((source, full_BTD), (block, changed_BTD))
+                after_sublayer(one, attention, states, rope)
+                for one, states in ((source, full_BTD), (block, changed_BTD))
             )
             full_XD, changed_XD = (
                 torch.cat([one.get_submodule(NORMS[half])(x).flatten(0, 1) for x in states])
                 for one, states in ((source, full_BTD), (block, changed_BTD))
             )
-            following = after_half(source, half, full_BTD, rope)
+            following = after_sublayer(source, half, full_BTD, rope)
             if model.config.output_norms:  # a norm follows: the half's own output is what is wanted
                 target = source.get_submodule(half)(full_XD[None])[0]
             else:
                 ends = zip(following, changed_BTD, strict=True)
                 target = torch.cat([(after - before).flatten(0, 1) for after, before in ends])
             yield FeedForwards(source.get_submodule(half), block.get_submodule(half), full_XD, changed_XD, target)
-            full_BTD, changed_BTD = following, after_half(block, half, changed_BTD, rope)
+            full_BTD, changed_BTD = following, after_sublayer(block, half, changed_BTD, rope)
             bar.advance()
 
 

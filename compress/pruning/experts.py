@@ -27,7 +27,7 @@ from torch import Tensor
 from compress.pruning.expert_neurons import FeedForwards, feed_forwards, fit_experts, joined_neurons, parts_of
 from compress.pruning.kept_units import top_indices
 from compress.pruning.refit import RIDGE, LeastSquares
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import ROUTER, route, routed_names, run_expert, unused_line
 from sportsllm.models.language_model import SportsLLM
@@ -66,7 +66,7 @@ def reduce_experts(
         if refit:
             fit_experts(layer.changed, layer.changed_XD, layer.target_XD)
     if (line := unused_line(unused)) is not None:
-        say(f"calibration text: {line}")
+        log(f"calibration text: {line}")
     return reduced
 
 

@@ -26,7 +26,7 @@ from compress.pruning.heads import as_complex, as_real, shared_pairs
 from compress.pruning.latent import weighted_pairs
 from compress.pruning.refit import RIDGE, LeastSquares
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.language_model import Half, SportsLLM
+from sportsllm.models.language_model import SportsLLM, Sublayer
 from sportsllm.models.selected import INDEX, index_pairs
 
 
@@ -39,7 +39,7 @@ def start_index(student: SportsLLM, model: SportsLLM, samples: Sequence[Tensor])
         model: the same with full attention.
         samples: calibration token ids, (1, T) each.
     """
-    halves = [cast(Half, block.self_attn) for block in model.model.layers]
+    halves = [cast(Sublayer, block.self_attn) for block in model.model.layers]
     watched = {layer: (half, partial(_sums, half)) for layer, half in enumerate(halves)}
     with summed(watched) as sums:
         for tokens_1T in samples:
@@ -47,7 +47,7 @@ def start_index(student: SportsLLM, model: SportsLLM, samples: Sequence[Tensor])
     for layer, block in enumerate(student.model.layers):
         found = _indexer(halves[layer], sums[layer], student.config)
         for name, weight_IA in zip(INDEX, found, strict=True):
-            linear = cast(nn.Linear, cast(Half, block.self_attn).get_submodule(name))
+            linear = cast(nn.Linear, cast(Sublayer, block.self_attn).get_submodule(name))
             linear.weight.data = weight_IA[:, : linear.in_features].float().contiguous()
             if linear.bias is not None:
                 linear.bias.data = weight_IA[:, -1].float()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from compress.pruning.activations import second_moment, summed
 from compress.pruning.heads import as_complex, as_real, roots_of, shared_pair
-from compress.pruning.refit import RIDGE, LeastSquares, Through, after_half, matrix_input
+from compress.pruning.refit import RIDGE, LayerStates, LeastSquares, after_sublayer, matrix_input
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
@@ -198,13 +198,13 @@ def _refit(reduced: SportsLLM, model: SportsLLM, wanted: Sequence[Tensor], sampl
             theirs = (block.get_submodule(NORMS[_ATTENTION])(x) for x in full_BTD)
             sums = LeastSquares.over(zip(inputs("kv_b_proj"), theirs, strict=True))
             _solve(ours, "kv_b_proj", LeastSquares(sums.gram_II, wanted_OD @ sums.cross_OI))
-            between_BTD, full_BTD = Through.of(block, full_BTD, model.rope)
+            between_BTD, full_BTD = LayerStates.of(block, full_BTD, model.rope)
             targets = (after - x for after, x in zip(between_BTD, ours_BTD, strict=True))
             read = list(inputs("o_proj"))  # attention is not computed again
             _solve(ours, "o_proj", LeastSquares.over(zip(read, targets, strict=True)))
             o_proj = ours.get_submodule(f"{_ATTENTION}.o_proj")
             ours_BTD = [x + o_proj(one) for x, one in zip(ours_BTD, read, strict=True)]
-            ours_BTD = after_half(ours, _FEED_FORWARD, ours_BTD, reduced.rope)
+            ours_BTD = after_sublayer(ours, _FEED_FORWARD, ours_BTD, reduced.rope)
             bar.advance()
 
 

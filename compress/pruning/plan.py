@@ -16,10 +16,10 @@ from compress.pruning.run import PruneJob, prune_checkpoint
 from compress.pruning.scores import Scores
 from compress.pruning.search import length, search_shape
 from compress.pruning.shapes import Shape, candidate_shapes, shape_for_share, share_for_megabytes
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import UsageError
+from sportsllm.formats.artifact import MANIFEST, finished_manifest, read_manifest
 from sportsllm.models.config import ModelConfig
-from sportsllm.storage.artifact import MANIFEST, finished_manifest, read_manifest
 
 _SEARCH_SHARE = 0.05
 
@@ -77,7 +77,7 @@ def prune_run(job: PruneJob, target: PruneTarget, out: Path, *, resume: bool = F
         raise UsageError("--search needs a size (--params or --size-mb) and --recover TOKENS")
     if target.megabytes is not None and config.has_large_vocabulary:
         tables = 1 - config.block_parameters / config.parameters
-        say(f"embedding and head are {tables:.0%} of the parameters and stay whole; prune-vocabulary cuts them")
+        log(f"embedding and head are {tables:.0%} of the parameters and stay whole; prune-vocabulary cuts them")
     if share is not None and tokens != 0:
         if tokens is None:
             tokens = 0 if job.recovery is None else round(_SEARCH_SHARE * length(job.recovery))

@@ -67,7 +67,7 @@ class LeastSquares:
 Solve = Callable[[str, nn.Linear, LeastSquares], None]
 
 
-class Streams(NamedTuple):
+class ResidualPair(NamedTuple):
     """Residual streams of every sample, (B, T, D) each: before a layer or half of one of the full and of the changed
     model, and the full model's that the changed one should lead to.
     """
@@ -77,18 +77,18 @@ class Streams(NamedTuple):
     target: Sequence[Tensor]
 
 
-class Through(NamedTuple):
+class LayerStates(NamedTuple):
     """Residual streams of every sample, (B, T, D) each, in a layer: after its attention, and at its end."""
 
     attention: list[Tensor]
     end: list[Tensor]
 
     @staticmethod
-    def of(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> Through:
+    def of(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> LayerStates:
         """Of a layer that reads `states_BTD`."""
         attention, feed_forward = NORMS
-        between = after_half(block, attention, states_BTD, rope)
-        return Through(between, after_half(block, feed_forward, between, rope))
+        between = after_sublayer(block, attention, states_BTD, rope)
+        return LayerStates(between, after_sublayer(block, feed_forward, between, rope))
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def refit_layers(
         full_BTD = run_layer(block, full_BTD, rope)
     with progress_bar("refit", len(kept.layers)) as bar:
         for new, (layer, after) in enumerate(pairwise([*kept.layers, len(blocks)])):
-            between_BTD, target_BTD = Through.of(blocks[layer], full_BTD, rope)
+            between_BTD, target_BTD = LayerStates.of(blocks[layer], full_BTD, rope)
             for block in blocks[layer + 1 : after]:
                 target_BTD = run_layer(block, target_BTD, rope)
             own = kept.full.of_layer(layer)
@@ -154,7 +154,7 @@ def refit_layers(
                 if not adds_to_residual(own, matrix)
             }
             pair = LayerPair(cut_blocks[new], blocks[layer], own, rope, wanted, into, cut_rope)
-            cut_BTD = refit_block(pair, Streams(full_BTD, cut_BTD, target_BTD), between_BTD, solve)
+            cut_BTD = refit_block(pair, ResidualPair(full_BTD, cut_BTD, target_BTD), between_BTD, solve)
             full_BTD = target_BTD
             bar.advance()
 
@@ -164,7 +164,7 @@ def run_layer(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> list[Te
     return [block(x, first_positions(rope, x)) for x in states_BTD]
 
 
-def refit_block(pair: LayerPair, streams: Streams, between_BTD: Sequence[Tensor], solve: Solve) -> list[Tensor]:
+def refit_block(pair: LayerPair, streams: ResidualPair, between_BTD: Sequence[Tensor], solve: Solve) -> list[Tensor]:
     """Fit the matrices of one layer to what the full model computes, those that read the same input together.
 
     Args:
@@ -192,15 +192,15 @@ def refit_block(pair: LayerPair, streams: Streams, between_BTD: Sequence[Tensor]
             )
         following: list[Tensor] | None = None
         for group in groups:
-            following = _refit_group(pair, half, group, Streams(full_BTD, changed_BTD, after_BTD), solve)
+            following = _refit_group(pair, half, group, ResidualPair(full_BTD, changed_BTD, after_BTD), solve)
         if following is None:
-            following = after_half(pair.block, half, changed_BTD, pair.own_rope or pair.rope)
+            following = after_sublayer(pair.block, half, changed_BTD, pair.own_rope or pair.rope)
         changed_BTD = following
     return list(changed_BTD)
 
 
 def _refit_group(
-    pair: LayerPair, half: str, group: Sequence[Matrix], streams: Streams, solve: Solve
+    pair: LayerPair, half: str, group: Sequence[Matrix], streams: ResidualPair, solve: Solve
 ) -> list[Tensor] | None:
     """Fit matrices of one half that read the same input.
 
@@ -241,7 +241,7 @@ def _refit_group(
     return following
 
 
-def after_half(block: Block, half: str, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
+def after_sublayer(block: Block, half: str, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
     """The residual stream after one of `NORMS` of a layer."""
     return [block.add_half(half, x, first_positions(rope, x)) for x in states_BTD]
 

@@ -33,15 +33,15 @@ from compress.pruning.scores import (
 )
 from compress.pruning.shapes import Shape, fewer_experts
 from compress.pruning.slicing import slice_model
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.artifact import STATE_DIRECTORY, Stage, partial_directory, run_stage
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.size import kv_cache_bytes_per_token
-from sportsllm.storage.artifact import STATE_DIRECTORY, Stage, partial_directory, run_stage
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.setup import HELD_OUT, held_out_files, manifest_setting
@@ -143,7 +143,7 @@ class PruneJob:
         recovery = self.recovery
         valid = held_out_files(self.checkpoint) if recovery is None else recovery.training(self.checkpoint).left_out
         samples = calibration_samples(self.calibration, valid, words, model.config, self.config.samples, length)
-        say(f"calibration on {len(samples)} pieces of text, {sum(one.numel() for one in samples):,} tokens")
+        log(f"calibration on {len(samples)} pieces of text, {sum(one.numel() for one in samples):,} tokens")
         with torch.no_grad():
             check_familiar(samples, loss_per_token(model, samples[:JUDGED_SAMPLES]))
         if self.cuts_experts:
@@ -227,7 +227,7 @@ def prune_checkpoint(
     full, config, recovery = load_config(job.checkpoint), job.model_config(), job.recovery
     smaller = shape.applied_to(config)
     if smaller.hidden_size != smaller.query_size and smaller.attention_kind == "grouped_query":
-        say(f"note: hidden size {smaller.hidden_size} is not heads x head_dim {smaller.query_size}; optimum needs that")
+        log(f"note: hidden size {smaller.hidden_size} is not heads x head_dim {smaller.query_size}; optimum needs that")
     resume = resume and (partial_directory(out) / STATE_DIRECTORY).exists()
     signals = None if recovery is None else prepare_recovery(recovery, job.checkpoint, smaller)
     stage = job.stage(shape)

@@ -27,11 +27,11 @@ from compress.pruning.rotation import Directions, directions_from, watched_norms
 from compress.pruning.shapes import dimension_of
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
+from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices, block_units
 from sportsllm.models.language_model import Block, SportsLLM
 from sportsllm.models.parts import HIDDEN, Matrix, Unit
-from sportsllm.storage.checkpoint import save_tensors
 
 IMPORTANCES = ("output", "activation", "magnitude", "random")
 MEASURED = ("output", "activation")  # on calibration text

@@ -21,13 +21,13 @@ from compress.pruning.kept_units import loss_per_token
 from compress.pruning.run import PruneConfig, PruneJob, measure_scores, prune_checkpoint, prune_to_shape
 from compress.pruning.scores import SCORES_FILE, Scores, load_scores
 from compress.pruning.shapes import Shape, candidate_shapes, shape_for_share
-from sportsllm.console import logged, progress_bar, say
+from sportsllm.console import log, logged, progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.files import atomic_write_text
-from sportsllm.models.hf.config import read_json
+from sportsllm.formats.artifact import Stage
+from sportsllm.formats.huggingface.config import read_json
+from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.artifact import Stage
-from sportsllm.storage.safetensors_files import quantization_config
 
 LOG, FOUND = "log.txt", "found.json"  # what recovering the finalists says, and what a finished search found
 _SCORING_SAMPLES, _REFIT_SAMPLES = 8, 64  # all shapes read the same text, so little of it tells them apart
@@ -96,7 +96,7 @@ def find_finalists(
     refitted.sort(key=lambda item: item.loss_after_repair)
     best_two = ", ".join(f"{one.name} {one.loss_after_repair:.3f}" for one in refitted[:2])
     seconds = time.perf_counter() - started
-    say(f"{len(losses)} shapes cut, {len(refitted)} refitted in {seconds:.0f} s; nats a token after that: {best_two}")
+    log(f"{len(losses)} shapes cut, {len(refitted)} refitted in {seconds:.0f} s; nats a token after that: {best_two}")
     found = refitted[:count]
     if count > 1 and all(one.shape != even for one in found):
         found[-1] = next(one for one in refitted if one.shape == even)
@@ -148,7 +148,7 @@ def search_shape(
     tried.sort(key=lambda item: item[0])
     figures = ", ".join(f"{finalist.name} {bits:.4f}" for bits, finalist in tried)
     seconds, lines = time.perf_counter() - started, directory / LOG
-    say(f"recovered on {length(brief):,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
+    log(f"recovered on {length(brief):,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
     rows = [finalist.row(bits) for bits, finalist in tried]
     atomic_write_text(directory / FOUND, json.dumps({"fingerprint": identity, "tried": rows}, indent=1) + "\n")
     return tried[0][1].shape, rows, scores
@@ -159,7 +159,7 @@ def _found_before(directory: Path, identity: str) -> list[dict[str, Any]]:
     known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
     if known.get("fingerprint") != identity:
         return []
-    say(f"{directory}: the shape was found there before")
+    log(f"{directory}: the shape was found there before")
     return list(known["tried"])
 
 

@@ -13,7 +13,7 @@ from itertools import product
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import block_matrices, block_units, can_cut_hidden, halves, norms_of_block
+from sportsllm.models.kinds import block_matrices, block_units, can_cut_hidden, norms_of_block, sublayers
 from sportsllm.models.parts import Matrix, Unit
 from sportsllm.models.shape import DIMENSIONS
 
@@ -135,7 +135,7 @@ def unit_span(matrix: Matrix, unit: Unit, length: int) -> int:
 def block_counter(config: ModelConfig) -> Callable[[Shape], int]:
     """`ModelConfig.block_parameters` of a model cut to a shape: sums of products of two counts of units."""
 
-    last_norm = config.norm_numbers // config.hidden_size
+    last_norm = config.norm_parameters // config.hidden_size
 
     @functools.cache
     def products(head_dim: int) -> list[list[tuple[str, str, int]]]:
@@ -170,8 +170,8 @@ def _products(config: ModelConfig) -> list[tuple[str, str, int]]:
         columns, width = side(matrix, units[matrix.column_unit], matrix.columns)
         terms[rows, columns] += height * width
         terms[rows, _ONE] += height * matrix.bias
-    terms["hidden", _ONE] += norms_of_block(config) * (config.norm_numbers // config.hidden_size)
-    terms[_ONE, _ONE] += sum(vector.size for kind in halves(config).values() for vector in kind.vectors(config))
+    terms["hidden", _ONE] += norms_of_block(config) * (config.norm_parameters // config.hidden_size)
+    terms[_ONE, _ONE] += sum(vector.size for kind in sublayers(config).values() for vector in kind.vectors(config))
     return [(rows, columns, numbers) for (rows, columns), numbers in terms.items() if numbers]
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compress.pruning.kept_units import KeptUnits
 from sportsllm.errors import UsageError
-from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, OUTPUT_NORMS, POSITIONS, block_matrices, halves
+from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, OUTPUT_NORMS, POSITIONS, block_matrices, sublayers
 from sportsllm.models.language_model import SportsLLM
 
 _NORM_PARTS = ("weight", "bias")
@@ -52,7 +52,7 @@ def _rules(kept: KeptUnits) -> dict[str, tuple[str, Tensor | None, Tensor | None
     for new, old in enumerate(kept.layers):
         inside: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         own = kept.full.of_layer(old)
-        for half, kind in halves(own).items():
+        for half, kind in sublayers(own).items():
             norms = (NORMS[half], OUTPUT_NORMS[half])
             inside |= {f"{norm}.{part}": (hidden, None) for norm in norms for part in _NORM_PARTS}
             inside |= {f"{half}.{vector.name}.weight": (None, None) for vector in kind.vectors(own)}

@@ -12,13 +12,13 @@ from compress.distillation.run import Fresh, Start, resolve_start
 from compress.distillation.student_training import StudentText, StudentTraining
 from compress.pruning.cut import check_cut, cut_to_config
 from compress.pruning.run import SAMPLE_LENGTH, PruneConfig
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import UsageError
+from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.checkpoint import load_checkpoint
-from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.calibration import calibration_samples
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training import settings
@@ -45,7 +45,7 @@ class Cut:
         smaller = self.shape.with_changes(max_position_embeddings=context)
         cut = cut_to_config(teacher, smaller, PruneConfig(), samples)
         kept = ", ".join(map(str, cut.layers))
-        say(f"the student is cut out of {training.teacher}: layers {kept}, {self.shape.parameters:,} parameters")
+        log(f"the student is cut out of {training.teacher}: layers {kept}, {self.shape.parameters:,} parameters")
         student = SportsLLM(self.shape)  # positions beyond the teacher's context have no weights
         student.load_state_dict(cut.model.state_dict())
         mapped = map_kept_layers(training.distillation, cut.layers, teacher.config.num_hidden_layers)
@@ -68,7 +68,7 @@ def choose_start(student: str, init: Path | None, start: str | None, teacher: Pa
     except UsageError as error:
         if start == "cut":
             raise UsageError(f"--start cut: {error}; choose another --student, or --start fresh") from None
-        say(f"the student starts from random weights, since it cannot be cut out of the teacher: {error}")
+        log(f"the student starts from random weights, since it cannot be cut out of the teacher: {error}")
         return plain
     return Cut(plain.shape, plain.inputs)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from compress.pruning.vocabulary import Vocabulary, pruned_tokenizer
 from sportsllm.errors import ArtifactError
+from sportsllm.formats.checkpoint import write_json
+from sportsllm.formats.huggingface.config import read_json
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import read_json
-from sportsllm.storage.checkpoint import write_json
 
 MAP_FILE = "vocabulary_map.json"
 MODEL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -18,15 +18,15 @@ import numpy.typing as npt
 
 from compress.pruning.vocabulary import kept_tokens, read_vocabulary, saved_tokens, with_halves
 from compress.pruning.vocabulary_files import MODEL_IDS, named_ids, renumber, write_tokenizer
-from sportsllm.console import progress_bar, say
+from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.artifact import Stage, run_stage
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.huggingface.config import load_config, read_json
+from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.inference.evaluate import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
-from sportsllm.models.hf.config import load_config, read_json
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.artifact import Stage, run_stage
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.documents import read_documents
 from sportsllm.text.packing import TokenizedDocuments, tokenize
 from sportsllm.text.split import training_side
@@ -66,7 +66,7 @@ def target_size(vocab_size: int | None, min_count: int | None, saved: npt.NDArra
         )
     size = min(len(saved), -(-wanted // _STEP) * _STEP)
     if size != wanted:
-        say(f"{size:,} tokens stay, not {wanted:,}: kernels want a multiple of {_STEP}")
+        log(f"{size:,} tokens stay, not {wanted:,}: kernels want a multiple of {_STEP}")
     return size
 
 
@@ -173,7 +173,7 @@ def _held_out(sides: Sequence[tuple[SportsLLM, TextTokenizer]], documents: Seque
     tokens = 0
     for text in documents:
         if tokens >= _SCORED_TOKENS:
-            say(f"bits per byte: on the first {len(part):,} of {len(documents):,} held-out documents")
+            log(f"bits per byte: on the first {len(part):,} of {len(documents):,} held-out documents")
             break
         part.append(text)
         tokens += len(sides[0][1].encode(text))

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from compress.quantization.grid import Grid, nearest
 from compress.quantization.packed_checkpoint import PackedCheckpoint
+from sportsllm.formats.packed_weights import QuantizedWeight
+from sportsllm.formats.quantized_layers import QuantizedLinear
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.packed_weights import QuantizedWeight
-from sportsllm.storage.quantized_layers import QuantizedLinear
 
 # Each master weight starts at the quantized value, moved towards the original one by less than half a quantization
 # step: the first forward pass is that of the packed model.

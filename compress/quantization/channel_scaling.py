@@ -27,11 +27,11 @@ from compress.pruning.activations import input_squares, summed
 from compress.quantization.config import GridSpec, QuantizationConfig
 from compress.quantization.gptq import output_error
 from compress.quantization.grid import fit_grid
+from sportsllm.formats.packed_weights import ROW_BITS
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices, block_units, input_groups
 from sportsllm.models.language_model import Block, Rope, first_positions
 from sportsllm.models.parts import HIDDEN, Matrix
-from sportsllm.storage.packed_weights import ROW_BITS
 
 RULES = ("awq", "smooth", "balance")
 _ALPHAS = torch.linspace(0, 1, 11).tolist()

@@ -8,11 +8,11 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from sportsllm.errors import UsageError
+from sportsllm.formats.packed_weights import BITS, ROW_BITS, stored_bits
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import least_bits
 from sportsllm.models.kinds import EMBEDDING, HEAD, matrix_shapes
 from sportsllm.models.size import BLOCK_SIZES, quantized_bytes
-from sportsllm.storage.packed_weights import BITS, ROW_BITS, stored_bits
 
 HEAD_BITS = (4, 8, 32)
 UNPACKED = 32

@@ -5,7 +5,7 @@ Three steps lower it, each from the one before:
 
     gptq        columns one after the other, the rest moved by the Cholesky factor of H^-1
                 (https://arxiv.org/abs/2210.17323)
-    descend     any single number moved to where the error is least, the others held (https://arxiv.org/abs/2309.01885)
+    coordinate_descent     any single number moved to where the error is least, the others held (https://arxiv.org/abs/2309.01885)
     fit_scales  all scales of a row at once, the whole numbers held: least squares with one unknown per block
 
 Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row, S numbers of a block.
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from compress.quantization.grid import Grid, fit_grid, nearest, searched_range, split_blocks
-from sportsllm.storage.packed_weights import QuantizedWeight
+from sportsllm.formats.packed_weights import QuantizedWeight
 
 DAMPING = 0.01  # of H's mean diagonal: the paper's
-ROUNDS = 2  # of `descend` and `fit_scales` in turn
+ROUNDS = 2  # of `coordinate_descent` and `fit_scales` in turn
 _PANEL = 128  # columns whose moves are gathered before they reach the columns behind them
 
 
@@ -55,7 +55,7 @@ def gptq_weight(
     found = [gptq(weight_NK, damped, bits, block_size, symmetric, act_order=order) for order in (False, True)]
     grid, quants_NK = _better_rows(weight_NK, damped, *found)
     for _ in range(ROUNDS):
-        quants_NK = descend(weight_NK, damped, grid, quants_NK)
+        quants_NK = coordinate_descent(weight_NK, damped, grid, quants_NK)
         fitted = fit_scales(weight_NK, damped, grid, quants_NK)
         grid, quants_NK = _better_rows(weight_NK, damped, (grid, quants_NK), (fitted, quants_NK))
     return grid.pack(quants_NK)
@@ -154,7 +154,7 @@ def inverse_factor(gram_KK: Tensor) -> Tensor:
             more *= 10
 
 
-def descend(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor, sweeps: int = 1) -> Tensor:
+def coordinate_descent(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor, sweeps: int = 1) -> Tensor:
     """Move one column after the other to the whole numbers of least error, all the others held; never worse.
 
     Args:

@@ -18,20 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from compress.pruning.activations import input_squares, second_moment, summed
-from compress.pruning.refit import LayerPair, LeastSquares, Streams, Through, refit_block, run_layer
+from compress.pruning.refit import LayerPair, LayerStates, LeastSquares, ResidualPair, refit_block, run_layer
 from compress.quantization.channel_scaling import scale_block
 from compress.quantization.config import UNPACKED
 from compress.quantization.gptq import gptq_weight
 from compress.quantization.grid import fit_grid
 from compress.quantization.packed_checkpoint import PackedCheckpoint, stack_rows
-from sportsllm.console import progress_bar, say
+from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError
+from sportsllm.formats.checkpoint import load_block, load_last_norm, load_positions, read_ends
+from sportsllm.formats.safetensors_files import TensorFiles
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import routed_names, unused_line
 from sportsllm.models.kinds import EMBEDDING, HEAD, POSITIONS, block_matrices
 from sportsllm.models.language_model import Block, ResidualNorm, Rope, embed, rope_of
-from sportsllm.storage.checkpoint import load_block, load_last_norm, load_positions, read_ends
-from sportsllm.storage.safetensors_files import TensorFiles
 from sportsllm.text.calibration import JUDGED_SAMPLES, check_familiar
 from sportsllm.training.chunked_loss import cross_entropy
 
@@ -112,9 +112,9 @@ def quantize_calibrated(
                 matrices = (matrix.name for matrix in block_matrices(own))
                 originals |= {f"{prefix}.{name}": source.get_parameter(f"{name}.weight") for name in matrices}
             if gptq:
-                between_BTD, following = Through.of(source, full_BTD, rope)
+                between_BTD, following = LayerStates.of(source, full_BTD, rope)
                 pair = LayerPair(copy.deepcopy(source), source, own, rope)
-                streams = Streams(full_BTD, rounded_BTD, following)
+                streams = ResidualPair(full_BTD, rounded_BTD, following)
                 rounded_BTD, read = _fit_and_round(packed, prefix, pair, streams, between_BTD, ridge)
                 del between_BTD
             else:
@@ -128,7 +128,7 @@ def quantize_calibrated(
             full_BTD = following
             bar.advance()
     if (line := unused_line(unread)) is not None:
-        say(f"calibration text: {line}; more --samples may reach them")
+        log(f"calibration text: {line}; more --samples may reach them")
     _check_text(samples, full_BTD, norm, tensors[f"{EMBEDDING}.weight"] if head is None else head)
     for name, tensor in ends.items():
         packed.add(name, tensor, search=True)
@@ -163,7 +163,7 @@ def _fit_and_round(
     packed: PackedCheckpoint,
     prefix: str,
     pair: LayerPair,
-    streams: Streams,
+    streams: ResidualPair,
     between_BTD: Sequence[Tensor],
     ridge: float,
 ) -> tuple[list[Tensor], set[str]]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from compress.quantization.config import UNPACKED, GridSpec, QuantizationConfig
 from compress.quantization.grid import fit_grid
 from sportsllm.errors import UsageError
+from sportsllm.formats.packed_weights import QuantizedWeight
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, parameters
-from sportsllm.storage.packed_weights import QuantizedWeight
 
 
 def round_weight(weight_NK: Tensor, spec: GridSpec, search: bool) -> QuantizedWeight:

@@ -19,14 +19,14 @@ from compress.quantization.layer_by_layer import quantize_calibrated, quantize_w
 from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget, choose_bits, measure_groups
 from compress.quantization.packed_checkpoint import PackedCheckpoint
 from compress.teacher_cache.read import TeacherCache
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.artifact import Stage, run_stage
+from sportsllm.formats.checkpoint import load_checkpoint, write_checkpoint
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.safetensors_files import TensorFiles, bitsandbytes_kind, quantization_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.kinds import matrix_shapes
-from sportsllm.storage.artifact import Stage, run_stage
-from sportsllm.storage.checkpoint import load_checkpoint, write_checkpoint
-from sportsllm.storage.safetensors_files import TensorFiles, bitsandbytes_kind, quantization_config
 from sportsllm.training.calibration_text import CalibrationText
 from sportsllm.training.setup import held_out_setting, left_out, manifest_setting, tokens_per_parameter
 
@@ -85,7 +85,7 @@ def resolve_method(
     if name is None:
         name = "smooth+gptq" if config.per_channel else "balance" if config.bits == 8 else "gptq"
         if untrained and not text.files:
-            say("untrained weights: they are rounded without calibration (mse)")
+            log("untrained weights: they are rounded without calibration (mse)")
             name = "mse"
     if name not in METHODS:
         raise UsageError(f"--method {name!r} is not known; choose one of {', '.join(METHODS)}")
@@ -263,7 +263,7 @@ def quantize(
         started = time.perf_counter()
         packed_before = bitsandbytes_kind(checkpoint)
         if packed_before is not None:
-            say(
+            log(
                 f"{checkpoint}: bitsandbytes stored its matrices as {packed_before}; they are rounded again; "
                 "start from the full-precision checkpoint where there is one"
             )

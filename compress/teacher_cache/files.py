@@ -27,9 +27,9 @@ from safetensors.numpy import load_file
 
 from compress.teacher_cache.sparse import SparseProbabilities
 from sportsllm.errors import ArtifactError
-from sportsllm.models.hf.config import read_json
-from sportsllm.storage.artifact import MANIFEST, file_sha256, read_manifest
-from sportsllm.storage.checkpoint import save_tensors, write_json
+from sportsllm.formats.artifact import MANIFEST, file_sha256, read_manifest
+from sportsllm.formats.checkpoint import save_tensors, write_json
+from sportsllm.formats.huggingface.config import read_json
 
 SIGNALS = "signals.json"
 FORMAT = 3

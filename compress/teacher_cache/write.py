@@ -18,10 +18,9 @@ from compress.teacher_cache.batches import CachedBatches
 from compress.teacher_cache.files import ROWS_PER_SHARD, CachedRow, CacheInfo, shard_name, write_info, write_shard
 from compress.teacher_cache.loss import TeacherLogits
 from compress.teacher_cache.sparse import BitBudget, concatenate, sample_sparse
-from sportsllm.console import ProgressBar, progress_bar, say
+from sportsllm.console import ProgressBar, log, progress_bar
 from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
-from sportsllm.models.hf.config import load_config, read_json
-from sportsllm.storage.artifact import (
+from sportsllm.formats.artifact import (
     STATE_DIRECTORY,
     Stage,
     digest,
@@ -30,6 +29,7 @@ from sportsllm.storage.artifact import (
     replace_state,
     run_stage,
 )
+from sportsllm.formats.huggingface.config import load_config, read_json
 from sportsllm.text.packing import IGNORE, Batch, tokenize
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
@@ -148,7 +148,7 @@ def make_teacher_cache(
         documents = tokenize(split.train, words)
         batches = CachedBatches(documents, info.sequence, request.batch_size, info.seed, info.rows)
         if info.rows > batches.rows_per_epoch:
-            say(
+            log(
                 f"note: the corpus has {batches.rows_per_epoch:,} rows of {info.sequence}; "
                 f"{info.rows:,} rows go through it again"
             )

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sportsllm.errors import UsageError
-from sportsllm.storage.packed_weights import ROW_BITS, QuantizedWeight, unpack
+from sportsllm.formats.packed_weights import ROW_BITS, QuantizedWeight, unpack
 
 BLOCK = 32
 Format = gguf.GGMLQuantizationType

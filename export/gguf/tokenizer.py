@@ -1,4 +1,4 @@
-"""tokenizer.json as GGUF's metadata: the way back from `sportsllm.gguf.tokenizer`, and refused where that has none."""
+"""tokenizer.json as GGUF metadata, refused if GGUF has no form for it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gguf import TokenType
 from tokenizers import Tokenizer, models
 
 from sportsllm.errors import ArtifactError
-from sportsllm.gguf.tokenizer import PRE_TOKENIZERS, SPACE
+from sportsllm.formats.gguf.tokenizer import PRE_TOKENIZERS, SPACE
+from sportsllm.formats.huggingface.config import read_json
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import read_json
 from sportsllm.text.chat import find_template
 
 _NEVER = -1e9  # the score of a token that no merge makes

@@ -1,4 +1,4 @@
-"""A checkpoint as one GGUF file, for llama.cpp and what is built on it. The way back is `sportsllm.gguf`."""
+"""A checkpoint as one GGUF file, for llama.cpp and what is built on it. The way back is `sportsllm.formats.gguf`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import torch
 
 from export.gguf.tensors import BLOCK, Format, dense, encode
 from export.gguf.tokenizer import tokenizer_metadata
-from sportsllm.console import progress_bar, say
+from sportsllm.console import log, progress_bar
 from sportsllm.errors import UsageError
-from sportsllm.gguf.config import ARCHITECTURES, ROPE_FACTORS
-from sportsllm.gguf.weights import gguf_name, paired_heads, rows_in_pairs
+from sportsllm.formats.gguf.config import ARCHITECTURES, ROPE_FACTORS
+from sportsllm.formats.gguf.weights import gguf_name, paired_heads, rows_in_pairs
+from sportsllm.formats.huggingface.config import family_of, load_config
+from sportsllm.formats.packed_matrix import read_packed
+from sportsllm.formats.packed_weights import QuantizedWeight
+from sportsllm.formats.safetensors_files import TensorFiles
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import family_of, load_config
 from sportsllm.models.kinds import parameters
 from sportsllm.models.rope import inverse_frequencies
 from sportsllm.models.rope_scaling import RopeScaling
-from sportsllm.storage.packed_matrix import read_packed
-from sportsllm.storage.packed_weights import QuantizedWeight
-from sportsllm.storage.safetensors_files import TensorFiles
 
 _FILE_TYPES = {
     Format.F32: gguf.LlamaFileType.ALL_F32,
@@ -93,7 +93,7 @@ def write_gguf(checkpoint: Path, path: Path, half: bool) -> dict[str, int]:
             bytes_of[stored.name] += values.nbytes
             bar.advance(1)
     if odd:
-        say(
+        log(
             f"{len(odd)} packed matrices are stored in float16, {odd[0]} first: rows of a width that is no multiple of "
             f"{BLOCK} have no format in GGUF"
         )

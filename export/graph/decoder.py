@@ -32,8 +32,8 @@ from export.graph.native import Folded, fold_model
 from export.graph.standard_matmul import StandardEmbedding, StandardMatmul
 from export.graph.weights import Weights
 from export.paths import plain_files, web_files, web_precision
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, OUTPUT_NORMS, block_state, cached_shape
 from sportsllm.models.parts import HIDDEN, Matrix
 

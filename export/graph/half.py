@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from export.graph.layer import LayerBuilder
-from sportsllm.models.kinds import halves
+from sportsllm.models.kinds import sublayers
 
 
 class HalfBuilder(ABC):
@@ -20,7 +20,7 @@ class HalfBuilder(ABC):
     def __init__(self, layers: LayerBuilder, half: str) -> None:
         """Read from the kind of `half`, the module `self_attn` or `mlp`, which matrices it has and what it caches."""
         self.layers, self.graph, self.config, self.half = layers, layers.graph, layers.config, half
-        kind = halves(self.config)[half]
+        kind = sublayers(self.config)[half]
         self._matrices, self._vectors = kind.matrices(self.config), kind.vectors(self.config)
         self.states = kind.state(self.config)
 

@@ -23,8 +23,8 @@ from export.graph.matmul import FLOAT, HALF, INT8, Matmul
 from export.graph.weights import Packing, Weights
 from export.metadata import CACHE_KEY, IN_PLACE_CACHE
 from export.paths import prompt_files
-from sportsllm.models.hf.config import load_config
-from sportsllm.storage.packed_weights import ROW_BITS
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.packed_weights import ROW_BITS
 
 _TOP = 2 ** (ROW_BITS - 1) - 1
 

@@ -16,8 +16,8 @@ import onnx_ir as ir
 from export.graph.builder import Array
 from export.graph.matmul import FLOAT, Matmul
 from export.graph.weights import Packing
+from sportsllm.formats.packed_weights import unpack
 from sportsllm.models.parts import Matrix
-from sportsllm.storage.packed_weights import unpack
 
 # A block around zero needs no zero points as signed numbers, which more runtimes take.
 _BLOCK_TYPES = {4: (ir.DataType.INT4, ir.DataType.UINT4), 8: (ir.DataType.INT8, ir.DataType.UINT8)}  # [asymmetric]

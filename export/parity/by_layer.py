@@ -37,13 +37,13 @@ from export.parity.inputs import (
 from export.parity.readings import STEPS
 from export.paths import find_files
 from export.runtime.session import session_options
+from sportsllm.formats.checkpoint import check_names, load_block, load_last_norm, load_positions, load_table
+from sportsllm.formats.safetensors_files import TensorFiles
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD
 from sportsllm.models.language_model import block_weights, embed, first_positions, rope_of
 from sportsllm.process_memory import give_back
-from sportsllm.storage.checkpoint import check_names, load_block, load_last_norm, load_positions, load_table
-from sportsllm.storage.safetensors_files import TensorFiles
 
 Array = npt.NDArray[Any]
 

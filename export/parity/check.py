@@ -47,14 +47,14 @@ from export.parity.readings import STEPS, run_pass
 from export.paths import prompt_files
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.providers import CPU, Provider
-from sportsllm.console import say
+from sportsllm.console import log
+from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.quantized_layers import QuantizedLinear
+from sportsllm.formats.safetensors_files import TensorFiles
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.attention import KVCache
 from sportsllm.models.kinds import matrix_shapes
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.checkpoint import load_checkpoint
-from sportsllm.storage.quantized_layers import QuantizedLinear
-from sportsllm.storage.safetensors_files import TensorFiles
 
 _TOP = 63  # the largest of the 7-bit numbers of a matrix with one scale per row
 
@@ -130,7 +130,7 @@ def _provider_pass(
     if provider.is_cpu:
         return []
     decoder = OnnxDecoder(export, threads, provider=provider)
-    say(str(decoder.placement))
+    log(str(decoder.placement))
     return [run_pass(f"provider {provider.name}", decoder, sequences, expected, limits)]
 
 

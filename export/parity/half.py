@@ -6,11 +6,11 @@ import onnx_ir as ir
 import torch
 
 from export.parity.inputs import round_to_half
+from sportsllm.formats.packed_weights import QuantizedWeight
+from sportsllm.formats.quantized_layers import QuantizedMatrix
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import rope_tables
-from sportsllm.storage.packed_weights import QuantizedWeight
-from sportsllm.storage.quantized_layers import QuantizedMatrix
 
 FLOAT, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
 _TABLES = ("cos_cache", "sin_cache")

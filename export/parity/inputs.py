@@ -33,11 +33,11 @@ from export.parity.limits import (
 from export.parity.readings import TEXTS, make_sequences
 from export.paths import find_files
 from export.runtime.kernels import called_version, problem_of
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import ArtifactError
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.kinds import EMBEDDING, LAST_NORM, block_state
 from sportsllm.models.language_model import rope_of
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
@@ -112,7 +112,7 @@ def native_library(export: Path) -> Path | None:
     if version is None:
         return None
     if problem := problem_of(version):
-        say(f"the kernels that the graph calls are not checked: {problem}")
+        log(f"the kernels that the graph calls are not checked: {problem}")
         return None
     return library_of(version)
 

@@ -21,9 +21,9 @@ from export.runtime.kv_cache import Cache
 from export.runtime.providers import CPU, Provider, find_provider, one_line, placement
 from export.runtime.session import open_session, raise_if_out_of_memory
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.manifest import MANIFEST, read_manifest
 from sportsllm.inference.decoder import Logits, log_softmax
-from sportsllm.models.hf.config import load_config
-from sportsllm.storage.manifest import MANIFEST, read_manifest
 
 # Prompts are read in pieces of this many tokens, so that memory does not grow with the prompt. Time for 512 tokens
 # and peak memory of a 97M INT4 model, 2 threads: 405 ms and 179 MB at 64, 342 and 186 at 128, 340 and 200 at 256.

@@ -14,10 +14,10 @@ from export import metadata
 from export.paths import PROMPT_FILE, GraphFiles, find_files
 from export.runtime.providers import CPU, Provider, create_session
 from sportsllm.errors import ArtifactError, ResourceError
+from sportsllm.formats.manifest import MANIFEST, read_manifest
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_state, cached_shape
 from sportsllm.models.parts import State
-from sportsllm.storage.manifest import MANIFEST, read_manifest
 
 CacheType = type[np.float32] | type[np.float16] | type[np.int8]
 _CACHE_TYPES: dict[str, CacheType] = {

@@ -29,13 +29,13 @@ def card(
 ) -> dict[str, Any]:
     """Write a directory's model card (README.md) again, with measurements and a licence."""
     from sportsllm.console import output
-    from sportsllm.models.hf.config import read_json
-    from sportsllm.storage.artifact import write_card
-    from sportsllm.storage.card import CARD
-    from sportsllm.storage.card_figures import check_results
-    from sportsllm.storage.front_matter import read_front_matter
-    from sportsllm.storage.lineage import ancestors
-    from sportsllm.storage.manifest import read_manifest
+    from sportsllm.formats.artifact import write_card
+    from sportsllm.formats.card import CARD
+    from sportsllm.formats.card_figures import check_results
+    from sportsllm.formats.front_matter import read_front_matter
+    from sportsllm.formats.huggingface.config import read_json
+    from sportsllm.formats.lineage import ancestors
+    from sportsllm.formats.manifest import read_manifest
 
     manifest = read_manifest(directory)
     read = {path: read_json(path) for path in results or []}

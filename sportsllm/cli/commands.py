@@ -28,8 +28,8 @@ def simulate(
 ) -> dict[str, Any]:
     """Write a corpus of simulated matches, and questions about them with known answers."""
     from sportsllm.console import output, progress_bar
+    from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.simulator import write_corpus
-    from sportsllm.storage.artifact import Stage, run_stage
 
     def make(directory: Path) -> dict[str, Any]:
         done = 0
@@ -210,24 +210,24 @@ def _single_tokens(tokenizer: TextTokenizer, texts: list[str]) -> list[int]:
 
 def _say_if_full(decoder: Decoder, prompt: int, generated: int, wanted: int) -> bool:
     """Whether generation ended because the context was full, and a line about it."""
-    from sportsllm.console import say
+    from sportsllm.console import log
 
     context = decoder.config.max_position_embeddings
     full = generated < wanted and prompt + generated >= context
     if full:
-        say(f"the context of {context:,} tokens is full: {generated:,} of {wanted:,} were generated")
+        log(f"the context of {context:,} tokens is full: {generated:,} of {wanted:,} were generated")
     return full
 
 
 def _say_what_runs(decoder: Decoder, provider: str) -> dict[str, Any]:
     """Lines about what runs an export; and `kernels`, `provider` and `placement`, None for a checkpoint."""
-    from sportsllm.console import say
+    from sportsllm.console import log
     from sportsllm.inference.decoder import kernels_of, placement_of
 
     kernels, placement = kernels_of(decoder), placement_of(decoder)
     for found in (kernels, placement):
         if found is not None:
-            say(found[1])
+            log(found[1])
     return {
         "kernels": None if kernels is None else kernels[0],
         "provider": None if kernels is None else provider,

@@ -55,7 +55,7 @@ class _ByName:
 
 
 BY_NAME = _ByName()
-"""Beside the typer option in `Annotated`; see `sportsllm.storage.hub.find_model`."""
+"""Beside the typer option in `Annotated`; see `sportsllm.formats.hub.find_model`."""
 
 Command = Callable[..., dict[str, Any]]
 
@@ -88,7 +88,7 @@ def _finding_models(function: Command) -> Command:
 
     @functools.wraps(function)
     def command(*args: Any, **given: Any) -> dict[str, Any]:
-        from sportsllm.storage.hub import find_model
+        from sportsllm.formats.hub import find_model
 
         for name in marked:
             if given.get(name) is not None:

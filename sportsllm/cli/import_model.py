@@ -25,7 +25,7 @@ def import_model(
 ) -> dict[str, Any]:
     """Turn a GGUF file (llama.cpp's format) into a float32 checkpoint with its tokenizer and chat template."""
     from sportsllm.console import output
-    from sportsllm.gguf.run import import_gguf
+    from sportsllm.formats.gguf.run import import_gguf
 
     result = import_gguf(source, out, context)
     output().print(

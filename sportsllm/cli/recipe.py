@@ -36,10 +36,10 @@ from pydantic import ConfigDict, Field, ValidationError, create_model
 from sportsllm import __version__
 from sportsllm.cli.flags import COMMANDS, load_command
 from sportsllm.cli.recipe_each import each_problems, repeated
-from sportsllm.console import output, say, silenced
+from sportsllm.console import log, output, silenced
 from sportsllm.errors import SportsLLMError, UsageError
-from sportsllm.models.hf.config import read_json
-from sportsllm.storage.artifact import STATE_DIRECTORY, digest, partial_directory
+from sportsllm.formats.artifact import STATE_DIRECTORY, digest, partial_directory
+from sportsllm.formats.huggingface.config import read_json
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _FOLDER = "out"  # the name of the recipe's own folder
@@ -188,7 +188,7 @@ def run_recipe(recipe: Recipe, threads: int | None = None, only: str | None = No
         raise UsageError(f"--only {only}: no such stage; it has {', '.join(stage.name for stage in recipe.stages)}")
     results, began = [], time.perf_counter()
     for number, stage in enumerate(chosen, start=1):
-        say(f"[{number}/{len(chosen)}] {stage.name}: {stage.command}")
+        log(f"[{number}/{len(chosen)}] {stage.name}: {stage.command}")
         started, worked = time.perf_counter(), _processor_seconds()
         try:
             with silenced(stage.command == "bench"), _one_tokenizing(recipe):  # the report's table has its figures
@@ -197,7 +197,7 @@ def run_recipe(recipe: Recipe, threads: int | None = None, only: str | None = No
             error.args = (f"stage {stage.name!r}: {error}",)
             raise
         if result.get("complaint"):
-            say(str(result["complaint"]))
+            log(str(result["complaint"]))
         result["cpu_seconds"] = _processor_seconds() - worked
         results.append((stage, result, time.perf_counter() - started))
     return summarize(recipe, results, time.perf_counter() - began)
@@ -272,7 +272,7 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[
         and settings.get("out")
         and (partial_directory(Path(settings["out"])) / STATE_DIRECTORY).exists()
     ):
-        say(f"{stage.name}: continuing the interrupted run")
+        log(f"{stage.name}: continuing the interrupted run")
         settings["resume"] = True
     if stage.command not in _KEPT_AS:
         return function(**settings)
@@ -281,7 +281,7 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[
     if path.exists():
         kept = read_json(path)
         if kept.pop("fingerprint", None) == fingerprint:
-            say(f"{path}: up to date")
+            log(f"{path}: up to date")
             return {**kept, "cached": True, "out": str(path)}
     result = function(**settings)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sportsllm.cli.recipe import Recipe, RecipeStage, summarize
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import InterruptedRun, SportsLLMError
 
 _ALONE = {"bench"}
@@ -73,20 +73,20 @@ def run_parallel(recipe: Recipe, path: Path, jobs: int, threads: int) -> dict[st
                 failure = failure or problem
                 continue
             finished[item.stage.name] = (item.stage, summary, seconds)
-            say(f"[{len(finished)}/{len(recipe.stages)}] {item.stage.name}: {seconds:.0f} s")
+            log(f"[{len(finished)}/{len(recipe.stages)}] {item.stage.name}: {seconds:.0f} s")
     if failure is not None:
         raise failure
     return summarize(recipe, [finished[stage.name] for stage in recipe.stages], time.perf_counter() - began)
 
 
 def _start(recipe: Recipe, path: Path, stage: RecipeStage, threads: int, logs: Path) -> _Running:
-    say(f"{stage.name}: {stage.command}")
+    log(f"{stage.name}: {stage.command}")
     command = [sys.executable, "-m", "sportsllm.cli", "run", str(path), "--out", str(recipe.out)]
     command += ["--only", stage.name, "--threads", str(threads), "--json"]
-    log, result = logs / f"{stage.name}.log", logs / f"{stage.name}.json"
-    with log.open("wb") as errors, result.open("wb") as output:
+    log_file, result = logs / f"{stage.name}.log", logs / f"{stage.name}.json"
+    with log_file.open("wb") as errors, result.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
-    return _Running(stage, process, log, result, time.perf_counter())
+    return _Running(stage, process, log_file, result, time.perf_counter())
 
 
 def _outcome(item: _Running) -> tuple[dict[str, Any], SportsLLMError | None]:

@@ -66,7 +66,7 @@ def _file(source: Path) -> Path:
 
 def _figures(source: Path, tokenizer: Tokenizer, counts: TokenCounts, first: str, show: int) -> dict[str, Any]:
     """One tokenizer's part of the result."""
-    from sportsllm.models.hf.config import load_config
+    from sportsllm.formats.huggingface.config import load_config
     from sportsllm.models.size import kv_cache_bytes_per_token
     from sportsllm.text.token_counts import token_pieces
 

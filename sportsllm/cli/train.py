@@ -105,11 +105,11 @@ def train(
     --steps 0 writes the model without training it.
     """
     from sportsllm.console import output
-    from sportsllm.models.hf.config import load_config
+    from sportsllm.formats.hub import plain_name
+    from sportsllm.formats.huggingface.config import load_config
     from sportsllm.models.presets import DEFAULT_PRESET
-    from sportsllm.models.rope import stretched
+    from sportsllm.models.rope import with_rope_scaling
     from sportsllm.models.shape import changed_shape
-    from sportsllm.storage.hub import plain_name
     from sportsllm.training import pretrain
     from sportsllm.training.settings import DOCUMENTED_DROPOUT, Run, Start
     from sportsllm.training.setup import set_threads
@@ -127,7 +127,7 @@ def train(
         else (Start.RANDOM, changed_shape(pretrain.shape_of(str(model))[0], changes))
     )
     if rope_scaling is not None:
-        network = stretched(network, rope_scaling)
+        network = with_rope_scaling(network, rope_scaling)
     config = training.config(
         Run(start, network, lora.lora_rank is not None), length.tokens, length.steps, seed=seed, parallel=True
     )
@@ -176,10 +176,10 @@ def _check_start(
 
 
 def _default_corpus() -> list[Path]:
-    from sportsllm.console import say
+    from sportsllm.console import log
 
     if not (DEFAULT_CORPUS / "train.jsonl").exists():
-        say(f"no --corpus given: simulating {SIMULATED_MEGABYTES:g} MB of matches into {DEFAULT_CORPUS}")
+        log(f"no --corpus given: simulating {SIMULATED_MEGABYTES:g} MB of matches into {DEFAULT_CORPUS}")
         simulate(out=DEFAULT_CORPUS)
     return [DEFAULT_CORPUS / "train.jsonl"]
 

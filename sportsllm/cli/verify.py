@@ -19,9 +19,9 @@ def verify(
     With --provider, also run an export there and compare its logits with the CPU's.
     """
     from sportsllm.console import output
+    from sportsllm.formats.artifact import verify_directory
+    from sportsllm.formats.huggingface.config import load_config
     from sportsllm.inference.decoder import is_onnx_directory
-    from sportsllm.models.hf.config import load_config
-    from sportsllm.storage.artifact import verify_directory
 
     require_directory(directory, "a finished checkpoint or export")
     exported = is_onnx_directory(directory)

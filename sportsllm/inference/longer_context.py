@@ -4,11 +4,11 @@ import math
 from pathlib import Path
 
 from sportsllm.errors import UsageError
+from sportsllm.formats.changed_config import checkpoint_with
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.inference.decoder import Decoder, is_onnx_directory, open_decoder
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
-from sportsllm.models.rope import LONGEST, stretched
-from sportsllm.storage.changed_config import checkpoint_with
+from sportsllm.models.rope import LONGEST, with_rope_scaling
 
 UNSCALED = "none"
 """Of `--rope-scaling`: longer windows with the rotary table that goes on as it is."""
@@ -26,7 +26,7 @@ def open_with_context(
 
     Args:
         context: the longest that `scaling` allows where it is not given.
-        scaling: see `sportsllm.models.rope.stretched`, or `UNSCALED`.
+        scaling: see `sportsllm.models.rope.with_rope_scaling`, or `UNSCALED`.
 
     Raises:
         UsageError: the context is beyond what the model reads, or the scaling is not possible.
@@ -59,7 +59,7 @@ def _longest(directory: Path, config: ModelConfig, context: int | None, scaling:
         if context is None or context > LONGEST:
             raise UsageError(f"--rope-scaling none: say how far to read with --context N, at most {LONGEST:,}")
         return config.with_changes(max_position_embeddings=max(own, context))
-    longest = config if scaling is None else stretched(config, scaling)
+    longest = config if scaling is None else with_rope_scaling(config, scaling)
     reach = longest.max_position_embeddings
     if context is not None and context > reach:
         factor = math.ceil(context / own * (config.rope_scaling.factor if config.rope_scaling else 1))

@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 
 from sportsllm.errors import UsageError
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.attention import KVCache
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.checkpoint import load_checkpoint
 
 _SCORE_TOKENS = 8_192  # tokens in one scoring batch, padding included
 _SCORE_CHUNK = 1_024  # tokens whose logits exist at once

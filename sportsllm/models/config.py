@@ -1,4 +1,4 @@
-"""The shape of a model: one frozen record. `sportsllm.models.hf.config` reads and writes it as config.json.
+"""The shape of a model: one frozen record. `sportsllm.formats.huggingface.config` reads and writes it as config.json.
 
 Imports neither torch nor any other large library: the device install reads it too.
 """
@@ -116,7 +116,7 @@ class ModelConfig:
             if getattr(self, field) not in known:
                 raise UsageError(f"config: {field} is {getattr(self, field)!r}; use one of {', '.join(known)}")
         self._check_layers()
-        for kind in kinds.halves(self).values():
+        for kind in kinds.sublayers(self).values():
             kind.check(self)
         if (self.attention_kind == "lstm") != (self.position_kind == "none"):
             raise UsageError(
@@ -178,8 +178,8 @@ class ModelConfig:
         """Parameters that one token is computed with: of a mixture the router, the chosen and the shared experts."""
         unused = 0
         for part, layers in self.runs():
-            matrices = [(kind.matrices(part), kind.active_numbers(part)) for kind in kinds.halves(part).values()]
-            unused += layers * sum(sum(matrix.numbers for matrix in found) - active for found, active in matrices)
+            matrices = [(kind.matrices(part), kind.active_parameters(part)) for kind in kinds.sublayers(part).values()]
+            unused += layers * sum(sum(matrix.numel for matrix in found) - active for found, active in matrices)
         return self.parameters - unused
 
     @property
@@ -232,11 +232,11 @@ class ModelConfig:
 
     def parameters_by_component(self) -> dict[str, int]:
         """Exact number of trained numbers in each part; they add up to `parameters`."""
-        hidden, a_norm = self.hidden_size, self.norm_numbers
+        hidden, a_norm = self.hidden_size, self.norm_parameters
         sizes, norms = dict.fromkeys(kinds.NORMS, 0), a_norm
         for part, layers in self.runs():
-            for half, kind in kinds.halves(part).items():
-                sizes[half] += layers * sum(m.numbers + m.bias * m.rows for m in kind.matrices(part))
+            for half, kind in kinds.sublayers(part).items():
+                sizes[half] += layers * sum(m.numel + m.bias * m.rows for m in kind.matrices(part))
                 norms += layers * sum(vector.size for vector in kind.vectors(part))
             norms += layers * kinds.norms_of_block(part) * a_norm
         return {
@@ -253,7 +253,7 @@ class ModelConfig:
         return self.max_position_embeddings if self.position_kind == "learned" else 0
 
     @property
-    def norm_numbers(self) -> int:
+    def norm_parameters(self) -> int:
         """Numbers of a norm of the residual stream."""
         return self.hidden_size * (2 if self.norm_kind == "layer" else 1)
 

@@ -114,11 +114,11 @@ class MixtureOfExperts(Kind):
             found.append(Unit(_unit(name), "intermediate_size", inner, experts.shared if name == SHARED else 1))
         return tuple(found)
 
-    def active_numbers(self, config: ModelConfig) -> int:
+    def active_parameters(self, config: ModelConfig) -> int:
         experts = config.chosen_experts
         router, *others = self.matrices(config)
-        routed = sum(m.numbers for m in others if not m.name.startswith(SHARED)) // experts.count * experts.active
-        return router.numbers + routed + sum(m.numbers for m in others if m.name.startswith(SHARED))
+        routed = sum(m.numel for m in others if not m.name.startswith(SHARED)) // experts.count * experts.active
+        return router.numel + routed + sum(m.numel for m in others if m.name.startswith(SHARED))
 
     def activation_bytes(self, config: ModelConfig, mixed: bool, processor: Processor) -> int:
         """Of each chosen expert its input, inner tensors and output, and the scores of all."""
@@ -233,7 +233,7 @@ BIAS_STEP = 1e-3
 def balance_biases(model: Any) -> None:
     """After a training step: experts that got less than their share of its tokens are chosen more easily, others less.
 
-    The step's counts are added to those that `take_shares` reads.
+    The step's counts are added to those that `pop_expert_load` reads.
     """
     import torch
 
@@ -248,7 +248,7 @@ def balance_biases(model: Any) -> None:
         del block.mlp.step_N
 
 
-def take_shares(model: Any) -> list[list[float]]:
+def pop_expert_load(model: Any) -> list[list[float]]:
     """For each layer the share of choices that fell on each of its experts since the last call, in training."""
     shares = []
     for block in model.model.layers:

@@ -53,7 +53,7 @@ class Parameter(NamedTuple):
     writes_residual: bool = False
 
 
-def halves(config: ModelConfig) -> dict[str, Kind]:
+def sublayers(config: ModelConfig) -> dict[str, Kind]:
     """The kind of each half of a block, by module name.
 
     Here and below a config is that of a model of like layers, `ModelConfig.of_layer` of another one.
@@ -69,7 +69,7 @@ def block_matrices(config: ModelConfig) -> list[Matrix]:
 @lru_cache(maxsize=64)  # a search asks many times for one shape after the other
 def _block_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
     found = []
-    for half, kind in halves(config).items():
+    for half, kind in sublayers(config).items():
         for matrix in kind.matrices(config):
             source = None if matrix.scale_source is None else f"{half}.{matrix.scale_source}"
             name, read = f"{half}.{matrix.name}", f"{half}.{matrix.input}"
@@ -88,14 +88,14 @@ def input_groups(config: ModelConfig) -> list[list[Matrix]]:
 def block_units(config: ModelConfig) -> dict[str, Unit]:
     """The units that pruning may cut, by name: the residual stream's channels, then each half's units."""
     units = {HIDDEN: Unit(HIDDEN, "hidden_size", config.hidden_size)}
-    for kind in halves(config).values():
+    for kind in sublayers(config).values():
         units |= {unit.name: unit for unit in kind.units(config)}
     return units
 
 
 def block_state(config: ModelConfig) -> list[State]:
     """The tensors that one block caches, for each token or of a whole sequence."""
-    return [state for kind in halves(config).values() for state in kind.state(config)]
+    return [state for kind in sublayers(config).values() for state in kind.state(config)]
 
 
 def cached_shape(state: State, length: Size) -> tuple[int | Size, ...]:
@@ -116,7 +116,7 @@ def parameters(config: ModelConfig) -> list[Parameter]:
         found.append(Parameter(f"{POSITIONS}.weight", (config.positions, config.hidden_size), "positions"))
     for layer in range(config.num_hidden_layers):
         own, prefix = config.of_layer(layer), f"model.layers.{layer}"
-        for half, kind in halves(own).items():
+        for half, kind in sublayers(own).items():
             found += _norm(config, f"{prefix}.{NORMS[half]}")
             for matrix in kind.matrices(own):
                 name, shape = f"{prefix}.{half}.{matrix.name}", (matrix.rows, matrix.columns)

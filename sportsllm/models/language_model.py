@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import NORMS, OUTPUT_NORMS, check_parameters, halves, parameters
+from sportsllm.models.kinds import NORMS, OUTPUT_NORMS, check_parameters, parameters, sublayers
 from sportsllm.models.parts import Kind
 from sportsllm.models.rope import rope_tables
 
@@ -89,7 +89,7 @@ def _compute_type(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-class Half(nn.Module):
+class Sublayer(nn.Module):
     """Attention or feed-forward: the modules that its kind lists, by name, and the kind's own `forward`."""
 
     def __init__(self, kind: Kind, config: ModelConfig, layer: int) -> None:
@@ -129,9 +129,9 @@ class Block(nn.Module):
         config = config.of_layer(layer)
         self.dropout = config.dropout
         self.output_norms = config.output_norms
-        for name, kind in halves(config).items():
+        for name, kind in sublayers(config).items():
             self.add_module(NORMS[name], residual_norm(config))
-            self.add_module(name, Half(kind, config, layer))
+            self.add_module(name, Sublayer(kind, config, layer))
             if config.output_norms:
                 self.add_module(OUTPUT_NORMS[name], residual_norm(config))
 
@@ -158,7 +158,7 @@ def block_weights(model: nn.Module) -> list[nn.Parameter]:
     return [
         half.get_parameter(f"{matrix.name}.weight")
         for half in model.modules()
-        if isinstance(half, Half)
+        if isinstance(half, Sublayer)
         for matrix in half.kind.matrices(half.config)
     ]
 
@@ -211,7 +211,7 @@ class SportsLLM(nn.Module):
                     spread = residual_std if described[name].writes_residual else std
                     parameter.normal_(0.0, spread, generator=generator)
             for half in self.modules():
-                if isinstance(half, Half):
+                if isinstance(half, Sublayer):
                     half.kind.initialize(half)
 
     @property

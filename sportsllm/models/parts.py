@@ -66,7 +66,7 @@ class Matrix(NamedTuple):
     stepwise: bool = False
 
     @property
-    def numbers(self) -> int:
+    def numel(self) -> int:
         """Weights, without the bias."""
         return self.rows * self.columns
 
@@ -125,9 +125,9 @@ class Kind(Protocol):
         """The tensors it caches."""
         return ()
 
-    def active_numbers(self, config: ModelConfig) -> int:
+    def active_parameters(self, config: ModelConfig) -> int:
         """Numbers of the matrices that one token is multiplied by."""
-        return sum(matrix.numbers for matrix in self.matrices(config))
+        return sum(matrix.numel for matrix in self.matrices(config))
 
     def mixing_macs(self, config: ModelConfig, depth: int) -> int:
         """Multiply-adds of one token outside the matrices, where it sees `depth` tokens."""

@@ -87,12 +87,14 @@ def rope_tables(
     """
     positions = np.arange(length, dtype=np.float32)
     angles = positions[:, None] * inverse_frequencies(config, local)[None, :]
-    own = local and config.rope_local_theta is not None  # sliding layers with a base of their own are not stretched
+    own = (
+        local and config.rope_local_theta is not None
+    )  # sliding layers with a base of their own are not with_rope_scaling
     factor = np.float32(1.0 if own else attention_factor(config.rope_scaling))
     return np.cos(angles) * factor, np.sin(angles) * factor
 
 
-def stretched(config: ModelConfig, scaling: str) -> ModelConfig:
+def with_rope_scaling(config: ModelConfig, scaling: str) -> ModelConfig:
     """The model with a context that is longer by a factor: `yarn:4`, `llama3:4` or `linear:4`.
 
     Raises:

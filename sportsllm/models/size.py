@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import least_bits
-from sportsllm.models.kinds import NORMS, OUTPUT_NORMS, block_matrices, block_state, halves
+from sportsllm.models.kinds import NORMS, OUTPUT_NORMS, block_matrices, block_state, sublayers
 from sportsllm.models.parts import Matrix
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
@@ -24,7 +24,7 @@ _DENSE_BYTES = {"fp32": 4, "fp16": 2}
 _MATRIX_BITS = {"int8": 8, "int4": 4}
 
 
-def block_numbers(config: ModelConfig, block_size: int = 1) -> int:
+def matrix_parameters(config: ModelConfig, block_size: int = 1) -> int:
     """Numbers in the matrices inside the blocks, each row filled up to whole blocks of `block_size`."""
     return sum(
         layers * m.rows * -(-m.columns // block_size) * block_size
@@ -37,14 +37,14 @@ def block_parameters(config: ModelConfig) -> dict[str, int]:
     """Numbers in each part of one block, by the module's name; they add up to the whole block."""
     parts: dict[str, int] = {}
     norms: dict[str, int] = {}
-    for half, kind in halves(config).items():
+    for half, kind in sublayers(config).items():
         matrices = kind.matrices(config)
-        parts |= {matrix.name: matrix.numbers for matrix in matrices}
+        parts |= {matrix.name: matrix.numel for matrix in matrices}
         parts |= {f"{matrix.name}.bias": matrix.rows for matrix in matrices if matrix.bias}
         norms |= {vector.name: vector.size for vector in kind.vectors(config)}
-        norms[NORMS[half]] = config.norm_numbers
+        norms[NORMS[half]] = config.norm_parameters
         if config.output_norms:
-            norms[OUTPUT_NORMS[half]] = config.norm_numbers
+            norms[OUTPUT_NORMS[half]] = config.norm_parameters
     return parts | norms
 
 
@@ -52,7 +52,7 @@ def quantized_bytes(rows: int, columns: int, bits: int, block_size: int, zero_po
     """Exact size of a packed matrix: numbers, one float32 scale per block and, optionally, zero points.
 
     Rows are padded to whole blocks, and the zero points of a row to whole bytes, as
-    `sportsllm.storage.packed_weights.QuantizedWeight` lays them out.
+    `sportsllm.formats.packed_weights.QuantizedWeight` lays them out.
     """
     blocks = -(-columns // block_size)
     packed = rows * blocks * (block_size * bits // 8)
@@ -87,7 +87,7 @@ def component_bytes(
     parts = dict.fromkeys(config.parameters_by_component(), 0)
     for part, layers in config.runs():
         a_block = block_bytes(part, precision, block_size, head_bits, zero_points)
-        for component, (half, kind) in zip(("attention", "feed_forward"), halves(part).items(), strict=True):
+        for component, (half, kind) in zip(("attention", "feed_forward"), sublayers(part).items(), strict=True):
             norms = {NORMS[half], OUTPUT_NORMS[half], *(vector.name for vector in kind.vectors(part))}
             in_half = {matrix.name for matrix in kind.matrices(part)}
             for name, size in a_block.items():
@@ -95,7 +95,7 @@ def component_bytes(
                     parts["norms"] += layers * size
                 elif name.removesuffix(".bias") in in_half:
                     parts[component] += layers * size
-    parts["norms"] += norm_number * config.norm_numbers
+    parts["norms"] += norm_number * config.norm_parameters
     table = norm_number * config.vocab_size * config.hidden_size
     if precision in _MATRIX_BITS and head_bits != 32:
         zeros = zero_points and head_bits == 4
@@ -113,7 +113,7 @@ def block_bytes(
     sizes = {name: _DENSE_BYTES.get(precision, 4) * count for name, count in block_parameters(config).items()}
     if precision in _MATRIX_BITS:
         bits = _MATRIX_BITS[precision]
-        for kind in halves(config).values():
+        for kind in sublayers(config).values():
             for m in kind.matrices(config):
                 own = max(bits, least_bits(m.name))
                 sizes[m.name] = quantized_bytes(m.rows, m.columns, own, block_size, zero_points and own == 4)
@@ -213,7 +213,7 @@ def tensor_shapes(config: ModelConfig, batch: int, length: int, element_bytes: i
     elif config.position_kind == "rotary":
         add("rope cos, sin", "table", (2, length, config.head_dim // 2))
     for part, layers in config.runs():
-        for (half, described), result in zip(halves(part).items(), ("attention", "feed-forward"), strict=True):
+        for (half, described), result in zip(sublayers(part).items(), ("attention", "feed-forward"), strict=True):
             add(NORMS[half], "activation", (*steps, hidden), layers)
             for item in described.tensors(part):
                 if isinstance(item, Matrix):

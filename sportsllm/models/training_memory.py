@@ -11,9 +11,9 @@ from typing import Literal
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import NORMS, block_matrices, halves, norms_of_block, parameters
+from sportsllm.models.kinds import NORMS, block_matrices, norms_of_block, parameters, sublayers
 from sportsllm.models.parts import Processor
-from sportsllm.models.size import block_numbers, loss_chunk_tokens
+from sportsllm.models.size import loss_chunk_tokens, matrix_parameters
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = ("adamw", "muon")
@@ -114,7 +114,7 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
 
     Not counted: results of single small operators, dropout's masks, and what the allocator and the driver keep.
     """
-    total, in_blocks, table = config.parameters, block_numbers(config), config.vocab_size * config.hidden_size
+    total, in_blocks, table = config.parameters, matrix_parameters(config), config.vocab_size * config.hidden_size
     tokens, hidden, layers = step.batch * step.length, config.hidden_size, config.num_hidden_layers
     each = [(layer_activation_bytes(part, step.mixed, step.processor), count) for part, count in config.runs()]
     number, layer, all_layers = 2 if step.mixed else 4, max(each)[0], sum(size * count for size, count in each)
@@ -174,7 +174,7 @@ def layer_activation_bytes(config: ModelConfig, mixed: bool, processor: Processo
     """
     norms = norms_of_block(config) // len(NORMS)
     a_norm = norms * _norm_bytes(config.hidden_size, processor) + (2 if mixed else 4) * config.hidden_size
-    return sum(a_norm + kind.activation_bytes(config, mixed, processor) for kind in halves(config).values())
+    return sum(a_norm + kind.activation_bytes(config, mixed, processor) for kind in sublayers(config).values())
 
 
 def _norm_bytes(size: int, processor: Processor) -> int:
@@ -199,7 +199,7 @@ def _state_bytes(config: ModelConfig, optimizer: str, bits: int) -> int:
         packed = [size for size in sizes if size >= LEAST_8BIT]
         scales = sum(-(-size // BLOCK_8BIT) for size in packed)
         return 8 * (sum(sizes) - sum(packed)) + 2 * sum(packed) + 8 * scales
-    moments = 2 * config.parameters - (block_numbers(config) if optimizer == "muon" else 0)
+    moments = 2 * config.parameters - (matrix_parameters(config) if optimizer == "muon" else 0)
     return moments * bits // 8
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.documents import cut_text
@@ -92,7 +92,7 @@ def check_familiar(samples: Sequence[Tensor], nats: float) -> None:
     shares = counts[counts > 0] / counts.sum()
     entropy = -float((shares * shares.log()).sum())
     if nats >= entropy:
-        say(
+        log(
             f"the model knows nothing of the calibration text: {nats:.2f} nats a token, its tokens' frequencies alone "
             f"{entropy:.2f}; if that is not text like what it was trained on, give such text by --calibration; else "
             "train it longer"

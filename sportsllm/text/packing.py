@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from sportsllm.console import progress_bar, say
+from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.text.tokenizer import TextTokenizer
 
@@ -77,7 +77,7 @@ def tokenize(documents: Sequence[str], tokenizer: TextTokenizer) -> TokenizedDoc
             with safe_open(str(path), framework="numpy") as tensors:
                 return TokenizedDocuments(tensors.get_tensor("ids"), tensors.get_tensor("ends"), size)
         except (SafetensorError, KeyError, OSError) as error:
-            say(f"{path}: damaged ({error}); the corpus is tokenized again")
+            log(f"{path}: damaged ({error}); the corpus is tokenized again")
     found = _tokenize(documents, tokenizer, size)
     _write(path, found)
     return found

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.text.documents import Piece, cut_text, read_documents, read_pieces
 
@@ -61,13 +61,13 @@ def load_corpus(corpus: Sequence[Path], valid: Sequence[Path], known: Sequence[P
     if not train:
         raise ArtifactError(f"{', '.join(map(str, corpus))}: all of it is held out; give other training text")
     if len(train) < len(documents):
-        say(f"{len(documents) - len(train):,} of {len(documents):,} documents are held out and not trained on")
+        log(f"{len(documents) - len(train):,} of {len(documents):,} documents are held out and not trained on")
     if valid:
         return TextSplit([piece.text for piece in train], held_out)
     split = split_documents(train)
     if not split.held_out:
         raise ArtifactError("the corpus is a single document, so none can be held out; give --valid FILE too")
-    say(f"no held-out text was given: {len(split.held_out):,} of {len(train):,} documents are held out")
+    log(f"no held-out text was given: {len(split.held_out):,} of {len(train):,} documents are held out")
     return split
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers.decoders import DecodeStream
 
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.huggingface.config import read_json
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import read_json
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 _BYTES = 256  # every byte is a token, so any text can be written
@@ -99,7 +99,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digi
     tokenizer.train_from_iterator(texts, trainer)
     missing = vocab_size - tokenizer.get_vocab_size()
     if missing:
-        say(f"the corpus gives {vocab_size - missing:,} tokens; {missing:,} reserved ones fill the vocabulary up")
+        log(f"the corpus gives {vocab_size - missing:,} tokens; {missing:,} reserved ones fill the vocabulary up")
         tokenizer.add_special_tokens([f"<|reserved_{number}|>" for number in range(missing)])
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")

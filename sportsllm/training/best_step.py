@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.training.state import RunState
 
@@ -55,9 +55,9 @@ class BestStep:
             last = math.nan if state.last_bits_per_byte is None else state.last_bits_per_byte
             figures = f"{state.best_bits_per_byte:.4f} bits per byte, {last:.4f} when last scored"
             if state.best_step == 0:
-                say(f"no step was better than the start on held-out text ({figures}): the start is kept")
+                log(f"no step was better than the start on held-out text ({figures}): the start is kept")
             else:
-                say(f"step {state.best_step} of {state.step} was the best on held-out text ({figures}): it is kept")
+                log(f"step {state.best_step} of {state.step} was the best on held-out text ({figures}): it is kept")
             trained = self._trained()
             for name, weight in (state.best or {}).items():
                 trained[name].copy_(weight)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.calibration import calibration_samples
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.own_text import own_text
+from sportsllm.training.self_generated_text import self_generated_text
 from sportsllm.training.setup import held_out_files, manifest_setting
 
 SAMPLE_TOKENS, LEAST_SAMPLES = 512, 16
@@ -38,7 +38,7 @@ class CalibrationText:
         made_from = tuple(Path(name) for name in manifest_setting(checkpoint, "corpus") or ())
         missing = [path for path in made_from if not path.exists()]
         if missing:
-            say(f"{missing[0]}: training text that {checkpoint} names, not found")
+            log(f"{missing[0]}: training text that {checkpoint} names, not found")
             return self
         return replace(self, files=made_from)
 
@@ -52,16 +52,16 @@ class CalibrationText:
         """
         if not self.files:
             count = self.samples or min(most, max(LEAST_SAMPLES, round(_SAMPLES_TIMES_PARAMETERS / model.parameters)))
-            say(f"no calibration text is at hand: it is {count} texts that the model writes itself")
-            return own_text(checkpoint, model, count, min(SAMPLE_TOKENS, model.max_position_embeddings))
+            log(f"no calibration text is at hand: it is {count} texts that the model writes itself")
+            return self_generated_text(checkpoint, model, count, min(SAMPLE_TOKENS, model.max_position_embeddings))
         words, valid = load_tokenizer(checkpoint, model), [*held_out_files(checkpoint), *self.valid]
         found = calibration_samples(self.files, valid, words, model, self.samples, SAMPLE_TOKENS, most)
         tokens = sum(piece.numel() for piece in found)
         if tokens >= least or self.samples is not None:
             return found
-        say(
+        log(
             f"{tokens:,} tokens of calibration text are too few to round by: {LEAST_SAMPLES} texts that the model "
             "writes itself are read too"
         )
         length = min(SAMPLE_TOKENS, model.max_position_embeddings)
-        return [*found, *own_text(checkpoint, model, LEAST_SAMPLES, length)]
+        return [*found, *self_generated_text(checkpoint, model, LEAST_SAMPLES, length)]

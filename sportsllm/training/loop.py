@@ -15,9 +15,9 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from sportsllm.console import progress_bar, say
+from sportsllm.console import log, progress_bar
 from sportsllm.errors import DivergedError, InterruptedRun, UsageError
-from sportsllm.models.experts import balance_biases, take_shares
+from sportsllm.models.experts import balance_biases, pop_expert_load
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences
@@ -179,7 +179,7 @@ class _Run:
     def write_step(self, **record: float | None) -> None:
         """`write`, and a line with each expert's share of the tokens, by layer, where there are experts."""
         self.write(**record)
-        if shares := take_shares(self.model):
+        if shares := pop_expert_load(self.model):
             self.write(expert_shares=shares)
 
     def interrupted(self) -> InterruptedRun:
@@ -200,7 +200,7 @@ class _Run:
         except DivergedError as error:
             if self.state.best_step is None:
                 raise
-            say(f"{error}; training ends here")
+            log(f"{error}; training ends here")
             return None
 
     def take_step(self, batches: PackedSequences, loss: Loss) -> tuple[float, float, float]:
@@ -294,7 +294,7 @@ def _interrupt_flag() -> Iterator[threading.Event]:
         if flag.is_set():
             raise KeyboardInterrupt
         flag.set()
-        say("finishing this step, then saving; press Ctrl-C again to stop at once")
+        log("finishing this step, then saving; press Ctrl-C again to stop at once")
 
     previous = signal.signal(signal.SIGINT, handle)
     try:

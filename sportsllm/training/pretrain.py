@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.artifact import Stage, run_stage
+from sportsllm.formats.changed_config import checkpoint_with
+from sportsllm.formats.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import preset
-from sportsllm.models.rope import stretched
+from sportsllm.models.rope import with_rope_scaling
 from sportsllm.models.shape import changed_shape, described_shape
-from sportsllm.storage.artifact import Stage, run_stage
-from sportsllm.storage.changed_config import checkpoint_with
-from sportsllm.storage.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
-from sportsllm.storage.safetensors_files import quantization_config
 from sportsllm.text.packing import PackedSequences, tokenize
 from sportsllm.text.split import TextSplit, load_corpus
 from sportsllm.text.tokenizer import TextTokenizer, check_digits, load_tokenizer, train_tokenizer
@@ -40,7 +40,7 @@ class Pretraining:
     """Text, output and settings of a training, whatever weights it starts from.
 
     Part of `corpus` is held out where `valid` is empty; what is `left_out` is not trained on either. 0 steps write the
-    weights as they start. `rope_scaling` lengthens the context, see `sportsllm.models.rope.stretched`.
+    weights as they start. `rope_scaling` lengthens the context, see `sportsllm.models.rope.with_rope_scaling`.
     """
 
     corpus: Sequence[Path]
@@ -53,7 +53,7 @@ class Pretraining:
 
     def shape(self, config: ModelConfig) -> ModelConfig:
         """The shape that is trained: that of the preset or checkpoint, its context lengthened if asked for."""
-        return config if self.rope_scaling is None else stretched(config, self.rope_scaling)
+        return config if self.rope_scaling is None else with_rope_scaling(config, self.rope_scaling)
 
     def stage(self, start: dict[str, Any], options: dict[str, Any], inputs: Sequence[Path]) -> Stage:
         """The stage that starts from `start`, for example {"model": "small"}."""
@@ -120,14 +120,14 @@ def train_base(
         if tokenizer is not None:
             copy_tokenizer(tokenizer, directory)
         elif not (directory / "tokenizer.json").exists():
-            say(f"training a tokenizer of {shape.vocab_size:,} entries")
+            log(f"training a tokenizer of {shape.vocab_size:,} entries")
             train_tokenizer(texts.train, shape.vocab_size, directory, digits)
         words = load_tokenizer(directory)
         fitted = fit_vocabulary(shape, words.vocab_size, model).with_changes(
             bos_token_id=words.begin_id, eos_token_id=words.end_id, pad_token_id=words.pad_id
         )
         check_sequence(config.sequence, fitted)
-        say(f"{training.out}: {described_shape(fitted)}")
+        log(f"{training.out}: {described_shape(fitted)}")
         network = SportsLLM(fitted)
         network.initialize(config.seed)
         results = training.fit(network.to(training_device()), texts, words, directory, stage)
@@ -189,7 +189,7 @@ def fit_vocabulary(shape: ModelConfig, vocab_size: int, name: str) -> ModelConfi
     """A preset with the vocabulary its tokenizer has; says so where that is another size."""
     if vocab_size == shape.vocab_size:
         return shape
-    say(f"{name}: the tokenizer has {vocab_size:,} entries, so the embedding has too (preset: {shape.vocab_size:,})")
+    log(f"{name}: the tokenizer has {vocab_size:,} entries, so the embedding has too (preset: {shape.vocab_size:,})")
     return shape.with_changes(vocab_size=vocab_size)
 
 

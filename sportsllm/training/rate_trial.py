@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import DivergedError, InterruptedRun
 from sportsllm.files import atomic_write_text
-from sportsllm.models.hf.config import read_json
+from sportsllm.formats.huggingface.config import read_json
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.best_step import Validate
@@ -60,7 +60,7 @@ def choose_rates(
     tried = ", ".join(
         f"{_scaled(config, factor).learning_rate:.2g} {score:.4f}" for factor, score in sorted(scores.items())
     )
-    say(f"rates tried on {steps} steps each, AdamW's and bits per byte: {tried}; {chosen.learning_rate:.2g} is taken")
+    log(f"rates tried on {steps} steps each, AdamW's and bits per byte: {tried}; {chosen.learning_rate:.2g} is taken")
     return chosen
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from sportsllm.console import say
+from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.training_memory import OPTIMIZERS, check_optimizer_bits
@@ -118,13 +118,13 @@ class Run:
         start: what it starts from.
         model: that is trained, or the one that it is cut from.
         adapters: only adapters are trained.
-        settled: cut weights were trained before, so that large steps would undo more than they mend.
+        already_trained: cut weights were trained before, so that large steps would undo more than they mend.
     """
 
     start: Start
     model: ModelConfig
     adapters: bool = False
-    settled: bool = False
+    already_trained: bool = False
 
 
 DOCUMENTED_DROPOUT = 0.1
@@ -160,7 +160,7 @@ def peak_rates(run: Run, optimizer: str = "adamw") -> tuple[float, float]:
     every matrix, so that its rate does not.
     """
     adamw, muon = _RATES[run.start]
-    if run.start is Start.CUT and optimizer == "adamw" and not (run.adapters or run.settled):
+    if run.start is Start.CUT and optimizer == "adamw" and not (run.adapters or run.already_trained):
         adamw *= _CUT_BY_ADAMW_ALONE
     size = max(run.model.parameters, _LEAST_PARAMETERS)
     scale = math.sqrt(_RATE_PARAMETERS / size) * (_ADAPTER_RATIO if run.adapters else 1.0)
@@ -223,7 +223,7 @@ def train_config(
             "another, and `run --jobs` trains several students at a time"
         )
     if config.steps:
-        say(described(config, run))
+        log(described(config, run))
     return config
 
 
@@ -256,13 +256,13 @@ def _check_effect(config: TrainConfig, given: Mapping[str, Any]) -> None:
     if of_muon and config.optimizer != "muon":
         raise UsageError(f"{of_muon[0]} is Muon's, this run's optimizer is {config.optimizer}; add --optimizer muon")
     if config.warmup >= config.steps > 1:
-        say(
+        log(
             f"the run ends inside its warm-up: {config.steps} steps, {config.warmup} of warm-up; give more tokens, "
             "smaller steps or --set warmup=N"
         )
     rates = {"learning_rate", "muon_learning_rate"} & given.keys()
     if rates == {"learning_rate"} and config.optimizer == "muon":
-        say(f"--learning-rate is that of AdamW's part; matrices have Muon's, {config.muon_learning_rate:g}")
+        log(f"--learning-rate is that of AdamW's part; matrices have Muon's, {config.muon_learning_rate:g}")
     if "decay_share" in given and config.schedule != "wsd":
         raise UsageError(f"decay_share is for wsd, the schedule is {config.schedule}; add --schedule wsd")
 

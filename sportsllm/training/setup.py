@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import torch
 
-from sportsllm.console import say
+from sportsllm.console import log
+from sportsllm.formats.artifact import read_manifest
 from sportsllm.inference.evaluate import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.artifact import read_manifest
 from sportsllm.text.packing import PackedSequences
 from sportsllm.text.split import TextSplit
 from sportsllm.text.tokenizer import TextTokenizer
@@ -37,7 +37,7 @@ def validation(corpus: TextSplit, tokenizer: TextTokenizer, config: TrainConfig,
     tokens = min(most, max(least, config.steps * config.tokens_per_step // 16))
     choosing, judging = corpus.parts()
     if choosing == judging:
-        say("the held-out text is one short document: the best step is chosen on what is reported")
+        log("the held-out text is one short document: the best step is chosen on what is reported")
     judge = _scorer(judging, tokenizer, _VALIDATION_TOKENS)
     return Validation(_scorer(choosing, tokenizer, tokens), judge, keep_start)
 
@@ -53,7 +53,7 @@ def _scorer(documents: Sequence[str], tokenizer: TextTokenizer, tokens: int) -> 
 def training_device() -> torch.device:
     """A CUDA GPU where there is one, which is said, else the CPU."""
     if torch.cuda.is_available():
-        say(f"training on {torch.cuda.get_device_name()}")
+        log(f"training on {torch.cuda.get_device_name()}")
         return torch.device("cuda")
     return torch.device("cpu")
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.hf.config import read_json
-from sportsllm.storage.artifact import STATE_DIRECTORY, replace_state
-from sportsllm.storage.checkpoint import save_tensors
+from sportsllm.formats.artifact import STATE_DIRECTORY, replace_state
+from sportsllm.formats.checkpoint import save_tensors
+from sportsllm.formats.huggingface.config import read_json
 
 _PROGRESS = ("step", "losses", "best_step", "best_bits_per_byte", "last_bits_per_byte")
 _BEST = "best.safetensors"

@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks.trace import trace_model
 from export.export import ExportOptions, export_checkpoint
+from sportsllm.formats.checkpoint import save_checkpoint
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.size import tensor_shapes
-from sportsllm.storage.checkpoint import save_checkpoint
 from tests.sportsllm.cli.test_main import call, complains
 from tests.support.models import tiny_model
 

@@ -12,8 +12,8 @@ from export.export import ExportOptions, export_checkpoint
 from export.paths import DATA_FILE, GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.artifact import read_manifest
 from sportsllm.models.language_model import KVCache
-from sportsllm.storage.artifact import read_manifest
 from tests.support.export_models import int8_samples, measured_scales, tiny_model
 
 

@@ -13,8 +13,8 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
 from export.gguf_export import export_gguf
-from sportsllm.models.hf.config import load_config
-from sportsllm.storage.artifact import MANIFEST, Stage, digest, read_manifest, run_stage, verify_directory
+from sportsllm.formats.artifact import MANIFEST, Stage, digest, read_manifest, run_stage, verify_directory
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.training.pretrain import Pretraining, fine_tune
 from sportsllm.training.settings import TrainConfig
 from tests.sportsllm.cli.test_main import call, complains

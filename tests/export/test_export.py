@@ -14,8 +14,8 @@ from export import export as export_module
 from export.export import ExportOptions, export_checkpoint
 from export.graph.decoder import WrittenGraph, write_graph
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
+from sportsllm.formats.artifact import verify_directory
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.storage.artifact import verify_directory
 from sportsllm.text.tokenizer import train_tokenizer
 from tests.support.export_models import CONTEXT, TINY, edit_tensor, pack_model, save, tiny_model
 

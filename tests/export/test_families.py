@@ -15,9 +15,9 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
 from sportsllm.errors import UsageError
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.sampling import Sampling, generate
-from sportsllm.models.hf.config import load_config
 from sportsllm.training.calibration_text import CalibrationText
 from tests.support import families
 

@@ -11,10 +11,10 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
 from export.kernels.library import VERSION, library_of
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.inference.torch_decoder import TorchDecoder
-from sportsllm.storage.checkpoint import load_checkpoint
 
 PROMPT = [0, 40, 70, 100, 200]
 

@@ -21,11 +21,11 @@ from export.parity.check import check_parity
 from export.parity.comparison import ParityReport
 from export.paths import DATA_FILE, GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
+from sportsllm.formats.checkpoint import save_checkpoint
+from sportsllm.formats.packed_weights import ROW_BITS, QuantizedWeight, pack
+from sportsllm.formats.quantized_layers import QuantizedEmbedding, QuantizedLinear
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.checkpoint import save_checkpoint
-from sportsllm.storage.packed_weights import ROW_BITS, QuantizedWeight, pack
-from sportsllm.storage.quantized_layers import QuantizedEmbedding, QuantizedLinear
 
 TINY = ModelConfig(
     vocab_size=96,

@@ -14,11 +14,11 @@ from compress.quantization.packed_checkpoint import PackedCheckpoint
 from export.cache_scales import CacheScales
 from export.graph.decoder import write_graph
 from export.graph.prefill_graph import write_prompt_graph
+from sportsllm.formats.checkpoint import save_checkpoint, write_checkpoint
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.kinds import block_state
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.checkpoint import save_checkpoint, write_checkpoint
 
 FORMATS = (
     ModelFormat("fp32"),

@@ -33,11 +33,11 @@ from benchmarks.report.text import summarize_budget
 from benchmarks.spread import percentile, percentiles, spread
 from sportsllm.cli import main as cli
 from sportsllm.errors import UsageError
+from sportsllm.formats.artifact import directory_bytes
+from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes
-from sportsllm.storage.artifact import directory_bytes
-from sportsllm.storage.checkpoint import save_checkpoint
 
 CONFIG = ModelConfig(
     vocab_size=64,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.pictures.blocks import Drawing, Group, describe_model
+from sportsllm.formats.huggingface.config import config_from_hf
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import config_from_hf
 from sportsllm.models.kinds import FEED_FORWARD
 from sportsllm.models.parts import HIDDEN, Kind, Matrix
 from sportsllm.models.presets import PLANNED, PRESETS

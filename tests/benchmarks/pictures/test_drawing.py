@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.pictures.blocks import Drawing, describe_model
 from benchmarks.pictures.drawing import draw_model
+from sportsllm.formats.huggingface.config import config_from_hf
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import config_from_hf
 from sportsllm.models.kinds import FEED_FORWARD
 from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix
 from sportsllm.models.presets import PLANNED, PRESETS

@@ -20,12 +20,12 @@ from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
 from sportsllm.console import output
 from sportsllm.errors import UsageError
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.inference.attention_weights import attention_weights
 from sportsllm.models.config import FULL, SLIDING
 from sportsllm.models.experts import Experts
 from sportsllm.models.gelu import Gelu
-from sportsllm.models.language_model import Half
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.models.language_model import Sublayer
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.sportsllm.cli.test_main import call, complains
 from tests.support.models import tiny_model
@@ -134,7 +134,7 @@ def test_maps_hold_the_weights_of_every_head(mixture: Path, capsys: pytest.Captu
 def test_a_layer_without_attention_is_named(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = load_checkpoint(checkpoint)
     block: Any = model.model.layers[1]
-    block.self_attn = Half(Gelu(), model.config, 1)  # a feed-forward in its place
+    block.self_attn = Sublayer(Gelu(), model.config, 1)  # a feed-forward in its place
     found, weights = measure_attention(model, checkpoint, TEXT)
     assert [layer["layer"] for layer in found["layers"]] == [0] and weights[1] is None
     grid, _ = attention_charts(found, weights)

@@ -12,7 +12,7 @@ from benchmarks.commands import devices
 from benchmarks.console_tables import band
 from sportsllm.cli.main import main
 from sportsllm.errors import UsageError
-from sportsllm.models.hf.config import to_hf
+from sportsllm.formats.huggingface.config import to_hf
 from sportsllm.models.presets import PRESETS
 from sportsllm.models.size import PRECISIONS
 

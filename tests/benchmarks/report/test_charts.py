@@ -17,8 +17,8 @@ from benchmarks.report.samples import before_and_after
 from benchmarks.report.trade_off import trade_off_charts, trade_off_points
 from benchmarks.report.training import training_charts
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.artifact import Stage, output_directory
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.storage.artifact import Stage, output_directory
 from sportsllm.text.tokenizer import load_tokenizer
 
 

@@ -18,7 +18,7 @@ from benchmarks.report.report import page_sections, targets, write_report
 from benchmarks.report.training import training_charts
 from sportsllm.cli import main as cli
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.storage.artifact import Stage, output_directory
+from sportsllm.formats.artifact import Stage, output_directory
 
 EVIL = "</script><script>alert(1)</script><img src=https://example.org/x.png onerror=alert(2)>"
 LIMITS = (("file_mb", 1.0, 0.5, True), ("ttft_ms", 100.0, 150.0, False), ("tpot_p50_ms", 10.0, None, None))

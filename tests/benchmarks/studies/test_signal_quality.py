@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.studies.signal_quality import Study, angle_degrees, full_loss, gradient, measure
-from sportsllm.storage.checkpoint import save_checkpoint
+from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.text.packing import IGNORE, PackedSequences
 from tests.support.models import tiny_model
 

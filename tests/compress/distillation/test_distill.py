@@ -14,9 +14,9 @@ from compress.distillation.student_loss import distillation_loss
 from compress.distillation.student_training import StudentTraining
 from compress.distillation.teacher import load_teacher
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.models.experts import Experts
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.packing import IGNORE, Batch
 from sportsllm.text.tokenizer import train_tokenizer
 from sportsllm.training.settings import Start, TrainConfig

@@ -14,8 +14,8 @@ from compress.distillation.student_training import StudentTraining
 from compress.pruning.plan import PruneTarget, prune_run
 from compress.pruning.run import PruneConfig, PruneJob
 from compress.pruning.student_start import choose_start
-from sportsllm.storage.artifact import read_manifest
-from sportsllm.storage.checkpoint import save_checkpoint
+from sportsllm.formats.artifact import read_manifest
+from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.training.settings import TrainConfig
 from tests.support.models import tiny_model
 

@@ -35,12 +35,12 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
 from sportsllm.errors import UsageError
+from sportsllm.formats.artifact import read_manifest
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.selected import INDEX, Selection, document_parts
-from sportsllm.storage.artifact import read_manifest
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.calibration_text import CalibrationText
 from sportsllm.training.settings import TrainConfig

@@ -24,9 +24,9 @@ from compress.distillation.student_training import RunState, StudentText, Studen
 from compress.pruning.run import PruneConfig, PruneJob, prune_checkpoint
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.artifact import read_manifest
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.artifact import read_manifest
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.packing import IGNORE, Batch
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.lora import Adapters

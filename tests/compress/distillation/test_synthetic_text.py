@@ -7,11 +7,11 @@ import torch
 from compress.cli.sample import sample
 from compress.distillation.synthetic_text import CORPUS, Request, write_corpus
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.inference.sampling import Sampling
-from sportsllm.models.hf.config import load_config
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.own_text import default_rows, own_text
+from sportsllm.training.self_generated_text import default_rows, self_generated_text
 from tests.support.models import tiny_config, tiny_model
 
 
@@ -111,7 +111,7 @@ def test_own_texts_are_the_same_on_every_machine(checkpoint: Path) -> None:
     for threads in (1, 3):
         try:
             torch.set_num_threads(threads)
-            found.append(own_text(checkpoint, load_config(checkpoint), count=8, length=24))
+            found.append(self_generated_text(checkpoint, load_config(checkpoint), count=8, length=24))
         finally:
             torch.set_num_threads(before)
     assert [ids.tolist() for ids in found[0]] == [ids.tolist() for ids in found[1]]

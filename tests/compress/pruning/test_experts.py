@@ -15,9 +15,9 @@ from compress.pruning.plan import PruneTarget, prune_run
 from compress.pruning.run import PruneConfig, PruneJob
 from compress.pruning.shapes import fewer_experts
 from sportsllm.errors import UsageError
+from sportsllm.formats.checkpoint import save_checkpoint
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.experts import Experts
-from sportsllm.models.hf.config import load_config
-from sportsllm.storage.checkpoint import save_checkpoint
 from tests.support.models import tiny_config, tiny_model
 
 SAMPLES = [torch.randint(0, 384, (1, 24), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]

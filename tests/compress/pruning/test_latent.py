@@ -14,10 +14,10 @@ from compress.pruning.latent import _factored, latent_config, to_latent
 from compress.pruning.plan import PruneTarget, prune_run
 from compress.pruning.run import PruneConfig, PruneJob
 from sportsllm.errors import UsageError
-from sportsllm.models.hf.config import load_config
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope_scaling import RopeScaling
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from tests.support.models import tiny_config, tiny_model
 
 SAMPLES = [torch.randint(0, 384, (2, 24), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]

@@ -16,12 +16,12 @@ from compress.pruning.scores import importance_scores
 from compress.pruning.shapes import Shape
 from compress.pruning.slicing import slice_model
 from sportsllm.errors import UsageError
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.models import kinds
 from sportsllm.models.gelu import Gelu
 from sportsllm.models.kinds import NORMS, block_matrices
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.parts import Matrix
-from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support import gelu_kind

@@ -18,9 +18,9 @@ from compress.pruning.plan import PruneTarget, prune_run
 from compress.pruning.run import PruneConfig, PruneJob
 from compress.pruning.scores import Scores, load_scores
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
-from sportsllm.models.hf.config import load_config
-from sportsllm.storage.artifact import read_manifest
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.artifact import read_manifest
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.training.settings import TrainConfig
 from tests.support import gelu_kind
 from tests.support.models import tiny_config, tiny_model

@@ -10,7 +10,7 @@ from compress.distillation.settings import DistillationConfig
 from compress.distillation.student_training import StudentTraining
 from compress.pruning.student_start import Cut, choose_start
 from sportsllm.errors import UsageError
-from sportsllm.storage.checkpoint import load_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.training.settings import TrainConfig
 
 CONFIG = TrainConfig(steps=3, batch_size=2, accumulation=1, sequence=32, precision="fp32", warmup=0)

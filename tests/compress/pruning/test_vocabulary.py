@@ -18,11 +18,11 @@ from compress.cli.prune_vocabulary import prune_vocabulary as command
 from compress.pruning.vocabulary import kept_tokens, read_vocabulary, saved_tokens, with_halves
 from compress.pruning.vocabulary_run import prune_vocabulary
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint, write_json
+from sportsllm.formats.huggingface.config import load_config, read_json
 from sportsllm.inference.evaluate import score_documents
 from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.inference.torch_decoder import TorchDecoder
-from sportsllm.models.hf.config import load_config, read_json
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint, write_json
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 from tests.sportsllm.text.test_tokenizer import HARD
 from tests.support.models import TINY_VOCAB, tiny_model

@@ -13,10 +13,10 @@ from compress.quantization.aware_training import FakeQuantLinear, make_trainable
 from compress.quantization.config import GridSpec, QuantizationConfig
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from compress.quantization.run import quantize
+from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.packed_weights import QuantizedWeight
+from sportsllm.formats.quantized_layers import QuantizedLinear
 from sportsllm.simulator import simulate
-from sportsllm.storage.checkpoint import load_checkpoint
-from sportsllm.storage.packed_weights import QuantizedWeight
-from sportsllm.storage.quantized_layers import QuantizedLinear
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.settings import TrainConfig

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from compress.quantization.gptq import (
+    coordinate_descent,
     damped_gram,
-    descend,
     fit_scales,
     gptq,
     gptq_weight,
@@ -135,7 +135,7 @@ def test_no_single_number_is_better_elsewhere() -> None:
     weight, gram = problem(rows=4, columns=40)
     grid = fit_grid(weight, 4, 16, True, search=False)
     start = grid.round(weight)
-    quants = descend(weight, gram, grid, start, sweeps=50)
+    quants = coordinate_descent(weight, gram, grid, start, sweeps=50)
     assert output_error(weight - grid.values(quants), gram) < output_error(weight - grid.values(start), gram)
     exact = gram.double()
 

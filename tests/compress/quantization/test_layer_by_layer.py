@@ -9,9 +9,9 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantization.layer_by_layer import TABLE_SHARE, quantize_calibrated
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from sportsllm.errors import ArtifactError
+from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.models.experts import Experts
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.checkpoint import save_checkpoint
 from tests.support.models import tiny_model
 
 

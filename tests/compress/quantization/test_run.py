@@ -17,9 +17,9 @@ from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weig
 from compress.quantization.run import METHODS, quantize, resolve_method
 from sportsllm.cli.flags import load_command
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.packed_weights import QuantizedWeight, pack, unpack
 from sportsllm.simulator import simulate
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.storage.packed_weights import QuantizedWeight, pack, unpack
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.calibration_text import CalibrationText
 from tests.support.gelu_kind import registered

@@ -18,13 +18,13 @@ from export.gguf.tokenizer import tokenizer_metadata
 from export.gguf_export import GGUF_FILE, MODELFILE, export_gguf
 from sportsllm.cli.main import main
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.gguf.run import import_gguf
-from sportsllm.gguf.weights import rows_in_halves, rows_in_pairs
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.gguf.run import import_gguf
+from sportsllm.formats.gguf.weights import rows_in_halves, rows_in_pairs
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.packed_weights import ROW_BITS, QuantizedWeight, pack
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.rope_scaling import RopeScaling
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.storage.packed_weights import ROW_BITS, QuantizedWeight, pack
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 from tests.support.models import TINY_VOCAB, tiny_model
 

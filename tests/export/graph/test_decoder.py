@@ -16,11 +16,11 @@ from export.graph.decoder import write_graph
 from export.parity.inputs import exact_graph
 from export.paths import DATA_FILE, GRAPH_FILE
 from sportsllm.errors import ArtifactError
+from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.packed_weights import ROW_BITS
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope_scaling import RopeScaling
-from sportsllm.storage.checkpoint import load_checkpoint
-from sportsllm.storage.packed_weights import ROW_BITS
 from tests.support.export_models import TINY, logits_of, pack_model, save, tiny_model
 
 # Float32 in another order of additions; logits are of size 1.

@@ -13,10 +13,10 @@ from export.graph.decoder import write_graph
 from export.kernels.library import VERSION
 from export.paths import DATA_FILE, GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.decoder import Decoder
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.experts import Experts
-from sportsllm.storage.checkpoint import load_checkpoint
 from tests.support.export_models import Export, Exports, logits_of, pack_model, save, tiny_model
 
 LATENT: dict[str, Any] = {

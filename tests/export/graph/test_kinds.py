@@ -18,9 +18,9 @@ from export.parity.by_layer import check_parity_by_layer
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
+from sportsllm.formats.packed_weights import ROW_BITS
 from sportsllm.models.kinds import ATTENTION
 from sportsllm.models.parts import HIDDEN
-from sportsllm.storage.packed_weights import ROW_BITS
 from tests.support import gelu_kind
 from tests.support.export_models import TINY, Exports, save, tiny_model
 

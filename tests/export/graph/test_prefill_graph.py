@@ -15,9 +15,9 @@ from export.parity.check import check_parity
 from export.paths import DATA_FILE, GRAPH_FILE, PROMPT_FILE, prompt_files
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
+from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.packed_weights import ROW_BITS
 from sportsllm.inference.decoder import log_softmax
-from sportsllm.storage.checkpoint import load_checkpoint
-from sportsllm.storage.packed_weights import ROW_BITS
 from tests.support.export_models import CONTEXT, Exports, pack_model, save, tiny_model
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -17,8 +17,8 @@ from export.parity.check import check_parity
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.models.config import ModelConfig
-from sportsllm.storage.checkpoint import load_checkpoint
 from tests.support.export_models import edit_tensor, logits_of, pack_model, save, tiny_model
 
 # Float32 in another order of additions; logits are of size 1.

@@ -27,9 +27,9 @@ from export.runtime.decoder import OnnxDecoder
 from export.runtime.kernels import called_version, choose_kernels
 from sportsllm.cli.main import main
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.inference.torch_decoder import TorchDecoder
-from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.export_models import Exports
 from tests.support.models import STORIES

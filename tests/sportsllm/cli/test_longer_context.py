@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.inference.evaluate import windows
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.rope_scaling import RopeScaling
-from sportsllm.storage.checkpoint import load_checkpoint
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.sportsllm.cli.test_main import call, complains
 from tests.support.models import tiny_model

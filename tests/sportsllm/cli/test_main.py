@@ -15,8 +15,8 @@ import typer
 
 from sportsllm.cli.flags import COMMANDS
 from sportsllm.cli.main import build_app, main
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.models.hf.config import load_config
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.lora import ALPHA
 from sportsllm.training.settings import TrainConfig

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from sportsllm.cli.flags import load_command
+from sportsllm.formats.artifact import read_manifest
+from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.inference.sampling import Sampling
-from sportsllm.models.hf.config import load_config
 from sportsllm.models.presets import preset
 from sportsllm.models.shape import changed_shape
-from sportsllm.storage.artifact import read_manifest
-from sportsllm.storage.checkpoint import load_checkpoint
 from tests.sportsllm.cli.test_main import call, complains
 
 SMALL = ["--layers", 2, "--hidden", 48, "--heads", 3, "--intermediate", 64, "--context", 64, "--vocab-size", 300]

@@ -12,11 +12,11 @@ import torch
 import transformers
 
 from sportsllm.errors import UsageError
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.inference.attention_weights import attention_weights, distance_tokens, entropy_bits
 from sportsllm.models.config import FULL, SLIDING
 from sportsllm.models.kinds import ATTENTION
 from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from tests.support import families
 from tests.support.models import tiny_model
 

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.huggingface.config import config_from_hf, to_hf
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.hf.config import config_from_hf, to_hf
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS, preset
 from tests.support.models import tiny_config

@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from benchmarks.flops import matmul_parameters
 from sportsllm.errors import UsageError
 from sportsllm.models import size
-from sportsllm.models.experts import BIAS_STEP, Experts, balance_biases, imbalance, route, take_shares
+from sportsllm.models.experts import BIAS_STEP, Experts, balance_biases, imbalance, pop_expert_load, route
 from sportsllm.models.presets import PRESETS
 from sportsllm.models.training_memory import TrainingStep, training_memory
 from sportsllm.text.packing import PackedSequences, tokenize
@@ -63,9 +63,9 @@ def test_layers_without_experts_are_counted_as_they_are() -> None:
     assert config.active_parameters == config.parameters - 2 * 2 * one
     assert matmul_parameters(config) == 3 * attention + dense + 2 * (3 * one + router) + 384 * 64
     assert size.component_bytes(config, "fp32")["feed_forward"] == 4 * (dense + 2 * mixture)
-    assert size.block_numbers(config) == 3 * attention + dense + 2 * mixture
+    assert size.matrix_parameters(config) == 3 * attention + dense + 2 * mixture
     weights = [s for s in size.tensor_shapes(config, 1, 8) if s.kind == "weight" and "embed" not in s.name]
-    assert sum(math.prod(s.shape) * s.layers for s in weights) == size.block_numbers(config)
+    assert sum(math.prod(s.shape) * s.layers for s in weights) == size.matrix_parameters(config)
     assert [(part.experts is None, layers) for part, layers in config.runs()] == [(True, 1), (False, 2)]
 
 
@@ -130,7 +130,7 @@ def test_unused_experts_become_easier_to_choose() -> None:
     balance_biases(model)
     balance_biases(model)  # nothing has come since
     torch.testing.assert_close(mlp.gate.bias - before, BIAS_STEP * torch.tensor([-1.0, 1.0, 0.0, 0.0]))
-    assert take_shares(model) == [[0.5, 0.0, 0.25, 0.25]] and take_shares(model) == []
+    assert pop_expert_load(model) == [[0.5, 0.0, 0.25, 0.25]] and pop_expert_load(model) == []
 
 
 def test_training_logs_the_share_of_every_expert(texts: list[str], tokenizer_directory: Path, tmp_path: Path) -> None:

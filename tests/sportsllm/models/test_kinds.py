@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.huggingface.config import config_from_hf, load_config, to_hf
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import Experts
-from sportsllm.models.hf.config import config_from_hf, load_config, to_hf
 from sportsllm.models.kinds import (
     block_matrices,
     block_state,
@@ -27,7 +28,6 @@ from sportsllm.models.kinds import (
 from sportsllm.models.language_model import SportsLLM, block_weights
 from sportsllm.models.size import tensor_shapes
 from sportsllm.models.training_memory import layer_activation_bytes
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.settings import TrainConfig

@@ -13,10 +13,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from export.export import ExportOptions, export_checkpoint
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.models.hf.config import config_from_hf, load_config, to_hf
-from sportsllm.models.rope import attention_factor, inverse_frequencies, rope_tables, stretched
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.huggingface.config import config_from_hf, load_config, to_hf
+from sportsllm.models.rope import attention_factor, inverse_frequencies, rope_tables, with_rope_scaling
 from sportsllm.models.rope_scaling import RopeScaling
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from tests.support.models import tiny_config, tiny_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -91,7 +91,7 @@ def test_models_and_both_graphs_give_their_logits_beyond_the_original_context(
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_a_stretched_checkpoint_opens_there_as_the_same_model(kind: str, tmp_path: Path) -> None:
-    config = stretched(tiny_config(), f"{kind}:4")
+    config = with_rope_scaling(tiny_config(), f"{kind}:4")
     assert config.max_position_embeddings == 4 * tiny_config().max_position_embeddings
     ours = tiny_model(max_position_embeddings=config.max_position_embeddings, rope_scaling=config.rope_scaling)
     save_checkpoint(tmp_path, ours)
@@ -144,7 +144,7 @@ def test_bad_records_are_refused_by_name(scaling: dict[str, Any], named: str) ->
 
 def test_yarn_needs_a_base_above_one() -> None:
     with pytest.raises(UsageError, match="rope_theta is 1"):
-        rope_tables(stretched(tiny_config(rope_theta=1.0), "yarn:2"), 8)
+        rope_tables(with_rope_scaling(tiny_config(rope_theta=1.0), "yarn:2"), 8)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_yarn_needs_a_base_above_one() -> None:
 )
 def test_bad_requests_are_refused(text: str, named: str) -> None:
     with pytest.raises(UsageError, match=named):
-        stretched(tiny_config(), text)
+        with_rope_scaling(tiny_config(), text)
 
 
 def test_a_stretched_model_is_not_stretched_again() -> None:
     with pytest.raises(UsageError, match="by yarn:4 already, to 512 tokens; start from the unstretched checkpoint"):
-        stretched(stretched(tiny_config(), "yarn:4"), "linear:2")
+        with_rope_scaling(with_rope_scaling(tiny_config(), "yarn:4"), "linear:2")

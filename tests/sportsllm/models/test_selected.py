@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from sportsllm.errors import UsageError
+from sportsllm.formats.huggingface.config import config_from_hf, to_hf
 from sportsllm.models import selection
 from sportsllm.models.attention import KVCache
 from sportsllm.models.grouped_query import read_heads
-from sportsllm.models.hf.config import config_from_hf, to_hf
 from sportsllm.models.kinds import ATTENTION
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.selected import INDEX, Selection, document_of, document_parts

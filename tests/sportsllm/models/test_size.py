@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sportsllm.errors import UsageError
+from sportsllm.formats.packed_weights import QuantizedWeight, pack
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_matrices
 from sportsllm.models.language_model import SportsLLM
@@ -20,7 +21,6 @@ from sportsllm.models.size import (
     tensor_shapes,
     weight_bytes,
 )
-from sportsllm.storage.packed_weights import QuantizedWeight, pack
 
 TINY = ModelConfig(
     vocab_size=100,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from sportsllm.errors import InterruptedRun, UsageError
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.storage.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.text.documents import read_documents
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences, tokenize
 from sportsllm.text.split import TextSplit

@@ -105,8 +105,8 @@ def test_rates_follow_from_start_and_size() -> None:
     assert adapters == pytest.approx(10 * peak_rates(Run(Start.TRAINED, TINY))[0], rel=0.05)
     cut = {name: train_config(SMALL, 300_000, {"optimizer": name}).learning_rate for name in ("adamw", "muon")}
     assert cut["adamw"] == pytest.approx(3 * cut["muon"], rel=0.05)  # beside Muon it is for embedding and norms
-    settled = Run(Start.CUT, TINY, settled=True)
-    assert train_config(settled, 300_000, {"optimizer": "adamw"}).learning_rate == cut["muon"]
+    already_trained = Run(Start.CUT, TINY, already_trained=True)
+    assert train_config(already_trained, 300_000, {"optimizer": "adamw"}).learning_rate == cut["muon"]
     lora = train_config(Run(Start.CUT, TINY, adapters=True), 300_000, {}).learning_rate
     assert lora == pytest.approx(10 * cut["muon"], rel=0.05)
 

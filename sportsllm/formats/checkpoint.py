@@ -1,0 +1,230 @@
+"""Read and write checkpoint directories in Hugging Face's layout, quantized ones included.
+
+Every tensor is checked for name, shape and type.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from sportsllm.errors import ArtifactError
+from sportsllm.formats.huggingface.config import load_config, to_hf
+from sportsllm.formats.layouts import to_layout
+from sportsllm.formats.packed_matrix import read_packed
+from sportsllm.formats.quantized_layers import SUFFIXES, QuantizedEmbedding, QuantizedLinear
+from sportsllm.formats.safetensors_files import QUANT_METHOD, WEIGHTS, TensorFiles, check_shape, quantization_config
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import EMBEDDING, LAST_NORM, POSITIONS, parameters
+from sportsllm.models.language_model import Block, ResidualNorm, SportsLLM, residual_norm
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+    "chat_template.jinja",
+)  # fmt: skip
+
+
+def load_checkpoint(directory: Path) -> SportsLLM:
+    """Open a checkpoint as a float32 model in evaluation mode; packed matrices stay packed.
+
+    Raises:
+        ArtifactError: a file is missing, damaged, of the wrong shape, not finite, or not supported.
+    """
+    config = load_config(directory)
+    tensors = TensorFiles(directory)
+    quantization_config(directory)  # refuses the formats of others
+    names = _model_names(config, tensors)
+    with torch.device("meta"):
+        model = SportsLLM(config)
+    _fill(model, tensors)
+    _refuse_unknown(names - model.state_dict().keys(), directory)
+    return model.eval()
+
+
+def _model_names(config: ModelConfig, tensors: TensorFiles) -> set[str]:
+    """Names of a checkpoint's tensors, without those that say nothing of their own.
+
+    Raises:
+        ArtifactError: config.json ties embedding and head, and the files hold a head that is another matrix.
+    """
+    names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+    if config.tie_word_embeddings and "lm_head.weight" in names:  # some writers store the tied matrix twice
+        names.discard("lm_head.weight")
+        embedding = f"{EMBEDDING}.weight"
+        if embedding in names and not torch.equal(tensors["lm_head.weight"], tensors[embedding]):
+            raise ArtifactError(
+                f"{tensors.directory}: config.json says that embedding and head are one matrix, but lm_head.weight "
+                "differs from it; set tie_word_embeddings to false there"
+            )
+    return names
+
+
+def load_block(tensors: TensorFiles, config: ModelConfig, layer: int) -> Block:
+    """One layer of a checkpoint, so that a model can be read layer by layer; float32, packed matrices stay packed."""
+    with torch.device("meta"):
+        block = Block(config, layer)
+    _fill(block, tensors, f"model.layers.{layer}.")
+    return block.eval().requires_grad_(False)
+
+
+def load_table(tensors: TensorFiles, config: ModelConfig, module: str) -> Tensor:
+    """The embedding's or the head's matrix, packed or not, (V, D) float32."""
+    shape = (config.vocab_size, config.hidden_size)
+    if f"{module}.weight_packed" in tensors:
+        return torch.from_numpy(read_packed(tensors, module, shape, tensors.directory).dequantize())
+    return _read(tensors, f"{module}.weight", shape)
+
+
+def load_positions(tensors: TensorFiles, config: ModelConfig) -> Tensor | None:
+    """The table of learned positions, (context, D) float32, if the model has one."""
+    if not config.positions:
+        return None
+    return _read(tensors, f"{POSITIONS}.weight", (config.positions, config.hidden_size))
+
+
+def load_last_norm(tensors: TensorFiles, config: ModelConfig) -> ResidualNorm:
+    """The norm before the head."""
+    with torch.device("meta"):
+        norm = residual_norm(config)
+    _fill(norm, tensors, f"{LAST_NORM}.")
+    return norm.eval().requires_grad_(False)
+
+
+def check_names(tensors: TensorFiles, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Refuse tensors that belong to no part of the model, and a head that contradicts the declared tying.
+
+    Returns:
+        Names and shapes of the model's parameters.
+
+    Raises:
+        ArtifactError: there is such a tensor.
+    """
+    shapes = {item.name: item.shape for item in parameters(config)}
+    packed = {f"{name}{suffix}" for name in shapes if name.endswith(".weight") for suffix in SUFFIXES}
+    _refuse_unknown(_model_names(config, tensors) - shapes.keys() - packed, tensors.directory)
+    return shapes
+
+
+def read_ends(tensors: TensorFiles, config: ModelConfig) -> dict[str, Tensor]:
+    """The tensors outside the layers: embedding, final norm and an untied head; float32.
+
+    Raises:
+        ArtifactError: as `load_checkpoint`, for the names of all tensors too.
+    """
+    shapes = check_names(tensors, config)
+    ends = [name for name in shapes if not name.startswith("model.layers.")]
+    return {name: _read(tensors, name, shapes[name]) for name in ends}
+
+
+def _read(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor:
+    if name not in tensors:
+        stored = tensors.stored_name(name)
+        raise ArtifactError(f"{tensors.directory}: tensor {stored!r} is missing; config.json asks for it")
+    tensor = tensors[name]
+    check_shape(tensor, shape, name, tensors.directory)
+    return tensor.float().contiguous()
+
+
+def _refuse_unknown(names: set[str], directory: Path) -> None:
+    if names:
+        raise ArtifactError(f"{directory}: tensor {sorted(names)[0]!r} belongs to no part of this model")
+
+
+def _fill(model: nn.Module, tensors: TensorFiles, prefix: str = "") -> None:
+    """Give a model on the meta device its weights; packed matrices become modules that hold them."""
+
+    def put(name: str, value: nn.Parameter | nn.Module) -> None:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, value)
+
+    for name, module in list(model.named_modules()):
+        if f"{prefix}{name}.weight_packed" not in tensors:
+            continue
+        shape = tuple(cast(Tensor, module.weight).shape)
+        quantized = read_packed(tensors, prefix + name, shape, tensors.directory)
+        if isinstance(module, nn.Embedding):
+            put(name, QuantizedEmbedding(quantized))
+        else:
+            has_bias = cast(Any, module).bias is not None
+            bias = _read(tensors, f"{prefix}{name}.bias", (shape[0],)) if has_bias else None
+            put(name, QuantizedLinear(quantized, bias))
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            put(name, nn.Parameter(_read(tensors, prefix + name, tuple(parameter.shape))))
+
+
+def save_checkpoint(
+    directory: Path, model: SportsLLM, tokenizer_from: Path | None = None, quantization: Mapping[str, Any] | None = None
+) -> None:
+    """Write config and weights, packed matrices as bytes, into `directory`.
+
+    Args:
+        tokenizer_from: a directory whose tokenizer and generation files are copied.
+        quantization: recorded as config.json's quantization_config.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    write_checkpoint(directory, model.config, tensors, tokenizer_from, quantization)
+
+
+def write_checkpoint(
+    directory: Path,
+    config: ModelConfig,
+    tensors: dict[str, Tensor],
+    tokenizer_from: Path | None = None,
+    quantization: Mapping[str, Any] | None = None,
+) -> None:
+    """As `save_checkpoint`, from tensors by name."""
+    data = to_hf(config)
+    if quantization is None:
+        tensors = to_layout(data["model_type"], config, tensors)
+    else:
+        data["quantization_config"] = {"quant_method": QUANT_METHOD, **quantization}
+    write_json(directory / "config.json", data)
+    save_tensors(directory / WEIGHTS, tensors)
+    if tokenizer_from is not None:
+        copy_tokenizer(tokenizer_from, directory)
+    if not (directory / "generation_config.json").exists():
+        write_generation_config(directory, config)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file; a full disk raises OSError as it does everywhere else."""
+    try:
+        save_file(tensors, str(path), metadata={"format": "pt"})
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code.group(1)), os.strerror(int(code.group(1))), str(path)) from None
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy tokenizer and generation files from one directory into another."""
+    if not (source / "tokenizer.json").exists():
+        raise ArtifactError(f"{source / 'tokenizer.json'}: not found; the checkpoint needs its tokenizer")
+    for name in TOKENIZER_FILES:
+        if (source / name).exists() and source != target:
+            shutil.copyfile(source / name, target / name)
+
+
+def write_generation_config(directory: Path, config: ModelConfig) -> None:
+    """Sampling defaults and special tokens, as Hugging Face's loaders read them."""
+    data: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "max_new_tokens": 100}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(config, name)
+        if value is not None:
+            data[name] = list(value) if isinstance(value, tuple) else value
+    write_json(directory / "generation_config.json", data)
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """A JSON object, indented, with a newline at the end."""
+    path.write_text(json.dumps(dict(data), indent=2) + "\n", encoding="utf-8")

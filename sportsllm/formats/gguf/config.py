@@ -1,0 +1,183 @@
+"""GGUF metadata as a `ModelConfig`: every key of the architecture is honoured or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from sportsllm.errors import UsageError
+from sportsllm.formats.gguf.file import GGUFFile
+from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig
+from sportsllm.models.rope import inverse_frequencies
+from sportsllm.models.rope_scaling import RopeScaling
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Those that are written too; further ones are read."""
+READ_ARCHITECTURES = (*ARCHITECTURES, "smollm3", "gemma3", "phi3", "gpt2")
+ROPE_FACTORS = "rope_freqs.weight"
+_SIZES = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "context_length": "max_position_embeddings",
+}
+_ORIGINAL_CONTEXT = "rope.scaling.original_context_length"
+_READ = {
+    *_SIZES, "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
+    "rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.scaling.type", "rope.scaling.factor", "expert_count",
+    "expert_used_count", _ORIGINAL_CONTEXT,
+}  # fmt: skip
+_READ_OF = {
+    "gemma3": {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"},
+    "phi3": {"attention.sliding_window"},
+    "gpt2": {"attention.layer_norm_epsilon"},
+}
+# What these say is in other keys, or is about how the model came about.
+_IGNORED = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
+_LLAMA3 = RopeScaling("llama3", 1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
+
+def architecture(file: GGUFFile) -> str:
+    """The model's architecture.
+
+    Raises:
+        ArtifactError: it is not one of `READ_ARCHITECTURES`.
+    """
+    name = file.value("general.architecture", str)
+    if name not in READ_ARCHITECTURES:
+        raise file.error(f"architecture {name!r} is not supported; use one of {', '.join(READ_ARCHITECTURES)}")
+    return name
+
+
+def read_config(file: GGUFFile) -> ModelConfig:
+    """The shape, rotary settings and special tokens of a model. Biases and tying follow from its tensors.
+
+    Raises:
+        ArtifactError: another architecture, or a key that is missing, not known or that cannot be honoured.
+    """
+    name = architecture(file)
+    own = {key.removeprefix(f"{name}.") for key in file.metadata if key.startswith(f"{name}.")}
+    if unknown := sorted(own - _READ - _READ_OF.get(name, set()) - _IGNORED):
+        raise file.error(f"{name}.{unknown[0]} is not known, so that the model may compute something else; refuse")
+    values: dict[str, Any] = {field: file.value(f"{name}.{key}", int) for key, field in _SIZES.items()}
+    if file.value_or(0, f"{name}.expert_count", int):
+        raise file.error(f"{name}.expert_count: a mixture of experts is not supported; use a dense model")
+    heads = values["num_attention_heads"]
+    values["num_key_value_heads"] = file.value_or(heads, f"{name}.attention.head_count_kv", int)
+    head_dim = file.value_or(values["hidden_size"] // max(heads, 1), f"{name}.attention.key_length", int)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if file.value_or(head_dim, f"{name}.{key}", int) != head_dim:
+            found = file.metadata[f"{name}.{key}"]
+            raise file.error(f"{name}.{key} is {found}; only the head size, {head_dim}, is supported")
+    if "token_embd.weight" not in file.tensors:
+        raise file.error("tensor 'token_embd.weight' is missing; convert the model again")
+    values |= {
+        "head_dim": head_dim,
+        "vocab_size": int(file.tensors["token_embd.weight"].shape[-1]),
+        "rms_norm_eps": _decimal(
+            file.value(f"{name}.attention.layer_norm_{'' if name == 'gpt2' else 'rms_'}epsilon", float)
+        ),
+        "rope_theta": _decimal(file.value_or(10_000.0, f"{name}.rope.freq_base", float)),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "qk_norm": name == "qwen3",
+        **_special_tokens(file),
+    }
+    if name in _FAMILIES:
+        values |= _FAMILIES[name](file, values)
+    try:
+        config = ModelConfig(**values)
+        return config.with_changes(rope_scaling=_rope_scaling(file, name, config))
+    except UsageError as error:
+        raise file.error(str(error)) from None
+
+
+def _smollm3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    """llama.cpp rotates in three layers of four, as in the one model that there is."""
+    types = tuple(FULL if (layer + 1) % 4 else UNROTATED for layer in range(values["num_hidden_layers"]))
+    return {"layer_types": types if UNROTATED in types else None}
+
+
+def _gemma3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What llama.cpp knows of the architecture without being told: every sixth layer is full, and how scores scale."""
+    layers, hidden = values["num_hidden_layers"], values["hidden_size"]
+    every = file.value_or(6, "gemma3.attention.sliding_window_pattern", int)
+    largest = layers == 62  # the model of 27 billion parameters
+    scored = hidden // values["num_attention_heads"] if largest else values["head_dim"]
+    return {
+        "mlp_kind": "geglu",
+        "qk_norm": True,
+        "output_norms": True,
+        "embedding_scale": hidden**0.5,
+        "attention_scale": scored**-0.5,
+        "layer_types": tuple(SLIDING if (layer + 1) % every else FULL for layer in range(layers)),
+        "sliding_window": file.value("gemma3.attention.sliding_window", int),
+        "rope_theta": _decimal(file.value_or(1e6, "gemma3.rope.freq_base", float)),
+        "rope_local_theta": _decimal(file.value_or(10_000.0, "gemma3.rope.freq_base_swa", float)),
+    }
+
+
+def _phi3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    window = file.value_or(0, "phi3.attention.sliding_window", int)
+    if not 0 < window < values["max_position_embeddings"]:
+        return {}
+    return {"sliding_window": window, "layer_types": (SLIDING,) * values["num_hidden_layers"]}
+
+
+def _gpt2(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    biases = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), True)
+    return {"mlp_kind": "gelu", "norm_kind": "layer", "position_kind": "learned", **biases}
+
+
+_FAMILIES: dict[str, Callable[[GGUFFile, Mapping[str, Any]], dict[str, Any]]] = {
+    "smollm3": _smollm3,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "gpt2": _gpt2,
+}
+
+
+def _decimal(value: float) -> float:
+    """The shortest decimal number of a float32: 1e-05 for 9.99999974737875e-06."""
+    return float(str(np.float32(value)))
+
+
+def _special_tokens(file: GGUFFile) -> dict[str, Any]:
+    """Begin, end and padding; the ends of a text, a turn and a message all end a text."""
+    prefix = "tokenizer.ggml."
+    ends = [file.value_or(None, f"{prefix}{key}_token_id", int) for key in ("eos", "eot", "eom")]
+    stops = tuple(dict.fromkeys(end for end in ends if end is not None))
+    return {
+        "bos_token_id": file.value_or(None, f"{prefix}bos_token_id", int),
+        "eos_token_id": stops if len(stops) > 1 else stops[0] if stops else None,
+        "pad_token_id": file.value_or(None, f"{prefix}padding_token_id", int),
+    }
+
+
+def _rope_scaling(file: GGUFFile, name: str, config: ModelConfig) -> RopeScaling | None:
+    """How rotary angles are stretched. Llama 3's way has no keys in the file but the factors of all pairs as a tensor:
+    the scaling is accepted where it gives these factors.
+    """
+    kind = file.value_or("none", f"{name}.rope.scaling.type", str)
+    if kind not in ("none", "linear", "yarn"):
+        raise file.error(f"{name}.rope.scaling.type is {kind!r}; only none, linear, yarn and Llama 3's are supported")
+    factors = file.tensors.get(ROPE_FACTORS)
+    if kind != "none" and factors is None:
+        factor = _decimal(file.value(f"{name}.rope.scaling.factor", float))
+        original = file.value_or(config.max_position_embeddings, f"{name}.{_ORIGINAL_CONTEXT}", int)
+        if kind == "linear":
+            return RopeScaling("linear", factor)
+        return RopeScaling("yarn", factor, original_max_position_embeddings=original)
+    if factors is None:
+        return None
+    stretch = np.asarray(factors.data, dtype=np.float64).ravel()
+    scaling = RopeScaling(**{**vars(_LLAMA3), "factor": _decimal(float(stretch.max()))})
+    wanted = inverse_frequencies(config) / inverse_frequencies(config.with_changes(rope_scaling=scaling))
+    if kind != "none" or stretch.shape != wanted.shape or not np.allclose(stretch, wanted, rtol=1e-5):
+        raise file.error(f"{ROPE_FACTORS} stretches the rotary angles in another way than Llama 3; not supported")
+    return scaling

@@ -1,0 +1,197 @@
+"""Hugging Face's config.json: read into a `ModelConfig`, and written from one. Imports no large library."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.files import gguf_hint
+from sportsllm.formats.huggingface.families import FAMILIES
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.experts import Experts
+from sportsllm.models.rope_scaling import ROPE_TYPES, RopeScaling
+from sportsllm.models.selected import Selection
+
+# Fields of config.json that do not change the model's output.
+_IGNORED = {
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache",
+    "initializer_range", "_name_or_path", "max_window_layers", "quantization_config",
+    "transformers.js_config", "unk_token_id", "pretraining_tp", "cache_implementation", "auto_map", "id2label",
+    "label2id", "_num_labels", "do_sample", "gradient_checkpointing", "prefix",
+}  # fmt: skip
+# Fields that are harmless only with these values.
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "attention_dropout": (0, 0.0),
+    "partial_rotary_factor": (1, 1.0),
+    "is_decoder": (False, True),
+    "use_mrope": (False,),
+}
+COMMON_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings",
+    "attention_bias", "mlp_bias", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+"""Fields of `ModelConfig` that have the same name and meaning in the files of most families."""
+_SIZES = ("num_attention_heads", "hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers")
+OWN_MODEL_TYPE = "sportsllm"
+"""For models that are of no family of Hugging Face's: every field under its own name."""
+
+
+def config_from_hf(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    """Read the parsed config.json of a model of `FAMILIES`; `where` is the file's name, for messages.
+
+    Raises:
+        ArtifactError: a field this program does not know or cannot honour; its name is in the message.
+    """
+    try:
+        return _parse(data, where)
+    except UsageError as error:  # of a part of the shape
+        raise ArtifactError(f"{where}: {error}") from None
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+        raise ArtifactError(f"{where}: a field has a value of the wrong kind ({error}); correct it") from None
+
+
+def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:
+    model_type = data.get("model_type", "llama")
+    if model_type == OWN_MODEL_TYPE:
+        return _parse_own(data, where)
+    if model_type not in FAMILIES:
+        raise ArtifactError(f"{where}: model_type {model_type!r} is not supported; use one of {', '.join(FAMILIES)}")
+    rest = {key: value for key, value in data.items() if key not in _IGNORED}
+    for key, allowed in _REQUIRED.items():
+        value = rest.pop(key, allowed[0])
+        if value not in allowed:
+            raise ArtifactError(f"{where}: {key} is {value!r}; only {allowed[0]!r} is supported")
+    family = FAMILIES[model_type]
+    own = family.read(rest, where)
+    try:
+        values: dict[str, Any] = {name: rest.pop(name) for name in _SIZES}
+    except KeyError as error:
+        raise ArtifactError(f"{where}: field {error} is missing") from None
+    rope = dict(rest.pop("rope_parameters", None) or {})  # transformers 5 keeps theta and scaling together
+    scaling = rest.pop("rope_scaling", None) or rope
+    heads = values["num_attention_heads"]
+    values |= {
+        "num_key_value_heads": rest.pop("num_key_value_heads", None) or heads,
+        "head_dim": rest.pop("head_dim", None) or values["hidden_size"] // heads,
+        "tie_word_embeddings": rest.pop("tie_word_embeddings", family.ties),
+        "rope_theta": rest.pop("rope_theta", None) or rope.get("rope_theta", 10_000.0),
+        "rope_scaling": _rope_scaling(scaling, rest.get("max_position_embeddings"), where),
+    }
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = rest.pop(key, None)
+        values[key] = tuple(value) if isinstance(value, list) else value
+    own_defaults = ("max_position_embeddings", "rms_norm_eps", "mlp_bias", "dropout")
+    values |= {key: rest.pop(key) for key in own_defaults if key in rest}
+    if rest:
+        raise ArtifactError(f"{where}: unknown field {sorted(rest)[0]!r}; remove it or use a supported model")
+    return _checked(values | own, where)
+
+
+def _parse_own(data: Mapping[str, Any], where: str) -> ModelConfig:
+    values = {key: value for key, value in data.items() if key not in _IGNORED}
+    unknown = sorted(values.keys() - {field.name for field in fields(ModelConfig)})
+    if unknown:
+        raise ArtifactError(f"{where}: unknown field {unknown[0]!r}; remove it or use a supported model")
+    for name in ("eos_token_id", "layer_types"):
+        if isinstance(values.get(name), list):
+            values[name] = tuple(values[name])
+    if values.get("experts") is not None:
+        values["experts"] = Experts(**values["experts"])
+    if values.get("selection") is not None:
+        values["selection"] = Selection(**values["selection"])
+    scaling = _rope_scaling(values.get("rope_scaling") or {}, values.get("max_position_embeddings"), where)
+    return _checked(values | {"rope_scaling": scaling}, where)
+
+
+def _checked(values: Mapping[str, Any], where: str) -> ModelConfig:
+    try:
+        return ModelConfig(**values)
+    except UsageError as error:
+        raise ArtifactError(f"{where}: {error}") from None
+
+
+def _rope_scaling(data: Mapping[str, Any], context: int | None, where: str) -> RopeScaling | None:
+    """Hugging Face's record; `context`, the model's, is YaRN's original one where that is not said."""
+    kind = data.get("rope_type", data.get("type", "default"))
+    if kind in (None, "default"):
+        return None
+    if kind not in ROPE_TYPES:
+        raise ArtifactError(
+            f"{where}: rope_scaling type {kind!r} is not supported; use none or {', '.join(ROPE_TYPES)}"
+        )
+    known = {"factor", *(ROPE_TYPES[kind] or ROPE_TYPES["llama3"])}  # earlier versions wrote these for linear too
+    unknown = set(data) - known - {"rope_type", "type", "rope_theta"}
+    if unknown:
+        raise ArtifactError(f"{where}: rope_scaling has an unknown field {sorted(unknown)[0]!r}")
+    values = {key: data[key] for key in known & set(data) if data[key] is not None}
+    values = {key: value for key, value in values.items() if value or not key.startswith("mscale")}  # 0 is unset
+    if kind == "yarn":
+        values.setdefault("original_max_position_embeddings", context or ModelConfig.max_position_embeddings)
+    try:
+        return RopeScaling(rope_type=kind, **values)
+    except UsageError as error:
+        raise ArtifactError(f"{where}: {error}") from None
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The config.json that Hugging Face's loaders read; one of our own where a model is of none of their families."""
+    model_type, scaling = family_of(config), config.rope_scaling
+    if model_type is None:
+        own = {"architectures": ["SportsLLM"], "model_type": OWN_MODEL_TYPE} | asdict(config)
+        return own | {"rope_scaling": scaling and scaling.fields_used()}
+    family = FAMILIES[model_type]
+    data: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
+    for name in COMMON_FIELDS:
+        value = getattr(config, name)
+        data[name] = list(value) if isinstance(value, tuple) else value
+    if scaling is not None:
+        data["rope_scaling"] = scaling.fields_used()
+    if config.dropout:
+        data["dropout"] = config.dropout
+    written = family.written(config)
+    dropped = {name for name in COMMON_FIELDS if name in written and written[name] is None}
+    data = {name: value for name, value in data.items() if name not in dropped}
+    kept = {name: value for name, value in written.items() if name not in dropped}
+    return data | kept | {"torch_dtype": "float32"}
+
+
+def family_of(config: ModelConfig) -> str | None:
+    """The model type that a model is written as; None where it is of no family of Hugging Face's."""
+    return next((name for name, family in FAMILIES.items() if family.fits(config)), None)
+
+
+def load_config(directory: Path) -> ModelConfig:
+    """Read `directory`/config.json.
+
+    Raises:
+        ArtifactError: it is missing, no JSON, or describes a model that is not supported.
+    """
+    path = directory / "config.json"
+    return config_from_hf(read_json(path), str(path))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parse a JSON object from a file, or say in one line why not."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        advice = gguf_hint(path.parent) or f"is {path.parent} a checkpoint or an export?"
+        raise ArtifactError(f"{path}: not found; {advice}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{path}: not valid JSON ({error}); write the directory again") from None
+    if not isinstance(data, dict):
+        raise ArtifactError(f"{path}: holds a {type(data).__name__}, not a JSON object")
+    return data
+
+
+def packed_by_bitsandbytes(quantization: Any) -> str | None:
+    """`NF4`, `FP4` or `INT8` where config.json's quantization_config is bitsandbytes', else None."""
+    if not isinstance(quantization, dict):
+        return None
+    eight, four = bool(quantization.get("load_in_8bit")), bool(quantization.get("load_in_4bit"))
+    if quantization.get("quant_method", "bitsandbytes" if eight or four else None) != "bitsandbytes":
+        return None
+    return "INT8" if eight else str(quantization.get("bnb_4bit_quant_type", "fp4")).upper()

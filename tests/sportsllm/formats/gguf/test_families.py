@@ -1,0 +1,119 @@
+"""GGUF files of families beside LLaMA's, written as llama.cpp's converter does, against `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from sportsllm.errors import ArtifactError
+from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.gguf.run import import_gguf
+from sportsllm.models.config import SLIDING, UNROTATED
+from tests.support import families
+from tests.support.gguf_files import byte_level, settings_of, write_file
+
+_ARCH = {
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "gpt2": gguf.MODEL_ARCH.GPT2,
+}
+_SIZES = families.SIZES | {"num_hidden_layers": 6}
+_CONFIGS: dict[str, transformers.PretrainedConfig] = {
+    "gemma3": transformers.Gemma3TextConfig(**_SIZES, head_dim=32, sliding_window=8, query_pre_attn_scalar=32),
+    "phi3": transformers.Phi3Config(**_SIZES),
+    "phi3-sliding": transformers.Phi3Config(**_SIZES, sliding_window=8),
+    "smollm3": transformers.SmolLM3Config(**_SIZES),
+    "gpt2": families.CONFIGS["gpt2"],
+}
+
+
+def peer(config: transformers.PretrainedConfig) -> Any:
+    torch.manual_seed(0)
+    found = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return found
+
+
+def tensors_of(model: Any) -> dict[str, np.ndarray]:
+    """As the converter writes them: Gemma's norms with 1 added, SmolLM3's heads in pairs, GPT-2's matrices turned."""
+    config, found = model.config, {}
+    names = gguf.get_tensor_name_map(_ARCH[config.model_type], config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = tensor.float().numpy()
+        if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
+            values = values + 1
+        if config.model_type == "gpt2" and name.endswith((".c_attn.weight", ".c_fc.weight", ".c_proj.weight")):
+            values = np.ascontiguousarray(values.T)
+        if config.model_type == "smollm3" and (".q_proj." in name or ".k_proj." in name):
+            heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+            halves = values.reshape(heads, 2, values.shape[0] // heads // 2, values.shape[1])
+            values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+        found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = values
+    return found
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """The architecture's keys, as the converter writes them."""
+    if config.model_type == "gpt2":
+        return {
+            "context_length": config.n_positions,
+            "embedding_length": config.n_embd,
+            "block_count": config.n_layer,
+            "feed_forward_length": 4 * config.n_embd,
+            "attention.head_count": config.n_head,
+            "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        }
+    if not hasattr(config, "head_dim"):
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    window = getattr(config, "sliding_window", None)
+    return settings_of(config) | ({"attention.sliding_window": window} if window else {})
+
+
+def write(name: str, path: Path, tokenizer: Path, **changes: Any) -> Any:
+    model = peer(_CONFIGS[name])
+    kind = gguf.MODEL_ARCH_NAMES[_ARCH[model.config.model_type]]
+    write_file(path, kind, settings(model.config) | changes, byte_level(tokenizer), tensors_of(model))
+    return model
+
+
+@pytest.mark.parametrize("name", _CONFIGS)
+def test_logits_are_those_of_the_model_that_was_written(name: str, tokenizer_directory: Path, tmp_path: Path) -> None:
+    model = write(name, tmp_path / "model.gguf", tokenizer_directory)
+    import_gguf(tmp_path / "model.gguf", tmp_path / "out")
+    ours = load_checkpoint(tmp_path / "out")
+    tokens = torch.randint(0, 384, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        wanted = model(tokens).logits
+        # Float32 sums in another order, as a share of the logits' spread.
+        assert float((ours(tokens) - wanted).abs().max() / wanted.std()) < 1e-5
+    types = ours.config.layer_types or ()
+    assert (SLIDING in types) == (name in ("gemma3", "phi3-sliding")) and (UNROTATED in types) == (name == "smollm3")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("gemma3", {"attention.sliding_window": None}, "sliding_window"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not known"),
+        ("gpt2", {"attention.layer_norm_epsilon": None}, "layer_norm_epsilon"),
+        ("phi3", {"feed_forward_length": 97}, "has 192 rows, the config asks for 194"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(
+    name: str, changes: dict[str, Any], said: str, tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    write(name, tmp_path / "model.gguf", tokenizer_directory, **changes)
+    with pytest.raises(ArtifactError, match=said) as caught:
+        import_gguf(tmp_path / "model.gguf", tmp_path / "out")
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()

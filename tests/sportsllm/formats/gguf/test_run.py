@@ -1,0 +1,231 @@
+"""GGUF files against `transformers`: the same logits from the model that a file was written from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from export.gguf import convert as llama_cpp
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.artifact import verify_directory
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.gguf.run import import_gguf
+from sportsllm.formats.gguf.weights import rows_in_halves
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.safetensors_files import TensorFiles
+from sportsllm.text.tokenizer import load_tokenizer
+from tests.support.gguf_files import SIZES, byte_level, random_weights, settings_of, tensors_of, write_file, write_model
+from tests.support.models import tiny_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+}
+
+
+def model_of(kind: str, **changes: Any) -> Any:
+    classes = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}
+    config = classes[kind](**{"head_dim": 16, "tie_word_embeddings": False} | SIZES | changes)
+    return random_weights(transformers.AutoModelForCausalLM.from_config(config))
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return model_of("llama")
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.randint(0, SIZES["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        found = model(ids)
+    return found if isinstance(found, torch.Tensor) else found.logits
+
+
+def same_logits(directory: Path, model: Any) -> None:
+    """Float32 sums in another order: a few units of the last place of logits of size 100."""
+    torch.testing.assert_close(logits(load_checkpoint(directory)), logits(model), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "head_dim": 24}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 32}),
+    ],
+)
+def test_logits_are_those_of_the_model_that_was_written(
+    kind: str, changes: dict[str, Any], tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    model = model_of(kind, **changes)
+    file = write_model(tmp_path / "model.gguf", model, byte_level(tokenizer_directory))
+    result = import_gguf(file, tmp_path / "out")
+    same_logits(tmp_path / "out", model)
+    same_logits(tmp_path / "out", transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    assert (result["name"], result["architecture"], result["formats"]) == ("Tiny", kind, ["F32"])
+    assert result["parameters"] == model.num_parameters()
+    assert verify_directory(tmp_path / "out")[1] == []
+    config = load_config(tmp_path / "out")
+    assert (config.rms_norm_eps, config.rope_theta, config.max_position_embeddings) == (1e-5, 50_000.0, 128)
+
+
+def test_tensors_are_those_of_transformers_own_reader(llama: Any, tokenizer_directory: Path, tmp_path: Path) -> None:
+    file = write_model(tmp_path / "model.gguf", llama, byte_level(tokenizer_directory), ["Q8_0", "F16", "BF16"])
+    import_gguf(file, tmp_path / "out")
+    theirs = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=llama)["tensors"]
+    ours = TensorFiles(tmp_path / "out")
+    assert set(theirs) == set(ours)
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor.float()), name
+
+
+def test_blocks_of_four_bits_become_the_numbers_they_stand_for(
+    llama: Any, tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    """Q4_1 by hand: a scale and a least value as float16, then 16 bytes; the low nibbles come first."""
+    file = write_model(tmp_path / "model.gguf", llama, byte_level(tokenizer_directory), ["Q4_1"])
+    import_gguf(file, tmp_path / "out")
+    [stored] = [tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.1.ffn_up.weight"]
+    for row in (0, 95):
+        expected = []
+        for block in np.split(np.array(stored.data[row]), 2):
+            scale, least = np.frombuffer(block[:4].tobytes(), dtype=np.float16).astype(np.float32)
+            nibbles = [byte & 15 for byte in block[4:]] + [byte >> 4 for byte in block[4:]]
+            expected += [scale * nibble + least for nibble in nibbles]
+        found = TensorFiles(tmp_path / "out")["model.layers.1.mlp.up_proj.weight"][row]
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
+
+
+def test_context(llama: Any, tokenizer_directory: Path, tmp_path: Path) -> None:
+    file = write_model(tmp_path / "model.gguf", llama, byte_level(tokenizer_directory))
+    import_gguf(file, tmp_path / "out", context=64)
+    assert load_config(tmp_path / "out").max_position_embeddings == 64
+    with pytest.raises(UsageError, match="--context is 129; the model was trained for at most 128"):
+        import_gguf(file, tmp_path / "longer", context=129)
+
+
+def test_rows_of_one_head_by_hand() -> None:
+    assert rows_in_halves(torch.tensor([0, 10, 1, 11, 20, 30, 21, 31]), 2).tolist() == [0, 1, 10, 11, 20, 21, 30, 31]
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3, {"rope_type": "linear", "factor": 4.0}, YARN])
+def test_stretched_rotary_angles(scaling: dict[str, Any], tokenizer_directory: Path, tmp_path: Path) -> None:
+    model = model_of("llama", rope_scaling=scaling, max_position_embeddings=16_384)
+    tensors, settings = tensors_of(model), settings_of(model.config)
+    if scaling is LLAMA3:  # as the converter does: the factor of each pair
+        plain = 50_000.0 ** -(np.arange(0, 16, 2) / 16)
+        tensors["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    else:
+        settings |= {"rope.scaling.type": scaling["rope_type"], "rope.scaling.factor": 4.0}
+    if scaling is YARN:
+        settings["rope.scaling.original_context_length"] = 4_096
+    file = write_file(tmp_path / "model.gguf", "llama", settings, byte_level(tokenizer_directory), tensors)
+    import_gguf(file, tmp_path / "out")
+    same_logits(tmp_path / "out", model)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"]
+    assert written == scaling
+
+
+def refused(file: Path, message: str, out: Path) -> None:
+    """One line that names the file, and nothing left behind."""
+    with pytest.raises(ArtifactError) as caught:
+        import_gguf(file, out)
+    assert message in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
+    assert not out.exists() and not list(out.parent.glob("*.partial*"))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"attention.key_length": 16, "rope.dimension_count": 8}, "llama.rope.dimension_count is 8"),
+        ({"rope.scaling.type": "longrope"}, "'longrope'"),
+        ({"rope.scaling.type": "yarn"}, "llama.rope.scaling.factor is missing"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 0.5}, "factor is 0.5"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.yarn_beta_fast": 16.0}, "yarn_beta_fast is not known"),
+        ({"expert_count": 8}, "mixture of experts"),
+        ({"logit_scale": 2.0}, "llama.logit_scale is not known"),
+        ({"block_count": None}, "llama.block_count is missing"),
+        ({"block_count": 3}, "tensor 'blk.2.attn_norm.weight' is missing"),
+        ({"block_count": 1}, "tensor 'blk.1.attn_k.weight' belongs to no part"),
+        ({"feed_forward_length": 97}, "the header asks for (97, 64)"),
+        ({"attention.head_count": "four"}, "is a str, not a int"),
+        ({"attention.head_count_kv": 3}, "not a multiple"),
+    ],
+)
+def test_models_that_would_come_out_wrong_are_refused(
+    settings: dict[str, Any], message: str, llama: Any, tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    file = write_model(tmp_path / "model.gguf", llama, byte_level(tokenizer_directory), **settings)
+    refused(file, message, tmp_path / "out")
+
+
+def test_other_architectures_are_refused_by_name(llama: Any, tokenizer_directory: Path, tmp_path: Path) -> None:
+    settings, tensors = settings_of(llama.config), tensors_of(llama)
+    file = write_file(tmp_path / "model.gguf", "falcon", settings, byte_level(tokenizer_directory), tensors)
+    refused(file, "architecture 'falcon' is not supported; use one of llama, qwen2, qwen3", tmp_path / "out")
+
+
+def test_damaged_tensors_are_refused(llama: Any, tokenizer_directory: Path, tmp_path: Path) -> None:
+    tokenizer, settings, tensors = byte_level(tokenizer_directory), settings_of(llama.config), tensors_of(llama)
+    factors = np.full(8, 2.0, np.float32)
+    for name, values, message in (
+        ("output_norm.weight", np.full(64, np.nan, np.float32), "holds NaN"),
+        ("rope_freqs.weight", np.concatenate([factors[:4], factors[:4] / 2]), "in another way than Llama 3"),
+        ("blk.0.attn_q_norm.weight", factors, "belongs to no part of a llama model"),
+    ):
+        file = write_file(tmp_path / f"{name}.gguf", "llama", settings, tokenizer, tensors | {name: values})
+        refused(file, message, tmp_path / "out")
+
+
+def test_a_file_cut_anywhere_is_refused(llama: Any, tokenizer_directory: Path, tmp_path: Path) -> None:
+    whole = write_model(tmp_path / "model.gguf", llama, byte_level(tokenizer_directory)).read_bytes()
+    lengths = [0, 3, 4, 11, 30, *range(100, len(whole) - 1, len(whole) // 40), len(whole) - 1]
+    for length in lengths:
+        file = tmp_path / "cut.gguf"
+        file.write_bytes(whole[:length])
+        refused(file, "not a GGUF file" if length < 4 else "cut short", tmp_path / "out")
+    refused(tmp_path / "none.gguf", "not found", tmp_path / "out")
+
+
+@pytest.mark.skipif(
+    "LLAMA_CPP_CONVERTER" not in os.environ, reason="LLAMA_CPP_CONVERTER names no convert_hf_to_gguf.py"
+)
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"attention_bias": True}])
+def test_a_checkpoint_comes_back_from_llama_cpps_converter(
+    changes: dict[str, Any], tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    """Bit for bit; with LLAMA_CPP_PYTHON, an interpreter that has what the converter needs."""
+    before, file = tmp_path / "before", tmp_path / "model.gguf"
+    before.mkdir()
+    save_checkpoint(before, tiny_model(**changes), tokenizer_directory)
+    converter = [os.environ["LLAMA_CPP_PYTHON"], llama_cpp.__file__, os.environ["LLAMA_CPP_CONVERTER"]]
+    subprocess.run([*converter, str(before), "--outfile", str(file), "--outtype", "f32"], check=True)
+    import_gguf(file, tmp_path / "after")
+    old, new = TensorFiles(before), TensorFiles(tmp_path / "after")
+    assert set(old) == set(new) and all(torch.equal(old[name], new[name]) for name in old)
+    assert load_config(tmp_path / "after") == load_config(before)
+    text = "The home side won 3-1.\n Zoë ran 57½ metres! ⚽ <|end|>"
+    assert load_tokenizer(tmp_path / "after").encode(text) == load_tokenizer(before).encode(text)

@@ -1,0 +1,163 @@
+import json
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from sportsllm.errors import ArtifactError, ConflictError, UsageError
+from sportsllm.formats.artifact import (
+    STATE_DIRECTORY,
+    Stage,
+    digest,
+    directory_bytes,
+    finished_manifest,
+    output_directory,
+    read_manifest,
+    run_stage,
+    verify_directory,
+)
+
+
+def make(out: Path, stage: Stage, text: str = "content") -> None:
+    with output_directory(out, stage) as partial:
+        (partial / "file.txt").write_text(text, encoding="utf-8")
+        stage.results["size"] = len(text)
+
+
+def test_finished_directory_has_a_manifest_that_verifies(tmp_path: Path) -> None:
+    source = tmp_path / "source.txt"
+    source.write_text("input", encoding="utf-8")
+    make(tmp_path / "out", Stage("train", {"steps": 1}, [source], seed=3))
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest["command"] == "train" and manifest["seed"] == 3 and manifest["results"] == {"size": 7}
+    assert manifest["parents"] == [{"path": str(source), "sha256": digest(source)}]
+    assert verify_directory(tmp_path / "out") == (2, [])
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+def test_same_inputs_are_up_to_date_and_others_conflict(tmp_path: Path) -> None:
+    make(tmp_path / "out", Stage("train", {"steps": 1}))
+    assert finished_manifest(tmp_path / "out", Stage("train", {"steps": 1})) is not None
+    assert finished_manifest(tmp_path / "free", Stage("train", {"steps": 1})) is None
+    with pytest.raises(ConflictError, match="other settings"):
+        finished_manifest(tmp_path / "out", Stage("train", {"steps": 2}))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.doc").write_text("x", encoding="utf-8")
+    with pytest.raises(ConflictError, match="not made by this command"):
+        finished_manifest(tmp_path / "mine", Stage("train", {}))
+
+
+def test_a_changed_input_changes_the_fingerprint(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    make(source, Stage("train", {}), "one")
+    before = Stage("prune", {}, [source]).fingerprint()
+    other = tmp_path / "other"
+    make(other, Stage("train", {}), "two")
+    assert Stage("prune", {}, [other]).fingerprint() != before
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), output_directory(tmp_path / "out", Stage("train", {})) as partial:
+        (partial / "half").write_text("x", encoding="utf-8")
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saved_state_survives_and_needs_resume(tmp_path: Path) -> None:
+    out, stage = tmp_path / "out", Stage("train", {})
+    with pytest.raises(UsageError, match="no interrupted run"), output_directory(out, stage, resume=True):
+        pass
+    with pytest.raises(RuntimeError), output_directory(out, stage) as partial:
+        (partial / STATE_DIRECTORY).mkdir()
+        raise RuntimeError
+    with pytest.raises(ConflictError, match="add --resume"), output_directory(out, stage):
+        pass
+    with output_directory(out, stage, resume=True):
+        pass
+    assert not (out / STATE_DIRECTORY).exists() and verify_directory(out)[1] == []
+
+
+def test_another_run_holds_the_output(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with (
+        FileLock(f"{out}.partial.lock"),
+        pytest.raises(ConflictError, match="another run"),
+        output_directory(out, Stage("train", {})),
+    ):
+        pass
+
+
+def test_verify_finds_every_kind_of_damage(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with output_directory(out, Stage("train", {})) as partial:
+        for name in ("flipped", "short", "gone"):
+            (partial / name).write_text("content", encoding="utf-8")
+    (out / "flipped").write_text("Content", encoding="utf-8")
+    (out / "short").write_text("con", encoding="utf-8")
+    (out / "gone").unlink()
+    (out / "added").write_text("x", encoding="utf-8")
+    problems = "\n".join(verify_directory(out)[1])
+    assert "flipped: content differs" in problems and "short: 3 bytes" in problems
+    assert "gone: missing" in problems and "added: not in the manifest" in problems
+
+
+def test_a_manifest_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": 99, "files": {}}), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="newer version"):
+        read_manifest(tmp_path)
+
+
+def test_a_run_killed_while_it_saved_keeps_a_whole_state(tmp_path: Path) -> None:
+    out, stage = tmp_path / "out", Stage("train", {})
+    partial = tmp_path / "out.partial"
+    for name in ("state.old", "state.new"):
+        (partial / name).mkdir(parents=True)
+        (partial / name / "which").write_text(name, encoding="utf-8")
+    with pytest.raises(RuntimeError), output_directory(out, stage, resume=True) as found:
+        assert (found / STATE_DIRECTORY / "which").read_text(encoding="utf-8") == "state.old"
+        assert not (found / "state.new").exists()
+        raise RuntimeError
+    with output_directory(out, stage, resume=True) as found:
+        (found / "result").write_text("x", encoding="utf-8")
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "manifest.json", "result"]
+
+
+def test_an_input_that_goes_away_during_the_run_loses_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "source.txt"
+    source.write_text("input", encoding="utf-8")
+    stage = Stage("train", {}, [source])
+    assert finished_manifest(tmp_path / "out", stage) is None
+    stage.fingerprint()
+    with output_directory(tmp_path / "out", stage) as partial:
+        (partial / "result").write_text("x", encoding="utf-8")
+        expected = digest(source)
+        source.unlink()
+    assert read_manifest(tmp_path / "out")["parents"][0]["sha256"] == expected
+
+
+def test_a_folder_without_a_name_and_a_file_in_the_way(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="name a new directory"), output_directory(Path(), Stage("train", {})):
+        pass
+
+
+def test_the_model_card_shows_figures_inside_others(tmp_path: Path) -> None:
+    results = {
+        "parity": {"kl": 0.00123456789, "passed": True, "tokenizer_changes": ()},
+        "seeds": [1, 2],
+        "groups": [{"a": 1}] * 3,
+    }
+    run_stage(tmp_path / "out", Stage("export", {"files": ["a.txt", "b.txt"]}), lambda _: results)
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "| parity kl | 0.00123457 |" in card and "| parity passed | True |" in card
+    assert "| parity tokenizer_changes | none |" in card and "| files | a.txt, b.txt |" in card
+    assert "| seeds | 1, 2 |" in card and "| groups | 3 entries in manifest.json |" in card
+
+
+def test_browser_graphs_beside_safetensors_do_not_count(tmp_path: Path) -> None:
+    """Published checkpoints often carry further forms of themselves in `onnx/`."""
+    (tmp_path / "onnx").mkdir()
+    (tmp_path / "onnx" / "model_q4.onnx").write_bytes(b"0" * 70)
+    assert directory_bytes(tmp_path) == 70
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 30)
+    assert directory_bytes(tmp_path) == 30

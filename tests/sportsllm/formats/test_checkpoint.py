@@ -1,0 +1,132 @@
+"""Checkpoints that are damaged, incomplete or not what they say: each one clear line, never a wrong model."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sportsllm.errors import ArtifactError
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.safetensors_files import WEIGHTS
+from tests.support.models import tiny_model
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    target = tmp_path / "copy"
+    shutil.copytree(checkpoint, target)
+    return target
+
+
+def edit(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
+    tensors = load_file(str(directory / WEIGHTS))
+    if tensor is None:
+        del tensors[name]
+    else:
+        tensors[name] = tensor
+    save_file(tensors, str(directory / WEIGHTS))
+
+
+def refused(directory: Path, match: str) -> None:
+    with pytest.raises(ArtifactError, match=match) as caught:
+        load_checkpoint(directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_round_trip_is_exact(checkpoint: Path) -> None:
+    loaded, original = load_checkpoint(checkpoint), tiny_model()
+    for (name, a), (_, b) in zip(loaded.state_dict().items(), original.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_shards_and_half_precision(copy: Path) -> None:
+    tensors = load_file(str(copy / WEIGHTS))
+    names = sorted(tensors)
+    shards = {"model-1.safetensors": names[:5], "model-2.safetensors": names[5:]}
+    for file, part in shards.items():
+        save_file({name: tensors[name].half() for name in part}, str(copy / file))
+    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (copy / WEIGHTS).unlink()
+    model = load_checkpoint(copy)
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(model.state_dict()[name], tensors[name].half().float())
+    (copy / "model-2.safetensors").unlink()
+    refused(copy, "model-2.safetensors")
+
+
+def test_truncated_and_overlong(copy: Path) -> None:
+    data = (copy / WEIGHTS).read_bytes()
+    (copy / WEIGHTS).write_bytes(data[:-100])
+    refused(copy, "not a whole safetensors file")
+    (copy / WEIGHTS).write_bytes(data + b"\0" * 100)
+    refused(copy, "not a whole safetensors file")
+    (copy / WEIGHTS).write_bytes(b"")
+    refused(copy, "not a whole safetensors file")
+
+
+def test_a_name_that_stands_twice(copy: Path) -> None:
+    data = (copy / WEIGHTS).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].decode().rstrip()
+    doubled = header[:-1] + ',"model.norm.weight":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (copy / WEIGHTS).write_bytes(len(doubled).to_bytes(8, "little") + doubled.encode() + data[8 + length :])
+    refused(copy, "'model.norm.weight' twice")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_not_finite(copy: Path, value: float) -> None:
+    edit(copy, "model.norm.weight", torch.full((64,), value))
+    refused(copy, r"'model.norm.weight' holds NaN or infinity")
+
+
+def test_wrong_missing_and_extra(copy: Path) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    edit(copy, name, torch.zeros(16, 64))
+    refused(copy, r"k_proj.weight' has shape \(16, 64\), config.json asks for \(32, 64\)")
+    edit(copy, name, None)
+    refused(copy, "k_proj.weight' is missing")
+    edit(copy, name, torch.zeros(32, 64))
+    edit(copy, "model.layers.7.mystery", torch.zeros(3))
+    refused(copy, "mystery' belongs to no part")
+
+
+def test_pickle_is_never_read(copy: Path) -> None:
+    (copy / WEIGHTS).rename(copy / "pytorch_model.bin")
+    refused(copy, "pickle files can run code")
+
+
+def test_nothing_there(tmp_path: Path, copy: Path) -> None:
+    refused(tmp_path / "none", "not found")
+    (copy / WEIGHTS).unlink()
+    refused(copy, "is it a finished checkpoint")
+    (copy / "config.json").write_text("{", encoding="utf-8")
+    refused(copy, "not valid JSON")
+
+
+def test_foreign_quantization_is_refused(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "awq"}
+    (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    refused(copy, "awq")
+
+
+def test_tied_head_stored_twice_is_read_once(copy: Path) -> None:
+    edit(copy, "lm_head.weight", load_checkpoint(copy).head_weight.detach())
+    assert load_checkpoint(copy).lm_head is None
+    edit(copy, "lm_head.weight", torch.zeros(384, 64))
+    with pytest.raises(ArtifactError, match=r"lm_head\.weight differs"):
+        load_checkpoint(copy)
+
+
+def test_generation_config_is_kept(checkpoint: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    (source / "generation_config.json").write_text('{"temperature": 0.1}', encoding="utf-8")
+    target = tmp_path / "target"
+    target.mkdir()
+    save_checkpoint(target, tiny_model(), source)
+    assert json.loads((target / "generation_config.json").read_text(encoding="utf-8")) == {"temperature": 0.1}
