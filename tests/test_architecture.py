@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sportsllm.cli.flags import COMMANDS
+from sportsllm.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = {
@@ -19,13 +19,14 @@ ALLOWED = {
 }
 FLOORS: dict[str, list[set[str]]] = {
     "sportsllm": [
-        {"__init__", "errors", "console", "process_memory"},
+        {"__init__", "errors", "console", "process_memory", "options", "results"},
         {"files"},
         {"models"},
         {"formats", "text", "simulator"},
         {"inference"},
         {"training"},
-        {"cli"},
+        {"commands"},
+        {"cli", "data", "run", "verify"},
     ],
     "export": [
         {"__init__", "paths", "metadata", "loaders", "gguf", "kernels"},

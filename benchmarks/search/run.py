@@ -20,13 +20,13 @@ from benchmarks.search.stages import Effort, Source, Target
 from benchmarks.search.summary import summary
 from benchmarks.search.trials import LOG, Trials
 from benchmarks.search.winner_recipe import write_recipe
-from sportsllm.cli.recipe import load_recipe, run_recipe
 from sportsllm.console import log, logged
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
 from sportsllm.files import atomic_write_text
 from sportsllm.formats.artifact import digest
 from sportsllm.formats.huggingface.config import load_config, read_json
 from sportsllm.formats.safetensors_files import quantization_config
+from sportsllm.run import run
 from sportsllm.text.packing import kept_tokens
 
 RESULT, SETTINGS, RECIPE = "fit.json", "search.json", "recipe.toml"
@@ -100,7 +100,7 @@ def run_fit(
             write_recipe(recipe, candidate, source, effort, target, text.reporting)
             log(f"{candidate.name}: finishing it on {effort.tokens:,} tokens")
             with logged(trials.directory / LOG):
-                made = run_recipe(load_recipe(recipe))
+                made = run(recipe).to_json()
             found = summary(search, candidate, trials.bits_per_byte(source.teacher))
             files = {"out": str(recipe.parent / "export"), "line": str(recipe)}
             return files | found | {"bench": made["bench"], "stages": made["stages"]}

@@ -26,7 +26,7 @@ from benchmarks.search.stages import (
     quantize_settings,
     vocabulary_stages,
 )
-from sportsllm.cli.flags import load_command
+from sportsllm.commands import load_command
 from sportsllm.console import logged
 from sportsllm.files import atomic_write_text
 from sportsllm.formats.artifact import Stage, digest, run_stage

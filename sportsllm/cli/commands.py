@@ -1,8 +1,7 @@
-"""The commands of the core: simulate, eval, generate, run. Heavy imports are inside."""
+"""The commands eval and generate. Heavy imports are inside."""
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,41 +14,6 @@ from sportsllm.errors import UsageError
 if TYPE_CHECKING:
     from sportsllm.inference.decoder import Decoder
     from sportsllm.text.tokenizer import TextTokenizer
-
-DEFAULT_CORPUS = Path("runs/corpus")
-SIMULATED_MEGABYTES = 20.0
-
-
-def simulate(
-    out: flags.Out = DEFAULT_CORPUS,
-    megabytes: Annotated[float, typer.Option(min=0.01, help="UTF-8 megabytes of training text.")] = SIMULATED_MEGABYTES,
-    questions: Annotated[int, typer.Option(min=0, help="Questions about held-out matches.")] = 500,
-    seed: flags.Seed = 0,
-) -> dict[str, Any]:
-    """Write a corpus of simulated matches, and questions about them with known answers."""
-    from sportsllm.console import output, progress_bar
-    from sportsllm.formats.artifact import Stage, run_stage
-    from sportsllm.simulator import write_corpus
-
-    def make(directory: Path) -> dict[str, Any]:
-        done = 0
-        with progress_bar("simulate", megabytes * 1e6) as bar:
-
-            def report(written: int, _total: int) -> None:
-                nonlocal done
-                bar.advance(written - done)
-                done = written
-
-            counts = write_corpus(directory, seed=seed, megabytes=megabytes, questions=questions, progress=report)
-        return {**counts, "size_bytes": counts["train_bytes"] + counts["valid_bytes"]}
-
-    stage = Stage("simulate", {"megabytes": megabytes, "questions": questions}, seed=seed)
-    result = run_stage(out, stage, make)
-    output().print(
-        f"{out}: {result['train_documents']:,} training and {result['valid_documents']:,} held-out documents, "
-        f"{result['size_bytes'] / 1e6:.1f} MB, {result['questions']} questions"
-    )
-    return result
 
 
 def evaluate(
@@ -233,22 +197,3 @@ def _say_what_runs(decoder: Decoder, provider: str) -> dict[str, Any]:
         "provider": None if kernels is None else provider,
         "placement": None if placement is None else placement[0],
     }
-
-
-def run(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, TOML.", show_default=False)],
-    out: Annotated[
-        Path | None, typer.Option(help="Directory of the stages' outputs.", show_default="the recipe's `out`")
-    ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Stages to run at a time, each in its own process.")] = 1,
-    only: Annotated[str | None, typer.Option(help="Run only this stage.", show_default="all stages")] = None,
-    threads: flags.Threads = None,
-) -> dict[str, Any]:
-    """Run every stage of a recipe. Finished stages are kept."""
-    from sportsllm.cli.recipe import load_recipe, run_recipe
-    from sportsllm.cli.recipe_parallel import run_parallel
-
-    checked = load_recipe(recipe, out)
-    if jobs == 1 or only is not None:
-        return run_recipe(checked, threads, only)
-    return run_parallel(checked, recipe, jobs, threads or max(1, (os.cpu_count() or 1) // jobs))

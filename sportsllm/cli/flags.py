@@ -2,101 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sportsllm.cli.flag_groups import FlagGroup
-from sportsllm.errors import ResourceError, UsageError
+from sportsllm.errors import UsageError
+from sportsllm.options import BY_NAME
 
 if TYPE_CHECKING:
     from sportsllm.training.lora import Adapters
     from sportsllm.training.settings import Run, TrainConfig
-
-# command -> module that holds it, as a function of the command's name
-COMMANDS = {
-    "simulate": "sportsllm.cli.commands",
-    "import": "sportsllm.cli.import_model",
-    "tokens": "sportsllm.cli.tokens",
-    "train": "sportsllm.cli.train",
-    "distill": "compress.cli.distill",
-    "prune": "compress.cli.prune",
-    "prune-vocabulary": "compress.cli.prune_vocabulary",
-    "sample": "compress.cli.sample",
-    "quantize": "compress.cli.quantize",
-    "export": "export.commands",
-    "bench": "benchmarks.commands",
-    "fit": "benchmarks.commands",
-    "eval": "sportsllm.cli.commands",
-    "generate": "sportsllm.cli.commands",
-    "plan": "benchmarks.cli.plan",
-    "run": "sportsllm.cli.commands",
-    "verify": "sportsllm.cli.verify",
-    "card": "sportsllm.cli.card",
-    "report": "benchmarks.commands",
-    "compare": "benchmarks.commands",
-    "devices": "benchmarks.commands",
-    "calibrate": "benchmarks.commands",
-}
-
-_RESERVED = {"eval": "evaluate", "import": "import_model"}
-"""Commands that Python has a meaning for, and their functions."""
-
-
-class _ByName:
-    """Marks a flag or argument whose checkpoint may be given by its name in the model hub."""
-
-
-BY_NAME = _ByName()
-"""Beside the typer option in `Annotated`; see `sportsllm.formats.hub.find_model`."""
-
-Command = Callable[..., dict[str, Any]]
-
-
-def load_command(name: str) -> Command:
-    """The function behind a command.
-
-    Raises:
-        ResourceError: its package is missing, or another package of that name hides it.
-    """
-    module = COMMANDS[name]
-    package = module.partition(".")[0]
-    spec = importlib.util.find_spec(package)
-    here = Path(__file__).resolve().parents[2]
-    if spec is None or spec.origin is None or Path(spec.origin).resolve().parent.parent != here:
-        raise ResourceError(
-            f"package {package!r} does not lie beside 'sportsllm' in {here}; another package may hide it: "
-            "install sportsllm-compress into an environment of its own"
-        )
-    function = getattr(importlib.import_module(module), _RESERVED.get(name, name.replace("-", "_")))
-    return _finding_models(cast(Command, function))
-
-
-def _finding_models(function: Command) -> Command:
-    """The command with the directories of models that are given by name; they are downloaded when it is called."""
-    parameters = inspect.signature(function, eval_str=True).parameters
-    marked = [name for name, each in parameters.items() if BY_NAME in getattr(each.annotation, "__metadata__", ())]
-    if not marked:
-        return function
-
-    @functools.wraps(function)
-    def command(*args: Any, **given: Any) -> dict[str, Any]:
-        from sportsllm.formats.hub import find_model
-
-        for name in marked:
-            if given.get(name) is not None:
-                given[name] = type(given[name])(find_model(str(given[name])))
-        return function(*args, **given)
-
-    return command
-
 
 Out = Annotated[Path, typer.Option("--out", help="New directory to write.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.", show_default="all cores")]

@@ -1,30 +1,35 @@
 """The entry point: `sportsllm-compress COMMAND`.
 
-Commands are listed in `sportsllm.cli.flags` and loaded by name, so that a package depends on no other. A command is a
-plain typed function that returns its result as a dict; this module adds `--json`, exit codes and one-line errors.
-Nothing here imports torch, nor rich, which takes a third of the time of `--help`.
+The commands are in `sportsllm.commands`; each is a typed function that returns a `Result`. This module makes the
+command line of their signatures, and adds `--json`, exit codes and one-line errors. It imports neither torch nor rich,
+which takes a third of the time of `--help`.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
 import errno
 import functools
 import inspect
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
+from typer.exceptions import TyperException
 from typer.models import ArgumentInfo
 
 from sportsllm import __version__
-from sportsllm.cli.flags import COMMANDS, Command, load_command
-from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, ResourceError, SportsLLMError
+from sportsllm.commands import COMMANDS, GROUPS, Command, load_command
+from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, ResourceError, SportsLLMError, UsageError
+from sportsllm.results import Result
 
+LONGEST_MESSAGE = 400
 _EXTRA_OF = {
     "gguf": "gguf",
     "onnxruntime_genai": "genai",
@@ -35,7 +40,39 @@ _EXTRA_OF = {
 _COMPRESS = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "plotly", "jinja2", "huggingface_hub"}
 
 
+def build_app(names: list[str] | None = None) -> typer.Typer:
+    """The typer application with the named commands, by default with all."""
+    app = typer.Typer(
+        name="sportsllm-compress",
+        help="From a text corpus to a small, fast, proven ONNX language model.",
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+
+    @app.callback(invoke_without_command=True)
+    def _root(
+        context: typer.Context,
+        version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    ) -> None:
+        if version:
+            sys.stdout.write(f"{__version__}\n")
+            raise typer.Exit
+        if context.invoked_subcommand is None:
+            sys.stdout.write(context.get_help() + "\n")
+
+    groups: dict[str, typer.Typer] = {}
+    for name in names or COMMANDS:
+        group, _, verb = name.rpartition(" ")
+        if group and group not in groups:
+            groups[group] = typer.Typer(help=GROUPS[group], rich_markup_mode=None, no_args_is_help=True)
+            app.add_typer(groups[group], name=group)
+        groups.get(group, app).command(verb)(_with_json(load_command(name)))
+    return app
+
+
 def _with_json(function: Command) -> Callable[..., None]:
+    """The function as a command: it prints its result as JSON if asked to, and ends with the result's exit code."""
+
     @functools.wraps(function)
     def wrapper(*args: Any, json_output: bool = False, **kwargs: Any) -> None:
         from sportsllm import console
@@ -49,9 +86,12 @@ def _with_json(function: Command) -> Callable[..., None]:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
-        failed, complaint = result.pop("exit_code", 0), result.pop("complaint", None)
+        if isinstance(result, Result):
+            failed, complaint, shown = result.exit_code, result.complaint, result.to_json()
+        else:
+            failed, complaint, shown = result.pop("exit_code", 0), result.pop("complaint", None), result
         if json_output:
-            sys.stdout.write(json.dumps(result, default=str) + "\n")
+            sys.stdout.write(json.dumps(shown, default=str) + "\n")
             sys.stdout.flush()
         if complaint:
             _complain(complaint)
@@ -83,32 +123,6 @@ def _with_metavar(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(annotation=Annotated[kind, option])
 
 
-def build_app() -> typer.Typer:
-    """The typer application with every command."""
-    app = typer.Typer(
-        name="sportsllm-compress",
-        help="From a text corpus to a small, fast, proven ONNX language model.",
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-    )
-
-    @app.callback(invoke_without_command=True)
-    def _root(
-        context: typer.Context,
-        version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
-    ) -> None:
-        if version:
-            sys.stdout.write(f"{__version__}\n")
-            raise typer.Exit
-        if context.invoked_subcommand is None:
-            sys.stdout.write(context.get_help() + "\n")
-
-    for name in COMMANDS:
-        app.command(name)(_with_json(load_command(name)))
-    return app
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with the documented code."""
     # Threads that spin long while they wait lose most of the machine when anything else runs, threads that sleep
@@ -118,25 +132,22 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # libgomp's own; it goes before the policy
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    sys.exit(_run(arguments))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # saves what Ctrl-C saves
+    sys.exit(_run(sys.argv[1:] if arguments is None else arguments))
 
 
-def _command() -> Any:
-    """The application as a command whose arguments show their name alone: `CHECKPOINT`, not `CHECKPOINT <path>`."""
-    command: Any = typer.main.get_command(build_app())
-    for part in command.commands.values():
-        for parameter in part.params:
-            if parameter.param_type_name == "argument":
-                parameter.display_type_rich = lambda ctx: None
-    return command
-
-
-def _run(arguments: list[str] | None) -> int:
+def _run(arguments: list[str]) -> int:
     try:
-        result = _command()(arguments, standalone_mode=True)
+        result = _command(arguments)(arguments, prog_name="sportsllm-compress", standalone_mode=False)
         return int(result or 0)
     except SystemExit as stop:
         return int(stop.code or 0)
+    except TyperException as error:
+        _complain(_usage(error, arguments))
+        return UsageError.exit_code
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return InterruptedRun.exit_code
     except SportsLLMError as error:
         _complain(str(error))
         return error.exit_code
@@ -152,6 +163,38 @@ def _run(arguments: list[str] | None) -> int:
             _complain("out of memory; use a smaller batch, sequence or model")
             return ResourceError.exit_code
         raise
+
+
+def _command(arguments: list[str]) -> Any:
+    """The application as a command. If the first words name a command, it has that one alone, and help in panels."""
+    first = next((word for word in arguments if not word.startswith("-")), "")
+    named = [name for name in COMMANDS if name.partition(" ")[0] == first]
+    completing = any(key.endswith("_COMPLETE") for key in os.environ)
+    command: Any = typer.main.get_command(build_app(None if completing or not named else named))
+    for part in _parts(command):
+        part.rich_markup_mode = "rich" if named else None
+        for parameter in part.params:
+            if parameter.param_type_name == "argument":
+                parameter.display_type_rich = lambda ctx: None  # `CHECKPOINT`, not `CHECKPOINT <path>`
+    return command
+
+
+def _parts(command: Any) -> list[Any]:
+    """All commands below a group."""
+    parts = list(getattr(command, "commands", {}).values())
+    return parts + [each for part in parts for each in _parts(part)]
+
+
+def _usage(error: TyperException, arguments: list[str]) -> str:
+    """A mistake on the command line in one line, with the nearest command or option."""
+    message = " ".join(error.format_message().split()).removesuffix(".")
+    context: Any = getattr(error, "ctx", None)
+    given = getattr(error, "option_name", None)
+    if message.startswith("No such option") and context is not None:  # it names every option that begins alike
+        near = difflib.get_close_matches(given, [name for each in context.command.params for name in each.opts], 1)
+        message = f"no option {given}" + (f"; did you mean {near[0]}?" if near else "")
+    where = context.command_path if context is not None else "sportsllm-compress"
+    return f"{message} (see {where} --help)"
 
 
 def _missing_module(error: ModuleNotFoundError) -> int:
@@ -171,6 +214,7 @@ _OS_ADVICE = {
     errno.EPERM: "permission denied; choose a folder that can be written",
     errno.EROFS: "the file system is read-only; choose a folder that can be written",
     errno.ENOMEM: "out of memory; use a smaller batch, sequence or model",
+    errno.ENAMETOOLONG: "the name is too long; check the path",
 }
 
 
@@ -186,11 +230,16 @@ def _os_error(error: OSError) -> int:
         raise error
     where = error.filename or error.filename2
     _complain(f"{where}: {advice}" if where else advice)
-    return ResourceError.exit_code
+    return ArtifactError.exit_code if error.errno == errno.ENAMETOOLONG else ResourceError.exit_code
 
 
 def _complain(message: str) -> None:
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    """Print one line, with the middle of a long one left out."""
+    line = f"error: {' '.join(message.split())}"
+    if len(line) > LONGEST_MESSAGE:
+        half = LONGEST_MESSAGE // 2 - 3
+        line = f"{line[:half]} ... {line[-half:]}"
+    sys.stderr.write(f"{line}\n")
 
 
 if __name__ == "__main__":

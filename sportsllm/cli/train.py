@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from sportsllm.cli import flags
-from sportsllm.cli.commands import DEFAULT_CORPUS, SIMULATED_MEGABYTES, simulate
 from sportsllm.cli.flag_groups import FlagGroup, expand_flag_groups
+from sportsllm.data import DEFAULT_CORPUS, SIMULATED_MEGABYTES, simulate
 from sportsllm.errors import UsageError
 
 

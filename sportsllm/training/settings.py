@@ -220,7 +220,7 @@ def train_config(
     if config.parallel_batches > 1 and not parallel:
         raise UsageError(
             f"--set parallel_batches={config.parallel_batches}: is for train; students see their batches one after "
-            "another, and `run --jobs` trains several students at a time"
+            "another"
         )
     if config.steps:
         log(described(config, run))

@@ -27,11 +27,11 @@ from compress.distillation.run import distill, resolve_start
 from compress.distillation.settings import DistillationConfig, KLWeight
 from compress.distillation.student_training import StudentTraining
 from sportsllm.cli import main as cli
-from sportsllm.cli.recipe import load_recipe
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import MANIFEST, Stage, digest, output_directory
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.presets import preset
+from sportsllm.run import load_recipe
 from sportsllm.training import setup as stages
 from sportsllm.training.pretrain import Pretraining, train_base
 from sportsllm.training.settings import TrainConfig

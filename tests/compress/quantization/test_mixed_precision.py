@@ -14,7 +14,7 @@ from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget, 
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from compress.quantization.run import quantize
 from export.export import ExportOptions, export_checkpoint
-from sportsllm.cli.flags import load_command
+from sportsllm.commands import load_command
 from sportsllm.errors import UsageError
 from sportsllm.models.experts import Experts
 from sportsllm.models.kinds import matrix_shapes

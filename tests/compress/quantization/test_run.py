@@ -15,7 +15,7 @@ from compress.quantization.config import Granularity, GridSpec, QuantizationConf
 from compress.quantization.mixed_precision import SizeBudget
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from compress.quantization.run import METHODS, quantize, resolve_method
-from sportsllm.cli.flags import load_command
+from sportsllm.commands import load_command
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.packed_weights import QuantizedWeight, pack, unpack

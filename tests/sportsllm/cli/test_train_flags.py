@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sportsllm.cli.flags import load_command
+from sportsllm.commands import load_command
 from sportsllm.formats.artifact import read_manifest
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface.config import load_config

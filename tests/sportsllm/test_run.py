@@ -3,16 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from sportsllm.cli.recipe import _fingerprint, load_recipe, run_recipe
-from sportsllm.cli.recipe_parallel import run_parallel
-from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.run import _fingerprint, load_recipe, run
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 GOOD = """
 name = "two"
 [[stage]]
 name = "corpus"
-command = "simulate"
+command = "data simulate"
 megabytes = 0.6
 questions = 10
 [[stage]]
@@ -46,20 +45,20 @@ def test_shipped_recipes_are_valid(recipe: Path) -> None:
 
 def test_stages_run_once_and_are_kept(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
-    first = run_recipe(load_recipe(path, tmp_path / "out"))
-    assert [row["cached"] for row in first["stages"]] == [False, False, False]
-    assert all(row["cpu_seconds"] > 0 for row in first["stages"])
-    second = run_recipe(load_recipe(path, tmp_path / "out"))
-    assert [row["cached"] for row in second["stages"]] == [True, True, True]
+    first = run(path, tmp_path / "out")
+    assert [row.cached for row in first.stages] == [False, False, False]
+    assert all(row.cpu_seconds > 0 for row in first.stages)
+    second = run(path, tmp_path / "out")
+    assert [row.cached for row in second.stages] == [True, True, True]
     kept = json.loads((tmp_path / "out" / "score.json").read_text(encoding="utf-8"))
     assert kept["bits_per_byte"] > 0
 
 
 def test_a_changed_stage_is_told_apart(tmp_path: Path) -> None:
-    run_recipe(load_recipe(write(tmp_path, GOOD), tmp_path / "out"))
-    changed = load_recipe(write(tmp_path, GOOD.replace("steps = 1", "steps = 2")), tmp_path / "out")
+    run(write(tmp_path, GOOD), tmp_path / "out")
+    changed = write(tmp_path, GOOD.replace("steps = 1", "steps = 2"))
     with pytest.raises(Exception, match=r"stage .model.: .*other settings"):
-        run_recipe(changed)
+        run(changed, tmp_path / "out")
 
 
 def test_a_changed_file_behind_a_name_is_told_apart_and_long_text_is_no_path(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ directory = "@later"
 threads = "many"
 [[stage]]
 name = "later"
-command = "simulate"
+command = "data simulate"
 megabytes = 0
 seed = -1
 [[stage]]
@@ -112,12 +111,11 @@ def test_out_is_the_folder_of_all_stages(tmp_path: Path) -> None:
     text = """
 [[stage]]
 name = "first"
-command = "sample"
+command = "data sample"
 checkpoint = "@out/elsewhere"
 """
     recipe = load_recipe(write(tmp_path, text), tmp_path / "there")
     assert recipe.stages[0].settings["checkpoint"] == tmp_path / "there" / "elsewhere"
-    assert recipe.stages[0].needs == frozenset()
     with pytest.raises(UsageError, match="the name is not free"):
         load_recipe(write(tmp_path, text.replace("first", "out")))
 
@@ -133,7 +131,7 @@ def test_unreadable_recipes(tmp_path: Path, text: str, message: str) -> None:
 def test_a_failing_stage_is_named(tmp_path: Path) -> None:
     text = '[[stage]]\nname = "a"\ncommand = "verify"\ndirectory = "nowhere"\n'
     with pytest.raises(ArtifactError, match="stage 'a': nowhere"):
-        run_recipe(load_recipe(write(tmp_path, text), tmp_path / "out"))
+        run(write(tmp_path, text), tmp_path / "out")
 
 
 def test_an_interrupted_stage_is_taken_up_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,44 +154,29 @@ def test_an_interrupted_stage_is_taken_up_again(tmp_path: Path, capsys: pytest.C
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(InterruptedRun, match="stage 'model'"):
-        run_recipe(load_recipe(path, tmp_path / "out"))
+        run(path, tmp_path / "out")
     thread.join()
-    result = run_recipe(load_recipe(path, tmp_path / "out"))
-    assert [row["cached"] for row in result["stages"]] == [True, False, False]
+    result = run(path, tmp_path / "out")
+    assert [row.cached for row in result.stages] == [True, False, False]
     assert "continuing the interrupted run" in capsys.readouterr().err
 
 
-def test_defaults_fill_in_and_needs_are_known(tmp_path: Path) -> None:
+def test_defaults_fill_in(tmp_path: Path) -> None:
     text = GOOD.replace("steps = 1\n", "").replace(
         'name = "two"\n', 'name = "two"\n[defaults.train]\nsteps = 3\nseed = 5\n'
     )
-    corpus, model, score = load_recipe(write(tmp_path, text)).stages
+    _, model, score = load_recipe(write(tmp_path, text)).stages
     assert model.settings["steps"] == 3 and model.settings["seed"] == 5 and "seed" not in score.settings
-    assert (corpus.needs, model.needs, score.needs) == (set(), {"corpus"}, {"corpus", "model"})
     with pytest.raises(UsageError, match=r"defaults.fly"):
         load_recipe(write(tmp_path, "[defaults.fly]\nx = 1\n" + GOOD.replace('name = "two"\n', "")))
 
 
-@pytest.mark.slow
-def test_side_by_side_gives_what_one_after_another_gives(tmp_path: Path) -> None:
-    second = GOOD[GOOD.index('[[stage]]\nname = "model"') : GOOD.index('[[stage]]\nname = "score"')]
-    path = write(tmp_path, GOOD + second.replace('"model"', '"twin"'))
-    result = run_parallel(load_recipe(path, tmp_path / "out"), path, jobs=2, threads=1)
-    assert [row["name"] for row in result["stages"]] == ["corpus", "model", "score", "twin"]
-    models = [(tmp_path / "out" / name / "model.safetensors").read_bytes() for name in ("model", "twin")]
-    assert models[0] == models[1]
-    alone = run_recipe(load_recipe(path, tmp_path / "out"), only="score")
-    assert alone["stages"][0]["cached"] and len(alone["stages"]) == 1
+def test_one_stage_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    alone = run(path, tmp_path / "out", only="corpus")
+    assert [row.name for row in alone.stages] == ["corpus"]
     with pytest.raises(UsageError, match="--only nowhere"):
-        run_recipe(load_recipe(path, tmp_path / "out"), only="nowhere")
-
-
-@pytest.mark.slow
-def test_a_stage_that_fails_beside_others_is_named_with_its_code(tmp_path: Path) -> None:
-    path = write(tmp_path, GOOD.replace("sequence = 32", "sequence = 99999"))
-    with pytest.raises(SportsLLMError, match=r"stage .model.: .*99999") as caught:
-        run_parallel(load_recipe(path, tmp_path / "out"), path, jobs=2, threads=1)
-    assert caught.value.exit_code == UsageError.exit_code
+        run(path, tmp_path / "out", only="nowhere")
 
 
 def test_stages_are_repeated_for_each_value(tmp_path: Path) -> None:
@@ -222,9 +205,7 @@ bits = "{bits}"
         "small", "medium", "small-int4", "small-int8", "medium-int4", "medium-int8"
     ]  # fmt: skip
     last = recipe.stages[-1]
-    assert (
-        last.settings["bits"] == 8 and last.needs == {"medium"} and str(last.settings["checkpoint"]).endswith("medium")
-    )
-    path.write_text('each = {size = "small"}\n[[stage]]\nname = "a"\ncommand = "simulate"\n', encoding="utf-8")
+    assert last.settings["bits"] == 8 and str(last.settings["checkpoint"]).endswith("medium")
+    path.write_text('each = {size = "small"}\n[[stage]]\nname = "a"\ncommand = "data simulate"\n', encoding="utf-8")
     with pytest.raises(UsageError, match=r"each\.size: must be a list of texts"):
         load_recipe(path)

@@ -1,4 +1,4 @@
-"""The command `tokens`, as a person runs it."""
+"""The command `data tokens`, as a person runs it."""
 
 import json
 from pathlib import Path
@@ -14,9 +14,9 @@ from tests.sportsllm.cli.test_main import call, complains
 def test_a_text_is_counted(
     capsys: pytest.CaptureFixture[str], checkpoint: Path, texts: list[str], corpus_file: Path
 ) -> None:
-    code, out, err = call(capsys, "tokens", checkpoint, corpus_file, "--show", 4, "--json")
+    code, out, err = call(capsys, "data", "tokens", checkpoint, corpus_file, "--show", 4, "--json")
     result, words = json.loads(out), load_tokenizer(checkpoint)
-    assert code == 0 and "bytes a token" in err
+    assert code == 0 and "bytes per token" in err
     ids = [words.encode(text) for text in texts]
     size = sum(len(text.encode()) for text in texts)
     assert result["tokens"] == sum(map(len, ids)) and result["documents"] == len(texts)
@@ -28,14 +28,14 @@ def test_a_text_is_counted(
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     assert result["kv_cache_bytes_per_token"]["fp32"] == per_token
     assert result["kv_cache_bytes"]["fp32"] == per_token * result["tokens"]
-    code, out, _ = call(capsys, "tokens", checkpoint, corpus_file, "--show", 4)
+    code, out, _ = call(capsys, "data", "tokens", checkpoint, corpus_file, "--show", 4)
     assert "│".join(result["shown"]).replace("\n", "\\n") in out
 
 
 def test_two_tokenizers_are_compared(
     capsys: pytest.CaptureFixture[str], checkpoint: Path, stories: Path, corpus_file: Path
 ) -> None:
-    code, out, err = call(capsys, "tokens", checkpoint, corpus_file, "--against", stories, "--json")
+    code, out, err = call(capsys, "data", "tokens", checkpoint, corpus_file, "--against", stories, "--json")
     one, other = json.loads(out), json.loads(out)["against"]
     assert code == 0 and "times the decode time" in err
     assert other["relative_tokens"] == other["relative_decode_time"] == one["tokens"] / other["tokens"]
@@ -43,26 +43,26 @@ def test_two_tokenizers_are_compared(
         one["tokens"] * one["kv_cache_bytes_per_token"]["int8"]
         / (other["tokens"] * other["kv_cache_bytes_per_token"]["int8"])
     )  # fmt: skip
-    alone = json.loads(call(capsys, "tokens", stories / "tokenizer.json", corpus_file, "--json")[1])
+    alone = json.loads(call(capsys, "data", "tokens", stories / "tokenizer.json", corpus_file, "--json")[1])
     assert alone["tokens"] == other["tokens"]
 
 
 def test_without_a_model_there_is_no_cache(
     capsys: pytest.CaptureFixture[str], tokenizer_directory: Path, checkpoint: Path, corpus_file: Path
 ) -> None:
-    code, out, _ = call(capsys, "tokens", tokenizer_directory, corpus_file, "--against", checkpoint, "--json")
+    code, out, _ = call(capsys, "data", "tokens", tokenizer_directory, corpus_file, "--against", checkpoint, "--json")
     result = json.loads(out)
-    assert code == 0 and "kv_cache_bytes" not in result and "relative_kv_cache_bytes" not in result["against"]
+    assert code == 0 and result["kv_cache_bytes"] is result["against"]["relative_kv_cache_bytes"] is None
 
 
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path) -> None:
     latin, blank = tmp_path / "latin.txt", tmp_path / "blank.md"
     latin.write_bytes("Zürich".encode("latin-1"))
     blank.write_text(" \n", encoding="utf-8")
-    complains(call(capsys, "tokens", checkpoint, latin), 3, "not UTF-8 at byte 1")
-    complains(call(capsys, "tokens", checkpoint, blank), 3, "no text in it")
-    complains(call(capsys, "tokens", tmp_path, latin), 3, "tokenizer.json: not found")
-    complains(call(capsys, "tokens", checkpoint / "config.json", latin), 3, "not a readable tokenizer")
-    complains(call(capsys, "tokens", checkpoint, tmp_path / "none.txt"), 3, "none.txt: not found")
-    complains(call(capsys, "tokens", checkpoint, blank, "--against", tmp_path), 3, "tokenizer.json: not found")
-    assert call(capsys, "tokens", checkpoint)[0] == 2
+    complains(call(capsys, "data", "tokens", checkpoint, latin), 3, "not UTF-8 at byte 1")
+    complains(call(capsys, "data", "tokens", checkpoint, blank), 3, "no text in it")
+    complains(call(capsys, "data", "tokens", tmp_path, latin), 3, "tokenizer.json: not found")
+    complains(call(capsys, "data", "tokens", checkpoint / "config.json", latin), 3, "not a readable tokenizer")
+    complains(call(capsys, "data", "tokens", checkpoint, tmp_path / "none.txt"), 3, "none.txt: not found")
+    complains(call(capsys, "data", "tokens", checkpoint, blank, "--against", tmp_path), 3, "tokenizer.json: not found")
+    assert call(capsys, "data", "tokens", checkpoint)[0] == 2

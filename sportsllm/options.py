@@ -1,0 +1,187 @@
+"""Options that mean the same in every command. Imports typer only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sportsllm.errors import UsageError
+
+
+class _ByName:
+    """Marks a checkpoint that may be given by its name in the model hub, or as a GGUF file."""
+
+
+BY_NAME = _ByName()
+"""Beside the typer option in `Annotated`; see `sportsllm.formats.hub.find_model`."""
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+
+
+def count(text: str) -> int:
+    """A positive whole number such as 100000, 100_000, 100k, 2.5M or 1B."""
+    given = str(text).strip().lower().replace("_", "").replace(",", "")
+    unit = _UNITS.get(given[-1:], 1)
+    try:
+        value = float(given[:-1] if unit > 1 else given) * unit
+        if value != int(value) or value < 1:
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise UsageError(f"{text!r}: give a positive whole number, for example 100000, 100k or 2.5M") from None
+    return int(value)
+
+
+# Paths and models
+Out = Annotated[Path, typer.Option("--out", help="New directory to write.")]
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(help="A checkpoint directory, a GGUF file, or ORG/NAME in the model hub.", show_default=False),
+    BY_NAME,
+]
+Directory = Annotated[Path, typer.Argument(help="A checkpoint or an export.", show_default=False), BY_NAME]
+Teacher = Annotated[Path | None, typer.Option("--teacher", help="Unquantized checkpoint to learn from."), BY_NAME]
+
+# Text
+Corpus = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--corpus",
+        help="Training text: .txt, .md, .jsonl, .parquet, .gz files or folders.",
+        show_default="the training text of the teacher or checkpoint",
+    ),
+]
+Valid = Annotated[
+    list[Path] | None,
+    typer.Option("--valid", help="Held-out text.", show_default="2% of the documents, chosen by hash"),
+]
+Text = Annotated[list[Path] | None, typer.Option("--text", help="Held-out text to score.", show_default="none")]
+Calibration = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--calibration",
+        help="Calibration text; never held-out text.",
+        show_default="the checkpoint's training text",
+        rich_help_panel="Calibration",
+    ),
+]
+
+# Training
+_TRAINING = "Training"
+Tokens = Annotated[
+    int | None,
+    typer.Option("--tokens", parser=count, metavar="N", help="Tokens to train on: 100000, 100k, 2.5M."),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        "--steps", min=0, help="Optimizer steps, instead of --tokens.", show_default="5000", rich_help_panel=_TRAINING
+    ),
+]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(
+        "--batch-size",
+        min=1,
+        help="Sequences in memory at once.",
+        show_default="up to 4",
+        rich_help_panel=_TRAINING,
+    ),
+]
+Sequence = Annotated[
+    int | None,
+    typer.Option(
+        "--sequence",
+        min=2,
+        help="Tokens of one training sequence.",
+        show_default="up to 512",
+        rich_help_panel=_TRAINING,
+    ),
+]
+LearningRate = Annotated[
+    float | None,
+    typer.Option(
+        "--learning-rate",
+        help="Peak learning rate of AdamW.",
+        show_default="by start and model size, or by short trial runs; printed",
+        rich_help_panel=_TRAINING,
+    ),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        "--precision",
+        help="Compute dtype: auto, fp32, bf16 or fp16.",
+        show_default="auto",
+        rich_help_panel=_TRAINING,
+    ),
+]
+LoraRank = Annotated[
+    int | None,
+    typer.Option(
+        "--lora-rank",
+        min=1,
+        help="Train LoRA adapters of this rank and merge them.",
+        show_default="all weights are trained",
+        rich_help_panel=_TRAINING,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="A rare setting, for example warmup=100; may be repeated. docs/use/settings.md lists them.",
+        show_default="none",
+        rich_help_panel=_TRAINING,
+    ),
+]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Continue an interrupted run; without one, start.", rich_help_panel=_TRAINING),
+]
+RopeScaling = Annotated[
+    str | None,
+    typer.Option(
+        "--rope-scaling",
+        metavar="TYPE:FACTOR",
+        help="Lengthen the context by a factor: yarn, llama3 or linear, for example yarn:4.",
+        show_default="as the model is",
+        rich_help_panel="Shape",
+    ),
+]
+
+# Devices and runtimes
+_RUNTIME = "Runtime"
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "--target", metavar="NAME|FILE", help="Device budget, for example raspberry-pi-5.", show_default="none"
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option("--device", help="Processor: cpu, cuda, or auto.", rich_help_panel=_RUNTIME),
+]
+Kernels = Annotated[
+    str,
+    typer.Option(
+        "--kernels",
+        help="Kernels for exports: native (this program's), portable (ONNX Runtime's), or auto.",
+        rich_help_panel=_RUNTIME,
+    ),
+]
+Provider = Annotated[
+    str,
+    typer.Option(
+        "--provider",
+        help="Execution provider of ONNX Runtime for exports: cpu, cuda, ...",
+        rich_help_panel=_RUNTIME,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, help="CPU threads.", show_default="all cores", rich_help_panel=_RUNTIME),
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Random seed.", rich_help_panel=_RUNTIME)]

@@ -1,0 +1,115 @@
+"""The verb `verify`: compare a finished directory with its manifest, or an export on another processor with the CPU."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from sportsllm import options
+from sportsllm.errors import ArtifactError, GateError, UsageError
+from sportsllm.results import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProviderParity:
+    """An export on another execution provider against the CPU's."""
+
+    max_abs_logit_error: float
+    kl: float
+    greedy_match: float
+    passed: bool
+    failures: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyResult(Result):
+    """What was checked.
+
+    Attributes:
+        ok: no problem was found.
+        files: number of files that the manifest lists.
+        problems: one line each.
+        kernels: what runs an export on this CPU, `native` or `portable`; None for a checkpoint.
+        provider, parity, placement: with --provider, where it ran, how exactly, and which nodes ran there.
+    """
+
+    ok: bool
+    files: int
+    problems: list[str] = field(default_factory=list)
+    kernels: str | None = None
+    provider: str | None = None
+    parity: ProviderParity | None = None
+    placement: dict[str, Any] | None = None
+
+
+def verify(
+    directory: options.Directory, provider: options.Provider = "cpu", threads: options.Threads = None
+) -> VerifyResult:
+    """Check a finished directory against its manifest: sizes, digests, missing and added files.
+
+    With --provider, also run an export there and compare its logits with the CPU's.
+    """
+    from sportsllm.console import output
+    from sportsllm.files import require_directory
+    from sportsllm.formats.artifact import verify_directory
+    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.inference.decoder import is_onnx_directory
+
+    require_directory(directory, "a finished checkpoint or export")
+    exported = is_onnx_directory(directory)
+    if provider != "cpu" and not exported:
+        raise UsageError(f"--provider {provider}: {directory} is a checkpoint, which PyTorch runs; export it first")
+    files, problems = verify_directory(directory)
+    if (directory / "config.json").exists():
+        try:
+            load_config(directory)
+        except ArtifactError as error:
+            problems.append(str(error))
+    kernels = None
+    if exported:
+        # By name: export is a package above this one.
+        chosen = importlib.import_module("export.runtime.kernels").kernels_of_directory(directory)
+        kernels = str(chosen.name)
+        output().print(str(chosen), markup=False)
+    for problem in problems:
+        output().print(problem, markup=False)
+    output().print(f"{directory}: {files} files checked, {len(problems)} problem{'s' * (len(problems) != 1)}")
+    if problems:
+        complaint = f"{directory}: {len(problems)} problem{'s' * (len(problems) != 1)}; copy or make it again"
+        return VerifyResult(
+            ok=False,
+            files=files,
+            problems=problems,
+            kernels=kernels,
+            exit_code=ArtifactError.exit_code,
+            complaint=complaint,
+        )
+    if provider == "cpu":
+        return VerifyResult(ok=True, files=files, kernels=kernels)
+
+    placement, found = importlib.import_module("export.parity.provider").check_provider(directory, provider, threads)
+    if placement is not None:
+        output().print(str(placement), markup=False)
+    failures = found.failures()
+    parity = ProviderParity(
+        max_abs_logit_error=max(each.max_abs_logit_error for each in found.comparisons),
+        kl=max(each.kl for each in found.comparisons),
+        greedy_match=found.greedy_match,
+        passed=not failures,
+        failures=failures,
+    )
+    output().print(
+        f"{provider} against the CPU: KL {parity.kl:.1e}, greedy choices agree in {parity.greedy_match:.1%}, "
+        f"largest logit error {parity.max_abs_logit_error:.1e}"
+    )
+    return VerifyResult(
+        ok=not failures,
+        files=files,
+        kernels=kernels,
+        provider=provider,
+        parity=parity,
+        placement=None if placement is None else placement.to_dict(),
+        exit_code=GateError.exit_code if failures else 0,
+        complaint=f"{directory}: --provider {provider} computes something else ({failures[0]})" if failures else None,
+    )
