@@ -86,14 +86,19 @@ def _converted(annotation: Any, value: Any) -> Any:
         return [f"{key}={_spelled(item)}" for key, item in value.items()]
     kinds = _kinds(annotation)
     if BY_NAME in getattr(annotation, "__metadata__", ()) and value is not None:
-        from sportsllm.formats.hub import find_model
-
-        value = type(value)(find_model(str(value)))
+        value = type(value)(find_directory(value))
     if Path in kinds and isinstance(value, str):
         return [Path(value)] if list in kinds else Path(value)
     if list in kinds and Path in kinds and isinstance(value, list | tuple):
         return [Path(item) for item in value]
     return value
+
+
+def find_directory(model: str | Path) -> Path:
+    """The directory of a model that is given by its path or its name in the hub; it is downloaded if need be."""
+    from sportsllm.formats.hub import find_model
+
+    return Path(find_model(str(model)))
 
 
 def _kinds(annotation: Any) -> set[Any]:

