@@ -37,7 +37,15 @@ FLOORS: dict[str, list[set[str]]] = {
         {"export", "gguf_export"},
         {"commands", "model"},
     ],
-    "compress": [{"__init__"}, {"teacher_cache"}, {"distillation"}, {"pruning"}, {"quantization"}, {"cli"}],
+    "compress": [
+        {"__init__", "least_squares"},
+        {"layerwise"},
+        {"teacher_cache"},
+        {"distillation"},
+        {"pruning"},
+        {"quantization"},
+        {"cli"},
+    ],
     "benchmarks": [
         {"__init__", "labels", "spread", "flops", "pareto"},
         {"devices"},

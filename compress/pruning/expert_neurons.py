@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from compress.layerwise import after_sublayer
+from compress.least_squares import RIDGE, LeastSquares
 from compress.pruning.kept_units import top_indices
 from compress.pruning.output_selection import pick_order
-from compress.pruning.refit import RIDGE, LeastSquares, after_sublayer
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig

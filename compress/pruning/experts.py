@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.least_squares import RIDGE, LeastSquares
 from compress.pruning.expert_neurons import FeedForwards, feed_forwards, fit_experts, joined_neurons, parts_of
 from compress.pruning.kept_units import top_indices
-from compress.pruning.refit import RIDGE, LeastSquares
 from sportsllm.console import log
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import ROUTER, route, routed_names, run_expert, unused_line

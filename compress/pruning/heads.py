@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from compress.pruning.activations import second_moment, summed
+from compress.layerwise import second_moment, summed
 from compress.pruning.kept_units import choose_in_layer, top_indices
 from compress.pruning.scores import Scores
 from sportsllm.models.config import ModelConfig

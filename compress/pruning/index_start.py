@@ -21,10 +21,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from compress.pruning.activations import summed
+from compress.layerwise import summed
+from compress.least_squares import RIDGE, LeastSquares
 from compress.pruning.heads import as_complex, as_real, shared_pairs
 from compress.pruning.latent import weighted_pairs
-from compress.pruning.refit import RIDGE, LeastSquares
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM, Sublayer
 from sportsllm.models.selected import INDEX, index_pairs

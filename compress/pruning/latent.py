@@ -26,9 +26,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from compress.pruning.activations import second_moment, summed
+from compress.layerwise import LayerStates, after_sublayer, matrix_input, second_moment, summed
+from compress.least_squares import RIDGE, LeastSquares
 from compress.pruning.heads import as_complex, as_real, roots_of, shared_pair
-from compress.pruning.refit import RIDGE, LayerStates, LeastSquares, after_sublayer, matrix_input
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig

@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from compress.pruning.activations import second_moment, summed
+from compress.layerwise import second_moment, summed
 from compress.pruning.scores import Scores, by_unit, importance_scores, layer_units
 from sportsllm.console import progress_bar
 from sportsllm.models.language_model import Block, SportsLLM

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.pruning.activations import Statistic, second_moment, summed
+from compress.layerwise import Statistic, second_moment, summed
 from sportsllm.models.kinds import EMBEDDING, HEAD, NORMS, block_matrices
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.parts import HIDDEN

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from compress.pruning.activations import Statistic, summed
+from compress.layerwise import Statistic, summed
 from compress.pruning.rotation import Directions, directions_from, watched_norms
 from compress.pruning.shapes import dimension_of
 from sportsllm.console import progress_bar

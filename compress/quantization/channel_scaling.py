@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from compress.pruning.activations import input_squares, summed
+from compress.layerwise import input_squares, summed
 from compress.quantization.config import GridSpec, QuantizationConfig
 from compress.quantization.gptq import output_error
 from compress.quantization.grid import fit_grid

@@ -17,8 +17,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compress.pruning.activations import input_squares, second_moment, summed
-from compress.pruning.refit import LayerPair, LayerStates, LeastSquares, ResidualPair, refit_block, run_layer
+from compress.layerwise import (
+    LayerPair,
+    LayerStates,
+    ResidualPair,
+    fit_block,
+    input_squares,
+    run_layer,
+    second_moment,
+    summed,
+)
+from compress.least_squares import LeastSquares
 from compress.quantization.channel_scaling import scale_block
 from compress.quantization.config import UNPACKED
 from compress.quantization.gptq import gptq_weight
@@ -35,7 +44,7 @@ from sportsllm.models.language_model import Block, ResidualNorm, Rope, embed, ro
 from sportsllm.text.calibration import JUDGED_SAMPLES, check_familiar
 from sportsllm.training.chunked_loss import cross_entropy
 
-# Pull towards the given weights, as a share of the inputs' mean square; see `compress.pruning.refit`.
+# Pull towards the given weights, as a share of the inputs' mean square; see `compress.layerwise`.
 RIDGE = 1e-2
 TABLE_SHARE = 0.5
 _TABLE_TOKENS = 8  # per hidden channel: enough for the second moment of a tied head
@@ -167,7 +176,7 @@ def _fit_and_round(
     between_BTD: Sequence[Tensor],
     ridge: float,
 ) -> tuple[list[Tensor], set[str]]:
-    """GPTQ of one layer, each matrix fitted before, see `refit_block`; `pair.block` becomes what is stored.
+    """GPTQ of one layer, each matrix fitted before, see `fit_block`; `pair.block` becomes what is stored.
 
     Returns:
         The states after the layer, and the matrices that read any text.
@@ -180,7 +189,7 @@ def _fit_and_round(
         wanted = sums.solve(linear.weight, ridge)
         linear.weight.data = _gptq(packed, f"{prefix}.{name}", wanted, sums.gram_II.float())
 
-    return refit_block(pair, streams, between_BTD, solve), read
+    return fit_block(pair, streams, between_BTD, solve), read
 
 
 def _round_alone(

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.least_squares import RIDGE
 from compress.pruning.kept_units import KeptUnits, choose_units, loss_per_token
-from compress.pruning.refit import RIDGE, refit_layers
+from compress.pruning.refit import refit_layers
 from compress.pruning.rotation import rotate
 from compress.pruning.scores import importance_scores
 from compress.pruning.shapes import Shape
@@ -196,5 +197,5 @@ def test_two_writers_in_one_half_are_refused_by_name(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Gelu, "matrices", both_write)
     monkeypatch.setattr(kinds, "_block_matrices", kinds._block_matrices.__wrapped__)  # each config's are kept
-    with pytest.raises(UsageError, match=r"mlp\.up_proj and mlp\.down_proj: refit needs one matrix"):
+    with pytest.raises(UsageError, match=r"mlp\.up_proj and mlp\.down_proj: a refit needs one matrix"):
         refit_layers(pruned, model, kept, samples())

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from compress.pruning.refit import run_layer
+from compress.layerwise import run_layer
 from compress.quantization.channel_scaling import RULES, InputStatistics, best_scale, scale_block, source_rows
 from compress.quantization.config import Granularity, GridSpec, QuantizationConfig
 from compress.quantization.packed_checkpoint import round_weight

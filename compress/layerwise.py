@@ -1,0 +1,228 @@
+"""Layer by layer: hidden states streamed through the layers once, statistics of what modules read, layers fitted.
+
+Pruning and quantization change one layer after the other. Both the full and the changed model read the calibration text
+up to that layer, so memory is that of a layer and of the residual streams. `fit_block` fits a changed layer: for each
+of its matrices, with its own inputs a (which carry the errors of every layer before it) and the outputs t that it
+should give,
+
+    argmin_W  sum over tokens |t - W a|^2 + ridge * mean(|a|^2) * |W - W_given|^2
+
+    matrices that write to   t = the full model's residual stream after this sublayer (after the layer's last one: the
+    the residual stream          stream that the layer should lead to), less the changed model's before it
+    all others               t = the full model's values; so too if a norm follows the sublayer
+
+Shape suffixes: B sequences, T tokens of one, D hidden_size, I inputs, O outputs, U channels, N tokens of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, cast
+
+from torch import Tensor, nn
+
+from compress.least_squares import LeastSquares
+from sportsllm.errors import UsageError
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import NORMS, adds_to_residual, input_groups
+from sportsllm.models.language_model import Block, Rope, SportsLLM, first_positions
+from sportsllm.models.parts import Matrix
+
+_KEPT = 2  # hidden sizes: inputs of a matrix that are wider are computed again rather than kept
+Key = TypeVar("Key")
+Statistic = Callable[[Tensor, Tensor], Tensor]
+"""From the input and the output of one call of a module to the value that is added up."""
+
+
+@contextmanager
+def summed(watched: Mapping[Key, tuple[nn.Module, Statistic]]) -> Iterator[dict[Key, Tensor]]:
+    """Sums over all calls of the modules inside the `with`; a module that is not called has none."""
+    sums: dict[Key, Tensor] = {}
+
+    def add_to(key: Key, statistic: Statistic) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            value = statistic(args[0], output)
+            sums[key] = sums[key] + value if key in sums else value
+
+        return hook
+
+    with ExitStack() as hooks:
+        for key, (module, statistic) in watched.items():
+            hooks.enter_context(module.register_forward_hook(add_to(key, statistic)))
+        yield sums
+
+
+def input_squares(inputs: Tensor, _output: Tensor) -> Tensor:
+    """Statistic: sum of a^2 over all tokens of a module's inputs, (U,) float64."""
+    return inputs.flatten(0, -2).double().square().sum(dim=0)
+
+
+def second_moment(activations: Tensor) -> Tensor:
+    """Sum of a a^T over all tokens, (U, U), by float32 products."""
+    a_NU = activations.flatten(0, -2).float()
+    return a_NU.T @ a_NU
+
+
+def input_moment(inputs: Tensor, _output: Tensor) -> Tensor:
+    """Statistic: `second_moment` of a module's inputs."""
+    return second_moment(inputs)
+
+
+def blocks_of(model: SportsLLM) -> list[Block]:
+    """The layers of a model."""
+    return cast("list[Block]", list(model.model.layers))
+
+
+def run_layer(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
+    """The residual stream after a layer, for every sample."""
+    return [block(x, first_positions(rope, x)) for x in states_BTD]
+
+
+def after_sublayer(block: Block, sublayer: str, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
+    """The residual stream after one of the two sublayers (`NORMS`) of a layer, for every sample."""
+    return [block.add_half(sublayer, x, first_positions(rope, x)) for x in states_BTD]
+
+
+class LayerStates(NamedTuple):
+    """Residual streams of every sample, (B, T, D) each, in a layer: after its attention, and at its end."""
+
+    attention: list[Tensor]
+    end: list[Tensor]
+
+    @staticmethod
+    def of(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> LayerStates:
+        """The states of a layer that reads `states_BTD`."""
+        attention, feed_forward = NORMS
+        between = after_sublayer(block, attention, states_BTD, rope)
+        return LayerStates(between, after_sublayer(block, feed_forward, between, rope))
+
+
+class ResidualPair(NamedTuple):
+    """Residual streams of every sample, (B, T, D) each: before a layer or sublayer of the full and of the changed
+    model, and the full model's stream that the changed one should lead to.
+    """
+
+    full: Sequence[Tensor]
+    changed: Sequence[Tensor]
+    target: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class LayerPair:
+    """A layer that is fitted, and the full model's layer that it is fitted to.
+
+    Attributes:
+        block: the layer that is changed in place.
+        source, config, rope: the full model's layer, its config and rotary tables.
+        wanted: by a matrix's name in the block the weights (O, I) whose outputs for the full layer's input it should
+            give; the full layer's own if None.
+        into: (D, K) map of the full model's residual stream to the changed one's, if they differ.
+        own_rope: rotary tables of the changed layer, if they differ.
+    """
+
+    block: Block
+    source: Block
+    config: ModelConfig
+    rope: Rope
+    wanted: Mapping[str, Tensor] | None = None
+    into: Tensor | None = None
+    own_rope: Rope | None = None
+
+
+Solve = Callable[[str, nn.Linear, LeastSquares], None]
+
+
+def fit_block(pair: LayerPair, streams: ResidualPair, between_BTD: Sequence[Tensor], solve: Solve) -> list[Tensor]:
+    """Fit the matrices of one layer to what the full model computes, those that read the same input together.
+
+    Args:
+        pair, streams: the layer and the residual streams around it.
+        between_BTD: the full model's residual stream after the layer's attention.
+        solve: given a matrix's name in the block, the matrix and the sums, sets the matrix's weight. Later matrices
+            read what the new weight computes.
+
+    Returns:
+        The residual stream after the changed layer.
+
+    Raises:
+        UsageError: several matrices of a sublayer write to the residual stream, so that none has its own target.
+    """
+    changed_BTD = streams.changed
+    for sublayer, full_BTD, after_BTD in zip(
+        NORMS, (streams.full, between_BTD), (between_BTD, streams.target), strict=True
+    ):
+        groups = [group for group in input_groups(pair.config) if group[0].name.startswith(f"{sublayer}.")]
+        writers = [matrix.name for group in groups for matrix in group if adds_to_residual(pair.config, matrix)]
+        if len(writers) > 1:
+            raise UsageError(
+                f"{' and '.join(writers)}: a refit needs one matrix that writes to the residual stream; "
+                "leave it out with --set refit=false"
+            )
+        following: list[Tensor] | None = None
+        for group in groups:
+            following = _fit_group(pair, sublayer, group, ResidualPair(full_BTD, changed_BTD, after_BTD), solve)
+        if following is None:
+            following = after_sublayer(pair.block, sublayer, changed_BTD, pair.own_rope or pair.rope)
+        changed_BTD = following
+    return list(changed_BTD)
+
+
+def _fit_group(
+    pair: LayerPair, sublayer: str, group: Sequence[Matrix], streams: ResidualPair, solve: Solve
+) -> list[Tensor] | None:
+    """Fit matrices of one sublayer that read the same input.
+
+    Returns:
+        The residual stream after the sublayer, if the last matrix writes it and its inputs were kept, so that attention
+        need not be computed again; else None.
+    """
+    following: list[Tensor] | None = None
+
+    def inputs(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> Iterator[Tensor]:
+        return (matrix_input(block, sublayer, group[0].name, x, rope) for x in states_BTD)
+
+    shared: LeastSquares | None = None
+    for matrix in sorted(group, key=lambda matrix: adds_to_residual(pair.config, matrix)):
+        linear = cast(nn.Linear, pair.block.get_submodule(matrix.name))
+        ours = inputs(pair.block, streams.changed, pair.own_rope or pair.rope)
+        if adds_to_residual(pair.config, matrix):
+            bias = 0.0 if linear.bias is None else linear.bias
+            kept = list(ours) if matrix.columns <= _KEPT * pair.config.hidden_size else None
+            ends = zip(streams.target, streams.changed, strict=True)
+            targets = ((after if pair.into is None else after @ pair.into) - before - bias for after, before in ends)
+            solve(matrix.name, linear, LeastSquares.over(zip(kept or ours, targets, strict=True)))
+            if kept is not None:
+                following = [before + linear(read) for before, read in zip(streams.changed, kept, strict=True)]
+            continue
+        if matrix.routed:
+            # The full model sends other tokens here, so there is nothing to compare with: no fit.
+            gram_II = LeastSquares.over((x, x) for x in ours).gram_II
+            sums = LeastSquares(gram_II, linear.weight.detach().double() @ gram_II)
+        else:
+            # The wanted weights times the full layer's input: one sum of products serves all. Biases are the same.
+            theirs = inputs(pair.source, streams.full, pair.rope)
+            shared = shared or LeastSquares.over(zip(ours, theirs, strict=True))
+            full_OI = pair.source.get_parameter(f"{matrix.name}.weight")
+            weight_OI = full_OI if pair.wanted is None else pair.wanted[matrix.name]
+            sums = LeastSquares(shared.gram_II, weight_OI.double() @ shared.cross_OI)
+        solve(matrix.name, linear, sums)
+    return following
+
+
+class _InputFound(Exception):
+    """Ends a forward pass whose rest is not needed."""
+
+
+def matrix_input(block: Block, sublayer: str, matrix: str, x_BTD: Tensor, rope: Rope) -> Tensor:
+    """The input of a matrix of a block, given the residual stream x before its sublayer."""
+    found: list[Tensor] = []
+
+    def stop(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        found.append(args[0])
+        raise _InputFound
+
+    with block.get_submodule(matrix).register_forward_pre_hook(stop), suppress(_InputFound):
+        block.add_half(sublayer, x_BTD, first_positions(rope, x_BTD))
+    return found[0]
