@@ -9,10 +9,10 @@
 
 namespace sportsllm {
 
-constexpr int64_t kFewRows = 8;  // up to here the cache is read in parts, so that all threads have work
+constexpr int64_t kGemvRows = 8;  // up to here the cache is read in parts, so that all threads have work
 constexpr int64_t kRowsOfPiece = 32;  // of a matrix
 
-inline Ahead ahead(const Matrix& matrix, int64_t rows) { return {matrix.packed, rows * matrix.row_bytes()}; }
+inline Prefetch ahead(const Matrix& matrix, int64_t rows) { return {matrix.packed, rows * matrix.row_bytes()}; }
 
 inline int64_t pieces_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
@@ -20,7 +20,7 @@ inline int64_t pieces_of(int64_t count, int64_t size) { return (count + size - 1
 class Activations {
  public:
   void take(Scratch* scratch, int64_t rows, const Matrix& matrix) {
-    matrix_ = &matrix, prompt_ = rows > kFewRows;
+    matrix_ = &matrix, prompt_ = rows > kGemvRows;
     if (prompt_) {
       many_ = scratch->take_prompt(rows, matrix);
     } else {

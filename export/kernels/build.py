@@ -97,7 +97,7 @@ def here() -> str:
 
 
 def compile_sources(command: Sequence[str], work: Path, machine: str, flags: Sequence[str] = ()) -> list[str]:
-    """Compile all sources, with more flags where they are given, and return the object files.
+    """Compile all sources with `flags` and return the object files; a variant whose own flags fail is left out.
 
     Raises:
         BuildError: the compiler fails.
@@ -107,14 +107,28 @@ def compile_sources(command: Sequence[str], work: Path, machine: str, flags: Seq
         variants = {
             name: [flag.replace("-march=armv8.2-a", "-mcpu=generic") for flag in own] for name, own in variants.items()
         }
-    made = {name: str(work / f"{name}.o") for name in (*_SHARED, *variants)}
-    jobs = [
-        [*command, *FLAGS, *flags, *variants.get(name, []), "-c", str(HERE / f"{name}.cpp"), "-o", path]
-        for name, path in made.items()
-    ]
+
+    def compile_one(name: str, own: Sequence[str] = ()) -> str:
+        path = str(work / f"{name}.o")
+        _run([*command, *FLAGS, *flags, *own, "-c", str(HERE / f"{name}.cpp"), "-o", path])
+        return path
+
+    def compile_variant(name: str) -> str | None:
+        try:
+            return compile_one(name, variants[name])
+        except BuildError:
+            if not variants[name]:
+                raise
+            print(f"note: {shlex.join(variants[name])}: unknown to {command[0]}; {name} is left out", file=sys.stderr)
+            return None
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(_run, jobs))
-    return list(made.values())
+        made = list(pool.map(compile_one, (name for name in _SHARED if name != "dispatch")))
+        optional = dict(zip(variants, pool.map(compile_variant, variants), strict=True))
+    missing = [
+        f"-DSPORTSLLM_WITHOUT_{name.removeprefix('variant_').upper()}" for name, path in optional.items() if not path
+    ]
+    return [*made, *filter(None, optional.values()), compile_one("dispatch", missing)]
 
 
 def _run(command: list[str]) -> None:

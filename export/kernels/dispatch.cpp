@@ -37,19 +37,30 @@ bool has_i8mm() { return false; }
 
 // The fastest first.
 const Candidate kCandidates[] = {
+// The build defines SPORTSLLM_WITHOUT_... for variants that its compiler does not know.
 #if defined(__x86_64__) || defined(_M_X64)
+#ifndef SPORTSLLM_WITHOUT_AVX512
     {variant_avx512,
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
      }},
+#endif
+#ifndef SPORTSLLM_WITHOUT_AVX_VNNI
     {variant_avx_vnni, [] { return __builtin_cpu_supports("avxvnni") && __builtin_cpu_supports("avx2") != 0; }},
+#endif
+#ifndef SPORTSLLM_WITHOUT_AVX2
     // All processors with AVX2 have F16C, which not all compilers can ask for.
     {variant_avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
+#endif
 #if defined(__aarch64__)
+#ifndef SPORTSLLM_WITHOUT_I8MM
     {variant_i8mm, has_i8mm},
+#endif
+#ifndef SPORTSLLM_WITHOUT_DOTPROD
     {variant_dotprod, has_dot_products},
+#endif
     {variant_neon, [] { return true; }},
 #endif
     {variant_plain, [] { return true; }},

@@ -40,7 +40,7 @@ class FeedForwardJob {
   void run(RunParallel parallel, void* context) {
     Team<FeedForwardJob> team(this, scratch_->workers);
     const int64_t rows = static_cast<int64_t>(sent_.size());
-    if (rows > kFewRows) {
+    if (rows > kGemvRows) {
       team.add(rows, &FeedForwardJob::round);
     } else {
       for (int64_t row = 0; row < rows; ++row) round(row);

@@ -12,7 +12,7 @@ namespace KERNEL_VARIANT {
 using sportsllm::cache_bytes;
 using sportsllm::Cached;
 using sportsllm::CacheType;
-using sportsllm::find_pages;
+using sportsllm::prefetch_tlb;
 using sportsllm::kAttendAtOnce;
 using sportsllm::kPageGroup;
 using sportsllm::Matrix;
@@ -70,7 +70,7 @@ static void round(const float* x, int64_t m, int64_t start, int64_t end, Rounded
     const int64_t chunk = m * out->chunks + i / size, inside = i % size;
     int8_t* numbers = &out->numbers[chunk * size];
     float* scales = &out->scales[chunk * 16 + inside / per_lane];
-    int32_t* middles = &out->middles[chunk * 16 + inside / per_lane];
+    int32_t* zero_correction = &out->zero_correction[chunk * 16 + inside / per_lane];
     if (halves) {
       split_bytes(q, numbers + inside / 2, numbers + 64 + inside / 2);
     } else {
@@ -78,7 +78,7 @@ static void round(const float* x, int64_t m, int64_t start, int64_t end, Rounded
     }
     for (int lane = 0; lane < 16 / per_lane; ++lane) {
       scales[lane] = scale[lane * per_lane];
-      middles[lane] = halves ? -8 * sum_of_8(q + lane * 8) : -128 * sum_of_4(q + lane * 4);
+      zero_correction[lane] = halves ? -8 * sum_of_8(q + lane * 8) : -128 * sum_of_4(q + lane * 4);
     }
   }
 }
@@ -91,7 +91,7 @@ static void sum_blocks(int64_t m, Rounded* out) {
     float total = 0;
     const int64_t first = (m * out->chunks * 16) + g * lanes;
     for (int64_t lane = 0; lane < lanes && g < known; ++lane) {
-      total += out->scales[first + lane] * (static_cast<float>(out->middles[first + lane]) * per_number);
+      total += out->scales[first + lane] * (static_cast<float>(out->zero_correction[first + lane]) * per_number);
     }
     out->sums[m * out->blocks + g] = total;
   }
@@ -112,13 +112,13 @@ constexpr int64_t kFetchAhead = 6144;
 // Adds the products of a chunk of each row of the matrix, `left` bytes of it.
 template <int BITS, int ROWS>
 static inline void multiply(const uint8_t* bytes, int64_t row_bytes, const F (&scale)[kRowsAtOnce], int64_t left,
-                            const int8_t* numbers, const float* scales, const int32_t* middles, int64_t chunks,
+                            const int8_t* numbers, const float* scales, const int32_t* zero_correction, int64_t chunks,
                             F (&total)[ROWS][kRowsAtOnce]) {
   const int64_t size = BITS == 4 ? 128 : 64;
   for (int r = 0; r < kRowsAtOnce; ++r) {
     const U w = left >= 64 ? load_bytes(bytes + r * row_bytes) : load_bytes_part(bytes + r * row_bytes, left);
     for (int row = 0; row < ROWS; ++row) {
-      const I middle = load_ints(middles + row * chunks * 16);
+      const I middle = load_ints(zero_correction + row * chunks * 16);
       const I dot = BITS == 4 ? dot_nibbles(middle, w, numbers + row * chunks * size)
                               : dot_bytes(middle, w, numbers + row * chunks * size);
       total[row][r] = fma(to_float(dot), mul(scale[r], load(scales + row * chunks * 16)), total[row][r]);
@@ -146,7 +146,7 @@ static void product_rows(const Matrix& w, int64_t first, int64_t last, const Rou
   const int64_t whole = row_bytes / 64, left = row_bytes - whole * 64, size = BITS == 4 ? 128 : 64;
   const int8_t* numbers = x.numbers + m * chunks * size;
   const float* scales_of_x = x.scales + m * chunks * 16;
-  const int32_t* middles = x.middles + m * chunks * 16;
+  const int32_t* zero_correction = x.zero_correction + m * chunks * 16;
   const int64_t together = w.rows < kRowsAtOnce ? 1 : kRowsAtOnce, step = w.rows < kRowsAtOnce ? 0 : 1;
   for (int64_t n = first; n < last; n += together) {
     const int64_t n0 = std::min(n, w.rows - together);  // at the end of the matrix, rows before are computed again
@@ -164,7 +164,7 @@ static void product_rows(const Matrix& w, int64_t first, int64_t last, const Rou
         __builtin_prefetch(bytes + kFetchAhead + (chunk * kRowsAtOnce + r) * 64, 0, 2);
       }
       multiply<BITS, ROWS>(bytes + chunk * 64, row_bytes * step, scale, 64, numbers + chunk * size, scales_of_x + chunk * 16,
-                           middles + chunk * 16, chunks, total);
+                           zero_correction + chunk * 16, chunks, total);
     }
     if (left > 0) {
       for (int r = 0; r < kRowsAtOnce; ++r) {
@@ -174,7 +174,7 @@ static void product_rows(const Matrix& w, int64_t first, int64_t last, const Rou
         scale[r] = chunk_scales<LANES>(tail, 0);
       }
       multiply<BITS, ROWS>(bytes + whole * 64, row_bytes * step, scale, left, numbers + whole * size,
-                           scales_of_x + whole * 16, middles + whole * 16, chunks, total);
+                           scales_of_x + whole * 16, zero_correction + whole * 16, chunks, total);
     }
     if (w.zeros != nullptr) {
       for (int64_t g = 0; g < blocks; g += 16) {
@@ -211,7 +211,7 @@ static void product_lanes(const Matrix& w, int64_t first, int64_t last, const Ro
 static void product(const Matrix& w, int64_t first, int64_t last, const Rounded& x, int64_t m0, int64_t m1, float* out,
                     int64_t stride) {
   const int64_t row_bytes = w.row_bytes(), group = first * row_bytes / kPageGroup, after = last * row_bytes / kPageGroup;
-  if (group != after) find_pages(w.packed + (after + 1) * kPageGroup, (after - group) * kPageGroup);
+  if (group != after) prefetch_tlb(w.packed + (after + 1) * kPageGroup, (after - group) * kPageGroup);
   const int lanes = w.block * w.bits / 32;
   const auto function = w.bits == 4 ? (lanes == 4    ? product_lanes<4, 4>
                                        : lanes == 8  ? product_lanes<4, 8>
@@ -248,7 +248,7 @@ static void round_parts(const float* x, int64_t m, int64_t start, int64_t end, R
     }
     const float scale = largest * (1.0f / 127);
     out->scales[at] = scale;
-    out->middles[at] = (BITS == 4 ? -8 : -128) * total;
+    out->zero_correction[at] = (BITS == 4 ? -8 : -128) * total;
     out->sums[at] = scale * static_cast<float>(total);
   }
 }
@@ -302,12 +302,12 @@ static void fill_tile(const Matrix& w, int64_t first, int64_t last, int64_t part
 template <int BITS, int TOKENS>
 static inline void dot_part(const uint8_t* tile, const RoundedPrompt& x, int64_t at, I (&dot)[TOKENS]) {
   constexpr int kPart = prompt_part(BITS);
-  for (int i = 0; i < TOKENS; ++i) dot[i] = begin_dot<BITS>(x.middles[at + i * x.parts]);
+  for (int i = 0; i < TOKENS; ++i) dot[i] = begin_dot<BITS>(x.zero_correction[at + i * x.parts]);
   for (int j = 0; j < kPart / 4; ++j) {  // a load of the matrix serves all tokens
     const U w = load_bytes(tile + 64 * j);
     for (int i = 0; i < TOKENS; ++i) dot[i] = add_four<BITS>(dot[i], w, x.numbers + (at + i * x.parts) * kPart + 4 * j);
   }
-  for (int i = 0; i < TOKENS; ++i) dot[i] = end_dot<BITS>(dot[i], x.middles[at + i * x.parts]);
+  for (int i = 0; i < TOKENS; ++i) dot[i] = end_dot<BITS>(dot[i], x.zero_correction[at + i * x.parts]);
 }
 #endif
 
@@ -485,8 +485,8 @@ static void attend_part(const float* const* queries, const int64_t* limits, int6
                         int64_t begin, int64_t end, int64_t size, float* scores, float* out, float* largest,
                         float* total) {
   const int64_t count = end - begin, padded = (count + 15) / 16 * 16, row_bytes = size * cache_bytes(TYPE);
-  find_pages(static_cast<const char*>(cached.keys) + begin * row_bytes, count * row_bytes);
-  find_pages(static_cast<const char*>(cached.values) + begin * row_bytes, count * row_bytes);
+  prefetch_tlb(static_cast<const char*>(cached.keys) + begin * row_bytes, count * row_bytes);
+  prefetch_tlb(static_cast<const char*>(cached.values) + begin * row_bytes, count * row_bytes);
   for (int64_t s = 0; s < count; s += 4) {
     int64_t i = 0;
     for (; i + 2 <= n; i += 2) {
@@ -584,7 +584,7 @@ static void dots(const float* x, const float* rows, int64_t count, int64_t size,
   std::copy(last, last + (count - i), out + i);
 }
 
-static void take_in(const float* part, const float* part_largest, const float* part_total, int64_t n, int64_t size,
+static void merge_softmax(const float* part, const float* part_largest, const float* part_total, int64_t n, int64_t size,
                     float* rows, float* largest, float* total) {
   for (int64_t i = 0; i < n; ++i) {
     if (!(part_largest[i] > -INFINITY)) continue;
@@ -623,7 +623,7 @@ static void join(const float* parts, const float* largest, const float* total, i
 static const sportsllm::Variant& functions(const char* name) {
   static const sportsllm::Variant all = {name,   rms_norm, round, sum_blocks, product, round_prompt, product_prompt, rotate,
                                          swiglu, add,      scale, to_int8,    to_half, attend,       index_part, add_shares,
-                                         weighted_sum, dots, take_in, join};
+                                         weighted_sum, dots, merge_softmax, join};
   return all;
 }
 

@@ -12,7 +12,7 @@ namespace sportsllm {
 // matrix they are found for so many bytes together, before any of them is fetched: a step of two threads is 1.1 times as
 // fast, of one 1.2 times.
 constexpr int64_t kPageGroup = 128 << 10;
-static inline void find_pages(const void* start, int64_t bytes) {
+static inline void prefetch_tlb(const void* start, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 4096) __builtin_prefetch(static_cast<const char*>(start) + at, 0, 2);
 }
 
@@ -38,7 +38,7 @@ struct Rounded {
   int64_t columns = 0, chunks = 0, blocks = 0;  // of one row; blocks are padded to 16
   int8_t* numbers = nullptr;                    // (M, chunks, 128 or 64)
   float* scales = nullptr;                      // (M, chunks, 16), a lane's
-  int32_t* middles = nullptr;                   // (M, chunks, 16), -8 or -128 times the sum of a lane's numbers
+  int32_t* zero_correction = nullptr;                   // (M, chunks, 16), -8 or -128 times the sum of a lane's numbers
   float* sums = nullptr;                        // (M, blocks), of a block's rounded values, for zero points
 
   int64_t chunk_size() const { return bits == 4 ? 128 : 64; }
@@ -54,7 +54,7 @@ struct RoundedPrompt {
   int64_t columns = 0, parts = 0;  // of one row, padded to the matrix's blocks
   int8_t* numbers = nullptr;   // (M, parts, prompt_part(bits))
   float* scales = nullptr;     // (M, parts)
-  int32_t* middles = nullptr;  // (M, parts), -8 or -128 times the sum of the numbers
+  int32_t* zero_correction = nullptr;  // (M, parts), -8 or -128 times the sum of the numbers
   float* sums = nullptr;       // (M, parts), of the rounded values
 };
 
@@ -111,7 +111,7 @@ struct Variant {
   // The product of x with each of `count` rows of `size` numbers.
   void (*dots)(const float* x, const float* rows, int64_t count, int64_t size, float* out);
   // Takes another part of attention into what parts before it made: rows (n, E), each with its largest score and total.
-  void (*take_in)(const float* part, const float* part_largest, const float* part_total, int64_t n, int64_t size,
+  void (*merge_softmax)(const float* part, const float* part_largest, const float* part_total, int64_t n, int64_t size,
                   float* rows, float* largest, float* total);
   // Joins parts of attention over parts of the cache: (parts, E), each with its largest score and total.
   void (*join)(const float* parts, const float* largest, const float* total, int64_t count, int64_t size, float* out);

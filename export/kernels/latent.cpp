@@ -119,7 +119,7 @@ class TokensJob {
     if (in_.past != in_.present) {
       std::memcpy(in_.present, in_.past, in_.batch * in_.room * width_ * cache_bytes(s_.type));
     }
-    if (rows <= kFewRows) {
+    if (rows <= kGemvRows) {
       for (int64_t row = 0; row < rows; ++row) take(row);
       return;
     }

@@ -32,8 +32,8 @@ class LayerJob {
     int64_t longest = 0;
     for (int64_t b = 0; b < in_.batch; ++b) longest = std::max(longest, start(b) + in_.tokens);
     // A prompt's queries go through the whole cache in turn; parts of it are joined in order, whoever computed them.
-    tile_ = rows_ <= kFewRows ? in_.tokens : std::min(kQueryTokens, in_.tokens);
-    tiles_ = pieces_of(in_.tokens, tile_), parts_ = rows_ <= kFewRows ? pieces_of(longest, kAttendAtOnce) : 1;
+    tile_ = rows_ <= kGemvRows ? in_.tokens : std::min(kQueryTokens, in_.tokens);
+    tiles_ = pieces_of(in_.tokens, tile_), parts_ = rows_ <= kGemvRows ? pieces_of(longest, kAttendAtOnce) : 1;
     scratch_->begin_counting();
     take(scratch_);
     scratch_->begin();
@@ -42,18 +42,18 @@ class LayerJob {
 
   void run(RunParallel parallel, void* context) {
     Team<LayerJob> team(this, scratch_->workers);
-    const bool few = rows_ <= kFewRows;
-    if (few) {
+    const bool gemv = rows_ <= kGemvRows;
+    if (gemv) {
       for (int64_t m = 0; m < rows_; ++m) first_norm(m);
     } else {
       team.add(rows_, &LayerJob::first_norm);
     }
     team.add(w_.heads + 2 * w_.kv_heads, &LayerJob::project, nullptr, ahead(w_.qkv, w_.head_size));
-    team.add(in_.batch * w_.kv_heads * tiles_ * parts_, &LayerJob::attend, few ? &LayerJob::join_all : nullptr);
-    if (!few) team.add(rows_, &LayerJob::join);
-    team.add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::project_out, few ? &LayerJob::second_norms : nullptr,
+    team.add(in_.batch * w_.kv_heads * tiles_ * parts_, &LayerJob::attend, gemv ? &LayerJob::join_all : nullptr);
+    if (!gemv) team.add(rows_, &LayerJob::join);
+    team.add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::project_out, gemv ? &LayerJob::second_norms : nullptr,
              ahead(w_.output, kRowsOfPiece));
-    if (!few) team.add(kept_rows_, &LayerJob::second_norm);
+    if (!gemv) team.add(kept_rows_, &LayerJob::second_norm);
     if (whole_) add_feed_forward(&team);
     parallel(context, &Team<LayerJob>::work_of, &team);
     scratch_->workers = std::max(1, team.arrived());
@@ -65,8 +65,7 @@ class LayerJob {
     team->add(pieces_of(w_.hidden, kRowsOfPiece), &LayerJob::narrow, nullptr, ahead(w_.down, kRowsOfPiece));
   }
 
-  // Position of a sequence's first new token.
-  int64_t start(int64_t b) const { return std::max<int64_t>(0, int64_t{in_.last[b]} + 1 - in_.tokens); }
+  int64_t start(int64_t b) const { return in_.start(b); }
   // Row among all new tokens of a row that is kept.
   int64_t all_row(int64_t kept) const {
     const int64_t b = kept / in_.kept(), t = kept % in_.kept();
@@ -123,7 +122,7 @@ class LayerJob {
     const bool query = head < w_.heads, key = !query && head < w_.heads + w_.kv_heads;
     const int64_t kv = query ? 0 : key ? head - w_.heads : head - w_.heads - w_.kv_heads;
     for (int64_t b = 0; b < in_.batch; ++b) {
-      if (!query) copy_past(b, kv, key);
+      if (!query) copy_past(w_, in_, b, kv, key);
       for (int64_t t = 0; t < in_.tokens; ++t) {
         const int64_t m = b * in_.tokens + t, position = start(b) + t;
         float* x = found + m * e;
@@ -161,18 +160,8 @@ class LayerJob {
     }
   }
 
-  // Where past and present are not one buffer.
-  void copy_past(int64_t b, int64_t kv, bool key) {
-    const char* past = static_cast<const char*>(key ? in_.past_key : in_.past_value);
-    char* present = static_cast<char*>(key ? in_.key : in_.value);
-    if (past == present) return;
-    const int64_t row = w_.head_size * cache_bytes(w_.cache);
-    const int64_t head = b * w_.kv_heads + kv, known = std::min(in_.past_room, start(b));
-    std::memcpy(present + head * in_.room * row, past + head * in_.past_room * row, known * row);
-  }
-
   void attend(int64_t piece) {
-    const bool few = rows_ <= kFewRows;
+    const bool gemv = rows_ <= kGemvRows;
     const int64_t part = piece % parts_, rest = piece / parts_;
     const int64_t tile = rest % tiles_, kv = rest / tiles_ % w_.kv_heads, b = rest / tiles_ / w_.kv_heads;
     const int64_t first = tile * tile_, last = std::min(in_.tokens, first + tile_), e = w_.head_size;
@@ -197,14 +186,14 @@ class LayerJob {
     float *found = scores + scores_size, *found_most = found + rows_size, *found_sum = found_most + padded(n);
     float *rows = found_sum + padded(n), *most = rows + rows_size, *sum = most + padded(n);
     std::fill(most, most + n, -INFINITY), std::fill(sum, sum + n, 0.0f);
-    const int64_t from = few ? part * kAttendAtOnce : 0, to = few ? std::min(seen, from + kAttendAtOnce) : seen;
+    const int64_t from = gemv ? part * kAttendAtOnce : 0, to = gemv ? std::min(seen, from + kAttendAtOnce) : seen;
     for (int64_t begin = from; begin < to; begin += kAttendAtOnce) {
       const int64_t end = std::min(to, begin + kAttendAtOnce);
       if (begin == from) {
         v_.attend(queries, limits, n, cached, begin, end, e, scores, rows, most, sum);
       } else {
         v_.attend(queries, limits, n, cached, begin, end, e, scores, found, found_most, found_sum);
-        v_.take_in(found, found_most, found_sum, n, e, rows, most, sum);
+        v_.merge_softmax(found, found_most, found_sum, n, e, rows, most, sum);
       }
     }
     for (int64_t i = 0; i < n; ++i) {
@@ -302,7 +291,7 @@ class HeadJob {
 
   void run(RunParallel parallel, void* context) {
     Team<HeadJob> team(this, scratch_->workers);
-    if (rows_ > kFewRows) {
+    if (rows_ > kGemvRows) {
       team.add(rows_, &HeadJob::norm);
     } else {
       for (int64_t m = 0; m < rows_; ++m) norm(m);
@@ -347,6 +336,17 @@ class HeadJob {
 };
 
 }  // namespace
+
+void copy_past(const LayerWeights& w, const LayerInputs& in, int64_t b, int64_t kv, bool key) {
+  const char* past = static_cast<const char*>(key ? in.past_key : in.past_value);
+  char* present = static_cast<char*>(key ? in.key : in.value);
+  if (past == present) return;
+  const int64_t row = w.head_size * cache_bytes(w.cache), head = b * w.kv_heads + kv;
+  const int64_t known = std::min(in.past_room, in.start(b)), end = in.start(b) + in.tokens;
+  char* to = present + head * in.room * row;
+  if (known > 0) std::memcpy(to, past + head * in.past_room * row, known * row);
+  if (in.room > end) std::memset(to + end * row, 0, (in.room - end) * row);
+}
 
 void run_layer(const LayerWeights& weights, const LayerInputs& inputs, Scratch* scratch, RunParallel parallel,
                void* context) {

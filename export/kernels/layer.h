@@ -32,9 +32,15 @@ struct LayerInputs {
   float *out = nullptr, *residual_out = nullptr;
 
   int64_t kept() const { return keep > 0 && keep < tokens ? keep : tokens; }
+  // Position of a sequence's first new token.
+  int64_t start(int64_t b) const { return last[b] + 1 > tokens ? last[b] + 1 - tokens : 0; }
 };
 
 using RunParallel = void (*)(void* context, void (*work)(void*, size_t), void* team);
+
+// Copies one head's cached keys or values from past to present and clears what lies behind the new tokens; does nothing
+// if past and present are one buffer.
+void copy_past(const LayerWeights& weights, const LayerInputs& inputs, int64_t b, int64_t kv, bool key);
 
 // Runs the layer; `parallel` calls work(team) once or more, from as many threads as it likes.
 void run_layer(const LayerWeights& weights, const LayerInputs& inputs, Scratch* scratch, RunParallel parallel,

@@ -102,7 +102,15 @@ class Layer {
     in.residual_out = static_cast<float*>(runtime_.output(context, kResidualOut, shape));
     const std::vector<int64_t> cached = {in.batch, w.kv_heads, in.room, w.head_size};
     in.key = runtime_.output(context, kKey, cached), in.value = runtime_.output(context, kValue, cached);
-    if (in.batch * in.tokens == 0) return;
+    require((in.key != in.past_key && in.value != in.past_value) || in.room == in.past_room,
+            "past and present share a buffer with room for " + std::to_string(in.past_room) + " tokens; " +
+                std::to_string(in.room) + " are needed");
+    if (in.batch * in.tokens == 0) {
+      for (int64_t b = 0; b < in.batch; ++b) {
+        for (int64_t kv = 0; kv < w.kv_heads; ++kv) copy_past(w, in, b, kv, true), copy_past(w, in, b, kv, false);
+      }
+      return;
+    }
     Runtime::Call call = {&runtime_, context};
     run_layer(w, in, &scratch_of_thread(), &Runtime::parallel, &call);
   }

@@ -154,6 +154,7 @@ const T* vector_of(const Runtime& runtime, const ort::KernelInfo* info, size_t i
   require(static_cast<bool>(found), std::string(name) + " is missing, or is not stored with the graph");
   require(found.type == type && found.shape == shape,
           std::string(name) + " has shape " + text(found.shape) + " where " + text(shape) + " belongs, or another type");
+  require(reinterpret_cast<uintptr_t>(found.data) % alignof(T) == 0, std::string(name) + " is not aligned");
   return static_cast<const T*>(found.data);
 }
 

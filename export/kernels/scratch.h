@@ -5,21 +5,43 @@
 #include <cstdlib>
 #include <new>
 
+#ifdef _WIN32
+#include <malloc.h>
+#endif
+
 #include "kernels.h"
 
 namespace sportsllm {
 
+// Aligned memory, or null. std::aligned_alloc is missing on Windows and on Android before API 28.
+inline void* allocate_aligned(size_t alignment, size_t size) {
+#ifdef _WIN32
+  return _aligned_malloc(size, alignment);
+#else
+  void* memory = nullptr;
+  return posix_memalign(&memory, alignment, size) == 0 ? memory : nullptr;
+#endif
+}
+
+inline void free_aligned(void* memory) {
+#ifdef _WIN32
+  _aligned_free(memory);
+#else
+  std::free(memory);
+#endif
+}
+
 class Scratch {
  public:
-  ~Scratch() { std::free(memory_); }
+  ~Scratch() { free_aligned(memory_); }
 
   // Sizes are counted first and given out in a second round, so that nothing moves.
   void begin_counting() { counting_ = true, used_ = 0; }
   void begin() {
     if (used_ > size_) {
-      std::free(memory_);
+      free_aligned(memory_);
       size_ = (used_ + kPage - 1) / kPage * kPage;
-      memory_ = static_cast<char*>(std::aligned_alloc(kPage, size_));
+      memory_ = static_cast<char*>(allocate_aligned(kPage, size_));
       if (memory_ == nullptr) {
         size_ = 0;
         throw std::bad_alloc();
@@ -44,7 +66,7 @@ class Scratch {
     out.chunks = (padded + size - 1) / size, out.blocks = (matrix.blocks() + 15) / 16 * 16;
     out.numbers = take<int8_t>(rows * out.chunks * size);
     out.scales = take<float>(rows * out.chunks * 16);
-    out.middles = take<int32_t>(rows * out.chunks * 16);
+    out.zero_correction = take<int32_t>(rows * out.chunks * 16);
     out.sums = take<float>(rows * out.blocks);
     return out;
   }
@@ -54,7 +76,7 @@ class Scratch {
     out.bits = matrix.bits, out.columns = matrix.columns, out.parts = matrix.blocks() * matrix.block / prompt_part(matrix.bits);
     out.numbers = take<int8_t>(rows * out.parts * prompt_part(matrix.bits));
     out.scales = take<float>(rows * out.parts);
-    out.middles = take<int32_t>(rows * out.parts);
+    out.zero_correction = take<int32_t>(rows * out.parts);
     out.sums = take<float>(rows * out.parts);
     return out;
   }

@@ -43,7 +43,7 @@ class SelectedJob {
 
   void run(RunParallel parallel, void* context) {
     Team<SelectedJob> team(this, scratch_->workers);
-    if (rows_ <= kFewRows) {
+    if (rows_ <= kGemvRows) {
       for (int64_t row = 0; row < rows_; ++row) pack(row, queries_ + row * packed_size());
       team.add(rows_ * lanes_ * parts_, &SelectedJob::score, &SelectedJob::choose_all);
       team.add(rows_ * s_.kv_heads, &SelectedJob::attend_head);
@@ -56,14 +56,14 @@ class SelectedJob {
 
  private:
   void take(Scratch* scratch) {
-    const int64_t few = rows_ <= kFewRows ? rows_ : 0;
-    queries_ = scratch->take<float>(few * packed_size());
-    sums_ = scratch->take<float>(few * lanes_ * most_blocks_ * 16);
-    largest_ = scratch->take<float>(few * lanes_ * parts_ * 16);
-    totals_ = scratch->take<float>(few * lanes_ * parts_ * 16);
+    const int64_t gemv_rows = rows_ <= kGemvRows ? rows_ : 0;
+    queries_ = scratch->take<float>(gemv_rows * packed_size());
+    sums_ = scratch->take<float>(gemv_rows * lanes_ * most_blocks_ * 16);
+    largest_ = scratch->take<float>(gemv_rows * lanes_ * parts_ * 16);
+    totals_ = scratch->take<float>(gemv_rows * lanes_ * parts_ * 16);
     shares_ = scratch->take<float>(most_blocks_);
-    runs_ = scratch->take<Run>(few * s_.blocks);
-    counts_ = scratch->take<int64_t>(few);
+    runs_ = scratch->take<Run>(gemv_rows * s_.blocks);
+    counts_ = scratch->take<int64_t>(gemv_rows);
   }
 
   // Position of a sequence's first new token, and of a row's.

@@ -36,13 +36,13 @@ static inline void dot_part(const uint8_t* tile, const sportsllm::RoundedPrompt&
   const int8_t* numbers[2 * kPairs];
   int32x4_t sums[kPairs][8];  // of two rows each: by the first token and the second, then of the next row
   for (int p = 0; p < kPairs; ++p) {
-    int32_t middles[4];
+    int32_t zero_correction[4];
     for (int i = 0; i < 2; ++i) {
       const int64_t part = at + std::min(2 * p + i, TOKENS - 1) * x.parts;
       numbers[2 * p + i] = x.numbers + part * kPart;
-      middles[i] = middles[i + 2] = BITS == 4 ? x.middles[part] : 0;
+      zero_correction[i] = zero_correction[i + 2] = BITS == 4 ? x.zero_correction[part] : 0;
     }
-    for (int r = 0; r < 8; ++r) sums[p][r] = vld1q_s32(middles);
+    for (int r = 0; r < 8; ++r) sums[p][r] = vld1q_s32(zero_correction);
   }
   for (int c = 0; c < kPart; c += 8) {
     int8x16_t y[kPairs];

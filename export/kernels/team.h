@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstdint>
 #include <new>
+#include <stdexcept>
 #include <thread>
 
 #include "kernels.h"
@@ -32,7 +33,7 @@ constexpr int kMostPhases = 8;
 constexpr int kMostRanges = 16;
 
 // Memory that a phase's pieces read, each as many bytes: fetched by threads that wait for the phase.
-struct Ahead {
+struct Prefetch {
   const void* start = nullptr;
   int64_t bytes = 0;
 };
@@ -44,7 +45,8 @@ class Team {
   Team(Job* job, int workers) : job_(job), ranges_(std::min(workers, kMostRanges)) {}
 
   // Adds a phase of one piece or more.
-  void add(int64_t pieces, void (Job::*piece)(int64_t), void (Job::*after)() = nullptr, Ahead ahead = {}) {
+  void add(int64_t pieces, void (Job::*piece)(int64_t), void (Job::*after)() = nullptr, Prefetch ahead = {}) {
+    if (count_ == kMostPhases) throw std::length_error("a team has room for 8 phases");
     Phase& phase = phases_[count_++];
     phase.pieces = pieces, phase.piece = piece, phase.after = after, phase.ahead = ahead;
     for (int r = 0; r < ranges_; ++r) phase.next[r].piece.store(begin_of(phase, r), std::memory_order_relaxed);
@@ -61,7 +63,7 @@ class Team {
     }
   }
 
-  // Threads that came before the work was done, which it is; std::bad_alloc if a piece lacked memory.
+  // Number of threads that arrived before the work was done; std::bad_alloc if a piece threw.
   int arrived() const {
     if (failed_.load(std::memory_order_relaxed)) throw std::bad_alloc();
     return arrived_.load(std::memory_order_relaxed);
@@ -81,7 +83,7 @@ class Team {
     int64_t pieces = 0;
     void (Job::*piece)(int64_t) = nullptr;
     void (Job::*after)() = nullptr;
-    Ahead ahead;
+    Prefetch ahead;
     alignas(64) std::atomic<int64_t> done{0};
     Next next[kMostRanges];
   };
@@ -107,7 +109,7 @@ class Team {
     if (failed_.load(std::memory_order_relaxed)) return;  // what earlier pieces leave undone is not read
     try {
       (job_->*function)(arguments...);
-    } catch (const std::bad_alloc&) {
+    } catch (...) {
       failed_.store(true, std::memory_order_relaxed);
     }
   }
@@ -120,7 +122,7 @@ class Team {
       at = static_cast<const char*>(next.ahead.start) + begin_of(next, range) * next.ahead.bytes;
       const int64_t bytes = (begin_of(next, range + 1) - begin_of(next, range)) * next.ahead.bytes;
       end = at + std::min(kMostAhead, bytes);
-      find_pages(at, std::min(kPageGroup, bytes));
+      prefetch_tlb(at, std::min(kPageGroup, bytes));
     }
     for (int turns = 0; ready_.load(std::memory_order_acquire) <= p; ++turns) {
       if (at < end) {

@@ -220,7 +220,7 @@ void attention_case(const Variant& v) {
     if (p == 0) {
       rows = part, row_most = most, row_sums = sums;
     } else {
-      v.take_in(part.data(), most.data(), sums.data(), n, e, rows.data(), row_most.data(), row_sums.data());
+      v.merge_softmax(part.data(), most.data(), sums.data(), n, e, rows.data(), row_most.data(), row_sums.data());
     }
     for (int64_t i = 0; i < n; ++i) {
       std::memcpy(&out[(i * parts + p) * e], &part[i * e], e * sizeof(float));
