@@ -25,8 +25,8 @@ from sportsllm.errors import GateError, ResourceError, UsageError
 from sportsllm.files import require_directory
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.changed_config import checkpoint_with
-from sportsllm.formats.checkpoint import write_json
 from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.json_files import write_json
 from sportsllm.formats.safetensors_files import REOPEN_BYTES, bitsandbytes_kind, quantization_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_state, matrix_shapes

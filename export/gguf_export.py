@@ -18,12 +18,13 @@ from sportsllm.errors import GateError, UsageError
 from sportsllm.files import require_directory
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.changed_config import checkpoint_with
-from sportsllm.formats.checkpoint import load_checkpoint, write_json
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.config import read_config
 from sportsllm.formats.gguf.file import open_gguf
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.gguf.weights import read_weights
 from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.json_files import write_json
 from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM

@@ -9,8 +9,9 @@ from typing import Any
 from export.loaders import caches_keys_and_values
 from export.metadata import ATTENTION_MASK, INPUT_IDS, LOGITS, PAST, PRESENT
 from export.paths import GRAPH_FILE, WEB_NAMES, web_files
-from sportsllm.formats.checkpoint import TOKENIZER_FILES, write_generation_config, write_json
-from sportsllm.formats.huggingface.config import OWN_MODEL_TYPE, family_of, load_config, read_json, to_hf
+from sportsllm.formats.checkpoint import TOKENIZER_FILES, write_generation_config
+from sportsllm.formats.huggingface.config import OWN_MODEL_TYPE, family_of, load_config, to_hf
+from sportsllm.formats.json_files import read_json, write_json
 from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.models.config import ModelConfig
 

@@ -42,6 +42,7 @@ import typer
 from sportsllm import __version__, options
 from sportsllm.commands import COMMANDS, load_command
 from sportsllm.errors import SportsLLMError, UsageError
+from sportsllm.formats.json_files import read_toml
 from sportsllm.results import Result
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -156,7 +157,7 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
     Raises:
         UsageError: all its mistakes, in one line.
     """
-    data = _read(path)
+    data = read_toml(path, error_type=UsageError)
     problems = [f"unknown key {key!r}" for key in sorted(set(data) - {"name", "out", "stage", "defaults", "each"})]
     each, defaults, entries = data.get("each", {}), data.get("defaults", {}), data.get("stage", [])
     if not isinstance(entries, list) or not entries:
@@ -180,17 +181,6 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
     if problems:
         raise UsageError(f"{path}: " + "; ".join(problems))
     return Recipe(str(data.get("name", path.stem)), base, tuple(stages))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    import tomllib
-
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{path}: not found; give a recipe, for example recipes/quickstart.toml") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{path}: not valid TOML ({error})") from None
 
 
 def _unknown(what: str, name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
@@ -307,7 +297,7 @@ def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[
     """Run a stage, or take its kept result: its JSON form with `exit_code` and `complaint`."""
     from sportsllm.console import log
     from sportsllm.formats.artifact import STATE_DIRECTORY, partial_directory
-    from sportsllm.formats.huggingface.config import read_json
+    from sportsllm.formats.json_files import read_json
 
     function = load_command(stage.command)
     settings, parameters = dict(stage.settings), inspect.signature(function).parameters

@@ -17,7 +17,7 @@ from benchmarks.report.markdown import csv_table
 from benchmarks.report.page import render_notes
 from sportsllm.errors import UsageError
 from sportsllm.formats.artifact import Stage, run_stage
-from sportsllm.formats.huggingface.config import read_json
+from sportsllm.formats.json_files import read_json
 from sportsllm.models.config import ModelConfig
 
 RESULT = "comparison.json"

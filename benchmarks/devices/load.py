@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from benchmarks.devices.schema import Device
 from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.json_files import clip, read_toml
 
 DEVICES = Path(__file__).parent
 
@@ -48,15 +48,7 @@ def read_device(path: Path) -> Device:
     Raises:
         ArtifactError: the file is missing, not TOML, or has mistakes; the message lists all of them.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        data = tomllib.loads(text)
-    except FileNotFoundError:
-        raise ArtifactError(f"{path}: not found; give a device file, or a name from `devices`") from None
-    except IsADirectoryError:
-        raise ArtifactError(f"{path}: is a directory; give a .toml file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path}: not valid TOML ({error}); correct it") from None
+    data, text = read_toml(path), path.read_text(encoding="utf-8")
     try:
         return Device.model_validate(data)
     except ValidationError as error:
@@ -78,8 +70,8 @@ def _problems(path: Path, text: str, error: ValidationError) -> list[str]:
         where = f"{path}:{lines[known]}" if known else f"{path}"
         message = _MESSAGES.get(item["type"]) or item["msg"].removeprefix("Value error, ")
         if item["type"] not in _COMPLETE and isinstance(item["input"], str | int | float):
-            message += f", not {item['input']!r}"
-        problems.append(f"{where}: {field}: {message}")
+            message += f", not {clip(repr(item['input']))}"
+        problems.append(f"{where}: {clip(field)}: {message}")
     return problems
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.labels import BUDGET_DEPTH
 from export.paths import PROMPT_FILE
 from sportsllm.formats.artifact import directory_bytes
-from sportsllm.formats.huggingface.config import read_json
+from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import MANIFEST, read_manifest
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.size import kv_cache_bytes_per_token, quantized_bytes, state_bytes

@@ -10,7 +10,8 @@ from pathlib import Path
 from benchmarks.measure.bandwidth_bound import prompt_graph_bytes
 from sportsllm.errors import UsageError
 from sportsllm.formats.artifact import directory_bytes
-from sportsllm.formats.huggingface.config import packed_by_bitsandbytes, read_json
+from sportsllm.formats.huggingface.config import packed_by_bitsandbytes
+from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import MANIFEST, read_manifest
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_matrices, block_state, sublayers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,8 @@ from benchmarks.report.search_results import FIT_FILE, Fit, read_fit
 from benchmarks.report.text import get_nested, summarize_budget
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import MANIFEST, digest, directory_bytes, read_manifest
-from sportsllm.formats.huggingface.config import load_config, read_json
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.json_files import read_json, read_json_lines
 
 
 @dataclass(frozen=True)
@@ -138,13 +138,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl; none where there is no such file."""
     if not path.exists():
         return []
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ArtifactError(f"{path}:{number}: not valid JSON ({error}); make the directory again") from None
-    return [record for record in records if isinstance(record, dict)]
+    return [record for _, record in read_json_lines(path)]
 
 
 def collect(paths: Sequence[Path]) -> Inputs:

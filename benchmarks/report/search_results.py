@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.labels import LIMITS, MISSING, number, with_unit
 from benchmarks.report.text import Table
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.huggingface.config import read_json
+from sportsllm.formats.json_files import read_json
 
 FIT_FILE = "fit.json"
 _CANDIDATES_SHOWN = 20

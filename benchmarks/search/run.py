@@ -24,7 +24,8 @@ from sportsllm.console import log, logged
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
 from sportsllm.files import atomic_write_text
 from sportsllm.formats.artifact import digest
-from sportsllm.formats.huggingface.config import load_config, read_json
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.json_files import read_json
 from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.run import run
 from sportsllm.text.packing import kept_tokens

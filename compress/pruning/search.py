@@ -25,7 +25,7 @@ from sportsllm.console import log, logged, progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.files import atomic_write_text
 from sportsllm.formats.artifact import Stage
-from sportsllm.formats.huggingface.config import read_json
+from sportsllm.formats.json_files import read_json
 from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.models.language_model import SportsLLM
 

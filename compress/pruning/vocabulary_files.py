@@ -9,8 +9,7 @@ from typing import Any
 
 from compress.pruning.vocabulary import Vocabulary, pruned_tokenizer
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.checkpoint import write_json
-from sportsllm.formats.huggingface.config import read_json
+from sportsllm.formats.json_files import read_json, write_json
 from sportsllm.models.config import ModelConfig
 
 MAP_FILE = "vocabulary_map.json"

@@ -22,7 +22,8 @@ from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.huggingface.config import load_config, read_json
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.json_files import read_json
 from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.inference.evaluate import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder

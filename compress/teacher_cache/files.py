@@ -28,8 +28,8 @@ from safetensors.numpy import load_file
 from compress.teacher_cache.sparse import SparseProbabilities
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.artifact import MANIFEST, file_sha256, read_manifest
-from sportsllm.formats.checkpoint import save_tensors, write_json
-from sportsllm.formats.huggingface.config import read_json
+from sportsllm.formats.checkpoint import save_tensors
+from sportsllm.formats.json_files import read_json, write_json
 
 SIGNALS = "signals.json"
 FORMAT = 3

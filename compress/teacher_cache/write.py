@@ -29,7 +29,8 @@ from sportsllm.formats.artifact import (
     replace_state,
     run_stage,
 )
-from sportsllm.formats.huggingface.config import load_config, read_json
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.json_files import read_json
 from sportsllm.text.packing import IGNORE, Batch, tokenize
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.gguf.tokenizer import PRE_TOKENIZERS, SPACE
-from sportsllm.formats.huggingface.config import read_json
+from sportsllm.formats.json_files import read_json
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.chat import find_template
 

@@ -9,7 +9,7 @@ from export.parity.limits import DEPLOYED
 from export.parity.readings import make_sequences, run_pass
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.providers import Placement, find_provider
-from sportsllm.formats.huggingface.config import read_json
+from sportsllm.formats.json_files import read_json
 from sportsllm.text.tokenizer import load_tokenizer
 
 PARITY_FILE = "parity.json"

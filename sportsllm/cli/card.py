@@ -33,7 +33,7 @@ def card(
     from sportsllm.formats.card import CARD
     from sportsllm.formats.card_figures import check_results
     from sportsllm.formats.front_matter import read_front_matter
-    from sportsllm.formats.huggingface.config import read_json
+    from sportsllm.formats.json_files import read_json
     from sportsllm.formats.lineage import ancestors
     from sportsllm.formats.manifest import read_manifest
 

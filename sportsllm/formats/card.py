@@ -15,7 +15,8 @@ from sportsllm.formats.card_figures import quality, speed
 from sportsllm.formats.card_usage import LIBRARY, Loadable, usage
 from sportsllm.formats.front_matter import Fields, front_matter, read_front_matter
 from sportsllm.formats.hub import origin
-from sportsllm.formats.huggingface.config import load_config, read_json
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.json_files import read_json
 from sportsllm.formats.lineage import Ancestor, ancestors
 from sportsllm.formats.words import markdown_table, of_text, plain, short_path
 from sportsllm.models.config import ModelConfig

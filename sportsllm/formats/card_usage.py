@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sportsllm.formats.huggingface.config import OWN_MODEL_TYPE, read_json
+from sportsllm.formats.huggingface.config import OWN_MODEL_TYPE
+from sportsllm.formats.json_files import read_json
 from sportsllm.models.config import ModelConfig
 
 LIBRARY = {"*.gguf": "gguf", "*.onnx": "onnx", "onnx/*.onnx": "transformers.js", "*.safetensors": "transformers"}

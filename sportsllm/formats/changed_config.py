@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sportsllm.errors import SportsLLMError
-from sportsllm.formats.huggingface.config import load_config, read_json
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import MANIFEST, read_manifest
 from sportsllm.models.config import ModelConfig
 

@@ -3,7 +3,6 @@
 Every tensor is checked for name, shape and type.
 """
 
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.huggingface.config import load_config, to_hf
+from sportsllm.formats.json_files import write_json
 from sportsllm.formats.layouts import to_layout
 from sportsllm.formats.packed_matrix import read_packed
 from sportsllm.formats.quantized_layers import SUFFIXES, QuantizedEmbedding, QuantizedLinear
@@ -223,8 +223,3 @@ def write_generation_config(directory: Path, config: ModelConfig) -> None:
         if value is not None:
             data[name] = list(value) if isinstance(value, tuple) else value
     write_json(directory / "generation_config.json", data)
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """A JSON object, indented, with a newline at the end."""
-    path.write_text(json.dumps(dict(data), indent=2) + "\n", encoding="utf-8")

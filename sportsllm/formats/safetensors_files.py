@@ -17,7 +17,8 @@ from sportsllm.errors import ArtifactError
 from sportsllm.files import require_directory
 from sportsllm.formats.artifact import MANIFEST, read_manifest
 from sportsllm.formats.bitsandbytes import companions, read_dense
-from sportsllm.formats.huggingface.config import load_config, packed_by_bitsandbytes, read_json
+from sportsllm.formats.huggingface.config import load_config, packed_by_bitsandbytes
+from sportsllm.formats.json_files import read_json
 from sportsllm.formats.layouts import LAYOUTS, Part, UnlikeTensor, is_buffer, layout_name, parts_of
 
 WEIGHTS = "model.safetensors"

@@ -5,7 +5,6 @@ never scored. A document longer than the context is read in windows of the conte
 of every window after the first only the new half counts.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
+from sportsllm.formats.json_files import JsonObject, read_json_lines
 from sportsllm.inference.decoder import Decoder
 from sportsllm.text.tokenizer import TextTokenizer
 from sportsllm.text.windows import windows
@@ -108,20 +108,22 @@ def read_questions(path: Path) -> list[Question]:
     if not path.exists():
         raise ArtifactError(f"{path}: not found; give a .jsonl file of questions")
     questions = []
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                record = json.loads(line)
-                item = Question(record["question"], tuple(record["choices"]), record["answer"])
-                valid = len(item.choices) > 1 and 0 <= item.answer < len(item.choices) and all(item.choices)
-            except (ValueError, KeyError, TypeError):
-                valid = False
-            if not valid:
-                raise ArtifactError(f"{path}: line {number} needs 'question', 'choices' (two or more) and 'answer'")
-            questions.append(item)
+    for number, record in read_json_lines(path):
+        item = _question(record)
+        if item is None:
+            raise ArtifactError(f"{path}: line {number} needs 'question', 'choices' (two or more) and 'answer'")
+        questions.append(item)
     if not questions:
         raise ArtifactError(f"{path}: holds no question")
     return questions
+
+
+def _question(record: JsonObject) -> Question | None:
+    question, choices, answer = (record.get(key) for key in ("question", "choices", "answer"))
+    if not isinstance(question, str) or not isinstance(choices, list) or not isinstance(answer, int):
+        return None
+    whole = all(isinstance(choice, str) and choice for choice in choices)
+    return Question(question, tuple(choices), answer) if whole and 0 <= answer < len(choices) > 1 else None
 
 
 def question_accuracy(decoder: Decoder, tokenizer: TextTokenizer, questions: Sequence[Question]) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.huggingface.config import read_json
+from sportsllm.formats.json_files import read_json
 
 
 def render_chat(directory: Path, messages: Sequence[Mapping[str, str]]) -> str:

@@ -1,13 +1,13 @@
 """Documents out of files and folders: .txt, .md, .jsonl (a `text` field), each also as .gz, and .parquet."""
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
 from sportsllm.errors import ArtifactError
+from sportsllm.formats.json_files import clip, parse_json
 
 _SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 _PIECE_BYTES = 16_384  # a long plain file is cut near this size, at blank lines, so that it can be split
@@ -110,19 +110,10 @@ def _jsonl(path: Path, stream: IO[bytes]) -> Iterator[str]:
 
 
 def _text_field(line: str, path: Path, number: int) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ArtifactError(f"{path}: line {number} is not valid JSON ({error.msg}); fix or delete the line") from None
+    record = parse_json(line, f"{path}: line {number}", "fix or delete the line")
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise ArtifactError(f"{path}: line {number} has no 'text' string; each line needs one")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ArtifactError(
-            f"{path}: line {number} holds half a surrogate pair, which is not text; fix or delete the line"
-        ) from None
     return text
 
 
@@ -134,5 +125,5 @@ def _parquet(path: Path) -> Iterator[str]:
         table = pyarrow.parquet.ParquetFile(path)
         for batch in table.iter_batches(columns=["text"]):
             yield from (text for text in batch.column("text").to_pylist() if text)
-    except (pyarrow.ArrowException, KeyError) as error:
-        raise ArtifactError(f"{path}: no readable parquet file with a 'text' column ({error})") from None
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, KeyError) as error:  # OSError: a damaged page
+        raise ArtifactError(f"{path}: no readable parquet file with a 'text' column ({clip(error, 200)})") from None

@@ -9,7 +9,7 @@ from tokenizers.decoders import DecodeStream
 
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.huggingface.config import read_json
+from sportsllm.formats.json_files import read_json
 from sportsllm.models.config import ModelConfig
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from sportsllm.console import log, progress_bar
-from sportsllm.errors import DivergedError, InterruptedRun, UsageError
+from sportsllm.errors import ArtifactError, DivergedError, InterruptedRun, UsageError
+from sportsllm.formats.json_files import parse_json
 from sportsllm.models.experts import balance_biases, pop_expert_load
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
@@ -277,9 +278,14 @@ def _drop_metrics_after(path: Path, step: int) -> None:
     """Lines that a killed run logged after its last saved step are trained, and logged, again."""
     if not path.exists():
         return
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
-    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = []
+    for line in lines:
+        with suppress(ArtifactError):  # a killed run may leave half a line
+            record = parse_json(line, path)
+            if isinstance(record, dict) and isinstance(logged := record.get("step"), int) and logged <= step:
+                kept.append(line)
+    path.write_text("".join(kept), encoding="utf-8")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from sportsllm.console import log
 from sportsllm.errors import DivergedError, InterruptedRun
 from sportsllm.files import atomic_write_text
-from sportsllm.formats.huggingface.config import read_json
+from sportsllm.formats.json_files import read_json
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.best_step import Validate

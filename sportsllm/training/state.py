@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import STATE_DIRECTORY, replace_state
 from sportsllm.formats.checkpoint import save_tensors
-from sportsllm.formats.huggingface.config import read_json
+from sportsllm.formats.json_files import read_json
 
 _PROGRESS = ("step", "losses", "best_step", "best_bits_per_byte", "last_bits_per_byte")
 _BEST = "best.safetensors"

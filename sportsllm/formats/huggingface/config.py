@@ -1,14 +1,13 @@
 """Hugging Face's config.json: read into a `ModelConfig`, and written from one. Imports no large library."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.files import gguf_hint
 from sportsllm.formats.huggingface.families import FAMILIES
+from sportsllm.formats.json_files import read_json
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import Experts
 from sportsllm.models.rope_scaling import ROPE_TYPES, RopeScaling
@@ -171,20 +170,6 @@ def load_config(directory: Path) -> ModelConfig:
     """
     path = directory / "config.json"
     return config_from_hf(read_json(path), str(path))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON object from a file, or say in one line why not."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        advice = gguf_hint(path.parent) or f"is {path.parent} a checkpoint or an export?"
-        raise ArtifactError(f"{path}: not found; {advice}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path}: not valid JSON ({error}); write the directory again") from None
-    if not isinstance(data, dict):
-        raise ArtifactError(f"{path}: holds a {type(data).__name__}, not a JSON object")
-    return data
 
 
 def packed_by_bitsandbytes(quantization: Any) -> str | None:

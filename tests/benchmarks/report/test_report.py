@@ -316,5 +316,5 @@ def test_inputs_that_are_no_stage_are_refused(tmp_path: Path) -> None:
         collect([tmp_path / "absent"])
     (tmp_path / "metrics.jsonl").write_text("{broken\n", encoding="utf-8")
     other.unlink()
-    with pytest.raises(ArtifactError, match=r"metrics\.jsonl:1"):
+    with pytest.raises(ArtifactError, match=r"metrics\.jsonl: line 1"):
         collect([tmp_path])

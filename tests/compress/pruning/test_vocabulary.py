@@ -18,8 +18,9 @@ from compress.cli.prune_vocabulary import prune_vocabulary as command
 from compress.pruning.vocabulary import kept_tokens, read_vocabulary, saved_tokens, with_halves
 from compress.pruning.vocabulary_run import prune_vocabulary
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint, write_json
-from sportsllm.formats.huggingface.config import load_config, read_json
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.json_files import read_json, write_json
 from sportsllm.inference.evaluate import score_documents
 from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.inference.torch_decoder import TorchDecoder

@@ -279,7 +279,7 @@ def test_bad_templates_are_refused(template: str) -> None:
     ("text", "problem"),
     [
         ("[slots]\n[rules]\nkickoff = '", "not valid TOML"),
-        ("[rules]\nkickoff = 'We start'", "slots: Field required"),
+        ("[rules]\nkickoff = 'We start'", "slots: is missing"),
         ("[slots]\n[rules]\nkickoff = ['We start']", "rules.kickoff: Input should be a valid string"),
         ("[slots]\n[rules]\nkickoff = ''", "rule 'kickoff' has no template; write one a line"),
         ("[slots]\n[rules]\nkickoff = 'We [start'", "rule 'kickoff', template 'We [start': a bracket is not closed"),
@@ -303,7 +303,7 @@ def test_a_malformed_word_list_is_named_in_one_line(tmp_path: Path) -> None:
     path.write_text("names = ['Tour of']\nclimbs = 'Col de'\nclimb_endings = ['a']\nterrain = ['flat']")
     with pytest.raises(ArtifactError) as raised:
         read(path, Races)
-    for key in ("climbs: ", "terrains: Field required", "terrain: Extra inputs are not permitted"):
+    for key in ("climbs: ", "terrains: is missing", "terrain: Extra inputs are not permitted"):
         assert key in str(raised.value)
 
 

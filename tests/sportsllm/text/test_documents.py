@@ -36,7 +36,7 @@ def test_long_plain_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path: Path)
     [
         ("a.txt", b"good \xff bad", "not UTF-8 at byte 5"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": "\xff"}\n', "not UTF-8 at byte 25"),
-        ("a.jsonl", b'{"text": "ok"}\n{oops\n', "line 2 is not valid JSON"),
+        ("a.jsonl", b'{"text": "ok"}\n{oops\n', "line 2: not valid JSON"),
         ("a.jsonl", b'{"body": "ok"}\n', "line 1 has no 'text'"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "surrogate"),
         ("a.txt.gz", b"not gzip", "damaged gzip"),
