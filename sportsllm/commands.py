@@ -6,22 +6,22 @@ import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 from sportsllm.errors import ResourceError
-from sportsllm.options import BY_NAME, Settings
+from sportsllm.options import BY_NAME
 
 COMMANDS = {
-    "train": "sportsllm.cli.train",
+    "train": "sportsllm.verbs.train",
     "distill": "compress.cli.distill",
     "prune": "compress.cli.prune",
     "prune-vocabulary": "compress.cli.prune_vocabulary",
     "quantize": "compress.cli.quantize",
     "export": "export.commands",
-    "generate": "sportsllm.cli.commands",
-    "eval": "sportsllm.cli.commands",
+    "generate": "sportsllm.verbs.generate",
+    "eval": "sportsllm.verbs.eval",
     "bench": "benchmarks.commands",
     "fit": "benchmarks.commands",
     "plan": "benchmarks.cli.plan",
@@ -31,15 +31,15 @@ COMMANDS = {
     "calibrate": "benchmarks.commands",
     "card": "sportsllm.cli.card",
     "import": "sportsllm.cli.import_model",
-    "data simulate": "sportsllm.data",
+    "data simulate": "sportsllm.verbs.data",
     "data sample": "compress.cli.sample",
-    "data tokens": "sportsllm.data",
-    "run": "sportsllm.run",
-    "verify": "sportsllm.verify",
+    "data tokens": "sportsllm.verbs.data",
+    "run": "sportsllm.verbs.run",
+    "verify": "sportsllm.verbs.verify",
 }
 """Command, and the module that has it as a function: of the command's last word, or of the name in `FUNCTIONS`."""
 
-FUNCTIONS = {"eval": "evaluate", "import": "import_model", "prune-vocabulary": "prune_vocabulary"}
+FUNCTIONS = {"import": "import_model", "prune-vocabulary": "prune_vocabulary"}
 GROUPS = {
     "data": "Make training text, or count its tokens.",
     "devices": "List device budgets, explain one, or measure this machine.",
@@ -50,7 +50,7 @@ Command = Callable[..., Any]
 
 
 def load_command(name: str) -> Command:
-    """The function behind a command. It takes strings for paths and, for `settings`, a mapping too.
+    """The function behind a command; it takes strings for paths too.
 
     Raises:
         ResourceError: its package is missing, or another package of that name hides it.
@@ -68,7 +68,7 @@ def load_command(name: str) -> Command:
 
 
 def _converting(function: Command) -> Command:
-    """The function, its paths made of strings, models given by name downloaded, settings made of mappings."""
+    """The function, its paths made of strings, models given by name downloaded."""
     signature = inspect.signature(function, eval_str=True)
 
     @functools.wraps(function)
@@ -82,8 +82,6 @@ def _converting(function: Command) -> Command:
 
 
 def _converted(annotation: Any, value: Any) -> Any:
-    if annotation == Settings and isinstance(value, Mapping):
-        return [f"{key}={_spelled(item)}" for key, item in value.items()]
     kinds = _kinds(annotation)
     if BY_NAME in getattr(annotation, "__metadata__", ()) and value is not None:
         value = type(value)(find_directory(value))
@@ -108,9 +106,3 @@ def _kinds(annotation: Any) -> set[Any]:
         return _kinds(parts[0])
     origin = getattr(annotation, "__origin__", annotation)
     return {origin}.union(*(_kinds(part) for part in parts if not isinstance(part, str)))
-
-
-def _spelled(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -71,7 +71,9 @@ Calibration = Annotated[
 _TRAINING = "Training"
 Tokens = Annotated[
     int | None,
-    typer.Option("--tokens", parser=count, metavar="N", help="Tokens to train on: 100000, 100k, 2.5M."),
+    typer.Option(
+        "--tokens", parser=count, metavar="N", help="Tokens to train on: 100000, 100k, 2.5M.", show_default="by --steps"
+    ),
 ]
 Steps = Annotated[
     int | None,
@@ -105,15 +107,6 @@ LearningRate = Annotated[
         "--learning-rate",
         help="Peak learning rate of AdamW.",
         show_default="by start and model size, or by short trial runs; printed",
-        rich_help_panel=_TRAINING,
-    ),
-]
-Precision = Annotated[
-    str | None,
-    typer.Option(
-        "--precision",
-        help="Compute dtype: auto, fp32, bf16 or fp16.",
-        show_default="auto",
         rich_help_panel=_TRAINING,
     ),
 ]

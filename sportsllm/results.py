@@ -64,6 +64,46 @@ class StageResult(Result):
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult(StageResult):
+    """What a command returns that trained a model; None where nothing was trained or held out.
+
+    Attributes:
+        tokens, steps, epochs: read in training.
+        tokens_per_s: without validating and saving.
+        loss: mean of the last logged steps, nats per token.
+        valid_bits_per_byte: on the report split of the held-out text.
+        best_step: whose weights were kept; 0 is the start.
+        best_bits_per_byte: what it was chosen by, on the selection split.
+        learning_rate, muon_learning_rate: peak rates, by trial if not given.
+        bits_per_byte_before: of the start, on the report split.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    epochs: float | None = None
+    tokens_per_parameter: float | None = None
+    tokens_per_s: float | None = None
+    loss: float | None = None
+    valid_bits_per_byte: float | None = None
+    best_step: int | None = None
+    best_bits_per_byte: float | None = None
+    learning_rate: float | None = None
+    muon_learning_rate: float | None = None
+    bits_per_byte_before: float | None = None
+    peak_rss_bytes: int | None = None
+
+    def line(self) -> str:
+        """The result in a line."""
+        quality = "not measured" if self.valid_bits_per_byte is None else f"{self.valid_bits_per_byte:.4f}"
+        before = "" if self.bits_per_byte_before is None else f" (before {self.bits_per_byte_before:.4f})"
+        return (
+            f"{self.out}: {self.parameters:,} parameters, {self.size_bytes / 1e6:.1f} MB, "
+            f"{self.tokens:,} tokens at {self.tokens_per_s or 0:,.0f} tokens/s, "
+            f"held-out bits per byte {quality}{before}, peak memory {(self.peak_rss_bytes or 0) / 1e6:,.0f} MB"
+        )
+
+
 def plain(value: Any) -> Any:
     """A value as JSON has it: records as objects, paths as strings."""
     if isinstance(value, Result):

@@ -27,8 +27,8 @@ from sportsllm.formats.artifact import digest
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.formats.json_files import read_json
 from sportsllm.formats.safetensors_files import quantization_config
-from sportsllm.run import run
 from sportsllm.text.packing import kept_tokens
+from sportsllm.verbs.run import run
 
 RESULT, SETTINGS, RECIPE = "fit.json", "search.json", "recipe.toml"
 _QUALITY = "quality_loss_percent"

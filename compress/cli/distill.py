@@ -12,6 +12,7 @@ from compress.cli import flags
 from sportsllm.cli import flags as options
 from sportsllm.cli.flag_groups import expand_flag_groups
 from sportsllm.errors import UsageError
+from sportsllm.results import TrainingResult
 
 
 @expand_flag_groups
@@ -60,7 +61,7 @@ def distill(
     from compress.distillation.run import distill as run_distill
     from compress.distillation.student_training import StudentTraining
     from compress.pruning.student_start import choose_start
-    from sportsllm.cli.train import print_training
+    from sportsllm.console import output
     from sportsllm.formats.hub import plain_name
     from sportsllm.formats.huggingface.config import load_config
     from sportsllm.training.settings import Run
@@ -93,5 +94,5 @@ def distill(
     )
     out = out or Path("runs") / (plain_name(Path(student)) + "-selected" * (selection.select_tokens is not None))
     result = run_distill(student, begin, plan, out, training.resume)
-    print_training(result)
+    output().print(TrainingResult.of(result).line(), markup=False)
     return result

@@ -84,7 +84,7 @@ class DistillationFlags(TeacherFlags):
         float | None,
         typer.Option(
             help="Weight of hidden-state matching in the loss.",
-            show_default="3 for cut weights, unless the teacher has read less than 5 tokens a parameter",
+            show_default="3 for pruned weights, unless the teacher has read less than 5 tokens a parameter",
         ),
     ] = None
     layer_map: Annotated[

@@ -139,7 +139,7 @@ def prune(
         if any(group.given() for group in others) or choice.scores is not None:
             raise UsageError(
                 "the vocabulary is cut alone, since the result no longer shares its teacher's tokens: cut it first "
-                "(prune-vocabulary), fine-tune it with train --init, then prune that"
+                "(prune-vocabulary), fine-tune it with train CHECKPOINT, then prune that"
             )
         domain = list(calibration or teacher_corpus(checkpoint, "corpus"))
         return prune_vocabulary(checkpoint=checkpoint, out=out, calibration=domain, **vars(vocabulary))
@@ -149,13 +149,13 @@ def prune(
     recovery = None
     if recover.recover is not None:
         source = recover.teacher or checkpoint
-        run = Run(Start.CUT, load_config(checkpoint), lora.lora_rank is not None)
+        run = Run(Start.PRUNED, load_config(checkpoint), lora.lora_rank is not None)
         config = training.config(run, recover.recover, seed=seed)
         recovery = Recovery(
             config=config,
             corpus=tuple(corpora.corpus or teacher_corpus(source, "corpus")),
             valid=tuple(corpora.valid or ([] if corpora.corpus else teacher_corpus(source, "valid"))),
-            objective=distillation.config(Start.CUT, source),
+            objective=distillation.config(Start.PRUNED, source),
             teacher=recover.teacher,
             adapters=lora.adapters(config.optimizer),
         )

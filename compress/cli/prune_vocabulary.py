@@ -35,7 +35,7 @@ def prune_vocabulary(
     text: Annotated[list[Path] | None, typer.Option(help="Held-out text to score before and after.")] = None,
     threads: options.Threads = None,
 ) -> dict[str, Any]:
-    """Cut the vocabulary to a domain's tokens, in model and tokenizer; fine-tune the result with train --init."""
+    """Cut the vocabulary to a domain's tokens, in model and tokenizer; fine-tune the result with train CHECKPOINT."""
     from compress.pruning import vocabulary_run
     from sportsllm.console import output
     from sportsllm.training.setup import set_threads

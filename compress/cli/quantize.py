@@ -195,10 +195,10 @@ def _recovery(
     from sportsllm.formats.huggingface.config import load_config
     from sportsllm.training.settings import Run, Start
 
-    run = Run(Start.ROUNDED, load_config(checkpoint))
+    run = Run(Start.QUANTIZED, load_config(checkpoint))
     return Recovery(
         config=training.config(run, tokens, seed=seed),
         corpus=tuple(text.corpus or teacher_corpus(checkpoint, "corpus")),
         valid=tuple(text.valid or ([] if text.corpus else teacher_corpus(checkpoint, "valid"))),
-        objective=teacher.config(Start.ROUNDED, checkpoint),  # it is to say what it said before rounding
+        objective=teacher.config(Start.QUANTIZED, checkpoint),  # it is to say what it said before rounding
     )

@@ -20,8 +20,7 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS, preset
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training import settings
-from sportsllm.training.pretrain import fit_vocabulary, shape_of
-from sportsllm.training.setup import manifest_setting
+from sportsllm.training.setup import fit_vocabulary, manifest_setting, shape_of
 
 
 def resolve_teacher(name: str) -> Path:
@@ -105,7 +104,7 @@ class Checkpoint:
     """A student that starts from a checkpoint's weights."""
 
     name: ClassVar[str] = "weights"
-    kind: ClassVar[settings.Start] = settings.Start.CUT
+    kind: ClassVar[settings.Start] = settings.Start.PRUNED
     shape: ModelConfig
     inputs: list[Path]
 

@@ -58,7 +58,7 @@ class Selecting(Checkpoint):
 
     name: ClassVar[str] = "selection"
     # The model is to stay what it was, as after rounding, rather than to learn more.
-    kind: ClassVar[settings.Start] = settings.Start.ROUNDED
+    kind: ClassVar[settings.Start] = settings.Start.QUANTIZED
     begin: Begin
     index_tokens: int = 0
 

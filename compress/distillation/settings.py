@@ -77,13 +77,13 @@ def default_kl_weight(start: Start, tokens_per_parameter: float | None) -> KLWei
     if start is Start.RANDOM:
         return KLWeight(0.9, 0.9)
     undertrained = tokens_per_parameter is not None and tokens_per_parameter < _WELL_TRAINED
-    return KLWeight(0.5, 0.5) if undertrained and start is not Start.ROUNDED else KLWeight(1.0, 1.0)
+    return KLWeight(0.5, 0.5) if undertrained and start is not Start.QUANTIZED else KLWeight(1.0, 1.0)
 
 
 def default_hidden_weight(
     start: Start, kl_weight: KLWeight, signals: Path | None, tokens_per_parameter: float | None
 ) -> float:
-    """The weight of hidden-state matching where none is asked for: of cut weights, whose states the refit has made
+    """The weight of hidden-state matching where none is asked for: of pruned weights, whose states the refit has made
     alike, where the teacher runs and has read enough for its states to be worth copying.
 
     A third cut and recovered on 300,000 tokens then ends 14.4 instead of 17.5%, and 18.5 instead of 20.3% behind the
@@ -91,7 +91,7 @@ def default_hidden_weight(
     """
     taught = signals is None and (kl_weight.start > 0.0 or kl_weight.end > 0.0)
     barely = tokens_per_parameter is not None and tokens_per_parameter < _TRAINED
-    return HIDDEN_WEIGHT if start is Start.CUT and taught and not barely else 0.0
+    return HIDDEN_WEIGHT if start is Start.PRUNED and taught and not barely else 0.0
 
 
 def divergence_share(kind: str, mix: float | None) -> float:

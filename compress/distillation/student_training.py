@@ -26,10 +26,10 @@ from sportsllm.text.split import TextSplit, load_corpus
 from sportsllm.text.tokenizer import TextTokenizer
 from sportsllm.training.loop import train_model
 from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
-from sportsllm.training.pretrain import check_sequence
 from sportsllm.training.rate_trial import choose_rates, chosen_rates
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.setup import (
+    check_sequence,
     held_out_setting,
     left_out,
     training_device,

@@ -42,7 +42,7 @@ def refit_layers(
         samples: calibration token ids, (B, T) each, several times more than the widest input.
         reduced: `model` with other heads, if they were changed before; `kept` counts its units.
         into: (D, K) map of the full model's residual stream to the cut one's, if they differ.
-        ridge: the pull towards the cut weights, as a share of the inputs' mean square.
+        ridge: the pull towards the pruned weights, as a share of the inputs' mean square.
     """
 
     def solve(_name: str, linear: nn.Linear, sums: LeastSquares) -> None:

@@ -29,7 +29,7 @@ class Cut:
     """A student of the most important parts of its teacher, refitted to it."""
 
     name: ClassVar[str] = "cut"
-    kind: ClassVar[settings.Start] = settings.Start.CUT
+    kind: ClassVar[settings.Start] = settings.Start.PRUNED
     shape: ModelConfig
     inputs: list[Path]
 

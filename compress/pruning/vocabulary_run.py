@@ -2,7 +2,7 @@
 
 Text comes back unchanged, but some words are cut into more tokens, which the model has seldom seen there. Bits per
 byte, which do not depend on the tokenizer, measure the cost. To win it back, train the result further
-(`train --init`): distillation from the unpruned model is refused, since the two have different tokens. Prune first,
+(`train CHECKPOINT`): distillation from the unpruned model is refused, since the two have different tokens. Prune first,
 quantize afterwards.
 """
 

@@ -34,8 +34,7 @@ from sportsllm.formats.json_files import read_json
 from sportsllm.text.packing import IGNORE, Batch, tokenize
 from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.pretrain import check_sequence
-from sportsllm.training.setup import held_out_setting
+from sportsllm.training.setup import check_sequence, held_out_setting
 
 BYTES_PER_TOKEN = 40
 """Of a token's ids and codes where ids are packed bit by bit; files are up to half as large again."""

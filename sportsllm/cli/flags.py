@@ -139,10 +139,10 @@ class TrainingFlags(FlagGroup):
     schedule: Annotated[
         str | None, typer.Option(help="cosine, or wsd (warm-up, stable, decay).", show_default="cosine")
     ] = None
-    final_rate: Annotated[
+    min_lr_ratio: Annotated[
         float | None, typer.Option(help="Last learning rate as a share of the peak.", show_default="0.1")
     ] = None
-    decay_share: Annotated[
+    decay_fraction: Annotated[
         float | None, typer.Option(help="Part of a wsd run in which the rate falls.", show_default="0.2")
     ] = None
     muon_learning_rate: Annotated[
@@ -182,23 +182,14 @@ class TrainingFlags(FlagGroup):
         self, run: Run, tokens: int | None = None, steps: int | None = None, *, seed: int = 0, parallel: bool = False
     ) -> TrainConfig:
         """The flags that were given, and what follows from the run; see `sportsllm.training.settings.train_config`."""
-        from sportsllm.training.settings import parse_numbers, train_config
+        from sportsllm.settings import TRAINING, parse_settings
+        from sportsllm.training.settings import train_config
 
         flags = {name: value for name, value in self.given().items() if name not in ("set", "resume", "settings")}
         if self.muon_coefficients is not None:
-            try:
-                flags["muon_coefficients"] = parse_numbers(self.muon_coefficients)
-            except ValueError:
-                raise UsageError(f"--muon-coefficients {self.muon_coefficients}: write three numbers, a,b,c") from None
-        return train_config(
-            run,
-            tokens,
-            flags | {"steps": steps},
-            self.set or [],
-            seed=seed,
-            parallel=parallel,
-            documented=self.documented,
-        )
+            flags |= parse_settings([f"muon_coefficients={self.muon_coefficients}"], TRAINING)
+        flags |= parse_settings(self.set, TRAINING) | {"steps": steps, "documented": self.documented}
+        return train_config(run, tokens, flags, seed=seed, parallel=parallel)
 
     @property
     def documented(self) -> bool:

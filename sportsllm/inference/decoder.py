@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.files import require_directory
 from sportsllm.models.config import ModelConfig
@@ -87,6 +88,15 @@ def placement_of(decoder: Decoder) -> tuple[dict[str, Any], str] | None:
     """Where an export's nodes run, and a line for people; None on the CPU provider, and for a checkpoint."""
     found = getattr(decoder, "placement", None)
     return None if found is None else (found.to_dict(), str(found))
+
+
+def log_runtime(decoder: Decoder) -> tuple[str | None, dict[str, Any] | None]:
+    """Log what runs an export and where its nodes run; returns the kernels' name and the placement, None if none."""
+    kernels, placement = kernels_of(decoder), placement_of(decoder)
+    for found in (kernels, placement):
+        if found is not None:
+            log(found[1])
+    return kernels and kernels[0], placement and placement[0]
 
 
 def log_softmax(logits: Logits) -> Logits:

@@ -126,6 +126,13 @@ def _question(record: JsonObject) -> Question | None:
     return Question(question, tuple(choices), answer) if whole and 0 <= answer < len(choices) > 1 else None
 
 
+def wilson_interval(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Confidence interval of a share of `count` independent trials (Wilson 1927, https://doi.org/10.2307/2276774)."""
+    middle, spread = share + z * z / (2 * count), z * math.sqrt((share * (1 - share) + z * z / (4 * count)) / count)
+    scale = 1 + z * z / count
+    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+
+
 def question_accuracy(decoder: Decoder, tokenizer: TextTokenizer, questions: Sequence[Question]) -> float:
     """Share of questions whose right choice has the highest log-probability per byte, given the question.
 

@@ -36,7 +36,7 @@ _SAVE_EVERY_S = 600.0
 
 
 @dataclass(frozen=True)
-class TrainResult:
+class LoopResult:
     """Result of a run. `loss` is the mean of the last logged steps in nats a token; `tokens_per_s` leaves out
     validating and saving, `seconds` does not. `best_step` is the one whose weights stay, 0 is the start, and
     `best_bits_per_byte` what it was chosen by: a figure for further choices, not for reports."""
@@ -75,7 +75,7 @@ def train_model(
     identity: str = "",
     resume: bool = False,
     description: str = "train",
-) -> TrainResult:
+) -> LoopResult:
     """Train `model` in place.
 
     Args:
@@ -133,7 +133,7 @@ def train_model(
             paused += time.perf_counter() - pause
     model.eval()
     speed = tokens_per_s()
-    return TrainResult(
+    return LoopResult(
         steps=state.step,
         tokens=state.step * config.tokens_per_step,
         tokens_per_s=speed,
@@ -151,7 +151,9 @@ class _Run:
 
     def __init__(self, model: SportsLLM, config: TrainConfig, directory: Path, identity: str) -> None:
         self.model, self.config = model, config
-        self.schedule = Schedule(config.schedule, config.steps, config.warmup, config.final_rate, config.decay_share)
+        self.schedule = Schedule(
+            config.schedule, config.steps, config.warmup, config.min_lr_ratio, config.decay_fraction
+        )
         self.device = model.head_weight.device
         self.dtype = resolve_precision(config.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)

@@ -77,12 +77,12 @@ def parse_targets(text: str) -> tuple[str, ...]:
     """
     names = tuple(sorted({name.strip() for name in text.split(",") if name.strip()}))
     if not names:
-        raise UsageError("--lora-targets names no matrix; give one or more, for example q_proj,v_proj")
+        raise UsageError("--set lora_targets names no matrix; give one or more, for example q_proj,v_proj")
     return names
 
 
 def adapter_settings(rank: int | None, targets: str | None, alpha: float | None, optimizer: str) -> Adapters | None:
-    """The adapters of --lora-rank, --lora-targets and --lora-alpha, None where not given; None without --lora-rank.
+    """The adapters of --lora-rank, lora_targets and lora_alpha, None where not given; None without --lora-rank.
 
     Muon is refused: it evens out all directions of a whole matrix's change, which says nothing about its two factors.
 
@@ -91,7 +91,7 @@ def adapter_settings(rank: int | None, targets: str | None, alpha: float | None,
     """
     if rank is None:
         if targets is not None or alpha is not None:
-            raise UsageError("--lora-targets and --lora-alpha belong to --lora-rank; add it or leave them out")
+            raise UsageError("lora_targets and lora_alpha belong to --lora-rank; add it or leave them out")
         return None
     if optimizer == "muon":
         raise UsageError("--optimizer muon trains whole matrices, not the factors of adapters; use adamw")
@@ -117,7 +117,7 @@ def add_adapters(
         UsageError: rank, targets or alpha are out of range, or the model is quantized or has adapters.
     """
     if not 0.0 < alpha < math.inf:
-        raise UsageError(f"--lora-alpha is {alpha}; it must be above 0")
+        raise UsageError(f"--set lora_alpha={alpha}: must be above 0")
     chosen = list(_matrices(model, targets))
     smallest = min(min(base.weight.shape) for _, _, base in chosen)
     if not 1 <= rank <= smallest:
@@ -154,7 +154,7 @@ def _matrices(model: SportsLLM, targets: Sequence[str] | None) -> Iterator[tuple
     known = list(dict.fromkeys(name.rpartition(".")[2] for own in names for name in own))
     unknown = [target for target in targets or () if target not in known]
     if unknown:
-        raise UsageError(f"--lora-targets names {unknown[0]!r}; use one or more of {', '.join(known)}")
+        raise UsageError(f"--set lora_targets names {unknown[0]!r}; use one or more of {', '.join(known)}")
     for block, own in zip(model.model.layers, names, strict=True):
         for name in own:
             parent, _, leaf = name.rpartition(".")

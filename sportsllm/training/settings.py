@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -25,9 +24,9 @@ class TrainConfig:
     for models too small to keep all cores at work on one batch, for as many times the activations and gradients.
     `precision` is fp32, bf16, fp16 (with loss scaling) or auto: bf16 where the processor computes in it,
     else fp32. `optimizer_bits` are those of the optimizer's states: 32; 16, gradients too; or 8, AdamW's by
-    bitsandbytes. Learning rates are peaks; `muon_learning_rate` is for Muon's matrices only; `final_rate` is the last
-    rate as a share of the peak, `decay_share` the part of a wsd run in which it falls. With `try_rates` the rates are
-    those of three or four that do best in short runs. `muon_…` are the settings of Muon, see `MuonSettings`.
+    bitsandbytes. Learning rates are peaks; `muon_learning_rate` is for Muon's matrices only; `min_lr_ratio` is the
+    last rate divided by the peak, `decay_fraction` the part of a wsd run in which it falls. With `try_rates` the rates
+    are those of three or four that do best in short runs. `muon_...` are the settings of Muon, see `MuonSettings`.
 
     The defaults are the documented set-up, which `train_config` keeps where that is asked for.
     """
@@ -45,8 +44,8 @@ class TrainConfig:
     muon_coefficients: tuple[float, float, float] = MuonSettings.coefficients
     warmup: int = 50
     schedule: str = "cosine"
-    final_rate: float = 0.1
-    decay_share: float = 0.2
+    min_lr_ratio: float = 0.1
+    decay_fraction: float = 0.2
     optimizer: str = "adamw"
     optimizer_bits: int = 32
     weight_decay: float = 0.1
@@ -65,7 +64,7 @@ class TrainConfig:
         if self.parallel_batches > self.accumulation:
             raise UsageError(
                 f"parallel_batches is {self.parallel_batches}, the batches of a step are {self.accumulation}; "
-                "use --accumulation for as many"
+                "add --set accumulation=N for as many"
             )
         if self.steps < 0 or self.warmup < 0 or self.validate_every < 0:
             raise UsageError("steps, warmup and validate_every must not be negative")
@@ -80,7 +79,7 @@ class TrainConfig:
         for name in ("learning_rate", "muon_learning_rate", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0")
-        for name in ("final_rate", "decay_share"):
+        for name in ("min_lr_ratio", "decay_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be from 0 to 1")
         if not 0 <= self.weight_decay < math.inf:
@@ -106,8 +105,8 @@ class Start(Enum):
 
     RANDOM = "random weights"
     TRAINED = "trained weights"
-    CUT = "cut weights"
-    ROUNDED = "rounded weights"
+    PRUNED = "pruned weights"
+    QUANTIZED = "quantized weights"
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Run:
         start: what it starts from.
         model: that is trained, or the one that it is cut from.
         adapters: only adapters are trained.
-        already_trained: cut weights were trained before, so that large steps would undo more than they mend.
+        already_trained: pruned weights were trained before, so that large steps would undo more than they mend.
     """
 
     start: Start
@@ -139,15 +138,15 @@ _WARMUP_SHARE, _MOST_WARMUP = 0.05, 50
 _VALIDATIONS = 4  # on the way, of a run that starts from good weights
 _VALIDATIONS_FROM_RANDOM = 2  # only to have something to keep where the rest fails
 
-# Peak rates at 100M parameters, AdamW's and Muon's; measured on 0.3 to 3M, of cut weights also on 116M
+# Peak rates at 100M parameters, AdamW's and Muon's; measured on 0.3 to 3M, of pruned weights also on 116M
 # (docs/how-it-works/training.md).
 _RATES = {
     Start.RANDOM: (3e-4, 0.02),
     Start.TRAINED: (1e-4, 0.007),
-    Start.CUT: (1e-4, 0.005),
-    Start.ROUNDED: (1e-5, 0.0005),
+    Start.PRUNED: (1e-4, 0.005),
+    Start.QUANTIZED: (1e-5, 0.0005),
 }
-_CUT_BY_ADAMW_ALONE = 3.0  # times AdamW's rate for cut weights, which beside Muon is for embedding and norms
+_CUT_BY_ADAMW_ALONE = 3.0  # times AdamW's rate for pruned weights, which beside Muon is for embedding and norms
 _RATE_PARAMETERS, _LEAST_PARAMETERS = 1e8, 1e6
 _MUON_TOKENS_PER_CHANNEL = 8
 _ADAPTER_RATIO = 10.0  # adapters start at zero and reach their size in a few steps
@@ -160,7 +159,7 @@ def peak_rates(run: Run, optimizer: str = "adamw") -> tuple[float, float]:
     every matrix, so that its rate does not.
     """
     adamw, muon = _RATES[run.start]
-    if run.start is Start.CUT and optimizer == "adamw" and not (run.adapters or run.already_trained):
+    if run.start is Start.PRUNED and optimizer == "adamw" and not (run.adapters or run.already_trained):
         adamw *= _CUT_BY_ADAMW_ALONE
     size = max(run.model.parameters, _LEAST_PARAMETERS)
     scale = math.sqrt(_RATE_PARAMETERS / size) * (_ADAPTER_RATIO if run.adapters else 1.0)
@@ -168,45 +167,41 @@ def peak_rates(run: Run, optimizer: str = "adamw") -> tuple[float, float]:
 
 
 def default_optimizer(run: Run, tokens_per_step: int) -> str:
-    """Muon where its steps are cheap beside the batch, AdamW for wide models, adapters and rounded weights.
+    """Muon where its steps are cheap beside the batch, AdamW for wide models, adapters and quantized weights.
 
     Orthogonalising a matrix takes about 3 * hidden_size / tokens of the time of its products in a step.
     """
     cheap = _MUON_TOKENS_PER_CHANNEL * run.model.hidden_size <= tokens_per_step
-    return "muon" if cheap and not run.adapters and run.start is not Start.ROUNDED else "adamw"
+    return "muon" if cheap and not run.adapters and run.start is not Start.QUANTIZED else "adamw"
 
 
 def train_config(
     run: Run,
     tokens: int | None,
     flags: Mapping[str, Any],
-    settings: Sequence[str] = (),
     *,
     seed: int = 0,
     parallel: bool = False,
-    documented: bool = False,
 ) -> TrainConfig:
     """The settings of a run, printed in one line.
 
     With a number of `tokens`, which is rounded up to whole steps, the tokens of a step follow from it: a two-hundredth,
-    of random and cut weights down to an eight-hundredth where Muon stays cheap, between 1,024 and 8,192. With steps
-    they are 4 x 4 x 512. The warm-up takes a twentieth of the steps, at most 50. `documented` settings follow from
-    nothing.
+    of random and pruned weights down to an eight-hundredth where Muon stays cheap, between 1,024 and 8,192. With steps
+    they are 4 x 4 x 512. The warm-up takes a twentieth of the steps, at most 50. With `documented` what is not given is
+    as in `TrainConfig`, whatever the run.
 
     Args:
         run: what is trained.
         tokens: to train on; None where `flags` give steps, or for 5,000.
-        flags: by the names of `TrainConfig`; None for those that were not given.
-        settings: `key=value` pairs that stand above everything.
+        flags: options and parsed settings by the names of `TrainConfig`, and `documented`; None if not given.
         seed: of the run.
         parallel: whether the loss can be computed for several batches side by side.
-        documented: what is not given is as in `TrainConfig`, whatever the run.
 
     Raises:
-        UsageError: an unknown key, a value of the wrong kind, one that has no effect, or batches side by side where
-            they cannot be.
+        UsageError: a value out of range or without effect, or batches side by side where they cannot be.
     """
-    given = {key: value for key, value in flags.items() if value is not None} | _parsed(settings)
+    given = {key: value for key, value in flags.items() if value is not None}
+    documented = given.pop("documented", False)
     if tokens is not None and "steps" in given:
         raise UsageError("give --steps or --tokens, not both")
     base: dict[str, Any] = {"seed": seed}
@@ -219,7 +214,7 @@ def train_config(
     _check_effect(config, given)
     if config.parallel_batches > 1 and not parallel:
         raise UsageError(
-            f"--set parallel_batches={config.parallel_batches}: is for train; students see their batches one after "
+            f"--set parallel_batches={config.parallel_batches}: is for `train`; students see their batches one after "
             "another"
         )
     if config.steps:
@@ -230,7 +225,7 @@ def train_config(
 def _derived(run: Run, tokens: int | None, given: dict[str, Any]) -> dict[str, Any]:
     """The settings that follow from a run, by their names."""
     base: dict[str, Any] = {}
-    if run.start is Start.ROUNDED:
+    if run.start is Start.QUANTIZED:
         base["weight_decay"] = 0.0  # the weights are near their final values: decay would pull them away
     base["sequence"] = min(TrainConfig.sequence, run.model.max_position_embeddings)
     if tokens is not None:
@@ -254,7 +249,9 @@ def _check_effect(config: TrainConfig, given: Mapping[str, Any]) -> None:
     """Refuse settings of an optimizer or a schedule that the run has not."""
     of_muon = [name for name in given if name.startswith("muon_")]
     if of_muon and config.optimizer != "muon":
-        raise UsageError(f"{of_muon[0]} is Muon's, this run's optimizer is {config.optimizer}; add --optimizer muon")
+        raise UsageError(
+            f"{of_muon[0]} is Muon's, this run's optimizer is {config.optimizer}; add --set optimizer=muon"
+        )
     if config.warmup >= config.steps > 1:
         log(
             f"the run ends inside its warm-up: {config.steps} steps, {config.warmup} of warm-up; give more tokens, "
@@ -263,15 +260,15 @@ def _check_effect(config: TrainConfig, given: Mapping[str, Any]) -> None:
     rates = {"learning_rate", "muon_learning_rate"} & given.keys()
     if rates == {"learning_rate"} and config.optimizer == "muon":
         log(f"--learning-rate is that of AdamW's part; matrices have Muon's, {config.muon_learning_rate:g}")
-    if "decay_share" in given and config.schedule != "wsd":
-        raise UsageError(f"decay_share is for wsd, the schedule is {config.schedule}; add --schedule wsd")
+    if "decay_fraction" in given and config.schedule != "wsd":
+        raise UsageError(f"decay_fraction is for wsd, the schedule is {config.schedule}; add --set schedule=wsd")
 
 
 def _batches(tokens: int, sequence: int, run: Run, given: Mapping[str, Any]) -> dict[str, int]:
     """Sequences of a batch and batches of a step, for a run of `tokens` in sequences of `sequence`."""
     least, most = _TOKENS_PER_STEP
     share = tokens / LEAST_STEPS
-    if run.start in (Start.RANDOM, Start.CUT):
+    if run.start in (Start.RANDOM, Start.PRUNED):
         cheap = 2 ** math.ceil(math.log2(_MUON_TOKENS_PER_CHANNEL * run.model.hidden_size))
         share = min(share, max(tokens / _MANY_STEPS, cheap))
     wanted = 2 ** math.floor(math.log2(min(most, max(least, share))))
@@ -285,36 +282,8 @@ def described(config: TrainConfig, run: Run) -> str:
     rates = f"AdamW {config.learning_rate:g}"
     if config.optimizer == "muon":
         rates = f"Muon {config.muon_learning_rate:g} and {rates}"
-    fall = "" if config.schedule == "cosine" else f" over the last {config.decay_share:.0%}"
+    fall = "" if config.schedule == "cosine" else f" over the last {config.decay_fraction:.0%}"
     return (
         f"training from {run.start.value}: {config.steps:,} steps of {config.tokens_per_step:,} tokens, {rates}, "
-        f"warm-up {config.warmup}, {config.schedule} to {config.final_rate:.0%}{fall}"
+        f"warm-up {config.warmup}, {config.schedule} to {config.min_lr_ratio:.0%}{fall}"
     )
-
-
-def _parsed(settings: Sequence[str]) -> dict[str, Any]:
-    fields = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    found: dict[str, Any] = {}
-    for text in settings:
-        key, separator, value = text.partition("=")
-        if not separator or key not in fields:
-            raise UsageError(f"--set {text}: write key=value with a key of {', '.join(fields)}")
-        found[key] = _parse(key, value, type(fields[key]))
-    return found
-
-
-def parse_numbers(text: str) -> tuple[float, ...]:
-    """Numbers that commas separate; ValueError for other text."""
-    return tuple(map(float, text.split(",")))
-
-
-def _parse(key: str, value: str, kind: type) -> Any:
-    if kind is bool:
-        if value not in ("true", "false"):
-            raise UsageError(f"--set {key}={value}: write true or false")
-        return value == "true"
-    try:
-        return parse_numbers(value) if kind is tuple else kind(value)
-    except ValueError:
-        wanted = "list of numbers a,b,c" if kind is tuple else kind.__name__
-        raise UsageError(f"--set {key}={value}: is not a valid {wanted}") from None

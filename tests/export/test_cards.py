@@ -15,9 +15,10 @@ from export.export import ExportOptions, export_checkpoint
 from export.gguf_export import export_gguf
 from sportsllm.formats.artifact import MANIFEST, Stage, digest, read_manifest, run_stage, verify_directory
 from sportsllm.formats.huggingface.config import load_config
-from sportsllm.training.pretrain import Pretraining, fine_tune
 from sportsllm.training.settings import TrainConfig
+from sportsllm.verbs.train import train
 from tests.sportsllm.cli.test_main import call, complains
+from tests.support.training import options_of
 
 BENCH: dict[str, Any] = {
     "runtime": "onnxruntime",
@@ -56,7 +57,7 @@ def line(outside: Path, corpus_file: Path) -> dict[str, Path]:
     """Fine-tuned, quantized and exported."""
     base = outside.parent
     config = TrainConfig(steps=2, batch_size=2, accumulation=1, sequence=32, warmup=0)
-    fine_tune(outside, Pretraining([corpus_file], [], base / "tuned", config))
+    train(outside, corpus=[corpus_file], out=base / "tuned", **options_of(config))
     quantize(checkpoint=base / "tuned", out=base / "int4", config=QuantizationConfig(), method="rtn")
     export_checkpoint(base / "int4", base / "onnx", ExportOptions(threads=2))
     export_gguf(base / "tuned", base / "gguf")

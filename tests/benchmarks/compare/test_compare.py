@@ -31,11 +31,12 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import MANIFEST, Stage, digest, output_directory
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.presets import preset
-from sportsllm.run import load_recipe
 from sportsllm.training import setup as stages
-from sportsllm.training.pretrain import Pretraining, train_base
 from sportsllm.training.settings import TrainConfig
+from sportsllm.verbs.run import load_recipe
+from sportsllm.verbs.train import train
 from tests.support.models import TINY_VOCAB, tiny_config, tiny_model
+from tests.support.training import options_of
 
 SEQUENCE = 32
 PER_STEP = 2 * SEQUENCE
@@ -60,7 +61,13 @@ def runs(tokenizer_directory: Path, corpus_file: Path, tmp_path_factory: pytest.
     base = tmp_path_factory.mktemp("runs")
 
     def scratch(name: str, model: str, steps: int, seed: int = 0) -> None:
-        train_base(model, Pretraining([corpus_file], [], base / name, training(steps, seed)), tokenizer_directory)
+        train(
+            model=model,
+            corpus=[corpus_file],
+            out=base / name,
+            tokenizer=tokenizer_directory,
+            **options_of(training(steps, seed)),
+        )
 
     scratch("teacher", "tiny-1m", 12)
     scratch("half", "tiny-1m", 6)

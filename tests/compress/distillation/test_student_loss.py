@@ -191,18 +191,22 @@ def test_adapters_and_matching_need_what_they_work_on(
 
 def test_hidden_states_are_matched_by_default_where_cut_weights_have_a_teacher() -> None:
     one, none = KLWeight(1.0, 1.0), KLWeight(0.0, 0.0)
-    assert default_hidden_weight(Start.CUT, one, None, None) == default_hidden_weight(Start.CUT, one, None, 7.6) == 3.0
-    assert default_hidden_weight(Start.CUT, one, None, 0.6) == 0.0  # a teacher that is barely trained
-    assert default_hidden_weight(Start.CUT, none, None, None) == 0.0
-    assert default_hidden_weight(Start.CUT, one, Path("cache"), None) == 0.0
-    assert all(default_hidden_weight(start, one, None, None) == 0.0 for start in (Start.RANDOM, Start.ROUNDED))
+    assert (
+        default_hidden_weight(Start.PRUNED, one, None, None)
+        == default_hidden_weight(Start.PRUNED, one, None, 7.6)
+        == 3.0
+    )
+    assert default_hidden_weight(Start.PRUNED, one, None, 0.6) == 0.0  # a teacher that is barely trained
+    assert default_hidden_weight(Start.PRUNED, none, None, None) == 0.0
+    assert default_hidden_weight(Start.PRUNED, one, Path("cache"), None) == 0.0
+    assert all(default_hidden_weight(start, one, None, None) == 0.0 for start in (Start.RANDOM, Start.QUANTIZED))
 
 
 def test_the_default_kl_weight_depends_on_the_start() -> None:
     assert default_kl_weight(Start.RANDOM, None) == default_kl_weight(Start.RANDOM, 20) == KLWeight(0.9, 0.9)
-    assert default_kl_weight(Start.CUT, 20) == KLWeight(0.5, 0.5)
-    assert default_kl_weight(Start.CUT, 3_000) == default_kl_weight(Start.CUT, None) == KLWeight(1.0, 1.0)
-    assert default_kl_weight(Start.ROUNDED, 20) == KLWeight(1.0, 1.0)
+    assert default_kl_weight(Start.PRUNED, 20) == KLWeight(0.5, 0.5)
+    assert default_kl_weight(Start.PRUNED, 3_000) == default_kl_weight(Start.PRUNED, None) == KLWeight(1.0, 1.0)
+    assert default_kl_weight(Start.QUANTIZED, 20) == KLWeight(1.0, 1.0)
     assert parse_kl_weight("0.5:1") == KLWeight(0.5, 1.0)
 
 

@@ -85,7 +85,7 @@ def test_what_says_nothing_is_cut_in_all_dimensions_at_once() -> None:
     tokens = samples(1)[0]
     with torch.inference_mode():
         ours, theirs = cut.model(tokens), model(tokens)
-    # The ridge pulls every matrix a little towards its cut weights.
+    # The ridge pulls every matrix a little towards its pruned weights.
     torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
 
 

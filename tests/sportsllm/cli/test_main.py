@@ -1,5 +1,6 @@
 """The commands as a person runs them: in a process, with exit codes and one-line errors."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ from sportsllm.cli.main import build_app, main
 from sportsllm.commands import COMMANDS
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.inference.decoder import open_decoder
+from sportsllm.settings import LORA, TRAINING
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.lora import ALPHA
 from sportsllm.training.settings import TrainConfig
@@ -51,7 +53,7 @@ def complains(result: tuple[int, str, str], code: int, text: str) -> None:
 
 def train(corpus: Path, out: Path, *more: object) -> list[object]:
     model = ["train", "--model", "tiny-300k", "--corpus", corpus, "--out", out, "--threads", 2]
-    return [*model, "--batch-size", 2, "--accumulation", 1, "--sequence", 32, *more]
+    return [*model, "--batch-size", 2, "--set", "accumulation=1", "--sequence", 32, *more]
 
 
 @pytest.fixture(scope="module")
@@ -303,9 +305,21 @@ def test_defaults_in_the_help_are_those_of_training() -> None:
     """They are written out there, since torch would have to be loaded for the real ones."""
     config = TrainConfig()
     shown = {flag.name: flag.show_default for flag in flags_of("train")}
-    for name in ("steps", "schedule", "precision"):
-        assert shown[name] == str(getattr(config, name)), name
+    assert shown["steps"] == str(config.steps)
     for name in ("batch_size", "sequence"):
         assert shown[name] == f"up to {getattr(config, name)}", name
-    assert shown["accumulation"].endswith(f"{config.accumulation} with --steps")
-    assert shown["lora_alpha"] == f"{ALPHA:g}"
+    for name in (
+        "precision",
+        "schedule",
+        "min_lr_ratio",
+        "decay_fraction",
+        "muon_momentum",
+        "muon_steps",
+        "log_every",
+        "clip_norm",
+    ):
+        value = getattr(config, name)
+        assert TRAINING[name].default == (value if isinstance(value, str) else f"{value:g}"), name
+    assert TRAINING["accumulation"].default.endswith(f"{config.accumulation} with --steps")
+    assert LORA["lora_alpha"].default == f"{ALPHA:g}"
+    assert set(TRAINING) - {"documented"} <= {field.name for field in dataclasses.fields(TrainConfig)}

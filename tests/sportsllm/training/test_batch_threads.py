@@ -86,7 +86,7 @@ def test_blocks_with_a_loss_of_their_own_are_refused(batches: PackedSequences, t
 
 
 def test_only_train_takes_it() -> None:
-    run = Run(Start.CUT, preset("tiny-300k"))
-    with pytest.raises(UsageError, match="parallel_batches=2: is for train"):
-        train_config(run, 10_000, {"accumulation": 2}, ["parallel_batches=2"])
-    assert train_config(run, 10_000, {"accumulation": 2}, ["parallel_batches=2"], parallel=True).parallel_batches == 2
+    run = Run(Start.PRUNED, preset("tiny-300k"))
+    with pytest.raises(UsageError, match=r"parallel_batches=2: is for .train"):
+        train_config(run, 10_000, {"accumulation": 2, "parallel_batches": 2})
+    assert train_config(run, 10_000, {"accumulation": 2, "parallel_batches": 2}, parallel=True).parallel_batches == 2

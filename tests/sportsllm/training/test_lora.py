@@ -20,11 +20,12 @@ from sportsllm.text.packing import IGNORE, Batch, PackedSequences, tokenize
 from sportsllm.text.split import TextSplit
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.loop import language_model_loss, train_model
-from sportsllm.training.lora import ALPHA, Adapters, LoRALinear, add_adapters, merge_adapters, parse_targets
-from sportsllm.training.pretrain import Pretraining, fine_tune
+from sportsllm.training.lora import ALPHA, LoRALinear, add_adapters, merge_adapters, parse_targets
 from sportsllm.training.settings import TrainConfig
+from sportsllm.verbs.train import train
 from tests.sportsllm.cli.test_main import call, complains
 from tests.support.models import tiny_model
+from tests.support.training import options_of
 
 CONFIG = TrainConfig(
     steps=6, batch_size=2, accumulation=2, sequence=32, learning_rate=1e-2, warmup=2, log_every=2, precision="fp32"
@@ -197,7 +198,16 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     save_checkpoint(init, tiny_model(dropout=0.1), tokenizer_directory)
 
     def run(out: str, resume: bool = False) -> dict[str, Any]:
-        return fine_tune(init, Pretraining([kitchen[0]], [kitchen[1]], tmp_path / out, CONFIG, resume), Adapters(4))
+        result = train(
+            init,
+            corpus=[kitchen[0]],
+            valid=[kitchen[1]],
+            out=tmp_path / out,
+            lora_rank=4,
+            resume=resume,
+            **options_of(CONFIG),
+        )
+        return result.to_json()
 
     whole = run("whole")
     calls = 0
@@ -210,7 +220,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
         return language_model_loss(model, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr("sportsllm.training.pretrain.language_model_loss", press_control_c_in_step_3)
+        patch.setattr("sportsllm.training.loop.language_model_loss", press_control_c_in_step_3)
         with pytest.raises(InterruptedRun, match="after step 3 of 6"):
             run("half")
     half = run("half", resume=True)
@@ -229,7 +239,7 @@ def test_what_cannot_be_adapted_is_refused(checkpoint: Path, tmp_path: Path) -> 
             add_adapters(tiny_model(), rank)
     assert add_adapters(tiny_model(), 64, ("q_proj",)) == 2 * 64 * 128
     for alpha in (0.0, float("nan"), float("inf")):
-        with pytest.raises(UsageError, match="--lora-alpha"):
+        with pytest.raises(UsageError, match="lora_alpha"):
             add_adapters(tiny_model(), 2, None, alpha)
     model = tiny_model()
     add_adapters(model, 2, ("q_proj",))
@@ -256,7 +266,7 @@ def trained(
     """The tiny checkpoint after a little training on matches."""
     out = tmp_path_factory.mktemp("trained") / "matches"
     config = TrainConfig(steps=50, batch_size=4, accumulation=1, sequence=64, learning_rate=5e-3, precision="fp32")
-    fine_tune(checkpoint, Pretraining([corpus_file], [kitchen[1]], out, config))
+    train(checkpoint, corpus=[corpus_file], valid=[kitchen[1]], out=out, **options_of(config))
     return out
 
 
@@ -265,12 +275,12 @@ def test_fine_tuning_learns_a_new_text(
     lora: bool, trained: Path, kitchen: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path.name: path.read_bytes() for path in trained.iterdir()}
-    arguments = ["train", "--init", trained, "--corpus", kitchen[0], "--valid", kitchen[1], "--out", tmp_path / "out"]
-    arguments += ["--batch-size", 4, "--accumulation", 1, "--sequence", 64, "--set", "warmup=3", "--steps", 30]
+    arguments = ["train", trained, "--corpus", kitchen[0], "--valid", kitchen[1], "--out", tmp_path / "out"]
+    arguments += ["--batch-size", 4, "--set", "accumulation=1", "--sequence", 64, "--set", "warmup=3", "--steps", 30]
     arguments += ["--lora-rank", 4] if lora else ["--learning-rate", 1e-3]
     code, out, err = call(capsys, *arguments, "--json")
     assert code == 0, err
-    assert "training from trained weights" in err and "parameters trained" in err
+    assert "training from trained weights" in err and "before " in err
     result = json.loads(out)
     assert result["trained_parameters"] == (2 * 4 * 928 if lora else result["parameters"])
     scores, judging = [], tmp_path / "judging.jsonl"
@@ -294,7 +304,7 @@ def test_fine_tuning_learns_a_new_text(
 def test_no_steps_write_the_same_weights(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["train", "--init", checkpoint, "--corpus", corpus_file, "--out", tmp_path / "out", "--steps", 0]
+    arguments = ["train", checkpoint, "--corpus", corpus_file, "--out", tmp_path / "out", "--steps", 0]
     code, out, err = call(capsys, *arguments, "--sequence", 32, "--json")
     assert code == 0 and "training from" not in err, err
     result = json.loads(out)
@@ -317,16 +327,16 @@ def test_refusals_are_one_line(
         assert not out.exists() and not out.with_name("out.partial").exists()
 
     refused(2, "one of the two")
-    refused(2, "one of the two", "--model", "tiny-1m", "--init", checkpoint)
-    refused(2, "--tokenizer cannot be changed", "--init", checkpoint, "--tokenizer", checkpoint)
+    refused(2, "one of the two", "--model", "tiny-1m", checkpoint)
+    refused(2, "was trained with its own", checkpoint, "--tokenizer", checkpoint)
     refused(2, "instead of --model", "--model", "tiny-1m", "--lora-rank", 2)
-    refused(2, "belong to --lora-rank", "--init", checkpoint, "--lora-targets", "q_proj")
-    refused(2, "belong to --lora-rank", "--model", "tiny-1m", "--lora-alpha", 8)
-    refused(2, "names 'embed_tokens'", "--init", checkpoint, "--lora-rank", 2, "--lora-targets", "embed_tokens")
-    refused(2, "--lora-rank is 33", "--init", checkpoint, "--lora-rank", 33)
-    refused(2, "--lora-alpha is -1.0", "--init", checkpoint, "--lora-rank", 2, "--lora-alpha", -1)
-    refused(2, "--optimizer muon", "--init", checkpoint, "--lora-rank", 2, "--set", "optimizer=muon")
-    refused(2, "context is 128", "--init", checkpoint, "--sequence", 129)
-    refused(3, "is quantized", "--init", packed)
-    refused(3, "not found", "--init", tmp_path / "nowhere")
-    assert call(capsys, "train", "--init", checkpoint, "--lora-rank", 0)[0] == 2
+    refused(2, "belong to --lora-rank", checkpoint, "--set", "lora_targets=q_proj")
+    refused(2, "belong to --lora-rank", "--model", "tiny-1m", "--set", "lora_alpha=8")
+    refused(2, "names 'embed_tokens'", checkpoint, "--lora-rank", 2, "--set", "lora_targets=embed_tokens")
+    refused(2, "--lora-rank is 33", checkpoint, "--lora-rank", 33)
+    refused(2, "lora_alpha=-1: must be at least 0", checkpoint, "--lora-rank", 2, "--set", "lora_alpha=-1")
+    refused(2, "muon trains whole matrices", checkpoint, "--lora-rank", 2, "--set", "optimizer=muon")
+    refused(2, "context is 128", checkpoint, "--sequence", 129)
+    refused(3, "is quantized", packed)
+    refused(3, "no such directory", tmp_path / "nowhere")
+    assert call(capsys, "train", checkpoint, "--lora-rank", 0)[0] == 2

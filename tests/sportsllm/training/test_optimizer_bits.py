@@ -102,7 +102,7 @@ def test_settings() -> None:
     run = Run(Start.RANDOM, tiny_config())
     assert train_config(run, 100_000, {}).optimizer == "muon"
     assert train_config(run, 100_000, {"optimizer_bits": 8}).optimizer == "adamw"
-    assert train_config(run, 100_000, {}, ["optimizer_bits=16"]).optimizer_bits == 16
+    assert train_config(run, 100_000, {"optimizer_bits": 16}).optimizer_bits == 16
     with pytest.raises(UsageError, match="optimizer bits 4 are not supported; use 32, 16, 8"):
         train_config(run, 100_000, {"optimizer_bits": 4})
     with pytest.raises(UsageError, match="bitsandbytes has no Muon"):

@@ -16,7 +16,10 @@ from sportsllm.models.presets import preset
 from sportsllm.models.shape import changed_shape
 from tests.sportsllm.cli.test_main import call, complains
 
-SMALL = ["--layers", 2, "--hidden", 48, "--heads", 3, "--intermediate", 64, "--context", 64, "--vocab-size", 300]
+SHAPE = {"layers": 2, "hidden": 48, "heads": 3, "intermediate": 64}
+SMALL: list[object] = ["--context", 64, "--vocab-size", 300]
+for item in SHAPE.items():
+    SMALL += ["--set", "{}={}".format(*item)]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
@@ -27,8 +30,21 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[st
 
 def test_a_shape_of_ones_own(capsys: pytest.CaptureFixture[str], corpus_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "own"
-    result, err = run(capsys, *SMALL, "--untied", "--dropout", 0.2, "--steps", 0, "--corpus", corpus_file, "--out", out)
-    shape = {"layers": 2, "hidden": 48, "heads": 3, "intermediate": 64, "context": 64, "vocab_size": 300}
+    result, err = run(
+        capsys,
+        *SMALL,
+        "--set",
+        "tied=false",
+        "--set",
+        "dropout=0.2",
+        "--steps",
+        0,
+        "--corpus",
+        corpus_file,
+        "--out",
+        out,
+    )
+    shape = {**SHAPE, "context": 64, "vocab_size": 300}
     expected = changed_shape(preset("small"), {**shape, "tied": False, "dropout": 0.2})
     assert load_config(out) == expected and result["parameters"] == expected.parameters
     counted = sum(weight.numel() for weight in load_checkpoint(out).parameters())
@@ -47,7 +63,7 @@ def test_a_folder_with_config_json_alone_is_a_model(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shape").mkdir()
     (tmp_path / "shape" / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
-    result, _ = run(capsys, "--model", tmp_path / "shape", "--layers", 1, "--steps", 0, "--corpus", corpus_file)
+    result, _ = run(capsys, "--model", tmp_path / "shape", "--set", "layers=1", "--steps", 0, "--corpus", corpus_file)
     assert result["out"] == "runs/custom"
     result, _ = run(capsys, "--model", tmp_path / "shape", "--steps", 0, "--corpus", corpus_file)
     assert result["out"] == "runs/shape" and load_config(Path("runs/shape")) == load_config(checkpoint)
@@ -57,9 +73,9 @@ def test_a_folder_with_config_json_alone_is_a_model(
 def test_muons_settings_and_the_fall_of_the_rate_are_recorded(
     capsys: pytest.CaptureFixture[str], corpus_file: Path, tmp_path: Path
 ) -> None:
-    flags = ["--optimizer", "muon", "--muon-momentum", 0.9, "--no-muon-nesterov", "--muon-steps", 3]
-    flags += ["--muon-coefficients", "2,-1.5,0.5", "--muon-learning-rate", 0.01]
-    flags += ["--final-rate", 0, "--schedule", "wsd", "--decay-share", 0.5, "--digits", "single"]
+    pairs = "optimizer=muon muon_momentum=0.9 muon_nesterov=false muon_steps=3 muon_coefficients=2,-1.5,0.5"
+    pairs += " muon_learning_rate=0.01 min_lr_ratio=0 schedule=wsd decay_fraction=0.5 digits=single"
+    flags = [word for pair in pairs.split() for word in ("--set", pair)]
     result, _ = run(
         capsys, *SMALL, *flags, "--steps", 2, "--batch-size", 2, "--corpus", corpus_file, "--out", tmp_path / "out"
     )
@@ -68,7 +84,7 @@ def test_muons_settings_and_the_fall_of_the_rate_are_recorded(
     assert [settings[f"muon_{name}"] for name in names] == [
         0.9, False, 3, [2.0, -1.5, 0.5], 0.01
     ]  # fmt: skip
-    assert (settings["final_rate"], settings["decay_share"], settings["digits"]) == (0, 0.5, "single")
+    assert (settings["min_lr_ratio"], settings["decay_fraction"], settings["digits"]) == (0, 0.5, "single")
     assert settings["sequence"] == 64, "the context, where that is shorter than 512"
     rates = [json.loads(line).get("lr") for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert 0 < next(rate for rate in rates if rate is not None) <= settings["learning_rate"]
@@ -77,19 +93,21 @@ def test_muons_settings_and_the_fall_of_the_rate_are_recorded(
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--hidden", 100], 2, "hidden size 100 is not divisible by 12 heads"),
-        (["--model", "tiny-1m", "--digits", "triple"], 2, "use one of grouped, single"),
-        (["--model", "tiny-1m", "--settings", "best"], 2, "use derived or documented"),
-        (["--model", "tiny-1m", "--optimizer", "adamw", "--muon-steps", 3], 2, "add --optimizer muon"),
-        (["--model", "tiny-1m", "--decay-share", 0.5], 2, "add --schedule wsd"),
-        (["--model", "tiny-1m", "--muon-coefficients", "1,x"], 2, "write three numbers"),
+        (["--set", "hidden=100"], 2, "hidden size 100 is not divisible by 12 heads"),
+        (["--model", "tiny-1m", "--set", "digits=triple"], 2, "use one of grouped, single"),
+        (["--model", "tiny-1m", "--set", "optimizer=adamw", "--set", "muon_steps=3"], 2, "add --set optimizer=muon"),
+        (["--model", "tiny-1m", "--set", "decay_fraction=0.5"], 2, "add --set schedule=wsd"),
         (["--model", "tiny-1m", "--set", "muon_coefficients=1,x"], 2, "list of numbers a,b,c"),
-        (["--model", "tiny-1m", "--optimizer", "muon", "--muon-coefficients", "1,2"], 2, "give three numbers"),
-        (["--model", "tiny-1m", "--optimizer", "muon", "--muon-momentum", 1], 2, "muon_momentum is 1.0"),
-        (["--model", "tiny-1m", "--tokenizer", "CHECKPOINT", "--digits", "single"], 2, "--digits is decided when"),
+        (["--model", "tiny-1m", "--set", "optimizer=muon", "--set", "muon_coefficients=1,2"], 2, "give three numbers"),
+        (["--model", "tiny-1m", "--set", "optimizer=muon", "--set", "muon_momentum=1"], 2, "muon_momentum is 1.0"),
+        (["--model", "tiny-1m", "--set", "warmpu=1"], 2, "did you mean warmup?"),
+        (["--model", "tiny-1m", "--set", "checkpoint_activations=1"], 2, "write true or false"),
+        (["--model", "tiny-1m", "--set", "min_lr_ratio=2"], 2, "must be 0 to 1"),
+        (["--model", "tiny-1m", "--set", "warmup"], 2, "write name=value"),
+        (["--model", "tiny-1m", "--tokenizer", "CHECKPOINT", "--set", "digits=single"], 2, "digits is decided when"),
         (["--model", "tiny-1m", "--tokenizer", "CHECKPOINT", "--vocab-size", 300], 2, "--vocab-size is decided when"),
-        (["--init", "CHECKPOINT", "--digits", "single"], 2, "--digits is decided when"),
-        (["--init", "CHECKPOINT", "--layers", 1, "--kv-heads", 1], 2, "--layers, --kv-heads: "),
+        (["CHECKPOINT", "--set", "digits=single"], 2, "digits is decided when"),
+        (["CHECKPOINT", "--set", "layers=1", "--set", "kv_heads=1"], 2, "layers, kv_heads: "),
         ([], 2, "--model PRESET"),
     ],
 )
@@ -110,14 +128,14 @@ def test_what_cannot_be_meant_is_one_line(
 def test_the_documented_set_up(capsys: pytest.CaptureFixture[str], corpus_file: Path, tmp_path: Path) -> None:
     """5,000 steps of batch 4 x accumulation 4 x 512 tokens, AdamW 3e-4, warm-up 50, dropout 0.1."""
     out = tmp_path / "out"
-    run(capsys, "--model", "tiny-300k", "--settings", "documented", "--steps", 0, "--corpus", corpus_file, "--out", out)
+    run(capsys, "--model", "tiny-300k", "--set", "documented=true", "--steps", 0, "--corpus", corpus_file, "--out", out)
     settings = read_manifest(out)["settings"]
     names = ("batch_size", "accumulation", "sequence", "learning_rate", "warmup", "optimizer", "weight_decay")
     assert [settings[name] for name in names] == [4, 4, 512, 3e-4, 50, "adamw", 0.1]
     assert load_config(out).dropout == 0.1
     other = tmp_path / "other"
     run(
-        capsys, "--model", "tiny-300k", "--settings", "documented", "--dropout", 0, "--learning-rate", 1e-3,
+        capsys, "--model", "tiny-300k", "--set", "documented=true", "--set", "dropout=0", "--learning-rate", 1e-3,
         "--steps", 0, "--corpus", corpus_file, "--out", other,
     )  # fmt: skip
     assert load_config(other).dropout == 0 and read_manifest(other)["settings"]["learning_rate"] == 1e-3

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.run import _fingerprint, load_recipe, run
+from sportsllm.verbs.run import _fingerprint, load_recipe, run
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GOOD = """
 name = "two"
 [[stage]]
@@ -22,7 +22,7 @@ corpus = ["@corpus/train.jsonl"]
 valid = ["@corpus/valid.jsonl"]
 steps = 1
 batch_size = 1
-accumulation = 1
+set = { accumulation = 1 }
 sequence = 32
 [[stage]]
 name = "score"

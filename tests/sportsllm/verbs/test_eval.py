@@ -16,7 +16,7 @@ from tests.sportsllm.cli.test_main import call, complains
 from tests.support.models import tiny_model
 
 YARN4 = RopeScaling("yarn", 4.0, original_max_position_embeddings=128)
-SHORT = ["--batch-size", 2, "--accumulation", 1, "--learning-rate", "1e-3", "--optimizer", "adamw"]
+SHORT = ["--batch-size", 2, "--learning-rate", "1e-3", "--set", "accumulation=1", "--set", "optimizer=adamw"]
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +39,12 @@ def test_fine_tuning_stretches_the_context(
     for name, more in (("all", ()), ("lora", ("--lora-rank", 2))):
         out = tmp_path / name
         flags = ["--rope-scaling", "yarn:4", "--sequence", 300, "--steps", 2, *SHORT, *more]
-        code, said, _ = call(
-            capsys, "train", "--init", checkpoint, "--corpus", corpus_file, "--out", out, *flags, "--json"
-        )
+        code, said, _ = call(capsys, "train", checkpoint, "--corpus", corpus_file, "--out", out, *flags, "--json")
         assert code == 0 and last_line(said)["out"] == str(out)
         config = load_config(out)
         assert (config.max_position_embeddings, config.rope_scaling) == (512, YARN4)
         assert json.loads((out / "manifest.json").read_text())["settings"]["rope_scaling"] == "yarn:4"
-    again = ["train", "--init", tmp_path / "all", "--corpus", corpus_file, "--out", tmp_path / "again"]
+    again = ["train", tmp_path / "all", "--corpus", corpus_file, "--out", tmp_path / "again"]
     complains(call(capsys, *again, "--rope-scaling", "linear:2"), 2, "by yarn:4 already, to 512 tokens")
 
 
@@ -54,7 +52,7 @@ def test_without_steps_only_the_config_changes(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--corpus", corpus_file, "--out", tmp_path / "out", "--rope-scaling", "linear:2"]
-    assert call(capsys, "train", "--init", checkpoint, *flags, "--sequence", 64, "--steps", 0)[0] == 0
+    assert call(capsys, "train", checkpoint, *flags, "--sequence", 64, "--steps", 0)[0] == 0
     before, after = load_checkpoint(checkpoint), load_checkpoint(tmp_path / "out")
     assert after.config == before.config.with_changes(
         max_position_embeddings=256, rope_scaling=RopeScaling("linear", 2.0)
@@ -155,6 +153,6 @@ def test_errors_name_the_checkpoint_and_not_the_view(
     result = call(capsys, "eval", broken, "--text", held_out, "--rope-scaling", "yarn:2")
     complains(result, 3, str(broken))
     for command in ("train", "export"):
-        flags = ["--init", checkpoint] if command == "train" else [checkpoint]
+        flags = [checkpoint]
         result = call(capsys, command, *flags, "--out", tmp_path / "out", "--rope-scaling", "yarn:x")
         complains(result, 2, "--rope-scaling yarn:x: no factor; give TYPE:FACTOR")

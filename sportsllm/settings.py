@@ -1,0 +1,176 @@
+"""Rare settings, given as `--set name=value`, from Python as `settings={"name": value}`, in recipes as `set = {...}`.
+
+Each group below is a table of names, types and meanings; a verb says which groups it takes. `docs/use/settings.md` is
+made of these tables (`python -m sportsllm.settings`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sportsllm.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting: its type (bool, int, float, str, or tuple for numbers with commas between), its meaning, its default.
+
+    `least` and `most` bound numbers; `choices` lists the values of a text.
+    """
+
+    kind: type
+    help: str
+    default: str
+    least: float = -math.inf
+    most: float = math.inf
+    choices: tuple[str, ...] = ()
+
+
+Group = Mapping[str, Setting]
+
+TRAINING: Group = {
+    "precision": Setting(
+        str,
+        "Compute dtype; auto is bf16 if the processor computes in it",
+        "auto",
+        choices=("auto", "fp32", "bf16", "fp16"),
+    ),
+    "accumulation": Setting(int, "Batches of one optimizer step", "200 steps or more of --tokens; 4 with --steps", 1),
+    "parallel_batches": Setting(int, "Batches computed side by side, each by its share of the threads", "1", 1),
+    "optimizer": Setting(
+        str, "Optimizer; muon is Muon and AdamW", "muon if its steps are cheap", choices=("adamw", "muon")
+    ),
+    "optimizer_bits": Setting(int, "Bits of optimizer states: 32, 16 (gradients too) or 8 (AdamW's)", "32"),
+    "schedule": Setting(str, "Learning-rate schedule", "cosine", choices=("cosine", "wsd")),
+    "warmup": Setting(int, "Warm-up steps", "a twentieth of the steps, at most 50", 0),
+    "min_lr_ratio": Setting(float, "Last learning rate divided by the peak", "0.1", 0, 1),
+    "decay_fraction": Setting(float, "Fraction of a wsd run in which the rate falls", "0.2", 0, 1),
+    "weight_decay": Setting(float, "Weight decay", "0.1; 0 for quantized weights", 0),
+    "clip_norm": Setting(float, "Largest gradient norm", "1", 0),
+    "muon_learning_rate": Setting(float, "Peak learning rate of Muon", "by the start, and by trial", 0),
+    "muon_momentum": Setting(float, "Momentum of Muon", "0.95", 0, 1),
+    "muon_nesterov": Setting(bool, "Nesterov momentum in Muon", "true"),
+    "muon_steps": Setting(int, "Newton-Schulz steps of Muon", "5", 1),
+    "muon_coefficients": Setting(tuple, "Newton-Schulz coefficients of Muon", "3.4445,-4.775,2.0315"),
+    "checkpoint_activations": Setting(bool, "Recompute activations in the backward pass to save memory", "false"),
+    "validate_every": Setting(int, "Steps between scores of held-out text; 0: at the end only", "4 scores a run", 0),
+    "try_rates": Setting(bool, "Choose the learning rate by short trial runs", "true for a good start"),
+    "log_every": Setting(int, "Steps between two lines of metrics.jsonl", "10", 1),
+    "documented": Setting(
+        bool, "Take what is not given from the documented set-up: 5,000 steps of 4 x 4 x 512, AdamW 3e-4", "false"
+    ),
+}
+LORA: Group = {
+    "lora_targets": Setting(str, "Matrices of a layer with adapters, for example q_proj,v_proj", "all of a layer"),
+    "lora_alpha": Setting(float, "Adapters are scaled by alpha / rank", "32", 0),
+}
+SHAPE: Group = {
+    "layers": Setting(int, "Layers", "the model's", 1),
+    "hidden": Setting(int, "hidden_size", "the model's", 1),
+    "intermediate": Setting(int, "intermediate_size of the feed-forward", "the model's", 1),
+    "heads": Setting(int, "Query heads", "the model's", 1),
+    "kv_heads": Setting(int, "Key/value heads", "as many query heads share one as before", 1),
+    "head_dim": Setting(int, "Channels of a head", "hidden / heads", 2),
+    "dropout": Setting(float, "Dropout in training", "the model's; presets 0", 0, 1),
+    "tied": Setting(bool, "One matrix as embedding and head", "the model's"),
+}
+TOKENIZER: Group = {
+    "digits": Setting(
+        str, "Digits in a new tokenizer: grouped, or one token each", "grouped", choices=("grouped", "single")
+    ),
+}
+
+
+def parse_settings(given: Sequence[str] | Mapping[str, Any] | None, *groups: Group) -> dict[str, Any]:
+    """The settings that were given, in their types.
+
+    Args:
+        given: `name=value` texts, or a mapping of names to values.
+        groups: the tables that the verb takes.
+
+    Raises:
+        UsageError: an unknown name (with the nearest one), or a value of the wrong type or out of bounds.
+    """
+    known: dict[str, Setting] = {}
+    for group in groups:
+        known |= group
+    pairs = [(name, _spelled(value)) for name, value in given.items()] if isinstance(given, Mapping) else []
+    for text in given or [] if not isinstance(given, Mapping) else []:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise UsageError(f"--set {text}: write name=value, for example {next(iter(known))}=...")
+        pairs.append((name.strip(), value.strip()))
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            advice = f"did you mean {near[0]}?" if near else f"this command has {', '.join(known)}"
+            raise UsageError(f"--set {name}={value}: there is no setting {name!r}; {advice}")
+        found[name] = _parse(name, value, known[name])
+    return found
+
+
+def pick(found: Mapping[str, Any], group: Group) -> dict[str, Any]:
+    """Those of the parsed settings that are in a group."""
+    return {name: value for name, value in found.items() if name in group}
+
+
+def _parse(name: str, text: str, setting: Setting) -> Any:
+    where = f"--set {name}={text}"
+    if setting.kind is bool:
+        if text not in ("true", "false"):
+            raise UsageError(f"{where}: write true or false")
+        return text == "true"
+    try:
+        value = tuple(map(float, text.split(","))) if setting.kind is tuple else setting.kind(text)
+    except ValueError:
+        wanted = "list of numbers a,b,c" if setting.kind is tuple else setting.kind.__name__
+        raise UsageError(f"{where}: is not a valid {wanted}") from None
+    if setting.choices and value not in setting.choices:
+        near = difflib.get_close_matches(text, setting.choices, 1)
+        raise UsageError(
+            f"{where}: use one of {', '.join(setting.choices)}" + (f"; did you mean {near[0]}?" if near else "")
+        )
+    if isinstance(value, int | float) and not setting.least <= value <= setting.most:
+        bounds = f"at least {setting.least:g}" if math.isinf(setting.most) else f"{setting.least:g} to {setting.most:g}"
+        raise UsageError(f"{where}: must be {bounds}")
+    return value
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+GROUPS: Mapping[str, tuple[str, Group]] = {
+    "Training": ("train, distill, prune --recover, quantize --qad", TRAINING),
+    "Shape of a new model": ("train --model", SHAPE),
+    "Tokenizer of a new model": ("train --model", TOKENIZER),
+    "LoRA": ("train, distill, prune --recover with --lora-rank", LORA),
+}
+"""Title, commands and settings of each group."""
+
+
+def settings_page() -> str:
+    """`docs/use/settings.md`."""
+    lines = [
+        "# Settings",
+        "",
+        "Rare settings of a command are given as `--set name=value`, as often as needed; in a recipe as",
+        '`set = { name = value }`; from Python as `settings={"name": value}`.',
+    ]
+    for title, (commands, group) in GROUPS.items():
+        lines += ["", f"## {title}", "", f"For `{commands}`.", "", "| name | meaning | default |", "|---|---|---|"]
+        for name, setting in group.items():
+            choices = f" ({', '.join(setting.choices)})" if setting.choices else ""
+            lines.append(f"| `{name}` | {setting.help}{choices} | {setting.default} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(settings_page(), end="")

@@ -1,0 +1,48 @@
+"""Rare settings: parsing, and the page that lists them."""
+
+from pathlib import Path
+
+import pytest
+
+from sportsllm.errors import UsageError
+from sportsllm.settings import LORA, TRAINING, parse_settings, settings_page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_values_get_their_types_from_texts_and_from_a_mapping() -> None:
+    texts = ["warmup=7", "weight_decay=0.5", "try_rates=true", "muon_coefficients=1,2,3", "schedule=wsd"]
+    values = {
+        "warmup": 7,
+        "weight_decay": 0.5,
+        "try_rates": True,
+        "muon_coefficients": (1.0, 2.0, 3.0),
+        "schedule": "wsd",
+    }
+    assert parse_settings(texts, TRAINING) == parse_settings(values, TRAINING) == values
+    assert parse_settings(None, TRAINING) == parse_settings([], TRAINING) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("warmup", "write name=value"),
+        ("warmpu=1", "did you mean warmup?"),
+        ("speed=9", "this command has"),
+        ("warmup=x", "is not a valid int"),
+        ("warmup=-1", "must be at least 0"),
+        ("min_lr_ratio=2", "must be 0 to 1"),
+        ("muon_coefficients=1,x", "list of numbers a,b,c"),
+        ("try_rates=1", "write true or false"),
+        ("schedule=cosin", "did you mean cosine?"),
+    ],
+)
+def test_mistakes_are_one_line(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_settings([text], TRAINING, LORA)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_page_is_up_to_date() -> None:
+    """Made by `python -m sportsllm.settings > docs/use/settings.md`."""
+    assert (ROOT / "docs" / "use" / "settings.md").read_text(encoding="utf-8") == settings_page()
