@@ -61,9 +61,10 @@ def test_top_level_names_and_data_files(wheel: Path) -> None:
 def device(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh environment with the base install only; returns its bin directory."""
     directory = tmp_path_factory.mktemp("device") / "venv"
-    venv.create(directory, with_pip=True)
+    venv.create(directory)
     binaries = directory / "bin"
-    install = [str(binaries / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install = [sys.executable, "-m", "pip", "--python", str(binaries / "python"), "install", "--quiet"]
+    install.append("--disable-pip-version-check")
     # With the sources on PYTHONPATH pip would find the program installed already.
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     wanted = ["-c", str(ROOT / "constraints.txt"), str(wheel)]
