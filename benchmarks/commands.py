@@ -253,30 +253,3 @@ def report(
         "candidates": sum(len(fit.candidates) for fit in inputs.fits),
         "bytes": written[0].stat().st_size,
     }
-
-
-def compare(
-    directories: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="DIR...", help="Finished trainings: outputs of train, distill, prune --recover.", show_default=False
-        ),
-    ],
-    teacher: Annotated[Path, typer.Option(metavar="DIR", help="The training to compare them with.")],
-    out: flags.Out,
-    title: Annotated[str, typer.Option(metavar="TEXT", help="Heading of table and page.")] = (
-        "Compression at equal cost"
-    ),
-) -> dict[str, Any]:
-    """Methods at equal cost: one table and one plot of quality against tokens and FLOPs."""
-    from benchmarks.compare.compare import compare as run_compare
-    from benchmarks.compare.page import COLUMNS, ON_SCREEN, table_rows
-    from sportsllm.console import output, table
-
-    result = run_compare(directories, teacher, out, title)
-    shown = [COLUMNS.index(name) for name in ON_SCREEN]
-    output().print(table(ON_SCREEN, [[cells[place] for place in shown] for cells in table_rows(result)], (0, 1)))
-    for note in result["notes"]:
-        output().print(f"- {note}", markup=False)
-    output().print(f"{out}: comparison.html, .md, .csv and .json", markup=False)
-    return result

@@ -1,4 +1,4 @@
-"""The limits of a budget and numbers as words, shared by console, report and comparison. Imports no other room."""
+"""The limits of a budget and numbers as words, shared by console and report. Imports no other room."""
 
 from __future__ import annotations
 

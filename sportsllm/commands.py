@@ -26,7 +26,6 @@ COMMANDS = {
     "fit": "benchmarks.commands",
     "plan": "benchmarks.cli.plan",
     "report": "benchmarks.commands",
-    "compare": "benchmarks.commands",
     "devices": "benchmarks.commands",
     "calibrate": "benchmarks.commands",
     "card": "sportsllm.cli.card",

@@ -51,7 +51,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"devices"},
         {"measure"},
         {"predict", "runtimes", "report"},
-        {"bench", "search", "compare", "console_tables"},
+        {"bench", "search", "console_tables"},
         {"console_results", "console_plan", "studies", "trace", "pictures"},
         {"commands", "cli"},
     ],

@@ -1,1 +1,1 @@
-"""The report of finished stages: HTML, Markdown and CSV, and the charts, tables and pages that compare uses too."""
+"""The report of finished stages: HTML, Markdown and CSV, and the charts and tables that other pages use too."""

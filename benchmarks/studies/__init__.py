@@ -1,1 +1,1 @@
-"""Studies that developers run by hand: prediction error, cost of losses and teachers. Imports every room."""
+"""Studies that developers run from the repository: the gauntlet and the error of predictions. Not in the wheel."""
