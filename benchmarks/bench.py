@@ -18,7 +18,7 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.digests import digest
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.inference.evaluate import score_documents
+from sportsllm.inference.scoring import score_documents
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer
 

@@ -168,7 +168,7 @@ def fit(
     from sportsllm.console import output
     from sportsllm.errors import GateError
     from sportsllm.files import require_directory
-    from sportsllm.training.setup import set_threads
+    from sportsllm.processors import set_threads
 
     set_threads(threads)
     require_directory(teacher, "a checkpoint")

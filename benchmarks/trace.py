@@ -109,7 +109,7 @@ def _trace_checkpoint(directory: Path, config: ModelConfig, ids: Sequence[int], 
     from sportsllm.models.attention import KVCache
     from sportsllm.models.kinds import block_matrices, block_state
     from sportsllm.models.parts import HIDDEN
-    from sportsllm.training.setup import set_threads
+    from sportsllm.processors import set_threads
 
     set_threads(threads)
     model, cache, found = load_checkpoint(directory), KVCache(config, 1, len(ids)), list[Passing]()

@@ -10,7 +10,7 @@ from sportsllm.commands import find_directory
 
 if TYPE_CHECKING:
     from sportsllm.inference.decoder import Decoder, Logits
-    from sportsllm.inference.evaluate import TextScore
+    from sportsllm.inference.scoring import TextScore
     from sportsllm.models.config import ModelConfig
     from sportsllm.text.tokenizer import TextTokenizer
 
@@ -51,8 +51,7 @@ class LoadedModel:
         Raises:
             UsageError: a setting out of its range, or a prompt that fills the context.
         """
-        from sportsllm.inference.sampling import Sampling, generate
-        from sportsllm.text.stopping import until
+        from sportsllm.inference.sampling import Sampling, generate, until
 
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
         begin = [self.tokenizer.begin_id, *self.tokenizer.encode(prompt)]
@@ -65,7 +64,7 @@ class LoadedModel:
         Raises:
             ArtifactError: the text is empty.
         """
-        from sportsllm.inference.evaluate import score_documents
+        from sportsllm.inference.scoring import score_documents
 
         return score_documents(self.decoder, self.tokenizer, [text] if isinstance(text, str) else list(text))
 

@@ -130,15 +130,19 @@ def _parse(name: str, text: str, setting: Setting) -> Any:
     except ValueError:
         wanted = "list of numbers a,b,c" if setting.kind is tuple else setting.kind.__name__
         raise UsageError(f"{where}: is not a valid {wanted}") from None
+    check_value(where, value, setting)
+    return value
+
+
+def check_value(where: str, value: Any, setting: Setting) -> None:
+    """Raise UsageError, which begins with `where`, for a value out of bounds or none of the choices."""
     if setting.choices and value not in setting.choices:
-        near = difflib.get_close_matches(text, setting.choices, 1)
-        raise UsageError(
-            f"{where}: use one of {', '.join(setting.choices)}" + (f"; did you mean {near[0]}?" if near else "")
-        )
-    if isinstance(value, int | float) and not setting.least <= value <= setting.most:
+        near = difflib.get_close_matches(str(value), setting.choices, 1)
+        advice = f"; did you mean {near[0]}?" if near else ""
+        raise UsageError(f"{where}: use one of {', '.join(setting.choices)}{advice}")
+    if isinstance(value, int | float) and not (math.isfinite(value) and setting.least <= value <= setting.most):
         bounds = f"at least {setting.least:g}" if math.isinf(setting.most) else f"{setting.least:g} to {setting.most:g}"
         raise UsageError(f"{where}: must be {bounds}")
-    return value
 
 
 def _spelled(value: Any) -> str:

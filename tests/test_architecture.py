@@ -20,7 +20,7 @@ ALLOWED = {
 }
 FLOORS: dict[str, list[set[str]]] = {
     "sportsllm": [
-        {"__init__", "errors", "console", "process_memory", "options", "results", "settings"},
+        {"__init__", "errors", "console", "process_memory", "processors", "options", "results", "settings"},
         {"files"},
         {"models"},
         {"formats", "text", "simulator"},
@@ -216,7 +216,7 @@ def test_importing_the_packages_costs_nothing() -> None:
 
 def test_the_device_modules_need_no_torch() -> None:
     code = (
-        "import sys\nimport export.runtime, sportsllm.inference.sampling, sportsllm.inference.evaluate\n"
+        "import sys\nimport export.runtime, sportsllm.inference.sampling, sportsllm.inference.scoring\n"
         "import sportsllm.formats.artifact, sportsllm.text.documents, sportsllm.text.tokenizer\n"
         "import benchmarks.measure.bench, benchmarks.measure.worker\n"
         "import benchmarks.predict.calibrate, benchmarks.predict.small_models, benchmarks.console_tables\n"

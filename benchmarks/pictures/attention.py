@@ -14,8 +14,7 @@ from benchmarks.report.charts import Chart, heat_map
 from benchmarks.report.text import Table
 from sportsllm.console import table
 from sportsllm.errors import UsageError
-from sportsllm.text.token_counts import token_pieces, visible_piece
-from sportsllm.text.tokenizer import load_tokenizer, read_tokenizer
+from sportsllm.text.tokenizer import load_tokenizer, read_tokenizer, token_pieces, visible_piece
 
 if TYPE_CHECKING:
     from torch import Tensor

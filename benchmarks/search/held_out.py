@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from benchmarks.search.stages import Source
 from sportsllm.files import atomic_write_text
-from sportsllm.text.split import load_corpus
+from sportsllm.text.documents import load_corpus
 
 
 class HeldOut(NamedTuple):
@@ -25,7 +25,7 @@ def held_out_text(source: Source, directory: Path) -> HeldOut:
     Raises:
         ArtifactError: the corpus is empty or a single document.
     """
-    from sportsllm.training.setup import held_out_files
+    from sportsllm.text.provenance import held_out_files
 
     choosing, reporting = load_corpus(source.corpus, source.valid, held_out_files(source.teacher)).parts()
     return HeldOut(_write(directory / "choosing.jsonl", choosing), _write(directory / "reporting.jsonl", reporting))

@@ -134,7 +134,7 @@ class Trials:
     def bits_per_byte(self, directory: Path) -> float:
         """On the first 16,384 or so tokens of the text; a score is kept for a search that is run again."""
         from sportsllm.formats.checkpoint import load_checkpoint
-        from sportsllm.inference.evaluate import score_documents
+        from sportsllm.inference.scoring import score_documents
         from sportsllm.inference.torch_decoder import TorchDecoder
         from sportsllm.text.documents import read_documents
         from sportsllm.text.tokenizer import load_tokenizer
@@ -211,8 +211,8 @@ class Trials:
     def _pieces(self) -> int:
         """Pieces of calibration text that the teacher reads."""
         from sportsllm.text.calibration import calibration_samples
+        from sportsllm.text.provenance import left_out
         from sportsllm.text.tokenizer import load_tokenizer
-        from sportsllm.training.setup import left_out
 
         source, words = self.source, load_tokenizer(self.source.teacher, self._config)
         valid = left_out(source.valid, source.teacher)

@@ -25,9 +25,9 @@ from sportsllm.console import output
 from sportsllm.files import atomic_write_text
 from sportsllm.formats.artifact import MANIFEST, read_manifest
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.inference.evaluate import TextScore, score_documents
+from sportsllm.inference.scoring import TextScore, score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
-from sportsllm.text.split import load_corpus
+from sportsllm.text.documents import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 
 KINDS = ("two-thirds", "half", "narrowed", "narrowed-fresh", "int8", "int4", "int4-trained")

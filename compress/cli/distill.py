@@ -64,8 +64,8 @@ def distill(
     from sportsllm.console import output
     from sportsllm.formats.hub import plain_name
     from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.processors import set_threads
     from sportsllm.training.settings import Run
-    from sportsllm.training.setup import set_threads
 
     set_threads(threads)
     source = resolve_teacher(teacher)

@@ -49,7 +49,7 @@ class TeacherFlags(FlagGroup):
             default_kl_weight,
             parse_kl_weight,
         )
-        from sportsllm.training.setup import tokens_per_parameter
+        from sportsllm.text.provenance import tokens_per_parameter
 
         given = self.given()
         weight, read = given.pop("kl_weight", None), tokens_per_parameter(teacher)

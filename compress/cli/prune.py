@@ -128,8 +128,8 @@ def prune(
     from compress.pruning.plan import prune_run
     from compress.pruning.run import PruneJob
     from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.processors import set_threads
     from sportsllm.training.settings import Run, Start
-    from sportsllm.training.setup import set_threads
 
     set_threads(threads)
     if recover.recover is None:

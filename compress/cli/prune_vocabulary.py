@@ -38,7 +38,7 @@ def prune_vocabulary(
     """Cut the vocabulary to a domain's tokens, in model and tokenizer; fine-tune the result with train CHECKPOINT."""
     from compress.pruning import vocabulary_run
     from sportsllm.console import output
-    from sportsllm.training.setup import set_threads
+    from sportsllm.processors import set_threads
 
     set_threads(threads)
     result = vocabulary_run.prune_vocabulary(checkpoint, out, vocab_size, min_count, calibration, text or [])

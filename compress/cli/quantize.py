@@ -119,8 +119,8 @@ def quantize(
 ) -> dict[str, Any]:
     """Pack the matrices as INT8 or INT4 blocks, exactly as the runtime reads them."""
     from compress.quantization.run import quantize as run_quantize
+    from sportsllm.processors import set_threads
     from sportsllm.training.calibration_text import CalibrationText
-    from sportsllm.training.setup import set_threads
 
     set_threads(threads)
     if qad is None:

@@ -37,7 +37,7 @@ def sample(
     from compress.distillation.synthetic_text import CORPUS, Request, write_corpus
     from sportsllm.console import output
     from sportsllm.inference.sampling import Sampling
-    from sportsllm.training.setup import set_threads
+    from sportsllm.processors import set_threads
 
     set_threads(threads)
     sampling = Sampling(temperature, top_k=0, top_p=top_p)

@@ -1,4 +1,4 @@
-"""Divergences between teacher and student on one chunk of logits, run by `sportsllm.training.chunked_loss.head_loss`.
+"""Divergences between teacher and student on one chunk of logits, run by `sportsllm.training.loss.head_loss`.
 
 With p the teacher's distribution and q the student's, both at temperature T, every loss is T^2 * D(p, q); the factor
 keeps the gradient's size (Hinton et al., https://arxiv.org/abs/1503.02531). Forward KL has a gradient by hand, since it
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compress.distillation.settings import divergence_share
 from compress.teacher_cache.loss import TeacherLogits, blended_chunk
-from sportsllm.training.chunked_loss import ChunkLoss, cross_entropy_chunk, scored_sum_, softmax_into
+from sportsllm.training.loss import ChunkLoss, cross_entropy_chunk, scored_sum_, softmax_into
 
 
 def _kl(log_a_CV: Tensor, log_b_CV: Tensor) -> Tensor:

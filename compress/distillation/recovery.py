@@ -86,6 +86,5 @@ def recover(
     """
     training = recovery.training(checkpoint)
     text = StudentText.read(training, load_tokenizer(checkpoint, model.config))
-    before = text.bits_per_byte(model)
     results = train_student(model, training, text, signals, RunState(directory, identity, resume), "recover")
-    return model, {"bits_per_byte_before_recovery": before, **results}
+    return model, {"bits_per_byte_before_recovery": results.pop("bits_per_byte_before"), **results}

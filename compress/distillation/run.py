@@ -18,9 +18,10 @@ from sportsllm.formats.safetensors_files import quantization_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS, preset
+from sportsllm.text.provenance import manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training import settings
-from sportsllm.training.setup import fit_vocabulary, manifest_setting, shape_of
+from sportsllm.training.setup import fit_vocabulary, shape_of
 
 
 def resolve_teacher(name: str) -> Path:
@@ -241,10 +242,9 @@ def distill(student: str, start: Start, training: StudentTraining, out: Path, re
         text = StudentText.read(training, load_tokenizer(training.teacher, theirs))
         copy_tokenizer(training.teacher, directory)
         model, known = start.build(training, text)
-        before = {"bits_per_byte_before": text.bits_per_byte(model)} if config.steps and has_weights else {}
         state = RunState(directory, stage.fingerprint(), resume)
         results = train_student(model, known, text, cache, state, f"distil {student}", has_weights)
         save_checkpoint(directory, model)
-        return {**results, **before}
+        return results
 
     return run_stage(out, stage, make, resume)

@@ -28,10 +28,10 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM, Sublayer
 from sportsllm.models.selected import INDEX, Selection, document_of, document_parts
 from sportsllm.models.selection import kept_attention
+from sportsllm.processors import training_device
 from sportsllm.text.packing import Batch, PackedSequences, tokenize
 from sportsllm.training import settings
 from sportsllm.training.loop import train_model
-from sportsllm.training.setup import training_device
 
 DEFAULT_TOKENS = 1_000_000
 """Of the training behind, where no length is given."""

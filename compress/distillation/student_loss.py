@@ -14,8 +14,8 @@ from compress.distillation.teacher import teacher_logits
 from compress.teacher_cache.read import TeacherCache
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import Batch
-from sportsllm.training.chunked_loss import cross_entropy, head_loss
 from sportsllm.training.loop import Loss
+from sportsllm.training.loss import cross_entropy, head_loss
 
 
 def distillation_loss(

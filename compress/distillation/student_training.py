@@ -21,22 +21,17 @@ from sportsllm.formats.artifact import STATE_DIRECTORY, partial_directory
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.processors import training_device
+from sportsllm.text.documents import TextSplit, load_corpus
 from sportsllm.text.packing import PackedSequences, TokenizedDocuments, tokenize
-from sportsllm.text.split import TextSplit, load_corpus
+from sportsllm.text.provenance import held_out_setting, left_out
 from sportsllm.text.tokenizer import TextTokenizer
 from sportsllm.training.loop import train_model
 from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
 from sportsllm.training.rate_trial import choose_rates, chosen_rates
 from sportsllm.training.settings import TrainConfig
-from sportsllm.training.setup import (
-    check_sequence,
-    held_out_setting,
-    left_out,
-    training_device,
-    training_results,
-    validation,
-    validator,
-)
+from sportsllm.training.setup import check_sequence, training_results
+from sportsllm.training.validation import validation, validator
 
 
 @dataclass(frozen=True)
@@ -201,7 +196,7 @@ def train_student(
         loss = distillation_loss(training.distillation, teacher, config.steps * config.accumulation, cache)
         with attached(student, matching):
             if config.try_rates and judged is not None:
-                config = choose_rates(student, batches, loss, config, state.directory, judged.choosing)
+                config = choose_rates(student, batches, loss, config, state.directory, judged.selection)
             result = train_model(
                 student,
                 batches,

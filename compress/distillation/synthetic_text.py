@@ -17,12 +17,12 @@ from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.formats.safetensors_files import quantization_config
+from sportsllm.inference.batch_sampling import NO_TEXT, OWN_DISTRIBUTION, default_rows, sampled_batches
 from sportsllm.inference.sampling import Sampling
+from sportsllm.processors import training_device
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
-from sportsllm.training.self_generated_text import NO_TEXT, OWN_DISTRIBUTION, default_rows, sampled_batches
 from sportsllm.training.settings import TrainConfig
-from sportsllm.training.setup import training_device
 
 CORPUS = "corpus.jsonl"
 BEGINNING_TOKENS = 16

@@ -18,9 +18,9 @@ from sportsllm.formats.checkpoint import load_block, load_checkpoint, read_ends
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.formats.safetensors_files import TensorFiles, quantization_config
 from sportsllm.models.language_model import Block, SportsLLM
+from sportsllm.processors import training_device
 from sportsllm.text.packing import Batch
 from sportsllm.training.loop import resolve_precision
-from sportsllm.training.setup import training_device
 
 NF4_BLOCKS = (64, 32)
 """Numbers that share a scale, the first that divides a matrix's rows: bitsandbytes 0.50's AVX512 kernel gives wrong

@@ -19,7 +19,7 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_units
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.parts import HIDDEN, Matrix
-from sportsllm.training.chunked_loss import cross_entropy
+from sportsllm.training.loss import cross_entropy
 
 _RUNS_TRIED, _RUN_SAMPLES = 3, 64  # all runs read the same text, so little of it tells them apart
 

@@ -43,8 +43,8 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.size import kv_cache_bytes_per_token
 from sportsllm.text.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar
+from sportsllm.text.provenance import HELD_OUT, held_out_files, manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.setup import HELD_OUT, held_out_files, manifest_setting
 
 SAMPLE_LENGTH = 512
 _EXPERTS = ("experts", "experts_per_token", "experts_by")

@@ -25,14 +25,13 @@ from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.formats.json_files import read_json
 from sportsllm.formats.safetensors_files import quantization_config
-from sportsllm.inference.evaluate import score_documents
+from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.text.documents import read_documents
+from sportsllm.text.documents import read_documents, training_side
 from sportsllm.text.packing import TokenizedDocuments, tokenize
-from sportsllm.text.split import training_side
+from sportsllm.text.provenance import held_out_files, manifest_setting
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
-from sportsllm.training.setup import held_out_files, manifest_setting
 
 _STEP = 32  # rows come in multiples of this, the smallest block of the integer kernels
 _SCORED_TOKENS = 65_536

@@ -42,7 +42,7 @@ from sportsllm.models.experts import routed_names, unused_line
 from sportsllm.models.kinds import EMBEDDING, HEAD, POSITIONS, block_matrices
 from sportsllm.models.language_model import Block, ResidualNorm, Rope, embed, rope_of
 from sportsllm.text.calibration import JUDGED_SAMPLES, check_familiar
-from sportsllm.training.chunked_loss import cross_entropy
+from sportsllm.training.loss import cross_entropy
 
 # Pull towards the given weights, as a share of the inputs' mean square; see `compress.layerwise`.
 RIDGE = 1e-2

@@ -27,8 +27,8 @@ from sportsllm.formats.huggingface.config import load_config
 from sportsllm.formats.safetensors_files import TensorFiles, bitsandbytes_kind, quantization_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import matrix_shapes
+from sportsllm.text.provenance import held_out_setting, left_out, manifest_setting, tokens_per_parameter
 from sportsllm.training.calibration_text import CalibrationText
-from sportsllm.training.setup import held_out_setting, left_out, manifest_setting, tokens_per_parameter
 
 LEAST_TOKENS = 4_096  # of calibration text: with 400 GPTQ is worse than no text at all, more than this gain little
 _SENSITIVITY_SAMPLES = 4  # pieces that choose the matrices of 8 bits

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sportsllm.text.packing import IGNORE
-from sportsllm.training.chunked_loss import ChunkLoss, cross_entropy_chunk
+from sportsllm.training.loss import ChunkLoss, cross_entropy_chunk
 
 # (first token, number of tokens) -> the teacher's finite logits for them, (C, V) float32, the caller's to overwrite
 TeacherLogits = Callable[[int, int], Tensor]

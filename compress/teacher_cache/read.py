@@ -21,7 +21,7 @@ from compress.teacher_cache.sparse import concatenate
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.artifact import digest, file_sha256
 from sportsllm.text.packing import Batch, TokenizedDocuments
-from sportsllm.training.chunked_loss import ChunkLoss
+from sportsllm.training.loss import ChunkLoss
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,11 @@ from sportsllm.formats.artifact import (
 )
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.formats.json_files import read_json
+from sportsllm.text.documents import load_corpus
 from sportsllm.text.packing import IGNORE, Batch, tokenize
-from sportsllm.text.split import load_corpus
+from sportsllm.text.provenance import held_out_setting
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.setup import check_sequence, held_out_setting
+from sportsllm.training.setup import check_sequence
 
 BYTES_PER_TOKEN = 40
 """Of a token's ids and codes where ids are packed bit by bit; files are up to half as large again."""
@@ -153,7 +154,7 @@ def make_teacher_cache(
                 f"{info.rows:,} rows go through it again"
             )
         teacher, budget = open_teacher(), bit_budget(info.vocab_size, info.sequence)
-        finished = _Finished(directory, stage.fingerprint(), resume)
+        finished = _Finished(directory, stage.fingerprint(), resume and (directory / STATE_DIRECTORY).exists())
         missing = [(number, rows) for number, rows in enumerate(info.shards) if number >= len(finished.digests)]
         made = sum(len(rows) for _, rows in missing) * info.sequence
         with progress_bar("signals", made) as bar:

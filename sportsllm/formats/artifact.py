@@ -109,10 +109,10 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
         _settle_state(partial)
         has_state = (partial / STATE_DIRECTORY).exists()
         if resume and not has_state:
-            raise UsageError(f"{partial}: there is no interrupted run to resume; run without --resume")
+            log(f"{out}: no interrupted run to resume; starting from the beginning")
         if has_state and not resume:
             raise ConflictError(f"{partial}: an interrupted run is kept there; add --resume, or remove it")
-        if not resume and partial.exists():
+        if not has_state and partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(exist_ok=True)
         try:

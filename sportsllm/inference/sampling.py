@@ -1,7 +1,7 @@
 """Sampling and generation over any `Decoder` (numpy only)."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -107,3 +107,26 @@ def generate(
         seen.append(token)
         if position + 1 < room:
             logits = decoder.step([token])[0]
+
+
+def until(chunks: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+    """Yield text as it comes, up to the one of `stops` that is complete first, however the chunks cut it.
+
+    The end of what has come is held back as long as it may be the beginning of a stop. No chunk is
+    asked for after a stop.
+    """
+    held = ""
+    for chunk in chunks:
+        held += chunk
+        complete = [(place + len(stop), place) for stop in stops if (place := held.find(stop)) >= 0]
+        if complete:
+            _, place = min(complete)
+            if place:
+                yield held[:place]
+            return
+        keep = max((n for stop in stops for n in range(len(stop)) if held.endswith(stop[:n])), default=0)
+        if len(held) > keep:
+            yield held[: len(held) - keep]
+            held = held[len(held) - keep :]
+    if held:
+        yield held

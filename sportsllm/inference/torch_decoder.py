@@ -19,35 +19,44 @@ _SCORE_CHUNK = 1_024  # tokens whose logits exist at once
 
 
 class TorchDecoder:
-    """`prefill`, `step` and `score` over a `SportsLLM`; each sequence has its own cache."""
+    """`prefill`, `step` and `score` over a `SportsLLM`; sequences of one length share a forward pass and a cache."""
 
     def __init__(self, model: SportsLLM) -> None:
         self.model, self.config = model, model.config
-        self._caches: list[KVCache] = []
+        self._caches: list[tuple[list[int], KVCache]] = []  # sequences, and their cache
 
     @torch.inference_mode()
     def prefill(self, rows: Sequence[Sequence[int]], max_length: int | None = None) -> Logits:
         """See `Decoder.prefill`."""
         context = self.config.max_position_embeddings
         length = min(max_length or context, context)
-        for row in rows:
+        by_length: dict[int, list[int]] = {}
+        for number, row in enumerate(rows):
             if not 0 < len(row) <= length:
                 raise UsageError(f"the prompt has {len(row)} tokens; between 1 and {length} fit the context")
-        self._caches = [KVCache(self.config, 1, length) for _ in rows]
-        return np.concatenate([self._forward(row, cache) for row, cache in zip(rows, self._caches, strict=True)])
+            by_length.setdefault(len(row), []).append(number)
+        device = self.model.head_weight.device
+        self._caches = [
+            (members, KVCache(self.config, len(members), length, device=device)) for members in by_length.values()
+        ]
+        return self._forward(rows)
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Logits:
         """See `Decoder.step`."""
-        return np.concatenate([self._forward([t], c) for t, c in zip(tokens, self._caches, strict=True)])
+        return self._forward([[token] for token in tokens])
 
-    def _forward(self, tokens: Sequence[int], cache: KVCache) -> Logits:
-        hidden = self.model.hidden(torch.tensor([list(tokens)]), cache=cache)
-        return cast(Logits, self.model.logits(hidden[:, -1]).float().numpy())
+    def _forward(self, rows: Sequence[Sequence[int]]) -> Logits:
+        logits_BV = np.empty((len(rows), self.config.vocab_size), dtype=np.float32)
+        for members, cache in self._caches:
+            tokens_BT = torch.tensor([list(rows[member]) for member in members], device=self.model.head_weight.device)
+            hidden_BTD = self.model.hidden(tokens_BT, cache=cache)
+            logits_BV[members] = self.model.logits(hidden_BTD[:, -1]).float().cpu().numpy()
+        return logits_BV
 
     @torch.inference_mode()
     def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """See `Decoder.score`. Rows of like length share a batch; padding at the right changes nothing."""
+        """See `Decoder.score`. Rows of similar length share a batch; padding on the right changes nothing."""
         was_training = self.model.training
         self.model.eval()
         device = self.model.head_weight.device
@@ -69,12 +78,12 @@ class TorchDecoder:
     def _next_token_scores(self, tokens_BT: torch.Tensor) -> npt.NDArray[np.float32]:
         hidden_ND = self.model.hidden(tokens_BT[:, :-1]).flatten(0, 1)
         targets_N = tokens_BT[:, 1:].flatten()
-        pieces = []
+        chunks = []
         for start in range(0, len(hidden_ND), _SCORE_CHUNK):
             logits = self.model.logits(hidden_ND[start : start + _SCORE_CHUNK]).float()
             target = targets_N[start : start + _SCORE_CHUNK, None]
-            pieces.append(logits.gather(1, target)[:, 0] - logits.logsumexp(dim=-1))
-        scores = torch.cat(pieces).view(tokens_BT.shape[0], -1)
+            chunks.append(logits.gather(1, target)[:, 0] - logits.logsumexp(dim=-1))
+        scores = torch.cat(chunks).view(tokens_BT.shape[0], -1)
         return cast("npt.NDArray[np.float32]", scores.cpu().numpy())
 
 

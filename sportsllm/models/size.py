@@ -171,7 +171,7 @@ def _cached_bytes(config: ModelConfig, per_token: bool) -> dict[str, int]:
 
 
 def loss_chunk_tokens(vocab_size: int, device: str = "cpu") -> int:
-    """Tokens whose logits `sportsllm.training.chunked_loss` makes at once.
+    """Tokens whose logits `sportsllm.training.loss` makes at once.
 
     On a CPU 256 to 512 were fastest at vocabularies of 2,048 and of 32,000: with fewer the products and the sum of the
     head's gradient slow down, with more the passes over the logits leave the cache. Larger vocabularies get fewer, so

@@ -11,8 +11,7 @@ from torch import Tensor
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
-from sportsllm.text.documents import cut_text
-from sportsllm.text.split import training_side
+from sportsllm.text.documents import cut_text, training_side
 from sportsllm.text.tokenizer import TextTokenizer
 
 _LEAST_SAMPLES, _MOST_SAMPLES = 16, 256  # where no number is given
@@ -39,7 +38,7 @@ def calibration_samples(
 
     Args:
         files: what the pieces come from.
-        valid: held-out text, see `sportsllm.text.split.training_side`.
+        valid: held-out text, see `sportsllm.text.documents.training_side`.
         tokenizer, config: of the model that reads them.
         count: how many; None for as many as have `most` times `length` tokens together, or as there are.
         length: tokens of a piece, cut to the context.

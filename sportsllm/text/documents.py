@@ -1,20 +1,33 @@
-"""Documents out of files and folders: .txt, .md, .jsonl (a `text` field), each also as .gz, and .parquet."""
+"""Documents from files and folders, and their split into training and held-out text.
 
+Files are .txt, .md, .jsonl (a `text` field), each also as .gz, and .parquet. A document is held out by the hash of its
+own text, so the split survives renamed and reordered files, and two copies of a document never end up on both sides.
+The chunks of a long plain file stay together.
+"""
+
+import functools
 import gzip
+import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
+from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.json_files import clip, parse_json
 
 _SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
-_PIECE_BYTES = 16_384  # a long plain file is cut near this size, at blank lines, so that it can be split
+_CHUNK_BYTES = 16_384  # a long plain file is cut near this size, at blank lines, so that it can be split
+_NO_TEXT = ("readme", "license", "licence", "notice", "changelog")  # files of a folder that describe its text
+HELD_OUT_FRACTION = 0.02
+_ENOUGH_FOR_TWO = 4  # documents of which two are held out
+_SHOWN_NAMES = 5
 
 
-class Piece(NamedTuple):
-    """A document, or a piece of a long plain file.
+class Chunk(NamedTuple):
+    """A document, or a chunk of a long plain file.
 
     `source` is the whole text that it was cut from, which decides on which side of a split it falls.
     """
@@ -24,7 +37,7 @@ class Piece(NamedTuple):
 
 
 def corpus_files(paths: Sequence[Path]) -> list[Path]:
-    """All readable files in `paths`, folders walked in sorted order.
+    """All readable files in `paths`, folders walked in sorted order. A folder's README or LICENSE is not read.
 
     Raises:
         ArtifactError: a path is missing, a file's kind is not known, or a folder has nothing to read.
@@ -32,9 +45,9 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir() and (path / "manifest.json").exists() and (path / "train.jsonl").exists():
-            files.append(path / "train.jsonl")  # what `simulate` wrote: the rest is held out
+            files.append(path / "train.jsonl")  # written by `data simulate`: the rest is held out
         elif path.is_dir():
-            found = [item for item in sorted(path.rglob("*")) if item.is_file() and _kind(item)]
+            found = [item for item in _files(path) if _kind(item) and item.stem.lower() not in _NO_TEXT]
             if not found:
                 raise ArtifactError(f"{path}: holds no {', '.join(_SUFFIXES)} file (or .gz of one)")
             files += found
@@ -47,17 +60,35 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
+def log_files(paths: Sequence[Path]) -> None:
+    """Log which files of each folder are read, and which are not."""
+    for path in paths:
+        if path.is_dir():
+            read = corpus_files([path])
+            left = [item for item in _files(path) if item not in read]
+            log(f"{path}: reading {_names(read, path)}" + (f"; not reading {_names(left, path)}" if left else ""))
+
+
+def _files(folder: Path) -> list[Path]:
+    return [item for item in sorted(folder.rglob("*")) if item.is_file()]
+
+
+def _names(files: Sequence[Path], folder: Path) -> str:
+    names = [str(path.relative_to(folder)) for path in files]
+    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {len(names) - _SHOWN_NAMES} more" if names[_SHOWN_NAMES:] else "")
+
+
 def _kind(path: Path) -> str | None:
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     return kind if kind in _SUFFIXES and not path.name.endswith(".parquet.gz") else None
 
 
 def read_documents(paths: Sequence[Path]) -> Iterator[str]:
-    """The text of every document, see `read_pieces`."""
-    return (piece.text for piece in read_pieces(paths))
+    """The text of every document, see `read_chunks`."""
+    return (chunk.text for chunk in read_chunks(paths))
 
 
-def read_pieces(paths: Sequence[Path]) -> Iterator[Piece]:
+def read_chunks(paths: Sequence[Path]) -> Iterator[Chunk]:
     """Every document, in a fixed order; plain files are cut near 16 KB, and empty texts are left out.
 
     Raises:
@@ -66,18 +97,18 @@ def read_pieces(paths: Sequence[Path]) -> Iterator[Piece]:
     for path in corpus_files(paths):
         kind = _kind(path)
         if kind == ".parquet":
-            pieces = (Piece(text, text) for text in _parquet(path))
+            chunks = (Chunk(text, text) for text in _parquet(path))
         else:
             with cast(IO[bytes], gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as stream:
                 try:
                     if kind == ".jsonl":
-                        pieces = (Piece(text, text) for text in list(_jsonl(path, stream)))
+                        chunks = (Chunk(text, text) for text in list(_jsonl(path, stream)))
                     else:
                         whole = _decode(stream.read(), path, 0)
-                        pieces = (Piece(text, whole) for text in cut_text(whole))
+                        chunks = (Chunk(text, whole) for text in cut_text(whole))
                 except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                     raise ArtifactError(f"{path}: damaged gzip file ({error}); copy it again") from None
-        yield from (piece for piece in pieces if piece.text.strip())
+        yield from (chunk for chunk in chunks if chunk.text.strip())
 
 
 def _decode(data: bytes, path: Path, offset: int) -> str:
@@ -88,16 +119,16 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
 
 
 def cut_text(text: str) -> Iterator[str]:
-    """Pieces of about 16 KB, cut at blank lines."""
-    piece: list[str] = []
+    """Chunks of about 16 KB, cut at blank lines."""
+    chunk: list[str] = []
     size = 0
     for paragraph in text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n\n"):
-        if size >= _PIECE_BYTES:
-            yield "\n\n".join(piece)
-            piece, size = [], 0
-        piece.append(paragraph)
+        if size >= _CHUNK_BYTES:
+            yield "\n\n".join(chunk)
+            chunk, size = [], 0
+        chunk.append(paragraph)
         size += len(paragraph) + 2
-    yield "\n\n".join(piece)
+    yield "\n\n".join(chunk)
 
 
 def _jsonl(path: Path, stream: IO[bytes]) -> Iterator[str]:
@@ -127,3 +158,107 @@ def _parquet(path: Path) -> Iterator[str]:
             yield from (text for text in batch.column("text").to_pylist() if text)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, KeyError) as error:  # OSError: a damaged page
         raise ArtifactError(f"{path}: no readable parquet file with a 'text' column ({clip(error, 200)})") from None
+
+
+@dataclass(frozen=True)
+class TextSplit:
+    """Training and held-out documents; the held-out ones are never trained on."""
+
+    train: list[str]
+    held_out: list[str]
+
+    def parts(self) -> tuple[list[str], list[str]]:
+        """The selection split, for choices (best step, rate, shape), and the report split.
+
+        Both are in the order of their hashes, so that the first few come from all files. Long documents are cut, and
+        lie on one side if there are several.
+        """
+        ordered = sorted(set(self.held_out), key=document_digest)
+        if len(ordered) == 1:
+            ordered = sorted(set(cut_text(ordered[0])), key=document_digest)
+        selection_split, report_split = ordered[1::2] or ordered, ordered[::2]
+        return [*_cut(selection_split)], [*_cut(report_split)]
+
+
+def load_corpus(corpus: Sequence[Path], valid: Sequence[Path], known: Sequence[Path] = ()) -> TextSplit:
+    """Read the training text; held-out documents come from `valid`, or by hash out of the corpus itself.
+
+    Args:
+        corpus, valid: files.
+        known: held-out text of the models that training starts from or learns from; not trained on either.
+
+    Documents of `valid` and `known` are left out of the corpus, and counted in a line.
+
+    Raises:
+        ArtifactError: nothing to train on, or nothing to hold out.
+    """
+    log_files(corpus)
+    documents = list(read_chunks(corpus))
+    if not documents:
+        raise ArtifactError(f"{', '.join(map(str, corpus))}: the corpus is empty; give files with text in them")
+    held_out = list(read_documents(valid)) if valid else []
+    if valid and not held_out:
+        raise ArtifactError(f"{', '.join(map(str, valid))}: the held-out text is empty; give files with text in them")
+    further = [path for path in known if path not in valid]
+    train = without(documents, [*held_out, *read_documents(further)])
+    if not train:
+        raise ArtifactError(f"{', '.join(map(str, corpus))}: all of it is held out; give other training text")
+    if len(train) < len(documents):
+        log(f"{len(documents) - len(train):,} of {len(documents):,} documents are held out and not trained on")
+    if valid:
+        return TextSplit([chunk.text for chunk in train], held_out)
+    split = split_documents(train)
+    if not split.held_out:
+        raise ArtifactError("the corpus is a single document, so none can be held out; give --valid FILE too")
+    log(f"no held-out text was given: {len(split.held_out):,} of {len(train):,} documents are held out")
+    return split
+
+
+def training_side(files: Sequence[Path], valid: Sequence[Path]) -> list[str]:
+    """The documents of `files` that no split holds out: neither those of `valid`, nor those held out by hash.
+
+    Raises:
+        ArtifactError: all of them are held out.
+    """
+    documents = list(read_chunks(files))
+    left = without(documents, read_documents(valid))
+    if documents and not left:
+        raise ArtifactError(f"{', '.join(map(str, files))}: all of it is held-out text; give other text")
+    return split_documents(left).train
+
+
+def without(documents: Sequence[Chunk], held_out: Iterable[str]) -> list[Chunk]:
+    """The documents that are not held out, by their text or by the text that they were cut from."""
+    known = {document_digest(text) for text in held_out}
+    return [chunk for chunk in documents if not known & {document_digest(chunk.text), _source_digest(chunk.source)}]
+
+
+def split_documents(documents: Sequence[Chunk]) -> TextSplit:
+    """About 2% of the documents held out, by the SHA-256 of the text that each was cut from.
+
+    If that leaves one side empty, or a single held-out document of four or more, the last 2% are held out: at least
+    one document, or two of four. A single document is trained on.
+    """
+    parts: tuple[list[str], list[str]] = ([], [])
+    for chunk in documents:
+        draw = int.from_bytes(_source_digest(chunk.source)[:8])
+        parts[draw < HELD_OUT_FRACTION * 2**64].append(chunk.text)
+    least = 2 if len(documents) >= _ENOUGH_FOR_TWO else 1
+    if (not parts[0] or len(parts[1]) < least) and len(documents) > 1:
+        last = max(least, round(HELD_OUT_FRACTION * len(documents)))
+        held_out = [chunk.text for chunk in documents[-last:]]
+        return TextSplit([chunk.text for chunk in without(documents[:-last], held_out)], held_out)
+    return TextSplit(*parts) if parts[0] or not documents else TextSplit(parts[1], [])
+
+
+def document_digest(text: str) -> bytes:
+    """SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).digest()
+
+
+_source_digest = functools.lru_cache(maxsize=1)(document_digest)  # chunks of one source are adjacent
+
+
+def _cut(documents: Iterable[str]) -> Iterable[str]:
+    chunks = (chunk for text in documents for chunk in cut_text(text))
+    return sorted((chunk for chunk in chunks if chunk.strip()), key=document_digest)

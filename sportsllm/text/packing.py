@@ -153,6 +153,11 @@ class PackedSequences:
         self._order = self._order_ends = self._rows = np.empty(0, dtype=np.int64)
 
     @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text per token, begin and end tokens included."""
+        return self._documents.text_bytes / self._documents.ids.size
+
+    @property
     def tokens_per_epoch(self) -> int:
         """Tokens seen in one pass over the corpus."""
         return self.rows_per_epoch * self.length

@@ -1,13 +1,18 @@
-"""Byte-level BPE: trained here, or read from any checkpoint's tokenizer.json (the `tokenizers` library)."""
+"""Byte-level BPE, trained here or read from a checkpoint's tokenizer.json, and what a text costs in tokens.
+
+Imports no torch.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers.decoders import DecodeStream
 
-from sportsllm.console import log
+from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.json_files import read_json
 from sportsllm.models.config import ModelConfig
@@ -15,21 +20,23 @@ from sportsllm.models.config import ModelConfig
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 _BYTES = 256  # every byte is a token, so any text can be written
 MIN_VOCAB_SIZE = _BYTES + 3
+_DOCUMENTS_AT_ONCE = 256
+_SPACE = "▁"  # SentencePiece's
 
 _WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
 PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
     "grouped": _WORDS,
     "single": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _WORDS]),
 }
-"""How a text is split before merges, by what becomes of its digits: GPT-2's words, where a number may be one token, or
-the same after every digit was cut off, so that each is a token of its own."""
+"""How a text is split before merges, by its digits: GPT-2's words, in which a number may be one token, or each digit a
+token of its own."""
 
 
 class TextTokenizer:
     """Text to ids and back, without special tokens, which callers place themselves.
 
     Attributes:
-        begin_id: the token a document starts with: the begin token, or where a model has none (Qwen) the end token.
+        begin_id: the token a document starts with: the begin token, or the end token if there is none (Qwen).
         end_id: the token a document ends with, or None.
     """
 
@@ -77,8 +84,8 @@ class TextTokenizer:
 def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, digits: str = "grouped") -> TextTokenizer:
     """Train byte-level BPE on `texts` and save it in `directory` as tokenizer.json and tokenizer_config.json.
 
-    Any UTF-8 text survives encode and decode, since all 256 bytes are tokens. Where a small corpus gives fewer than
-    `vocab_size` entries, reserved tokens that no text makes fill it up, so that a preset keeps its shape.
+    Any UTF-8 text survives encode and decode, since all 256 bytes are tokens. If a small corpus gives fewer than
+    `vocab_size` entries, reserved tokens that no text encodes to fill the rest, so that a preset keeps its shape.
     `digits` is a key of `PRE_TOKENIZERS`.
 
     Raises:
@@ -177,3 +184,75 @@ def same_tokenizer(first: Path, second: Path) -> bool:
     a, b = (read_json(path / "tokenizer.json") for path in (first, second))
     keys = ("model", "normalizer", "pre_tokenizer", "added_tokens")
     return all(a.get(key) == b.get(key) for key in keys)
+
+
+@dataclass
+class TokenCounts:
+    """Counts of a text, without begin and end tokens.
+
+    `bytes` are UTF-8, `words` are separated by white space, `used` are the ids that occur.
+    """
+
+    documents: int = 0
+    bytes: int = 0
+    words: int = 0
+    tokens: int = 0
+    used: set[int] = field(default_factory=set)
+
+    def add(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
+        """Count some documents and their ids."""
+        self.documents += len(texts)
+        self.bytes += sum(len(text.encode()) for text in texts)
+        self.words += sum(len(text.split()) for text in texts)
+        for row in ids:
+            self.tokens += len(row)
+            self.used.update(row)
+
+
+def count_tokens(tokenizers: Sequence[Tokenizer], documents: Iterable[str]) -> list[TokenCounts]:
+    """The counts of each tokenizer on the same documents; text that spells a special token is counted as text."""
+    counts = [TokenCounts() for _ in tokenizers]
+    rest = iter(documents)
+    with progress_bar("tokens", None) as bar:
+        while texts := list(islice(rest, _DOCUMENTS_AT_ONCE)):
+            for tokenizer, count in zip(tokenizers, counts, strict=True):
+                tokenizer.encode_special_tokens = True
+                encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+                count.add(texts, [item.ids for item in encoded])
+            bar.advance(note=f"{counts[0].bytes / 1e6:.1f} MB")
+    return counts
+
+
+def token_pieces(tokenizer: Tokenizer, text: str, count: int) -> list[str]:
+    """The first `count` tokens of a text in readable form: their text, or bytes as `<0xE6>` for part of a character."""
+    tokenizer.encode_special_tokens = True
+    tokens = tokenizer.encode(text, add_special_tokens=False).tokens[:count]
+    if "ByteLevel" in json.dumps(json.loads(tokenizer.to_str())["decoder"]):
+        return [_from_bytes(token) for token in tokens]
+    return [token.replace(_SPACE, " ") for token in tokens]
+
+
+def visible_piece(piece: str) -> str:
+    """Line breaks and other control characters escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in piece)
+
+
+def _from_bytes(token: str) -> str:
+    try:
+        data = bytes(_BYTE_OF[character] for character in token)
+    except KeyError:  # an added token is plain text
+        return token
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "".join(f"<0x{byte:02X}>" for byte in data)
+
+
+def _byte_characters() -> dict[str, int]:
+    """The byte behind each character of a byte-level token (https://github.com/openai/gpt-2, `bytes_to_unicode`)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()

@@ -8,11 +8,11 @@ from pathlib import Path
 from torch import Tensor
 
 from sportsllm.console import log
+from sportsllm.inference.batch_sampling import self_generated_text
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.calibration import calibration_samples
+from sportsllm.text.provenance import held_out_files, manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.self_generated_text import self_generated_text
-from sportsllm.training.setup import held_out_files, manifest_setting
 
 SAMPLE_TOKENS, LEAST_SAMPLES = 512, 16
 _SAMPLES_TIMES_PARAMETERS = 4e9  # about a minute of sampling on two cores

@@ -21,13 +21,13 @@ from sportsllm.formats.json_files import parse_json
 from sportsllm.models.experts import balance_biases, pop_expert_load
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes, reset_peak_rss
+from sportsllm.processors import batch_threads
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences
-from sportsllm.training.batch_threads import batch_threads, check_parallel
-from sportsllm.training.best_step import BestStep, Validation
-from sportsllm.training.chunked_loss import cross_entropy
+from sportsllm.training.loss import cross_entropy
 from sportsllm.training.optimizers import Schedule, build_optimizers, computes_in_bfloat16
 from sportsllm.training.settings import TrainConfig
 from sportsllm.training.state import RunState
+from sportsllm.training.validation import BestStep, Validation
 
 # (model, batch) -> loss summed over the batch's scored tokens, in nats
 Loss = Callable[[SportsLLM, Batch], Tensor]
@@ -37,9 +37,16 @@ _SAVE_EVERY_S = 600.0
 
 @dataclass(frozen=True)
 class LoopResult:
-    """Result of a run. `loss` is the mean of the last logged steps in nats a token; `tokens_per_s` leaves out
-    validating and saving, `seconds` does not. `best_step` is the one whose weights stay, 0 is the start, and
-    `best_bits_per_byte` what it was chosen by: a figure for further choices, not for reports."""
+    """Result of a run.
+
+    Attributes:
+        loss: mean of the last logged steps, in nats per token.
+        tokens_per_s: without the time of scoring and saving, which `seconds` includes.
+        valid_bits_per_byte: of the weights that stay, on the report split.
+        best_step: the step whose weights stay; 0 is the start.
+        best_bits_per_byte: what it was chosen by, on the selection split; not for reports.
+        bits_per_byte_before: of the start on the report split, if the start has useful weights.
+    """
 
     steps: int
     tokens: int
@@ -48,6 +55,7 @@ class LoopResult:
     valid_bits_per_byte: float | None
     best_step: int | None
     best_bits_per_byte: float | None
+    bits_per_byte_before: float | None
     seconds: float
     peak_rss_bytes: int
 
@@ -58,7 +66,7 @@ def language_model_loss(model: SportsLLM, batch: Batch) -> Tensor:
 
 
 def resolve_precision(name: str, device: torch.device) -> torch.dtype | None:
-    """The autocast type for a precision setting; None is plain float32."""
+    """The autocast dtype for a precision setting; None is plain float32."""
     if name == "auto":
         name = "bf16" if computes_in_bfloat16(device) else "fp32"
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
@@ -79,27 +87,35 @@ def train_model(
     """Train `model` in place.
 
     Args:
-        model: float32 weights; on the device it is to be trained on.
+        model: float32 weights, on the device to train on.
         batches: step i reads batches i * accumulation and following.
         loss: summed loss of one batch; its mean over the step's scored tokens is minimised.
+        config: how; see `sportsllm.training.settings.train_config`.
         directory: gets metrics.jsonl, and `state/` when the run is interrupted or every ten minutes.
         validation: scores held-out text every `validate_every` steps and at the end; the best weights stay.
         identity: fingerprint of the run; a state saved by another run is refused.
-        resume: continue from `directory`/state, bit for bit on a CPU.
+        resume: continue from `directory`/state if there is one, bit for bit on a CPU.
+        description: of the progress bar.
 
     Raises:
         DivergedError: the loss is not finite, and there is no scored step to go back to; the step was not taken.
-        InterruptedRun: Ctrl-C; the state is saved.
+        InterruptedRun: Ctrl-C or SIGTERM; the state is saved.
     """
     reset_peak_rss()
     state = (run := _Run(model, config, directory, identity)).state
-    if resume:
+    if resume and state.is_saved:
         state.load()
         _drop_metrics_after(directory / METRICS, state.step)
+        log(f"resumed at step {state.step:,} of {config.steps:,}")
     best = None if validation is None or not config.steps else BestStep(model, validation, state)
-    first_step, paused = state.step, 0.0  # seconds of validating and saving
+    first_step, paused = state.step, 0.0  # seconds of scoring and saving
     last_save = started = time.perf_counter()
     model.checkpoint_activations = config.checkpoint_activations
+
+    def shown(nats: float) -> str:
+        if loss is language_model_loss:
+            return f"{nats / math.log(2) / batches.bytes_per_token:.3f} bits per byte"
+        return f"loss {nats:.3f}"
 
     def tokens_per_s() -> float:
         seconds = max(time.perf_counter() - started - paused, 1e-9)
@@ -111,15 +127,15 @@ def train_model(
         _interrupt_flag() as interrupted,
         batch_threads(config.parallel_batches) as run.threads,
     ):
-        if best is not None and state.step == 0 and best.keeps_start:
-            run.write(valid_bits_per_byte=best.consider())
+        if best is not None and state.step == 0 and (score := best.start()) is not None:
+            run.write(valid_bits_per_byte=score)
             paused += time.perf_counter() - started
         while state.step < config.steps:
             if (taken := run.try_step(batches, loss)) is None:
                 break
             step_loss, learning_rate, norm = taken
             last, rate = state.step == config.steps, tokens_per_s()
-            bar.advance(config.tokens_per_step, f"loss {step_loss:.3f} · {rate:,.0f} tokens/s")
+            bar.advance(config.tokens_per_step, f"{shown(step_loss)} · {rate:,.0f} tokens/s")
             if state.step % config.log_every == 0 or last:
                 run.write_step(loss=state.mean_loss, lr=learning_rate, grad_norm=norm, tokens_per_s=round(rate, 1))
             pause = time.perf_counter()
@@ -141,6 +157,7 @@ def train_model(
         valid_bits_per_byte=None if best is None else best.finish(),
         best_step=state.best_step,
         best_bits_per_byte=state.best_bits_per_byte,
+        bits_per_byte_before=state.bits_per_byte_before,
         seconds=time.perf_counter() - started,
         peak_rss_bytes=peak_rss_bytes(),
     )
@@ -157,20 +174,12 @@ class _Run:
         self.device = model.head_weight.device
         self.dtype = resolve_precision(config.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        self.optimizers = build_optimizers(
-            model,
-            config.optimizer,
-            config.learning_rate,
-            config.muon_learning_rate,
-            config.weight_decay,
-            config.optimizer_bits,
-            config.muon,
-        )
+        self.optimizers = build_optimizers(model, config)
         self.state = RunState(directory, model, self.optimizers, self.scaler, identity, config)
         self.threads: ThreadPoolExecutor | None = None
         self.metrics: IO[str] | None = None
         if config.parallel_batches > 1:
-            check_parallel(model, self.device)
+            _check_parallel(model, self.device)
         torch.manual_seed(config.seed)
 
     def write(self, **record: float | list[list[float]] | None) -> None:
@@ -277,7 +286,7 @@ class _Run:
 
 
 def _drop_metrics_after(path: Path, step: int) -> None:
-    """Lines that a killed run logged after its last saved step are trained, and logged, again."""
+    """Drop lines that a killed run logged after its last saved step; these steps are trained and logged again."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -290,9 +299,20 @@ def _drop_metrics_after(path: Path, step: int) -> None:
     path.write_text("".join(kept), encoding="utf-8")
 
 
+def _check_parallel(model: SportsLLM, device: torch.device) -> None:
+    """Raise UsageError if batches cannot be computed side by side: on a GPU, or if threads would change the result."""
+    if device.type != "cpu":
+        raise UsageError(f"parallel_batches is for a CPU, the model is on {device.type}; leave it out")
+    if model.config.dropout:
+        raise UsageError("parallel_batches would draw dropout in another order each time; leave one of the two out")
+    if model.config.experts is not None or model.config.selection is not None:
+        what = "experts add" if model.config.experts is not None else "selection adds"
+        raise UsageError(f"parallel_batches: {what} a loss of one batch at a time; leave it out")
+
+
 @contextmanager
 def _interrupt_flag() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into a flag, so that a step is never cut in half; the second one ends at once."""
+    """Turn the first Ctrl-C or SIGTERM into a flag, so that a step is never cut in half; the second ends at once."""
     flag = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield flag
@@ -304,8 +324,9 @@ def _interrupt_flag() -> Iterator[threading.Event]:
         flag.set()
         log("finishing this step, then saving; press Ctrl-C again to stop at once")
 
-    previous = signal.signal(signal.SIGINT, handle)
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield flag
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

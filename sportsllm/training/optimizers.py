@@ -1,26 +1,29 @@
-"""Optimizers and learning-rate schedules: AdamW, or Muon for hidden matrices with AdamW for the rest."""
+"""Optimizers and learning-rate schedules: AdamW, or Muon for hidden matrices with AdamW for the rest.
+
+Shape suffixes: N matrices, R rows, C columns.
+"""
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sportsllm.errors import UsageError
+from sportsllm.models.experts import ROUTER
 from sportsllm.models.language_model import block_weights
-from sportsllm.models.training_memory import OPTIMIZERS, check_optimizer_bits
-from sportsllm.training.bf16_adamw import Bfloat16AdamW
-from sportsllm.training.muon import Muon, MuonSettings
+from sportsllm.training.settings import SCHEDULES, TrainConfig
 
-SCHEDULES = ("cosine", "wsd")
-_PUBLISHED = MuonSettings()
+_BETAS = (0.9, 0.95)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate as a share of its peak, by step.
+    """Learning rate as a fraction of its peak, by step.
 
     `cosine`: linear warm-up, then a cosine from 1 to `floor`. `wsd` (warm-up, stable, decay): 1 until the last
     `decay_fraction` of the steps, then a straight line to `floor` (https://arxiv.org/abs/2404.06395).
@@ -37,7 +40,7 @@ class Schedule:
             raise UsageError(f"schedule {self.kind!r} is not known; use one of {', '.join(SCHEDULES)}")
 
     def factor(self, step: int) -> float:
-        """Share of the peak rate at `step`, counted from 0."""
+        """Fraction of the peak rate at `step`, counted from 0."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.kind == "cosine":
@@ -56,64 +59,143 @@ def computes_in_bfloat16(device: torch.device) -> bool:
     return any(flag in text for flag in ("avx512_bf16", "amx_bf16", " bf16"))
 
 
-def build_optimizers(
-    model: nn.Module,
-    kind: str,
-    learning_rate: float,
-    muon_learning_rate: float,
-    weight_decay: float,
-    bits: int = 32,
-    muon: MuonSettings = _PUBLISHED,
-) -> list[torch.optim.Optimizer]:
-    """One AdamW, or Muon and AdamW.
+def build_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """One AdamW, or Muon and AdamW; each group keeps its rate as `peak_lr` too.
 
-    Muon (https://kellerjordan.github.io/posts/muon/) takes the matrices inside the blocks; embedding, head,
-    norms and biases stay with AdamW. Its rate is scaled by sqrt(max(1, rows / columns)). Norms and biases are not
-    decayed.
+    Muon (https://kellerjordan.github.io/posts/muon/) trains the matrices inside the blocks, routers aside. Embedding,
+    head, routers, norms and biases stay with AdamW. Norms and biases have no weight decay.
 
-    With `bits` 16 states and gradients are bfloat16, which the trained parameters are told. With 8 the states are
-    bitsandbytes' (https://arxiv.org/abs/2110.02861), of tensors with 4,096 numbers or more.
-
-    Raises:
-        UsageError: an unknown optimizer, or bits that it cannot have.
+    With 16 `optimizer_bits` states and gradients are bfloat16: the trained parameters' `grad_dtype` is set. With 8
+    the states are bitsandbytes' (https://arxiv.org/abs/2110.02861), for tensors of at least 4,096 values.
     """
-    if kind not in OPTIMIZERS:
-        raise UsageError(f"optimizer {kind!r} is not known; use one of {', '.join(OPTIMIZERS)}")
-    check_optimizer_bits(kind, bits)
-    for_muon = {id(weight) for weight in block_weights(model)} if kind == "muon" else set()
+    bits = config.optimizer_bits
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad_dtype = torch.bfloat16 if bits == 16 else parameter.dtype
+    for_muon = _matrices_for_muon(model) if config.optimizer == "muon" else set()
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
     matrices = [parameter for parameter in trained if id(parameter) in for_muon]
     others = [parameter for parameter in trained if parameter.ndim >= 2 and id(parameter) not in for_muon]
-    groups = [{"params": others, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizers = [_adamw([g for g in groups if g["params"]], learning_rate, bits)]
+    groups = [{"params": others, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizers = [_adamw([group for group in groups if group["params"]], config.learning_rate, bits)]
     if matrices:
-        optimizers.append(
-            Muon(
-                matrices,
-                dtype=torch.bfloat16 if computes_in_bfloat16(matrices[0].device) else torch.float32,
-                lr=muon_learning_rate,
-                weight_decay=weight_decay,
-                momentum=muon.momentum,
-                nesterov=muon.nesterov,
-                ns_coefficients=muon.coefficients,
-                ns_steps=muon.steps,
-            )
-        )
+        optimizers.append(Muon(matrices, config))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return optimizers
 
 
+def _matrices_for_muon(model: nn.Module) -> set[int]:
+    """Ids of the blocks' matrices, without routers: each of their rows is an expert, not a direction among others."""
+    routers = {id(weight) for name, weight in model.named_parameters() if f".{ROUTER}." in f".{name}"}
+    return {id(weight) for weight in block_weights(model)} - routers
+
+
 def _adamw(groups: list[dict[str, Any]], learning_rate: float, bits: int) -> torch.optim.Optimizer:
-    betas = (0.9, 0.95)
     if bits == 8:
         from bitsandbytes.optim import AdamW8bit
 
-        return cast(torch.optim.Optimizer, AdamW8bit(groups, lr=learning_rate, betas=betas))
+        return cast(torch.optim.Optimizer, AdamW8bit(groups, lr=learning_rate, betas=_BETAS))
     if bits == 16:
-        return Bfloat16AdamW(groups, lr=learning_rate, betas=betas)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, foreach=True)
+        return Bfloat16AdamW(groups, lr=learning_rate, betas=_BETAS)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, foreach=True)
+
+
+class Bfloat16AdamW(torch.optim.AdamW):
+    """AdamW (https://arxiv.org/abs/1711.05101) with states in bfloat16, gradients of any type, arithmetic in float32.
+
+        m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2        w <- (1 - lr d) w - lr m' / (sqrt(v') + eps)
+
+    bfloat16 rounds to 2^-8 of the value, so a v is stuck only within 2^-9 / (1 - b2) of its mean: 4% with b2 = 0.95,
+    but useless with b2 = 0.999.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported
+        """One update of every tensor that has a gradient, one tensor at a time."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad.float(), group)
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        if not state:
+            state["step"] = torch.zeros(())
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        state["step"] += 1
+        steps = float(state["step"])
+        mean = state["exp_avg"].float().lerp_(gradient, 1 - beta1)
+        square = state["exp_avg_sq"].float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        state["exp_avg"].copy_(mean)
+        state["exp_avg_sq"].copy_(square)
+        scale = square.sqrt_().div_(math.sqrt(1 - beta2**steps)).add_(group["eps"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.addcdiv_(mean, scale, value=-group["lr"] / (1 - beta1**steps))
+
+
+def newton_schulz(matrices_NRC: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Nearly U V^T of each matrix U S V^T: every singular value is brought to about 0.7 to 1.2.
+
+    x <- a x + (b (x x^T) + c (x x^T)^2) x, from x = m / |m|  (https://kellerjordan.github.io/posts/muon/).
+
+    Runs in the dtype of the N matrices (R, C); `coefficients` are a, b, c, and norms are at least `eps`.
+    """
+    a, b, c = coefficients
+    tall = matrices_NRC.shape[-2] > matrices_NRC.shape[-1]
+    x = matrices_NRC.mT if tall else matrices_NRC
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon` (the same settings, state and update) that batches matrices of one shape.
+
+    torch's own iterates in bfloat16 on every processor. If bfloat16 is emulated (x86 without AVX512-BF16), that takes
+    longer than the rest of a small model's step, so the iteration runs in float32 there. The rate of a matrix is
+    scaled by sqrt(max(1, rows / columns)), torch's "original" adjustment.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], config: TrainConfig) -> None:
+        super().__init__(
+            matrices,
+            lr=config.muon_learning_rate,
+            weight_decay=config.weight_decay,
+            momentum=config.muon_momentum,
+            nesterov=config.muon_nesterov,
+            ns_coefficients=config.muon_coefficients,  # type: ignore[arg-type]  # three, which TrainConfig checks
+            ns_steps=config.muon_steps,
+            adjust_lr_fn="original",
+        )
+        self.dtype = torch.bfloat16 if computes_in_bfloat16(matrices[0].device) else torch.float32
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported
+        """One update of every matrix that has a gradient."""
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_shape[parameter.shape].append(parameter)
+            for shape, parameters in by_shape.items():
+                update = torch.stack([self._momentum(parameter, group) for parameter in parameters])
+                update = newton_schulz(update.to(self.dtype), group["ns_coefficients"], group["ns_steps"], group["eps"])
+                rate = group["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
+                for parameter, direction in zip(parameters, update, strict=True):
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(direction.to(parameter.dtype), alpha=-rate)
+
+    def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        gradient = parameter.grad.float()
+        buffer = state["momentum_buffer"].float().lerp_(gradient, 1 - group["momentum"])
+        state["momentum_buffer"].copy_(buffer)
+        return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer

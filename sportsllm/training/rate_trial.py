@@ -1,7 +1,7 @@
-"""Try lower peak rates on a tenth of the tokens, since no rule knows a checkpoint that somebody else trained.
+"""Trial runs that choose the learning rates, since no rule knows a checkpoint that somebody else trained.
 
-Short runs flatter high rates: one that wins after 12 steps loses after 200 (docs/log.md). Where a lower rate is better
-even in a short run, the higher one undoes what the weights know.
+Short runs flatter high rates: a rate that wins after 12 steps loses after 200 (docs/log.md). If a lower rate is better
+even in a short run, the higher one destroys what the weights know.
 """
 
 from __future__ import annotations
@@ -20,57 +20,62 @@ from sportsllm.files import atomic_write_text
 from sportsllm.formats.json_files import read_json
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import PackedSequences
-from sportsllm.training.best_step import Validate
 from sportsllm.training.loop import Loss, train_model
 from sportsllm.training.settings import TrainConfig
+from sportsllm.training.validation import Validate
 
 RATES = "rates.json"
 _FACTOR = 3.0
 _MOST_TRIALS = 4
-_SHARE = 0.1  # of the tokens, for all trials together
+_FRACTION = 0.1  # of the tokens, for all trials together
 _LEAST_STEPS = 10  # fewer say nothing about a rate
 
 
 def choose_rates(
-    model: SportsLLM, batches: PackedSequences, loss: Loss, config: TrainConfig, directory: Path, choosing: Validate
+    model: SportsLLM, batches: PackedSequences, loss: Loss, config: TrainConfig, directory: Path, selection: Validate
 ) -> TrainConfig:
     """The settings with the highest rates that no lower ones beat in short runs; the model stays as it is.
 
     The rates and a third of them are tried on the first batches, and a third of those again as long as that is better.
-    Runs whose tenth is too short for that keep their rates.
+    A step of a trial accumulates as many batches as a step of the run, or as many as leave ten steps: smaller batches
+    are noisier, which favours low rates. If a tenth of the tokens is too short for trials, the rates stay.
 
     Args:
         model, batches, loss, config: of the run, which has not begun.
         directory: of the run; the scores stay there in rates.json, which a resumed run reads.
-        choosing: scores the short runs.
+        selection: scores the short runs.
     """
-    short = dataclasses.replace(config, accumulation=1, parallel_batches=1, validate_every=0)
-    tokens = config.steps * config.tokens_per_step * _SHARE / _MOST_TRIALS
-    steps = int(tokens / short.tokens_per_step)
-    if steps < _LEAST_STEPS:
+    affordable = int(config.steps * config.accumulation * _FRACTION / _MOST_TRIALS)  # batches of a trial
+    accumulation = min(config.accumulation, affordable // _LEAST_STEPS)
+    if accumulation < 1:
         return config
+    steps = affordable // accumulation
     kept = directory / RATES
     if kept.exists():
         scores = {float(factor): score for factor, score in read_json(kept).items()}
     else:
-        scores = _try(model, batches, loss, dataclasses.replace(short, steps=steps, warmup=1), choosing)
+        log(f"trying learning rates on {steps} steps each")
+        short = dataclasses.replace(
+            config, accumulation=accumulation, parallel_batches=1, validate_every=0, steps=steps, warmup=1
+        )
+        scores = _try(model, batches, loss, short, selection)
         atomic_write_text(kept, json.dumps(scores))
     best = min(scores, key=lambda factor: scores[factor])
     chosen = _scaled(config, best)
     tried = ", ".join(
         f"{_scaled(config, factor).learning_rate:.2g} {score:.4f}" for factor, score in sorted(scores.items())
     )
-    log(f"rates tried on {steps} steps each, AdamW's and bits per byte: {tried}; {chosen.learning_rate:.2g} is taken")
+    log(f"AdamW's rate and bits per byte after {steps} steps: {tried}; {chosen.learning_rate:.2g} is used")
     return chosen
 
 
 def chosen_rates(config: TrainConfig) -> dict[str, float]:
-    """The rates of a run, for its results: not those of its settings where some were tried."""
+    """The rates of a run, for its results; they differ from its settings if trials chose others."""
     return {"learning_rate": config.learning_rate, "muon_learning_rate": config.muon_learning_rate}
 
 
 def _try(
-    model: SportsLLM, batches: PackedSequences, loss: Loss, short: TrainConfig, choosing: Validate
+    model: SportsLLM, batches: PackedSequences, loss: Loss, short: TrainConfig, selection: Validate
 ) -> dict[float, float]:
     """Bits per byte by the factor on the rates."""
     start = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
@@ -83,7 +88,7 @@ def _try(
                 train_model(
                     model, batches, loss, _scaled(short, factor), Path(directory), description=f"rate x {factor:.2g}"
                 )
-                scores[factor] = choosing(model)
+                scores[factor] = selection(model)
             except DivergedError:
                 scores[factor] = math.inf
             except InterruptedRun:  # nothing of the run itself is there to be resumed yet

@@ -1,4 +1,4 @@
-"""Settings of a training run: those that are given, and those that follow from its length, its model and its start."""
+"""Settings of a training run: a typed record, and the defaults that follow from length, model and start."""
 
 from __future__ import annotations
 
@@ -11,24 +11,18 @@ from typing import Any
 from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.training_memory import OPTIMIZERS, check_optimizer_bits
-from sportsllm.training.muon import MuonSettings
-from sportsllm.training.optimizers import SCHEDULES
+from sportsllm.models.training_memory import check_optimizer_bits
+from sportsllm.settings import TRAINING, check_value
+
+SCHEDULES = ("cosine", "wsd")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. `batch_size` sequences are in memory at once; `accumulation` of those make a step.
+    """How to train; `sportsllm.settings.TRAINING` describes the fields. The defaults are the documented set-up.
 
-    `parallel_batches` of a step's batches are computed side by side, each by its share of the CPU's threads: faster
-    for models too small to keep all cores at work on one batch, for as many times the activations and gradients.
-    `precision` is fp32, bf16, fp16 (with loss scaling) or auto: bf16 where the processor computes in it,
-    else fp32. `optimizer_bits` are those of the optimizer's states: 32; 16, gradients too; or 8, AdamW's by
-    bitsandbytes. Learning rates are peaks; `muon_learning_rate` is for Muon's matrices only; `min_lr_ratio` is the
-    last rate divided by the peak, `decay_fraction` the part of a wsd run in which it falls. With `try_rates` the rates
-    are those of three or four that do best in short runs. `muon_...` are the settings of Muon, see `MuonSettings`.
-
-    The defaults are the documented set-up, which `train_config` keeps where that is asked for.
+    `batch_size` sequences are in memory at once; `accumulation` batches make a step. Learning rates are peaks;
+    `muon_learning_rate` is for Muon's matrices only.
     """
 
     steps: int = 5_000
@@ -38,10 +32,10 @@ class TrainConfig:
     sequence: int = 512
     learning_rate: float = 3e-4
     muon_learning_rate: float = 0.02
-    muon_momentum: float = MuonSettings.momentum
-    muon_nesterov: bool = MuonSettings.nesterov
-    muon_steps: int = MuonSettings.steps
-    muon_coefficients: tuple[float, float, float] = MuonSettings.coefficients
+    muon_momentum: float = 0.95
+    muon_nesterov: bool = True
+    muon_steps: int = 5
+    muon_coefficients: tuple[float, ...] = (3.4445, -4.7750, 2.0315)
     warmup: int = 50
     schedule: str = "cosine"
     min_lr_ratio: float = 0.1
@@ -58,41 +52,24 @@ class TrainConfig:
     log_every: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "accumulation", "parallel_batches", "sequence", "log_every", "muon_steps"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in TRAINING.keys() & vars(self).keys():
+            check_value(f"{name}={getattr(self, name)}", getattr(self, name), TRAINING[name])
+        for name, least in (("steps", 0), ("batch_size", 1), ("sequence", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name in ("learning_rate", "muon_learning_rate", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.muon_momentum == 1:
+            raise UsageError("muon_momentum=1.0: must be below 1")
         if self.parallel_batches > self.accumulation:
             raise UsageError(
                 f"parallel_batches is {self.parallel_batches}, the batches of a step are {self.accumulation}; "
                 "add --set accumulation=N for as many"
             )
-        if self.steps < 0 or self.warmup < 0 or self.validate_every < 0:
-            raise UsageError("steps, warmup and validate_every must not be negative")
-        if self.precision not in ("auto", "fp32", "bf16", "fp16"):
-            raise UsageError(f"precision {self.precision!r} is not known; use auto, fp32, bf16 or fp16")
-        if self.optimizer not in OPTIMIZERS or self.schedule not in SCHEDULES:
-            raise UsageError(
-                f"optimizer {self.optimizer!r} / schedule {self.schedule!r}: use one of {', '.join(OPTIMIZERS)} "
-                f"and one of {', '.join(SCHEDULES)}"
-            )
         check_optimizer_bits(self.optimizer, self.optimizer_bits)
-        for name in ("learning_rate", "muon_learning_rate", "clip_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0")
-        for name in ("min_lr_ratio", "decay_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be from 0 to 1")
-        if not 0 <= self.weight_decay < math.inf:
-            raise UsageError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
-        if not 0 <= self.muon_momentum < 1:
-            raise UsageError(f"muon_momentum is {self.muon_momentum}; it must be from 0 to below 1")
         if len(self.muon_coefficients) != 3 or not all(map(math.isfinite, self.muon_coefficients)):
             raise UsageError(f"muon_coefficients are {self.muon_coefficients}; give three numbers, a,b,c")
-
-    @property
-    def muon(self) -> MuonSettings:
-        """The settings of Muon but for its rate."""
-        return MuonSettings(self.muon_momentum, self.muon_nesterov, self.muon_steps, self.muon_coefficients)
 
     @property
     def tokens_per_step(self) -> int:
@@ -101,7 +78,7 @@ class TrainConfig:
 
 
 class Start(Enum):
-    """What a run starts from, which decides how large its steps may be."""
+    """Weights that a run starts from, which decide the size of its steps."""
 
     RANDOM = "random weights"
     TRAINED = "trained weights"
@@ -114,10 +91,10 @@ class Run:
     """What is known of a run before it is set up.
 
     Attributes:
-        start: what it starts from.
-        model: that is trained, or the one that it is cut from.
+        start: weights that it starts from.
+        model: the model to train, or the model that it is pruned from.
         adapters: only adapters are trained.
-        already_trained: pruned weights were trained before, so that large steps would undo more than they mend.
+        already_trained: pruned weights were trained since, so that large steps would undo more than they mend.
     """
 
     start: Start
@@ -126,53 +103,59 @@ class Run:
     already_trained: bool = False
 
 
-DOCUMENTED_DROPOUT = 0.1
-"""Of a new model in the documented set-up; the presets themselves have none."""
-LEAST_STEPS = 200
-"""Steps that a run has, as long as each reads 1,024 tokens or more: at equal tokens they are worth more than anything
-else in the recipe (docs/log.md)."""
-_MANY_STEPS = 800  # of what has much to learn, as long as Muon's are cheap
-_SHAPE = ("batch_size", "accumulation", "sequence")  # of a step
-_TOKENS_PER_STEP = (1_024, 8_192)
-_WARMUP_SHARE, _MOST_WARMUP = 0.05, 50
-_VALIDATIONS = 4  # on the way, of a run that starts from good weights
-_VALIDATIONS_FROM_RANDOM = 2  # only to have something to keep where the rest fails
+@dataclass(frozen=True)
+class _Defaults:
+    """Defaults of a start: peak rates at 100M parameters, weight decay, scorings of held-out text on the way."""
 
-# Peak rates at 100M parameters, AdamW's and Muon's; measured on 0.3 to 3M, of pruned weights also on 116M
-# (docs/how-it-works/training.md).
-_RATES = {
-    Start.RANDOM: (3e-4, 0.02),
-    Start.TRAINED: (1e-4, 0.007),
-    Start.PRUNED: (1e-4, 0.005),
-    Start.QUANTIZED: (1e-5, 0.0005),
+    adamw: float
+    muon: float
+    adamw_alone: float  # without Muon, AdamW trains the matrices too
+    weight_decay: float = 0.1
+    validations: int = 4
+    short_steps: bool = False  # 800 steps instead of 200, as long as Muon's are cheap
+    allows_muon: bool = True
+    try_rates: bool = True
+
+
+# Measured on 0.3M to 3M parameters, pruned weights also on 116M (docs/how-it-works/training.md).
+_DEFAULTS = {
+    Start.RANDOM: _Defaults(3e-4, 0.02, 3e-4, validations=2, short_steps=True, try_rates=False),
+    Start.TRAINED: _Defaults(1e-4, 0.007, 1e-4),
+    Start.PRUNED: _Defaults(1e-4, 0.005, 3e-4, short_steps=True),
+    Start.QUANTIZED: _Defaults(1e-5, 0.0005, 1e-5, weight_decay=0.0, allows_muon=False),
 }
-_CUT_BY_ADAMW_ALONE = 3.0  # times AdamW's rate for pruned weights, which beside Muon is for embedding and norms
+DOCUMENTED_DROPOUT = 0.1
+"""Dropout of a new model in the documented set-up; presets have none."""
+LEAST_STEPS = 200
+"""Least steps of a run that reads 1,024 tokens a step: at equal tokens, more steps help most (docs/log.md)."""
+_MANY_STEPS = 800
+_TOKENS_PER_STEP = (1_024, 8_192)
+_WARMUP_FRACTION, _MOST_WARMUP = 0.05, 50
 _RATE_PARAMETERS, _LEAST_PARAMETERS = 1e8, 1e6
 _MUON_TOKENS_PER_CHANNEL = 8
 _ADAPTER_RATIO = 10.0  # adapters start at zero and reach their size in a few steps
 
 
 def peak_rates(run: Run, optimizer: str = "adamw") -> tuple[float, float]:
-    """AdamW's and Muon's peak rate for a run by an optimizer.
+    """Peak rates of AdamW and Muon.
 
-    AdamW's falls with the square root of the parameters, from a million upwards; Muon's steps have the same size in
-    every matrix, so that its rate does not.
+    AdamW's falls with the square root of the parameters, from a million upwards. Muon's steps have the same size in
+    every matrix, so its rate does not.
     """
-    adamw, muon = _RATES[run.start]
-    if run.start is Start.PRUNED and optimizer == "adamw" and not (run.adapters or run.already_trained):
-        adamw *= _CUT_BY_ADAMW_ALONE
+    defaults = _DEFAULTS[run.start]
+    alone = optimizer == "adamw" and not (run.adapters or run.already_trained)
     size = max(run.model.parameters, _LEAST_PARAMETERS)
     scale = math.sqrt(_RATE_PARAMETERS / size) * (_ADAPTER_RATIO if run.adapters else 1.0)
-    return float(f"{adamw * scale:.2g}"), muon
+    return float(f"{(defaults.adamw_alone if alone else defaults.adamw) * scale:.2g}"), defaults.muon
 
 
 def default_optimizer(run: Run, tokens_per_step: int) -> str:
-    """Muon where its steps are cheap beside the batch, AdamW for wide models, adapters and quantized weights.
+    """Muon if its steps are cheap beside the batch; AdamW for wide models, adapters and quantized weights.
 
     Orthogonalising a matrix takes about 3 * hidden_size / tokens of the time of its products in a step.
     """
     cheap = _MUON_TOKENS_PER_CHANNEL * run.model.hidden_size <= tokens_per_step
-    return "muon" if cheap and not run.adapters and run.start is not Start.QUANTIZED else "adamw"
+    return "muon" if cheap and not run.adapters and _DEFAULTS[run.start].allows_muon else "adamw"
 
 
 def train_config(
@@ -185,20 +168,20 @@ def train_config(
 ) -> TrainConfig:
     """The settings of a run, printed in one line.
 
-    With a number of `tokens`, which is rounded up to whole steps, the tokens of a step follow from it: a two-hundredth,
-    of random and pruned weights down to an eight-hundredth where Muon stays cheap, between 1,024 and 8,192. With steps
-    they are 4 x 4 x 512. The warm-up takes a twentieth of the steps, at most 50. With `documented` what is not given is
-    as in `TrainConfig`, whatever the run.
+    With `tokens`, which are rounded up to whole steps, the tokens of a step follow from the length of the run: a
+    two-hundredth, for random and pruned weights down to an eight-hundredth if Muon stays cheap, from 1,024 to 8,192.
+    With steps, a step has 4 x 4 x 512 tokens. The warm-up takes a twentieth of the steps, at most 50. With
+    `documented`, `TrainConfig` has what is not given.
 
     Args:
         run: what is trained.
-        tokens: to train on; None where `flags` give steps, or for 5,000.
+        tokens: to train on; None if `flags` give steps, or for 5,000 steps.
         flags: options and parsed settings by the names of `TrainConfig`, and `documented`; None if not given.
         seed: of the run.
         parallel: whether the loss can be computed for several batches side by side.
 
     Raises:
-        UsageError: a value out of range or without effect, or batches side by side where they cannot be.
+        UsageError: a value out of range or without effect, or batches side by side although `parallel` is false.
     """
     given = {key: value for key, value in flags.items() if value is not None}
     documented = given.pop("documented", False)
@@ -208,50 +191,64 @@ def train_config(
     if not documented:
         base |= _derived(run, tokens, given)
     elif tokens is not None:
-        shape = {key: value for key, value in given.items() if key in _SHAPE}
-        base["steps"] = -(-tokens // TrainConfig(**shape).tokens_per_step)
+        base["steps"] = -(-tokens // _tokens_per_step(given))
     config = TrainConfig(**base | given)
     _check_effect(config, given)
     if config.parallel_batches > 1 and not parallel:
         raise UsageError(
-            f"--set parallel_batches={config.parallel_batches}: is for `train`; students see their batches one after "
-            "another"
+            f"--set parallel_batches={config.parallel_batches}: only train computes batches side by side; leave it out"
         )
     if config.steps:
         log(described(config, run))
     return config
 
 
-def _derived(run: Run, tokens: int | None, given: dict[str, Any]) -> dict[str, Any]:
+def _tokens_per_step(values: Mapping[str, Any]) -> int:
+    return TrainConfig(
+        **{name: values[name] for name in ("batch_size", "accumulation", "sequence") if name in values}
+        | {"parallel_batches": 1}
+    ).tokens_per_step
+
+
+def _derived(run: Run, tokens: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that follow from a run, by their names."""
-    base: dict[str, Any] = {}
-    if run.start is Start.QUANTIZED:
-        base["weight_decay"] = 0.0  # the weights are near their final values: decay would pull them away
+    defaults = _DEFAULTS[run.start]
+    base: dict[str, Any] = {"weight_decay": defaults.weight_decay}
     base["sequence"] = min(TrainConfig.sequence, run.model.max_position_embeddings)
     if tokens is not None:
         base |= _batches(tokens, given.get("sequence", base["sequence"]), run, given)
-    shape = {key: value for key, value in (base | given).items() if key in _SHAPE}
-    tokens_per_step = TrainConfig(**shape).tokens_per_step
+    tokens_per_step = _tokens_per_step(base | dict(given))
     if tokens is not None:
         base["steps"] = -(-tokens // tokens_per_step)
     eight_bits = given.get("optimizer_bits") == 8  # Muon has no such states
     base["optimizer"] = "adamw" if eight_bits else default_optimizer(run, tokens_per_step)
-    base["learning_rate"], base["muon_learning_rate"] = peak_rates(run, (base | given)["optimizer"])
-    steps = (base | given).get("steps", TrainConfig.steps)
-    base["warmup"] = min(_MOST_WARMUP, max(1, round(_WARMUP_SHARE * steps))) if steps > 1 else 0
-    base["validate_every"] = -(-steps // (_VALIDATIONS_FROM_RANDOM if run.start is Start.RANDOM else _VALIDATIONS))
-    if run.start is not Start.RANDOM:
-        base["try_rates"] = not {"learning_rate", "muon_learning_rate"} & given.keys()
+    base["learning_rate"], base["muon_learning_rate"] = peak_rates(run, (base | dict(given))["optimizer"])
+    steps = (base | dict(given)).get("steps", TrainConfig.steps)
+    base["warmup"] = min(_MOST_WARMUP, max(1, round(_WARMUP_FRACTION * steps))) if steps > 1 else 0
+    base["validate_every"] = -(-steps // defaults.validations)
+    base["try_rates"] = defaults.try_rates and not {"learning_rate", "muon_learning_rate"} & given.keys()
     return base
 
 
+def _batches(tokens: int, sequence: int, run: Run, given: Mapping[str, Any]) -> dict[str, int]:
+    """Sequences of a batch and batches of a step, for a run of `tokens` in sequences of `sequence`."""
+    least, most = _TOKENS_PER_STEP
+    wanted = tokens / LEAST_STEPS
+    if _DEFAULTS[run.start].short_steps:
+        cheap = 2 ** math.ceil(math.log2(_MUON_TOKENS_PER_CHANNEL * run.model.hidden_size))
+        wanted = min(wanted, max(tokens / _MANY_STEPS, cheap))
+    rows = max(1, 2 ** math.floor(math.log2(min(most, max(least, wanted)))) // sequence)
+    batch_size = given.get("batch_size", max(1, min(TrainConfig.batch_size, rows // given.get("accumulation", 1))))
+    return {"batch_size": batch_size, "accumulation": max(1, rows // batch_size)}
+
+
 def _check_effect(config: TrainConfig, given: Mapping[str, Any]) -> None:
-    """Refuse settings of an optimizer or a schedule that the run has not."""
+    """Refuse settings of an optimizer or a schedule that the run does not have; say what looks like a mistake."""
     of_muon = [name for name in given if name.startswith("muon_")]
     if of_muon and config.optimizer != "muon":
-        raise UsageError(
-            f"{of_muon[0]} is Muon's, this run's optimizer is {config.optimizer}; add --set optimizer=muon"
-        )
+        raise UsageError(f"{of_muon[0]} is Muon's, the optimizer is {config.optimizer}; add --set optimizer=muon")
+    if "decay_fraction" in given and config.schedule != "wsd":
+        raise UsageError(f"decay_fraction is for wsd, the schedule is {config.schedule}; add --set schedule=wsd")
     if config.warmup >= config.steps > 1:
         log(
             f"the run ends inside its warm-up: {config.steps} steps, {config.warmup} of warm-up; give more tokens, "
@@ -259,22 +256,7 @@ def _check_effect(config: TrainConfig, given: Mapping[str, Any]) -> None:
         )
     rates = {"learning_rate", "muon_learning_rate"} & given.keys()
     if rates == {"learning_rate"} and config.optimizer == "muon":
-        log(f"--learning-rate is that of AdamW's part; matrices have Muon's, {config.muon_learning_rate:g}")
-    if "decay_fraction" in given and config.schedule != "wsd":
-        raise UsageError(f"decay_fraction is for wsd, the schedule is {config.schedule}; add --set schedule=wsd")
-
-
-def _batches(tokens: int, sequence: int, run: Run, given: Mapping[str, Any]) -> dict[str, int]:
-    """Sequences of a batch and batches of a step, for a run of `tokens` in sequences of `sequence`."""
-    least, most = _TOKENS_PER_STEP
-    share = tokens / LEAST_STEPS
-    if run.start in (Start.RANDOM, Start.PRUNED):
-        cheap = 2 ** math.ceil(math.log2(_MUON_TOKENS_PER_CHANNEL * run.model.hidden_size))
-        share = min(share, max(tokens / _MANY_STEPS, cheap))
-    wanted = 2 ** math.floor(math.log2(min(most, max(least, share))))
-    rows = max(1, wanted // sequence)
-    batch_size = given.get("batch_size", max(1, min(TrainConfig.batch_size, rows // given.get("accumulation", 1))))
-    return {"batch_size": batch_size, "accumulation": max(1, rows // batch_size)}
+        log(f"--learning-rate is AdamW's, for embedding and norms; Muon's is {config.muon_learning_rate:g}")
 
 
 def described(config: TrainConfig, run: Run) -> str:

@@ -17,7 +17,7 @@ from sportsllm.formats.artifact import STATE_DIRECTORY, replace_state
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.formats.json_files import read_json
 
-_PROGRESS = ("step", "losses", "best_step", "best_bits_per_byte", "last_bits_per_byte")
+_PROGRESS = ("step", "losses", "best_step", "best_bits_per_byte", "last_bits_per_byte", "bits_per_byte_before")
 _BEST = "best.safetensors"
 
 
@@ -25,9 +25,13 @@ _BEST = "best.safetensors"
 class RunState:
     """Everything that a run changes, and the `identity` and `config` that a saved state must agree with.
 
-    `step` counts the steps taken, `losses` are those of the last few, and `directory` is the run's. Of the step that
-    held-out text likes best there are its number, bits per byte and trained weights; `last_bits_per_byte` is of the
-    step that was scored last.
+    Attributes:
+        directory: of the run; the state is saved in its `state/`.
+        step: steps taken.
+        losses: of the last few steps.
+        best_step, best_bits_per_byte, best: the step with the best score on held-out text, and its trained weights.
+        last_bits_per_byte: of the step that was scored last.
+        bits_per_byte_before: of the start, on the text that is reported.
     """
 
     directory: Path
@@ -41,12 +45,18 @@ class RunState:
     best_step: int | None = None
     best_bits_per_byte: float | None = None
     last_bits_per_byte: float | None = None
+    bits_per_byte_before: float | None = None
     best: dict[str, Tensor] | None = None
 
     @property
     def mean_loss(self) -> float | None:
         """Mean of `losses`, in nats a token."""
         return sum(self.losses) / len(self.losses) if self.losses else None
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether there is a state to load."""
+        return (self.directory / STATE_DIRECTORY).exists()
 
     def save(self) -> None:
         """Write `state/`, replacing an older one only when the new one is whole."""
@@ -104,7 +114,7 @@ def _states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _restore(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put saved states back, in the types that they had; numbers stay on the CPU, bitsandbytes' steps plain ones."""
+    """Put saved states back with their dtypes; scalars stay on the CPU, bitsandbytes' steps are plain integers."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, tensor in tensors.items():
         number, _, key = name.partition(".")

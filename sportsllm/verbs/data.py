@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-    from sportsllm.text.token_counts import TokenCounts
+    from sportsllm.text.tokenizer import TokenCounts
 
 DEFAULT_CORPUS = Path("runs/corpus")
 SIMULATED_MEGABYTES = 20.0
@@ -121,8 +121,7 @@ def tokens(
 
     from sportsllm.console import output, table
     from sportsllm.text.documents import read_documents
-    from sportsllm.text.token_counts import count_tokens, visible_piece
-    from sportsllm.text.tokenizer import read_tokenizer
+    from sportsllm.text.tokenizer import count_tokens, read_tokenizer, visible_piece
 
     sources = [tokenizer] if against is None else [tokenizer, against]
     opened = [read_tokenizer(_file(source)) for source in sources]
@@ -157,7 +156,7 @@ def _cost(source: Path, tokenizer: Tokenizer, counts: TokenCounts, first: str, s
     """One tokenizer's cost, with the first `show` tokens of the text `first`."""
     from sportsllm.formats.huggingface.config import load_config
     from sportsllm.models.size import kv_cache_bytes_per_token
-    from sportsllm.text.token_counts import token_pieces
+    from sportsllm.text.tokenizer import token_pieces
 
     vocabulary = len(tokenizer.get_vocab(with_added_tokens=True))
     per_token, directory = None, _file(source).parent

@@ -87,8 +87,8 @@ def eval(
     from sportsllm.console import output
     from sportsllm.files import require_directory
     from sportsllm.inference.decoder import log_runtime
-    from sportsllm.inference.evaluate import question_accuracy, read_questions, score_documents, wilson_interval
     from sportsllm.inference.longer_context import open_with_context
+    from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents, wilson_interval
     from sportsllm.text.documents import read_documents
     from sportsllm.text.tokenizer import load_tokenizer
 

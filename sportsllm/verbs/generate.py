@@ -94,8 +94,8 @@ def generate(
     from sportsllm.console import log, output
     from sportsllm.inference.decoder import log_runtime, open_decoder
     from sportsllm.inference.sampling import generate as sample_tokens
+    from sportsllm.inference.sampling import until
     from sportsllm.text.chat import render_chat
-    from sportsllm.text.stopping import until
     from sportsllm.text.tokenizer import load_tokenizer
 
     decoder = open_decoder(directory, threads, kernels, provider)

@@ -18,7 +18,7 @@ from sportsllm.verbs.data import DEFAULT_CORPUS, SIMULATED_MEGABYTES, simulate
 if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
     from sportsllm.models.language_model import SportsLLM
-    from sportsllm.text.split import TextSplit
+    from sportsllm.text.documents import TextSplit
     from sportsllm.text.tokenizer import TextTokenizer
     from sportsllm.training.lora import Adapters
     from sportsllm.training.settings import TrainConfig
@@ -93,9 +93,10 @@ def train(
     from sportsllm.formats.huggingface.config import load_config
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.models.shape import changed_shape
+    from sportsllm.processors import set_threads
     from sportsllm.training.lora import adapter_settings
     from sportsllm.training.settings import DOCUMENTED_DROPOUT, Run, Start, train_config
-    from sportsllm.training.setup import set_threads, shape_of
+    from sportsllm.training.setup import shape_of
 
     set_threads(threads)
     if found.get("documented") and checkpoint is None:
@@ -157,9 +158,10 @@ def _train_base(
     from sportsllm.formats.checkpoint import copy_tokenizer, save_checkpoint
     from sportsllm.models.language_model import SportsLLM
     from sportsllm.models.shape import described_shape
-    from sportsllm.text.split import load_corpus
+    from sportsllm.processors import training_device
+    from sportsllm.text.documents import load_corpus
     from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
-    from sportsllm.training.setup import check_sequence, fit_vocabulary, shape_of, training_device
+    from sportsllm.training.setup import check_sequence, fit_vocabulary, shape_of
 
     record: dict[str, Any] = {
         "model": model,
@@ -217,10 +219,12 @@ def _fine_tune(
     from sportsllm.formats.changed_config import checkpoint_with
     from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
     from sportsllm.formats.safetensors_files import quantization_config
-    from sportsllm.text.split import load_corpus
+    from sportsllm.processors import training_device
+    from sportsllm.text.documents import load_corpus
+    from sportsllm.text.provenance import held_out_setting, left_out
     from sportsllm.text.tokenizer import load_tokenizer
     from sportsllm.training.lora import add_adapters, merge_adapters
-    from sportsllm.training.setup import check_sequence, held_out_setting, left_out, training_device, validator
+    from sportsllm.training.setup import check_sequence
 
     if quantization_config(checkpoint) is not None:
         raise ArtifactError(f"{checkpoint}: is quantized; fine-tune the unquantized checkpoint, then quantize")
@@ -238,12 +242,11 @@ def _fine_tune(
             trained = add_adapters(network, adapters.rank, adapters.targets, adapters.alpha, config.seed)
         texts = load_corpus(text.corpus, text.valid, excluded)
         network = network.to(training_device())
-        before = validator(texts, words)(network) if config.steps else None
         name = str(checkpoint)
         results = _fit(network, texts, words, config, directory, name, stage.fingerprint(), resume, keep_start=True)
         merge_adapters(network)
         save_checkpoint(directory, network, checkpoint)
-        return {**results, "trained_parameters": trained, "bits_per_byte_before": before}
+        return {**results, "trained_parameters": trained}
 
     return TrainResult.of(run_stage(out, stage, make, resume))
 
@@ -263,12 +266,13 @@ def _fit(
     from sportsllm.text.packing import PackedSequences, tokenize
     from sportsllm.training.loop import language_model_loss, train_model
     from sportsllm.training.rate_trial import choose_rates, chosen_rates
-    from sportsllm.training.setup import training_results, validation
+    from sportsllm.training.setup import training_results
+    from sportsllm.training.validation import validation
 
     batches = PackedSequences(tokenize(texts.train, tokenizer), config.sequence, config.batch_size, config.seed)
     judged = validation(texts, tokenizer, config, keep_start)
     if config.try_rates and judged is not None:
-        config = choose_rates(network, batches, language_model_loss, config, directory, judged.choosing)
+        config = choose_rates(network, batches, language_model_loss, config, directory, judged.selection)
     result = train_model(
         network,
         batches,

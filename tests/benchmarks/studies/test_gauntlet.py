@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.studies.gauntlet import fit_rise, gains, plot, rise, summary
-from sportsllm.inference.evaluate import TextScore
+from sportsllm.inference.scoring import TextScore
 
 
 def score(nats: float) -> TextScore:

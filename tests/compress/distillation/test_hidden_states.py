@@ -179,7 +179,7 @@ def test_the_training_loop_trains_the_projections_too(optimizer: str, tmp_path: 
     with attached(student, module):
         with pytest.raises(ValueError, match="already"), attached(student, module):
             pass
-        adamw = build_optimizers(student, optimizer, 1e-3, 0.02, 0.0)[0]
+        adamw = build_optimizers(student, config)[0]
         taken = {id(parameter) for group in adamw.param_groups for parameter in group["params"]}
         assert all(id(projection) in taken for projection in module.projections)
         train_model(student, batches, loss, config, tmp_path)

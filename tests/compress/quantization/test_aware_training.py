@@ -17,10 +17,10 @@ from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.packed_weights import QuantizedWeight
 from sportsllm.formats.quantized_layers import QuantizedLinear
 from sportsllm.simulator import simulate
-from sportsllm.text.split import load_corpus
+from sportsllm.text.documents import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.settings import TrainConfig
-from sportsllm.training.setup import validator
+from sportsllm.training.validation import validator
 from tests.support.models import tiny_model
 
 

@@ -24,8 +24,8 @@ from compress.teacher_cache.write import CacheRequest, bit_budget, make_teacher_
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, UsageError
 from sportsllm.formats.artifact import verify_directory
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.text.documents import load_corpus
 from sportsllm.text.packing import IGNORE, PackedSequences, TokenizedDocuments, tokenize
-from sportsllm.text.split import load_corpus
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
 from tests.support.models import TINY_VOCAB, tiny_model
 

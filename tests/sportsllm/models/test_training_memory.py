@@ -21,6 +21,7 @@ from sportsllm.models.training_memory import TrainingStep, largest_batch, layer_
 from sportsllm.text.packing import Batch
 from sportsllm.training.loop import language_model_loss
 from sportsllm.training.optimizers import build_optimizers
+from sportsllm.training.settings import TrainConfig
 
 TINY = ModelConfig(
     vocab_size=256,
@@ -65,7 +66,7 @@ def _peak_bytes(config: ModelConfig, shape: Shape, precision: str, checkpointed:
     model.initialize(0)
     model.train()
     model.checkpoint_activations = checkpointed
-    optimizers = build_optimizers(model, shape.optimizer, 1e-3, 1e-2, 0.1, shape.bits)
+    optimizers = build_optimizers(model, TrainConfig(optimizer=shape.optimizer, optimizer_bits=shape.bits))
     tokens = shape.batch * shape.length
     ends = shape.ends or tuple(range(shape.length, tokens + 1, shape.length))
     ids = torch.randint(0, config.vocab_size, (shape.batch, shape.length))
@@ -111,7 +112,7 @@ def test_the_formula_is_what_torch_allocates(name: str, precision: str, checkpoi
 def test_optimizer_states_are_what_the_optimizer_holds(kind: str, bits: int) -> None:
     config = TINY.with_changes(attention_bias=True)
     model = SportsLLM(config)
-    optimizers = build_optimizers(model, kind, 1e-3, 1e-2, 0.1, bits)
+    optimizers = build_optimizers(model, TrainConfig(optimizer=kind, optimizer_bits=bits))
     model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
     gradients = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
     for optimizer in optimizers:
@@ -227,7 +228,7 @@ def test_a_gpu_allocates_what_the_formula_says(checkpointed: bool) -> None:
     model = SportsLLM(config).cuda()
     model.train()
     model.checkpoint_activations = checkpointed
-    (optimizer,) = build_optimizers(model, "adamw", 1e-3, 1e-2, 0.1)
+    (optimizer,) = build_optimizers(model, TrainConfig())
     ids = torch.randint(0, config.vocab_size, (16, 1_024), device="cuda")
     batch = Batch(ids, ids, tuple(range(1_024, 16 * 1_024 + 1, 1_024)))
     for _ in range(2):

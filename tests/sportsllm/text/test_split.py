@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from sportsllm.errors import ArtifactError
-from sportsllm.text.documents import Piece
-from sportsllm.text.split import TextSplit, load_corpus, split_documents, training_side
+from sportsllm.text.documents import Chunk, TextSplit, load_corpus, split_documents, training_side
 
 
-def whole(texts: Sequence[str]) -> list[Piece]:
-    return [Piece(text, text) for text in texts]
+def whole(texts: Sequence[str]) -> list[Chunk]:
+    return [Chunk(text, text) for text in texts]
 
 
 def write(path: Path, texts: Sequence[str]) -> Path:

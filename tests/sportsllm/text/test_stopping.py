@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sportsllm.text.stopping import until
+from sportsllm.inference.sampling import until
 
 
 @pytest.mark.parametrize(

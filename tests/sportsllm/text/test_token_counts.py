@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 from sportsllm.text.documents import read_documents
-from sportsllm.text.token_counts import count_tokens, token_pieces
-from sportsllm.text.tokenizer import load_tokenizer, read_tokenizer, train_tokenizer
+from sportsllm.text.tokenizer import count_tokens, load_tokenizer, read_tokenizer, token_pieces, train_tokenizer
 from tests.support.models import TINY_VOCAB
 
 TEXT = "Obura 82-84 Vestnes, naïve 東京\n🏉 <|begin|>"

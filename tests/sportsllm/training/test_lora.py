@@ -15,9 +15,8 @@ from sportsllm.errors import InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.text.documents import read_documents
+from sportsllm.text.documents import TextSplit, read_documents
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences, tokenize
-from sportsllm.text.split import TextSplit
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.lora import ALPHA, LoRALinear, add_adapters, merge_adapters, parse_targets

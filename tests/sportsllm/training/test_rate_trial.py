@@ -11,6 +11,7 @@ import torch
 
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import Batch, PackedSequences
+from sportsllm.training import rate_trial
 from sportsllm.training.loop import language_model_loss
 from sportsllm.training.rate_trial import RATES, choose_rates
 from sportsllm.training.settings import TrainConfig
@@ -28,11 +29,11 @@ def test_rates_fall_as_long_as_that_is_better(
     model = fresh()
     before, moved = weights(model).clone(), list[float]()
 
-    def choosing(network: SportsLLM) -> float:
+    def selection(network: SportsLLM) -> float:
         moved.append(float((weights(network) - before).norm()))
         return scores[len(moved) - 1]
 
-    chosen = choose_rates(model, batches, language_model_loss, CONFIG, tmp_path, choosing)
+    chosen = choose_rates(model, batches, language_model_loss, CONFIG, tmp_path, selection)
     assert chosen.learning_rate == pytest.approx(1e-3 * wanted)
     assert chosen.muon_learning_rate == pytest.approx(0.02 * wanted)
     assert dataclasses.replace(chosen, learning_rate=1e-3, muon_learning_rate=0.02) == CONFIG
@@ -40,7 +41,7 @@ def test_rates_fall_as_long_as_that_is_better(
     assert torch.equal(weights(model), before)
     assert len(json.loads((tmp_path / RATES).read_text(encoding="utf-8"))) == len(scores)
 
-    again = choose_rates(model, batches, language_model_loss, CONFIG, tmp_path, choosing)
+    again = choose_rates(model, batches, language_model_loss, CONFIG, tmp_path, selection)
     assert again == chosen and len(moved) == len(scores), "a resumed run reads the choice"
 
 
@@ -62,6 +63,17 @@ def test_short_runs_keep_their_rates(batches: PackedSequences, tmp_path: Path) -
     config = dataclasses.replace(CONFIG, steps=399)
     assert choose_rates(fresh(), batches, language_model_loss, config, tmp_path, lambda _model: 0.0) is config
     assert not (tmp_path / RATES).exists()
+
+
+@pytest.mark.parametrize(("accumulation", "wanted"), [(4, 2), (1, 1)])
+def test_a_trial_accumulates_what_leaves_ten_steps(
+    batches: PackedSequences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int, wanted: int
+) -> None:
+    seen: list[TrainConfig] = []
+    monkeypatch.setattr(rate_trial, "train_model", lambda *given, **_names: seen.append(given[3]))
+    config = dataclasses.replace(CONFIG, steps=800 // accumulation, accumulation=accumulation)
+    choose_rates(fresh(), batches, language_model_loss, config, tmp_path, lambda _model: 0.0)
+    assert {(trial.accumulation, trial.steps) for trial in seen} == {(wanted, 20 // wanted)}
 
 
 def test_an_interrupt_leaves_nothing_to_resume(batches: PackedSequences, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface.config import load_config
-from sportsllm.inference.evaluate import windows
+from sportsllm.inference.scoring import windows
 from sportsllm.models.rope_scaling import RopeScaling
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.sportsllm.cli.test_main import call, complains

@@ -99,7 +99,7 @@ def test_muons_settings_and_the_fall_of_the_rate_are_recorded(
         (["--model", "tiny-1m", "--set", "decay_fraction=0.5"], 2, "add --set schedule=wsd"),
         (["--model", "tiny-1m", "--set", "muon_coefficients=1,x"], 2, "list of numbers a,b,c"),
         (["--model", "tiny-1m", "--set", "optimizer=muon", "--set", "muon_coefficients=1,2"], 2, "give three numbers"),
-        (["--model", "tiny-1m", "--set", "optimizer=muon", "--set", "muon_momentum=1"], 2, "muon_momentum is 1.0"),
+        (["--model", "tiny-1m", "--set", "optimizer=muon", "--set", "muon_momentum=1"], 2, "muon_momentum=1.0"),
         (["--model", "tiny-1m", "--set", "warmpu=1"], 2, "did you mean warmup?"),
         (["--model", "tiny-1m", "--set", "checkpoint_activations=1"], 2, "write true or false"),
         (["--model", "tiny-1m", "--set", "min_lr_ratio=2"], 2, "must be 0 to 1"),

@@ -2,11 +2,11 @@
 
 Bits per byte = -sum of log2 p(token | tokens before) / UTF-8 bytes of the scored text. The begin token is given,
 never scored. A document longer than the context is read in windows of the context length that overlap by half;
-of every window after the first only the new half counts.
+only the new half of each window after the first counts.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from sportsllm.errors import ArtifactError
 from sportsllm.formats.json_files import JsonObject, read_json_lines
 from sportsllm.inference.decoder import Decoder
 from sportsllm.text.tokenizer import TextTokenizer
-from sportsllm.text.windows import windows
 
 _ROWS_AT_ONCE = 64
 
@@ -41,6 +40,15 @@ class TextScore:
         return math.exp(self.nats / self.tokens)
 
 
+def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
+    """Windows over `length` tokens as (start, stop, first scored token), every token but the first scored once."""
+    start, scored = 0, 1
+    while scored < length:
+        stop = min(length, start + context)
+        yield start, stop, scored
+        scored, start = stop, start + context // 2
+
+
 def score_documents(
     decoder: Decoder,
     tokenizer: TextTokenizer,
@@ -48,6 +56,7 @@ def score_documents(
     *,
     first_window: bool = False,
     max_tokens: int | None = None,
+    window: int | None = None,
     description: str = "score",
 ) -> TextScore:
     """Score whole documents, each from its begin token.
@@ -55,11 +64,12 @@ def score_documents(
     Args:
         first_window: score only the first context-length tokens of each document, begin token included.
         max_tokens: stop after the document that reaches this many tokens.
+        window: tokens read at once, at most the context; the context by default.
 
     Raises:
         ArtifactError: there is nothing to score.
     """
-    context = decoder.config.max_position_embeddings
+    context = min(window or decoder.config.max_position_embeddings, decoder.config.max_position_embeddings)
     rows: list[list[int]] = []
     first_scored: list[int] = []
     tokens = size = 0

@@ -7,7 +7,7 @@ The naive code a chunked loss replaces:
     loss.backward()
 
 Here each chunk's logits are made, turned into a loss and a gradient, and overwritten by the next chunk's, so the memory
-is C * V instead of several times N * V. The idea is that of Liger-Kernel (https://arxiv.org/abs/2410.10989) and of cut
+is C * V instead of several times N * V. Sources: Liger-Kernel (https://arxiv.org/abs/2410.10989) and cut
 cross-entropy (https://arxiv.org/abs/2411.09009).
 Shape suffixes: N tokens, C tokens of a chunk, D hidden_size, V vocabulary.
 """
@@ -23,13 +23,15 @@ from sportsllm.models.size import loss_chunk_tokens
 from sportsllm.text.packing import IGNORE
 
 # (first token of the chunk, float32 logits (C, V)) -> (summed loss, gradient (C, V) of that loss).
-# The logits are the callee's to overwrite, and may be returned as the gradient; the next call gets the same memory.
+# The callee may overwrite the logits and return them as the gradient; the next call gets the same memory.
 ChunkLoss = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, chunk_loss: ChunkLoss, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, chunk_loss: ChunkLoss, chunk: int, exact: bool
+    ) -> Tensor:
         device = hidden_ND.device.type
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VD.dtype
         weight = weight_VD.to(compute)
@@ -43,10 +45,7 @@ class _HeadLoss(torch.autograd.Function):
             for start in range(0, tokens, chunk):
                 h_CD = hidden_ND[start : start + chunk].to(compute)
                 logits_CV = buffer[: h_CD.shape[0]]
-                if compute == torch.float32:
-                    torch.mm(h_CD, weight.T, out=logits_CV)
-                else:
-                    logits_CV.copy_(h_CD @ weight.T)
+                float32_product(h_CD, weight.T, logits_CV, exact)
                 loss, grad_CV = chunk_loss(start, logits_CV)
                 total += loss
                 grad_CV = grad_CV.to(compute)
@@ -61,7 +60,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         # Handed over and scaled in place, not kept: (V, D) is the largest thing left, and an optimizer's `.grad` can
         # take it without a copy.
         if ctx.gradients is None:
@@ -72,17 +71,38 @@ class _HeadLoss(torch.autograd.Function):
             None if grad_weight is None else grad_weight.mul_(grad),
             None,
             None,
+            None,
         )
 
 
-def head_loss(hidden_ND: Tensor, weight_VD: Tensor, chunk_loss: ChunkLoss, chunk: int | None = None) -> Tensor:
+def float32_product(a_MK: Tensor, b_KN: Tensor, out: Tensor, exact: bool = False) -> Tensor:
+    """a @ b in `out`, float32 (M, N), of factors of any dtype.
+
+    A product rounded to bfloat16 is wrong by up to 2^-9 of itself: 0.02 for a logit of 10, as much as the divergence
+    of a quantized model from its original. CUDA sums 16-bit factors in float32 and writes these sums. A CPU rounds
+    them, unless the product is `exact`, which takes two to three times as long.
+    """
+    if a_MK.dtype == torch.float32:
+        return torch.mm(a_MK, b_KN, out=out)
+    if a_MK.is_cuda:
+        return torch.mm(a_MK, b_KN, out_dtype=torch.float32, out=out)
+    if exact:
+        return torch.mm(a_MK.float(), b_KN.float(), out=out)
+    return out.copy_(a_MK @ b_KN)
+
+
+def head_loss(
+    hidden_ND: Tensor, weight_VD: Tensor, chunk_loss: ChunkLoss, chunk: int | None = None, exact: bool = False
+) -> Tensor:
     """Sum over tokens of a loss on hidden @ weight.T, made `chunk` (or `loss_chunk_tokens`) tokens at a time.
+
+    With `exact` the logits of a 16-bit compute dtype are float32 sums on every device, see `float32_product`.
 
     Returns:
         A float32 scalar; its gradient reaches hidden states and weight, once.
     """
     size = chunk or loss_chunk_tokens(weight_VD.shape[0], hidden_ND.device.type)
-    return cast(Tensor, cast(Any, _HeadLoss).apply(hidden_ND, weight_VD, chunk_loss, size))
+    return cast(Tensor, cast(Any, _HeadLoss).apply(hidden_ND, weight_VD, chunk_loss, size, exact))
 
 
 def softmax_into(out_CV: Tensor, logits_CV: Tensor) -> Tensor:

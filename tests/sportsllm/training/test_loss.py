@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sportsllm.models.size import LOSS_CHUNK_TOKENS, loss_chunk_tokens
 from sportsllm.text.packing import IGNORE
-from sportsllm.training.chunked_loss import (
+from sportsllm.training.loss import (
     ChunkLoss,
     cross_entropy,
     head_loss,

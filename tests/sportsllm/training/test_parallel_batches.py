@@ -10,8 +10,8 @@ import torch
 from sportsllm.errors import DivergedError, UsageError
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import preset
+from sportsllm.processors import batch_threads
 from sportsllm.text.packing import Batch, PackedSequences
-from sportsllm.training.batch_threads import batch_threads, check_parallel
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.settings import Run, Start, TrainConfig, train_config
 from tests.support.models import fresh, weights
@@ -32,7 +32,7 @@ def kept_threads() -> Iterator[None]:
 def test_trains_bit_for_bit_as_one_batch_after_another(batches: PackedSequences, tmp_path: Path, parallel: int) -> None:
     torch.set_num_threads(1)  # a product's rounding may depend on its threads
     trained = []
-    for name, count in (("apart", 1), ("beside", parallel)):
+    for name, count in (("one", 1), ("parallel", parallel)):
         model = fresh()
         model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)  # what is frozen stays
         (tmp_path / name).mkdir()
@@ -67,15 +67,15 @@ def test_each_thread_gets_its_share_and_the_caller_keeps_all() -> None:
     assert torch.get_num_threads() == 4
 
 
-def test_refused_where_it_would_not_be_the_same_training() -> None:
+def test_refused_if_it_would_change_the_training(batches: PackedSequences, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="parallel_batches is 4, the batches of a step are 3"):
         dataclasses.replace(CONFIG, parallel_batches=4)
-    with pytest.raises(UsageError, match="parallel_batches is 0"):
+    with pytest.raises(UsageError, match="parallel_batches=0: must be at least 1"):
         dataclasses.replace(CONFIG, parallel_batches=0)
-    with pytest.raises(UsageError, match="dropout"):
-        check_parallel(fresh(dropout=0.1), torch.device("cpu"))
-    with pytest.raises(UsageError, match="for a CPU, the model is on cuda"):
-        check_parallel(fresh(), torch.device("cuda"))
+    config = dataclasses.replace(CONFIG, parallel_batches=2)
+    for model, message in ((fresh(dropout=0.1), "dropout"), (fresh().to("meta"), "for a CPU, the model is on meta")):
+        with pytest.raises(UsageError, match=message):
+            train_model(model, batches, language_model_loss, config, tmp_path)
 
 
 def test_blocks_with_a_loss_of_their_own_are_refused(batches: PackedSequences, tmp_path: Path) -> None:
@@ -87,6 +87,6 @@ def test_blocks_with_a_loss_of_their_own_are_refused(batches: PackedSequences, t
 
 def test_only_train_takes_it() -> None:
     run = Run(Start.PRUNED, preset("tiny-300k"))
-    with pytest.raises(UsageError, match=r"parallel_batches=2: is for .train"):
+    with pytest.raises(UsageError, match=r"parallel_batches=2: only train"):
         train_config(run, 10_000, {"accumulation": 2, "parallel_batches": 2})
     assert train_config(run, 10_000, {"accumulation": 2, "parallel_batches": 2}, parallel=True).parallel_batches == 2

@@ -13,9 +13,9 @@ import torch
 from sportsllm.errors import DivergedError, InterruptedRun
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import PackedSequences
-from sportsllm.training.best_step import Validation
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.settings import TrainConfig
+from sportsllm.training.validation import Validation
 from tests.support.models import fresh, weights
 
 CONFIG = TrainConfig(

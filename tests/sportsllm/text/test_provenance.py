@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from sportsllm.training import setup
-from sportsllm.training.setup import HELD_OUT, held_out_files, held_out_setting, left_out
+from sportsllm.text import provenance
+from sportsllm.text.provenance import HELD_OUT, held_out_files, held_out_setting, left_out
 
 
 def test_what_checkpoints_hold_out_is_left_out_and_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_what_checkpoints_hold_out_is_left_out_and_recorded(monkeypatch: pytest.
         ("start", "valid"): [str(own)],
         ("start", HELD_OUT): [str(own), str(theirs), str(further)],
     }
-    monkeypatch.setattr(setup, "manifest_setting", lambda directory, key: named.get((directory.name, key)))
+    monkeypatch.setattr(provenance, "manifest_setting", lambda directory, key: named.get((directory.name, key)))
     teacher, start = tmp_path / "teacher", tmp_path / "start"
     assert held_out_files(teacher) == [theirs]
     assert left_out([], teacher) == (theirs,) and left_out([own], teacher, start) == (own, theirs, further)

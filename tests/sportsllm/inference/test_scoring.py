@@ -8,7 +8,7 @@ import torch
 
 from sportsllm.errors import ArtifactError
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.inference.evaluate import Question, question_accuracy, read_questions, score_documents, windows
+from sportsllm.inference.scoring import Question, question_accuracy, read_questions, score_documents, windows
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer
