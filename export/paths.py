@@ -10,9 +10,6 @@ from sportsllm.inference.decoder import web_graphs
 
 GRAPH_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
-# Of the latency profile: reads all tokens of a prompt but the last into the cache; see `export.graph.prefill_graph`.
-PROMPT_FILE = "prompt.onnx"
-
 
 # By precision: transformers.js's name of it, and its suffix of the file name. Source: DEFAULT_DTYPE_SUFFIX_MAPPING in
 # src/utils/dtypes.js of @huggingface/transformers 4.3.1.
@@ -36,11 +33,6 @@ class GraphFiles:
 def plain_files(directory: Path) -> GraphFiles:
     """Paths that `export` writes."""
     return GraphFiles(directory / GRAPH_FILE, directory / DATA_FILE)
-
-
-def prompt_files(directory: Path) -> GraphFiles:
-    """Paths of the latency profile's second graph, whether or not there is one."""
-    return GraphFiles(directory / PROMPT_FILE, directory / f"{PROMPT_FILE}.data")
 
 
 def web_precision(precision: str, in_half: bool) -> str:

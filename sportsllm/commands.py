@@ -19,7 +19,7 @@ COMMANDS = {
     "prune": "compress.cli.prune",
     "prune-vocabulary": "compress.cli.prune_vocabulary",
     "quantize": "compress.cli.quantize",
-    "export": "export.commands",
+    "export": "export.export",
     "generate": "sportsllm.verbs.generate",
     "eval": "sportsllm.verbs.eval",
     "bench": "benchmarks.commands",

@@ -78,6 +78,9 @@ SHAPE: Group = {
     "dropout": Setting(float, "Dropout in training", "the model's; presets 0", 0, 1),
     "tied": Setting(bool, "One matrix as embedding and head", "the model's"),
 }
+EXPORT: Group = {
+    "inline": Setting(bool, "Write no functions for this program's kernels, for readers that know none", "false"),
+}
 TOKENIZER: Group = {
     "digits": Setting(
         str, "Digits in a new tokenizer: grouped, or one token each", "grouped", choices=("grouped", "single")
@@ -156,6 +159,7 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
     "Shape of a new model": ("train --model", SHAPE),
     "Tokenizer of a new model": ("train --model", TOKENIZER),
     "LoRA": ("train, distill, prune --recover with --lora-rank", LORA),
+    "Export": ("export", EXPORT),
 }
 """Title, commands and settings of each group."""
 

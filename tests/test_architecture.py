@@ -30,12 +30,12 @@ FLOORS: dict[str, list[set[str]]] = {
         {"verbs", "cli"},
     ],
     "export": [
-        {"__init__", "paths", "metadata", "loaders", "gguf", "kernels"},
-        {"cache_scales", "loader_files", "runtime"},
+        {"__init__", "paths", "metadata", "loaders", "kernels"},
+        {"cache_scales", "runtime"},
         {"graph"},
         {"parity"},
-        {"export", "gguf_export"},
-        {"commands", "model"},
+        {"gguf"},
+        {"export"},
     ],
     "compress": [
         {"__init__", "least_squares"},

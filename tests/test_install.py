@@ -74,13 +74,13 @@ def device(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import sportsllm
     from compress.quantization.config import QuantizationConfig
     from compress.quantization.run import quantize
-    from export.export import ExportOptions, export_checkpoint
 
     base = tmp_path_factory.mktemp("exported")
     quantize(checkpoint=checkpoint, out=base / "q4", config=QuantizationConfig())
-    export_checkpoint(base / "q4", base / "onnx", ExportOptions(threads=2))
+    sportsllm.export(base / "q4", out=base / "onnx", threads=2)
     return base / "onnx"
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.labels import BUDGET_DEPTH
-from export.paths import PROMPT_FILE
 from sportsllm.formats.artifact import directory_bytes
 from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import MANIFEST, read_manifest
@@ -19,19 +18,18 @@ from sportsllm.models.size import kv_cache_bytes_per_token, quantized_bytes, sta
 def bytes_read_per_token(directory: Path, config: ModelConfig) -> dict[str, int]:
     """Bytes that decoding one token has to read: `weight_bytes`, and `kv_bytes_per_token` for each token before it.
 
-    Weights are the files' bytes without the latency profile's second graph and without embeddings of which one row is
-    looked up: an untied one, whose share of the bytes is taken to be its share of the parameters, and the copy by rows
-    that standard operators need of a packed tied matrix. Of experts those count that a token is sent to, by their share
-    of the parameters. kv is what all layers cache of a token, in numbers, times the bytes of one; states that do not
-    grow count as weights.
+    Weights are the files' bytes without embeddings of which one row is looked up: an untied one, whose share of the
+    bytes is taken to be its share of the parameters, and the copy by rows that standard operators need of a packed tied
+    matrix. Of experts those count that a token is sent to, by their share of the parameters. kv is what all layers
+    cache of a token, in numbers, times the bytes of one; states that do not grow count as weights.
     """
     settings = read_manifest(directory).get("settings", {}) if (directory / MANIFEST).exists() else {}
     packed = read_json(directory / "config.json").get("quantization_config") or {}
-    weights = directory_bytes(directory) - prompt_graph_bytes(directory)
+    weights = directory_bytes(directory)
     if not config.tie_word_embeddings:
         embedding = config.parameters_by_component()["embedding"]
         weights = int(weights * (1 - embedding / config.parameters))
-    elif settings.get("standard_ops") and "bits" in packed:
+    elif settings.get("format") == "standard" and "bits" in packed:
         bits, block_size = int(packed.get("head_bits", packed["bits"])), int(packed.get("block_size", 32))
         if bits != 32:
             zeros = bits == 4 and not packed.get("symmetric", True)
@@ -41,11 +39,6 @@ def bytes_read_per_token(directory: Path, config: ModelConfig) -> dict[str, int]
     cached = kv_cache_bytes_per_token(config)
     kv_bytes = cached.get(str(settings.get("kv_cache")), cached["fp32"])
     return {"weight_bytes": weights, "kv_bytes_per_token": kv_bytes}
-
-
-def prompt_graph_bytes(directory: Path) -> int:
-    """Size of the latency profile's second graph and its data, of which decoding reads nothing."""
-    return sum(path.stat().st_size for path in directory.glob(f"{PROMPT_FILE}*"))
 
 
 def budget_depth(depths: Iterable[int]) -> int:

@@ -60,27 +60,19 @@ def tpot_terms(config: ModelConfig, stored: ModelFormat, depth: int) -> Terms:
 
 
 def ttft_terms(config: ModelConfig, stored: ModelFormat, prompt: int) -> Terms:
-    """Of the time to read `prompt` tokens and make the first new one, in ms.
-
-    The latency profile reads all but the last token with its second graph, and that one as decoding does.
-    """
+    """Of the time to read `prompt` tokens and make the first new one, in ms."""
     parts, terms = sizes(config, stored), defaultdict[str, float](float)
-    group, tokens = parts.layers, prompt
-    if parts.prefill is not None and prompt > 1:
-        group, tokens = parts.prefill, prompt - 1
-        _add(terms, tpot_terms(config, stored, tokens))
-    else:
-        terms[f"weights_gb_per_s.{parts.head.weight_format}"] += parts.head.bytes
+    group = parts.layers
+    terms[f"weights_gb_per_s.{parts.head.weight_format}"] += parts.head.bytes
     alone = stepwise_share(config)
-    for new, end in pieces(tokens):
+    for new, end in pieces(prompt):
         terms[f"prefill_gmac_per_s.{group.weight_format}"] += new * (active_share(config) - alone) * group.macs
         if alone:
             terms[f"weights_gb_per_s.{group.weight_format}"] += new * alone * group.bytes
         # Scores of each new token with all so far, masked ones too, and their product with the values.
         terms["prefill_attention_gmac_per_s"] += new * mixing_macs(config, end)
         terms["elementwise_gb_per_s"] += 4 * new * config.num_hidden_layers * layer_activations(config)
-        in_kernels = stored.in_kernels and parts.prefill is None
-        _add(terms, _pass_terms(config, stored, _cached_bytes(config, stored, end), in_kernels))
+        _add(terms, _pass_terms(config, stored, _cached_bytes(config, stored, end), stored.in_kernels))
     return terms
 
 
@@ -88,9 +80,8 @@ def memory_terms(config: ModelConfig, stored: ModelFormat, depth: int) -> Terms:
     """Of the process's peak memory (on a GPU: the card's) with `depth` tokens in the cache, in bytes."""
     parts, cached = sizes(config, stored), _cached_bytes(config, stored, depth)
     terms = defaultdict[str, float](float, runtime_mb=1)
-    for group in (parts.layers, parts.head, parts.prefill):
-        if group is not None:
-            terms[f"weight_copies.{group.weight_format}"] += group.bytes
+    for group in (parts.layers, parts.head):
+        terms[f"weight_copies.{group.weight_format}"] += group.bytes
     activations = 4 * min(depth, PREFILL_CHUNK_TOKENS) * layer_activations(config) + 4 * config.vocab_size
     cached *= GROWING_COPIES if stored.standard else 1
     terms[KNOWN_BYTES] = parts.rest + parts.embedding + cached + activations

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from benchmarks.measure.bandwidth_bound import prompt_graph_bytes
 from sportsllm.errors import UsageError
 from sportsllm.formats.artifact import directory_bytes
 from sportsllm.formats.huggingface.config import packed_by_bitsandbytes
@@ -19,9 +18,9 @@ from sportsllm.models.size import PRECISIONS, matrix_parameters, weight_bytes
 
 CACHES = ("fp32", "fp16", "int8")
 # The graph file without its weights: once, and a layer; a layer more with an INT8 cache (beside its scales) or standard
-# operators; and a layer of the latency profile's second graph. Measured: 4,200 to 5,600 a layer, 7,900 to 8,000, ...
+# operators. Measured: 4,200 to 5,600 a layer, 7,900 to 8,000, ...
 GRAPH_BYTES, LAYER_GRAPH_BYTES = 4_000, 5_000
-INT8_CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES, PREFILL_GRAPH_BYTES = 8_000, 7_600, 5_600
+INT8_CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES = 8_000, 7_600
 _HEAD_FORMATS = {4: "int4", 8: "int8", 32: "fp32"}
 
 
@@ -35,10 +34,9 @@ class ModelFormat:
         head_bits: of embedding and head where the layers are quantized.
         zero_points: whether each block stores one.
         cache: format of keys and values.
-        file_bytes: of the file, if there is one; `prompt_bytes` of them are the latency profile's second graph.
+        file_bytes: of the file, if there is one.
         per_row: int8 with a scale for each row in the layers; head and embedding in blocks.
         standard: standard ONNX operators only: a growing cache, and a tied quantized matrix stored twice.
-        latency: the latency profile.
     """
 
     precision: str
@@ -47,10 +45,8 @@ class ModelFormat:
     zero_points: bool = False
     cache: str = "fp32"
     file_bytes: int | None = None
-    prompt_bytes: int = 0
     per_row: bool = False
     standard: bool = False
-    latency: bool = False
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -59,8 +55,6 @@ class ModelFormat:
             raise UsageError(f"no export has a cache of {self.cache!r}; use one of {', '.join(CACHES)}")
         if self.per_row and self.precision != "int8":
             raise UsageError(f"precision {self.precision!r} has no format with one scale a row; use int8")
-        if (self.latency or self.prompt_bytes) and (self.per_row or self.standard or not self.quantized):
-            raise UsageError("the latency profile is for matrices in blocks and the runtime's own operators")
 
     @property
     def quantized(self) -> bool:
@@ -88,8 +82,8 @@ class ModelFormat:
 
     @property
     def name(self) -> str:
-        """Such as int4-b32-kv8-latency."""
-        parts = {"-kv8": self.cache == "int8", "-latency": self.latency, "-standard": self.standard}
+        """Such as int4-b32-kv8."""
+        parts = {"-kv8": self.cache == "int8", "-standard": self.standard}
         return self.weights_name + "".join(part for part, given in parts.items() if given)
 
     @property
@@ -111,14 +105,13 @@ class WeightGroup:
 class Sizes:
     """What a stored model consists of: the layers, with norms and biases, and the head, which may be the embedding too.
 
-    `embedding` is the bytes of one that is stored separately, of which decoding reads a row. `prefill` is the layers a
-    second time, for the latency profile. `rest` is the rotary table, the graph and the scales of an INT8 cache.
+    `embedding` is the bytes of one that is stored separately, of which decoding reads a row. `rest` is the rotary
+    table, the graph and the scales of an INT8 cache.
     """
 
     layers: WeightGroup
     head: WeightGroup
     embedding: float
-    prefill: WeightGroup | None
     rest: float
 
 
@@ -137,12 +130,11 @@ def sizes(config: ModelConfig, stored: ModelFormat) -> Sizes:
     rotary = 0 if config.position_kind == "none" else 4 * config.max_position_embeddings * config.head_dim
     rest = rotary + _graph_bytes(config, stored)
     if stored.file_bytes is not None:
-        scale = (stored.file_bytes - stored.prompt_bytes) / (layers + table * (1 + twice) + rest)
+        scale = stored.file_bytes / (layers + table * (1 + twice) + rest)
     return Sizes(
         layers=WeightGroup(stored.layer_format, scale * layers, macs),
         head=WeightGroup(stored.head_format, scale * table, config.vocab_size * config.hidden_size),
         embedding=scale * table * twice,
-        prefill=_prefill(config, stored.prompt_bytes) if stored.latency or stored.prompt_bytes else None,
         rest=scale * rest,
     )
 
@@ -155,8 +147,7 @@ def _tied_and_untied(config: ModelConfig) -> tuple[ModelConfig, ModelConfig]:
 def file_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     """Size of the exported files: weights, rotary table and graph."""
     parts = sizes(config, stored)
-    prefill = 0 if parts.prefill is None else parts.prefill.bytes
-    computed = round(parts.layers.bytes + parts.head.bytes + parts.embedding + prefill + parts.rest)
+    computed = round(parts.layers.bytes + parts.head.bytes + parts.embedding + parts.rest)
     return computed if stored.file_bytes is None else stored.file_bytes
 
 
@@ -203,7 +194,7 @@ def stored_format(directory: Path) -> ModelFormat:
     cache = settings.get("kv_cache") or "fp32"
     if packed_by_bitsandbytes(packed) is not None:
         return ModelFormat("fp32", cache=cache)  # read as dense: the file's size says nothing of what is moved
-    size, standard = directory_bytes(directory), bool(settings.get("standard_ops"))
+    size, standard = directory_bytes(directory), settings.get("format") == "standard"
     if not packed:
         precision = "fp16" if settings.get("dtype") == "fp16" else "fp32"
         return ModelFormat(precision, cache=cache, file_bytes=size, standard=standard)
@@ -214,7 +205,6 @@ def stored_format(directory: Path) -> ModelFormat:
         zero_points=not packed.get("symmetric", True),
         cache=cache,
         file_bytes=size,
-        prompt_bytes=prompt_graph_bytes(directory),
         per_row=bool(packed.get("per_row")),
         standard=standard,
     )
@@ -226,11 +216,3 @@ def _graph_bytes(config: ModelConfig, stored: ModelFormat) -> int:
     if stored.cache == "int8":
         a_layer += INT8_CACHE_GRAPH_BYTES + 4 * sum(math.prod(state.shape) for state in block_state(config))
     return GRAPH_BYTES + config.num_hidden_layers * a_layer
-
-
-def _prefill(config: ModelConfig, file_bytes: int) -> WeightGroup:
-    """The latency profile's second graph, in INT8 rows; of its last layer only keys and values are needed."""
-    layers, table = config.num_hidden_layers, 2 * config.key_value_size
-    macs = matrix_parameters(config) // layers * (layers - 1) + table * config.hidden_size
-    rows = (layers - 1) * sum(matrix.rows for matrix in block_matrices(config)) + table
-    return WeightGroup("int8_rows", file_bytes or macs + 4 * rows + layers * PREFILL_GRAPH_BYTES, macs)

@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmarks.flops import forward_flops_per_token, matmul_parameters
 from benchmarks.labels import is_number
-from benchmarks.measure.bandwidth_bound import prompt_graph_bytes
 from benchmarks.report.charts import Chart, Plot, chart, color, line, log_axis, marks, placeholder_chart
 from benchmarks.report.inputs import StageSummary, bench_command
 from benchmarks.report.text import get_nested
@@ -60,13 +59,12 @@ def measured_rates(bench: Mapping[str, Any], config: ModelConfig) -> tuple[list[
     for depth, times in (bench.get("tpot_ms") or {}).items():
         operations = 2 * matmul_parameters(config) + attention * (int(depth) + 1)
         decode.append(_rate(f"decode after {depth}", operations, weights + cache * int(depth), times["p50"]))
-    read = prompt_graph_bytes(Path(str(bench.get("directory", "")))) or weights  # the latency profile's own graph
     prefill = []
     for prompt, milliseconds in (bench.get("ttft_ms") or {}).items():
         length = int(prompt)
         head = 2 * config.vocab_size * config.hidden_size * (length - 1)
         operations = length * forward_flops_per_token(config, length) - head
-        prefill.append(_rate(f"prompt of {prompt}", operations, read + cache * length, milliseconds))
+        prefill.append(_rate(f"prompt of {prompt}", operations, weights + cache * length, milliseconds))
     return decode, prefill
 
 

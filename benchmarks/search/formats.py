@@ -19,7 +19,6 @@ _LAYERS = {16: 0.45, 32: 0.6, 64: 0.7, 128: 0.8, 256: 1.0}
 _SMALL_HEAD = {16: 0.5, 32: 0.8, 64: 1.0, 128: 1.3, 256: 1.6}
 _INT8, _INT8_ROWS = 0.02, 0.12
 _CACHE_LOSS = {"fp32": 0.0, "int8": 0.01}
-_LATENCY_LOSS = 0.02  # of the latency profile's second graph, in INT8 rows
 
 
 def weight_formats(teacher: ModelConfig, zero_points: bool = True) -> list[ModelFormat]:
@@ -43,7 +42,7 @@ def weight_formats(teacher: ModelConfig, zero_points: bool = True) -> list[Model
 
 def runs_on_gpu(format: ModelFormat) -> bool:
     """Whether a format can be exported with float16 activations, which a GPU needs."""
-    return format.cache == "fp32" and not format.per_row and not format.latency
+    return format.cache == "fp32" and not format.per_row
 
 
 def usual_loss(weights: ModelFormat) -> float:
@@ -54,7 +53,7 @@ def usual_loss(weights: ModelFormat) -> float:
 
 
 def format_losses(teacher: ModelConfig, rounding: Mapping[ModelFormat, float]) -> dict[ModelFormat, float]:
-    """Percent of bits per byte of every format to consider, caches and profiles included.
+    """Percent of bits per byte of every format to consider, caches included.
 
     Args:
         teacher: its bytes decide; of two formats of one precision the one that is larger and no better is left out.
@@ -77,5 +76,3 @@ def format_losses(teacher: ModelConfig, rounding: Mapping[ModelFormat, float]) -
 def _variants(weights: ModelFormat, loss: float) -> Iterator[tuple[ModelFormat, float]]:
     for cache, more in _CACHE_LOSS.items():
         yield replace(weights, cache=cache), loss + more
-        if weights.quantized and not weights.per_row:
-            yield replace(weights, cache=cache, latency=True), loss + more + _LATENCY_LOSS

@@ -165,7 +165,6 @@ def export_settings(
         "checkpoint": checkpoint,
         "out": out,
         "kv_cache": format.cache,
-        "profile": "latency" if format.latency else "memory",
         "threads": source.threads,
         **({"calibration": list(source.calibration)} if format.cache == "int8" else {}),
     }

@@ -1,7 +1,18 @@
-"""A checkpoint as one GGUF file, for llama.cpp and what is built on it. The way back is `sportsllm.formats.gguf`."""
+"""A checkpoint as one GGUF file, for llama.cpp and what is built on it. The way back is `sportsllm.formats.gguf`.
+
+Packed matrices keep their codes (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). A block of 32 weights
+has its scale d, and in Q4_1 its least value m, in float16:
+
+    Q4_0  w = d * (q - 8)     INT4 without zero points
+    Q4_1  w = d * q + m       INT4 with zero points, m = -zero_point * d
+    Q8_0  w = d * q           INT8 without zero points, d >= 0 and q from -127: a code of -128 becomes -127
+
+Shape suffixes: N rows (outputs), K columns, G blocks of 32 in a row.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,21 +23,32 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from export.gguf.tensors import BLOCK, Format, dense, encode
 from export.gguf.tokenizer import tokenizer_metadata
+from export.parity.comparison import ParityReport, Pass, compare, merge
+from export.parity.inputs import threads_of_torch
+from export.parity.limits import READ_BACK
+from export.parity.readings import TEXTS, make_sequences
 from sportsllm.console import log, progress_bar
-from sportsllm.errors import UsageError
-from sportsllm.formats.gguf.config import ARCHITECTURES, ROPE_FACTORS
-from sportsllm.formats.gguf.weights import gguf_name, paired_heads, rows_in_pairs
+from sportsllm.errors import GateError, UsageError
+from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.gguf.config import ARCHITECTURES, ROPE_FACTORS, read_config
+from sportsllm.formats.gguf.file import open_gguf
+from sportsllm.formats.gguf.tokenizer import write_tokenizer
+from sportsllm.formats.gguf.weights import gguf_name, paired_heads, read_weights, rows_in_pairs
 from sportsllm.formats.huggingface.config import family_of, load_config
 from sportsllm.formats.packed_matrix import read_packed
-from sportsllm.formats.packed_weights import QuantizedWeight
+from sportsllm.formats.packed_weights import ROW_BITS, QuantizedWeight, unpack
 from sportsllm.formats.safetensors_files import TensorFiles
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import parameters
+from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import inverse_frequencies
 from sportsllm.models.rope_scaling import RopeScaling
+from sportsllm.text.tokenizer import load_tokenizer
 
+BLOCK = 32
+GGUF_FILE = "model.gguf"
+Format = gguf.GGMLQuantizationType
 _FILE_TYPES = {
     Format.F32: gguf.LlamaFileType.ALL_F32,
     Format.F16: gguf.LlamaFileType.MOSTLY_F16,
@@ -159,3 +181,71 @@ def add_facts(writer: gguf.GGUFWriter, facts: Mapping[str, Any]) -> None:
             writer.add_string(key, value)
         else:
             writer.add_array(key, value)
+
+
+def encode(weight: QuantizedWeight, module: str) -> tuple[npt.NDArray[np.uint8], Format]:
+    """A packed matrix as GGUF stores it, (N, bytes of a row). Larger blocks become several of 32 with one scale.
+
+    K must be a multiple of 32.
+
+    Raises:
+        UsageError: blocks, or zero points, that GGUF has no format for.
+    """
+    if weight.bits == ROW_BITS:
+        raise UsageError(f"{module}: INT8 per row has no format in GGUF; quantize in blocks (leave --per-row out)")
+    if weight.block_size % BLOCK:
+        raise UsageError(
+            f"{module}: blocks of {weight.block_size}; GGUF's have {BLOCK} numbers: quantize with --block-size 32"
+        )
+    if weight.bits == 8 and weight.zero_points is not None:
+        raise UsageError(f"{module}: INT8 with zero points has no format in GGUF; quantize it with --symmetric")
+    rows, groups = weight.out_features, weight.in_features // BLOCK
+
+    def by_block(x_NG: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return x_NG.repeat(weight.block_size // BLOCK, axis=1)[:, :groups]
+
+    quants = unpack(weight.packed.reshape(rows, -1), weight.bits)[:, : weight.in_features].reshape(rows, groups, BLOCK)
+    scale_NG = by_block(weight.scales).astype(np.float16)
+    if weight.bits == 8:
+        # Readers may negate codes, so -128 must not occur, and d must not be negative.
+        sign_NG1 = np.where(scale_NG < 0, -1, 1).astype(np.int16)[..., None]
+        codes = np.clip((quants.astype(np.int16) - 128) * sign_NG1, -127, 127).astype(np.int8)
+        parts, kind = [np.abs(scale_NG), codes], Format.Q8_0
+    else:
+        parts, kind = [scale_NG], Format.Q4_0
+        if weight.zero_points is not None:
+            least_NG = -by_block(weight.zero_point_values()) * scale_NG.astype(np.float32)
+            parts, kind = [scale_NG, least_NG.astype(np.float16)], Format.Q4_1
+        parts.append(quants[..., : BLOCK // 2] | quants[..., BLOCK // 2 :] << 4)
+    blocks = np.concatenate([part.view(np.uint8).reshape(rows, groups, -1) for part in parts], axis=2)
+    return blocks.reshape(rows, -1), kind
+
+
+def dense(values: npt.NDArray[np.float32], half: bool) -> tuple[npt.NDArray[np.generic], Format]:
+    """Dense numbers: matrices in float16 if asked for, vectors always in float32, as llama.cpp wants them."""
+    if half and values.ndim == 2:
+        return values.astype(np.float16), Format.F16
+    return np.ascontiguousarray(values, dtype=np.float32), Format.F32
+
+
+def check_gguf(checkpoint: Path, path: Path, threads: int | None) -> ParityReport:
+    """A GGUF file, read with the package `gguf`, against its checkpoint: logits, and how texts are split.
+
+    Raises:
+        GateError: the file's tokenizer splits a text in another way.
+    """
+    file, config = open_gguf(path), load_config(checkpoint)
+    found = SportsLLM(read_config(file))
+    found.load_state_dict(read_weights(file, config))
+    tokenizer = load_tokenizer(checkpoint, config)
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(file, Path(folder))
+        again = load_tokenizer(Path(folder), found.config)
+    for text in TEXTS:
+        if again.encode(text) != tokenizer.encode(text):
+            raise GateError(f"{checkpoint}: in a GGUF file its tokenizer would split {text!r} in another way")
+    model = load_checkpoint(checkpoint)
+    with threads_of_torch(threads), torch.inference_mode():
+        batches = [torch.tensor([sequence]) for sequence in make_sequences(config, tokenizer)]
+        compared = [compare(model(batch)[0].numpy(), found(batch)[0].numpy()) for batch in batches]
+    return ParityReport("gguf", (Pass("read back", READ_BACK, (merge("prefill", compared),)),), (), None)

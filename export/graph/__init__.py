@@ -1,5 +1,5 @@
 """Builds the ONNX graph of a checkpoint. Imports of the other modules here only paths, metadata and cache scales.
 
-Within: decoder, prefill_graph -> kinds -> selected -> grouped_query, feed_forward -> half -> layer -> matmul ->
+Within: decoder -> kinds -> selected -> grouped_query, feed_forward -> half -> layer -> matmul ->
 builder, weights.
 """

@@ -7,7 +7,8 @@ The same calls in the same order give the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any, cast
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,9 @@ from export.kernels.library import VERSION
 from export.metadata import DATA_BYTES_KEY, KERNELS_DOMAIN
 from export.paths import GraphFiles
 from sportsllm import __version__
+
+if TYPE_CHECKING:
+    from export.cache_scales import CacheScales
 
 Array = npt.NDArray[Any]
 
@@ -29,6 +33,51 @@ INLINE_BELOW_BYTES = 1024  # smaller tensors go into the graph file: loaders exp
 PAGE_BYTES = 4096  # large tensors start on a page, so that they can be mapped
 SMALL_BYTES = 65_536
 SMALL_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class GraphForm:
+    """How a graph is written.
+
+    Attributes:
+        operators: `onnx`: ONNX Runtime's own, and calls of this program's kernels; `web`: those that a browser has;
+            `standard`: ONNX's standard operators alone.
+        half: store dense matrices in float16.
+        in_half: compute and cache in float16 as well; vectors, scales and dense matrices are stored in it. Logits are
+            float32 all the same. Neither with `standard` nor with `scales`.
+        half_cache: cache in float16 what is computed in float32; not with `scales` or `standard`.
+        scales: of an INT8 cache; not with `standard`.
+        inline: write no functions for kernels.
+    """
+
+    operators: str = "onnx"
+    half: bool = False
+    in_half: bool = False
+    half_cache: bool = False
+    scales: CacheScales | None = None
+    inline: bool = False
+
+    @property
+    def standard(self) -> bool:
+        """Whether all operators are ONNX's own."""
+        return self.operators == "standard"
+
+    @property
+    def web(self) -> bool:
+        """Whether it is for a browser."""
+        return self.operators == "web"
+
+    @property
+    def real(self) -> ir.DataType:
+        """Type of activations, vectors and scales."""
+        return ir.DataType.FLOAT16 if self.in_half else ir.DataType.FLOAT
+
+    @property
+    def cached(self) -> ir.DataType:
+        """Type of keys and values."""
+        if self.scales is not None:
+            return ir.DataType.INT8
+        return ir.DataType.FLOAT16 if self.in_half or self.half_cache else ir.DataType.FLOAT
 
 
 class Builder:
@@ -194,19 +243,14 @@ class Builder:
             self._initializers[name] = ir.Value(name=name, type=ir.TensorType(weight.dtype), shape=ir.Shape(shape))
         return self._initializers[name]
 
-    def write(
-        self, files: GraphFiles, shared: Mapping[str, ir.TensorProtocol] | None = None
-    ) -> dict[str, ir.TensorProtocol]:
-        """Write the graph and its data; returns the stored tensors by name.
-
-        Tensors in `shared`, which another graph in the directory has stored under the same name, are not stored again.
-        """
+    def write(self, files: GraphFiles) -> None:
+        """Write the graph and its data."""
         with files.data.open("wb") as stream:
             for name, value in self._initializers.items():
-                known = (shared or {}).get(name)
-                if known is None and name in self._aliases:
-                    known = _aliased(self._initializers[self._aliases[name]].const_value, value)
-                value.const_value = _store(value.const_value, stream, files.data.name) if known is None else known
+                if name in self._aliases:
+                    value.const_value = _aliased(self._initializers[self._aliases[name]].const_value, value)
+                else:
+                    value.const_value = _store(value.const_value, stream, files.data.name)
             length = stream.tell()
         used = [value for value in self._initializers.values() if value.uses() or value in self._inputs]
         opsets = opsets_of([*self._nodes, *(node for function in self.functions for node in function)])
@@ -222,7 +266,6 @@ class Builder:
             metadata_props={DATA_BYTES_KEY: str(length), **self.metadata},
         )
         ir.save(model, files.graph)
-        return {name: cast(ir.TensorProtocol, value.const_value) for name, value in self._initializers.items()}
 
 
 def with_branches(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:

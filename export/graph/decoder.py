@@ -14,7 +14,7 @@ Operators are ONNX Runtime's own where it has them: GroupQueryAttention, MatMulN
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +23,7 @@ import numpy as np
 import onnx_ir as ir
 
 from export import metadata
-from export.cache_scales import CacheScales
-from export.graph.builder import Builder
+from export.graph.builder import Builder, GraphForm
 from export.graph.kinds import half_builders
 from export.graph.layer import LayerBuilder, OrtLayerBuilder, Sequences, StandardLayerBuilder
 from export.graph.matmul import Matmul
@@ -45,77 +44,61 @@ _PACKED_TYPES = {ir.DataType.INT4, ir.DataType.UINT4, INT8, ir.DataType.UINT8}
 class WrittenGraph:
     """A graph on disk."""
 
-    tensors: Mapping[str, ir.TensorProtocol]  # the stored ones by name, see `Builder.write`
     residual: Sequence[tuple[str, ...]]  # values whose sum is the residual stream: after embedding and each layer
     precision: str  # see `graph_precision`
-    folded: Folded  # which parts call kernels
+    kernels: Folded  # which parts call them
 
 
-def write_graph(
-    checkpoint: Path,
-    directory: Path,
-    half: bool = False,
-    scales: CacheScales | None = None,
-    standard: bool = False,
-    web: bool = False,
-    inline: bool = False,
-    in_half: bool = False,
-    half_cache: bool = False,
-) -> WrittenGraph:
+def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None) -> WrittenGraph:
     """Write the graph of a checkpoint, packed or not, and its data into `directory`, which exists.
 
     Packed matrices are copied byte for byte, except that INT8 per row is transposed, and for standard operators all of
     them are. Dense ones become float32, or float16 that is widened to float32 before use. Vectors (norms, biases) stay
     float32, except in a graph that computes in float16. Writing twice gives identical files.
 
-    Args:
-        checkpoint, directory: the source; files of these names are replaced in the other.
-        half: store dense matrices in float16.
-        scales: of an INT8 cache; a float32 one if not given.
-        standard: use standard ONNX operators alone; they know no INT8 cache.
-        web: write the files that a browser looks for; else `model.onnx` and `model.onnx.data`.
-        inline: write no functions, for readers that know none. Browsers and `standard` get none in any case.
-        half_cache: cache in float16 what is computed in float32; not with `scales` or `standard`.
-        in_half: compute and cache in float16, for GPUs; vectors, scales and dense matrices are stored in it. Logits are
-            float32 all the same. Neither with `standard` nor with `scales`.
-
     Raises:
         ArtifactError: the checkpoint is damaged, or does not fit float16.
         UsageError: a kind of the model has no graph.
     """
+    form = form or GraphForm()
     config, weights = load_config(checkpoint), Weights(checkpoint)
-    graph = Builder("sportsllm", {metadata.CACHE_KEY: metadata.CONCAT_CACHE if standard else metadata.IN_PLACE_CACHE})
-    cached = INT8 if scales is not None else ir.DataType.FLOAT16 if in_half or half_cache else FLOAT
-    tokens_BT, mask_BS, pasts = add_inputs(graph, config, cached)
+    cache = metadata.CONCAT_CACHE if form.standard else metadata.IN_PLACE_CACHE
+    graph = Builder("sportsllm", {metadata.CACHE_KEY: cache})
+    tokens_BT, mask_BS, pasts = add_inputs(graph, config, form.cached)
     keep = graph.input_with_default(metadata.KEEP_LOGITS, np.array([0], np.int64))
+    sequences = Sequences(tokens_BT, mask_BS, form)
     layers: LayerBuilder
-    if standard:
-        matmul: Matmul = StandardMatmul(graph, weights, half)
-        layers = StandardLayerBuilder(graph, config, matmul, Sequences(tokens_BT, mask_BS))
+    if form.standard:
+        matmul: Matmul = StandardMatmul(graph, weights, form)
+        layers = StandardLayerBuilder(graph, config, matmul, sequences)
     else:
-        matmul = (StandardEmbedding if web else Matmul)(graph, weights, half, in_half)
-        # In a browser present is a new tensor, and past has no room to write into.
-        sequences = Sequences(tokens_BT, mask_BS, scales, half_cache, separate_prefill_branch=not web)
+        matmul = (StandardEmbedding if form.web else Matmul)(graph, weights, form)
         layers = OrtLayerBuilder(graph, config, matmul, sequences)
     stream = add_layers(layers, pasts, keep)
     x_BTD, _ = layers.norm(LAST_NORM, stream.x_BTD, stream.residual_BTD)
     head = EMBEDDING if config.tie_word_embeddings else HEAD
     table = Matrix(head, config.vocab_size, config.hidden_size, "token", HIDDEN, HIDDEN)
     logits = matmul.product(HEAD, x_BTD, [table])
-    if in_half:
+    if form.in_half:
         logits = graph.node("logits/float", "Cast", [logits], to=FLOAT.value)
     graph.output(logits, metadata.LOGITS, FLOAT, ["batch_size", "sequence_length", config.vocab_size])
-    add_presents(graph, config, cached, stream.presents)
+    add_presents(graph, config, form.cached, stream.presents)
     precision = graph_precision(graph.nodes, graph.weights)
-    reasons = {"standard operators": standard, "a browser has none": web, "float16": in_half, "--inline": inline}
+    reasons = {
+        "standard operators": form.standard,
+        "a browser has none": form.web,
+        "float16": form.in_half,
+        "--set inline=true": form.inline,
+    }
     refused = next((reason for reason, given in reasons.items() if given), None)
     if refused is None:
-        folded = fold_model(graph, config, stream.residual, cached)
+        kernels = fold_model(graph, config, stream.residual, form.cached)
     else:
-        folded = Folded(config.num_hidden_layers, reasons=[refused])
-    files = web_files(directory, web_precision(precision, in_half)) if web else plain_files(directory)
+        kernels = Folded(config.num_hidden_layers, reasons=[refused])
+    files = web_files(directory, web_precision(precision, form.in_half)) if form.web else plain_files(directory)
     files.graph.parent.mkdir(exist_ok=True)
-    return WrittenGraph(graph.write(files), stream.residual, precision, folded)
+    graph.write(files)
+    return WrittenGraph(stream.residual, precision, kernels)
 
 
 def graph_precision(nodes: Iterable[ir.Node], weights: Iterable[ir.Value]) -> str:
@@ -141,12 +124,9 @@ class Stream(NamedTuple):
     residual: list[tuple[str, ...]]  # see `WrittenGraph`
 
 
-def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: ir.Value | None) -> Stream:
-    """Embedding and layers, which read what each has cached.
-
-    `keep` positions are wanted behind the last layer, 0 for all; None where only the cache is, and the graph then ends
-    when the last layer's is known.
-    """
+def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: ir.Value) -> Stream:
+    """Embedding and layers, which read what each has cached; `keep` positions are wanted behind the last layer, 0 for
+    all."""
     halves = half_builders(layers)
     last_cached = [half for half in halves[-1] if half.states][-1]
     x_BTD = layers.embedding()
@@ -162,8 +142,6 @@ def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: 
             x_BTD, present = half.emit(layer, x_BTD, past[taken : taken + len(half.states)])
             presents[-1] += present
             if layer == len(pasts) - 1 and half is last_cached:
-                if keep is None:
-                    return Stream(x_BTD, residual_BTD, presents, residual)
                 # Nothing reads what the rest of the last layer does with positions that are not kept.
                 last = f"model.layers.{layer}.kept"
                 x_BTD, residual_BTD = _last_positions(layers.graph, last, keep, (x_BTD, residual_BTD))

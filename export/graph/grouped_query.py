@@ -54,11 +54,11 @@ class OrtGroupedQuery(HalfBuilder):
             rotary_caches(self.graph, config, layer, real) if config.rotates(layer) else ()
             for layer in range(config.num_hidden_layers)
         ]
-        self._half_cache = real == FLOAT and layers.sequences.half_cache
+        self._half_cache = real == FLOAT and layers.sequences.form.half_cache
         self._rotates_outside = self._half_cache or self.config.head_dim % ROTARY_MULTIPLE != 0
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
-        name, config, sequences = self.name(layer), self.config, self.layers.sequences
+        name, config, form = self.name(layer), self.config, self.layers.sequences.form
         tables = self._tables[layer]
         # Otherwise the operator takes query, key and value as one.
         split = config.qk_norm or self._rotates_outside or not tables
@@ -72,7 +72,8 @@ class OrtGroupedQuery(HalfBuilder):
             parts = [query, key, value]
             tables = () if outside else tables
         call = _Call(past, self._cache_scales(layer), tables, config.window(layer))
-        if sequences.scales is None or not sequences.separate_prefill_branch:
+        # In a browser present is a new tensor, and past has no room to write into.
+        if form.scales is None or form.web:
             attended, *present = self._group_query(name, parts, call)
             return attended, present
         lengths = self._seqlens_k, self._total
@@ -121,7 +122,7 @@ class OrtGroupedQuery(HalfBuilder):
 
     def _cache_scales(self, layer: int) -> list[ir.Value]:
         """A layer's scales of keys and of values, (1, K, 1, E); none for a float32 cache."""
-        scales = self.layers.sequences.scales
+        scales = self.layers.sequences.form.scales
         if scales is None:
             return []
         found = zip(self.states, scales.states, strict=True)  # (L, K, E) each

@@ -65,3 +65,9 @@ def check_kinds(config: ModelConfig, cache: str = "fp32") -> None:
 
 def _kinds(config: ModelConfig) -> dict[str, str]:
     return {"self_attn": config.attention_kind, "mlp": config.mlp_kind}
+
+
+def computes_in_half(config: ModelConfig) -> bool:
+    """Whether all parts of a model are written in float16: LLaMA's, and sliding and unrotated attention."""
+    parts = (config.attention_kind, config.mlp_kind, config.norm_kind, config.output_norms, config.embedding_scale)
+    return parts == ("grouped_query", "swiglu", "rms", False, 1.0)

@@ -130,7 +130,7 @@ class LatentAttention(HalfBuilder):
 
     def _stored(self, layer: int) -> list[ir.Value]:
         """Scales and zeros of an INT8 cache, (C,) each; none of another."""
-        scales = self.layers.sequences.scales
+        scales = self.layers.sequences.form.scales
         if scales is None:
             return []
         (scale_LC,) = scales.states

@@ -13,8 +13,7 @@ from typing import ClassVar, Self
 import numpy as np
 import onnx_ir as ir
 
-from export.cache_scales import CacheScales
-from export.graph.builder import MS, Builder
+from export.graph.builder import MS, Builder, GraphForm
 from export.graph.matmul import FLOAT, Matmul
 from export.graph.positions import places_by_mask, position_ids, sequence_lengths
 from sportsllm.models.config import ModelConfig
@@ -24,13 +23,11 @@ from sportsllm.models.parts import HIDDEN, Matrix
 
 @dataclass(frozen=True)
 class Sequences:
-    """What a graph reads: ids of the new tokens, and the attention mask."""
+    """What a graph reads: ids of the new tokens and the attention mask; and how it is written."""
 
     tokens_BT: ir.Value
     mask_BS: ir.Value
-    scales: CacheScales | None = None  # of an INT8 cache
-    half_cache: bool = False  # keys and values in float16, whatever the graph computes in
-    separate_prefill_branch: bool = True  # read long prompts into that as `export.graph.int8_cache_prefill` does
+    form: GraphForm
 
 
 class LayerBuilder(ABC):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from export.graph.builder import MS, Array, Builder
+from export.graph.builder import MS, Array, Builder, GraphForm
 from export.graph.weights import Packing, Weights
 from sportsllm.models.parts import Matrix
 
@@ -32,10 +32,9 @@ class Matmul:
     MatMul, which more GPUs have; the runtime transposes once, when it loads the graph.
     """
 
-    def __init__(self, graph: Builder, weights: Weights, half: bool, in_half: bool = False) -> None:
-        """Add nothing yet; `half` stores dense matrices in float16, `in_half` everything, and computes in it."""
-        self._graph, self._weights, self._half = graph, weights, half or in_half
-        self.real = HALF if in_half else FLOAT  # type of activations, vectors and scales
+    def __init__(self, graph: Builder, weights: Weights, form: GraphForm) -> None:
+        """Add nothing yet."""
+        self._graph, self._weights, self._half, self.real = graph, weights, form.half or form.in_half, form.real
 
     def vector(self, name: str, size: int) -> ir.Value:
         """A norm's weight or a bias, in the type that is computed in."""

@@ -24,7 +24,7 @@ class StandardGroupedQuery(HalfBuilder):
 
     def __init__(self, layers: LayerBuilder, half: str) -> None:
         super().__init__(layers, half)
-        assert layers.sequences.scales is None, "no standard operator reads an INT8 cache"
+        assert layers.sequences.form.scales is None, "no standard operator reads an INT8 cache"
         tokens_BT, mask_BS = layers.sequences.tokens_BT, layers.sequences.mask_BS
         graph, config, places_BT = self.graph, self.config, places_by_mask(self.graph, tokens_BT, mask_BS)
         layers_of_model = range(config.num_hidden_layers)

@@ -9,8 +9,6 @@ one batch has prompts of unequal length. The reference reads every prompt in one
   ONNX Runtime makes it out of standard operators. A graph that computes or caches in float16 is widened. What is
   stored in float16 is rounded in the reference too. Only the order of additions differs from PyTorch, so a single wrong
   weight or cache entry stands out.
-- The latency profile has a second exact pass, of prompts: its graph for prompts reads a prompt and the other graph the
-  rest. The reference is a PyTorch model whose matrices are rounded per row while it reads the prompt.
 - The deployed pass runs the files as they are. It bounds what int8 activations or float16 storage cost.
 - The native pass runs them with this program's kernels, where the graph calls those and they are built, within the same
   limits.
@@ -21,17 +19,14 @@ one batch has prompts of unequal length. The reference reads every prompt in one
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-import numpy as np
-import onnx_ir as ir
 import torch
 
 from export.cache_scales import RoundedCache, Rounding
-from export.parity.comparison import Comparison, Limits, ParityReport, Pass, compare, merge
+from export.parity.comparison import Limits, ParityReport, Pass
 from export.parity.half import round_model_to_half, widen
 from export.parity.inputs import (
     GateInputs,
@@ -42,21 +37,16 @@ from export.parity.inputs import (
     threads_of_torch,
     unequal_tables,
 )
-from export.parity.limits import DEPLOYED, DEPLOYED_PER_ROW, SELECTED
-from export.parity.readings import STEPS, run_pass
-from export.paths import prompt_files
+from export.parity.limits import DEPLOYED, SELECTED
+from export.parity.readings import run_pass
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.providers import CPU, Provider
 from sportsllm.console import log
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.quantized_layers import QuantizedLinear
 from sportsllm.formats.safetensors_files import TensorFiles
 from sportsllm.inference.decoder import Logits
-from sportsllm.models.attention import KVCache
 from sportsllm.models.kinds import matrix_shapes
 from sportsllm.models.language_model import SportsLLM
-
-_TOP = 63  # the largest of the 7-bit numbers of a matrix with one scale per row
 
 
 def check_parity(checkpoint: Path, export: Path, threads: int | None = None, provider: Provider = CPU) -> ParityReport:
@@ -73,7 +63,6 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
     deployed = OnnxDecoder(export, threads, kernels="portable")
     inputs = GateInputs.read(checkpoint, export)
     graph, sequences = inputs.graph, inputs.sequences
-    prompts = prompt_files(export).graph
     model = load_checkpoint(checkpoint)
     unequal = tuple(unequal_tables(graph, inputs.config, TensorFiles(checkpoint)))
     with threads_of_torch(threads):
@@ -91,7 +80,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
             deployed_limits = DEPLOYED["fp16"]  # of another provider: GPUs may multiply with fewer bits
             passes += _provider_pass(export, threads, provider, sequences, expected, deployed_limits)
         else:
-            deployed_limits = DEPLOYED_PER_ROW if prompts.exists() else inputs.deployed_limits
+            deployed_limits = inputs.deployed_limits
             rounded = [run_pass("deployed", deployed, sequences, expected, deployed_limits)]
             del deployed
             if native_library(export) is not None:
@@ -107,14 +96,8 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
                 round_to_half(model.get_parameter(f"{name}.weight") for name in matrix_shapes(model.config))
             if half or inputs.precision == "fp16" or inputs.exact_rounding != inputs.rounding:
                 expected = read(inputs.exact_rounding)
-            prompt_graph = exact_graph(ir.load(prompts)) if prompts.exists() else None
-            exact = OnnxDecoder(export, threads, exact_graph(graph), prompt_graph)
-            exact.use_prompt_graph = False
+            exact = OnnxDecoder(export, threads, exact_graph(graph))
             passes = [*_exact_passes(exact, inputs, expected, limits), *rounded]
-            if prompt_graph is not None:
-                exact.use_prompt_graph = True
-                found = _compare_prompts(model, exact, sequences[0], inputs.exact_rounding)
-                passes.insert(1, Pass("exact prompts", limits, (found,)))
     return ParityReport(inputs.precision, tuple(passes), unequal, inputs.tokenizer_changes())
 
 
@@ -138,34 +121,6 @@ def _provider_pass(
 def _read_whole(model: SportsLLM, tokens: Sequence[int], rounding: Rounding | None) -> Logits:
     cache = None if rounding is None else RoundedCache(model.config, len(tokens), rounding)
     return cast(Logits, model(torch.tensor([list(tokens)]), cache)[0].numpy())
-
-
-@torch.inference_mode()
-def _compare_prompts(
-    model: SportsLLM, decoder: OnnxDecoder, tokens: Sequence[int], rounding: Rounding | None
-) -> Comparison:
-    """Logits after a prompt and of the last `STEPS` tokens behind it; `decoder` has both graphs in float32."""
-    split = len(tokens) - STEPS
-    cache = (
-        KVCache(model.config, 1, len(tokens)) if rounding is None else RoundedCache(model.config, len(tokens), rounding)
-    )
-    # The prompt's last token goes through the other graph.
-    _rounded_per_row(model).hidden(torch.tensor([list(tokens[: split - 1])]), cache=cache)
-    expected_SV = model(torch.tensor([list(tokens[split - 1 :])]), cache)[0].numpy()
-    found = [decoder.prefill([tokens[:split]], max_length=len(tokens))[0]]
-    found += [decoder.step([token])[0] for token in tokens[split:]]
-    return merge("prompt", [compare(expected_SV, np.stack(found))])
-
-
-def _rounded_per_row(model: SportsLLM) -> SportsLLM:
-    """A copy whose layers' packed matrices are rounded to nearest with one scale per row."""
-    changed = copy.deepcopy(model)
-    for module in changed.model.layers.modules():
-        if isinstance(module, QuantizedLinear):
-            scale_N1 = module.weight.abs().amax(dim=1, keepdim=True) / _TOP
-            safe_N1 = torch.where(scale_N1 == 0, torch.ones_like(scale_N1), scale_N1)
-            module.weight = torch.round(module.weight / safe_N1) * scale_N1
-    return changed
 
 
 def _exact_passes(

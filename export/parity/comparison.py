@@ -82,6 +82,12 @@ class ParityReport:
         lines = [f"table {name!r} differs from the model's" for name in self.unequal_tables]
         return lines + [line for item in self.passes for line in item.failures()]
 
+    def only_rounding_failed(self) -> bool:
+        """Whether the graph computes what the model does, and rounding its activations costs too much."""
+        return not self.unequal_tables and all(
+            item.name in ("deployed", "native") for item in self.passes if item.failures()
+        )
+
     @property
     def passed(self) -> bool:
         """Whether the export may be published."""

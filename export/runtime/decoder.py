@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from export.metadata import ATTENTION_MASK, INPUT_IDS, KEEP_LOGITS, LOGITS
-from export.paths import PROMPT_FILE, find_files, prompt_files
+from export.paths import find_files
 from export.runtime.device_cache import cache_maker
 from export.runtime.kernels import choose_kernels, portable
 from export.runtime.kv_cache import Cache
@@ -22,7 +22,6 @@ from export.runtime.providers import CPU, Provider, find_provider, one_line, pla
 from export.runtime.session import open_session, raise_if_out_of_memory
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.formats.huggingface.config import load_config
-from sportsllm.formats.manifest import MANIFEST, read_manifest
 from sportsllm.inference.decoder import Logits, log_softmax
 
 # Prompts are read in pieces of this many tokens, so that memory does not grow with the prompt. Time for 512 tokens
@@ -48,7 +47,6 @@ class OnnxDecoder:
     Attributes:
         config: the model's shape.
         prefill_chunk: tokens of a prompt that are read at once.
-        use_prompt_graph: whether prompts go through `prompt.onnx`; true where the directory has one.
         kernels: what runs the graph.
         placement: where its nodes run; None on the CPU provider, which takes all of them.
     """
@@ -58,11 +56,10 @@ class OnnxDecoder:
         directory: Path,
         threads: int | None = None,
         graph: bytes | None = None,
-        prompt_graph: bytes | None = None,
         kernels: str = "auto",
         provider: Provider = CPU,
     ) -> None:
-        """See `open`; `graph`, and `prompt_graph` for `prompt.onnx`, as in `open_session`: those run portable."""
+        """See `open`; `graph` as in `open_session`, which runs portable."""
         self.config = load_config(directory)
         self.prefill_chunk = PREFILL_CHUNK
         self._directory = directory
@@ -73,13 +70,7 @@ class OnnxDecoder:
         self._make_cache = cache_maker(self._session, directory, provider)
         self._cache: Cache | None = None
         self._read: list[list[int]] = []  # tokens of the cache's sequences
-        prompts, self._prompt_session = prompt_files(directory), None
-        has_prompts = _has_prompts(directory)
-        if has_prompts and provider.is_cpu:  # its products are the CPU's alone
-            self._prompt_session = open_session(directory, self.config, threads, prompt_graph, prompts)
-        self.use_prompt_graph = self._prompt_session is not None
-        left_out = PROMPT_FILE if has_prompts else None
-        self.placement = None if provider.is_cpu else placement(self._session, provider, left_out)
+        self.placement = None if provider.is_cpu else placement(self._session, provider)
         self._keeps_last = provider.is_cpu or self._computes_kept_positions()
 
     def prefill(self, rows: Sequence[Sequence[int]], max_length: int | None = None, reuse: bool = False) -> Logits:
@@ -87,7 +78,7 @@ class OnnxDecoder:
 
         With `reuse` the beginning is skipped that a prompt shares with what its place in the cache holds from the last
         prompts and steps. The logits equal those of a fresh start up to the order of additions. Where inputs are
-        rounded as whole tensors (INT8 per row, the latency profile), or more finely for a few tokens than for many (the
+        rounded as whole tensors (INT8 per row), or more finely for a few tokens than for many (the
         native kernels), they also depend on how the text was cut into pieces, and on which tokens `step` read.
 
         Raises:
@@ -103,8 +94,6 @@ class OnnxDecoder:
         logits_BV = np.empty((len(prompts), self.config.vocab_size), dtype=np.float32)
         for row, prompt in enumerate(prompts):
             one = slice(row, row + 1)
-            if self.use_prompt_graph:  # all but the last token, whose logits are wanted
-                self._fill(cache, one, prompt[cache.lengths[row] : -1])
             for start in range(cache.lengths[row], len(prompt), self.prefill_chunk):
                 self._run(cache, one, prompt[None, start : start + self.prefill_chunk], logits_BV[one, None], keep=1)
         self._cache, self._read = cache, [prompt.tolist() for prompt in prompts]  # only now complete
@@ -123,11 +112,6 @@ class OnnxDecoder:
             other._cache.copy_prefix_from(self._cache, self._cache.lengths)
         other._read = [list(row) for row in self._read]
         return other
-
-    def _fill(self, cache: Cache, row: slice, ids: npt.NDArray[np.int64]) -> None:
-        """Read tokens of one sequence into the cache with the graph that reads prompts."""
-        for start in range(0, len(ids), self.prefill_chunk):
-            self._run(cache, row, ids[None, start : start + self.prefill_chunk])
 
     def _prepared_cache(self, prompts: Sequence[npt.NDArray[np.int64]], room: int, reuse: bool) -> Cache:
         """The old cache if its size fits, since nothing beyond `lengths` is read; else a new one."""
@@ -183,8 +167,7 @@ class OnnxDecoder:
         """See `Decoder.score`; uses a cache of its own, and holds the logits of at most `SCORE_CHUNK` tokens.
 
         INT8 per row rounds inputs by the range of the whole piece, so a token's score depends slightly on the tokens
-        after it in the piece. In the latency profile each scored piece is read again as a prompt, so that the next one
-        sees the cache that prompts leave.
+        after it in the piece.
 
         Raises:
             UsageError: an empty row, or one longer than the context.
@@ -217,39 +200,31 @@ class OnnxDecoder:
             out = buffer[:, : piece.shape[1]]
             self._run(cache, slice(0, 1), piece, out, keep=0)
             yield start, out[0]
-            if self.use_prompt_graph and start + SCORE_CHUNK < len(ids):
-                cache.lengths[0] = start
-                self._fill(cache, slice(0, 1), piece[0])
 
-    def _run(
-        self, cache: Cache, rows: slice, ids_BT: npt.NDArray[np.int64], logits: Logits | None = None, keep: int = 1
-    ) -> None:
+    def _run(self, cache: Cache, rows: slice, ids_BT: npt.NDArray[np.int64], logits: Logits, keep: int = 1) -> None:
         """Read new tokens of some of the cache's sequences.
 
         Args:
             cache, rows, ids_BT: the cache, its sequences, and their tokens.
-            logits: (B, T or 1, V), written in place; without it `prompt.onnx` is run, which has none.
+            logits: (B, T or 1, V), written in place.
             keep: number of last positions with logits, 0 for all.
         """
         new = ids_BT.shape[1]
-        session = self._prompt_session if logits is None else self._session
-        assert session is not None, "asked for before"
-        binding = cache.bind(session, rows, new)
+        binding = cache.bind(self._session, rows, new)
         inputs, found = {INPUT_IDS: ids_BT, ATTENTION_MASK: cache.mask(rows, new)}, logits
-        if found is not None:
-            if keep and new > keep and not self._keeps_last:
-                keep, found = 0, np.empty((*ids_BT.shape, self.config.vocab_size), dtype=np.float32)
-            inputs[KEEP_LOGITS] = np.array([keep], dtype=np.int64)
-            binding.bind_output(LOGITS, "cpu", 0, np.float32, found.shape, found.ctypes.data)
+        if keep and new > keep and not self._keeps_last:
+            keep, found = 0, np.empty((*ids_BT.shape, self.config.vocab_size), dtype=np.float32)
+        inputs[KEEP_LOGITS] = np.array([keep], dtype=np.int64)
+        binding.bind_output(LOGITS, "cpu", 0, np.float32, found.shape, found.ctypes.data)
         for name, array in inputs.items():
             binding.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
         try:
-            session.run_with_iobinding(binding)
+            self._session.run_with_iobinding(binding)
         except RuntimeError as error:
             self._explain(error)
             raise
         cache.advance(rows, new)
-        if logits is not None and found is not None and found is not logits:
+        if found is not logits:
             logits[:] = found[:, -logits.shape[1] :]
 
     def _explain(self, error: RuntimeError) -> None:
@@ -289,12 +264,6 @@ class OnnxDecoder:
                     f"{self.config.vocab_size}; use the tokenizer that belongs to this model"
                 )
         return tokens
-
-
-def _has_prompts(directory: Path) -> bool:
-    """Whether there is a graph for prompts, or the manifest lists one; opening a lost one then fails."""
-    listed = (directory / MANIFEST).exists() and PROMPT_FILE in read_manifest(directory)["files"]
-    return listed or prompt_files(directory).graph.exists()
 
 
 def _common(old: Sequence[int], new: npt.NDArray[np.int64]) -> int:

@@ -77,13 +77,11 @@ class Placement:
         provider: which was asked for.
         taken: nodes that it takes, by operator; None where this version of ONNX Runtime does not say.
         elsewhere: those that run on the CPU provider, by operator.
-        left_out: a second graph that is for CPUs and is not run.
     """
 
     provider: Provider
     taken: Mapping[str, int] | None
     elsewhere: Mapping[str, int]
-    left_out: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -93,7 +91,6 @@ class Placement:
 
     def __str__(self) -> str:
         where = f"provider: {self.provider.name} ({self.provider.registered}, on the {self.provider.processor.upper()})"
-        where += f", without {self.left_out}, which is for CPUs," if self.left_out else ""
         if self.taken is None:
             return f"{where}; onnxruntime {ort.__version__} does not say which nodes fell to the CPU's; upgrade it"
         taken, others = sum(self.taken.values()), sum(self.elsewhere.values())
@@ -232,16 +229,16 @@ def create_session(model: str | bytes, options: ort.SessionOptions, provider: Pr
     return session
 
 
-def placement(session: ort.InferenceSession, provider: Provider, left_out: str | None = None) -> Placement:
+def placement(session: ort.InferenceSession, provider: Provider) -> Placement:
     """Where the nodes of a session run that `create_session` made."""
     try:
         parts = session.get_provider_graph_assignment_info()
     except AttributeError:  # ONNX Runtime before 1.24
-        return Placement(provider, None, {}, left_out)
+        return Placement(provider, None, {})
     taken, elsewhere = Counter[str](), Counter[str]()
     for part in parts:
         (taken if part.ep_name == provider.registered else elsewhere).update(node.op_type for node in part.get_nodes())
-    return Placement(provider, dict(taken), dict(elsewhere), left_out)
+    return Placement(provider, dict(taken), dict(elsewhere))
 
 
 def one_line(error: Exception) -> str:

@@ -11,7 +11,7 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from export import metadata
-from export.paths import PROMPT_FILE, GraphFiles, find_files
+from export.paths import GraphFiles, find_files
 from export.runtime.providers import CPU, Provider, create_session
 from sportsllm.errors import ArtifactError, ResourceError
 from sportsllm.formats.manifest import MANIFEST, read_manifest
@@ -64,7 +64,6 @@ def open_session(
     config: ModelConfig,
     threads: int | None,
     graph: bytes | None = None,
-    files: GraphFiles | None = None,
     library: Path | None = None,
     provider: Provider = CPU,
 ) -> ort.InferenceSession:
@@ -74,7 +73,6 @@ def open_session(
         directory, config: the export and its config.json.
         threads: CPU threads; all cores where not given.
         graph: `export.parity.inputs.exact_graph` to run on the directory's data instead of the file.
-        files: `export.paths.prompt_files`; those of the model's graph if not given.
         library: see `session_options`.
         provider: what runs the graph.
 
@@ -82,7 +80,7 @@ def open_session(
         ArtifactError: a file is missing, truncated or too long, or the graph is not a decoder.
         ResourceError: there is not enough memory, or the provider cannot run the graph.
     """
-    files = files or find_files(directory)
+    files = find_files(directory)
     path = files.graph
     _check_sizes(directory, files)
     options = session_options(threads, graph is not None, library)
@@ -182,8 +180,7 @@ def _check_interface(session: ort.InferenceSession, config: ModelConfig, path: P
         for state in block_state(config):
             shape = [None, *cached_shape(state, None)]
             wanted |= {metadata.past_name(layer, state.name): shape, metadata.present_name(layer, state.name): shape}
-    if path.name != PROMPT_FILE:
-        wanted |= {metadata.KEEP_LOGITS: [1], metadata.LOGITS: [None, None, config.vocab_size]}
+    wanted |= {metadata.KEEP_LOGITS: [1], metadata.LOGITS: [None, None, config.vocab_size]}
     arguments = (*session.get_inputs(), *session.get_overridable_initializers(), *session.get_outputs())
     found = {a.name: [size if isinstance(size, int) else None for size in a.shape] for a in arguments}
     for name in sorted(wanted.keys() | found.keys()):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+import sportsllm
 from benchmarks.trace import trace_model
-from export.export import ExportOptions, export_checkpoint
 from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.config import ModelConfig
@@ -103,11 +103,13 @@ def test_a_packed_checkpoint_passes_the_same(source: Path, packed: Path) -> None
 def test_an_export_passes_what_is_computed(
     kind: str, source: Path, packed: Path, corpus_file: Path, tmp_path: Path
 ) -> None:
-    options = {
-        "standard": ExportOptions(threads=1, standard_ops=True),
-        "int8 cache": ExportOptions(threads=1, kv_cache="int8", calibration=[corpus_file]),
+    options: dict[str, dict[str, Any]] = {
+        "standard": {"format": "standard"},
+        "int8 cache": {"kv_cache": "int8", "calibration": [corpus_file]},
     }
-    export_checkpoint(packed if kind == "functions" else source, tmp_path / "out", options.get(kind, ExportOptions()))
+    sportsllm.export(
+        packed if kind == "functions" else source, out=tmp_path / "out", threads=1, **options.get(kind, {})
+    )
     trace = trace_model(tmp_path / "out", TEXT, 128, every_block=True, threads=1)
     config, names = load_config(tmp_path / "out"), dict(IN_GRAPHS)
     cached = [one for one in trace["tensors"] if one["name"].startswith("present.")]

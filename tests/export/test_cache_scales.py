@@ -1,6 +1,5 @@
 """The scales of an INT8 cache, and exports that have one."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from export.export import ExportOptions, export_checkpoint
+import sportsllm
 from export.paths import DATA_FILE, GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, UsageError
@@ -47,27 +46,27 @@ def test_silent_channels_keep_a_scale_above_zero() -> None:
 
 
 def test_the_command_measures_on_text(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
-    options = ExportOptions(threads=1, kv_cache="int8", calibration=[corpus_file])
-    result = export_checkpoint(checkpoint, tmp_path / "out", options)
-    assert result["kv_cache"] == "int8" and result["parity"]["passed"]
+    options: dict[str, Any] = {"threads": 1, "kv_cache": "int8", "calibration": [corpus_file]}
+    result = sportsllm.export(checkpoint, out=tmp_path / "out", **options)
+    assert result.kv_cache == "int8" and result.parity["passed"]
     assert read_manifest(tmp_path / "out")["settings"]["kv_cache"] == "int8"
     plain = OnnxDecoder(tmp_path / "out", 1).logits([5, 6, 7, 8])
     # Layer by layer the same bytes come out.
-    bounded = export_checkpoint(checkpoint, tmp_path / "bounded", replace(options, max_ram_mb=20_000))
-    assert bounded["parity"]["passed"]
+    bounded = sportsllm.export(checkpoint, out=tmp_path / "bounded", max_ram=20_000, **options)
+    assert bounded.parity["passed"]
     for name in (GRAPH_FILE, DATA_FILE):
         assert (tmp_path / "bounded" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
-    export_checkpoint(checkpoint, tmp_path / "full", ExportOptions(threads=1))
+    sportsllm.export(checkpoint, out=tmp_path / "full", threads=1)
     full = OnnxDecoder(tmp_path / "full", 1).logits([5, 6, 7, 8])
     assert 0 < np.abs(plain - full).max() < 0.1 * full.std()
 
 
 def test_a_float16_cache_needs_no_text(checkpoint: Path, tmp_path: Path) -> None:
-    result = export_checkpoint(checkpoint, tmp_path / "out", ExportOptions(threads=1, kv_cache="fp16"))
-    assert result["parity"]["passed"]
-    assert result["kv_cache"] == "fp16"
+    result = sportsllm.export(checkpoint, out=tmp_path / "out", threads=1, kv_cache="fp16")
+    assert result.parity["passed"]
+    assert result.kv_cache == "fp16"
     decoder = OnnxDecoder(tmp_path / "out", 1)
-    export_checkpoint(checkpoint, tmp_path / "full", ExportOptions(threads=1))
+    sportsllm.export(checkpoint, out=tmp_path / "full", threads=1)
     plain, full = decoder.logits([5, 6, 7, 8]), OnnxDecoder(tmp_path / "full", 1).logits([5, 6, 7, 8])
     assert 0 < np.abs(plain - full).max() < 0.01 * full.std()
 
@@ -75,8 +74,7 @@ def test_a_float16_cache_needs_no_text(checkpoint: Path, tmp_path: Path) -> None
 def test_without_text_the_model_writes_its_own(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ExportOptions(threads=1, kv_cache="int8")
-    assert export_checkpoint(checkpoint, tmp_path / "out", options)["parity"]["passed"]
+    assert sportsllm.export(checkpoint, out=tmp_path / "out", threads=1, kv_cache="int8").parity["passed"]
     assert "texts that the model writes itself" in capsys.readouterr().err
 
 
@@ -84,11 +82,11 @@ def test_without_text_the_model_writes_its_own(
     ("settings", "error", "message"),
     [
         ({"kv_cache": "int4"}, UsageError, "--kv-cache 'int4'"),
-        ({"kv_cache": "int8", "max_ram_mb": 4000}, UsageError, "needs calibration text"),
-        ({"calibration": ["matches"]}, UsageError, "belongs to --kv-cache int8"),
-        ({"kv_cache": "fp16", "calibration": ["matches"]}, UsageError, "belongs to --kv-cache int8"),
-        ({"kv_cache": "fp16", "web": True}, UsageError, "--web with --kv-cache fp16"),
-        ({"kv_cache": "fp16", "standard_ops": True}, UsageError, "no standard operator reads such a cache"),
+        ({"kv_cache": "int8", "max_ram": 4000}, UsageError, "needs calibration text"),
+        ({"calibration": ["matches"]}, UsageError, "is for --kv-cache int8"),
+        ({"kv_cache": "fp16", "calibration": ["matches"]}, UsageError, "is for --kv-cache int8"),
+        ({"kv_cache": "fp16", "format": "web"}, UsageError, "--format web with --kv-cache fp16"),
+        ({"kv_cache": "fp16", "format": "standard"}, UsageError, "no standard operator reads such a cache"),
         ({"kv_cache": "int8", "calibration": ["nothing.txt"]}, ArtifactError, "nothing.txt"),
     ],
 )
@@ -100,5 +98,5 @@ def test_bad_input(
         if path.name == "matches":
             path.write_text("text", encoding="utf-8")
     with pytest.raises(error, match=message):
-        export_checkpoint(checkpoint, tmp_path / "out", ExportOptions(calibration=files, **settings))
+        sportsllm.export(checkpoint, out=tmp_path / "out", calibration=files, **settings)
     assert not (tmp_path / "out").exists()

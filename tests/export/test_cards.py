@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
+import sportsllm
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
-from export.export import ExportOptions, export_checkpoint
-from export.gguf_export import export_gguf
 from sportsllm.formats.artifact import MANIFEST, Stage, digest, read_manifest, run_stage, verify_directory
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.training.settings import TrainConfig
@@ -59,8 +58,8 @@ def line(outside: Path, corpus_file: Path) -> dict[str, Path]:
     config = TrainConfig(steps=2, batch_size=2, accumulation=1, sequence=32, warmup=0)
     train(outside, corpus=[corpus_file], out=base / "tuned", **options_of(config))
     quantize(checkpoint=base / "tuned", out=base / "int4", config=QuantizationConfig(), method="rtn")
-    export_checkpoint(base / "int4", base / "onnx", ExportOptions(threads=2))
-    export_gguf(base / "tuned", base / "gguf")
+    sportsllm.export(base / "int4", out=base / "onnx", threads=2)
+    sportsllm.export(base / "tuned", out=base / "gguf", format="gguf")
     return {name: base / name for name in ("theirs", "tuned", "int4", "onnx", "gguf")}
 
 
@@ -192,6 +191,6 @@ def test_each_form_names_the_programs_that_load_it(line: dict[str, Path]) -> Non
 
 def test_an_int8_cache_is_not_for_optimum(line: dict[str, Path], corpus_file: Path) -> None:
     out = line["onnx"].parent / "kv8"
-    export_checkpoint(line["int4"], out, ExportOptions(threads=2, kv_cache="int8", calibration=[corpus_file]))
+    sportsllm.export(line["int4"], out=out, threads=2, kv_cache="int8", calibration=[corpus_file])
     card = (out / "README.md").read_text(encoding="utf-8")
     assert "With optimum" not in card and "With onnxruntime-genai" in card

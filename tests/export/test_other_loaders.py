@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+import sportsllm
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
-from export.export import ExportOptions, export_checkpoint
 from export.kernels.library import VERSION, library_of
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.decoder import open_decoder
@@ -22,7 +22,7 @@ PROMPT = [0, 40, 70, 100, 200]
 @pytest.fixture(scope="module")
 def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("loaders") / "onnx"
-    export_checkpoint(checkpoint, directory, ExportOptions(dtype="fp32", threads=2))
+    sportsllm.export(checkpoint, out=directory, dtype="fp32", threads=2)
     return directory
 
 
@@ -57,7 +57,7 @@ def test_optimum_generates_the_same_tokens(exported: Path, checkpoint: Path) -> 
 def test_optimum_inlines_layers_that_are_functions(checkpoint: Path, tmp_path: Path) -> None:
     optimum = pytest.importorskip("optimum.onnxruntime", reason="needs the extra [optimum]")
     quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
-    assert export_checkpoint(tmp_path / "int4", tmp_path / "out", ExportOptions(threads=2))["kernels"]
+    assert sportsllm.export(tmp_path / "int4", out=tmp_path / "out", threads=2)["kernels"]
     model = optimum.ORTModelForCausalLM.from_pretrained(str(tmp_path / "out"), provider="CPUExecutionProvider")
     out = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=None)
     ours = generate(open_decoder(tmp_path / "out", 2, "portable"), PROMPT, 20, Sampling(temperature=0))
@@ -71,7 +71,7 @@ def test_optimum_runs_standard_operators_with_padding_on_the_left(checkpoint: Pa
     long, short = PROMPT, [0, 99]
     for source in (checkpoint, tmp_path / "int4"):
         directory = tmp_path / f"{source.name}-onnx"
-        export_checkpoint(source, directory, ExportOptions(threads=2, standard_ops=True))
+        sportsllm.export(source, out=directory, threads=2, format="standard")
         model = optimum.ORTModelForCausalLM.from_pretrained(str(directory), provider="CPUExecutionProvider")
         padded = torch.tensor([long, [0] * 3 + short])
         mask = torch.tensor([[1] * 5, [0] * 3 + [1] * 2])
@@ -94,7 +94,7 @@ def test_onnxruntime_genai_runs_either_kernels(registered: bool, checkpoint: Pat
     if registered and library is None:
         pytest.skip("the kernels are not built")
     quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
-    export_checkpoint(tmp_path / "int4", tmp_path / "out", ExportOptions(threads=2))
+    sportsllm.export(tmp_path / "int4", out=tmp_path / "out", threads=2)
     config = genai.Config(str(tmp_path / "out"))
     if registered:
         options = {"custom_ops_library": str(library)}
@@ -115,9 +115,9 @@ def test_onnxruntime_genai_runs_either_kernels(registered: bool, checkpoint: Pat
 def test_onnxruntime_genai_generates_the_same_tokens(exported: Path, checkpoint: Path, tmp_path: Path) -> None:
     genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra [genai]")
     quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
-    export_checkpoint(tmp_path / "int4", tmp_path / "int4-onnx", ExportOptions(threads=2))
-    export_checkpoint(checkpoint, tmp_path / "standard-onnx", ExportOptions(threads=2, standard_ops=True))
-    export_checkpoint(tmp_path / "int4", tmp_path / "half-onnx", ExportOptions(dtype="fp16", threads=2))
+    sportsllm.export(tmp_path / "int4", out=tmp_path / "int4-onnx", threads=2)
+    sportsllm.export(checkpoint, out=tmp_path / "standard-onnx", threads=2, format="standard")
+    sportsllm.export(tmp_path / "int4", out=tmp_path / "half-onnx", dtype="fp16", threads=2)
     for directory in (exported, *(tmp_path / f"{name}-onnx" for name in ("int4", "standard", "half"))):
         parameters = genai.GeneratorParams(model := genai.Model(str(directory)))
         parameters.set_search_options(max_length=25, do_sample=False)

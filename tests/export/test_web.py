@@ -9,9 +9,10 @@ from pathlib import Path
 import onnx
 import pytest
 
+import sportsllm
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
-from export.export import ExportOptions, export_checkpoint
+from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
 from export.paths import find_files
 from sportsllm.errors import ArtifactError
@@ -30,15 +31,14 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("standard_ops", [False, True], ids=["own operators", "standard operators"])
 @pytest.mark.parametrize("precision", NAMES)
-def test_layout(precision: str, standard_ops: bool, checkpoint: Path, tmp_path: Path) -> None:
+def test_layout(precision: str, checkpoint: Path, tmp_path: Path) -> None:
     source, out = checkpoint, tmp_path / "web"
     if precision.startswith("int"):
         source = tmp_path / "packed"
         quantize(checkpoint=checkpoint, out=source, config=QuantizationConfig(bits=int(precision[3:])))
     dtype = "fp16-weights" if precision == "fp16" else None
-    result = export_checkpoint(source, out, ExportOptions(dtype=dtype, threads=1, standard_ops=standard_ops, web=True))
+    result = sportsllm.export(source, out=out, dtype=dtype, threads=1, format="web")
 
     js_dtype, graph_name = NAMES[precision]
     settings = json.loads((out / "config.json").read_text())
@@ -57,8 +57,8 @@ def test_layout(precision: str, standard_ops: bool, checkpoint: Path, tmp_path: 
     # The browser build of ONNX Runtime has no such kernel.
     assert "GatherBlockQuantized" not in {node.op_type for node in graph.node}
 
-    assert result["precision"] == precision and result["parity"]["passed"]
-    assert result["size_bytes"] == directory_bytes(out) == sum(p.stat().st_size for p in (out / "onnx").iterdir())
+    assert result.precision == precision and result.parity["passed"]
+    assert result.size_bytes == directory_bytes(out) == sum(p.stat().st_size for p in (out / "onnx").iterdir())
     assert verify_directory(out)[1] == []
 
 
@@ -68,9 +68,9 @@ def test_the_same_logits_as_the_plain_layout(bits: int, asymmetric: bool, tmp_pa
     """Packed embeddings are read in another way there; odd widths leave padding in their last block."""
     model = tiny_model(hidden_size=72, intermediate_size=100)
     quantization = pack_model(model, bits, 16, asymmetric)
-    for name, web in (("plain", False), ("web", True)):
+    for name, form in (("plain", "onnx"), ("web", "web")):
         save(tmp_path / name, model, quantization)
-        write_graph(tmp_path / name, tmp_path / name, web=web)
+        write_graph(tmp_path / name, tmp_path / name, GraphForm(form))
         (tmp_path / name / "model.safetensors").unlink()
     chosen = [
         list(generate(open_decoder(tmp_path / name, 1), [3, 50, 7], 12, Sampling(temperature=0)))
@@ -81,7 +81,7 @@ def test_the_same_logits_as_the_plain_layout(bits: int, asymmetric: bool, tmp_pa
 
 def test_damaged_and_doubtful_directories(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "web"
-    export_checkpoint(checkpoint, out, ExportOptions(threads=1, web=True))
+    sportsllm.export(checkpoint, out=out, threads=1, format="web")
     beside_weights = shutil.copytree(out, tmp_path / "both")
     shutil.copyfile(checkpoint / "model.safetensors", beside_weights / "model.safetensors")
     assert is_onnx_directory(out) and not is_onnx_directory(beside_weights)

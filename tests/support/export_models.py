@@ -15,8 +15,8 @@ import onnx
 import torch
 
 from export.cache_scales import CacheScales, measure_scales
+from export.graph.builder import GraphForm
 from export.graph.decoder import WrittenGraph, write_graph
-from export.graph.prefill_graph import write_prompt_graph
 from export.parity.check import check_parity
 from export.parity.comparison import ParityReport
 from export.paths import DATA_FILE, GRAPH_FILE
@@ -170,14 +170,12 @@ class Exports:
         bits: int | None = None,
         block: int = 32,
         asymmetric: bool = False,
-        half: bool = False,
-        standard: bool = False,
-        web: bool = False,
+        operators: str = "onnx",
         int8_cache: bool = False,
-        latency: bool = False,
-        inline: bool = False,
+        half: bool = False,
         in_half: bool = False,
         half_cache: bool = False,
+        inline: bool = False,
         **changes: Any,
     ) -> Export:
         """The export of `tiny_model(**changes)` with room for the gate's sequences.
@@ -185,13 +183,12 @@ class Exports:
         Args:
             bits, block, asymmetric: see `pack_model`; a dense model without `bits`. Of INT8 per row (`ROW_BITS`) the
                 embedding and the head are blocks.
-            half, standard, web, inline, in_half, half_cache: see `write_graph`.
+            operators, half, in_half, half_cache, inline: see `GraphForm`.
             int8_cache: with the scales of `int8_samples`.
-            latency: with the graph for prompts.
             changes: of the model's shape.
         """
-        form = half, standard, web, inline, in_half, half_cache
-        key = repr((bits, block, asymmetric, form, int8_cache, latency, sorted(changes.items())))
+        form = operators, half, in_half, half_cache
+        key = repr((bits, block, asymmetric, form, inline, int8_cache, sorted(changes.items())))
         if key not in self._made:
             directory, shape = self._root / str(len(self._made)), {"max_position_embeddings": CONTEXT} | changes
             model, packed = tiny_model(**shape), tiny_model(**shape)
@@ -200,13 +197,11 @@ class Exports:
             save(directory, packed, record or None)
             scales = measured_scales(model, int8_samples()) if int8_cache else None
             checkpoint = directory
-            if web:  # beside PyTorch's weights it would not count as an export
+            if operators == "web":  # beside PyTorch's weights it would not count as an export
                 directory = directory / "web"
                 directory.mkdir()
                 shutil.copy(checkpoint / "config.json", directory)
-            written = write_graph(checkpoint, directory, half, scales, standard, web, inline, in_half, half_cache)
-            if latency:
-                write_prompt_graph(checkpoint, directory, written, scales, half_cache)
+            written = write_graph(checkpoint, directory, GraphForm(*form, scales, inline))
             self._made[key] = Export(directory, written, model, scales)
         return self._made[key]
 

@@ -12,8 +12,8 @@ from compress.quantization.config import Granularity, QuantizationConfig
 from compress.quantization.layer_by_layer import quantize_without_data
 from compress.quantization.packed_checkpoint import PackedCheckpoint
 from export.cache_scales import CacheScales
+from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
-from export.graph.prefill_graph import write_prompt_graph
 from sportsllm.formats.checkpoint import save_checkpoint, write_checkpoint
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.config import ModelConfig
@@ -27,7 +27,6 @@ FORMATS = (
     ModelFormat("int8", 128, per_row=True),
     ModelFormat("int4", 32),
     ModelFormat("int4", 128, cache="int8"),
-    ModelFormat("int4", 128, latency=True),
     ModelFormat("int4", 128, standard=True),
 )
 
@@ -55,9 +54,8 @@ def make_export(checkpoint: Path, stored: ModelFormat, directory: Path, inline: 
         write_checkpoint(source, config, packed.tensors, quantization=packed.record("rtn"))
     full = tuple(torch.full((config.num_hidden_layers, *state.shape), 0.05) for state in block_state(config))
     scales = CacheScales(full) if stored.cache == "int8" else None
-    tensors = write_graph(source, directory, scales=scales, standard=stored.standard, inline=inline)
-    if stored.latency:
-        write_prompt_graph(source, directory, tensors, scales)
+    operators = "standard" if stored.standard else "onnx"
+    write_graph(source, directory, GraphForm(operators, scales=scales, inline=inline))
     shutil.copyfile(source / "config.json", directory / "config.json")
     if source != checkpoint:
         shutil.rmtree(source)

@@ -63,10 +63,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def export(checkpoint: Path) -> Path:
-    from export.export import ExportOptions, export_checkpoint
+    import sportsllm
 
     directory = checkpoint.parent / "export"
-    export_checkpoint(checkpoint, directory, ExportOptions())
+    sportsllm.export(
+        checkpoint,
+        out=directory,
+    )
     return directory
 
 
@@ -205,7 +208,7 @@ def test_every_promised_key_is_there(result: dict[str, Any], export: Path) -> No
         assert 0 < times["p50"] <= times["p90"] <= times["p95"] <= times["p99"]
     assert result["threads"] == 1
     assert result["file_bytes"] == directory_bytes(export)
-    assert result["load_s"] > 0 and result["peak_rss_bytes"] > result["file_bytes"]
+    assert result["load_s"] > 0 and result.peak_rss_bytes > result["file_bytes"]
     assert result["prefill_tokens_per_s"] == pytest.approx(128_000 / result["ttft_ms"]["128"])
     assert result["quality_loss_percent"] == pytest.approx(3.0)
     assert json.loads(json.dumps(result)) == result

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+import sportsllm
 from benchmarks.pictures.attention import MOST_TOKENS, attention_charts, measure_attention, print_attention
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
-from export.export import ExportOptions, export_checkpoint
 from sportsllm.console import output
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
@@ -70,7 +70,7 @@ def test_a_shape_is_drawn_as_svg_and_as_page(capsys: pytest.CaptureFixture[str],
         result = result_of(capsys, "small", "--draw", tmp_path / name)
         assert result["drawing"] == {
             "out": str(tmp_path / name),
-            "parameters": result["parameters"],
+            "parameters": result.parameters,
             "blocks": [{"layers": list(range(12)), "parameters": sum(result["parameters_per_block"].values())}],
         }
     svg = (tmp_path / "small.svg").read_text(encoding="utf-8")
@@ -197,7 +197,7 @@ def test_what_cannot_be_shown_is_refused_in_a_line(
     refused(3, "nowhere.txt: not found", mixture, "--experts", "tennis=nowhere.txt")
     with pytest.raises(UsageError, match=r"5,120 heads of 64 tokens are too much for a page; .* most 26 tokens"):
         attention_charts({"tokens": ["a"] * 64}, [torch.zeros(64, 64, 64)] * 80)
-    export_checkpoint(checkpoint, tmp_path / "export", ExportOptions(threads=1))
+    sportsllm.export(checkpoint, out=tmp_path / "export", threads=1)
     refused(2, "is an export; give its checkpoint", tmp_path / "export", "--attention", TEXT)
     assert not list(tmp_path.glob("x.*"))
     result_of(capsys, tmp_path / "export", "--draw", tmp_path / "of-export.svg")

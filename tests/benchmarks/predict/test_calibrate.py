@@ -116,7 +116,7 @@ def test_calibrating_improves_predictions_of_recorded_figures() -> None:
 
 
 def _recorded() -> list[Figure]:
-    formats = (*FORMATS, INT8_CACHE, ModelFormat("int4", 32), ModelFormat("int4", 128, latency=True))
+    formats = (*FORMATS, INT8_CACHE, ModelFormat("int4", 32))
     formats = {stored.name: stored for stored in (*formats, ModelFormat("int4", 128, standard=True))}
     with RECORDED.open(encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))

@@ -108,22 +108,6 @@ def test_memory_by_hand() -> None:
         assert found == pytest.approx(expected + depth * CACHE_BYTES + activations, rel=1e-9)
 
 
-def test_the_latency_profile_by_hand() -> None:
-    """All but the last token in INT8 rows, without the last layer's work besides keys and values; then a step."""
-    latency = dataclasses.replace(INT4, latency=True)
-    last = 2 * 768**2 + 3 * 768 * 2_048
-    seen = 128 * 128 + 128 * 256 + 43 * 299
-    products = 299 * (MACS - last) / 800e9 + seen * ATTENTION_MACS / 100e9 + 4 * 299 * 12 * ACTIVATIONS / 8e9
-    step = tpot_ms(SMALL, DEVICE, latency, 299)
-    assert ttft_ms(SMALL, DEVICE, latency, 300) == pytest.approx(
-        1_000 * (products + 3 * (10e-6 + 12 * 5e-6)) + step, rel=1e-9
-    )
-    assert step == tpot_ms(SMALL, DEVICE, INT4, 299)  # decoding reads the first graph alone
-    grown = peak_memory_bytes(SMALL, DEVICE, latency, 300) - peak_memory_bytes(SMALL, DEVICE, INT4, 300)
-    rows = 11 * (5 * 768 + 2 * 2_048) + 2 * 768
-    assert grown == pytest.approx(1.2 * (MACS - last + 4 * rows + 12 * 5_600), rel=1e-9)
-
-
 def test_standard_operators_by_hand() -> None:
     """More of them a layer, a cache that is copied at each step, and the tied matrix once more in memory."""
     standard = dataclasses.replace(INT4, standard=True)

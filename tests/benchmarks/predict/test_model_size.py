@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 import pytest
 
-from benchmarks.measure.bandwidth_bound import bytes_read_per_token, prompt_graph_bytes
+from benchmarks.measure.bandwidth_bound import bytes_read_per_token
 from benchmarks.predict.model_size import (
     ModelFormat,
     file_bytes,
@@ -69,18 +69,14 @@ def test_the_parts_of_a_format_are_those_of_its_graph(stored: ModelFormat, untra
     assert weights == pytest.approx(everything, rel=0.01)  # tensors below 1 KiB stay in the graph
     # Small models too, of which the graph is a good part; config.json is no part of a model.
     files = sum(path.stat().st_size for path in directory.glob("*.onnx*"))
-    pages = 20 * 4_096 if stored.latency else 0  # tensors of the second graph begin on whole pages in the file
-    assert file_bytes(SHAPE, stored) == pytest.approx(files, rel=0.02, abs=pages)
+    assert file_bytes(SHAPE, stored) == pytest.approx(files, rel=0.02)
     if stored.standard:  # the tied matrix by rows, for the embedding alone: a token reads one row of it
         assert parts.embedding == pytest.approx(by_rows, rel=0.01) and by_rows > 0.05 * everything
-        manifest = {"format": 1, "command": "export", "settings": {"standard_ops": True}, "files": {}}
+        manifest = {"format": 1, "command": "export", "settings": {"format": "standard"}, "files": {}}
         (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
         assert bytes_read_per_token(directory, SHAPE)["weight_bytes"] == files - by_rows
     else:
         assert parts.embedding == 0
-    assert (parts.prefill is not None) == stored.latency
-    if parts.prefill is not None:
-        assert -20 * 4_096 <= parts.prefill.bytes - prompt_graph_bytes(directory) <= 0.01 * files
 
 
 def test_counts_by_hand() -> None:
@@ -100,12 +96,11 @@ def test_file_size(stored: ModelFormat, megabytes: float) -> None:
     assert file_bytes(SMALL, stored) / 1e6 == pytest.approx(megabytes, rel=5e-3)
 
 
-def test_a_file_scales_what_decoding_reads_and_not_the_second_graph() -> None:
+def test_a_file_scales_what_decoding_reads() -> None:
     plain = sizes(SMALL, ModelFormat("int4"))
     whole = file_bytes(SMALL, ModelFormat("int4"))
-    given = sizes(SMALL, ModelFormat("int4", file_bytes=2 * whole + 1_000, prompt_bytes=1_000))
+    given = sizes(SMALL, ModelFormat("int4", file_bytes=2 * whole))
     assert given.layers.bytes == pytest.approx(2 * plain.layers.bytes, rel=1e-6)
-    assert given.prefill is not None and given.prefill.bytes == 1_000
 
 
 def test_the_stored_format_follows_the_configuration(tmp_path: Path) -> None:
@@ -127,9 +122,6 @@ def test_the_stored_format_follows_the_configuration(tmp_path: Path) -> None:
     "arguments",
     [
         {"precision": "int4", "per_row": True},
-        {"precision": "fp32", "latency": True},
-        {"precision": "int8", "per_row": True, "latency": True},
-        {"precision": "int4", "standard": True, "latency": True},
         {"precision": "int3"},
         {"precision": "int4", "cache": "int2"},
         {"precision": "int4", "cache": "bf16"},

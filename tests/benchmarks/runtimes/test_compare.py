@@ -124,14 +124,17 @@ class IkLlama:
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from export.export import ExportOptions, export_checkpoint
+    import sportsllm
 
     directory = tmp_path_factory.mktemp("against")
     model = SportsLLM(CONFIG)
     model.initialize(0)
     (directory / "checkpoint").mkdir()
     save_checkpoint(directory / "checkpoint", model)
-    export_checkpoint(directory / "checkpoint", directory / "export", ExportOptions())
+    sportsllm.export(
+        directory / "checkpoint",
+        out=directory / "export",
+    )
     return directory / "export"
 
 

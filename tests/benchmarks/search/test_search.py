@@ -235,11 +235,11 @@ class Rule:
 
 
 def test_on_a_gpu_every_format_computes_in_float16(tmp_path: Path) -> None:
-    """An INT8 cache, INT8 in rows and the latency profile have no such graph."""
+    """An INT8 cache and INT8 in rows have no such graph."""
     target = Target("host", True, "cuda", "gpu")
     search = start_search(TEACHER, with_limits(), usual(), target, 100_000)
     formats = {one.format for one in search.found}
-    assert formats and all(each.cache == "fp32" and not each.per_row and not each.latency for each in formats)
+    assert formats and all(each.cache == "fp32" and not each.per_row for each in formats)
     source = Source(tmp_path, (), ())
     assert export_settings(source, ModelFormat("int4"), tmp_path, tmp_path, "gpu")["dtype"] == "fp16"
     assert "dtype" not in export_settings(source, ModelFormat("int4"), tmp_path, tmp_path)

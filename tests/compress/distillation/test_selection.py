@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import sportsllm
 from compress.cli.distill import distill
 from compress.distillation import selection
 from compress.distillation.run import Checkpoint, resolve_start
@@ -33,7 +34,6 @@ from compress.pruning.run import PruneJob, prune_checkpoint
 from compress.pruning.shapes import Shape
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
-from export.export import ExportOptions, export_checkpoint
 from sportsllm.errors import UsageError
 from sportsllm.formats.artifact import read_manifest
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
@@ -107,7 +107,7 @@ def test_usual_sizes_follow_the_model() -> None:
 
 def test_it_is_a_teacher_quantized_and_exported(made: Path, text: Path, held_out: Path, tmp_path: Path) -> None:
     quantize(made, tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,)))
-    export_checkpoint(tmp_path / "int4", tmp_path / "export", ExportOptions(threads=1))  # the gate compares
+    sportsllm.export(tmp_path / "int4", out=tmp_path / "export", threads=1)  # the gate compares
     rows = [list(range(3, 60))]
     torch_scores, onnx_scores = (open_decoder(tmp_path / name, threads=1).score(rows)[0] for name in ("int4", "export"))
     # Products round their inputs to 8 bits, and a choice may turn: the mean is within a tenth of a nat.

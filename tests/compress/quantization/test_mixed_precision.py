@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+import sportsllm
 from compress.quantization.config import QuantizationConfig, bits_per_weight, matrix_bytes, matrix_weights
 from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget, choose_bits, measure_groups
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from compress.quantization.run import quantize
-from export.export import ExportOptions, export_checkpoint
 from sportsllm.commands import load_command
 from sportsllm.errors import UsageError
 from sportsllm.models.experts import Experts
@@ -132,7 +132,7 @@ def test_the_stage_keeps_the_budget_and_its_export_is_faithful(
     for group in result["sensitivity"]:
         assert {bits[name] for name in group["modules"]} == {group["bits"]}
     assert set(bits.values()) == {4, 8}
-    assert export_checkpoint(tmp_path / "out", tmp_path / "onnx", ExportOptions(threads=1))["parity"]["passed"]
+    assert sportsllm.export(tmp_path / "out", out=tmp_path / "onnx", threads=1).parity["passed"]
 
 
 def test_a_size_counts_everything(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import onnxruntime as ort
 import pytest
 import torch
 
+from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
 from export.parity.inputs import exact_graph
 from export.paths import DATA_FILE, GRAPH_FILE
@@ -187,7 +188,7 @@ def test_half_precision_storage(tmp_path: Path) -> None:
     save(tmp_path / "full", tiny_model())
     write_graph(tmp_path / "full", tmp_path / "full")
     save(tmp_path / "half", tiny_model())
-    write_graph(tmp_path / "half", tmp_path / "half", half=True)
+    write_graph(tmp_path / "half", tmp_path / "half", GraphForm(half=True))
     full, half = ((tmp_path / name / DATA_FILE).stat().st_size for name in ("full", "half"))
     assert half < 0.55 * full
     onnx.checker.check_model(str(tmp_path / "half" / GRAPH_FILE), full_check=True)
@@ -205,7 +206,7 @@ def test_half_precision_refuses_numbers_beyond_its_range(tmp_path: Path) -> None
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = 70_000.0
     save(tmp_path, model)
     with pytest.raises(ArtifactError, match=r"layers\.1\.mlp\.up_proj.*65,504.*fp32"):
-        write_graph(tmp_path, tmp_path, half=True)
+        write_graph(tmp_path, tmp_path, GraphForm(half=True))
 
 
 @pytest.mark.parametrize("bits", [None, 4])

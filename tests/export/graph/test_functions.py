@@ -9,6 +9,7 @@ import numpy.typing as npt
 import onnx
 import pytest
 
+from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
 from export.kernels.library import VERSION
 from export.paths import DATA_FILE, GRAPH_FILE
@@ -116,13 +117,13 @@ def test_layers_without_a_name_or_a_format_stay_as_they_are(tmp_path: Any) -> No
     record = pack_model(model, 4, bits_of=formats)
     written = write_graph(save(tmp_path, model, record), tmp_path)
     # Eight as wholes, three as two halves each.
-    assert str(written.folded) == "kernels: called for 11 of 12 layers and the head (dense matrices)"
+    assert str(written.kernels) == "kernels: called for 11 of 12 layers and the head (dense matrices)"
     calls = [node.op_type for node in onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False).graph.node]
     assert sum(call.startswith("DecoderFeedForward") for call in calls) == 3
     plain = tmp_path / "plain"
     plain.mkdir()
     (plain / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
-    write_graph(tmp_path, plain, inline=True)
+    write_graph(tmp_path, plain, GraphForm(inline=True))
     found = [OnnxDecoder(path, 1, kernels="portable").logits([1, 2, 3]) for path in (tmp_path, plain)]
     np.testing.assert_array_equal(*found)
 
@@ -156,12 +157,12 @@ def test_halves_of_layers_are_called(changes: dict[str, Any], called: str, tmp_p
     """The body gives the plain graph's bits; kernels come nearer to PyTorch than it does."""
     model = tiny_model(num_hidden_layers=3, max_position_embeddings=128, **changes)
     save(tmp_path, model, pack_model(model, 8))
-    assert str(write_graph(tmp_path, tmp_path).folded) == f"kernels: called for {called}"
+    assert str(write_graph(tmp_path, tmp_path).kernels) == f"kernels: called for {called}"
     onnx.checker.check_model(str(tmp_path / GRAPH_FILE), full_check=True)
     plain = tmp_path / "plain"
     plain.mkdir()
     (plain / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
-    write_graph(tmp_path, plain, inline=True)
+    write_graph(tmp_path, plain, GraphForm(inline=True))
     prompt = np.random.default_rng(0).integers(0, 96, 60).tolist()
 
     def logits(decoder: Decoder, whole: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -189,12 +190,12 @@ def test_halves_of_layers_are_called(changes: dict[str, Any], called: str, tmp_p
     [
         ({}, "dense"),
         ({"bits": 4, "block": 16}, "4 bits in blocks of 16"),
-        ({"bits": 4, "standard": True}, "standard operators"),
-        ({"bits": 4, "web": True}, "a browser has none"),
+        ({"bits": 4, "operators": "standard"}, "standard operators"),
+        ({"bits": 4, "operators": "web"}, "a browser has none"),
     ],
     ids=str,
 )
 def test_what_calls_none_says_why(settings: dict[str, Any], reason: str, exports: Exports) -> None:
-    folded = exports(**settings).written.folded
-    assert folded.version is None
-    assert str(folded).startswith("kernels: the graph calls none (") and reason in str(folded)
+    kernels = exports(**settings).written.kernels
+    assert kernels.version is None
+    assert str(kernels).startswith("kernels: the graph calls none (") and reason in str(kernels)

@@ -10,13 +10,12 @@ import numpy as np
 import onnx
 import pytest
 
+import sportsllm
 from benchmarks.devices.load import load_device
 from benchmarks.predict.latency import predict_directory
 from benchmarks.predict.model_size import stored_format
 from compress.quantization.config import Granularity, QuantizationConfig
 from compress.quantization.run import quantize
-from export import export as export_module
-from export.export import ExportOptions, export_checkpoint
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.providers import Provider
@@ -90,15 +89,15 @@ def test_numbers_beyond_float16_are_refused(tmp_path: Path) -> None:
     model.model.norm.weight.data[0] = 70_000
     save(tmp_path / "wide", model)
     with pytest.raises(ArtifactError, match=r"model\.norm\.weight.*beyond float16"):
-        export_checkpoint(tmp_path / "wide", tmp_path / "out", ExportOptions(dtype="fp16", threads=1))
+        sportsllm.export(tmp_path / "wide", out=tmp_path / "out", dtype="fp16", threads=1)
 
 
 def test_the_command_and_the_loaders_files(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
-    result = export_checkpoint(tmp_path / "int4", tmp_path / "out", ExportOptions(dtype="fp16", threads=1))
-    assert (result["precision"], result["kv_cache"], result["kernels"]) == ("int4", "fp16", None)
+    result = sportsllm.export(tmp_path / "int4", out=tmp_path / "out", dtype="fp16", threads=1)
+    assert (result.precision, result.kv_cache, result.kernels) == ("int4", "fp16", None)
     said = capsys.readouterr()
     assert "for GPUs" in said.out + said.err
     settings = json.loads((tmp_path / "out" / "manifest.json").read_text())["settings"]
@@ -107,26 +106,28 @@ def test_the_command_and_the_loaders_files(
     assert (stored.precision, stored.cache) == ("int4", "fp16")
     figures = predict_directory(load_device("rtx-3060"), load_config(tmp_path / "out"), tmp_path / "out").figures
     assert figures["peak_memory_mb"] is not None
-    web = export_checkpoint(tmp_path / "int4", tmp_path / "web", ExportOptions(dtype="fp16", threads=1, web=True))
-    assert web["parity"]["passed"] and (tmp_path / "web" / "onnx" / "model_q4f16.onnx").exists()
+    web = sportsllm.export(tmp_path / "int4", out=tmp_path / "web", dtype="fp16", threads=1, format="web")
+    assert web.parity["passed"] and (tmp_path / "web" / "onnx" / "model_q4f16.onnx").exists()
     loader = json.loads((tmp_path / "web" / "config.json").read_text())["transformers.js_config"]
     assert loader["dtype"] == "q4f16" and loader["kv_cache_dtype"] == {"q4f16": "float16"}
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"kv_cache": "int8"}, {"profile": "latency"}, {"standard_ops": True}, {"max_ram_mb": 4_000}],
-    ids=["--kv-cache int8", "--profile latency", "--standard-ops", "--max-ram"],
+    [{"kv_cache": "int8"}, {"format": "standard"}, {"max_ram": 4_000}],
+    ids=str,
 )
 def test_what_is_for_cpus_is_refused(options: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--dtype fp16 with .*for CPUs"):
-        export_checkpoint(checkpoint, tmp_path / "out", ExportOptions(dtype="fp16", **options))
+        sportsllm.export(checkpoint, out=tmp_path / "out", dtype="fp16", **options)
 
 
 def test_the_gate_by_layer_is_the_cpus(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export_module, "find_provider", lambda name: Provider(name, "CUDAExecutionProvider", "gpu"))
+    monkeypatch.setattr(
+        "export.runtime.providers.find_provider", lambda name: Provider(name, "CUDAExecutionProvider", "gpu")
+    )
     with pytest.raises(UsageError, match="--provider cuda with --max-ram"):
-        export_checkpoint(checkpoint, tmp_path / "out", ExportOptions(max_ram_mb=4_000, provider="cuda"))
+        sportsllm.export(checkpoint, out=tmp_path / "out", max_ram=4_000, provider="cuda")
 
 
 def test_int8_in_rows_is_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -136,4 +137,4 @@ def test_int8_in_rows_is_refused(checkpoint: Path, tmp_path: Path) -> None:
         config=QuantizationConfig(bits=8, granularity=Granularity.PER_CHANNEL),
     )
     with pytest.raises(UsageError, match="INT8 per row"):
-        export_checkpoint(tmp_path / "rows", tmp_path / "out", ExportOptions(dtype="fp16"))
+        sportsllm.export(tmp_path / "rows", out=tmp_path / "out", dtype="fp16")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+import sportsllm
 from export.cache_scales import RoundedCache
-from export.export import ExportOptions, export_checkpoint
 from export.graph.int8_cache_prefill import LONG_PIECE
 from export.parity.limits import EXACT_INT8_CACHE
 from export.runtime.decoder import OnnxDecoder
@@ -58,7 +58,7 @@ def test_long_pieces_are_read_as_the_operator_reads_them(chunk: int, changes: di
     prompt = int8_samples(1, 170)[0][0].tolist()
     logits, kept = [], []
     for web in (False, True):
-        export = exports(int8_cache=True, web=web, **changes)
+        export = exports(int8_cache=True, operators="web" if web else "onnx", **changes)
         decoder = OnnxDecoder(export.directory, 1)
         decoder.prefill_chunk = chunk
         found = [decoder.prefill([prompt[:3], prompt], 200), *(decoder.step([4, token]) for token in (5, 6))]
@@ -99,8 +99,7 @@ def test_graphs_serve_loaders_of_other_habits(exports: Exports) -> None:
 
 def test_onnxruntime_genai_reads_long_prompts(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra [genai]")
-    options = ExportOptions(threads=1, kv_cache="int8", calibration=[corpus_file])
-    export_checkpoint(checkpoint, tmp_path / "out", options)
+    sportsllm.export(checkpoint, out=tmp_path / "out", threads=1, kv_cache="int8", calibration=[corpus_file])
     decoder = OnnxDecoder(tmp_path / "out", 1)
     prompt = load_tokenizer(checkpoint, decoder.config).encode(corpus_file.read_text(encoding="utf-8"))[:60]
     assert len(prompt) == 60 > LONG_PIECE

@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from export.export import ExportOptions, export_checkpoint
+import sportsllm
 from export.graph.half import HalfBuilder
 from export.graph.kinds import HALF_BUILDERS, check_kinds
 from export.parity.by_layer import check_parity_by_layer
@@ -48,31 +48,29 @@ def gelu(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         {"half": True},
         {"bits": 4},
         {"bits": ROW_BITS},
-        {"bits": 4, "latency": True},
         {"bits": 4, "int8_cache": True},
-        {"standard": True},
-        {"bits": 4, "standard": True},
+        {"operators": "standard"},
+        {"bits": 4, "operators": "standard"},
     ],
     ids=str,
 )
 def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], gelu: str, exports: Exports) -> None:
     export = exports(mlp_kind=gelu, **settings)
     assert export.report.failures() == []
-    if settings.get("standard"):
+    if settings.get("operators"):
         onnx.checker.check_model(str(export.directory / GRAPH_FILE), full_check=True)
         nodes = onnx.load(str(export.directory / GRAPH_FILE), load_external_data=False).graph.node
         assert {node.domain for node in nodes} == {""} and "Gelu" in {node.op_type for node in nodes}
-    if not settings.get("latency"):
-        directory, residual = export.directory, export.written.residual
-        assert check_parity_by_layer(directory, directory, residual, 1).failures() == []
+    directory, residual = export.directory, export.written.residual
+    assert check_parity_by_layer(directory, directory, residual, 1).failures() == []
 
 
 @pytest.fixture
 def exported(gelu: str, tmp_path: Path) -> Path:
     """By the command. Its config.json is of no family that other loaders know."""
     save(tmp_path / "checkpoint", tiny_model(mlp_kind=gelu))
-    result = export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1))
-    assert result["parity"]["passed"]
+    result = sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1)
+    assert result.parity["passed"]
     return tmp_path / "out"
 
 
@@ -93,7 +91,7 @@ def test_a_kind_without_a_builder_is_refused_by_name(tmp_path: Path, monkeypatch
         with pytest.raises(
             UsageError, match=r"'erf_gelu' has no ONNX graph; these do: grouped_query, latent, lstm, swiglu"
         ) as caught:
-            export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1))
+            sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
     monkeypatch.setitem(ATTENTION, "other", ATTENTION["grouped_query"])
     monkeypatch.setitem(HALF_BUILDERS, "other", HALF_BUILDERS["grouped_query"])

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from export.export import ExportOptions, export_checkpoint
+import sportsllm
 from export.graph.decoder import write_graph
 from export.parity.by_layer import check_parity_by_layer
 from export.parity.check import check_parity
@@ -31,7 +31,7 @@ def draw(*lengths: int) -> list[list[int]]:
 
 @pytest.fixture(params=[False, True], ids=["own operators", "standard"])
 def dense(request: pytest.FixtureRequest, exports: Exports) -> Export:
-    return exports(standard=request.param, **LSTM)
+    return exports(operators="standard" if request.param else "onnx", **LSTM)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def dense(request: pytest.FixtureRequest, exports: Exports) -> Export:
         {"bits": 8},
         {"bits": 4, "asymmetric": True, "tie_word_embeddings": False},
         {"bits": ROW_BITS},
-        {"standard": True},
+        {"operators": "standard"},
         {"mlp_kind": "gelu", "norm_kind": "layer"},
     ],
     ids=str,
@@ -51,7 +51,7 @@ def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], exports:
     export = exports(**LSTM, **settings)
     assert export.report.failures() == []
     assert check_parity_by_layer(export.directory, export.directory, export.written.residual, 1).failures() == []
-    if settings.get("standard"):
+    if settings.get("operators"):
         onnx.checker.check_model(str(export.directory / GRAPH_FILE), full_check=True)
 
 
@@ -140,10 +140,9 @@ def test_forks_have_states_of_their_own(dense: Export) -> None:
 @pytest.mark.parametrize(
     ("options", "bits", "word"),
     [
-        ({"web": True}, None, "--web: a browser's loader"),
+        ({"format": "web"}, None, "--format web: .* browsers pass on"),
         ({"kv_cache": "int8"}, None, "attention of kind 'lstm' has none"),
-        ({"profile": "latency"}, 8, "--profile latency"),
-        ({"standard_ops": True}, 8, "--standard-ops: ONNX Runtime loads no packed LSTM"),
+        ({"format": "standard"}, 8, "--format standard: .* ONNX Runtime loads no packed LSTM"),
         ({"dtype": "fp16"}, None, "no graph in float16"),
     ],
     ids=str,
@@ -153,4 +152,4 @@ def test_what_an_lstm_has_not_is_refused(options: dict[str, Any], bits: int | No
     record = {**pack_model(model, bits), "bits": bits} if bits else None
     save(tmp_path / "checkpoint", model, record)
     with pytest.raises(UsageError, match=word):
-        export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(**options))
+        sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", **options)

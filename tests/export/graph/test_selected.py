@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
-from export.export import ExportOptions, export_checkpoint
+import sportsllm
 from export.graph.builder import MS
 from export.parity.check import check_parity
 from export.paths import GRAPH_FILE
@@ -119,17 +119,17 @@ def test_the_indexer_adds_nothing_to_graphs_without_one(exports: Exports) -> Non
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"web": True}, "--web: attention to selected tokens"),
-        ({"standard_ops": True}, "--standard-ops: joining the cache"),
-        ({"max_ram_mb": 4_000}, "--max-ram: the gate by layer"),
+        ({"format": "web"}, "--format web: .* a cache with room"),
+        ({"format": "standard"}, "--format standard: .* joining the cache"),
+        ({"max_ram": 4_000}, "--max-ram: .* the gate by layer"),
         ({"kv_cache": "int8"}, "--kv-cache int8: attention of kind 'selected' has none"),
-        ({"dtype": "fp16"}, "--dtype fp16: this kind of model"),
+        ({"dtype": "fp16"}, "--dtype fp16: .*this kind of model"),
     ],
 )
 def test_forms_that_it_has_not_are_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     save(tmp_path / "checkpoint", tiny_model(**SELECTED))
     with pytest.raises(UsageError, match=said) as caught:
-        export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1, **options))
+        sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1, **options)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
@@ -138,5 +138,5 @@ def test_a_fresh_indexer_passes_the_gate(tmp_path: Path) -> None:
     model = SportsLLM(TINY.with_changes(**SELECTED))
     model.initialize(0)
     save(tmp_path / "checkpoint", model.eval())
-    result = export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1))
-    assert result["parity"]["passed"]
+    result = sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1)
+    assert result.parity["passed"]

@@ -11,7 +11,8 @@ import onnxruntime as ort
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from export.export import ExportOptions, export_checkpoint
+import sportsllm
+from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
 from export.parity.check import check_parity
 from export.paths import GRAPH_FILE
@@ -41,7 +42,7 @@ def make(directory: Path, packing: tuple[int, int, bool] | None = None, half: bo
     """A checkpoint and its graph of standard operators in one directory."""
     model = tiny_model(**changes)
     save(directory, model, pack_model(model, *packing) if packing else None)
-    write_graph(directory, directory, half, standard=True)
+    write_graph(directory, directory, GraphForm("standard", half))
     return directory
 
 
@@ -147,6 +148,6 @@ def test_rows_of_unequal_length_are_decoded_together(tmp_path: Path) -> None:
 
 
 def test_what_no_standard_operator_does_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--standard-ops with --kv-cache int8.*leave one of them out"):
-        export_checkpoint(checkpoint, tmp_path / "out", ExportOptions(kv_cache="int8", standard_ops=True))
+    with pytest.raises(UsageError, match=r"--format standard with --kv-cache int8.*leave one of them out"):
+        sportsllm.export(checkpoint, out=tmp_path / "out", kv_cache="int8", format="standard")
     assert not (tmp_path / "out").exists()

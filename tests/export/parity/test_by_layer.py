@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from export.export import ExportOptions, export_checkpoint
+import sportsllm
 from export.graph.decoder import write_graph
 from export.parity.by_layer import check_parity_by_layer
 from export.parity.check import check_parity
-from sportsllm.errors import ArtifactError, ResourceError, UsageError
+from sportsllm.errors import ArtifactError, ResourceError
 from sportsllm.formats.packed_weights import ROW_BITS
-from tests.support.export_models import CONTEXT, Exports, edit_tensor, pack_model, save, tiny_model
+from tests.support.export_models import CONTEXT, Exports, edit_tensor, save, tiny_model
 
 
 def add(array: np.ndarray) -> None:
@@ -31,7 +31,7 @@ def add(array: np.ndarray) -> None:
         {"half": True},
         {"bits": 4, "head_dim": 8, "qk_norm": True},
         {"bits": ROW_BITS},
-        {"bits": 8, "standard": True, "attention_bias": True},
+        {"bits": 8, "operators": "standard", "attention_bias": True},
         {"int8_cache": True},
         {"bits": 4, "int8_cache": True},
         {"bits": 4, "half_cache": True},
@@ -95,17 +95,11 @@ def test_wrong_numbers_over_an_int8_cache_fail(bits: int | None, exports: Export
 
 def test_the_bound(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint", tiny_model(max_position_embeddings=CONTEXT))
-    packed = tiny_model(max_position_embeddings=CONTEXT)
-    save(tmp_path / "packed", packed, pack_model(packed, 4) | {"bits": 4})
     with pytest.raises(ResourceError, match=r"--max-ram 10: exporting .* takes about"):
-        export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1, max_ram_mb=10))
-    with pytest.raises(UsageError, match="--max-ram"):
-        export_checkpoint(
-            tmp_path / "packed", tmp_path / "out", ExportOptions(threads=1, profile="latency", max_ram_mb=9_000)
-        )
+        sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1, max_ram=10)
     assert not (tmp_path / "out").exists()
-    result = export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1, max_ram_mb=9_000))
-    assert 0 < result["peak_rss_bytes"] < 9e9
+    result = sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1, max_ram=9_000)
+    assert 0 < result.peak_rss_bytes < 9e9
     saved = json.loads((tmp_path / "out" / "parity.json").read_text(encoding="utf-8"))
     assert {c["kind"] for item in saved["passes"] for c in item["comparisons"]} == {"by layer"}
 
@@ -114,5 +108,5 @@ def test_more_memory_than_allowed_publishes_nothing(tmp_path: Path, monkeypatch:
     save(tmp_path / "checkpoint", tiny_model(max_position_embeddings=CONTEXT))
     monkeypatch.setattr("export.export._check_memory", lambda *_: None)
     with pytest.raises(ResourceError, match=r"--max-ram 10: exporting .* took"):
-        export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(threads=1, max_ram_mb=10))
+        sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", threads=1, max_ram=10)
     assert not (tmp_path / "out").exists()

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 
+from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
 from export.paths import DATA_FILE, GRAPH_FILE
 from export.runtime import decoder as runtime
@@ -48,7 +49,7 @@ def model(graph: tuple[int, bool]) -> SportsLLM:
 @pytest.fixture(scope="module")
 def export(model: SportsLLM, graph: tuple[int, bool], tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save(tmp_path_factory.mktemp("export"), model)
-    write_graph(directory, directory, standard=graph[1])
+    write_graph(directory, directory, GraphForm("standard" if graph[1] else "onnx"))
     return directory
 
 
@@ -65,7 +66,7 @@ def draw(*lengths: int) -> list[list[int]]:
 @pytest.mark.parametrize("standard", [False, True], ids=["shared cache", "growing cache"])
 def test_beginnings_that_were_read_are_reused(standard: bool, model: SportsLLM, tmp_path: Path) -> None:
     """Only what is new runs; the logits are those of a fresh start."""
-    write_graph(save(tmp_path, model), tmp_path, standard=standard)
+    write_graph(save(tmp_path, model), tmp_path, GraphForm("standard" if standard else "onnx"))
     decoder = runtime.open(tmp_path, threads=1)
     first, second = draw(20, 11)
     decoder.prefill([first, second], max_length=60)

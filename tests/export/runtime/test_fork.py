@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
 from export.runtime import decoder as runtime
 from export.runtime.decoder import OnnxDecoder
@@ -22,7 +23,8 @@ ROOM = 80
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OnnxDecoder:
     model, directory = tiny_model(max_position_embeddings=ROOM), tmp_path_factory.mktemp("export")
     scales = measured_scales(model, [torch.tensor(draw(60))]) if request.param == "INT8 cache" else None
-    write_graph(save(directory, model), directory, scales=scales, standard=request.param == "growing cache")
+    operators = "standard" if request.param == "growing cache" else "onnx"
+    write_graph(save(directory, model), directory, GraphForm(operators, scales=scales))
     return runtime.open(directory, threads=1)
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import onnx
 import pytest
 
+import sportsllm
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
-from export.export import ExportOptions, export_checkpoint
 from export.kernels import build as build_module
 from export.kernels import library
 from export.kernels.build import VARIANTS, BuildError, build, here
@@ -129,14 +129,14 @@ def test_two_sessions_at_once(exports: Exports) -> None:
 def test_real_text_is_continued_as_by_pytorch(bits: int, cache: str, tmp_path: Path) -> None:
     """40 greedy tokens. Later ones differ: a model this small often has two tokens that are nearly as likely."""
     quantize(checkpoint=STORIES, out=tmp_path / "packed", config=QuantizationConfig(bits=bits), method="rtn")
-    options = ExportOptions(threads=2, kv_cache=cache)
+    options: dict[str, Any] = {"threads": 2, "kv_cache": cache}
     if cache == "int8":
         (text := tmp_path / "text.txt").write_text(
             "Once upon a time, there was a little girl named Lily. She loved to play outside in the sunshine. "
             "One day, she saw a big red ball."
         )
-        options = ExportOptions(threads=2, kv_cache="int8", calibration=[text])
-    export_checkpoint(tmp_path / "packed", tmp_path / "out", options)
+        options["calibration"] = [text]
+    sportsllm.export(tmp_path / "packed", out=tmp_path / "out", **options)
     model = load_checkpoint(tmp_path / "packed")
     tokenizer = load_tokenizer(tmp_path / "packed", model.config)
     prompt = [tokenizer.begin_id, *tokenizer.encode("Once upon a time")]
@@ -271,7 +271,7 @@ def test_bad_graphs_end_in_one_line(name: str, exports: Exports, tmp_path: Path)
 def test_commands_say_what_runs(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantize(checkpoint=checkpoint, out=tmp_path / "packed", config=QuantizationConfig())
     (text := tmp_path / "text.txt").write_text("The home side won.")
-    exported = export_checkpoint(tmp_path / "packed", tmp_path / "out", ExportOptions(threads=1))
+    exported = sportsllm.export(tmp_path / "packed", out=tmp_path / "out", threads=1)
     assert exported["kernels"] == library.VERSION
     assert "kernels: called for all 2 layers and the head" in capsys.readouterr().err
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import sportsllm
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
-from export.export import ExportOptions, export_checkpoint
 from sportsllm.cli.main import main
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.bitsandbytes import companions, read_dense
@@ -225,9 +225,9 @@ def test_awq_moves_scales_so_that_its_loss_is_not_stated(packed: Path, tmp_path:
 def test_exports_dense_and_leaves_no_trace_of_the_packing(
     packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = export_checkpoint(packed, tmp_path / "onnx", ExportOptions(threads=2))
+    result = sportsllm.export(packed, out=tmp_path / "onnx", threads=2)
     assert "stored its matrices as NF4; they are exported dense, in fp32" in capsys.readouterr().err
-    assert result["precision"] == "fp32" and result["parity"]["passed"]
+    assert result.precision == "fp32" and result.parity["passed"]
     config = json.loads((tmp_path / "onnx" / "config.json").read_text(encoding="utf-8"))
     assert "quantization_config" not in config and load_config(tmp_path / "onnx") == load_config(packed)
     from export.runtime.decoder import open as open_export

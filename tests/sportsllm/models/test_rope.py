@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from export.export import ExportOptions, export_checkpoint
+import sportsllm
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
@@ -81,8 +81,8 @@ def test_models_and_both_graphs_give_their_logits_beyond_the_original_context(
         plain = load_checkpoint(tmp_path / "theirs")(tokens)[0].numpy()
     found = {"pytorch": plain}
     for name, standard in (("ort", False), ("standard", True)):
-        options = ExportOptions(threads=1, standard_ops=standard)
-        export_checkpoint(tmp_path / "theirs", tmp_path / name, options)
+        form = "standard" if standard else "onnx"
+        sportsllm.export(tmp_path / "theirs", out=tmp_path / name, format=form, threads=1)
         found[name] = OnnxDecoder(tmp_path / name, 1).logits(tokens[0].tolist())
     # Float32 in another order; 1e-4 of the spread is 30 times what is seen.
     for name, logits in found.items():

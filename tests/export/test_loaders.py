@@ -1,8 +1,8 @@
 """The files that loaders read beside the graph."""
 
-from export.loader_files import genai_config
-from export.loaders import not_opened_by
+from export.loaders import genai_config, not_opened_by
 from export.paths import GRAPH_FILE
+from sportsllm.models.experts import Experts
 from sportsllm.models.presets import preset
 from sportsllm.models.selected import Selection
 from tests.support.export_models import TINY
@@ -23,6 +23,8 @@ def test_who_cannot_open_an_export_is_said() -> None:
     assert not_opened_by(TINY) is None
     own = not_opened_by(TINY.with_changes(mlp_kind="gelu"))
     assert own is not None and "onnxruntime-genai and this program can" in own
+    mixtral = TINY.with_changes(mlp_kind="experts", experts=Experts(4, 2))
+    assert "optimum cannot open the export" in str(not_opened_by(mixtral))
     selected = preset("tiny-1m").with_changes(attention_kind="selected", selection=Selection())
     for config, cached in (
         (preset("tiny-latent"), "latent vectors"),
