@@ -15,8 +15,8 @@ from benchmarks.predict.latency import predict_directory
 from benchmarks.runtimes.compare import measure_against, turn_depths
 from benchmarks.runtimes.options import Runtime
 from sportsllm.errors import UsageError
-from sportsllm.formats.digests import digest
 from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.manifest import digest
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.scoring import score_documents
 from sportsllm.text.documents import read_documents

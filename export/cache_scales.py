@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import check_names, load_block, load_positions, load_table
 from sportsllm.formats.huggingface.config import load_config
-from sportsllm.formats.safetensors_files import TensorFiles
+from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, block_state

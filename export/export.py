@@ -102,8 +102,8 @@ def export(
     """
     from sportsllm.files import require_directory
     from sportsllm.formats.artifact import Stage, run_stage
-    from sportsllm.formats.changed_config import checkpoint_with
     from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.model_directory import checkpoint_with
     from sportsllm.models.rope import with_rope_scaling
 
     require_directory(checkpoint, "a checkpoint directory")
@@ -168,7 +168,7 @@ class _Plan:
 
     def settings(self) -> dict[str, Any]:
         """What decides the content, for the manifest."""
-        from sportsllm.formats.safetensors_files import quantization_config
+        from sportsllm.formats.safetensors import quantization_config
 
         dense = "fp16" if self.half else "fp32"
         given = {
@@ -238,7 +238,7 @@ def _unfit(plan: _Plan) -> Iterator[tuple[str, bool]]:
     """What the checkpoint has no form for: what to say, and whether it is asked for."""
     from export.graph.kinds import check_kinds, computes_in_half
     from sportsllm.formats.huggingface.config import load_config
-    from sportsllm.formats.safetensors_files import quantization_config
+    from sportsllm.formats.safetensors import quantization_config
 
     model, kind, dtype = plan.checkpoint, plan.format, plan.dtype
     packed, config = quantization_config(model) or {}, load_config(model)
@@ -292,7 +292,7 @@ def _check_memory(plan: _Plan) -> None:
         return
     from export.cache_scales import SAMPLES
     from sportsllm.formats.huggingface.config import load_config
-    from sportsllm.formats.safetensors_files import REOPEN_BYTES
+    from sportsllm.formats.safetensors import REOPEN_BYTES
     from sportsllm.models.kinds import block_state, matrix_shapes
     from sportsllm.process_memory import peak_rss_bytes
     from sportsllm.training.calibration_text import SAMPLE_TOKENS
@@ -358,7 +358,7 @@ def _write_graph(plan: _Plan, checkpoint: Path, directory: Path) -> WrittenGraph
     from export.paths import web_precision
     from sportsllm.console import log
     from sportsllm.formats.huggingface.config import load_config
-    from sportsllm.formats.safetensors_files import bitsandbytes_kind
+    from sportsllm.formats.safetensors import bitsandbytes_kind
 
     stored_as = bitsandbytes_kind(checkpoint)
     if stored_as is not None:

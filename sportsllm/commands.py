@@ -28,8 +28,6 @@ COMMANDS = {
     "report": "benchmarks.commands",
     "devices": "benchmarks.commands",
     "calibrate": "benchmarks.commands",
-    "card": "sportsllm.cli.card",
-    "import": "sportsllm.cli.import_model",
     "data simulate": "sportsllm.verbs.data",
     "data sample": "compress.cli.sample",
     "data tokens": "sportsllm.verbs.data",
@@ -38,7 +36,7 @@ COMMANDS = {
 }
 """Command, and the module that has it as a function: of the command's last word, or of the name in `FUNCTIONS`."""
 
-FUNCTIONS = {"import": "import_model", "prune-vocabulary": "prune_vocabulary"}
+FUNCTIONS = {"prune-vocabulary": "prune_vocabulary"}
 GROUPS = {
     "data": "Make training text, or count its tokens.",
     "devices": "List device budgets, explain one, or measure this machine.",
@@ -93,9 +91,9 @@ def _converted(annotation: Any, value: Any) -> Any:
 
 def find_directory(model: str | Path) -> Path:
     """The directory of a model that is given by its path or its name in the hub; it is downloaded if need be."""
-    from sportsllm.formats.hub import find_model
+    from sportsllm.formats.model_directory import find_model
 
-    return Path(find_model(str(model)))
+    return find_model(model)
 
 
 def _kinds(annotation: Any) -> set[Any]:

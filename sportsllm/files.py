@@ -43,4 +43,4 @@ def gguf_hint(path: Path) -> str | None:
     found = path if path.is_file() else next(iter(sorted(path.glob("*.gguf"))), None)
     if found is None or found.suffix.lower() != ".gguf":
         return None
-    return f"llama.cpp and Ollama run {found}; `import {found}` makes a checkpoint of it"
+    return f"give the GGUF file itself, {found}"

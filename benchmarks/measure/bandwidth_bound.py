@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.labels import BUDGET_DEPTH
-from sportsllm.formats.artifact import directory_bytes
 from sportsllm.formats.json_files import read_json
-from sportsllm.formats.manifest import MANIFEST, read_manifest
+from sportsllm.formats.manifest import directory_bytes, manifest_of
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.size import kv_cache_bytes_per_token, quantized_bytes, state_bytes
 
@@ -23,7 +22,7 @@ def bytes_read_per_token(directory: Path, config: ModelConfig) -> dict[str, int]
     matrix. Of experts those count that a token is sent to, by their share of the parameters. kv is what all layers
     cache of a token, in numbers, times the bytes of one; states that do not grow count as weights.
     """
-    settings = read_manifest(directory).get("settings", {}) if (directory / MANIFEST).exists() else {}
+    settings = manifest_of(directory).settings
     packed = read_json(directory / "config.json").get("quantization_config") or {}
     weights = directory_bytes(directory)
     if not config.tie_word_embeddings:

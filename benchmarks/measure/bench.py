@@ -28,8 +28,8 @@ from benchmarks.measure.timing import summarise_sustained
 from sportsllm import console
 from sportsllm.errors import UsageError
 from sportsllm.files import require_directory
-from sportsllm.formats.artifact import directory_bytes
 from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.manifest import directory_bytes
 from sportsllm.models.config import ModelConfig
 
 ROUNDS = 5  # the fewest whose interval holds the median with 90% (benchmarks.spread.interval_rank)

@@ -8,10 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from sportsllm.errors import UsageError
-from sportsllm.formats.artifact import directory_bytes
 from sportsllm.formats.huggingface.config import packed_by_bitsandbytes
 from sportsllm.formats.json_files import read_json
-from sportsllm.formats.manifest import MANIFEST, read_manifest
+from sportsllm.formats.manifest import directory_bytes, manifest_of
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_matrices, block_state, sublayers
 from sportsllm.models.size import PRECISIONS, matrix_parameters, weight_bytes
@@ -190,7 +189,7 @@ def stored_format(directory: Path) -> ModelFormat:
         ArtifactError: config.json or the manifest is damaged.
     """
     packed = read_json(directory / "config.json").get("quantization_config") or {}
-    settings = read_manifest(directory).get("settings", {}) if (directory / MANIFEST).exists() else {}
+    settings = manifest_of(directory).settings
     cache = settings.get("kv_cache") or "fp32"
     if packed_by_bitsandbytes(packed) is not None:
         return ModelFormat("fp32", cache=cache)  # read as dense: the file's size says nothing of what is moved

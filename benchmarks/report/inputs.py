@@ -12,9 +12,9 @@ from benchmarks.labels import BUDGET_DEPTH, is_number
 from benchmarks.report.search_results import FIT_FILE, Fit, read_fit
 from benchmarks.report.text import get_nested, summarize_budget
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.artifact import MANIFEST, digest, directory_bytes, read_manifest
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.formats.json_files import read_json, read_json_lines
+from sportsllm.formats.manifest import MANIFEST, Manifest, digest, directory_bytes, manifest_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class StageSummary:
     size_bytes: int | None = None
     bits_per_byte: float | None = None
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    manifest: dict[str, Any] = field(default_factory=dict)
+    manifest: Manifest = field(default_factory=Manifest)
     bench: dict[str, Any] | None = None
     digest: str | None = None
 
@@ -106,8 +106,8 @@ def summarize_directory(directory: Path, bench: dict[str, Any] | None = None) ->
     if not directory.is_dir():
         raise ArtifactError(f"{directory}: no such directory; give directories that the stages wrote")
     finished = (directory / MANIFEST).exists()
-    manifest = read_manifest(directory) if finished else {}
-    results = manifest.get("results", {})
+    manifest = manifest_of(directory)
+    results = manifest.results
     parameters = results.get("parameters")
     if parameters is None and (directory / "config.json").exists():
         parameters = load_config(directory).parameters
@@ -115,7 +115,7 @@ def summarize_directory(directory: Path, bench: dict[str, Any] | None = None) ->
     scored = get_nested(bench, "bits_per_byte")
     return StageSummary(
         name=directory.name or str(directory),
-        command=str(manifest.get("command", "checkpoint")),
+        command=manifest.command or "checkpoint",
         directory=str(directory),
         parameters=parameters,
         size_bytes=directory_bytes(directory),

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report.inputs import Inputs, StageSummary
-from sportsllm.formats.artifact import read_manifest
-from sportsllm.formats.lineage import is_stage, parents_by_nearness
+from sportsllm.formats.manifest import is_stage, parents_by_nearness, read_manifest
 
 _MOST_STEPS = 64
 
@@ -46,12 +45,14 @@ def parent_of(stage: StageSummary, others: Sequence[StageSummary]) -> StageSumma
     manifest, directory = stage.manifest, Path(stage.directory)
     for _ in range(_MOST_STEPS):
         parents = parents_by_nearness(manifest)
-        for path, value in parents:
-            known = by_digest.get(value) or by_path.get(Path(path).resolve())
+        for parent in parents:
+            known = by_digest.get(parent.sha256) or by_path.get(Path(parent.path).resolve())
             if known is not None:
                 return known
         near = directory.parent
-        places = [(place, value) for path, value in parents for place in (Path(path), near / Path(path).name)]
+        places = [
+            (place, parent.sha256) for parent in parents for place in (Path(parent.path), near / Path(parent.path).name)
+        ]
         found = next((place for place, value in places if is_stage(place, value)), None)
         if found is None:
             return None

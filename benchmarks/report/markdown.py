@@ -128,5 +128,6 @@ def _csv_row(number: int, stage: StageSummary) -> dict[str, Any]:
         "device": get_nested(stage.bench, "budget", "device"),
         "budget": stage.outcome,
         "runtime": get_nested(stage.bench, "runtime"),
-        **{key: stage.manifest.get(key) for key in ("seed", "created")},
+        "seed": stage.manifest.seed,
+        "created": stage.manifest.created or None,
     }

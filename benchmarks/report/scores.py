@@ -26,9 +26,8 @@ class Scored(NamedTuple):
         if stage.scored_by_bench:
             found = get_nested(stage.bench, "text_digests") or get_nested(stage.bench, "text") or []
             return Scored("bench", tuple(map(str, found)))
-        settings = stage.manifest.get("settings") or {}
-        found = settings.get("valid") or settings.get("corpus") or settings.get("text") or []
-        return Scored("training", tuple(map(str, [found] if isinstance(found, str) else found)))
+        made = stage.manifest
+        return Scored("training", tuple(made.paths("valid") or made.paths("corpus") or made.paths("text")))
 
 
 def commonest(scored: Iterable[Scored | None]) -> Scored | None:

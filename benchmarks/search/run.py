@@ -23,10 +23,10 @@ from benchmarks.search.winner_recipe import write_recipe
 from sportsllm.console import log, logged
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
 from sportsllm.files import atomic_write_text
-from sportsllm.formats.artifact import digest
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.formats.json_files import read_json
-from sportsllm.formats.safetensors_files import quantization_config
+from sportsllm.formats.manifest import digest
+from sportsllm.formats.safetensors import quantization_config
 from sportsllm.text.packing import kept_tokens
 from sportsllm.verbs.run import run
 

@@ -11,7 +11,7 @@ from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.cut import Cut
 from sportsllm.console import log
 from sportsllm.formats.huggingface.config import load_config
-from sportsllm.formats.manifest import MANIFEST, read_manifest
+from sportsllm.formats.manifest import manifest_of
 
 _SEQUENCE = 512
 _SHARE_OF_TEACHER = 0.05
@@ -172,7 +172,7 @@ def export_settings(
 
 def recovery_tokens(teacher: Path) -> int:
     """5% of the tokens that the teacher was trained on, as its manifest says; else a million."""
-    trained = read_manifest(teacher)["results"].get("tokens") if (teacher / MANIFEST).exists() else None
+    trained = manifest_of(teacher).results.get("tokens")
     tokens = round(_SHARE_OF_TEACHER * trained) if trained else _UNKNOWN_TOKENS
     why = "5% of the teacher's" if trained else "the teacher's own are not known"
     log(f"no --tokens given: the winner is recovered on {tokens:,} ({why})")

@@ -23,8 +23,8 @@ from benchmarks.report.page import render_page
 from benchmarks.search.run import RESULT
 from sportsllm.console import output
 from sportsllm.files import atomic_write_text
-from sportsllm.formats.artifact import MANIFEST, read_manifest
 from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.manifest import MANIFEST, read_manifest
 from sportsllm.inference.scoring import TextScore, score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.text.documents import load_corpus
@@ -46,7 +46,7 @@ def teachers(directory: Path) -> list[str]:
 
 def measure(directory: Path, teacher: str) -> dict[str, TextScore]:
     """Scores of a teacher and of what was made from it, by kind; the teacher's own under ""."""
-    settings = read_manifest(directory / teacher)["settings"]
+    settings = read_manifest(directory / teacher).settings
     split = load_corpus(*([Path(name) for name in settings[key]] for key in ("corpus", "valid")))
     found: dict[str, TextScore] = {}
     for kind in ("", *KINDS):

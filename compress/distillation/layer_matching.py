@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compress.distillation.settings import DistillationConfig
-from sportsllm.formats.lineage import Ancestor, ancestors
-from sportsllm.formats.manifest import MANIFEST, read_manifest
+from sportsllm.formats.manifest import MANIFEST, Ancestor, ancestors, read_manifest
 
 
 def map_kept_layers(objective: DistillationConfig, kept: Sequence[int], layers: int) -> DistillationConfig:
@@ -27,8 +26,8 @@ def is_untrained_cut(checkpoint: Path) -> bool:
     if not (checkpoint / MANIFEST).is_file():
         return False
     manifest = read_manifest(checkpoint)
-    pruned = manifest["command"] == "prune" and "kept_layers" in manifest["results"]
-    return pruned and manifest["settings"].get("recover") is None
+    pruned = manifest.command == "prune" and "kept_layers" in manifest.results
+    return pruned and manifest.settings.get("recover") is None
 
 
 def layers_of_teacher(student: Path, teacher: Path) -> list[int] | None:
@@ -43,9 +42,9 @@ def layers_of_teacher(student: Path, teacher: Path) -> list[int] | None:
     for stage in (Ancestor(student, manifest), *ancestors(manifest, student)):
         if stage.directory.resolve() == teacher.resolve():
             return kept
-        if stage.manifest.get("command") == "distill" and stage.manifest["settings"].get("start") != "weights":
+        if stage.manifest.command == "distill" and stage.manifest.text("start") != "weights":
             return None  # layers of random weights, or of a cut that is not recorded
-        cut: list[int] | None = stage.manifest.get("results", {}).get("kept_layers")
+        cut: list[int] | None = stage.manifest.results.get("kept_layers")
         if cut is not None:
             kept = cut if kept is None else [cut[layer] for layer in kept]
     return None

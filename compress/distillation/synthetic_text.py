@@ -16,7 +16,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface.config import load_config
-from sportsllm.formats.safetensors_files import quantization_config
+from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.batch_sampling import NO_TEXT, OWN_DISTRIBUTION, default_rows, sampled_batches
 from sportsllm.inference.sampling import Sampling
 from sportsllm.processors import training_device

@@ -18,7 +18,8 @@ from compress.pruning.search import length, search_shape
 from compress.pruning.shapes import Shape, candidate_shapes, shape_for_share, share_for_megabytes
 from sportsllm.console import log
 from sportsllm.errors import UsageError
-from sportsllm.formats.artifact import MANIFEST, finished_manifest, read_manifest
+from sportsllm.formats.artifact import finished_manifest
+from sportsllm.formats.manifest import manifest_of
 from sportsllm.models.config import ModelConfig
 
 _SEARCH_SHARE = 0.05
@@ -95,6 +96,6 @@ def _check_out(job: PruneJob, out: Path, share: float) -> None:
     """
     config = job.model_config()
     even = shape_for_share(config, share)
-    made = read_manifest(out)["results"].get("shape") if (out / MANIFEST).exists() else None
+    made = manifest_of(out).results.get("shape")
     own = (shape for shape in candidate_shapes(config, share) if dataclasses.asdict(shape) == made)
     finished_manifest(out, job.stage(next(own, even)))

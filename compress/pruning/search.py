@@ -26,7 +26,7 @@ from sportsllm.errors import UsageError
 from sportsllm.files import atomic_write_text
 from sportsllm.formats.artifact import Stage
 from sportsllm.formats.json_files import read_json
-from sportsllm.formats.safetensors_files import quantization_config
+from sportsllm.formats.safetensors import quantization_config
 from sportsllm.models.language_model import SportsLLM
 
 LOG, FOUND = "log.txt", "found.json"  # what recovering the finalists says, and what a finished search found

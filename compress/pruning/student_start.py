@@ -16,7 +16,7 @@ from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface.config import load_config
-from sportsllm.formats.safetensors_files import quantization_config
+from sportsllm.formats.safetensors import quantization_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.calibration import calibration_samples

@@ -24,7 +24,7 @@ from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.formats.json_files import read_json
-from sportsllm.formats.safetensors_files import quantization_config
+from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.scoring import score_documents
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.models.language_model import SportsLLM

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from compress.quantization.grid import Grid, nearest
 from compress.quantization.packed_checkpoint import PackedCheckpoint
-from sportsllm.formats.packed_weights import QuantizedWeight
+from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.formats.quantized_layers import QuantizedLinear
 from sportsllm.models.language_model import SportsLLM
 

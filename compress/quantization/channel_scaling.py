@@ -27,7 +27,7 @@ from compress.layerwise import input_squares, summed
 from compress.quantization.config import GridSpec, QuantizationConfig
 from compress.quantization.gptq import output_error
 from compress.quantization.grid import fit_grid
-from sportsllm.formats.packed_weights import ROW_BITS
+from sportsllm.formats.packed import ROW_BITS
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices, block_units, input_groups
 from sportsllm.models.language_model import Block, Rope, first_positions

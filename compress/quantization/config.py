@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from sportsllm.errors import UsageError
-from sportsllm.formats.packed_weights import BITS, ROW_BITS, stored_bits
+from sportsllm.formats.packed import BITS, ROW_BITS, stored_bits
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import least_bits
 from sportsllm.models.kinds import EMBEDDING, HEAD, matrix_shapes

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from compress.quantization.grid import Grid, fit_grid, nearest, searched_range, split_blocks
-from sportsllm.formats.packed_weights import QuantizedWeight
+from sportsllm.formats.packed import QuantizedWeight
 
 DAMPING = 0.01  # of H's mean diagonal: the paper's
 ROUNDS = 2  # of `coordinate_descent` and `fit_scales` in turn

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sportsllm.formats.packed_weights import ROW_BITS, QuantizedWeight, pack
+from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack
 
 # Ranges that are tried, as shares of the range that holds every number. At 4 bits a block without outliers may also
 # gain from a wider one, since the symmetric grid reaches 8 steps to one side and 7 to the other.

@@ -36,7 +36,7 @@ from compress.quantization.packed_checkpoint import PackedCheckpoint, stack_rows
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_block, load_last_norm, load_positions, read_ends
-from sportsllm.formats.safetensors_files import TensorFiles
+from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import routed_names, unused_line
 from sportsllm.models.kinds import EMBEDDING, HEAD, POSITIONS, block_matrices

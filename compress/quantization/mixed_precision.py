@@ -20,7 +20,7 @@ from compress.quantization.config import QuantizationConfig, bits_per_weight, ma
 from compress.quantization.packed_checkpoint import round_weight
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
-from sportsllm.formats.packed_weights import QuantizedWeight
+from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import input_groups
 from sportsllm.models.language_model import SportsLLM

@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.quantization.config import UNPACKED, GridSpec, QuantizationConfig
 from compress.quantization.grid import fit_grid
 from sportsllm.errors import UsageError
-from sportsllm.formats.packed_weights import QuantizedWeight
+from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, parameters
 

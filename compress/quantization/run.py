@@ -24,7 +24,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.checkpoint import load_checkpoint, write_checkpoint
 from sportsllm.formats.huggingface.config import load_config
-from sportsllm.formats.safetensors_files import TensorFiles, bitsandbytes_kind, quantization_config
+from sportsllm.formats.safetensors import TensorFiles, bitsandbytes_kind, quantization_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import matrix_shapes
 from sportsllm.text.provenance import held_out_setting, left_out, manifest_setting, tokens_per_parameter

@@ -27,9 +27,9 @@ from safetensors.numpy import load_file
 
 from compress.teacher_cache.sparse import SparseProbabilities
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.artifact import MANIFEST, file_sha256, read_manifest
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.formats.json_files import read_json, write_json
+from sportsllm.formats.manifest import MANIFEST, file_sha256, read_manifest
 
 SIGNALS = "signals.json"
 FORMAT = 3
@@ -132,9 +132,9 @@ def read_info(directory: Path) -> CacheInfo:
         whole = False
     if not whole:
         raise ArtifactError(f"{path}: damaged or incomplete; copy the directory again, or make it again")
-    files = read_manifest(directory)["files"]
+    files = read_manifest(directory).files
     for name in (SIGNALS, *(shard_name(number) for number in range(len(info.shards)))):
-        expected = files.get(name, {}).get("bytes")
+        expected = files[name].bytes if name in files else None
         found = (directory / name).stat().st_size if (directory / name).exists() else None
         if expected is None or found != expected:
             state = "missing" if found is None else f"{found} bytes, {MANIFEST} says {expected}"
@@ -147,7 +147,7 @@ class CachedRows:
 
     def __init__(self, directory: Path, info: CacheInfo) -> None:
         self._directory, self._info = directory, info
-        self._files = read_manifest(directory)["files"]
+        self._files = read_manifest(directory).files
         self._shard = lru_cache(_OPEN_SHARDS)(self._read_shard)
 
     def __getitem__(self, number: int) -> CachedRow:
@@ -166,7 +166,7 @@ class CachedRows:
 
     def _read_shard(self, number: int) -> dict[str, npt.NDArray[Any]]:
         name = shard_name(number)
-        if file_sha256(self._directory / name) != self._files[name]["sha256"]:
+        if file_sha256(self._directory / name) != self._files[name].sha256:
             raise ArtifactError(
                 f"{self._directory / name}: content differs from the manifest's SHA-256; "
                 "copy the directory again, or make it again"

@@ -19,7 +19,7 @@ from compress.teacher_cache.files import CachedRows, CacheInfo, read_info
 from compress.teacher_cache.loss import SparseTargets, sparse_chunk
 from compress.teacher_cache.sparse import concatenate
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.artifact import digest, file_sha256
+from sportsllm.formats.manifest import digest, file_sha256
 from sportsllm.text.packing import Batch, TokenizedDocuments
 from sportsllm.training.loss import ChunkLoss
 

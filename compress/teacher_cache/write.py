@@ -20,17 +20,10 @@ from compress.teacher_cache.loss import TeacherLogits
 from compress.teacher_cache.sparse import BitBudget, concatenate, sample_sparse
 from sportsllm.console import ProgressBar, log, progress_bar
 from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
-from sportsllm.formats.artifact import (
-    STATE_DIRECTORY,
-    Stage,
-    digest,
-    directory_bytes,
-    file_sha256,
-    replace_state,
-    run_stage,
-)
+from sportsllm.formats.artifact import STATE_DIRECTORY, Stage, replace_state, run_stage
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.formats.json_files import read_json
+from sportsllm.formats.manifest import digest, directory_bytes, file_sha256
 from sportsllm.text.documents import load_corpus
 from sportsllm.text.packing import IGNORE, Batch, tokenize
 from sportsllm.text.provenance import held_out_setting

@@ -31,14 +31,13 @@ from export.parity.readings import TEXTS, make_sequences
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import GateError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.gguf.config import ARCHITECTURES, ROPE_FACTORS, read_config
-from sportsllm.formats.gguf.file import open_gguf
+from sportsllm.formats.gguf.config import ARCHITECTURES, ROPE_FACTORS, open_gguf, read_config
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.gguf.weights import gguf_name, paired_heads, read_weights, rows_in_pairs
 from sportsllm.formats.huggingface.config import family_of, load_config
-from sportsllm.formats.packed_matrix import read_packed
-from sportsllm.formats.packed_weights import ROW_BITS, QuantizedWeight, unpack
-from sportsllm.formats.safetensors_files import TensorFiles
+from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, unpack
+from sportsllm.formats.quantized_layers import read_packed
+from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import parameters
 from sportsllm.models.language_model import SportsLLM

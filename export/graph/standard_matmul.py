@@ -16,7 +16,7 @@ import onnx_ir as ir
 from export.graph.builder import Array
 from export.graph.matmul import FLOAT, Matmul
 from export.graph.weights import Packing
-from sportsllm.formats.packed_weights import unpack
+from sportsllm.formats.packed import unpack
 from sportsllm.models.parts import Matrix
 
 # A block around zero needs no zero points as signed numbers, which more runtimes take.

@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from export.graph.builder import Array
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.packed_matrix import read_packed
-from sportsllm.formats.packed_weights import ROW_BITS
-from sportsllm.formats.safetensors_files import TensorFiles
+from sportsllm.formats.packed import ROW_BITS
+from sportsllm.formats.quantized_layers import read_packed
+from sportsllm.formats.safetensors import TensorFiles
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a packed matrix is laid out; see `sportsllm.formats.packed_weights`."""
+    """How a packed matrix is laid out; see `sportsllm.formats.packed`."""
 
     bits: int
     block_size: int

@@ -38,7 +38,7 @@ from export.parity.readings import STEPS
 from export.paths import find_files
 from export.runtime.session import session_options
 from sportsllm.formats.checkpoint import check_names, load_block, load_last_norm, load_positions, load_table
-from sportsllm.formats.safetensors_files import TensorFiles
+from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD

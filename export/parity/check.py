@@ -43,7 +43,7 @@ from export.runtime.decoder import OnnxDecoder
 from export.runtime.providers import CPU, Provider
 from sportsllm.console import log
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.safetensors_files import TensorFiles
+from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.kinds import matrix_shapes
 from sportsllm.models.language_model import SportsLLM

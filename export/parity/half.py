@@ -6,7 +6,7 @@ import onnx_ir as ir
 import torch
 
 from export.parity.inputs import round_to_half
-from sportsllm.formats.packed_weights import QuantizedWeight
+from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.formats.quantized_layers import QuantizedMatrix
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM

@@ -120,11 +120,11 @@ def raise_if_out_of_memory(error: Exception, directory: Path) -> None:
 def _check_sizes(directory: Path, files: GraphFiles) -> None:
     """ONNX Runtime loads data that is too short or too long without a word, so look first."""
     if (directory / MANIFEST).exists():
-        listed = read_manifest(directory)["files"]
+        listed = read_manifest(directory).files
         for path in (files.graph, files.data):
             name = path.relative_to(directory).as_posix()
             if name in listed:
-                _check_size(path, listed[name]["bytes"])
+                _check_size(path, listed[name].bytes)
     for path in (files.graph, files.data):
         if not path.is_file():
             raise ArtifactError(f"{path}: not found; export or copy the directory again")

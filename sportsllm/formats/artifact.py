@@ -1,8 +1,7 @@
 """Directories that are whole or not there: `.partial` first, a manifest last, then one rename.
 
-A stage reads finished directories and writes a new one. Its manifest says what made it and lists the size
-and SHA-256 of every file, so that a later stage, or `verify`, can tell a damaged copy from a good one.
-Imports no torch: the device install verifies too.
+A stage reads finished directories and writes a new one. Its manifest says what made it and lists the size and SHA-256
+of every file, so that a later stage, or `verify`, can tell a damaged copy from a good one. Imports no torch.
 """
 
 import hashlib
@@ -12,7 +11,7 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib import metadata
@@ -23,16 +22,20 @@ from filelock import FileLock, Timeout
 
 from sportsllm import __version__
 from sportsllm.console import log
-from sportsllm.errors import ArtifactError, ConflictError, UsageError
-from sportsllm.files import atomic_write_text
-from sportsllm.formats.card import CARD, model_card
-from sportsllm.formats.digests import digest as digest
-from sportsllm.formats.digests import file_sha256 as file_sha256
-from sportsllm.formats.front_matter import front_matter_of
-from sportsllm.formats.hub import origin
-from sportsllm.formats.manifest import FIRST_DIGEST, MANIFEST_FORMAT
-from sportsllm.formats.manifest import MANIFEST as MANIFEST
-from sportsllm.formats.manifest import read_manifest as read_manifest
+from sportsllm.errors import ConflictError, UsageError
+from sportsllm.formats.json_files import JsonObject
+from sportsllm.formats.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    Parent,
+    digest,
+    directory_bytes,
+    file_sha256,
+    origin,
+    read_manifest,
+)
+from sportsllm.formats.model_card import CARD, render_card
 
 STATE_DIRECTORY = "state"  # resumable state inside a `.partial`; removed before the rename
 _PACKAGES = ("numpy", "torch", "onnx", "onnx-ir", "onnxruntime", "tokenizers", "safetensors", "bitsandbytes")
@@ -50,7 +53,7 @@ class Stage:
     settings: Mapping[str, Any]
     inputs: Sequence[Path] = ()
     seed: int | None = None
-    results: dict[str, Any] = field(default_factory=dict)
+    results: JsonObject = field(default_factory=dict)
 
     @cached_property
     def input_digests(self) -> list[str]:
@@ -63,7 +66,7 @@ class Stage:
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def finished_manifest(out: Path, stage: Stage) -> dict[str, Any] | None:
+def finished_manifest(out: Path, stage: Stage) -> Manifest | None:
     """The manifest of `out` if it is finished and made from the same inputs, None if `out` is free.
 
     Raises:
@@ -78,9 +81,9 @@ def finished_manifest(out: Path, stage: Stage) -> dict[str, Any] | None:
             return None
         raise ConflictError(f"{out}: exists and was not made by this command; choose another --out or move it away")
     manifest = read_manifest(out)
-    if manifest.get("fingerprint") != stage.fingerprint():
+    if manifest.fingerprint != stage.fingerprint():
         raise ConflictError(
-            f"{out}: exists already, made by {manifest.get('command')!r} with other settings or inputs; "
+            f"{out}: exists already, made by {manifest.command!r} with other settings or inputs; "
             "choose another --out or remove it"
         )
     return manifest
@@ -90,8 +93,8 @@ def finished_manifest(out: Path, stage: Stage) -> dict[str, Any] | None:
 def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[Path]:
     """Yield a `.partial` directory that becomes `out` when the block ends well.
 
-    A block that raises leaves nothing behind, except where it saved resumable state: then the
-    `.partial` stays, and only a run with `resume` continues in it.
+    A block that raises leaves nothing behind, unless it saved resumable state: then the `.partial` stays, and only a
+    run with `resume` continues in it. Without such a state a run with `resume` starts from the beginning.
 
     Raises:
         ConflictError: another run holds it, or an interrupted run's state lies there.
@@ -108,10 +111,10 @@ def output_directory(out: Path, stage: Stage, resume: bool = False) -> Iterator[
     try:
         _settle_state(partial)
         has_state = (partial / STATE_DIRECTORY).exists()
+        if has_state and not resume:
+            raise ConflictError(f"{partial}: an interrupted run is kept there; add --resume, or remove that directory")
         if resume and not has_state:
             log(f"{out}: no interrupted run to resume; starting from the beginning")
-        if has_state and not resume:
-            raise ConflictError(f"{partial}: an interrupted run is kept there; add --resume, or remove it")
         if not has_state and partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(exist_ok=True)
@@ -150,16 +153,16 @@ def _settle_state(partial: Path) -> None:
     shutil.rmtree(partial / f"{STATE_DIRECTORY}.new", ignore_errors=True)
 
 
-def run_stage(out: Path, stage: Stage, make: Callable[[Path], dict[str, Any]], resume: bool = False) -> dict[str, Any]:
+def run_stage(out: Path, stage: Stage, make: Callable[[Path], JsonObject], resume: bool = False) -> JsonObject:
     """Make `out` with `make`, unless it is there already from the same inputs.
 
     Returns:
-        `out`, `cached` and the results that `make` returns, as the command prints them under `--json`.
+        `out`, `cached`, `size_bytes` and the results that `make` returns: what `Result.of` makes a typed result of.
     """
     manifest = finished_manifest(out, stage)
     if manifest is not None:
         log(f"{out}: up to date")
-        return {"out": str(out), "cached": True, **manifest["results"]}
+        return {"out": str(out), "cached": True, **manifest.results}
     with output_directory(out, stage, resume) as partial:
         results = make(partial)
         results.setdefault("size_bytes", directory_bytes(partial))
@@ -168,31 +171,28 @@ def run_stage(out: Path, stage: Stage, make: Callable[[Path], dict[str, Any]], r
 
 
 def _finish(partial: Path, out: Path, stage: Stage) -> None:
-    manifest: dict[str, Any] = {
-        "format": MANIFEST_FORMAT,
-        "command": stage.command,
-        "settings": json.loads(json.dumps(dict(stage.settings), default=str)),
-        "seed": stage.seed,
-        "fingerprint": stage.fingerprint(),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": _versions(),
-        "parents": [
-            {"path": str(path), "sha256": value, **(origin(path) or {})}
+    manifest = Manifest(
+        command=stage.command,
+        settings=json.loads(json.dumps(dict(stage.settings), default=str)),
+        seed=stage.seed,
+        fingerprint=stage.fingerprint(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=_versions(),
+        parents=tuple(
+            Parent(str(path), value, **(origin(path) or {}))
             for path, value in zip(stage.inputs, stage.input_digests, strict=True)
-        ],
-        "results": json.loads(json.dumps(stage.results, default=str)),
-    }
-    (partial / CARD).write_text(model_card(partial, out, manifest), encoding="utf-8")
+        ),
+        results=json.loads(json.dumps(stage.results, default=str)),
+    )
+    if (card := render_card(partial, manifest, out)) is not None:
+        (partial / CARD).write_text(card, encoding="utf-8")
     files = {}
     for path in sorted(partial.rglob("*")):
         if path.is_file() and STATE_DIRECTORY not in path.relative_to(partial).parts[:-1]:
             path.chmod(0o644)  # safetensors writes 0600
             _fsync(path)
-            files[str(path.relative_to(partial))] = {"sha256": file_sha256(path), "bytes": path.stat().st_size}
-    manifest["files"] = files
-    path = partial / MANIFEST
-    path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    _fsync(path)
+            files[str(path.relative_to(partial))] = FileEntry(file_sha256(path), path.stat().st_size)
+    replace(manifest, files=files).write(partial)
     if out.exists():
         if any(out.iterdir()):  # it was empty when the run began
             raise ConflictError(f"{out}: appeared during the run; the result is in {partial}")
@@ -216,60 +216,3 @@ def _versions() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return versions
-
-
-def write_card(directory: Path, results: Sequence[Mapping[str, Any]], stated: Mapping[str, str | list[str]]) -> None:
-    """Write the model card of a finished directory again, and its digest into the manifest.
-
-    Args:
-        directory: finished.
-        results: measurements that it shows, see `model_card`.
-        stated: fields of the front matter that nothing else says, for example the licence.
-
-    Raises:
-        ArtifactError: the directory is not finished or holds no model, or the checkpoint of a GGUF file is gone.
-    """
-    manifest = read_manifest(directory)
-    text = model_card(directory, directory, manifest, results, stated)
-    if not front_matter_of(text):
-        raise ArtifactError(
-            f"{directory}: holds no model that a card could describe; for a GGUF file, put the checkpoint that it was "
-            "exported from beside the directory"
-        )
-    entry = manifest["files"].get(CARD, {})
-    first = {FIRST_DIGEST: entry.get(FIRST_DIGEST, entry["sha256"])} if entry else {}
-    data = text.encode("utf-8")
-    manifest["files"][CARD] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), **first}
-    atomic_write_text(directory / CARD, text)
-    atomic_write_text(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-
-
-def directory_bytes(directory: Path) -> int:
-    """Size of a directory's weight files in bytes (safetensors, the graph and its data, or GGUF)."""
-    names = ["*.safetensors", "*.onnx", "*.onnx.data", "*.gguf"]
-    if not any(directory.glob("*.safetensors")):  # beside them such graphs are other forms of the same model
-        names += ["onnx/*.onnx", "onnx/*.onnx_data"]
-    return sum(path.stat().st_size for name in names for path in directory.glob(name))
-
-
-def verify_directory(directory: Path) -> tuple[int, list[str]]:
-    """Compare a finished directory with its manifest.
-
-    Returns:
-        The number of files checked and one line for each problem.
-    """
-    manifest = read_manifest(directory)
-    problems = []
-    for name, entry in manifest["files"].items():
-        path = directory / name
-        if not path.is_file():
-            problems.append(f"{name}: missing")
-        elif path.stat().st_size != entry["bytes"]:
-            problems.append(f"{name}: {path.stat().st_size} bytes, the manifest says {entry['bytes']}")
-        elif file_sha256(path) != entry["sha256"]:
-            problems.append(f"{name}: content differs from the manifest's SHA-256")
-    known = set(manifest["files"]) | {MANIFEST}
-    for path in sorted(directory.rglob("*")):
-        if path.is_file() and str(path.relative_to(directory)) not in known:
-            problems.append(f"{path.relative_to(directory)}: not in the manifest")
-    return len(manifest["files"]), problems

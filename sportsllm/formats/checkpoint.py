@@ -19,9 +19,8 @@ from sportsllm.errors import ArtifactError
 from sportsllm.formats.huggingface.config import load_config, to_hf
 from sportsllm.formats.json_files import write_json
 from sportsllm.formats.layouts import to_layout
-from sportsllm.formats.packed_matrix import read_packed
-from sportsllm.formats.quantized_layers import SUFFIXES, QuantizedEmbedding, QuantizedLinear
-from sportsllm.formats.safetensors_files import QUANT_METHOD, WEIGHTS, TensorFiles, check_shape, quantization_config
+from sportsllm.formats.quantized_layers import SUFFIXES, QuantizedEmbedding, QuantizedLinear, read_packed
+from sportsllm.formats.safetensors import QUANT_METHOD, WEIGHTS, TensorFiles, check_shape, quantization_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, LAST_NORM, POSITIONS, parameters
 from sportsllm.models.language_model import Block, ResidualNorm, SportsLLM, residual_norm

@@ -17,10 +17,9 @@ from sportsllm.errors import ArtifactError, SportsLLMError
 from sportsllm.files import gguf_hint
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel, ValidationError
+    from pydantic import ValidationError
 
-    Model = TypeVar("Model", bound=BaseModel)
-
+Record = TypeVar("Record")
 JsonObject = dict[str, Any]
 
 MAX_BYTES = 512_000_000
@@ -108,21 +107,21 @@ def as_object(data: object, where: object) -> JsonObject:
 
 
 def validate(
-    model: type[Model],
+    kind: type[Record],
     data: object,
     where: object,
     advice: str = "correct it",
     error_type: type[SportsLLMError] = ArtifactError,
-) -> Model:
-    """A typed record of parsed data; `where` names its file in errors.
+) -> Record:
+    """Parsed data as a typed record: a dataclass or a pydantic model. `where` names its file in errors.
 
     Raises:
         SportsLLMError: of `error_type`: a field is missing, unknown or of the wrong type.
     """
-    from pydantic import ValidationError
+    from pydantic import TypeAdapter, ValidationError
 
     try:
-        return model.model_validate(data)
+        return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
         raise error_type(f"{where}: {describe(error)}; {advice}") from None
 

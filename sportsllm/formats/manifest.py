@@ -1,31 +1,230 @@
-"""Reads what `sportsllm.formats.artifact` writes last into a directory; the runtime does so, and holds no more than
-that."""
+"""What made a finished directory: its manifest, digests of its files, and the models it was made from.
 
-from pathlib import Path
-from typing import Any
+Imports no torch: the device install verifies directories too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePath
 
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.json_files import read_json
+from sportsllm.files import atomic_write_text
+from sportsllm.formats.json_files import JsonObject, clip, read_json, validate
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
-FIRST_DIGEST = "first_sha256"
-"""Of a file that was written again, beside its `sha256`: what it was when the directory was made."""
+_STARTS = ("init", "checkpoint", "teacher")  # settings that name the model a stage starts from, the nearest first
+_LONGEST_CHAIN = 64
+_LONGEST_NAME = 1_000
+_SNAPSHOTS, _PREFIX = "snapshots", "models--"  # of the hub's cache: models--ORG--NAME/snapshots/COMMIT
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """Parse and check the outline of a manifest.
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of the directory; `first_sha256` is its first content if it was written again (the model card)."""
+
+    sha256: str
+    bytes: int
+    first_sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Parent:
+    """An input; `model` and `revision` are its name and commit in the model hub."""
+
+    path: str
+    sha256: str
+    model: str | None = None
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What made a directory; an empty one stands for a directory that no stage made.
+
+    `settings` are the command's, `results` what it printed under `--json`; their keys differ from command to command.
+    `files` lists every file but the manifest itself.
+    """
+
+    format: int = MANIFEST_FORMAT
+    command: str = ""
+    settings: JsonObject = field(default_factory=dict)
+    seed: int | None = None
+    fingerprint: str = ""
+    created: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    parents: tuple[Parent, ...] = ()
+    results: JsonObject = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+
+    def figure(self, name: str) -> float | None:
+        """A result that is a number; None if there is none."""
+        value = self.results.get(name)
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def text(self, name: str) -> str | None:
+        """A setting that is text and not empty; None if there is none."""
+        value = self.settings.get(name)
+        return value if isinstance(value, str) and value else None
+
+    def paths(self, name: str) -> list[str]:
+        """A setting that is a path or a list of paths."""
+        value = self.settings.get(name)
+        return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str) and item]
+
+    def write(self, directory: Path) -> None:
+        """Write it into a directory, whole or not at all."""
+        data = asdict(self)
+        data["parents"] = [_stated(parent) for parent in self.parents]
+        data["files"] = {name: _stated(entry) for name, entry in self.files.items()}
+        atomic_write_text(directory / MANIFEST, json.dumps(data, indent=1, default=str) + "\n")
+
+
+def _stated(record: Parent | FileEntry) -> JsonObject:
+    return {name: value for name, value in asdict(record).items() if value is not None}
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Parse and check a finished directory's manifest.
 
     Raises:
         ArtifactError: missing, damaged, or written by a newer version.
     """
     path = directory / MANIFEST
     data = read_json(path)
-    if data.get("format", 0) > MANIFEST_FORMAT:
-        raise ArtifactError(f"{path}: written by a newer version (format {data['format']}); upgrade this program")
-    files = data.get("files")
-    if not isinstance(files, dict) or not all(
-        isinstance(entry, dict) and {"sha256", "bytes"} <= set(entry) for entry in files.values()
-    ):
+    if not isinstance(data.get("files"), dict):
         raise ArtifactError(f"{path}: has no list of files; make the directory again")
-    return data
+    manifest = validate(Manifest, data, path, "make the directory again")
+    if manifest.format > MANIFEST_FORMAT:
+        raise ArtifactError(f"{path}: written by a newer version (format {manifest.format}); upgrade this program")
+    for name in manifest.files:
+        if PurePath(name).is_absolute() or ".." in PurePath(name).parts or not 0 < len(name) < _LONGEST_NAME:
+            raise ArtifactError(f"{path}: lists a file outside the directory ({clip(name)}); make the directory again")
+    return manifest
+
+
+def manifest_of(directory: Path) -> Manifest:
+    """As `read_manifest`, but an empty one for a directory that has none."""
+    return read_manifest(directory) if (directory / MANIFEST).exists() else Manifest()
+
+
+def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file's content."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def digest(path: Path) -> str:
+    """Digest of an input: a file's SHA-256, or for a directory that of its names and contents.
+
+    A finished directory is identified by its manifest, so large weights are not read again, and by the first content
+    of its files: writing its model card again does not make it another input.
+
+    Raises:
+        ArtifactError: nothing is there.
+    """
+    if path.is_file():
+        return file_sha256(path)
+    if not path.is_dir():
+        raise ArtifactError(f"{path}: not found; give an existing file or directory")
+    if (path / MANIFEST).exists():
+        files = {name: entry.first_sha256 or entry.sha256 for name, entry in read_manifest(path).files.items()}
+    else:
+        files = {
+            str(item.relative_to(path)): file_sha256(item)
+            for item in sorted(path.rglob("*"))
+            if item.is_file() and not item.name.startswith(".")
+        }
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def verify_directory(directory: Path) -> tuple[int, list[str]]:
+    """Compare a finished directory with its manifest.
+
+    Returns:
+        The number of files checked and one line for each problem.
+    """
+    files = read_manifest(directory).files
+    problems = []
+    for name, entry in files.items():
+        path = directory / name
+        if not path.is_file():
+            problems.append(f"{name}: missing")
+        elif path.stat().st_size != entry.bytes:
+            problems.append(f"{name}: {path.stat().st_size} bytes, the manifest says {entry.bytes}")
+        elif file_sha256(path) != entry.sha256:
+            problems.append(f"{name}: content differs from the manifest's SHA-256")
+    found = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+    return len(files), problems + [f"{name}: not in the manifest" for name in sorted(found - {*files, MANIFEST})]
+
+
+def directory_bytes(directory: Path) -> int:
+    """Size of a directory's weight files in bytes (safetensors, the graph and its data, or GGUF)."""
+    names = ["*.safetensors", "*.onnx", "*.onnx.data", "*.gguf"]
+    if not any(directory.glob("*.safetensors")):  # beside them such graphs are other forms of the same model
+        names += ["onnx/*.onnx", "onnx/*.onnx_data"]
+    return sum(path.stat().st_size for name in names for path in directory.glob(name))
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """A model that another was made from; its manifest is empty if no stage made it."""
+
+    directory: Path
+    manifest: Manifest
+
+
+def parents_by_nearness(manifest: Manifest) -> list[Parent]:
+    """Everything a stage read, the model that it started from first."""
+    starts = [start for key in _STARTS if (start := manifest.text(key))]
+    return sorted(manifest.parents, key=lambda each: starts.index(each.path) if each.path in starts else len(starts))
+
+
+def is_stage(directory: Path, value: str) -> bool:
+    """Whether a finished stage with this digest lies there; a damaged one is another."""
+    try:
+        return (directory / MANIFEST).is_file() and digest(directory) == value
+    except (ArtifactError, OSError):
+        return False
+
+
+def ancestors(manifest: Manifest, directory: Path) -> list[Ancestor]:
+    """The models that `directory`, whose manifest this is, was made from, the nearest first.
+
+    They are looked for at the paths in the manifests, and beside the stage made from them; the list ends where one is
+    gone or was changed.
+    """
+    found: list[Ancestor] = []
+    while len(found) < _LONGEST_CHAIN:
+        keys = (*_STARTS, "student") if manifest.text("start") == "weights" else _STARTS
+        starts = {manifest.text(key) for key in keys}
+        parents = parents_by_nearness(manifest)
+        if not parents:
+            break
+        # A stage that names no start reads its model first.
+        parent = next((each for each in parents if each.path in starts), parents[0])
+        places = [Path(parent.path), directory.parent / Path(parent.path).name]
+        stage = next((place for place in places if is_stage(place, parent.sha256)), None)
+        if stage is None:
+            foreign = [each for each in places if (each / "config.json").is_file() and not (each / MANIFEST).exists()]
+            return [*found, *(Ancestor(place, Manifest()) for place in foreign[:1])]
+        directory, manifest = stage, read_manifest(stage)
+        found.append(Ancestor(directory, manifest))
+    return found
+
+
+def origin(path: Path) -> dict[str, str] | None:
+    """`model` and `revision`, its commit, of a directory in the hub's cache; None for any other."""
+    repository = path.parent.parent.name
+    if path.parent.name != _SNAPSHOTS or not repository.startswith(_PREFIX):
+        return None
+    return {"model": repository.removeprefix(_PREFIX).replace("--", "/"), "revision": path.name}
+
+
+def plain_name(path: Path) -> str:
+    """What to call a checkpoint: the model's own name, or the directory's."""
+    found = origin(path)
+    return path.name if found is None else found["model"].partition("/")[2]

@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 
 from sportsllm.errors import UsageError
-from sportsllm.formats.changed_config import checkpoint_with
 from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.model_directory import checkpoint_with
 from sportsllm.inference.decoder import Decoder, is_onnx_directory, open_decoder
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.rope import LONGEST, with_rope_scaling

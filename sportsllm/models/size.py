@@ -52,7 +52,7 @@ def quantized_bytes(rows: int, columns: int, bits: int, block_size: int, zero_po
     """Exact size of a packed matrix: numbers, one float32 scale per block and, optionally, zero points.
 
     Rows are padded to whole blocks, and the zero points of a row to whole bytes, as
-    `sportsllm.formats.packed_weights.QuantizedWeight` lays them out.
+    `sportsllm.formats.packed.QuantizedWeight` lays them out.
     """
     blocks = -(-columns // block_size)
     packed = rows * blocks * (block_size * bits // 8)

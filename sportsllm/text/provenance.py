@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from sportsllm.console import log
-from sportsllm.formats.lineage import ancestors
-from sportsllm.formats.manifest import MANIFEST, read_manifest
+from sportsllm.formats.manifest import ancestors, manifest_of
 from sportsllm.text.documents import document_digest, read_chunks, split_documents, without
 
 HELD_OUT = "held_out"
@@ -17,21 +16,20 @@ HELD_OUT = "held_out"
 
 def manifest_setting(directory: Path, key: str) -> Any:
     """A setting that a directory's manifest records, or None."""
-    return read_manifest(directory)["settings"].get(key) if (directory / MANIFEST).exists() else None
+    return manifest_of(directory).settings.get(key)
 
 
 def tokens_per_parameter(directory: Path) -> float | None:
     """Tokens per parameter that a checkpoint of `train` has read; None if that is not known."""
-    if not (directory / MANIFEST).exists():
-        return None
-    manifest = read_manifest(directory)
-    found = manifest["results"].get("tokens_per_parameter") if manifest["command"] == "train" else None
-    return None if found is None or manifest["settings"].get("init") else float(found)
+    manifest = manifest_of(directory)
+    from_scratch = manifest.command == "train" and not manifest.text("init")
+    return manifest.figure("tokens_per_parameter") if from_scratch else None
 
 
 def held_out_files(directory: Path) -> list[Path]:
     """Held-out text that a directory's manifest names, if it exists."""
-    named = manifest_setting(directory, HELD_OUT) or manifest_setting(directory, "valid") or []
+    manifest = manifest_of(directory)
+    named = manifest.paths(HELD_OUT) or manifest.paths("valid")
     return [path for path in map(Path, named) if path.exists()]
 
 
@@ -52,11 +50,11 @@ def trained_on(directory: Path, documents: Sequence[str]) -> int:
     """
     asked = {document_digest(text) for text in documents}
     found: set[bytes] = set()
-    manifests: list[Mapping[str, Any]] = [read_manifest(directory)] if (directory / MANIFEST).exists() else []
-    manifests += [each.manifest for each in ancestors(manifests[0], directory)] if manifests else []
-    for settings in {str(each): each for each in (manifest.get("settings", {}) for manifest in manifests)}.values():
-        corpus = [path for path in map(Path, settings.get("corpus") or ()) if path.exists()]
-        named = settings.get(HELD_OUT) or settings.get("valid") or ()
+    manifest = manifest_of(directory)
+    manifests = [manifest, *(each.manifest for each in ancestors(manifest, directory))]
+    for made in {str(each.settings): each for each in manifests}.values():
+        corpus = [path for path in map(Path, made.paths("corpus")) if path.exists()]
+        named = made.paths(HELD_OUT) or made.paths("valid")
         if corpus:
             chunks = without(list(read_chunks(corpus)), _texts(path for path in map(Path, named) if path.exists()))
             texts = [chunk.text for chunk in chunks] if named else split_documents(chunks).train

@@ -334,7 +334,7 @@ def _plain(result: Any) -> dict[str, Any]:
 
 def _fingerprint(command: str, settings: dict[str, Any]) -> str:
     """Digest of a stage's settings and of the content of every path among them, also of those written NAME=PATH."""
-    from sportsllm.formats.artifact import digest
+    from sportsllm.formats.manifest import digest
 
     if command != "bench":  # other results do not depend on the threads
         settings = {key: value for key, value in settings.items() if key != "threads"}

@@ -89,8 +89,8 @@ def train(
     corpus, valid = _text(corpus, valid)
 
     from sportsllm.console import output
-    from sportsllm.formats.hub import plain_name
     from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.manifest import plain_name
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.models.shape import changed_shape
     from sportsllm.processors import set_threads
@@ -216,9 +216,9 @@ def _fine_tune(
     import dataclasses
 
     from sportsllm.formats.artifact import Stage, run_stage
-    from sportsllm.formats.changed_config import checkpoint_with
     from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-    from sportsllm.formats.safetensors_files import quantization_config
+    from sportsllm.formats.model_directory import checkpoint_with
+    from sportsllm.formats.safetensors import quantization_config
     from sportsllm.processors import training_device
     from sportsllm.text.documents import load_corpus
     from sportsllm.text.provenance import held_out_setting, left_out

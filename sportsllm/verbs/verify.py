@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from sportsllm import options
 from sportsllm.errors import ArtifactError, GateError, UsageError
@@ -44,7 +47,9 @@ class VerifyResult(Result):
 
 
 def verify(
-    directory: options.Directory, provider: options.Provider = "cpu", threads: options.Threads = None
+    directory: Annotated[Path, typer.Argument(help="A finished checkpoint or export.", show_default=False)],
+    provider: options.Provider = "cpu",
+    threads: options.Threads = None,
 ) -> VerifyResult:
     """Check a finished directory against its manifest: sizes, digests, missing and added files.
 
@@ -52,8 +57,8 @@ def verify(
     """
     from sportsllm.console import output
     from sportsllm.files import require_directory
-    from sportsllm.formats.artifact import verify_directory
     from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.manifest import verify_directory
     from sportsllm.inference.decoder import is_onnx_directory
 
     require_directory(directory, "a finished checkpoint or export")

@@ -11,7 +11,7 @@ import sportsllm
 from export.paths import DATA_FILE, GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.artifact import read_manifest
+from sportsllm.formats.manifest import read_manifest
 from sportsllm.models.language_model import KVCache
 from tests.support.export_models import int8_samples, measured_scales, tiny_model
 
@@ -49,7 +49,7 @@ def test_the_command_measures_on_text(checkpoint: Path, corpus_file: Path, tmp_p
     options: dict[str, Any] = {"threads": 1, "kv_cache": "int8", "calibration": [corpus_file]}
     result = sportsllm.export(checkpoint, out=tmp_path / "out", **options)
     assert result.kv_cache == "int8" and result.parity["passed"]
-    assert read_manifest(tmp_path / "out")["settings"]["kv_cache"] == "int8"
+    assert read_manifest(tmp_path / "out").settings["kv_cache"] == "int8"
     plain = OnnxDecoder(tmp_path / "out", 1).logits([5, 6, 7, 8])
     # Layer by layer the same bytes come out.
     bounded = sportsllm.export(checkpoint, out=tmp_path / "bounded", max_ram=20_000, **options)

@@ -12,11 +12,13 @@ from huggingface_hub import ModelCard
 import sportsllm
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
-from sportsllm.formats.artifact import MANIFEST, Stage, digest, read_manifest, run_stage, verify_directory
+from sportsllm.errors import ArtifactError
+from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.manifest import MANIFEST, digest, read_manifest, verify_directory
+from sportsllm.formats.model_card import write_card
 from sportsllm.training.settings import TrainConfig
 from sportsllm.verbs.train import train
-from tests.sportsllm.cli.test_main import call, complains
 from tests.support.training import options_of
 
 BENCH: dict[str, Any] = {
@@ -31,7 +33,7 @@ BENCH: dict[str, Any] = {
     "teacher_bits_per_byte": 1.2,
     "text": ["/data/wiki/valid.jsonl"],
     "budget": {
-        "device": "raspberry-pi-5",
+        "target": "raspberry-pi-5",
         "decided_by": "prediction",
         "limits": [{"name": "file_mb", "passed": False}, {"name": "ttft_ms", "passed": True}],
     },
@@ -91,16 +93,14 @@ def test_the_card_tells_the_whole_line(line: dict[str, Path], corpus_file: Path)
     card = (line["onnx"] / "README.md").read_text(encoding="utf-8")
     order = [card.index(f"| `{name}` |") for name in ("theirs", "tuned", "int4", "onnx")]
     assert order == sorted(order)
-    results = read_manifest(line["tuned"])["results"]
+    results = read_manifest(line["tuned"]).results
     assert f"| `tuned` | {results['valid_bits_per_byte']:.4f} | a part of `{corpus_file.parent.name}/" in card
     assert f"{load_config(line['onnx']).parameters:,} parameters" in card and "INT4" in card
-    assert f"{read_manifest(line['onnx'])['results']['parity']['kl']:.2g} nats" in card
-    assert "reads at most 128 tokens" in card and "weights are rounded" in card
+    assert f"{read_manifest(line['onnx']).results['parity']['kl']:.2g} nats" in card
+    assert "reads at most 128 tokens" in card and "weights are quantized" in card
 
 
-def test_measurements_are_added_and_the_directory_stays_the_same_input(
-    line: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measurements_are_added_and_the_directory_stays_the_same_input(line: dict[str, Path], tmp_path: Path) -> None:
     onnx = shutil.copytree(line["onnx"], line["onnx"].parent / "measured")
     before = digest(onnx)
     bench, scored = tmp_path / "bench.json", tmp_path / "eval.json"
@@ -108,9 +108,8 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(
     asked = {"questions.jsonl": {"accuracy": 0.5, "questions": 20}}
     figures = {"bits_per_byte": 1.5, "text": ["wiki/valid.jsonl"], "question_files": asked}
     scored.write_text(json.dumps({"directory": str(line["tuned"]), **figures}), encoding="utf-8")
-    flags = ["--license", "mit", "--base-model", "me/mine", "--language", "en"]
-    code, out, err = call(capsys, "card", onnx, bench, scored, *flags, "--json")
-    assert code == 0 and json.loads(out)["left_out"] == [] and "2 results" in err
+    fields = write_card(onnx, [bench, scored], license="mit", base_model="me/mine", language=["en"])
+    assert (fields["license"], fields["base_model"], fields["language"]) == ("mit", "me/mine", ["en"])
     card = (onnx / "README.md").read_text(encoding="utf-8")
     assert "| A Processor | 4.5 | 20.2 | 0.5 | 0.75 | 80 |" in card and "other programs disturbed it" in card
     assert (
@@ -119,42 +118,38 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(
     assert "| `tuned` | 1.5000 | `wiki/valid.jsonl` |" in card
     assert "a part of" not in card, "a training's figure, on less text, makes way for a measurement"
     assert "| `tuned` | 50.0% | 20 | `questions.jsonl` |" in card
-    assert "It misses file_mb of the budget of raspberry-pi-5, by prediction." in card
+    assert "Budget of raspberry-pi-5: fail, by prediction; it misses file_mb." in card
     assert (front(onnx)["license"], front(onnx)["base_model"], front(onnx)["language"]) == ("mit", "me/mine", ["en"])
     assert verify_directory(onnx)[1] == [] and digest(onnx) == before
-    code, out, _ = call(capsys, "card", onnx, "--json")
-    assert json.loads(out)["front_matter"]["license"] == "mit", "what was stated before stays"
+    assert write_card(onnx)["license"] == "mit", "what was stated before stays"
     assert "## Speed" not in (onnx / "README.md").read_text(encoding="utf-8")
     assert verify_directory(onnx)[1] == [] and digest(onnx) == before
 
 
-def test_results_of_others_are_refused(
-    line: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_of_other_models_are_ignored_and_damaged_ones_refused(line: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    for result, message in (
-        ({"directory": str(line["onnx"])}, "is no result of eval"),
-        ({**BENCH, "directory": str(tmp_path)}, "which is neither"),
-        ({**BENCH, "directory": str(line["int4"])}, "is the speed of"),
-    ):
-        path.write_text(json.dumps(result), encoding="utf-8")
-        complains(call(capsys, "card", line["onnx"], path), 2, message)
-    complains(call(capsys, "card", line["onnx"], tmp_path / "none.json"), 3, "none.json: not found")
-    complains(call(capsys, "card", line["theirs"]), 3, f"{MANIFEST}: not found")
+    path.write_text(json.dumps({**BENCH, "directory": str(tmp_path)}), encoding="utf-8")
+    write_card(line["int4"], [path])
+    assert "## Speed" not in (line["int4"] / "README.md").read_text(encoding="utf-8")
+    path.write_text(json.dumps({**BENCH, "tpot_ms": ["fast"]}), encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"result\.json: tpot_ms: "):
+        write_card(line["int4"], [path])
+    with pytest.raises(ArtifactError, match=f"{MANIFEST}: not found"):
+        write_card(line["theirs"])
 
 
-def test_what_is_no_model_gets_no_card(
-    line: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_a_model_has_a_card(line: dict[str, Path], tmp_path: Path) -> None:
     run_stage(tmp_path / "corpus", Stage("simulate", {"megabytes": 1}), lambda _: {})
     alone = shutil.copytree(line["gguf"], tmp_path / "alone")
     manifest = json.loads((alone / MANIFEST).read_text(encoding="utf-8"))
     manifest["parents"][0]["path"] = str(tmp_path / "gone")
     (alone / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
     for directory in (tmp_path / "corpus", alone):
-        before = (directory / "README.md").read_bytes()
-        complains(call(capsys, "card", directory, "--license", "mit"), 3, "holds no model that a card could describe")
-        assert (directory / "README.md").read_bytes() == before
+        files = {path.name: path.read_bytes() for path in directory.iterdir()}
+        with pytest.raises(ArtifactError, match="holds no model that a card could describe"):
+            write_card(directory, license="mit")
+        assert {path.name: path.read_bytes() for path in directory.iterdir()} == files
+    assert not (tmp_path / "corpus" / "README.md").exists()
 
 
 def code_of(directory: Path, heading: str) -> str:

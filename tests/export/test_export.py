@@ -12,7 +12,7 @@ import pytest
 import sportsllm
 from export.graph.decoder import WrittenGraph, write_graph
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
-from sportsllm.formats.artifact import verify_directory
+from sportsllm.formats.manifest import verify_directory
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.text.tokenizer import train_tokenizer
 from tests.support.export_models import CONTEXT, TINY, edit_tensor, pack_model, save, tiny_model

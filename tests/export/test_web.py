@@ -16,9 +16,9 @@ from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
 from export.paths import find_files
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.artifact import directory_bytes, verify_directory
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.manifest import directory_bytes, verify_directory
 from sportsllm.inference.decoder import is_onnx_directory, open_decoder
 from sportsllm.inference.sampling import Sampling, generate
 from tests.support.export_models import pack_model, save, tiny_model

@@ -22,7 +22,7 @@ from export.parity.comparison import ParityReport
 from export.paths import DATA_FILE, GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.formats.checkpoint import save_checkpoint
-from sportsllm.formats.packed_weights import ROW_BITS, QuantizedWeight, pack
+from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack
 from sportsllm.formats.quantized_layers import QuantizedEmbedding, QuantizedLinear
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM

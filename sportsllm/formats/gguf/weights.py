@@ -1,11 +1,14 @@
-"""GGUF tensors under Hugging Face's names, as float32.
+"""GGUF tensors under Hugging Face's names, as float32, and whole files as checkpoints.
 
 Shape suffixes: R rows, C columns, H heads, D head size.
 """
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -13,14 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sportsllm.formats.gguf.config import ROPE_FACTORS, architecture
-from sportsllm.formats.gguf.file import GGUFFile
+from sportsllm.console import log
+from sportsllm.formats.artifact import Stage, run_stage
+from sportsllm.formats.checkpoint import write_checkpoint
+from sportsllm.formats.gguf.config import ROPE_FACTORS, GGUFFile, architecture, open_gguf, read_config
+from sportsllm.formats.gguf.tokenizer import write_tokenizer
+from sportsllm.formats.json_files import JsonObject
 from sportsllm.formats.layouts import UnlikeTensor, parts_of
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import parameters
+from sportsllm.text.tokenizer import load_tokenizer
 
 _LAYOUTS = {"gemma3": "gemma3_text", "phi3": "phi3", "gpt2": "gpt2"}
 """Architectures that name or fuse tensors as a layout of Hugging Face's does; Gemma's norms are 1 + weight here."""
+_READER = 1  # changes when the same file gives another checkpoint
 _ARCHITECTURES = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -108,3 +117,39 @@ def _dense(file: GGUFFile, name: str) -> Tensor:
     if not np.isfinite(values).all():
         raise file.error(f"tensor {name!r} holds NaN or infinity; copy or download the file again")
     return torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
+
+
+def convert_gguf(source: Path, out: Path) -> JsonObject:
+    """Write the model of a GGUF file as a float32 checkpoint with its tokenizer.
+
+    Args:
+        source: a file of one of `READ_ARCHITECTURES`, in any number format that the package `gguf` reads.
+        out: the directory to make; one that is up to date is kept.
+
+    Raises:
+        ArtifactError: cut short or damaged, another architecture, an unknown tokenizer, a tensor too few or too many.
+    """
+    file = open_gguf(source)
+
+    def make(directory: Path) -> JsonObject:
+        started = time.perf_counter()
+        config = read_config(file)
+        write_tokenizer(file, directory)
+        load_tokenizer(directory, config)
+        write_checkpoint(directory, config, read_weights(file, config))
+        bytes_of: Counter[str] = Counter()
+        for tensor in file.tensors.values():
+            bytes_of[tensor.tensor_type.name] += int(tensor.n_bytes)
+        return {
+            "name": file.value_or(None, "general.name", str),
+            "source_license": file.value_or(None, "general.license", str),
+            "architecture": architecture(file),
+            "formats": [name for name, _ in bytes_of.most_common()],
+            "parameters": config.parameters,
+            "seconds": time.perf_counter() - started,
+        }
+
+    result = run_stage(out, Stage("gguf", {"source": source.name, "reader": _READER}, [source]), make)
+    if not result["cached"]:
+        log(f"{source}: {', '.join(result['formats'])}, converted to the float32 checkpoint {out}")
+    return result

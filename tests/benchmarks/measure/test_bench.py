@@ -33,8 +33,8 @@ from benchmarks.report.text import summarize_budget
 from benchmarks.spread import percentile, percentiles, spread
 from sportsllm.cli import main as cli
 from sportsllm.errors import UsageError
-from sportsllm.formats.artifact import directory_bytes
 from sportsllm.formats.checkpoint import save_checkpoint
+from sportsllm.formats.manifest import directory_bytes
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes

@@ -14,8 +14,8 @@ from benchmarks.runtimes.compare import best_ratios, measure_against, turn_depth
 from benchmarks.runtimes.options import INSTALL, Runtime, RuntimeFlags, portable_too
 from benchmarks.runtimes.worker import RUNTIMES, WARM_UP, time_turn
 from sportsllm.errors import UsageError
-from sportsllm.formats.artifact import verify_directory
 from sportsllm.formats.checkpoint import save_checkpoint
+from sportsllm.formats.manifest import verify_directory
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.selected import Selection

@@ -30,8 +30,8 @@ from benchmarks.search.trials import Losses, Trials
 from benchmarks.search.winner_recipe import write_recipe
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, UsageError
-from sportsllm.formats.artifact import directory_bytes
 from sportsllm.formats.huggingface.config import load_config, to_hf
+from sportsllm.formats.manifest import directory_bytes
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import Experts
 from sportsllm.models.presets import preset

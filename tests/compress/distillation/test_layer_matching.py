@@ -14,8 +14,8 @@ from compress.distillation.student_training import StudentTraining
 from compress.pruning.plan import PruneTarget, prune_run
 from compress.pruning.run import PruneConfig, PruneJob
 from compress.pruning.student_start import choose_start
-from sportsllm.formats.artifact import read_manifest
 from sportsllm.formats.checkpoint import save_checkpoint
+from sportsllm.formats.manifest import read_manifest
 from sportsllm.training.settings import TrainConfig
 from tests.support.models import tiny_model
 
@@ -55,7 +55,7 @@ def test_distilling_what_prune_wrote_equals_its_recovery(teacher: Path, corpus_f
     ):
         training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=objective)
         distill(student, resolve_start(student, None, None, teacher), training, tmp_path / name)
-    assert read_manifest(tmp_path / "matched")["settings"]["layer_map"].startswith("0:0,")
+    assert read_manifest(tmp_path / "matched").settings["layer_map"].startswith("0:0,")
     recovered, matched, spread = (
         (tmp_path / name / "model.safetensors").read_bytes() for name in ("recovered", "matched", "spread")
     )

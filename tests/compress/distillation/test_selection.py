@@ -35,9 +35,9 @@ from compress.pruning.shapes import Shape
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize
 from sportsllm.errors import UsageError
-from sportsllm.formats.artifact import read_manifest
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.manifest import read_manifest
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.selected import INDEX, Selection, document_parts
@@ -89,7 +89,7 @@ def made(full: Path, text: Path, held_out: Path, tmp_path_factory: pytest.TempPa
 def test_the_command_makes_a_checkpoint_that_selects(made: Path, full: Path) -> None:
     config = load_config(made)
     assert config == load_config(full).with_changes(attention_kind="selected", selection=SELECTION)
-    settings = read_manifest(made)["settings"]
+    settings = read_manifest(made).settings
     assert (
         settings["selection"] == {"tokens": 16, "block": 4, "heads": 2, "parts": 2, "pairs": 4}
         and settings["index_tokens"] == 640

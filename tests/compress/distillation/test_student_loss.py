@@ -24,8 +24,8 @@ from compress.distillation.student_training import RunState, StudentText, Studen
 from compress.pruning.run import PruneConfig, PruneJob, prune_checkpoint
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.artifact import read_manifest
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.manifest import read_manifest
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE, Batch
 from sportsllm.text.tokenizer import load_tokenizer
@@ -128,7 +128,7 @@ def test_every_way_leaves_an_ordinary_checkpoint(
         moved = [key for key in weights if not torch.equal(found[key], weights[key])]
         frozen = {key for key in weights if "norm" in key or "embed" in key} if name == "lora" else set()
         assert moved and not frozen & set(moved), name
-    assert read_manifest(tmp_path / "lora")["settings"]["lora"]["rank"] == 2
+    assert read_manifest(tmp_path / "lora").settings["lora"]["rank"] == 2
 
 
 def test_signals_are_made_once_and_serve_pruning_too(
@@ -159,7 +159,7 @@ def test_a_fresh_start_takes_the_shape_of_a_checkpoint_alone(
         str(student), start, StudentTraining(checkpoint, CONFIG, (corpus_file,), distillation=FP32), tmp_path / "out"
     )
     assert "bits_per_byte_before" not in result
-    assert read_manifest(tmp_path / "out")["settings"]["start"] == "fresh"
+    assert read_manifest(tmp_path / "out").settings["start"] == "fresh"
     assert isinstance(resolve_start(str(student), None, None, checkpoint), Checkpoint)
     with pytest.raises(UsageError, match="leave --init"):
         resolve_start("tiny-300k", checkpoint, "fresh", checkpoint)
@@ -216,7 +216,7 @@ def test_the_command_takes_all_of_it(checkpoint: Path, student: Path, corpus_fil
         kl_weight="0.5:1", divergence="skew-kl", mix=0.2, teacher_precision="fp32", hidden_weight=0.1,
         layer_map="0:0,1:2", steps=2, batch_size=2, accumulation=1, sequence=32, lora_rank=2,
     )  # fmt: skip
-    settings = read_manifest(tmp_path / "out")["settings"]
+    settings = read_manifest(tmp_path / "out").settings
     assert result["steps"] == 2
     assert (settings["kl_weight"], settings["divergence"], settings["mix"]) == ("0.5:1", "skew-kl", 0.2)
     assert settings["learning_rate"] == pytest.approx(1e-2)  # adapters take ten times the rate

@@ -18,9 +18,9 @@ from compress.pruning.plan import PruneTarget, prune_run
 from compress.pruning.run import PruneConfig, PruneJob
 from compress.pruning.scores import Scores, load_scores
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
-from sportsllm.formats.artifact import read_manifest
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.manifest import read_manifest
 from sportsllm.training.settings import TrainConfig
 from tests.support import gelu_kind
 from tests.support.models import tiny_config, tiny_model
@@ -188,7 +188,7 @@ def test_targets_that_do_not_go_together(job: PruneJob, tmp_path: Path) -> None:
 def test_the_manifest_names_settings_as_flags(job: PruneJob, tmp_path: Path) -> None:
     command = {"checkpoint": job.checkpoint, "calibration": job.calibration, "intermediate": 32, "samples": 4}
     prune(**command, out=tmp_path / "out", repair=False, importance="magnitude")
-    settings = read_manifest(tmp_path / "out")["settings"]
+    settings = read_manifest(tmp_path / "out").settings
     wanted = {"intermediate": 32, "importance": "magnitude", "repair": False, "kv_merge": "pca", "samples": 4}
     assert wanted.items() <= settings.items()
     with pytest.raises(UsageError, match="--kv-merge mean was dropped, since pca keeps more; leave --kv-merge out"):

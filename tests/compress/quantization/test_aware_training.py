@@ -14,7 +14,7 @@ from compress.quantization.config import GridSpec, QuantizationConfig
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
 from compress.quantization.run import quantize
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.packed_weights import QuantizedWeight
+from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.formats.quantized_layers import QuantizedLinear
 from sportsllm.simulator import simulate
 from sportsllm.text.documents import load_corpus

@@ -9,7 +9,7 @@ from compress.layerwise import run_layer
 from compress.quantization.channel_scaling import RULES, InputStatistics, best_scale, scale_block, source_rows
 from compress.quantization.config import Granularity, GridSpec, QuantizationConfig
 from compress.quantization.packed_checkpoint import round_weight
-from sportsllm.formats.packed_weights import ROW_BITS
+from sportsllm.formats.packed import ROW_BITS
 from sportsllm.models.kinds import block_matrices
 from sportsllm.models.language_model import Rope, SportsLLM, first_positions
 from tests.support.gelu_kind import registered

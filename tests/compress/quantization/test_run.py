@@ -18,7 +18,7 @@ from compress.quantization.run import METHODS, quantize, resolve_method
 from sportsllm.commands import load_command
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.packed_weights import QuantizedWeight, pack, unpack
+from sportsllm.formats.packed import QuantizedWeight, pack, unpack
 from sportsllm.simulator import simulate
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.calibration_text import CalibrationText

@@ -22,8 +22,8 @@ from compress.teacher_cache.read import CacheKey, TeacherCache, open_teacher_cac
 from compress.teacher_cache.sparse import CODES, BitBudget, SparseProbabilities, encode, sample_sparse, threshold
 from compress.teacher_cache.write import CacheRequest, bit_budget, make_teacher_cache
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, UsageError
-from sportsllm.formats.artifact import verify_directory
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.manifest import verify_directory
 from sportsllm.text.documents import load_corpus
 from sportsllm.text.packing import IGNORE, PackedSequences, TokenizedDocuments, tokenize
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer

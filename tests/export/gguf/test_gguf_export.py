@@ -20,10 +20,9 @@ from export.gguf.write import GGUF_FILE, encode
 from sportsllm.cli.main import main
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.gguf.run import import_gguf
-from sportsllm.formats.gguf.weights import rows_in_halves, rows_in_pairs
+from sportsllm.formats.gguf.weights import convert_gguf, rows_in_halves, rows_in_pairs
 from sportsllm.formats.huggingface.config import load_config
-from sportsllm.formats.packed_weights import ROW_BITS, QuantizedWeight, pack
+from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.rope_scaling import RopeScaling
 from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
@@ -88,7 +87,7 @@ def test_what_gguf_has_no_format_for_is_refused_by_name() -> None:
 
 def test_a_longer_context_is_in_the_file(checkpoint: Path, tmp_path: Path) -> None:
     sportsllm.export(checkpoint, out=tmp_path / "gguf", rope_scaling="yarn:4", format="gguf")
-    import_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
+    convert_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
     before, after = load_config(checkpoint), load_config(tmp_path / "back")
     scaling = RopeScaling("yarn", 4.0, original_max_position_embeddings=before.max_position_embeddings)
     longer = {"max_position_embeddings": 4 * before.max_position_embeddings, "rope_scaling": scaling}
@@ -128,12 +127,12 @@ def test_a_dense_checkpoint_comes_back_bit_for_bit(
     result = sportsllm.export(tmp_path / "model", out=tmp_path / "gguf", format="gguf")
     assert result.architecture == architecture and result.formats.keys() == {"F32"}
     assert result.size_bytes > 4 * model.config.parameters and result.parity["kl"] == 0
-    advice = f"`import {tmp_path / 'gguf' / GGUF_FILE}` makes a checkpoint of it"
+    advice = f"give the GGUF file itself, {tmp_path / 'gguf' / GGUF_FILE}"
     with pytest.raises(ArtifactError, match=advice):
         load_config(tmp_path / "gguf")
     with pytest.raises(ArtifactError, match=advice):
         open_decoder(tmp_path / "gguf" / GGUF_FILE)
-    import_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
+    convert_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
     back = load_checkpoint(tmp_path / "back")
     assert back.config == load_config(tmp_path / "model")
     for name, tensor in model.state_dict().items():
@@ -152,7 +151,7 @@ def test_a_packed_checkpoint_keeps_its_numbers(
     assert main in result.formats
     with pytest.raises(UsageError, match=r"--dtype fp16: .* is packed already"):
         sportsllm.export(tmp_path / "packed", out=tmp_path / "half", format="gguf", dtype="fp16")
-    import_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
+    convert_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
     back, ours = load_checkpoint(tmp_path / "back"), load_checkpoint(tmp_path / "packed")
     for block, other in zip(back.model.layers, ours.model.layers, strict=True):
         found, wanted = block.self_attn.k_proj.weight, other.self_attn.k_proj.weight
@@ -164,7 +163,7 @@ def test_a_packed_checkpoint_keeps_its_numbers(
 def test_sentencepiece_comes_back(stories: Path, tmp_path: Path) -> None:
     result = sportsllm.export(stories, out=tmp_path / "gguf", format="gguf", dtype="fp16")
     assert result.formats.keys() == {"F16", "F32"}
-    import_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
+    convert_gguf(tmp_path / "gguf" / GGUF_FILE, tmp_path / "back")
     ours, again = load_tokenizer(stories), load_tokenizer(tmp_path / "back")
     assert [again.encode(text) for text in TEXTS] == [ours.encode(text) for text in TEXTS]
 
@@ -175,7 +174,7 @@ def test_single_digits_come_back(checkpoint: Path, texts: list[str], tmp_path: P
     train_tokenizer(texts, TINY_VOCAB, source, "single")
     assert tokenizer_metadata(source, load_config(source))["ggml.pre"] == "smollm"
     sportsllm.export(source, out=tmp_path / "out", format="gguf")
-    import_gguf(tmp_path / "out" / GGUF_FILE, tmp_path / "back")
+    convert_gguf(tmp_path / "out" / GGUF_FILE, tmp_path / "back")
     ours, back = load_tokenizer(source), load_tokenizer(tmp_path / "back")
     for text in TEXTS:
         assert back.encode(text) == ours.encode(text)

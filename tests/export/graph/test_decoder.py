@@ -18,7 +18,7 @@ from export.parity.inputs import exact_graph
 from export.paths import DATA_FILE, GRAPH_FILE
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.packed_weights import ROW_BITS
+from sportsllm.formats.packed import ROW_BITS
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope_scaling import RopeScaling

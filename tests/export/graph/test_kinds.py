@@ -18,7 +18,7 @@ from export.parity.by_layer import check_parity_by_layer
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
-from sportsllm.formats.packed_weights import ROW_BITS
+from sportsllm.formats.packed import ROW_BITS
 from sportsllm.models.kinds import ATTENTION
 from sportsllm.models.parts import HIDDEN
 from tests.support import gelu_kind

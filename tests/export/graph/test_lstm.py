@@ -17,7 +17,7 @@ from export.parity.check import check_parity
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
-from sportsllm.formats.packed_weights import ROW_BITS
+from sportsllm.formats.packed import ROW_BITS
 from tests.support.export_models import Export, Exports, logits_of, pack_model, pieces_read, save, tiny_model
 from tests.support.lstm_models import LSTM
 

@@ -16,7 +16,7 @@ from export.graph.decoder import write_graph
 from export.parity.by_layer import check_parity_by_layer
 from export.parity.check import check_parity
 from sportsllm.errors import ArtifactError, ResourceError
-from sportsllm.formats.packed_weights import ROW_BITS
+from sportsllm.formats.packed import ROW_BITS
 from tests.support.export_models import CONTEXT, Exports, edit_tensor, save, tiny_model
 
 

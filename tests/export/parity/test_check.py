@@ -13,7 +13,7 @@ from export.parity.check import check_parity
 from export.parity.limits import EXACT
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.packed_weights import ROW_BITS
+from sportsllm.formats.packed import ROW_BITS
 from sportsllm.inference.decoder import Logits
 from tests.support.export_models import CONTEXT, Exports, edit_tensor, save, tiny_model
 

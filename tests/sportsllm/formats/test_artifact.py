@@ -5,17 +5,8 @@ import pytest
 from filelock import FileLock
 
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
-from sportsllm.formats.artifact import (
-    STATE_DIRECTORY,
-    Stage,
-    digest,
-    directory_bytes,
-    finished_manifest,
-    output_directory,
-    read_manifest,
-    run_stage,
-    verify_directory,
-)
+from sportsllm.formats.artifact import STATE_DIRECTORY, Stage, finished_manifest, output_directory
+from sportsllm.formats.manifest import Parent, digest, directory_bytes, read_manifest, verify_directory
 
 
 def make(out: Path, stage: Stage, text: str = "content") -> None:
@@ -29,9 +20,9 @@ def test_finished_directory_has_a_manifest_that_verifies(tmp_path: Path) -> None
     source.write_text("input", encoding="utf-8")
     make(tmp_path / "out", Stage("train", {"steps": 1}, [source], seed=3))
     manifest = read_manifest(tmp_path / "out")
-    assert manifest["command"] == "train" and manifest["seed"] == 3 and manifest["results"] == {"size": 7}
-    assert manifest["parents"] == [{"path": str(source), "sha256": digest(source)}]
-    assert verify_directory(tmp_path / "out") == (2, [])
+    assert manifest.command == "train" and manifest.seed == 3 and manifest.results == {"size": 7}
+    assert manifest.parents == (Parent(str(source), digest(source)),)
+    assert verify_directory(tmp_path / "out") == (1, [])
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
 
 
@@ -119,7 +110,7 @@ def test_a_run_killed_while_it_saved_keeps_a_whole_state(tmp_path: Path) -> None
         raise RuntimeError
     with output_directory(out, stage, resume=True) as found:
         (found / "result").write_text("x", encoding="utf-8")
-    assert sorted(path.name for path in out.iterdir()) == ["README.md", "manifest.json", "result"]
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "result"]
 
 
 def test_an_input_that_goes_away_during_the_run_loses_nothing(tmp_path: Path) -> None:
@@ -132,25 +123,12 @@ def test_an_input_that_goes_away_during_the_run_loses_nothing(tmp_path: Path) ->
         (partial / "result").write_text("x", encoding="utf-8")
         expected = digest(source)
         source.unlink()
-    assert read_manifest(tmp_path / "out")["parents"][0]["sha256"] == expected
+    assert read_manifest(tmp_path / "out").parents[0].sha256 == expected
 
 
 def test_a_folder_without_a_name_and_a_file_in_the_way(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="name a new directory"), output_directory(Path(), Stage("train", {})):
         pass
-
-
-def test_the_model_card_shows_figures_inside_others(tmp_path: Path) -> None:
-    results = {
-        "parity": {"kl": 0.00123456789, "passed": True, "tokenizer_changes": ()},
-        "seeds": [1, 2],
-        "groups": [{"a": 1}] * 3,
-    }
-    run_stage(tmp_path / "out", Stage("export", {"files": ["a.txt", "b.txt"]}), lambda _: results)
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "| parity kl | 0.00123457 |" in card and "| parity passed | True |" in card
-    assert "| parity tokenizer_changes | none |" in card and "| files | a.txt, b.txt |" in card
-    assert "| seeds | 1, 2 |" in card and "| groups | 3 entries in manifest.json |" in card
 
 
 def test_browser_graphs_beside_safetensors_do_not_count(tmp_path: Path) -> None:

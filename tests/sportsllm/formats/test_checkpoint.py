@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.safetensors_files import WEIGHTS
+from sportsllm.formats.safetensors import WEIGHTS
 from tests.support.models import tiny_model
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from sportsllm.formats.hub import find_model, origin, plain_name
+from sportsllm.formats.manifest import origin, plain_name
+from sportsllm.formats.model_directory import find_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FORBIDDEN = ("pytorch_model.bin", "modeling_own.py", "original/params.json", "onnx/model.safetensors")
@@ -99,7 +100,7 @@ def environment(home: Path, endpoint: str, **more: str) -> dict[str, str]:
 FIND = """
 import sys
 from sportsllm.errors import SportsLLMError
-from sportsllm.formats.hub import find_model
+from sportsllm.formats.model_directory import find_model
 try:
     print(find_model(sys.argv[1]))
 except SportsLLMError as error:
@@ -156,18 +157,20 @@ def test_offline_the_cache_serves_and_nobody_is_asked(hub: Hub, home: Path) -> N
     asked = len(hub.asked)
     variables = environment(home, hub.url, HF_HUB_OFFLINE="1")
     assert Path(found("org/tiny@v1", variables, home)).name == COMMIT
-    assert found("org/unknown", variables, home).startswith("5 org/unknown: no directory here, not in the cache")
+    assert found("org/unknown", variables, home).startswith(
+        "5 org/unknown: no directory here, and it cannot be downloaded"
+    )
     assert len(hub.asked) == asked
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("org/none", "3 org/none: neither a directory here nor a model of the hub"),
-        ("org/gated", "5 org/gated: asks for its terms to be accepted"),
-        ("org/tiny@v9", "3 org/tiny@v9: has no revision 'v9'"),
+        ("org/none", "3 org/none: no directory here, and the model hub refuses it: "),
+        ("org/gated", "5 org/gated: no directory here, and the model hub refuses it: "),
+        ("org/tiny@v9", "3 org/tiny@v9: no directory here, and the model hub refuses it: "),
         ("org/pickled", "3 org/pickled: has no safetensors"),
-        ("org/bad--name", "3 org/bad--name: is neither a directory here nor a name"),
+        ("org/bad--name", "3 org/bad--name: no directory here, and the model hub refuses it: "),
     ],
 )
 def test_what_goes_wrong_is_one_line(hub: Hub, tmp_path: Path, name: str, message: str) -> None:
@@ -182,7 +185,7 @@ def test_an_unsupported_model_costs_no_download_of_weights(hub: Hub, tmp_path: P
 
 def test_without_a_network_there_is_one_line(tmp_path: Path) -> None:
     line = found("org/tiny", environment(tmp_path, "http://127.0.0.1:9"), tmp_path)
-    assert line.startswith("5 org/tiny: no directory here, not in the cache, and the hub cannot be reached")
+    assert line.startswith("5 org/tiny: no directory here, and it cannot be downloaded")
 
 
 def test_without_the_package_a_line_says_what_to_install(
@@ -202,5 +205,5 @@ def test_what_is_here_wins_and_paths_stay_paths(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "org" / "tiny").mkdir(parents=True)
     # The last two are mistyped paths: `org` is a folder here, `runs` the one that this program writes to.
     for name in ("org/tiny", "large", str(tmp_path / "a" / "b"), "a/b/c", "../a", "org/missing", "runs/missing"):
-        assert find_model(name) == name
+        assert find_model(name) == Path(name)
     assert origin(tmp_path) is None and plain_name(tmp_path / "small") == "small"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sportsllm.errors import UsageError
-from sportsllm.formats.packed_weights import QuantizedWeight, pack
+from sportsllm.formats.packed import QuantizedWeight, pack
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_matrices
 from sportsllm.models.language_model import SportsLLM

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from sportsllm.commands import load_command
-from sportsllm.formats.artifact import read_manifest
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.manifest import read_manifest
 from sportsllm.inference.sampling import Sampling
 from sportsllm.models.presets import preset
 from sportsllm.models.shape import changed_shape
@@ -50,7 +50,7 @@ def test_a_shape_of_ones_own(capsys: pytest.CaptureFixture[str], corpus_file: Pa
     counted = sum(weight.numel() for weight in load_checkpoint(out).parameters())
     assert counted == expected.parameters and "2 layers of 48, FFN 64, 3 heads of 16 on 3" in err
     assert f"{counted:,} parameters" in err
-    assert read_manifest(out)["settings"]["shape"] == {**shape, "tied": False, "dropout": 0.2}
+    assert read_manifest(out).settings["shape"] == {**shape, "tied": False, "dropout": 0.2}
 
 
 def test_a_folder_with_config_json_alone_is_a_model(
@@ -79,7 +79,7 @@ def test_muons_settings_and_the_fall_of_the_rate_are_recorded(
     result, _ = run(
         capsys, *SMALL, *flags, "--steps", 2, "--batch-size", 2, "--corpus", corpus_file, "--out", tmp_path / "out"
     )
-    settings = read_manifest(Path(result["out"]))["settings"]
+    settings = read_manifest(Path(result["out"])).settings
     names = ("momentum", "nesterov", "steps", "coefficients", "learning_rate")
     assert [settings[f"muon_{name}"] for name in names] == [
         0.9, False, 3, [2.0, -1.5, 0.5], 0.01
@@ -129,7 +129,7 @@ def test_the_documented_set_up(capsys: pytest.CaptureFixture[str], corpus_file: 
     """5,000 steps of batch 4 x accumulation 4 x 512 tokens, AdamW 3e-4, warm-up 50, dropout 0.1."""
     out = tmp_path / "out"
     run(capsys, "--model", "tiny-300k", "--set", "documented=true", "--steps", 0, "--corpus", corpus_file, "--out", out)
-    settings = read_manifest(out)["settings"]
+    settings = read_manifest(out).settings
     names = ("batch_size", "accumulation", "sequence", "learning_rate", "warmup", "optimizer", "weight_decay")
     assert [settings[name] for name in names] == [4, 4, 512, 3e-4, 50, "adamw", 0.1]
     assert load_config(out).dropout == 0.1
@@ -138,7 +138,7 @@ def test_the_documented_set_up(capsys: pytest.CaptureFixture[str], corpus_file: 
         capsys, "--model", "tiny-300k", "--set", "documented=true", "--set", "dropout=0", "--learning-rate", 1e-3,
         "--steps", 0, "--corpus", corpus_file, "--out", other,
     )  # fmt: skip
-    assert load_config(other).dropout == 0 and read_manifest(other)["settings"]["learning_rate"] == 1e-3
+    assert load_config(other).dropout == 0 and read_manifest(other).settings["learning_rate"] == 1e-3
 
 
 def test_the_documented_sampling() -> None:

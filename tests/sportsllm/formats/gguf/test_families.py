@@ -13,7 +13,7 @@ import transformers
 
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.gguf.run import import_gguf
+from sportsllm.formats.gguf.weights import convert_gguf
 from sportsllm.models.config import SLIDING, UNROTATED
 from tests.support import families
 from tests.support.gguf_files import byte_level, settings_of, write_file
@@ -90,7 +90,7 @@ def write(name: str, path: Path, tokenizer: Path, **changes: Any) -> Any:
 @pytest.mark.parametrize("name", _CONFIGS)
 def test_logits_are_those_of_the_model_that_was_written(name: str, tokenizer_directory: Path, tmp_path: Path) -> None:
     model = write(name, tmp_path / "model.gguf", tokenizer_directory)
-    import_gguf(tmp_path / "model.gguf", tmp_path / "out")
+    convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
     ours = load_checkpoint(tmp_path / "out")
     tokens = torch.randint(0, 384, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
@@ -115,5 +115,5 @@ def test_what_is_not_honoured_is_refused_by_name(
 ) -> None:
     write(name, tmp_path / "model.gguf", tokenizer_directory, **changes)
     with pytest.raises(ArtifactError, match=said) as caught:
-        import_gguf(tmp_path / "model.gguf", tmp_path / "out")
+        convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()

@@ -16,13 +16,13 @@ import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from export.gguf import convert as llama_cpp
-from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.artifact import verify_directory
+from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.gguf.run import import_gguf
-from sportsllm.formats.gguf.weights import rows_in_halves
+from sportsllm.formats.gguf.weights import convert_gguf, rows_in_halves
 from sportsllm.formats.huggingface.config import load_config
-from sportsllm.formats.safetensors_files import TensorFiles
+from sportsllm.formats.manifest import verify_directory
+from sportsllm.formats.model_directory import find_model
+from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.gguf_files import SIZES, byte_level, random_weights, settings_of, tensors_of, write_file, write_model
 from tests.support.models import tiny_model
@@ -82,7 +82,7 @@ def test_logits_are_those_of_the_model_that_was_written(
 ) -> None:
     model = model_of(kind, **changes)
     file = write_model(tmp_path / "model.gguf", model, byte_level(tokenizer_directory))
-    result = import_gguf(file, tmp_path / "out")
+    result = convert_gguf(file, tmp_path / "out")
     same_logits(tmp_path / "out", model)
     same_logits(tmp_path / "out", transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
     assert (result["name"], result["architecture"], result["formats"]) == ("Tiny", kind, ["F32"])
@@ -94,7 +94,7 @@ def test_logits_are_those_of_the_model_that_was_written(
 
 def test_tensors_are_those_of_transformers_own_reader(llama: Any, tokenizer_directory: Path, tmp_path: Path) -> None:
     file = write_model(tmp_path / "model.gguf", llama, byte_level(tokenizer_directory), ["Q8_0", "F16", "BF16"])
-    import_gguf(file, tmp_path / "out")
+    convert_gguf(file, tmp_path / "out")
     theirs = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=llama)["tensors"]
     ours = TensorFiles(tmp_path / "out")
     assert set(theirs) == set(ours)
@@ -107,7 +107,7 @@ def test_blocks_of_four_bits_become_the_numbers_they_stand_for(
 ) -> None:
     """Q4_1 by hand: a scale and a least value as float16, then 16 bytes; the low nibbles come first."""
     file = write_model(tmp_path / "model.gguf", llama, byte_level(tokenizer_directory), ["Q4_1"])
-    import_gguf(file, tmp_path / "out")
+    convert_gguf(file, tmp_path / "out")
     [stored] = [tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.1.ffn_up.weight"]
     for row in (0, 95):
         expected = []
@@ -119,12 +119,22 @@ def test_blocks_of_four_bits_become_the_numbers_they_stand_for(
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
 
 
-def test_context(llama: Any, tokenizer_directory: Path, tmp_path: Path) -> None:
-    file = write_model(tmp_path / "model.gguf", llama, byte_level(tokenizer_directory))
-    import_gguf(file, tmp_path / "out", context=64)
-    assert load_config(tmp_path / "out").max_position_embeddings == 64
-    with pytest.raises(UsageError, match="--context is 129; the model was trained for at most 128"):
-        import_gguf(file, tmp_path / "longer", context=129)
+def test_a_file_or_its_directory_stands_for_a_checkpoint(
+    llama: Any, tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPORTSLLM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    file = write_model(tmp_path / "model" / "model.gguf", llama, byte_level(tokenizer_directory))
+    out = find_model(file)
+    assert out.parent == tmp_path / "cache" / "gguf" and out.name.startswith("model-")
+    same_logits(out, llama)
+    written = (out / "model.safetensors").stat().st_mtime_ns
+    assert find_model(str(file.parent)) == out and (out / "model.safetensors").stat().st_mtime_ns == written
+    file.with_name("second.gguf").write_bytes(b"")
+    with pytest.raises(ArtifactError, match=r"holds 2 GGUF files; give one of them, for example model\.gguf"):
+        find_model(file.parent)
+    with pytest.raises(ArtifactError, match=r"none\.gguf: not found"):
+        find_model(tmp_path / "none.gguf")
 
 
 def test_rows_of_one_head_by_hand() -> None:
@@ -143,7 +153,7 @@ def test_stretched_rotary_angles(scaling: dict[str, Any], tokenizer_directory: P
     if scaling is YARN:
         settings["rope.scaling.original_context_length"] = 4_096
     file = write_file(tmp_path / "model.gguf", "llama", settings, byte_level(tokenizer_directory), tensors)
-    import_gguf(file, tmp_path / "out")
+    convert_gguf(file, tmp_path / "out")
     same_logits(tmp_path / "out", model)
     written = json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"]
     assert written == scaling
@@ -152,7 +162,7 @@ def test_stretched_rotary_angles(scaling: dict[str, Any], tokenizer_directory: P
 def refused(file: Path, message: str, out: Path) -> None:
     """One line that names the file, and nothing left behind."""
     with pytest.raises(ArtifactError) as caught:
-        import_gguf(file, out)
+        convert_gguf(file, out)
     assert message in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
     assert not out.exists() and not list(out.parent.glob("*.partial*"))
 
@@ -223,7 +233,7 @@ def test_a_checkpoint_comes_back_from_llama_cpps_converter(
     save_checkpoint(before, tiny_model(**changes), tokenizer_directory)
     converter = [os.environ["LLAMA_CPP_PYTHON"], llama_cpp.__file__, os.environ["LLAMA_CPP_CONVERTER"]]
     subprocess.run([*converter, str(before), "--outfile", str(file), "--outtype", "f32"], check=True)
-    import_gguf(file, tmp_path / "after")
+    convert_gguf(file, tmp_path / "after")
     old, new = TensorFiles(before), TensorFiles(tmp_path / "after")
     assert set(old) == set(new) and all(torch.equal(old[name], new[name]) for name in old)
     assert load_config(tmp_path / "after") == load_config(before)

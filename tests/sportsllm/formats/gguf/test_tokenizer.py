@@ -15,7 +15,7 @@ import regex
 import transformers
 
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.gguf.file import GGUFFile, open_gguf
+from sportsllm.formats.gguf.config import GGUFFile, open_gguf
 from sportsllm.formats.gguf.tokenizer import PRE_TOKENIZERS, write_tokenizer
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.gguf_files import byte_level, write_file

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from sportsllm.errors import ArtifactError
 from sportsllm.files import require_directory
-from sportsllm.formats.artifact import MANIFEST, read_manifest
 from sportsllm.formats.bitsandbytes import companions, read_dense
 from sportsllm.formats.huggingface.config import load_config, packed_by_bitsandbytes
 from sportsllm.formats.json_files import read_json
 from sportsllm.formats.layouts import LAYOUTS, Part, UnlikeTensor, is_buffer, layout_name, parts_of
+from sportsllm.formats.manifest import MANIFEST, read_manifest
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -149,11 +149,11 @@ def _refuse_duplicate_names(path: Path) -> None:
 def _weight_files(directory: Path) -> list[Path]:
     require_directory(directory, "a checkpoint directory")
     if (directory / MANIFEST).exists():
-        for name, entry in read_manifest(directory)["files"].items():
+        for name, entry in read_manifest(directory).files.items():
             path = directory / name
             size = path.stat().st_size if path.exists() else -1
-            if size != entry["bytes"]:
-                found = "missing" if size < 0 else f"{size} bytes instead of {entry['bytes']}"
+            if size != entry.bytes:
+                found = "missing" if size < 0 else f"{size} bytes instead of {entry.bytes}"
                 raise ArtifactError(f"{path}: {found}; the directory is damaged, copy or make it again")
     if (directory / INDEX).exists():
         names = sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))
