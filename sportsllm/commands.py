@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": "benchmarks.commands",
     "fit": "benchmarks.commands",
     "plan": "benchmarks.cli.plan",
+    "inspect": "benchmarks.inspect",
     "report": "benchmarks.commands",
     "devices": "benchmarks.commands",
     "calibrate": "benchmarks.commands",

@@ -52,8 +52,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"measure"},
         {"predict", "runtimes", "report"},
         {"bench", "search", "console_tables"},
-        {"console_results", "console_plan", "studies", "trace", "pictures"},
-        {"commands", "cli"},
+        {"console_results", "console_plan", "studies", "inspection"},
+        {"commands", "cli", "inspect"},
     ],
 }
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""

@@ -107,7 +107,7 @@ def test_a_device_needs_no_torch(device: Path, exported: Path, corpus_file: Path
     assert generated["kernels"] == ("portable" if next(compilers(), None) is None else "native")
     result = run("eval", exported, "--text", corpus_file, "--json")
     assert result.returncode == 0 and json.loads(result.stdout)["bits_per_byte"] > 0, result.stderr
-    result = run("plan", exported, "--draw", "parts.html")
+    result = run("inspect", exported, "--out", "parts.html")
     assert result.returncode == 0 and "q_proj" in (tmp_path / "parts.html").read_text(encoding="utf-8"), result.stderr
     result = run("verify", exported, "--json")
     assert result.returncode == 0 and json.loads(result.stdout)["ok"] is True, result.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -87,24 +86,6 @@ class StorageFlags(FlagGroup):
     ] = "fp32"
 
 
-@dataclass(frozen=True)
-class PictureFlags(FlagGroup):
-    """Pictures of a model."""
-
-    draw: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw the model's parts, and what the next two flags measure: .html, .svg."),
-    ] = None
-    attention: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Also run the checkpoint on this and show which tokens each head looks at."),
-    ] = None
-    experts: Annotated[
-        list[str] | None,
-        typer.Option(metavar="[KIND=]FILE", help="Also show which experts a kind of text is sent to; may be repeated."),
-    ] = None
-
-
 @expand_flag_groups
 def plan(
     *,
@@ -129,24 +110,11 @@ def plan(
     step: StepFlags,
     cost: CostFlags,
     storage: StorageFlags,
-    pictures: PictureFlags,
     shapes: Annotated[bool, typer.Option("--shapes", help="Also list every tensor of a training step.")] = False,
-    trace: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT", help="Also run the model on up to --sequence tokens of this, and list what passes."
-        ),
-    ] = None,
-    all: Annotated[bool, typer.Option("--all", help="List every block of --trace, not every third.")] = False,
 ) -> dict[str, Any]:
-    """Parameters, memory, KV cache and predicted speed, or what a training takes; pictures of a model.
-
-    Only --trace, --attention and --experts run it.
-    """
+    """Parameters, memory, KV cache and predicted speed, or what a training takes. Runs nothing."""
     from benchmarks.console_plan import print_plan
-    from benchmarks.pictures.page import print_pictures, take_pictures
-    from benchmarks.predict.plan import DEFAULT_LENGTH, PlanRequest, plan
-    from benchmarks.trace import print_trace, trace_model
+    from benchmarks.predict.plan import PlanRequest, plan
     from sportsllm.console import output
 
     if shape is not None and model is not None:
@@ -155,21 +123,11 @@ def plan(
         check_not_given("--training", cost)
     if storage.cache_tokens is None and storage.cache_sequences != 1:
         raise UsageError("--cache-sequences belongs to --cache-tokens; give that too, or leave it out")
-    if all and trace is None:
-        raise UsageError("--all belongs to --trace TEXT; add that or leave it out")
     given = step.given() | storage.given()
     if given.get("precision") == "auto":
         given.pop("precision")
     request = PlanRequest(device=device, shapes=shapes, training=training, cost=cost.cost(), **given)
     named = shape or model or "small"
     result = plan(named, request)
-    if trace is not None:
-        length = step.length or min(DEFAULT_LENGTH, result.get("context_length", DEFAULT_LENGTH))
-        result["trace"] = trace_model(Path(named), trace, length, all)
-    if pictures.given():
-        result |= take_pictures(named, pictures.draw, pictures.attention, pictures.experts)
     print_plan(output(), result)
-    if trace is not None:
-        print_trace(output(), result["trace"])
-    print_pictures(output(), result)
     return result

@@ -1,21 +1,19 @@
-"""`plan --trace`: what really passes, against the arithmetic of `plan --shapes` and against the graph's own names."""
+"""`inspect --text`: what really passes, against the arithmetic of `plan --shapes` and against the graph's own names."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import sportsllm
-from benchmarks.trace import trace_model
+from benchmarks.inspect import inspect
+from benchmarks.inspection.trace import trace_model
 from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.size import tensor_shapes
-from tests.sportsllm.cli.test_main import call, complains
 from tests.support.models import tiny_model
 
 TEXT = "The home side won 3-1 after extra time."
@@ -99,17 +97,15 @@ def test_a_packed_checkpoint_passes_the_same(source: Path, packed: Path) -> None
     assert found["tensors"] == dense["tensors"]
 
 
-@pytest.mark.parametrize("kind", ["dense", "functions", "standard", "int8 cache"])
+@pytest.mark.parametrize("kind", ["functions", "int8 cache"])
 def test_an_export_passes_what_is_computed(
     kind: str, source: Path, packed: Path, corpus_file: Path, tmp_path: Path
 ) -> None:
-    options: dict[str, dict[str, Any]] = {
-        "standard": {"format": "standard"},
-        "int8 cache": {"kv_cache": "int8", "calibration": [corpus_file]},
-    }
-    sportsllm.export(
-        packed if kind == "functions" else source, out=tmp_path / "out", threads=1, **options.get(kind, {})
-    )
+    int8 = {"kv_cache": "int8", "calibration": [corpus_file]}
+    if kind == "functions":
+        sportsllm.export(packed, out=tmp_path / "out", threads=1)
+    else:
+        sportsllm.export(source, out=tmp_path / "out", threads=1, **int8)
     trace = trace_model(tmp_path / "out", TEXT, 128, every_block=True, threads=1)
     config, names = load_config(tmp_path / "out"), dict(IN_GRAPHS)
     cached = [one for one in trace["tensors"] if one["name"].startswith("present.")]
@@ -127,28 +123,13 @@ def test_an_export_passes_what_is_computed(
 
 
 def test_the_command_lists_every_third_block(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["plan", "--model", source, "--trace", TEXT, "--sequence", 7]
-    code, said, _ = call(capsys, *flags)
-    assert code == 0 and "what passes on 7 tokens, every third block (--all lists all)" in said
+    some = inspect(str(source), text=TEXT).trace
+    said = capsys.readouterr().out
+    assert "every third block (--all lists all)" in said
     assert "model.layers.3.mlp.up_proj" in said and "model.layers.1.mlp.up_proj" not in said
-    some, every = (json.loads(call(capsys, *flags, *more, "--json")[1].splitlines()[-1]) for more in ((), ("--all",)))
-    blocks = [{one["block"] for one in result["trace"]["tensors"]} - {None} for result in (some, every)]
+    every = inspect(str(source), text=TEXT, all=True).trace
+    assert some is not None and every is not None
+    blocks = [{one["block"] for one in trace["tensors"]} - {None} for trace in (some, every)]
     assert blocks == [{0, 3}, set(range(LAYERS))]
     for key in ("tokens", "count", "numbers", "bytes", "largest"):
-        assert some["trace"][key] == every["trace"][key], key
-    assert "trace" not in json.loads(call(capsys, "plan", "--model", source, "--json")[1].splitlines()[-1])
-
-
-def test_what_cannot_be_run_is_refused_in_a_line(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    complains(call(capsys, "plan", "--model", "small", "--trace", TEXT), 2, "small is no directory; give a checkpoint")
-    complains(call(capsys, "plan", "--model", source, "--all"), 2, "--all belongs to --trace TEXT")
-    complains(call(capsys, "plan", "--model", source, "--trace", "\udcff"), 2, "--trace is not valid UTF-8")
-    complains(call(capsys, "plan", "--model", source, "--trace", TEXT, "--sequence", 999), 2, "--sequence 999")
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    shutil.copyfile(source / "config.json", bare / "config.json")
-    complains(call(capsys, "plan", "--model", bare, "--trace", TEXT), 3, "tokenizer.json")
-    shutil.copyfile(source / "tokenizer.json", bare / "tokenizer.json")
-    complains(call(capsys, "plan", "--model", bare, "--trace", TEXT), 3, "model.safetensors")
+        assert some[key] == every[key], key

@@ -1,4 +1,4 @@
-"""`plan --trace`: run a model on a text and list the tensors that pass, as they were and not as computed.
+"""Run a model on a text and list the tensors that pass, as they are and not as computed.
 
 A checkpoint runs in PyTorch, and hooks see what its modules read and return. An export runs in ONNX Runtime's own
 operators, and every value of its graph is an output.
@@ -12,10 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
-from sportsllm.console import table
-from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.inference.decoder import is_onnx_directory
 from sportsllm.models.config import ModelConfig
@@ -50,20 +46,13 @@ def trace_model(
         tensors `count`, `numbers`, `bytes` and `largest`.
 
     Raises:
-        UsageError: `directory` is none, or `text` is not valid.
         ArtifactError: the model or its tokenizer is damaged.
     """
     from sportsllm.text.tokenizer import load_tokenizer
 
-    if not directory.is_dir():
-        raise UsageError(f"--trace runs the model, and {directory} is no directory; give a checkpoint or an export")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UsageError("--trace is not valid UTF-8") from None
     config = load_config(directory)
-    words = load_tokenizer(directory, config)
-    ids = [words.begin_id, *words.encode(text)][:length]
+    tokenizer = load_tokenizer(directory, config)
+    ids = [tokenizer.begin_id, *tokenizer.encode(text)][:length]
     trace = _trace_export if is_onnx_directory(directory) else _trace_checkpoint
     found = trace(directory, config, ids, threads)
     listed = [one for one in found if every_block or one.block is None or one.block % EVERY == 0]
@@ -76,24 +65,6 @@ def trace_model(
         "bytes": sum(one.bytes for one in found),
         "largest": max(found, key=lambda one: one.bytes)._asdict(),
     }
-
-
-def print_trace(console: Console, trace: dict[str, Any]) -> None:
-    """The tensors in the order of their making, and the totals."""
-    rows = [
-        (one["name"], " x ".join(f"{size:,}" for size in one["shape"]) or "1", one["type"], *_counts(one))
-        for one in trace["tensors"]
-    ]
-    total = ("all blocks together", f"{trace['count']:,} tensors", "", *_counts(trace))
-    headers = ("tensor", "shape", "type", "numbers", "bytes")
-    blocks = "" if trace["every_block"] else ", every third block (--all lists all)"
-    console.print(table(headers, [*rows, total], (0, 1, 2), f"what passes on {trace['tokens']:,} tokens{blocks}"))
-    largest = trace["largest"]
-    console.print(f"largest: {largest['name']}, {largest['bytes']:,} bytes", markup=False)
-
-
-def _counts(record: dict[str, Any]) -> tuple[str, str]:
-    return f"{record['numbers']:,}", f"{record['bytes']:,}"
 
 
 def _passing(name: str, shape: Sequence[int], dtype: str, size: int) -> Passing:

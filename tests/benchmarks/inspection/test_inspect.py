@@ -1,4 +1,4 @@
-"""`plan --draw`, `--attention` and `--experts` by the command line."""
+"""`inspect`: drawings, attention maps and the use of experts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 
 import sportsllm
-from benchmarks.pictures.attention import MOST_TOKENS, attention_charts, measure_attention, print_attention
-from compress.quantization.config import QuantizationConfig
-from compress.quantization.run import quantize
-from sportsllm.console import output
+from benchmarks.inspection.attention import MOST_TOKENS, attention_charts, measure_attention
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.inference.attention_weights import attention_weights
@@ -26,6 +22,7 @@ from sportsllm.models.config import FULL, SLIDING
 from sportsllm.models.experts import Experts
 from sportsllm.models.gelu import Gelu
 from sportsllm.models.language_model import Sublayer
+from sportsllm.models.presets import PRESETS
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.sportsllm.cli.test_main import call, complains
 from tests.support.models import tiny_model
@@ -53,7 +50,7 @@ def mixture(tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def result_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    code, said, err = call(capsys, "plan", *arguments, "--json")
+    code, said, err = call(capsys, "inspect", *arguments, "--json")
     assert code == 0, err
     return dict(json.loads(said.splitlines()[-1]))
 
@@ -67,26 +64,20 @@ def figures(page: str) -> dict[str, dict[str, Any]]:
 
 def test_a_shape_is_drawn_as_svg_and_as_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name in ("small.svg", "small.html"):
-        result = result_of(capsys, "small", "--draw", tmp_path / name)
-        assert result["drawing"] == {
-            "out": str(tmp_path / name),
-            "parameters": result.parameters,
-            "blocks": [{"layers": list(range(12)), "parameters": sum(result["parameters_per_block"].values())}],
-        }
-    svg = (tmp_path / "small.svg").read_text(encoding="utf-8")
-    ElementTree.fromstring(svg)
-    page = (tmp_path / "small.html").read_text(encoding="utf-8")
+        result = result_of(capsys, "small", "--out", tmp_path / name)
+        assert result["out"] == str(tmp_path / name) and result["parameters"] == PRESETS["small"].parameters
+        assert [block["layers"] for block in result["blocks"]] == [list(range(12))]
+    svg, page = ((tmp_path / f"small.{suffix}").read_text(encoding="utf-8") for suffix in ("svg", "html"))
     assert svg in page and page.startswith("<!DOCTYPE html>")
     assert not re.search(r"(?:src|href)=|url\(|@import", page)
-    assert "drawing" not in result_of(capsys, "small")
-    assert result_of(capsys, "8b", "--draw", tmp_path / "8b.svg")["drawing"]["parameters"] > 8 * 10**9
+    assert result_of(capsys, "small")["out"] is None
 
 
 def test_a_device_draws_without_torch_or_templates(tmp_path: Path) -> None:
     code = "import sys\n"
     code += "for name in ('torch', 'onnx', 'safetensors', 'jinja2', 'plotly', 'markupsafe'): sys.modules[name] = None\n"
     code += "from sportsllm.cli.main import main\n"
-    code += f"main(['plan', 'latent-moe', '--draw', {str(tmp_path / 'out.html')!r}])"
+    code += f"main(['inspect', 'latent-moe', '--out', {str(tmp_path / 'out.html')!r}])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "kv_a_proj_with_mqa" in (tmp_path / "out.html").read_text(encoding="utf-8")
@@ -94,15 +85,13 @@ def test_a_device_draws_without_torch_or_templates(tmp_path: Path) -> None:
 
 def test_maps_hold_the_weights_of_every_head(mixture: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "maps.html"
-    found = result_of(capsys, mixture, "--attention", TEXT, "--draw", out)["attention"]
+    found = result_of(capsys, mixture, "--text", TEXT, "--out", out)["attention"]
     model = load_checkpoint(mixture)
     words = load_tokenizer(mixture, model.config)
     ids = [words.begin_id, *words.encode(TEXT)]
     assert found["ids"] == ids and "".join(found["tokens"]) == f"<|begin|>{TEXT}"
     weights = [one.double().numpy() for one in attention_weights(model, ids) if one is not None]
-    assert [(layer["window"], layer["shape"]) for layer in found["layers"]] == [
-        (window, [4, len(ids), len(ids)]) for window in (4, None)
-    ]
+    assert [layer["window"] for layer in found["layers"]] == [4, None]
     charts = figures(out.read_text(encoding="utf-8"))
     grid, size = charts["attention-grid"], len(ids)
     step = grid["layout"]["meta"]["step"]
@@ -131,7 +120,7 @@ def test_maps_hold_the_weights_of_every_head(mixture: Path, capsys: pytest.Captu
     assert "<b>side" not in page and "The home &lt;b&gt;side" in page
 
 
-def test_a_layer_without_attention_is_named(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layer_without_attention_is_named(checkpoint: Path) -> None:
     model = load_checkpoint(checkpoint)
     block: Any = model.model.layers[1]
     block.self_attn = Sublayer(Gelu(), model.config, 1)  # a feed-forward in its place
@@ -139,8 +128,7 @@ def test_a_layer_without_attention_is_named(checkpoint: Path, capsys: pytest.Cap
     assert [layer["layer"] for layer in found["layers"]] == [0] and weights[1] is None
     grid, _ = attention_charts(found, weights)
     assert grid.figure is not None and grid.figure["layout"]["yaxis"]["ticktext"] == [0]
-    print_attention(output(), found)
-    assert "layers without attention over all tokens: 1" in capsys.readouterr().out
+    assert found["layers_without_attention"] == [1]
 
 
 def test_shares_by_kind_of_text(
@@ -149,10 +137,10 @@ def test_shares_by_kind_of_text(
     (tmp_path / "tennis.txt").write_text(texts[0], encoding="utf-8")
     (tmp_path / "a.txt").write_text(texts[1], encoding="utf-8")
     flags = ["--experts", tmp_path / "tennis.txt", "--experts", f"one=two={tmp_path / 'a.txt'}"]
-    complains(call(capsys, "plan", mixture, *flags), 3, f"two={tmp_path / 'a.txt'}")
+    complains(call(capsys, "inspect", mixture, *flags), 3, f"two={tmp_path / 'a.txt'}")
     flags[-1] = f"one={tmp_path / 'a.txt'}"
     flags += ["--experts", f"one={tmp_path / 'tennis.txt'}"]
-    result = result_of(capsys, mixture, *flags, "--draw", tmp_path / "use.html")
+    result = result_of(capsys, mixture, *flags, "--out", tmp_path / "use.html")
     found = result["experts"]
     assert [(one["kind"], len(one["files"])) for one in found["kinds"]] == [("tennis", 1), ("one", 2)]
     assert [layer["never_used"] for layer in found["layers"]] == [[], [2]]
@@ -162,46 +150,32 @@ def test_shares_by_kind_of_text(
         for kind, row in (("tennis", place), ("one", place + 1)):
             np.testing.assert_allclose(chart["z"][row], 3 * np.array(found["layers"][layer]["shares"][kind]), atol=5e-4)
     assert chart["z"][2] == [None] * 3
-    code, said, _ = call(capsys, "plan", mixture, *flags)
+    code, said, _ = call(capsys, "inspect", mixture, *flags)
     assert code == 0 and "experts that no token was sent to: layer 1: 2" in said
 
 
-def test_a_packed_checkpoint_is_run_as_rounded(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    quantize(checkpoint, tmp_path / "packed", QuantizationConfig(4), method="rtn")
-    dense, packed = (result_of(capsys, each, "--attention", TEXT) for each in (checkpoint, tmp_path / "packed"))
-    assert dense["attention"]["tokens"] == packed["attention"]["tokens"]
-    ids = packed["attention"]["ids"]
-    weights = attention_weights(load_checkpoint(tmp_path / "packed"), ids)[0]
-    assert weights is not None
-    said = [head["first_token"] for head in packed["attention"]["layers"][0]["heads"]]
-    np.testing.assert_allclose(said, weights[:, :, 0].mean(-1).numpy(), atol=1e-6)
-
-
 def test_what_cannot_be_shown_is_refused_in_a_line(
-    checkpoint: Path, mixture: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    checkpoint: Path, mixture: Path, corpus_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def refused(code: int, said: str, *arguments: object) -> None:
-        complains(call(capsys, "plan", *arguments), code, said)
+        complains(call(capsys, "inspect", *arguments), code, said)
 
-    refused(2, "the suffix names no format; end it in .html or .svg", "small", "--draw", tmp_path / "x.png")
-    refused(2, "an SVG shows the parts alone", checkpoint, "--draw", tmp_path / "x.svg", "--attention", TEXT)
-    refused(2, "a number of parameters has no parts to draw", "7B", "--draw", tmp_path / "x.svg")
-    refused(2, "small is no directory; give a checkpoint", "small", "--attention", TEXT)
-    refused(2, f"a map shows between 1 and {MOST_TOKENS - 1}", checkpoint, "--attention", "goal " * 80)
-    refused(2, "the text has 0 tokens", checkpoint, "--attention", "")
-    refused(2, "--attention is not valid UTF-8", checkpoint, "--attention", "\udcff")
+    refused(2, "the suffix names no format; end it in .html or .svg", "small", "--out", tmp_path / "x.png")
+    refused(2, "an SVG shows the parts alone", checkpoint, "--out", tmp_path / "x.svg", "--text", TEXT)
+    refused(2, "small is a preset; give a checkpoint", "small", "--text", TEXT)
+    refused(2, f"a map shows between 1 and {MOST_TOKENS - 1}", checkpoint, "--text", "goal " * 80)
+    refused(2, "--text has 0 tokens", checkpoint, "--text", "")
+    refused(2, "--text is not valid UTF-8", checkpoint, "--text", "\udcff")
     refused(2, "--experts: the model has none", checkpoint, "--experts", checkpoint / "config.json")
     refused(2, "write KIND=FILE", mixture, "--experts", "=")
     refused(3, "nowhere.txt: not found", mixture, "--experts", "tennis=nowhere.txt")
     with pytest.raises(UsageError, match=r"5,120 heads of 64 tokens are too much for a page; .* most 26 tokens"):
         attention_charts({"tokens": ["a"] * 64}, [torch.zeros(64, 64, 64)] * 80)
     sportsllm.export(checkpoint, out=tmp_path / "export", threads=1)
-    refused(2, "is an export; give its checkpoint", tmp_path / "export", "--attention", TEXT)
+    refused(2, "is an export; give its checkpoint", tmp_path / "export", "--experts", corpus_file)
     assert not list(tmp_path.glob("x.*"))
-    result_of(capsys, tmp_path / "export", "--draw", tmp_path / "of-export.svg")
-    result_of(capsys, checkpoint, "--draw", tmp_path / "of-checkpoint.svg")
+    result_of(capsys, tmp_path / "export", "--out", tmp_path / "of-export.svg")
+    result_of(capsys, checkpoint, "--out", tmp_path / "of-checkpoint.svg")
     drawings = [(tmp_path / f"of-{name}.svg").read_text(encoding="utf-8") for name in ("export", "checkpoint")]
     assert (
         drawings[0].replace(">export<", f">{checkpoint.name}<").replace("export:", f"{checkpoint.name}:") == drawings[1]

@@ -1,1 +1,0 @@
-"""Pictures of a model: its blocks, attention maps, experts' use. Imports predict and report's charts and pages."""
