@@ -2,13 +2,14 @@
 
 import sys
 from pathlib import Path
+from platform import machine
 
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).parent))
-from export.kernels.build import HERE, NAME, TARGET, BuildError, build, compilers
+from export.kernels.build import HERE, MACOS_TARGET, NAME, TARGET, BuildError, build, compilers
 
 
 class BuildWithKernels(build_py):
@@ -30,6 +31,8 @@ class PlatformWheel(bdist_wheel):
         python, abi, platform = super().get_tag()
         if self.root_is_pure:
             return python, abi, platform
+        if sys.platform == "darwin":  # a universal Python names both processors, and the library is for this one
+            platform = f"macosx_{MACOS_TARGET.replace('.', '_')}_{machine()}"
         return "py3", "none", f"manylinux_2_28_{TARGET}" if TARGET else platform
 
 

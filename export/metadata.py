@@ -10,6 +10,8 @@ ROPE_CACHES = ("cos_cache", "sin_cache", "local_cos_cache", "local_sin_cache")  
 
 # Keys and values of the graph's metadata.
 DATA_BYTES_KEY = "data_bytes"  # size that the data file must have
+RUNTIME_KEY = "onnxruntime"  # the oldest version that a graph was tried with
+OLDEST_RUNTIME = "1.31"
 KERNELS_DOMAIN = "sportsllm"  # of the operators of `export/kernels`
 KERNELS_KEY = "kernels"  # version of the kernels that the graph calls; absent where it calls none
 CACHE_KEY = "cache"  # one of the next two; in place where an export does not say

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +20,12 @@ def peak_rss_bytes() -> int:
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # only on Unix
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 
 _FLOAT = ir.DataType.FLOAT
 MS = "com.microsoft"  # the domain of ONNX Runtime's own operators
-IR_VERSION = 10  # with opset 21: read by onnxruntime since 1.19 and by the browser build
+IR_VERSION = 10  # with opset 21: read by the browser build too
 KERNELS = KERNELS_DOMAIN  # the domain of this program's own, see `export.graph.native`
 OPSETS = {"": 21, MS: 1, KERNELS: int(VERSION)}  # a graph imports those that it uses
 INLINE_BELOW_BYTES = 1024  # smaller tensors go into the graph file: loaders expect shape constants there

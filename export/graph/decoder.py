@@ -63,7 +63,10 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
     form = form or GraphForm()
     config, weights = load_config(checkpoint), Weights(checkpoint)
     cache = metadata.CONCAT_CACHE if form.standard else metadata.IN_PLACE_CACHE
-    graph = Builder("sportsllm", {metadata.CACHE_KEY: cache})
+    facts = {metadata.CACHE_KEY: cache}
+    if form.operators == "onnx":
+        facts[metadata.RUNTIME_KEY] = metadata.OLDEST_RUNTIME
+    graph = Builder("sportsllm", facts)
     tokens_BT, mask_BS, pasts = add_inputs(graph, config, form.cached)
     keep = graph.input_with_default(metadata.KEEP_LOGITS, np.array([0], np.int64))
     sequences = Sequences(tokens_BT, mask_BS, form)

@@ -38,6 +38,9 @@ VARIANTS = {
 }
 # x86_64 or aarch64: compile for that processor, whatever this machine is, with $CXX or for Linux with glibc 2.28.
 TARGET = os.environ.get("SPORTSLLM_WHEEL")
+# The oldest macOS that the library runs on; the first with Apple's own processors.
+MACOS_TARGET = os.environ.get("MACOSX_DEPLOYMENT_TARGET", "11.0")
+_MACOS = ["-arch", platform.machine(), f"-mmacosx-version-min={MACOS_TARGET}"] if sys.platform == "darwin" else []
 _SHARED = ("dispatch", "layer", "feed_forward", "selected", "latent", "library", "variant_plain")
 
 
@@ -82,7 +85,7 @@ def _build_with(command: Sequence[str], directory: Path) -> Path:
     with tempfile.TemporaryDirectory() as work:
         made = Path(work) / NAME
         objects = compile_sources(command, Path(work), here() if TARGET is None else TARGET)
-        _run([*command, "-shared", "-o", str(made), *objects, *([] if sys.platform == "darwin" else ["-s"])])
+        _run([*command, "-shared", "-o", str(made), *objects, *(_MACOS or ["-s"])])
         directory.mkdir(parents=True, exist_ok=True)
         new = directory / f"{NAME}.new"
         shutil.copyfile(made, new)  # then one step: a program that has the old one open keeps it
@@ -110,7 +113,7 @@ def compile_sources(command: Sequence[str], work: Path, machine: str, flags: Seq
 
     def compile_one(name: str, own: Sequence[str] = ()) -> str:
         path = str(work / f"{name}.o")
-        _run([*command, *FLAGS, *flags, *own, "-c", str(HERE / f"{name}.cpp"), "-o", path])
+        _run([*command, *FLAGS, *_MACOS, *flags, *own, "-c", str(HERE / f"{name}.cpp"), "-o", path])
         return path
 
     def compile_variant(name: str) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 # Graphs that call the operators name this version; it rises when their inputs, attributes or meaning change.
 VERSION = re.findall(r'VERSION "([^"]+)"', (HERE / "version.h").read_text(encoding="utf-8"))[0]
+VARIANT_VARIABLE = "SPORTSLLM_KERNELS"  # of the environment: names the variant that a library takes when it is loaded
 _ENDING = {"win32": "dll", "darwin": "dylib"}.get(sys.platform, "so")
 
 

@@ -11,7 +11,8 @@ one batch has prompts of unequal length. The reference reads every prompt in one
   weight or cache entry stands out.
 - The deployed pass runs the files as they are. It bounds what int8 activations or float16 storage cost.
 - The native pass runs them with this program's kernels, where the graph calls those and they are built, within the same
-  limits.
+  limits. All variants of the kernels compute the same bits, so the plain one must give the logits of the one that runs
+  here.
 - Another execution provider, where one is asked for, runs them in a pass of its own, within the limits of the deployed
   pass.
 - Prompts visit few rows of the embedding and of the rotary table, so both are compared whole, for equality.
@@ -19,14 +20,19 @@ one batch has prompts of unequal length. The reference reads every prompt in one
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 
 from export.cache_scales import RoundedCache, Rounding
-from export.parity.comparison import Limits, ParityReport, Pass
+from export.kernels.library import VARIANT_VARIABLE, variant_of
+from export.parity.comparison import Limits, ParityReport, Pass, compare, merge
 from export.parity.half import round_model_to_half, widen
 from export.parity.inputs import (
     GateInputs,
@@ -40,6 +46,7 @@ from export.parity.inputs import (
 from export.parity.limits import DEPLOYED, SELECTED
 from export.parity.readings import run_pass
 from export.runtime.decoder import OnnxDecoder
+from export.runtime.kernels import SLOW_VARIANT, Kernels
 from export.runtime.providers import CPU, Provider
 from sportsllm.console import log
 from sportsllm.formats.checkpoint import load_checkpoint
@@ -47,6 +54,8 @@ from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.kinds import matrix_shapes
 from sportsllm.models.language_model import SportsLLM
+
+_PLAIN_TOKENS = 24  # read at once and one by one
 
 
 def check_parity(checkpoint: Path, export: Path, threads: int | None = None, provider: Provider = CPU) -> ParityReport:
@@ -77,6 +86,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
             if native_library(export) is not None:
                 native = OnnxDecoder(export, threads, kernels="native")
                 passes += _exact_passes(native, inputs, expected, limits, "native")
+                passes += _plain_pass(export, threads, native, sequences[0])
             deployed_limits = DEPLOYED["fp16"]  # of another provider: GPUs may multiply with fewer bits
             passes += _provider_pass(export, threads, provider, sequences, expected, deployed_limits)
         else:
@@ -86,6 +96,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
             if native_library(export) is not None:
                 native = OnnxDecoder(export, threads, kernels="native")
                 rounded.append(run_pass("native", native, sequences, expected, deployed_limits))
+                rounded += _plain_pass(export, threads, native, sequences[0])
                 del native
             rounded += _provider_pass(export, threads, provider, sequences, expected, deployed_limits)
             half = computes_in_half(graph)
@@ -99,6 +110,33 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
             exact = OnnxDecoder(export, threads, exact_graph(graph))
             passes = [*_exact_passes(exact, inputs, expected, limits), *rounded]
     return ParityReport(inputs.precision, tuple(passes), unequal, inputs.tokenizer_changes())
+
+
+def _plain_pass(export: Path, threads: int | None, native: OnnxDecoder, tokens: Sequence[int]) -> list[Pass]:
+    """A short prompt and two steps by the plain variant of the kernels, which must equal the processor's own."""
+    library = native.kernels.library
+    if library is None or variant_of(library) == SLOW_VARIANT:
+        return []
+
+    def logits(decoder: OnnxDecoder) -> Logits:
+        *prompt, one, two = tokens[:_PLAIN_TOKENS]
+        found = [decoder.prefill([prompt]), decoder.step([one]), decoder.step([two])]
+        return cast(Logits, np.concatenate([*found, decoder.logits(tokens[:_PLAIN_TOKENS])]))
+
+    # A library chooses its variant once, when it is loaded, and a copy is another library.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        copy = Path(shutil.copy(library, folder))
+        before = os.environ.get(VARIANT_VARIABLE)
+        os.environ[VARIANT_VARIABLE] = SLOW_VARIANT
+        try:
+            plain = OnnxDecoder(export, threads, kernels=Kernels("native", copy, SLOW_VARIANT))
+        finally:
+            del os.environ[VARIANT_VARIABLE]
+            if before is not None:
+                os.environ[VARIANT_VARIABLE] = before
+        compared = compare(logits(plain), logits(native))
+        del plain
+    return [Pass("native, plain variant", Limits(0.0, 0.0, 1.0), (merge("prompt and steps", [compared]),))]
 
 
 def _provider_pass(

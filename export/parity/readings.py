@@ -16,8 +16,24 @@ from sportsllm.models.config import ModelConfig
 from sportsllm.text.tokenizer import TextTokenizer
 
 SEED = 20_260
-# ONNX Runtime reads the first in several pieces; the third is real text where there is a tokenizer.
+# ONNX Runtime reads the first in several pieces. With a tokenizer the first and the third are text, and the first goes
+# on with random tokens if the text ends; the second is random, so that it visits many rows of the embedding.
 SEQUENCE_LENGTHS = (300, 56, 48)
+BEYOND_WINDOW = 64
+"""Tokens of the first sequence behind the longest sliding window."""
+PARAGRAPH = """\
+The match had been level for most of the second half when the referee stopped play near the halfway line. \
+Both captains walked over, the crowd of 24,310 grew quiet, and for a minute nobody knew what would happen next. "We \
+had to keep our heads," the manager said afterwards, "because one mistake could cost us the season." In the 87th \
+minute her side won a corner on the left. Martinez took it quickly, low and hard, and the ball fell to Okafor, who \
+turned once and scored from eight metres. It was her eleventh goal in fourteen games.
+
+The visitors came back at once. They sent two defenders forward, won three free kicks in stoppage time, and hit the \
+post with the last of them. At the final whistle the score was 2-1, and the home side moved up to third place in the \
+table, four points behind the leaders with five matches left to play. Next week they travel north for the second leg \
+of the cup semi-final; the first, in March, ended without a goal. Rain is expected, and the groundsman has already \
+covered half of the pitch. Tickets are on sale until Friday at 18:00, from 12 pounds for children and 25 for adults.
+"""
 STEPS = 4  # few, since exact steps are slow: at 8 bits each one unpacks all the weights
 TEXTS = (
     "The home side won 3-1 after extra time.",
@@ -27,12 +43,19 @@ TEXTS = (
 
 
 def make_sequences(config: ModelConfig, tokenizer: TextTokenizer | None) -> list[list[int]]:
-    """Three token sequences, of different lengths where the context allows; the same every time."""
+    """Three token sequences, of different lengths if the context allows; the same every time.
+
+    The first is longer than what is selected, and than any sliding window.
+    """
     rng, context = np.random.default_rng(SEED), config.max_position_embeddings
     selected = 0 if config.selection is None else config.selection.tokens
-    lengths = (SEQUENCE_LENGTHS[0] + selected, *SEQUENCE_LENGTHS[1:])  # beyond what is selected
-    sequences = [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
+    window = max(config.window(layer) or 0 for layer in range(config.num_hidden_layers))
+    longest = max(SEQUENCE_LENGTHS[0] + selected, window + BEYOND_WINDOW)
+    lengths = (longest, *SEQUENCE_LENGTHS[1:])
+    sequences: list[list[int]] = [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
     if tokenizer is not None:
+        text = [tokenizer.begin_id, *tokenizer.encode(PARAGRAPH)][:longest]
+        sequences[0][: len(text)] = text
         sequences[2] = [tokenizer.begin_id, *tokenizer.encode("\n".join(TEXTS))]
     return [sequence[:context] for sequence in sequences]
 

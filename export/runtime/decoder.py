@@ -16,7 +16,7 @@ import numpy.typing as npt
 from export.metadata import ATTENTION_MASK, INPUT_IDS, KEEP_LOGITS, LOGITS
 from export.paths import find_files
 from export.runtime.device_cache import cache_maker
-from export.runtime.kernels import choose_kernels, portable
+from export.runtime.kernels import Kernels, choose_kernels, portable
 from export.runtime.kv_cache import Cache
 from export.runtime.providers import CPU, Provider, find_provider, one_line, placement
 from export.runtime.session import open_session, raise_if_out_of_memory
@@ -31,14 +31,16 @@ PREFILL_CHUNK = 128
 SCORE_CHUNK = 128
 
 
-def open(directory: Path, threads: int | None = None, kernels: str = "auto", provider: str = "cpu") -> OnnxDecoder:
+def open(
+    directory: str | Path, threads: int | None = None, kernels: str = "auto", provider: str = "cpu"
+) -> OnnxDecoder:
     """Open a directory that `export` wrote for generation and scoring, on all cores where `threads` is not given.
 
     Raises:
         ArtifactError: a file is missing, truncated or too long, or the graph is not a decoder.
         UsageError, ResourceError: see `export.runtime.kernels.choose_kernels`, `export.runtime.providers`.
     """
-    return OnnxDecoder(directory, threads, kernels=kernels, provider=find_provider(provider))
+    return OnnxDecoder(Path(directory), threads, kernels=kernels, provider=find_provider(provider))
 
 
 class OnnxDecoder:
@@ -56,7 +58,7 @@ class OnnxDecoder:
         directory: Path,
         threads: int | None = None,
         graph: bytes | None = None,
-        kernels: str = "auto",
+        kernels: str | Kernels = "auto",
         provider: Provider = CPU,
     ) -> None:
         """See `open`; `graph` as in `open_session`, which runs portable."""
@@ -64,7 +66,9 @@ class OnnxDecoder:
         self.prefill_chunk = PREFILL_CHUNK
         self._directory = directory
         path = find_files(directory).graph
-        self.kernels = choose_kernels(path, kernels, provider) if graph is None else portable()
+        if isinstance(kernels, str):
+            kernels = choose_kernels(path, kernels, provider) if graph is None else portable()
+        self.kernels = kernels
         library = self.kernels.library
         self._session = open_session(directory, self.config, threads, graph, library=library, provider=provider)
         self._make_cache = cache_maker(self._session, directory, provider)

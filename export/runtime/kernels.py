@@ -7,6 +7,7 @@ is made, since the library must be registered first.
 from __future__ import annotations
 
 import mmap
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,12 @@ from export.kernels.library import VERSION, library_of, variant_of
 from export.metadata import KERNELS_KEY
 from export.paths import find_files
 from export.runtime.providers import CPU, Provider
-from sportsllm.errors import ResourceError, UsageError
+from sportsllm.errors import ArtifactError, ResourceError, UsageError
 
 CHOICES = ("auto", "native", "portable")
 # What `auto` takes where both are there. `bench --kernels both` measures both, in turns.
 PREFERRED = "native"
-_SLOW_VARIANT = "plain"  # C++ without a processor's own instructions: ONNX Runtime's operators are faster
+SLOW_VARIANT = "plain"  # C++ without a processor's own instructions: ONNX Runtime's operators are faster
 _METADATA_FIELD = 14  # of ModelProto: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
 _FIXED_BYTES = {1: 8, 5: 4}  # of fields, by wire type
 
@@ -83,7 +84,7 @@ def choose_kernels(graph: Path, wanted: str = "auto", provider: Provider = CPU) 
         if wanted == "native":
             raise ResourceError(f"--kernels native: {graph}: {problem}")
         return portable(problem)
-    if wanted == "auto" and variant_of(library) == _SLOW_VARIANT:
+    if wanted == "auto" and variant_of(library) == SLOW_VARIANT:
         return portable("the others would run as plain C++ here, which is slower")
     return Kernels("native", library, f"version {version}")
 
@@ -111,7 +112,11 @@ def problem_of(version: str) -> str:
 
 
 def called_version(graph: Path) -> str | None:
-    """The version of the kernels that a graph calls; None where it calls none, or is no graph."""
+    """The version of the kernels that a graph calls; None where it calls none, or is no graph.
+
+    Raises:
+        ArtifactError: it is not a number.
+    """
     if not graph.is_file() or graph.stat().st_size == 0:
         return None
     with graph.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -120,10 +125,17 @@ def called_version(graph: Path) -> str | None:
                 if number == _METADATA_FIELD:
                     entry = {key: bytes(data[start:stop]) for key, start, stop in _fields(data, place, end)}
                     if entry.get(1) == KERNELS_KEY.encode():
-                        return entry.get(2, b"").decode(errors="replace")
+                        return _checked_version(graph, entry.get(2, b""))
         except IndexError:
             return None  # damaged: opening it says so
     return None
+
+
+def _checked_version(graph: Path, value: bytes) -> str:
+    """A version from a graph's metadata, which becomes part of a file name."""
+    if not re.fullmatch(rb"\d{1,9}", value):
+        raise ArtifactError(f"{graph}: names kernels of version {value[:20]!r}; the export is damaged, make it again")
+    return value.decode()
 
 
 def _fields(data: mmap.mmap, place: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -78,7 +78,7 @@ def open_session(
 
     Raises:
         ArtifactError: a file is missing, truncated or too long, or the graph is not a decoder.
-        ResourceError: there is not enough memory, or the provider cannot run the graph.
+        ResourceError: there is not enough memory, ONNX Runtime is too old, or the provider cannot run the graph.
     """
     files = find_files(directory)
     path = files.graph
@@ -88,14 +88,27 @@ def open_session(
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(files.data.parent))
     try:
         session = create_session(graph or str(path), options, provider)
+        facts = session.get_modelmeta().custom_metadata_map
     except _LOAD_ERRORS as error:
         raise_if_out_of_memory(error, directory)
         raise ArtifactError(f"{path}: {_reason(error)}") from None
-    expected = session.get_modelmeta().custom_metadata_map.get(metadata.DATA_BYTES_KEY)
+    except UnicodeDecodeError:
+        raise ArtifactError(f"{path}: has names that are no text; the export is damaged, make it again") from None
+    _check_version(path, facts.get(metadata.RUNTIME_KEY))
+    expected = facts.get(metadata.DATA_BYTES_KEY)
     if expected is not None:
+        if not re.fullmatch(r"\d{1,18}", expected):
+            raise ArtifactError(f"{path}: names {expected[:20]!r} bytes of data; the export is damaged, make it again")
         _check_size(files.data, int(expected))
     _check_interface(session, config, path)
     return session
+
+
+def _check_version(path: Path, oldest: str | None) -> None:
+    """Refuse an ONNX Runtime older than a graph asks for: it may compute something else, for example another window."""
+    here, wanted = (tuple(map(int, re.findall(r"\d+", text)[:2])) for text in (ort.__version__, oldest or "0"))
+    if here < wanted:
+        raise ResourceError(f"{path}: needs onnxruntime {oldest} or later; {ort.__version__} is installed: upgrade it")
 
 
 def _reason(error: Exception) -> str:

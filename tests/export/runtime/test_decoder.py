@@ -18,7 +18,7 @@ from export.graph.decoder import write_graph
 from export.paths import DATA_FILE, GRAPH_FILE
 from export.runtime import decoder as runtime
 from export.runtime.decoder import OnnxDecoder
-from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
+from sportsllm.errors import ArtifactError, ResourceError, SportsLLMError, UsageError
 from sportsllm.inference.decoder import log_softmax, open_decoder
 from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.models.language_model import SportsLLM
@@ -283,3 +283,21 @@ def test_runtime_needs_no_training_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_runtime_older_than_the_graph_asks_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older ones may compute another sliding window. A path may be a string."""
+    write_graph(save(tmp_path, tiny_model()), tmp_path)
+    runtime.open(str(tmp_path))
+    monkeypatch.setattr("onnxruntime.__version__", "1.30.2")
+    with pytest.raises(ResourceError, match=r"needs onnxruntime 1\.31 or later; 1\.30\.2 is installed"):
+        runtime.open(tmp_path)
+
+
+def test_numbers_in_metadata_are_checked(tmp_path: Path) -> None:
+    write_graph(save(tmp_path, tiny_model()), tmp_path)
+    graph = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False)
+    next(entry for entry in graph.metadata_props if entry.key == "data_bytes").value = "../../x"
+    (tmp_path / GRAPH_FILE).write_bytes(graph.SerializeToString())
+    with pytest.raises(ArtifactError, match="bytes of data; the export is damaged"):
+        OnnxDecoder(tmp_path)

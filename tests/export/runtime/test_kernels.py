@@ -20,6 +20,7 @@ from compress.quantization.run import quantize
 from export.kernels import build as build_module
 from export.kernels import library
 from export.kernels.build import VARIANTS, BuildError, build, here
+from export.parity import check
 from export.parity.limits import DEPLOYED
 from export.paths import GRAPH_FILE
 from export.runtime import kernels
@@ -70,12 +71,13 @@ SETTINGS: list[dict[str, Any]] = [
 def test_both_are_within_the_limits_of_parity(settings: dict[str, Any], exports: Exports) -> None:
     report = exports(**settings).report
     assert report.failures() == []
-    assert [item.name for item in report.passes] == ["exact", "deployed", "native"]
+    assert [item.name for item in report.passes] == ["exact", "deployed", "native", "native, plain variant"]
+    assert report.passes[3].comparisons[0].max_abs_logit_error == 0
     native = report.passes[2]
     assert native.limits == DEPLOYED[report.precision]
     cost = report.to_dict()["input_rounding"]
     assert list(cost) == ["portable", "native"] and cost["native"]["positions"] > 300
-    for item in report.passes[1:]:
+    for item in report.passes[1:3]:
         found = cost["native" if item.name == "native" else "portable"]
         assert found["greedy_match"] == pytest.approx(item.greedy_match) and 0 < found["kl"] < item.limits.kl
     # Other numbers than the portable ones, so these were other kernels.
@@ -103,6 +105,26 @@ def test_batches_forks_and_reuse(cache: dict[str, bool], exports: Exports) -> No
     again = decoder.prefill([[*prompts[1], 5, 6]], 90, reuse=True)
     # Two tokens behind a prompt, not 72 in a piece: rounded by 8 instead of by 32.
     assert np.abs(again - expected).max() < 0.2 * expected.std()
+
+
+def test_a_variant_of_other_bits_fails_the_gate(exports: Exports, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = exports(4).directory
+    native = OnnxDecoder(directory, 1, kernels="native")
+    step = native.step
+    monkeypatch.setattr(check, "variant_of", lambda path: "avx2")
+    monkeypatch.setattr(native, "step", lambda tokens: np.nextafter(step(tokens), np.float32(9)))
+    (item,) = check._plain_pass(directory, 1, native, list(range(40)))
+    assert "limit 0" in item.failures()[0]
+
+
+@pytest.mark.parametrize("value", ["../x", "-1", "", "1" * 40])
+def test_a_version_that_is_no_number_is_refused(value: str, exports: Exports, tmp_path: Path) -> None:
+    """It becomes part of a file name."""
+    graph = onnx.load(str(exports(4).directory / GRAPH_FILE), load_external_data=False)
+    next(entry for entry in graph.metadata_props if entry.key == "kernels").value = value
+    (tmp_path / GRAPH_FILE).write_bytes(graph.SerializeToString())
+    with pytest.raises(ArtifactError, match="names kernels of version"):
+        called_version(tmp_path / GRAPH_FILE)
 
 
 def test_two_sessions_at_once(exports: Exports) -> None:
@@ -272,7 +294,7 @@ def test_commands_say_what_runs(checkpoint: Path, tmp_path: Path, capsys: pytest
     quantize(checkpoint=checkpoint, out=tmp_path / "packed", config=QuantizationConfig())
     (text := tmp_path / "text.txt").write_text("The home side won.")
     exported = sportsllm.export(tmp_path / "packed", out=tmp_path / "out", threads=1)
-    assert exported["kernels"] == library.VERSION
+    assert exported.kernels == library.VERSION
     assert "kernels: called for all 2 layers and the head" in capsys.readouterr().err
 
     def run(*arguments: object) -> tuple[int, str, str]:
