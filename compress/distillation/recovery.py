@@ -14,8 +14,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
-from sportsllm.training.lora import Adapters
-from sportsllm.training.settings import TrainConfig
+from sportsllm.training.settings import Adapters, TrainConfig
 
 
 @dataclass(frozen=True)

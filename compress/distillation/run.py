@@ -21,7 +21,7 @@ from sportsllm.models.presets import PRESETS, preset
 from sportsllm.text.provenance import manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training import settings
-from sportsllm.training.setup import fit_vocabulary, shape_of
+from sportsllm.training.settings import fit_vocabulary, shape_of
 
 
 def resolve_teacher(name: str) -> Path:

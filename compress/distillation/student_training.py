@@ -27,10 +27,9 @@ from sportsllm.text.packing import PackedSequences, TokenizedDocuments, tokenize
 from sportsllm.text.provenance import held_out_setting, left_out
 from sportsllm.text.tokenizer import TextTokenizer
 from sportsllm.training.loop import train_model
-from sportsllm.training.lora import Adapters, add_adapters, merge_adapters
-from sportsllm.training.rate_trial import choose_rates, chosen_rates
-from sportsllm.training.settings import TrainConfig
-from sportsllm.training.setup import check_sequence, training_results
+from sportsllm.training.lora import add_adapters, merge_adapters
+from sportsllm.training.rate_trial import choose_rates
+from sportsllm.training.settings import Adapters, TrainConfig, check_sequence
 from sportsllm.training.validation import validation, validator
 
 
@@ -208,7 +207,7 @@ def train_student(
                 resume=state.resume,
                 description=description,
             )
-    return training_results(student, result, batches) | chosen_rates(config)
+    return result.record(student, batches)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from sportsllm.text.documents import load_corpus
 from sportsllm.text.packing import IGNORE, Batch, tokenize
 from sportsllm.text.provenance import held_out_setting
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.setup import check_sequence
+from sportsllm.training.settings import check_sequence
 
 BYTES_PER_TOKEN = 40
 """Of a token's ids and codes where ids are packed bit by bit; files are up to half as large again."""

@@ -13,8 +13,7 @@ from sportsllm.errors import UsageError
 from sportsllm.options import BY_NAME
 
 if TYPE_CHECKING:
-    from sportsllm.training.lora import Adapters
-    from sportsllm.training.settings import Run, TrainConfig
+    from sportsllm.training.settings import Adapters, Run, TrainConfig
 
 Out = Annotated[Path, typer.Option("--out", help="New directory to write.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.", show_default="all cores")]
@@ -227,6 +226,6 @@ class LoraFlags(FlagGroup):
 
     def adapters(self, optimizer: str) -> Adapters | None:
         """The adapters; None without --lora-rank."""
-        from sportsllm.training.lora import adapter_settings
+        from sportsllm.training.settings import adapter_settings
 
         return adapter_settings(self.lora_rank, self.lora_targets, self.lora_alpha, optimizer)

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class LoopResult:
         best_step: the step whose weights stay; 0 is the start.
         best_bits_per_byte: what it was chosen by, on the selection split; not for reports.
         bits_per_byte_before: of the start on the report split, if the start has useful weights.
+        learning_rate, muon_learning_rate: peaks.
     """
 
     steps: int
@@ -56,8 +57,20 @@ class LoopResult:
     best_step: int | None
     best_bits_per_byte: float | None
     bits_per_byte_before: float | None
+    learning_rate: float
+    muon_learning_rate: float
     seconds: float
     peak_rss_bytes: int
+
+    def record(self, model: SportsLLM, batches: PackedSequences) -> dict[str, Any]:
+        """What every training verb reports, by the names of `sportsllm.results.TrainingResult`."""
+        parameters = model.config.parameters
+        return {
+            "parameters": parameters,
+            "tokens_per_parameter": round(self.tokens / parameters, 2),
+            "epochs": round(self.tokens / batches.tokens_per_epoch, 2),
+            **asdict(self),
+        }
 
 
 def language_model_loss(model: SportsLLM, batch: Batch) -> Tensor:
@@ -158,6 +171,8 @@ def train_model(
         best_step=state.best_step,
         best_bits_per_byte=state.best_bits_per_byte,
         bits_per_byte_before=state.bits_per_byte_before,
+        learning_rate=config.learning_rate,
+        muon_learning_rate=config.muon_learning_rate,
         seconds=time.perf_counter() - started,
         peak_rss_bytes=peak_rss_bytes(),
     )

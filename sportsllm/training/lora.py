@@ -3,18 +3,16 @@
     y = x W^T + b                              # frozen
     y = x (W + alpha / rank * B A)^T + b       # adapted; only A and B train
 
-LoRA is https://arxiv.org/abs/2106.09685. All matrices of a block are adapted by default: adapters on attention
-alone stay behind full fine-tuning, on every linear layer they reach it (QLoRA, https://arxiv.org/abs/2305.14314,
-section 4; "LoRA Without Regret", https://thinkingmachines.ai/blog/lora/). From the latter too: alpha is 32 whatever
-the rank is, so that the best learning rate hardly depends on the rank, and that rate is ten times the one of full
-fine-tuning.
+LoRA is https://arxiv.org/abs/2106.09685. By default all matrices of a block have adapters: adapters on every linear
+layer reach full fine-tuning, on attention alone they do not (QLoRA, https://arxiv.org/abs/2305.14314, section 4). Alpha
+is 32 for every rank, so that the best learning rate hardly depends on the rank; it is ten times that of full
+fine-tuning ("LoRA Without Regret", https://thinkingmachines.ai/blog/lora/).
 
 Shape suffixes: D inputs of a matrix, O its outputs, R rank.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,28 +22,15 @@ from sportsllm.errors import UsageError
 from sportsllm.models.experts import ROUTER
 from sportsllm.models.kinds import block_matrices
 from sportsllm.models.language_model import SportsLLM
-
-ALPHA = 32.0
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """Which adapters to train, as flags or a recipe give them; `add_adapters` checks them against a model.
-
-    `targets` are names of matrices, all of a block's if None.
-    """
-
-    rank: int
-    targets: tuple[str, ...] | None = None
-    alpha: float = ALPHA
+from sportsllm.training.settings import ALPHA
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer and its adapter, x A^T B^T beside x W^T.
+    """A frozen linear layer and its adapter: x W^T + x A^T B^T.
 
-    The sum W + B A is not made in training: its gradient would be a whole matrix again. On the seven matrices of a
-    768 / 2,048 block, rank 8, 2,048 tokens in float32, forward and backward take 0.93 s of processor time this way,
-    1.18 s with the sum (`torch.nn.utils.parametrize`), which also keeps 28 MB more a block, and 1.14 s training W.
+    Training never forms W + B A, whose gradient would be a whole matrix. Forward and backward through the seven
+    matrices of a 768 / 2,048 block (rank 8, 2,048 tokens, float32) take 0.93 s of processor time; with the sum
+    (`torch.nn.utils.parametrize`) they take 1.18 s and 28 MB more a block, and training W takes 1.14 s.
     """
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
@@ -55,7 +40,7 @@ class LoRALinear(nn.Module):
         bound = base.in_features**-0.5
         a_RD = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
         self.lora_a = nn.Parameter(a_RD.to(weight_OD))
-        self.lora_b = nn.Parameter(weight_OD.new_zeros(base.out_features, rank))  # so that training starts at W
+        self.lora_b = nn.Parameter(weight_OD.new_zeros(base.out_features, rank))  # training starts at W
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) to (..., O)."""
@@ -69,49 +54,20 @@ class LoRALinear(nn.Module):
         return self.base
 
 
-def parse_targets(text: str) -> tuple[str, ...]:
-    """Names of matrices, separated by commas; `add_adapters` checks them against a model.
-
-    Raises:
-        UsageError: there is no name.
-    """
-    names = tuple(sorted({name.strip() for name in text.split(",") if name.strip()}))
-    if not names:
-        raise UsageError("--set lora_targets names no matrix; give one or more, for example q_proj,v_proj")
-    return names
-
-
-def adapter_settings(rank: int | None, targets: str | None, alpha: float | None, optimizer: str) -> Adapters | None:
-    """The adapters of --lora-rank, lora_targets and lora_alpha, None where not given; None without --lora-rank.
-
-    Muon is refused: it evens out all directions of a whole matrix's change, which says nothing about its two factors.
-
-    Raises:
-        UsageError: flags that do not go together, or no targets.
-    """
-    if rank is None:
-        if targets is not None or alpha is not None:
-            raise UsageError("lora_targets and lora_alpha belong to --lora-rank; add it or leave them out")
-        return None
-    if optimizer == "muon":
-        raise UsageError("--optimizer muon trains whole matrices, not the factors of adapters; use adamw")
-    return Adapters(rank, None if targets is None else parse_targets(targets), ALPHA if alpha is None else float(alpha))
-
-
 def add_adapters(
     model: SportsLLM, rank: int, targets: Sequence[str] | None = None, alpha: float = ALPHA, seed: int = 0
 ) -> int:
     """Freeze a model and put adapters on its matrices, in place. Its output does not change yet.
 
     Args:
-        model: unquantized; every other parameter is frozen, norms and biases too.
+        model: unquantized; all other parameters are frozen, norms and biases too.
         rank: at least 1, at most the smallest dimension of the adapted matrices.
-        targets: which matrices of a block, by the last part of their names; all if None.
-        alpha: the adapters count alpha / rank times.
+        targets: matrices of a block, by the last part of their names; all if None.
+        alpha: adapters are scaled by alpha / rank.
         seed: of the random A, uniform in +-1 / sqrt(D); B starts at zero.
 
     Returns:
-        How many numbers will be trained.
+        The number of trainable parameters.
 
     Raises:
         UsageError: rank, targets or alpha are out of range, or the model is quantized or has adapters.
@@ -148,7 +104,7 @@ def merge_adapters(model: SportsLLM) -> None:
 
 def _matrices(model: SportsLLM, targets: Sequence[str] | None) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Parent, name and layer of every matrix that gets an adapter."""
-    router = f"mlp.{ROUTER}"  # few numbers, and its bias is none of its output's
+    router = f"mlp.{ROUTER}"  # few parameters, and its bias only chooses
     layers = [model.config.of_layer(layer) for layer in range(model.config.num_hidden_layers)]
     names = [[matrix.name for matrix in block_matrices(own) if matrix.name != router] for own in layers]
     known = list(dict.fromkeys(name.rpartition(".")[2] for own in names for name in own))

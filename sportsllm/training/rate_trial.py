@@ -69,11 +69,6 @@ def choose_rates(
     return chosen
 
 
-def chosen_rates(config: TrainConfig) -> dict[str, float]:
-    """The rates of a run, for its results; they differ from its settings if trials chose others."""
-    return {"learning_rate": config.learning_rate, "muon_learning_rate": config.muon_learning_rate}
-
-
 def _try(
     model: SportsLLM, batches: PackedSequences, loss: Loss, short: TrainConfig, selection: Validate
 ) -> dict[float, float]:

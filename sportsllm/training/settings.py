@@ -6,15 +6,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from sportsllm.console import log
 from sportsllm.errors import UsageError
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.presets import preset
 from sportsllm.models.training_memory import check_optimizer_bits
 from sportsllm.settings import TRAINING, check_value
 
 SCHEDULES = ("cosine", "wsd")
+ALPHA = 32.0
+"""LoRA's scale, divided by the rank."""
 
 
 @dataclass(frozen=True)
@@ -269,3 +274,58 @@ def described(config: TrainConfig, run: Run) -> str:
         f"training from {run.start.value}: {config.steps:,} steps of {config.tokens_per_step:,} tokens, {rates}, "
         f"warm-up {config.warmup}, {config.schedule} to {config.min_lr_ratio:.0%}{fall}"
     )
+
+
+def shape_of(name: str) -> tuple[ModelConfig, list[Path]]:
+    """The shape of a preset or of a directory's config.json, and the file it was read from, if any."""
+    directory = Path(name)
+    if directory.is_dir():
+        return load_config(directory), [directory / "config.json"]
+    return preset(name), []
+
+
+def fit_vocabulary(shape: ModelConfig, vocab_size: int, name: str) -> ModelConfig:
+    """A preset with the vocabulary size of its tokenizer; logs a difference."""
+    if vocab_size == shape.vocab_size:
+        return shape
+    log(f"{name}: the tokenizer has {vocab_size:,} entries, so the embedding has too (preset: {shape.vocab_size:,})")
+    return shape.with_changes(vocab_size=vocab_size)
+
+
+def check_sequence(sequence: int, config: ModelConfig) -> None:
+    """Training sequences must fit the context."""
+    if sequence > config.max_position_embeddings:
+        raise UsageError(
+            f"--sequence is {sequence}; the model's context is {config.max_position_embeddings}, use that or less"
+        )
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA adapters to train; `sportsllm.training.lora.add_adapters` checks them against a model.
+
+    `targets` are matrices of a block by name, all if None.
+    """
+
+    rank: int
+    targets: tuple[str, ...] | None = None
+    alpha: float = ALPHA
+
+
+def adapter_settings(rank: int | None, targets: str | None, alpha: float | None, optimizer: str) -> Adapters | None:
+    """The adapters of --lora-rank, lora_targets and lora_alpha; None without --lora-rank.
+
+    Raises:
+        UsageError: settings without --lora-rank, no targets, or Muon: it evens out the change of a whole matrix, which
+            says nothing about its two factors.
+    """
+    if rank is None:
+        if targets is not None or alpha is not None:
+            raise UsageError("lora_targets and lora_alpha belong to --lora-rank; add it or leave them out")
+        return None
+    if optimizer == "muon":
+        raise UsageError("--set optimizer=muon trains whole matrices, not the factors of adapters; use adamw")
+    names = None if targets is None else tuple(sorted({name.strip() for name in targets.split(",") if name.strip()}))
+    if names == ():
+        raise UsageError("--set lora_targets names no matrix; give one or more, for example q_proj,v_proj")
+    return Adapters(rank, names, ALPHA if alpha is None else float(alpha))

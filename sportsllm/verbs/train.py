@@ -16,12 +16,12 @@ from sportsllm.settings import LORA, SHAPE, TOKENIZER, TRAINING, parse_settings,
 from sportsllm.verbs.data import DEFAULT_CORPUS, SIMULATED_MEGABYTES, simulate
 
 if TYPE_CHECKING:
+    from sportsllm.formats.artifact import Stage
     from sportsllm.models.config import ModelConfig
     from sportsllm.models.language_model import SportsLLM
     from sportsllm.text.documents import TextSplit
     from sportsllm.text.tokenizer import TextTokenizer
-    from sportsllm.training.lora import Adapters
-    from sportsllm.training.settings import TrainConfig
+    from sportsllm.training.settings import Adapters, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,7 @@ def train(
     lora_rank: options.LoraRank = None,
     resume: options.Resume = False,
     settings: options.Settings = None,
+    device: options.Device = "auto",
     seed: options.Seed = 0,
     threads: options.Threads = None,
 ) -> TrainResult:
@@ -89,202 +90,179 @@ def train(
     corpus, valid = _text(corpus, valid)
 
     from sportsllm.console import output
+    from sportsllm.formats.artifact import run_stage
     from sportsllm.formats.huggingface.config import load_config
-    from sportsllm.formats.manifest import plain_name
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.models.shape import changed_shape
-    from sportsllm.processors import set_threads
-    from sportsllm.training.lora import adapter_settings
-    from sportsllm.training.settings import DOCUMENTED_DROPOUT, Run, Start, train_config
-    from sportsllm.training.setup import shape_of
+    from sportsllm.processors import use_processor
+    from sportsllm.text.provenance import left_out
+    from sportsllm.training.settings import DOCUMENTED_DROPOUT, Run, Start, adapter_settings, shape_of, train_config
 
-    set_threads(threads)
+    use_processor(threads, device)
     if found.get("documented") and checkpoint is None:
         changes.setdefault("dropout", DOCUMENTED_DROPOUT)
     shape = load_config(checkpoint) if checkpoint is not None else changed_shape(shape_of(str(model))[0], changes)
     if rope_scaling is not None:
         shape = with_rope_scaling(shape, rope_scaling)
-    start = Start.RANDOM if checkpoint is None else Start.TRAINED
-    given = pick(found, TRAINING) | {
-        "steps": steps,
-        "batch_size": batch_size,
-        "sequence": sequence,
-        "learning_rate": learning_rate,
-    }
-    config = train_config(Run(start, shape, lora_rank is not None), tokens, given, seed=seed, parallel=True)
-    adapters = adapter_settings(lora_rank, found.get("lora_targets"), found.get("lora_alpha"), config.optimizer)
-    if out is None:
-        name = "custom" if changes.keys() - {"dropout"} else plain_name(Path(str(model)).resolve())
-        out = Path("runs") / (name if checkpoint is None else f"{plain_name(checkpoint.resolve())}-tuned")
-    text = _Text(corpus, valid, rope_scaling)
-    if checkpoint is not None:
-        result = _fine_tune(checkpoint, shape, text, out, config, adapters, resume)
-    else:
-        result = _train_base(str(model), shape, changes, tokenizer, found.get("digits"), text, out, config, resume)
+    given = {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
+    run = Run(Start.RANDOM if checkpoint is None else Start.TRAINED, shape, lora_rank is not None)
+    config = train_config(run, tokens, pick(found, TRAINING) | given, seed=seed, parallel=True)
+    job = _Job(
+        checkpoint=checkpoint,
+        model=model,
+        shape=shape,
+        changes=changes,
+        tokenizer=tokenizer,
+        digits=found.get("digits", "grouped"),
+        corpus=corpus,
+        valid=valid,
+        left_out=left_out(valid, checkpoint) if checkpoint is not None else tuple(valid),
+        rope_scaling=rope_scaling,
+        config=config,
+        adapters=adapter_settings(lora_rank, found.get("lora_targets"), found.get("lora_alpha"), config.optimizer),
+        resume=resume,
+        out=out or _default_out(checkpoint, model, changes),
+    )
+    stage = job.stage()
+    result = TrainResult.of(run_stage(job.out, stage, lambda directory: _make(job, directory, stage), resume))
     output().print(result.line(), markup=False)
     return result
 
 
-@dataclass(frozen=True)
-class _Text:
-    """Training and held-out files, and how the context is lengthened to read them."""
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What to train: a model of a preset's shape, or a checkpoint; the text, the settings, and where it goes."""
 
+    checkpoint: Path | None
+    model: str | None
+    shape: ModelConfig
+    changes: Mapping[str, Any]
+    tokenizer: Path | None
+    digits: str
     corpus: list[Path]
     valid: list[Path]
+    left_out: tuple[Path, ...]
     rope_scaling: str | None
+    config: TrainConfig
+    adapters: Adapters | None
+    resume: bool
+    out: Path
 
-    def settings(self) -> dict[str, Any]:
-        """For the manifest."""
-        scaling = {} if self.rope_scaling is None else {"rope_scaling": self.rope_scaling}
-        return {"corpus": list(map(str, self.corpus)), "valid": list(map(str, self.valid)), **scaling}
+    def stage(self) -> Stage:
+        """Settings and inputs, for the manifest."""
+        from dataclasses import asdict
+
+        from sportsllm.formats.artifact import Stage
+        from sportsllm.formats.safetensors import quantization_config
+        from sportsllm.text.provenance import held_out_setting
+        from sportsllm.training.settings import check_sequence, shape_of
+
+        record: dict[str, Any] = {"corpus": list(map(str, self.corpus)), "valid": list(map(str, self.valid))}
+        record |= _given(rope_scaling=self.rope_scaling) | held_out_setting(self.valid, self.left_out)
+        inputs = [*self.corpus, *self.left_out]
+        if self.checkpoint is not None:
+            if quantization_config(self.checkpoint) is not None:
+                raise ArtifactError(
+                    f"{self.checkpoint}: is quantized; fine-tune the unquantized checkpoint, then quantize"
+                )
+            check_sequence(self.config.sequence, self.shape)
+            record |= {"init": str(self.checkpoint), "lora": self.adapters and asdict(self.adapters)}
+            return Stage("train", record | asdict(self.config), [self.checkpoint, *inputs], seed=self.config.seed)
+        record |= {"model": self.model, "tokenizer": self.tokenizer and str(self.tokenizer)}
+        record |= {"shape": dict(self.changes)} if self.changes else {}
+        record |= {"digits": self.digits} if self.digits != "grouped" else {}
+        inputs += [*([self.tokenizer / "tokenizer.json"] if self.tokenizer else []), *shape_of(str(self.model))[1]]
+        return Stage("train", record | asdict(self.config), inputs, seed=self.config.seed)
 
 
-def _train_base(
-    model: str,
-    shape: ModelConfig,
-    changes: Mapping[str, Any],
-    tokenizer: Path | None,
-    digits: str | None,
-    text: _Text,
-    out: Path,
-    config: TrainConfig,
-    resume: bool,
-) -> TrainResult:
-    """Train a model from random weights, and before that its tokenizer unless given one."""
-    import dataclasses
-
+def _make(job: _Job, directory: Path, stage: Stage) -> dict[str, Any]:
+    """Read the text, prepare the model, minimise next-token cross-entropy, and write the checkpoint."""
     from sportsllm.console import log
-    from sportsllm.formats.artifact import Stage, run_stage
-    from sportsllm.formats.checkpoint import copy_tokenizer, save_checkpoint
-    from sportsllm.models.language_model import SportsLLM
-    from sportsllm.models.shape import described_shape
+    from sportsllm.formats.checkpoint import save_checkpoint
     from sportsllm.processors import training_device
     from sportsllm.text.documents import load_corpus
-    from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
-    from sportsllm.training.setup import check_sequence, fit_vocabulary, shape_of
-
-    record: dict[str, Any] = {
-        "model": model,
-        **text.settings(),
-        "tokenizer": None if tokenizer is None else str(tokenizer),
-    }
-    record |= {"shape": dict(changes)} if changes else {}
-    record |= {"digits": digits} if digits not in (None, "grouped") else {}
-    inputs = [
-        *text.corpus,
-        *text.valid,
-        *([] if tokenizer is None else [tokenizer / "tokenizer.json"]),
-        *shape_of(model)[1],
-    ]
-    stage = Stage("train", {**record, **dataclasses.asdict(config)}, inputs, seed=config.seed)
-
-    def make(directory: Path) -> dict[str, Any]:
-        log(f"{out}: reading {', '.join(map(str, text.corpus))}")
-        texts = load_corpus(text.corpus, text.valid)
-        if tokenizer is not None:
-            copy_tokenizer(tokenizer, directory)
-        elif not (directory / "tokenizer.json").exists():
-            log(f"training a tokenizer of {shape.vocab_size:,} entries")
-            train_tokenizer(texts.train, shape.vocab_size, directory, digits or "grouped")
-        words = load_tokenizer(directory)
-        fitted = fit_vocabulary(shape, words.vocab_size, model).with_changes(
-            bos_token_id=words.begin_id, eos_token_id=words.end_id, pad_token_id=words.pad_id
-        )
-        check_sequence(config.sequence, fitted)
-        log(f"{out}: {described_shape(fitted)}")
-        network = SportsLLM(fitted)
-        network.initialize(config.seed)
-        results = _fit(
-            network.to(training_device()), texts, words, config, directory, model, stage.fingerprint(), resume
-        )
-        save_checkpoint(directory, network)
-        return results
-
-    return TrainResult.of(run_stage(out, stage, make, resume))
-
-
-def _fine_tune(
-    checkpoint: Path,
-    shape: ModelConfig,
-    text: _Text,
-    out: Path,
-    config: TrainConfig,
-    adapters: Adapters | None,
-    resume: bool,
-) -> TrainResult:
-    """Train a checkpoint on another corpus with its own tokenizer: all weights, or adapters that are merged."""
-    import dataclasses
-
-    from sportsllm.formats.artifact import Stage, run_stage
-    from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-    from sportsllm.formats.model_directory import checkpoint_with
-    from sportsllm.formats.safetensors import quantization_config
-    from sportsllm.processors import training_device
-    from sportsllm.text.documents import load_corpus
-    from sportsllm.text.provenance import held_out_setting, left_out
-    from sportsllm.text.tokenizer import load_tokenizer
-    from sportsllm.training.lora import add_adapters, merge_adapters
-    from sportsllm.training.setup import check_sequence
-
-    if quantization_config(checkpoint) is not None:
-        raise ArtifactError(f"{checkpoint}: is quantized; fine-tune the unquantized checkpoint, then quantize")
-    check_sequence(config.sequence, shape)
-    excluded = left_out(text.valid, checkpoint)
-    record = {"init": str(checkpoint), **text.settings(), **held_out_setting(text.valid, excluded)}
-    record |= {"lora": None if adapters is None else dataclasses.asdict(adapters), **dataclasses.asdict(config)}
-    stage = Stage("train", record, [checkpoint, *text.corpus, *excluded], seed=config.seed)
-
-    def make(directory: Path) -> dict[str, Any]:
-        with checkpoint_with(checkpoint, shape) as source:
-            network, words = load_checkpoint(source), load_tokenizer(checkpoint, shape)
-        trained = shape.parameters
-        if adapters is not None:
-            trained = add_adapters(network, adapters.rank, adapters.targets, adapters.alpha, config.seed)
-        texts = load_corpus(text.corpus, text.valid, excluded)
-        network = network.to(training_device())
-        name = str(checkpoint)
-        results = _fit(network, texts, words, config, directory, name, stage.fingerprint(), resume, keep_start=True)
-        merge_adapters(network)
-        save_checkpoint(directory, network, checkpoint)
-        return {**results, "trained_parameters": trained}
-
-    return TrainResult.of(run_stage(out, stage, make, resume))
-
-
-def _fit(
-    network: SportsLLM,
-    texts: TextSplit,
-    tokenizer: TextTokenizer,
-    config: TrainConfig,
-    directory: Path,
-    name: str,
-    identity: str,
-    resume: bool,
-    keep_start: bool = False,
-) -> dict[str, Any]:
-    """Minimise next-token cross-entropy in place. `keep_start`: the start stays if no step is better."""
     from sportsllm.text.packing import PackedSequences, tokenize
     from sportsllm.training.loop import language_model_loss, train_model
-    from sportsllm.training.rate_trial import choose_rates, chosen_rates
-    from sportsllm.training.setup import training_results
     from sportsllm.training.validation import validation
 
+    log(f"{job.out}: reading {', '.join(map(str, job.corpus))}")
+    texts = load_corpus(job.corpus, job.valid, job.left_out)
+    model, tokenizer = _new_model(job, texts, directory) if job.checkpoint is None else _checkpoint(job)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    model.to(training_device())
+    config = job.config
     batches = PackedSequences(tokenize(texts.train, tokenizer), config.sequence, config.batch_size, config.seed)
-    judged = validation(texts, tokenizer, config, keep_start)
-    if config.try_rates and judged is not None:
-        config = choose_rates(network, batches, language_model_loss, config, directory, judged.selection)
+    scored = validation(texts, tokenizer, config, keep_start=job.checkpoint is not None)
+    if config.try_rates and scored is not None:
+        from sportsllm.training.rate_trial import choose_rates
+
+        config = choose_rates(model, batches, language_model_loss, config, directory, scored.selection)
     result = train_model(
-        network,
+        model,
         batches,
         language_model_loss,
         config,
         directory,
-        validation=judged,
-        identity=identity,
-        resume=resume,
-        description=name,
+        validation=scored,
+        identity=stage.fingerprint(),
+        resume=job.resume,
+        description=str(job.checkpoint or job.model),
     )
-    return training_results(network, result, batches) | chosen_rates(config)
+    if job.adapters is not None:
+        from sportsllm.training.lora import merge_adapters
+
+        merge_adapters(model)
+    save_checkpoint(directory, model, job.checkpoint)
+    return {**result.record(model, batches), "trained_parameters": trained}
+
+
+def _new_model(job: _Job, texts: TextSplit, directory: Path) -> tuple[SportsLLM, TextTokenizer]:
+    """A model with random weights, and its tokenizer, which is trained unless given."""
+    from sportsllm.console import log
+    from sportsllm.formats.checkpoint import copy_tokenizer
+    from sportsllm.models.language_model import SportsLLM
+    from sportsllm.models.shape import described_shape
+    from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
+    from sportsllm.training.settings import check_sequence, fit_vocabulary
+
+    if job.tokenizer is not None:
+        copy_tokenizer(job.tokenizer, directory)
+    elif not (directory / "tokenizer.json").exists():
+        log(f"training a tokenizer of {job.shape.vocab_size:,} entries")
+        train_tokenizer(texts.train, job.shape.vocab_size, directory, job.digits)
+    tokenizer = load_tokenizer(directory)
+    shape = fit_vocabulary(job.shape, tokenizer.vocab_size, str(job.model)).with_changes(
+        bos_token_id=tokenizer.begin_id, eos_token_id=tokenizer.end_id, pad_token_id=tokenizer.pad_id
+    )
+    check_sequence(job.config.sequence, shape)
+    log(f"{job.out}: {described_shape(shape)}")
+    model = SportsLLM(shape)
+    model.initialize(job.config.seed)
+    return model, tokenizer
+
+
+def _checkpoint(job: _Job) -> tuple[SportsLLM, TextTokenizer]:
+    """The model of the checkpoint, with adapters if asked for, and its tokenizer."""
+    from sportsllm.formats.checkpoint import load_checkpoint
+    from sportsllm.formats.model_directory import checkpoint_with
+    from sportsllm.text.tokenizer import load_tokenizer
+
+    assert job.checkpoint is not None
+    with checkpoint_with(job.checkpoint, job.shape) as source:
+        model = load_checkpoint(source)
+    if (adapters := job.adapters) is not None:
+        from sportsllm.training.lora import add_adapters
+
+        add_adapters(model, adapters.rank, adapters.targets, adapters.alpha, job.config.seed)
+    return model, load_tokenizer(job.checkpoint, job.shape)
+
+
+def _default_out(checkpoint: Path | None, model: str | None, changes: Mapping[str, Any]) -> Path:
+    from sportsllm.formats.manifest import plain_name
+
+    if checkpoint is not None:
+        return Path("runs") / f"{plain_name(checkpoint.resolve())}-tuned"
+    return Path("runs") / ("custom" if changes.keys() - {"dropout"} else plain_name(Path(str(model)).resolve()))
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -29,8 +29,7 @@ from sportsllm.formats.manifest import read_manifest
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE, Batch
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.lora import Adapters
-from sportsllm.training.settings import Start, TrainConfig
+from sportsllm.training.settings import Adapters, Start, TrainConfig
 from tests.support.models import tiny_model
 
 CONFIG = TrainConfig(steps=3, batch_size=2, accumulation=1, sequence=32, precision="fp32", warmup=0)

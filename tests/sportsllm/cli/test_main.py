@@ -20,8 +20,7 @@ from sportsllm.formats.huggingface.config import load_config
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.settings import LORA, TRAINING
 from sportsllm.text.tokenizer import load_tokenizer
-from sportsllm.training.lora import ALPHA
-from sportsllm.training.settings import TrainConfig
+from sportsllm.training.settings import ALPHA, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -19,8 +19,8 @@ from sportsllm.text.documents import TextSplit, read_documents
 from sportsllm.text.packing import IGNORE, Batch, PackedSequences, tokenize
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.loop import language_model_loss, train_model
-from sportsllm.training.lora import ALPHA, LoRALinear, add_adapters, merge_adapters, parse_targets
-from sportsllm.training.settings import TrainConfig
+from sportsllm.training.lora import LoRALinear, add_adapters, merge_adapters
+from sportsllm.training.settings import ALPHA, Adapters, TrainConfig, adapter_settings
 from sportsllm.verbs.train import train
 from tests.sportsllm.cli.test_main import call, complains
 from tests.support.models import tiny_model
@@ -250,10 +250,9 @@ def test_what_cannot_be_adapted_is_refused(checkpoint: Path, tmp_path: Path) -> 
 
 
 def test_targets_are_named_and_ordered() -> None:
-    assert parse_targets("up_proj, q_proj,up_proj") == ("q_proj", "up_proj")
-    for text in ("", " , "):
-        with pytest.raises(UsageError, match="names no matrix"):
-            parse_targets(text)
+    assert adapter_settings(2, "up_proj, q_proj,up_proj", None, "adamw") == Adapters(2, ("q_proj", "up_proj"))
+    with pytest.raises(UsageError, match="names no matrix"):
+        adapter_settings(2, " , ", None, "adamw")
     with pytest.raises(UsageError, match="names 'lm_head'; use one or more of q_proj, k_proj, v_proj, o_proj, gate"):
         add_adapters(tiny_model(), 2, ("q_proj", "lm_head"))
 
