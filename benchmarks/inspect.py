@@ -150,7 +150,7 @@ def _print(result: InspectResult) -> None:
     from benchmarks.inspection.attention import attention_rows
     from benchmarks.inspection.experts import expert_rows
     from sportsllm.console import output, table
-    from sportsllm.models.experts import unused_line
+    from sportsllm.models.feed_forward_kinds import unused_line
 
     console = output()
     for block in result.blocks:

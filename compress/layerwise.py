@@ -27,7 +27,8 @@ from compress.least_squares import LeastSquares
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, adds_to_residual, input_groups
-from sportsllm.models.language_model import Block, Rope, SportsLLM, first_positions
+from sportsllm.models.language_model import Block, SportsLLM, first_positions
+from sportsllm.models.layers import Rope
 from sportsllm.models.parts import Matrix
 
 _KEPT = 2  # hidden sizes: inputs of a matrix that are wider are computed again rather than kept
@@ -82,7 +83,7 @@ def run_layer(block: Block, states_BTD: Sequence[Tensor], rope: Rope) -> list[Te
 
 def after_sublayer(block: Block, sublayer: str, states_BTD: Sequence[Tensor], rope: Rope) -> list[Tensor]:
     """The residual stream after one of the two sublayers (`NORMS`) of a layer, for every sample."""
-    return [block.add_half(sublayer, x, first_positions(rope, x)) for x in states_BTD]
+    return [block.add_sublayer(sublayer, x, first_positions(rope, x)) for x in states_BTD]
 
 
 class LayerStates(NamedTuple):
@@ -224,5 +225,5 @@ def matrix_input(block: Block, sublayer: str, matrix: str, x_BTD: Tensor, rope: 
         raise _InputFound
 
     with block.get_submodule(matrix).register_forward_pre_hook(stop), suppress(_InputFound):
-        block.add_half(sublayer, x_BTD, first_positions(rope, x_BTD))
+        block.add_sublayer(sublayer, x_BTD, first_positions(rope, x_BTD))
     return found[0]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,10 +24,10 @@ from compress.distillation.student_training import StudentText, StudentTraining
 from sportsllm.console import log
 from sportsllm.errors import InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.models.attention_kinds import INDEX, Selection
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.language_model import SportsLLM, Sublayer
-from sportsllm.models.selected import INDEX, Selection, document_of, document_parts
-from sportsllm.models.selection import kept_attention
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.selection import Document, SelectedAttention, kept_attention, selected_attention
 from sportsllm.processors import training_device
 from sportsllm.text.packing import Batch, PackedSequences, tokenize
 from sportsllm.training import settings
@@ -147,9 +147,9 @@ def learn_index(student: SportsLLM, training: StudentTraining, text: StudentText
     shape = student.config
     model = with_full_attention(student, training.config.sequence)
     model.requires_grad_(False)
-    for block in model.model.layers:
-        for name in INDEX:
-            cast(Sublayer, block.self_attn).get_submodule(name).requires_grad_(True)
+    for attention in selected_attention(model):
+        attention.index_q_proj.requires_grad_(True)
+        attention.index_k_proj.requires_grad_(True)
     steps = -(-tokens // (training.config.batch_size * training.config.sequence))
     rate = _INDEX_RATIO * settings.peak_rates(settings.Run(settings.Start.RANDOM, shape))[0]
     config = dataclasses.replace(
@@ -219,11 +219,11 @@ def attention_kept(student: SportsLLM, sequences: Sequence[Tensor]) -> tuple[flo
     """
     found: list[Tensor] = []
 
-    def look(half: Any, args: Any) -> None:
-        found.append(kept_attention(document_of(student.config, document_parts(half, args[0], args[1]))))
+    def look(attention: SelectedAttention, args: tuple[Any, ...]) -> None:
+        found.append(kept_attention(Document(student.config, *attention.parts(args[0], args[1]))))
 
     model = with_full_attention(student, max((tokens_1T.shape[1] for tokens_1T in sequences), default=1)).eval()
-    hooks = [cast(Sublayer, block.self_attn).register_forward_pre_hook(look) for block in model.model.layers]
+    hooks = [attention.register_forward_pre_hook(look) for attention in selected_attention(model)]
     try:
         with torch.inference_mode():
             for tokens_1T in sequences:

@@ -25,7 +25,8 @@ from compress.pruning.output_selection import pick_order
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.experts import SHARED, expert_names, expert_neurons, route, routed_names
+from sportsllm.models.experts import MixtureOfExperts, expert_neurons, route
+from sportsllm.models.feed_forward_kinds import SHARED, expert_names, routed_names
 from sportsllm.models.kinds import NORMS
 from sportsllm.models.language_model import Block, SportsLLM
 
@@ -198,7 +199,7 @@ def dense_model(model: SportsLLM, width: int, samples: Sequence[Tensor]) -> Spor
     same = {name: tensor for name, tensor in model.state_dict().items() if ".mlp." not in name}
     dense.load_state_dict({**dense.state_dict(), **same})
     for layer in feed_forwards(model, dense, samples):
-        names = expert_names(experts) if layer.full.config.experts is not None else [""]
+        names = expert_names(experts) if isinstance(layer.full, MixtureOfExperts) else [""]
         parts = joined_neurons(layer.full, names, width, layer.changed_XD, layer.target_XD)
         layer.changed.load_state_dict(parts)
     return dense

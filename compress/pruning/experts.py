@@ -29,7 +29,8 @@ from compress.pruning.expert_neurons import FeedForwards, feed_forwards, fit_exp
 from compress.pruning.kept_units import top_indices
 from sportsllm.console import log
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.experts import ROUTER, route, routed_names, run_expert, unused_line
+from sportsllm.models.experts import MixtureOfExperts, route, run_expert
+from sportsllm.models.feed_forward_kinds import ROUTER, routed_names, unused_line
 from sportsllm.models.language_model import SportsLLM
 
 _COMPARED, _AT_ONCE = 4_096, 256  # tokens whose outputs are compared, and held at once
@@ -55,7 +56,7 @@ def reduce_experts(
     reduced.load_state_dict({**state, **same})
     unused: dict[int, list[int]] = {}
     for number, layer in enumerate(feed_forwards(model, reduced, samples)):
-        if layer.full.config.experts is None:
+        if not isinstance(layer.full, MixtureOfExperts):
             continue
         unused[number] = _unused(layer.full, layer.full_XD)
         count = smaller.chosen_experts.count

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +24,11 @@ from compress.layerwise import summed
 from compress.least_squares import RIDGE, LeastSquares
 from compress.pruning.heads import as_complex, as_real, shared_pairs
 from compress.pruning.latent import weighted_pairs
+from sportsllm.models.attention_kinds import index_pairs
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.language_model import SportsLLM, Sublayer
-from sportsllm.models.selected import INDEX, index_pairs
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.layers import GroupedQueryAttention
+from sportsllm.models.selection import selected_attention
 
 
 @torch.no_grad()
@@ -39,15 +40,14 @@ def start_index(student: SportsLLM, model: SportsLLM, samples: Sequence[Tensor])
         model: the same with full attention.
         samples: calibration token ids, (1, T) each.
     """
-    halves = [cast(Sublayer, block.self_attn) for block in model.model.layers]
-    watched = {layer: (half, partial(_sums, half)) for layer, half in enumerate(halves)}
+    full = [module for module in model.modules() if isinstance(module, GroupedQueryAttention)]
+    watched = {layer: (attention, partial(_sums, attention)) for layer, attention in enumerate(full)}
     with summed(watched) as sums:
         for tokens_1T in samples:
             model.hidden(tokens_1T)
-    for layer, block in enumerate(student.model.layers):
-        found = _indexer(halves[layer], sums[layer], student.config)
-        for name, weight_IA in zip(INDEX, found, strict=True):
-            linear = cast(nn.Linear, cast(Sublayer, block.self_attn).get_submodule(name))
+    for layer, attention in enumerate(selected_attention(student)):
+        found = _indexer(full[layer], sums[layer], student.config)
+        for linear, weight_IA in zip((attention.index_q_proj, attention.index_k_proj), found, strict=True):
             linear.weight.data = weight_IA[:, : linear.in_features].float().contiguous()
             if linear.bias is not None:
                 linear.bias.data = weight_IA[:, -1].float()
@@ -58,36 +58,34 @@ def _inputs(x_BTD: Tensor, config: ModelConfig) -> Tensor:
     return nn.functional.pad(x_BTD, (0, 1), value=1.0) if config.attention_bias else x_BTD
 
 
-def _sums(half: Any, x_BTD: Tensor, _output: Tensor) -> Tensor:
+def _sums(attention: GroupedQueryAttention, x_BTD: Tensor, _output: Tensor) -> Tensor:
     """Over all tokens of x, float64: a a^T of the inputs, (A, A); below it, of normalised heads, [q; k] a^T."""
-    read = [inputs := _inputs(x_BTD, half.config)]
-    if half.config.qk_norm:
-        for name in ("q", "k"):
-            heads = half.get_submodule(f"{name}_proj")(x_BTD).unflatten(-1, (-1, half.config.head_dim))
-            read.append(half.get_submodule(f"{name}_norm")(heads).flatten(2))
+    config = attention.config
+    read = [inputs := _inputs(x_BTD, config)]
+    if config.qk_norm:
+        for linear, norm in ((attention.q_proj, attention.q_norm), (attention.k_proj, attention.k_norm)):
+            read.append(norm(linear(x_BTD).unflatten(-1, (-1, config.head_dim))).flatten(2))
     return (torch.cat(read, dim=-1).flatten(0, 1).T @ inputs.flatten(0, 1)).double()
 
 
-def _heads(half: Any, sums: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(attention: GroupedQueryAttention, sums: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Query heads (H, E, A) and key heads (K, E, A) as linear functions of the inputs, and these' moment (A, A)."""
-    names = ("q_proj", "k_proj")
+    linears = attention.q_proj, attention.k_proj
     moment_AA = sums[: sums.shape[1]]
     if config.qk_norm:
         rows = sums[sums.shape[1] :]
         both = LeastSquares(moment_AA, rows).solve(torch.zeros_like(rows), RIDGE).double()
-        sizes = [half.get_submodule(name).out_features for name in names]
-        found = torch.split(both, sizes)
+        found = torch.split(both, [linear.out_features for linear in linears])
     else:
-        linears = [half.get_submodule(name) for name in names]
         columns = [[linear.weight, *([linear.bias[:, None]] if config.attention_bias else [])] for linear in linears]
         found = tuple(torch.cat(parts, dim=1).detach().double() for parts in columns)
     queries, keys = (rows.view(-1, config.head_dim, rows.shape[1]) for rows in found)
     return queries, keys, moment_AA
 
 
-def _indexer(half: Any, sums: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """One layer's index queries (J I, A) and key (I, A), in the order of `INDEX`."""
-    selection, (query_HEA, key_KEA, moment_AA) = config.chosen_selection, _heads(half, sums, config)
+def _indexer(attention: GroupedQueryAttention, sums: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """One layer's index queries (J I, A) and key (I, A), as `SelectedAttention` has them."""
+    selection, (query_HEA, key_KEA, moment_AA) = config.chosen_selection, _heads(attention, sums, config)
     query_HPA, key_KPA = (as_complex(heads)[:, -index_pairs(config) :] for heads in (query_HEA, key_KEA))
     pairs = [shared_pairs(*pair, selection.parts) for pair in weighted_pairs(query_HPA, key_KPA, moment_AA)]
     read_CKP, into_KCP = (torch.stack(parts, dim=-1) for parts in zip(*pairs, strict=True))

@@ -30,7 +30,8 @@ from compress.quantization.grid import fit_grid
 from sportsllm.formats.packed import ROW_BITS
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices, block_units, input_groups
-from sportsllm.models.language_model import Block, Rope, first_positions
+from sportsllm.models.language_model import Block, first_positions
+from sportsllm.models.layers import Rope
 from sportsllm.models.parts import HIDDEN, Matrix
 
 RULES = ("awq", "smooth", "balance")

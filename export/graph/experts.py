@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from export.graph.builder import Array
 from export.graph.half import HalfBuilder
-from sportsllm.models.experts import ROUTER, SHARED, routed_names
+from sportsllm.models.feed_forward_kinds import ROUTER, SHARED, routed_names
 from sportsllm.models.parts import Matrix
 
 FLOAT = ir.DataType.FLOAT

@@ -1,4 +1,4 @@
-"""Feed-forward in the graph; see `sportsllm.models.gated` and `sportsllm.models.gelu`."""
+"""Feed-forward in the graph; see `sportsllm.models.layers`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from export.graph.half import HalfBuilder
 from export.graph.layer import LayerBuilder
 from export.graph.positions import new_columns, position_ids, sequence_lengths
-from sportsllm.models.lstm import GATES, READ
+from sportsllm.models.attention_kinds import GATES, READ
 from sportsllm.models.parts import HIDDEN
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64

@@ -22,7 +22,7 @@ from export.graph.native_attention import ATTENTION, SUFFIXES, AttentionCall, In
 from export.graph.positions import LAST, TOTAL
 from export.kernels.library import VERSION
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.experts import SHARED, routed_names
+from sportsllm.models.feed_forward_kinds import SHARED, routed_names
 from sportsllm.models.kinds import HEAD, NORMS
 
 MOST_BODIES = 8  # names that the library registers for each operator of a layer

@@ -12,9 +12,9 @@ from export.graph.functions import Call
 from export.graph.latent import SHORT
 from export.graph.positions import LAST
 from export.graph.selected import SELECTED
+from sportsllm.models.attention_kinds import index_size
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_state
-from sportsllm.models.selected import index_size
 
 Inputs = dict[str, ir.Value | None]
 Nodes = Mapping[str, ir.Node]

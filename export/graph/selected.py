@@ -1,4 +1,4 @@
-"""Attention to chosen blocks of tokens in the graph; see `sportsllm.models.selected`.
+"""Attention to chosen blocks of tokens in the graph; see `sportsllm.models.selection`.
 
 New keys, values and index keys are written into the cache first, outside of any branch: an `If` copies what it gives
 back. Then one new token scores the index keys, takes the best blocks and reads the keys and values of their tokens
@@ -21,8 +21,8 @@ from export.graph.grouped_query import OrtGroupedQuery
 from export.graph.int8_cache_prefill import group_query_attention
 from export.graph.layer import LayerBuilder
 from export.graph.positions import position_ids, rows_and_places
+from sportsllm.models.attention_kinds import index_pairs, index_size
 from sportsllm.models.parts import HIDDEN
-from sportsllm.models.selected import index_pairs, index_size
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 SELECTED = "selected"

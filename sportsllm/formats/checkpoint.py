@@ -23,7 +23,8 @@ from sportsllm.formats.quantized_layers import SUFFIXES, QuantizedEmbedding, Qua
 from sportsllm.formats.safetensors import QUANT_METHOD, WEIGHTS, TensorFiles, check_shape, quantization_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, LAST_NORM, POSITIONS, parameters
-from sportsllm.models.language_model import Block, ResidualNorm, SportsLLM, residual_norm
+from sportsllm.models.language_model import Block, SportsLLM
+from sportsllm.models.layers import ResidualNorm, residual_norm
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",

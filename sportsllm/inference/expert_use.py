@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +14,14 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.tokenizer import TextTokenizer
 
 
-def mixtures(model: SportsLLM) -> dict[int, Any]:
-    """The feed-forward halves that have experts, by layer.
+def mixtures(model: SportsLLM) -> dict[int, MixtureOfExperts]:
+    """The mixtures of experts, by layer.
 
     Raises:
         UsageError: the model has none.
     """
-    halves: list[Any] = [block.mlp for block in model.model.layers]
-    found = {layer: half for layer, half in enumerate(halves) if isinstance(half.kind, MixtureOfExperts)}
+    feed_forwards = [block.mlp for block in model.model.layers]
+    found = {layer: mlp for layer, mlp in enumerate(feed_forwards) if isinstance(mlp, MixtureOfExperts)}
     if not found:
         raise UsageError("--experts: the model has none; give a mixture, such as one trained from tiny-experts")
     return found
@@ -48,19 +47,19 @@ def count_choices(
         UsageError: the model has no experts.
         ArtifactError: there is no text.
     """
-    halves, context = mixtures(model), model.config.max_position_embeddings
+    found, context = mixtures(model), model.config.max_position_embeddings
     counts = {
-        number: torch.zeros(half.config.chosen_experts.count, dtype=torch.long) for number, half in halves.items()
+        number: torch.zeros(mixture.config.chosen_experts.count, dtype=torch.long) for number, mixture in found.items()
     }
 
     def counting(number: int) -> Callable[..., None]:
-        def hook(half: Any, given: tuple[Tensor, ...]) -> None:
-            chosen_XK = route(half, given[0].flatten(0, 1))[1]
+        def hook(mixture: MixtureOfExperts, given: tuple[Tensor, ...]) -> None:
+            chosen_XK = route(mixture, given[0].flatten(0, 1))[1]
             counts[number] += torch.bincount(chosen_XK.flatten(), minlength=len(counts[number])).cpu()
 
         return hook
 
-    handles = [half.register_forward_pre_hook(counting(number)) for number, half in halves.items()]
+    handles = [mixture.register_forward_pre_hook(counting(number)) for number, mixture in found.items()]
     read = 0
     try:
         with progress_bar(description, most_tokens) as bar:

@@ -171,10 +171,3 @@ def in_documents(documents: Sequence[int], attend_one: Callable[..., Tensor], *p
     rows = zip(*(torch.split(part.flatten(0, 1), lengths) for part in parts), strict=True)
     joined = torch.cat([attend_one(*document) for document in rows])
     return joined.view(*parts[0].shape[:2], *joined.shape[1:])
-
-
-def rotate(x_BTHE: Tensor, rope: Sequence[Tensor]) -> Tensor:
-    """Rotary embedding, half-split pairs; `rope` is cosine and sine, each (T, E / 2) or (B, T, E / 2)."""
-    cos, sin = (table.unsqueeze(-2) for table in rope)
-    first, second = x_BTHE.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTHE.dtype)

@@ -13,9 +13,9 @@ from typing import Any
 
 from sportsllm.errors import UsageError
 from sportsllm.models import kinds
-from sportsllm.models.experts import Experts
+from sportsllm.models.attention_kinds import Selection
+from sportsllm.models.feed_forward_kinds import Experts
 from sportsllm.models.rope_scaling import RopeScaling
-from sportsllm.models.selected import Selection
 
 FULL, SLIDING, UNROTATED = "full", "sliding", "unrotated"
 """What a layer's attention does: see all tokens, see the last `sliding_window`, or see all without their positions."""

@@ -1,6 +1,7 @@
 """The kinds of attention and feed-forward, and the tensors of a whole model. Imports no torch.
 
-A new kind is a file like `gelu.py` and a line in one of the two tables below.
+A new kind is a description like `Gelu` and a module like `PlainMLP`, with a line in a table here and in one of
+`language_model.py`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
-from sportsllm.models.experts import MixtureOfExperts
-from sportsllm.models.gated import Gated
-from sportsllm.models.gelu import Gelu
-from sportsllm.models.grouped_query import GroupedQuery
-from sportsllm.models.latent import Latent
-from sportsllm.models.lstm import LSTM
+from sportsllm.models.attention_kinds import LSTM, GroupedQuery, Latent, Selected
+from sportsllm.models.feed_forward_kinds import Gated, Gelu, Mixture
 from sportsllm.models.parts import HIDDEN, Kind, Matrix, State, Unit
-from sportsllm.models.selected import Selected
 
 if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
@@ -31,7 +27,7 @@ FEED_FORWARD: dict[str, Kind] = {
     "swiglu": Gated("silu"),
     "geglu": Gated("gelu"),
     "gelu": Gelu(),
-    "experts": MixtureOfExperts(),
+    "experts": Mixture(),
 }
 
 NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}

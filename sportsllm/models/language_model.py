@@ -1,12 +1,10 @@
 """The decoder: pre-norm blocks of attention and feed-forward; RMSNorm and rotary positions, or what a config says.
 
-The kinds of attention and feed-forward (`sportsllm.models.kinds`) define the two halves of a block.
 Shape suffixes: B sequences, T tokens, D hidden_size, E head_dim, V vocabulary.
 Module names are Hugging Face's, so a state dict is a checkpoint.
 """
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +13,30 @@ from torch.utils.checkpoint import checkpoint
 
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import NORMS, OUTPUT_NORMS, check_parameters, parameters, sublayers
-from sportsllm.models.parts import Kind
+from sportsllm.models.experts import MixtureOfExperts
+from sportsllm.models.kinds import block_matrices, check_parameters, parameters
+from sportsllm.models.latent import LatentAttention
+from sportsllm.models.layers import GatedMLP, GroupedQueryAttention, PlainMLP, Rope, gelu_tanh, residual_norm
+from sportsllm.models.lstm import LSTMLayer
 from sportsllm.models.rope import rope_tables
+from sportsllm.models.selection import SelectedAttention
+
+ATTENTION_MODULES: dict[str, Callable[[ModelConfig, int], nn.Module]] = {
+    "grouped_query": GroupedQueryAttention,
+    "latent": LatentAttention,
+    "selected": SelectedAttention,
+    "lstm": LSTMLayer,
+}
+"""The module of each kind in `kinds.ATTENTION`, made from the config and the layer's number."""
+FEED_FORWARD_MODULES: dict[str, Callable[[ModelConfig], nn.Module]] = {
+    "swiglu": lambda c: GatedMLP(c.hidden_size, c.intermediate_size, F.silu, c.mlp_bias),
+    "geglu": lambda c: GatedMLP(c.hidden_size, c.intermediate_size, gelu_tanh, c.mlp_bias),
+    "gelu": lambda c: PlainMLP(c.hidden_size, c.intermediate_size, gelu_tanh, c.mlp_bias),
+    "experts": MixtureOfExperts,
+}
+"""The module of each kind in `kinds.FEED_FORWARD`."""
 
 _ROPE_TABLES = ("rope_cos", "rope_sin", "rope_local_cos", "rope_local_sin")
-Rope = tuple[Tensor, ...]
-"""Cosine and sine tables, each (T, E / 2) or (B, T, E / 2); then those of sliding layers, where they have their own."""
 
 
 def rope_of(config: ModelConfig) -> Rope:
@@ -47,120 +62,51 @@ def embed(config: ModelConfig, rows_BTD: Tensor, positions: Tensor | None) -> Te
     return x_BTD if positions is None else x_BTD + positions[..., : x_BTD.shape[1], :]
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x ** 2) + eps) * weight, in float32 (https://arxiv.org/abs/1910.07467)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Any (..., size) in, the same shape out; see `_compute_type`."""
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(_compute_type(x))
-
-
-class LayerNorm(nn.Module):
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias, in float32 (https://arxiv.org/abs/1607.06450)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As `RMSNorm.forward`."""
-        return F.layer_norm(x.float(), (x.shape[-1],), self.weight.float(), self.bias.float(), self.eps).to(
-            _compute_type(x)
-        )
-
-
-ResidualNorm = RMSNorm | LayerNorm
-
-
-def residual_norm(config: ModelConfig) -> ResidualNorm:
-    """A norm of the residual stream."""
-    return (RMSNorm if config.norm_kind == "rms" else LayerNorm)(config.hidden_size, config.rms_norm_eps)
-
-
-def _compute_type(x: Tensor) -> torch.dtype:
-    """Autocast's type, so that a norm's output is cast once for all its readers."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-class Sublayer(nn.Module):
-    """Attention or feed-forward: the modules that its kind lists, by name, and the kind's own `forward`."""
-
-    def __init__(self, kind: Kind, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.kind, self.config, self.layer = kind, config, layer
-        for matrix in kind.matrices(config):
-            *path, name = matrix.name.split(".")
-            parent: nn.Module = self
-            for part in path:
-                if not hasattr(parent, part):
-                    parent.add_module(part, nn.Module())
-                parent = parent.get_submodule(part)
-            parent.add_module(name, nn.Linear(matrix.columns, matrix.rows, bias=matrix.bias))
-        for vector in kind.vectors(config):
-            self.add_module(vector.name, RMSNorm(vector.size, vector.eps or config.rms_norm_eps))
-
-    def forward(
-        self,
-        x_BTD: Tensor,
-        rope: Rope | None = None,
-        documents: Sequence[int] | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
-        return self.kind.forward(self, x_BTD, rope, documents, cache)
-
-
 class Block(nn.Module):
     """One layer: attention and feed-forward, each after its norm and added to the residual stream."""
 
-    input_layernorm: ResidualNorm
-    self_attn: Any
-    post_attention_layernorm: ResidualNorm
-    mlp: Any
-
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        config = config.of_layer(layer)
-        self.dropout = config.dropout
-        self.output_norms = config.output_norms
-        for name, kind in sublayers(config).items():
-            self.add_module(NORMS[name], residual_norm(config))
-            self.add_module(name, Sublayer(kind, config, layer))
-            if config.output_norms:
-                self.add_module(OUTPUT_NORMS[name], residual_norm(config))
+        self.config = config = config.of_layer(layer)
+        self.input_layernorm = residual_norm(config)
+        self.self_attn = ATTENTION_MODULES[config.attention_kind](config, layer)
+        self.attention_output_norm = residual_norm(config) if config.output_norms else None
+        self.post_attention_layernorm = residual_norm(config)
+        self.mlp = FEED_FORWARD_MODULES[config.mlp_kind](config)
+        self.feed_forward_output_norm = residual_norm(config) if config.output_norms else None
 
     def forward(
         self, x_BTD: Tensor, rope: Rope, documents: Sequence[int] | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        for half in NORMS:
-            x_BTD = self.add_half(half, x_BTD, rope, documents, cache)
-        return x_BTD
+        """(B, T, D) to (B, T, D); `documents` and `cache` as in `SportsLLM.hidden`."""
+        x_BTD = self.add_sublayer("self_attn", x_BTD, rope, documents, cache)
+        return self.add_sublayer("mlp", x_BTD, rope)
 
-    def add_half(
-        self, half: str, x_BTD: Tensor, rope: Rope, documents: Sequence[int] | None = None, cache: KVCache | None = None
+    def add_sublayer(
+        self,
+        name: str,
+        x_BTD: Tensor,
+        rope: Rope,
+        documents: Sequence[int] | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
-        """The residual stream after one of `NORMS`: x + half(norm(x)), the change normed too with `output_norms`."""
-        normed = self.get_submodule(NORMS[half])(x_BTD)
-        change = self.get_submodule(half)(normed, rope, documents, cache)
-        if self.output_norms:
-            change = self.get_submodule(OUTPUT_NORMS[half])(change)
-        return x_BTD + F.dropout(change, self.dropout, self.training)
+        """The residual stream after `self_attn` or `mlp`: x + sublayer(norm(x)), the change normed too in Gemma 3."""
+        change: Tensor
+        if name == "self_attn":
+            change = self.self_attn(self.input_layernorm(x_BTD), rope, documents, cache)
+            output_norm = self.attention_output_norm
+        else:
+            change = self.mlp(self.post_attention_layernorm(x_BTD))
+            output_norm = self.feed_forward_output_norm
+        if output_norm is not None:
+            change = output_norm(change)
+        return x_BTD + F.dropout(change, self.config.dropout, self.training)
 
 
 def block_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of all matrices inside the blocks of a model, or of a module that holds one."""
-    return [
-        half.get_parameter(f"{matrix.name}.weight")
-        for half in model.modules()
-        if isinstance(half, Sublayer)
-        for matrix in half.kind.matrices(half.config)
-    ]
+    """The weights of all matrices inside the blocks of a model, or of a block."""
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    return [block.get_parameter(f"{matrix.name}.weight") for block in blocks for matrix in block_matrices(block.config)]
 
 
 class Backbone(nn.Module):
@@ -188,8 +134,8 @@ class SportsLLM(nn.Module):
         self.lm_head: nn.Module | None = None
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        for place, table in enumerate(rope_of(config)):
-            self.register_buffer(_ROPE_TABLES[place], table, persistent=False)
+        for name, table in zip(_ROPE_TABLES, rope_of(config), strict=False):
+            self.register_buffer(name, table, persistent=False)
         self.checkpoint_activations = False
         check_parameters(config, {name: tuple(p.shape) for name, p in self.named_parameters()})
 
@@ -210,14 +156,14 @@ class SportsLLM(nn.Module):
                 else:
                     spread = residual_std if described[name].writes_residual else std
                     parameter.normal_(0.0, spread, generator=generator)
-            for half in self.modules():
-                if isinstance(half, Sublayer):
-                    half.kind.initialize(half)
+            for module in self.modules():
+                if isinstance(module, LSTMLayer):
+                    module.initialize()
 
     @property
     def rope(self) -> Rope:
         """The rotary tables of the whole context."""
-        return tuple(cast(Tensor, getattr(self, name)) for name in _ROPE_TABLES if hasattr(self, name))
+        return tuple(table for name, table in self.named_buffers(recurse=False) if name in _ROPE_TABLES)
 
     def embedded(self, tokens_BT: Tensor, places: slice | Tensor | None = None) -> Tensor:
         """What the first layer reads, (B, T, D); `places` are the tokens' positions, the first T if not given."""
@@ -229,7 +175,8 @@ class SportsLLM(nn.Module):
     def head_weight(self) -> Tensor:
         """The (V, D) matrix that turns hidden states into logits."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return cast(Tensor, head.weight)
+        weight_VD: Tensor = getattr(head, "weight")  # noqa: B009  # packed layers have a property of this name
+        return weight_VD
 
     def hidden(
         self,
@@ -252,14 +199,15 @@ class SportsLLM(nn.Module):
             if states is not None:
                 states.append(x_BTD)
             if self.checkpoint_activations and self.training:
-                x_BTD = cast(Tensor, checkpoint(layer, x_BTD, rope, documents, cache, use_reentrant=False))
+                x_BTD = checkpoint(layer, x_BTD, rope, documents, cache, use_reentrant=False)
             else:
                 x_BTD = layer(x_BTD, rope, documents, cache)
         if states is not None:
             states.append(x_BTD)
         if cache is not None:
             cache.length += tokens_BT.shape[1]
-        return cast(Tensor, self.model.norm(x_BTD))
+        normed_BTD: Tensor = self.model.norm(x_BTD)
+        return normed_BTD
 
     def forward(
         self, tokens_BT: Tensor, cache: KVCache | None = None, documents: Sequence[int] | None = None
@@ -273,13 +221,12 @@ class SportsLLM(nn.Module):
 
     def auxiliary_loss(self) -> Tensor | None:
         """Sum of the losses that blocks add of their own (balance of experts, the indexer's); None without any."""
-        parts: list[Any] = [part for block in self.model.layers for part in (block, block.self_attn, block.mlp)]
-        losses = []
-        for part in parts:
-            if getattr(part, "auxiliary_loss", None) is not None:
-                losses.append(part.auxiliary_loss)
-                part.auxiliary_loss = None  # of one batch, with its graph
-        return cast(Tensor, sum(losses)) if losses else None
+        losses: list[Tensor] = []
+        for module in self.modules():
+            if module is not self and isinstance(loss := getattr(module, "auxiliary_loss", None), Tensor):
+                losses.append(loss)
+                setattr(module, "auxiliary_loss", None)  # of one batch, with its graph  # noqa: B010
+        return sum(losses[1:], losses[0]) if losses else None
 
     def _places(self, tokens_BT: Tensor, documents: Sequence[int] | None, cache: KVCache | None) -> slice | Tensor:
         """Where the tokens stand, (B, T); as a slice where all sequences are alike."""

@@ -6,11 +6,9 @@ Counting, pruning, refitting, quantizing, adapting and exporting iterate over th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sportsllm.models.config import ModelConfig
 
 Processor = Literal["cpu", "gpu"]
@@ -142,10 +140,3 @@ class Kind(Protocol):
 
     def tensors(self, config: ModelConfig) -> tuple[Matrix | Activation, ...]:
         """Matrices and activations in the order in which they are used."""
-
-    def initialize(self, half: Any) -> None:
-        """Change fresh weights that are not to start as all others do."""
-        return
-
-    def forward(self, half: Any, x_BTD: Tensor, rope: Any, documents: Any, cache: Any) -> Tensor:
-        """Its output for the norm's output; `half` has a module for each matrix and vector, by name."""

@@ -2,7 +2,7 @@
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.experts import Experts
+from sportsllm.models.feed_forward_kinds import Experts
 
 
 def _shape(

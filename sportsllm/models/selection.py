@@ -1,20 +1,33 @@
-"""Which blocks of tokens a query attends to, attention to them, and the loss that teaches the indexer to choose.
+"""Grouped-query attention to a few chosen blocks of tokens; an indexer of low rank chooses them, as DeepSeek-V3.2's
+lightning indexer does (https://arxiv.org/abs/2512.02556), by blocks and by shares of attention.
 
-See `sportsllm.models.selected` for the formulas.
-Shape suffixes: B sequences, T new tokens, L tokens with the cached ones, N blocks, R sampled queries, H query heads,
-K key/value heads, J index heads, I their size, E head_dim, X heads of either.
+    share_j(t, s) = softmax over s up to t of q_tj . k_s * scale               J index heads, one key k_s a token
+    share(t, b)   = mean over j of the sum over s in block b of share_j(t, s)
+    chosen        = the first block, the newest ones and the others of the largest shares, `blocks` in all
+    y             = grouped-query attention to the tokens of the chosen blocks up to t
+
+The index key has some parts, each with the slowest of a head's rotary pairs, or all.
+
+Blocks lie side by side from token 0 on. A query that sees no more than `tokens` tokens attends to all of them. Beside
+keys and values the index key is cached. The choice passes no gradient: the indexer learns from attention itself, see
+`index_loss`.
+Shape suffixes: B sequences, T new tokens, D hidden_size, H query heads, K key/value heads, E head_dim, J index heads,
+I their size, P rotary pairs (E / 2).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sportsllm.models.attention import Scores, attend, attend_last
+from sportsllm.models.attention import KVCache, Scores, attend, attend_last, in_documents
+from sportsllm.models.attention_kinds import index_pairs, index_size
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.layers import GroupedQueryAttention, Rope, rotate
 
 _ROWS = 256  # queries whose index scores exist at once
 _LEAST_SHARE = 1e-30
@@ -178,3 +191,61 @@ def attention_shares(document: Document, rows_R: Tensor) -> Tensor:
         k_BKEL = document.k_BLKE.float().permute(0, 2, 3, 1)
         scores_BHRL = (q_BKYE @ k_BKEL).view(*q_BHRE.shape[:3], document.length)
         return _shares_by_block(document, scores_BHRL, rows_R)
+
+
+class SelectedAttention(GroupedQueryAttention):
+    """Grouped-query attention with an indexer, which reads the input without passing a gradient to it."""
+
+    def add_indexer(self) -> None:
+        config, size = self.config, index_size(self.config)
+        self.index_q_proj = nn.Linear(config.hidden_size, config.chosen_selection.heads * size, config.attention_bias)
+        self.index_k_proj = nn.Linear(config.hidden_size, size, config.attention_bias)
+        self.auxiliary_loss: Tensor | None = None
+
+    def forward(
+        self, x_BTD: Tensor, rope: Rope, documents: Sequence[int] | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """As `GroupedQueryAttention.forward`. In training it leaves the indexer's loss in `auxiliary_loss`."""
+        config, (batch, new, _) = self.config, x_BTD.shape
+        q_BTHE, k_BTKE, v_BTKE, index_q_BTJI, index_k_BTI = parts = self.parts(x_BTD, rope)
+        losses: list[Tensor] = []
+
+        def attend_one(*parts: Tensor) -> Tensor:
+            """(n, ...) parts of one document; (n, H, E)."""
+            q, k, v, index_q, index_k = (part[None] for part in parts)
+            document = Document(config, q, k, v, index_q, index_k)
+            if self.training and document.index_q_BTJI.requires_grad:
+                losses.append(index_loss(document))
+            return attend_selected(document)[0]
+
+        if cache is not None:
+            past = cache.length
+            k, v, index_k = cache.append(self.layer, k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2), index_k_BTI)
+            document = Document(config, q_BTHE, k.transpose(1, 2), v.transpose(1, 2), index_q_BTJI, index_k, past)
+            y_BTHE = attend_selected(document)
+        elif documents is None and not self.training:
+            y_BTHE = attend_selected(Document(config, *parts))
+        else:
+            y_BTHE = in_documents(documents or range(new, batch * new + 1, new), attend_one, *parts)
+        if losses:
+            self.auxiliary_loss = sum(losses[1:], losses[0]) / (batch * new)
+        y_BTD: Tensor = self.o_proj(y_BTHE.flatten(2))
+        return y_BTD
+
+    def parts(self, x_BTD: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values, (B, T, heads, E); index queries (B, T, J, I) and keys (B, T, I)."""
+        (batch, new), pairs = x_BTD.shape[:2], index_pairs(self.config)
+        slower = [table[..., -pairs:] for table in rope[:2]]
+
+        def turned(y_BTI: Tensor) -> Tensor:
+            return rotate(y_BTI.view(batch, new, -1, 2 * pairs), slower).flatten(2)
+
+        read = x_BTD.detach()
+        queries, key = turned(self.index_q_proj(read)), turned(self.index_k_proj(read))
+        heads = self.config.chosen_selection.heads
+        return (*self.heads(x_BTD, rope), queries.view(batch, new, heads, -1), key)
+
+
+def selected_attention(model: nn.Module) -> list[SelectedAttention]:
+    """The attention of every layer of a model whose layers all select tokens."""
+    return [module for module in model.modules() if isinstance(module, SelectedAttention)]

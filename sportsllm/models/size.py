@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.experts import least_bits
+from sportsllm.models.feed_forward_kinds import least_bits
 from sportsllm.models.kinds import NORMS, OUTPUT_NORMS, block_matrices, block_state, sublayers
 from sportsllm.models.parts import Matrix
 

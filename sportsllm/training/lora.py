@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sportsllm.errors import UsageError
-from sportsllm.models.experts import ROUTER
+from sportsllm.models.feed_forward_kinds import ROUTER
 from sportsllm.models.kinds import block_matrices
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.training.settings import ALPHA

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sportsllm.errors import UsageError
-from sportsllm.models.experts import ROUTER
+from sportsllm.models.feed_forward_kinds import ROUTER
 from sportsllm.models.language_model import block_weights
 from sportsllm.training.settings import SCHEDULES, TrainConfig
 

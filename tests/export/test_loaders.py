@@ -2,9 +2,9 @@
 
 from export.loaders import genai_config, not_opened_by
 from export.paths import GRAPH_FILE
-from sportsllm.models.experts import Experts
+from sportsllm.models.attention_kinds import Selection
+from sportsllm.models.feed_forward_kinds import Experts
 from sportsllm.models.presets import preset
-from sportsllm.models.selected import Selection
 from tests.support.export_models import TINY
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-from sportsllm.models.gelu import Gelu
+import torch.nn.functional as F
+
+from sportsllm.models.feed_forward_kinds import Gelu
 from sportsllm.models.kinds import FEED_FORWARD
+from sportsllm.models.language_model import FEED_FORWARD_MODULES
+from sportsllm.models.layers import PlainMLP
 from sportsllm.models.parts import Matrix
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sportsllm.models.config import ModelConfig
 
 NAME = "erf_gelu"
@@ -24,17 +26,13 @@ class ErfGelu(Gelu):
     def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
         return tuple(matrix._replace(bias=True) for matrix in super().matrices(config))
 
-    def forward(self, half: Any, x_BTD: Tensor, rope: Any, documents: Any, cache: Any) -> Tensor:
-        from torch.nn.functional import gelu
-
-        return cast("Tensor", half.down_proj(gelu(half.up_proj(x_BTD))))
-
 
 @contextmanager
 def registered() -> Iterator[str]:
-    """The kind's name, known to the registry inside the `with` alone."""
+    """The kind's name, known to the registries inside the `with` alone."""
     FEED_FORWARD[NAME] = ErfGelu()
+    FEED_FORWARD_MODULES[NAME] = lambda config: PlainMLP(config.hidden_size, config.intermediate_size, F.gelu, True)
     try:
         yield NAME
     finally:
-        del FEED_FORWARD[NAME]
+        del FEED_FORWARD[NAME], FEED_FORWARD_MODULES[NAME]

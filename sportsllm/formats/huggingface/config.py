@@ -8,10 +8,10 @@ from typing import Any
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface.families import FAMILIES
 from sportsllm.formats.json_files import read_json
+from sportsllm.models.attention_kinds import Selection
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.experts import Experts
+from sportsllm.models.feed_forward_kinds import Experts
 from sportsllm.models.rope_scaling import ROPE_TYPES, RopeScaling
-from sportsllm.models.selected import Selection
 
 # Fields of config.json that do not change the model's output.
 _IGNORED = {

@@ -7,7 +7,7 @@ from typing import Any
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.huggingface.fields import LATENT, Fields, full_only, only, read_mistral, require, write_mistral
 from sportsllm.models.config import SLIDING, ModelConfig
-from sportsllm.models.experts import Experts
+from sportsllm.models.feed_forward_kinds import Experts
 
 _EXPERTS = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",

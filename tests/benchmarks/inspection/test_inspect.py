@@ -19,9 +19,7 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.inference.attention_weights import attention_weights
 from sportsllm.models.config import FULL, SLIDING
-from sportsllm.models.experts import Experts
-from sportsllm.models.gelu import Gelu
-from sportsllm.models.language_model import Sublayer
+from sportsllm.models.feed_forward_kinds import Experts
 from sportsllm.models.presets import PRESETS
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.sportsllm.cli.test_main import call, complains
@@ -120,10 +118,17 @@ def test_maps_hold_the_weights_of_every_head(mixture: Path, capsys: pytest.Captu
     assert "<b>side" not in page and "The home &lt;b&gt;side" in page
 
 
+class _NoAttention(torch.nn.Module):
+    """A layer that attends to nothing."""
+
+    def forward(self, x_BTD: torch.Tensor, *_: Any) -> torch.Tensor:
+        return x_BTD
+
+
 def test_a_layer_without_attention_is_named(checkpoint: Path) -> None:
     model = load_checkpoint(checkpoint)
     block: Any = model.model.layers[1]
-    block.self_attn = Sublayer(Gelu(), model.config, 1)  # a feed-forward in its place
+    block.self_attn = _NoAttention()
     found, weights = measure_attention(model, checkpoint, TEXT)
     assert [layer["layer"] for layer in found["layers"]] == [0] and weights[1] is None
     grid, _ = attention_charts(found, weights)

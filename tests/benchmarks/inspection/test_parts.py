@@ -11,11 +11,11 @@ import pytest
 from benchmarks.inspection.drawing import draw_model
 from benchmarks.inspection.parts import Drawing, describe_model
 from sportsllm.formats.huggingface.config import config_from_hf
+from sportsllm.models.attention_kinds import Selection
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import FEED_FORWARD
 from sportsllm.models.parts import HIDDEN, Kind, Matrix
 from sportsllm.models.presets import PLANNED, PRESETS
-from sportsllm.models.selected import Selection
 from tests.support import families, gelu_kind
 from tests.support.models import tiny_config
 

@@ -16,9 +16,9 @@ from benchmarks.runtimes.worker import RUNTIMES, WARM_UP, time_turn
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.formats.manifest import verify_directory
+from sportsllm.models.attention_kinds import Selection
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.selected import Selection
 
 CONFIG = ModelConfig(
     vocab_size=64,

@@ -39,8 +39,8 @@ from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.inference.decoder import open_decoder
+from sportsllm.models.attention_kinds import INDEX, Selection
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.selected import INDEX, Selection, document_parts
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.calibration_text import CalibrationText
 from sportsllm.training.settings import TrainConfig
@@ -196,7 +196,7 @@ def index_scores(shape: dict[str, Any], parts: int, pairs: int | None) -> tuple[
     shared = shape["num_attention_heads"] // shape["num_key_value_heads"]
 
     def look(half: Any, args: Any) -> None:
-        q, k, _, index_q, index_k = document_parts(half, args[0], args[1])
+        q, k, _, index_q, index_k = half.parts(args[0], args[1])
         found.append(torch.einsum("bthi,bsi->bths", index_q, index_k))
         q, k = (x.unflatten(3, (2, 8))[..., -(pairs or 8) :].flatten(3) for x in (q, k))
         wanted.append(torch.einsum("bthe,bshe->bths", q, k.repeat_interleave(shared, dim=2)))

@@ -7,7 +7,7 @@ from compress.pruning.cut import check_cut, cut_to_config
 from compress.pruning.run import PruneConfig
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.experts import Experts
+from sportsllm.models.feed_forward_kinds import Experts
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import preset
 from tests.support.models import tiny_config, tiny_model

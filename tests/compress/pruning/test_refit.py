@@ -19,7 +19,7 @@ from compress.pruning.slicing import slice_model
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.models import kinds
-from sportsllm.models.gelu import Gelu
+from sportsllm.models.feed_forward_kinds import Gelu
 from sportsllm.models.kinds import NORMS, block_matrices
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.parts import Matrix

@@ -7,7 +7,7 @@ import torch
 
 from compress.pruning.rotation import principal_directions
 from compress.pruning.scores import importance_scores, load_scores, magnitude_scores, random_scores, save_scores
-from sportsllm.models.experts import Experts
+from sportsllm.models.feed_forward_kinds import Experts
 from tests.support.models import tiny_model
 
 

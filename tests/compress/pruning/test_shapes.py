@@ -9,9 +9,9 @@ import pytest
 from compress.pruning.plan import PruneTarget
 from compress.pruning.shapes import Shape, block_counter, candidate_shapes, shape_for_share, share_for_megabytes
 from sportsllm.errors import UsageError
+from sportsllm.models.attention_kinds import GroupedQuery
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.experts import Experts
-from sportsllm.models.grouped_query import GroupedQuery
+from sportsllm.models.feed_forward_kinds import Experts
 from sportsllm.models.kinds import ATTENTION
 from sportsllm.models.parts import Unit
 from sportsllm.models.presets import preset

@@ -11,7 +11,8 @@ from compress.quantization.config import Granularity, GridSpec, QuantizationConf
 from compress.quantization.packed_checkpoint import round_weight
 from sportsllm.formats.packed import ROW_BITS
 from sportsllm.models.kinds import block_matrices
-from sportsllm.models.language_model import Rope, SportsLLM, first_positions
+from sportsllm.models.language_model import SportsLLM, first_positions
+from sportsllm.models.layers import Rope
 from tests.support.gelu_kind import registered
 from tests.support.models import tiny_config, tiny_model
 
@@ -148,7 +149,7 @@ def test_balance_follows_its_formula(bits: int, alpha: float) -> None:
     states = [torch.randn(1, length, 64, generator=torch.Generator().manual_seed(length)) for length in (40, 25)]
     block, before = copy.deepcopy(model.model.layers[0]), model.model.layers[0]
     scale_block(block, model.config, states, rope, QuantizationConfig(bits), "model.layers.0", "balance")
-    halves = [before.add_half("self_attn", x, first_positions(rope, x)) for x in states]
+    halves = [before.add_sublayer("self_attn", x, first_positions(rope, x)) for x in states]
     inputs = torch.cat([before.post_attention_layernorm(x)[0] for x in halves])
     both = torch.cat([before.mlp.gate_proj.weight, before.mlp.up_proj.weight]).double()
     scale = inputs.double().square().mean(0).sqrt() ** alpha / both.square().mean(0).sqrt() ** 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from compress.quantization.config import QuantizationConfig, matrix_bytes
-from sportsllm.models.experts import Experts
+from sportsllm.models.feed_forward_kinds import Experts
 from sportsllm.models.size import component_bytes
 from tests.support.models import tiny_config
 

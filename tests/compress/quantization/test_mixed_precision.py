@@ -16,7 +16,7 @@ from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weig
 from compress.quantization.run import quantize
 from sportsllm.commands import load_command
 from sportsllm.errors import UsageError
-from sportsllm.models.experts import Experts
+from sportsllm.models.feed_forward_kinds import Experts
 from sportsllm.models.kinds import matrix_shapes
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.training.calibration_text import CalibrationText

@@ -15,8 +15,8 @@ from export.parity.check import check_parity
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
+from sportsllm.models.attention_kinds import Selection
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.selected import Selection
 from tests.support.export_models import TINY, Exports, edit_tensor, logits_of, save, tiny_model
 
 SELECTION = Selection(tokens=24, block=4, heads=3, parts=2, pairs=4)

@@ -16,6 +16,7 @@ from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.inference.attention_weights import attention_weights, distance_tokens, entropy_bits
 from sportsllm.models.config import FULL, SLIDING
 from sportsllm.models.kinds import ATTENTION
+from sportsllm.models.language_model import ATTENTION_MODULES
 from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix
 from tests.support import families
 from tests.support.models import tiny_model
@@ -113,13 +114,19 @@ class _Mean(Kind):
     def tensors(self, config: Any) -> tuple[Matrix | Activation, ...]:
         return self.matrices(config)
 
-    def forward(self, half: Any, x_BTD: Any, rope: Any, documents: Any, cache: Any) -> Any:
-        counts = torch.arange(1, x_BTD.shape[1] + 1)[None, :, None]
-        return half.mix(x_BTD.cumsum(1) / counts)
+
+class _MeanLayer(torch.nn.Module):
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__()
+        self.mix = torch.nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x_BTD: Any, *_: Any) -> Any:
+        return self.mix(x_BTD.cumsum(1) / torch.arange(1, x_BTD.shape[1] + 1)[None, :, None])
 
 
 def test_a_layer_without_attention_has_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ATTENTION, "mean", _Mean())
+    monkeypatch.setitem(ATTENTION_MODULES, "mean", _MeanLayer)
     assert attention_weights(tiny_model(attention_kind="mean"), IDS) == [None, None]
 
 

@@ -14,7 +14,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from benchmarks.flops import matmul_parameters
 from sportsllm.errors import UsageError
 from sportsllm.models import size
-from sportsllm.models.experts import BIAS_STEP, Experts, balance_biases, imbalance, pop_expert_load, route
+from sportsllm.models.experts import BIAS_STEP, balance_biases, imbalance, pop_expert_load, route
+from sportsllm.models.feed_forward_kinds import Experts
 from sportsllm.models.presets import PRESETS
 from sportsllm.models.training_memory import TrainingStep, training_memory
 from sportsllm.text.packing import PackedSequences, tokenize

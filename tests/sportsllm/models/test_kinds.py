@@ -15,7 +15,7 @@ from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface.config import config_from_hf, load_config, to_hf
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.experts import Experts
+from sportsllm.models.feed_forward_kinds import Experts
 from sportsllm.models.kinds import (
     block_matrices,
     block_state,

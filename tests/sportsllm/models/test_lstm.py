@@ -16,10 +16,11 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface.config import config_from_hf, to_hf
 from sportsllm.models.attention import KVCache
+from sportsllm.models.attention_kinds import GATES
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import cache_grows
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.lstm import GATES, multiplied_by, side_by_side
+from sportsllm.models.lstm import multiplied_by, side_by_side
 from sportsllm.models.presets import preset
 from sportsllm.models.size import kv_cache_bytes_per_token, state_bytes, tensor_shapes
 from sportsllm.training.lora import LoRALinear, add_adapters

@@ -15,10 +15,9 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface.config import config_from_hf, to_hf
 from sportsllm.models import selection
 from sportsllm.models.attention import KVCache
-from sportsllm.models.grouped_query import read_heads
+from sportsllm.models.attention_kinds import INDEX, Selection
 from sportsllm.models.kinds import ATTENTION
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.selected import INDEX, Selection, document_of, document_parts
 from sportsllm.models.size import kv_cache_bytes_per_token
 from tests.support.models import tiny_config, tiny_model
 
@@ -39,7 +38,7 @@ def parts_of(half: Any, x_BTD: torch.Tensor, rope: Any) -> list[Array]:
     """q, k, v, index q and index k of the first sequence, rotated by a formula of the test's own."""
     with torch.inference_mode():
         size, steps = half.config.head_dim, x_BTD.shape[1]
-        heads = [part[0].double().numpy() for part in read_heads(half, x_BTD, rope)]
+        heads = [part[0].double().numpy() for part in half.heads(x_BTD, rope)]
         index_q, index_k = (half.get_submodule(name)(x_BTD)[0].double().numpy() for name in INDEX)
     slower = 10_000.0 ** (-np.arange(size // 2, size, 2) / size)
     angles = np.arange(steps)[:, None] * slower
@@ -152,7 +151,7 @@ def test_the_attention_that_is_kept_by_loops() -> None:
         newest = {0, *range(own - SELECTION.blocks + 2, own + 1)}
         wanted.append([share[sorted(blocks)].sum() for blocks in (chosen, newest, best)])
     with torch.inference_mode():
-        found = selection.kept_attention(document_of(half.config, document_parts(half, x_BTD, rope)))
+        found = selection.kept_attention(selection.Document(half.config, *half.parts(x_BTD, rope)))
     np.testing.assert_allclose(found.numpy(), np.mean(wanted, axis=0), rtol=1e-5)
     assert found[2] >= found[0] and found[2] > found[1]
 

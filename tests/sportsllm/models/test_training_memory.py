@@ -11,9 +11,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sportsllm.errors import UsageError
+from sportsllm.models.attention_kinds import GroupedQuery
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.gated import Gated
-from sportsllm.models.grouped_query import GroupedQuery
+from sportsllm.models.feed_forward_kinds import Gated
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS
 from sportsllm.models.size import LOSS_CHUNK_TOKENS
