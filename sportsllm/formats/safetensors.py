@@ -4,8 +4,8 @@ Those that bitsandbytes quantized read as dense ones, see `sportsllm.formats.bit
 pickle runs code. Every tensor is checked for finiteness.
 """
 
-import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.files import require_directory
 from sportsllm.formats.bitsandbytes import companions, read_dense
 from sportsllm.formats.huggingface.config import load_config, packed_by_bitsandbytes
-from sportsllm.formats.json_files import read_json
+from sportsllm.formats.json_files import clip, read_json, validate
 from sportsllm.formats.layouts import LAYOUTS, Part, UnlikeTensor, is_buffer, layout_name, parts_of
 from sportsllm.formats.manifest import MANIFEST, read_manifest
 
@@ -25,6 +25,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 QUANT_METHOD = "sportsllm-nbits"
 REOPEN_BYTES = 64_000_000
+_LONGEST_NAME = 200
 
 
 class TensorFiles(Mapping[str, Tensor]):
@@ -71,6 +72,13 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self._names)
 
 
+@dataclass(frozen=True)
+class _Index:
+    """The index of shards: each tensor's file."""
+
+    weight_map: dict[str, str]
+
+
 class StoredTensors(Mapping[str, Tensor]):
     """The tensors of a checkpoint as they are named in its files; bitsandbytes' matrices as dense ones.
 
@@ -83,7 +91,6 @@ class StoredTensors(Mapping[str, Tensor]):
         self._where: dict[str, Path] = {}
         self._bytes = 0  # read since the files were opened
         for path in _weight_files(directory):
-            _refuse_duplicate_names(path)
             self._files[path] = _open(path)
             for name in list(self._files[path].keys()):
                 if name in self._where:
@@ -123,27 +130,9 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ArtifactError(f"{path}: not a whole safetensors file ({error}); copy or make it again") from None
-
-
-def _refuse_duplicate_names(path: Path) -> None:
-    """The library keeps the last of two tensors with one name; a file that has two is damaged or made to deceive."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ArtifactError(f"{path}: names {twice!r} twice; make the file again")
-        return dict(pairs)
-
-    with path.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > path.stat().st_size:
-            return  # the library says what is wrong
-        try:
-            json.loads(stream.read(length), object_pairs_hook=unique)
-        except ValueError:
-            return  # here too
+        raise ArtifactError(
+            f"{path}: not a whole safetensors file ({clip(error, 200)}); copy or make it again"
+        ) from None
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -156,12 +145,13 @@ def _weight_files(directory: Path) -> list[Path]:
                 found = "missing" if size < 0 else f"{size} bytes instead of {entry.bytes}"
                 raise ArtifactError(f"{path}: {found}; the directory is damaged, copy or make it again")
     if (directory / INDEX).exists():
-        names = sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))
-        if any(Path(name).name != name for name in names):
-            raise ArtifactError(f"{directory / INDEX}: names a file outside the directory; refuse")
-        missing = [name for name in names if not (directory / name).exists()]
-        if missing or not names:
-            raise ArtifactError(f"{directory / INDEX}: {missing or 'no shard'} missing; copy the directory again")
+        names = sorted(set(validate(_Index, read_json(directory / INDEX), directory / INDEX).weight_map.values()))
+        outside = next((name for name in names if Path(name).name != name or len(name) > _LONGEST_NAME), None)
+        if outside is not None:
+            raise ArtifactError(f"{directory / INDEX}: {clip(outside)} is no file of the directory; copy it again")
+        missing = [name for name in names if not (directory / name).is_file()] if names else ["no shard"]
+        if missing:
+            raise ArtifactError(f"{directory / INDEX}: {clip(missing[0])} is missing; copy the directory again")
         return [directory / name for name in names]
     if (directory / WEIGHTS).exists():
         return [directory / WEIGHTS]

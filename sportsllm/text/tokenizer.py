@@ -14,12 +14,14 @@ from tokenizers.decoders import DecodeStream
 
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.json_files import read_json
+from sportsllm.formats.json_files import JsonObject, clip, read_json
 from sportsllm.models.config import ModelConfig
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 _BYTES = 256  # every byte is a token, so any text can be written
 MIN_VOCAB_SIZE = _BYTES + 3
+_MOST_IDS = 2**22
+_PROBE = "A Δ 1 \U0001f600"
 _DOCUMENTS_AT_ONCE = 256
 _SPACE = "▁"  # SentencePiece's
 
@@ -135,10 +137,27 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """
     if not path.exists():
         raise ArtifactError(f"{path}: not found; the directory needs its tokenizer")
+    _check_ids(read_json(path), path)
     try:
-        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises plain Exception for every fault of the file
-        raise ArtifactError(f"{path}: not a readable tokenizer ({error}); copy or train it again") from None
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
+        tokenizer.decode(ids)
+    except BaseException as error:  # the library raises plain Exception for faults of the file, and panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ArtifactError(f"{path}: not a readable tokenizer ({clip(error, 200)}); copy or train it again") from None
+    return tokenizer
+
+
+def _check_ids(data: JsonObject, path: Path) -> None:
+    """Refuse ids for which the library would allocate more memory than there is, and abort the process."""
+    model, added = data.get("model"), data.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    wrong = next((each for each in ids if type(each) is not int or not 0 <= each < _MOST_IDS), None)
+    if wrong is not None:
+        raise ArtifactError(f"{path}: token id {clip(repr(wrong))} is no number below {_MOST_IDS:,}; copy it again")
 
 
 def load_tokenizer(directory: Path, config: ModelConfig | None = None) -> TextTokenizer:
@@ -173,7 +192,7 @@ def _special_ids(directory: Path, tokenizer: Tokenizer, config: ModelConfig | No
     def identify(key: str) -> int | None:
         token = names.get(key)
         text = token.get("content") if isinstance(token, dict) else token
-        return tokenizer.token_to_id(text) if text else None
+        return tokenizer.token_to_id(text) if isinstance(text, str) and text else None
 
     begin, end = identify("bos_token"), identify("eos_token")
     return (begin if begin is not None else end), end

@@ -104,7 +104,7 @@ class RunState:
                 self.best = load_file(str(source / _BEST))
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
-        except (SafetensorError, KeyError, RuntimeError) as error:
+        except (SafetensorError, OSError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise ArtifactError(f"{source}: damaged ({error}); remove {self.directory} and start again") from None
 
 

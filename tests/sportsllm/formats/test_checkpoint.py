@@ -68,15 +68,6 @@ def test_truncated_and_overlong(copy: Path) -> None:
     refused(copy, "not a whole safetensors file")
 
 
-def test_a_name_that_stands_twice(copy: Path) -> None:
-    data = (copy / WEIGHTS).read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = data[8 : 8 + length].decode().rstrip()
-    doubled = header[:-1] + ',"model.norm.weight":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    (copy / WEIGHTS).write_bytes(len(doubled).to_bytes(8, "little") + doubled.encode() + data[8 + length :])
-    refused(copy, "'model.norm.weight' twice")
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_not_finite(copy: Path, value: float) -> None:
     edit(copy, "model.norm.weight", torch.full((64,), value))
