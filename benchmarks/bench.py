@@ -20,6 +20,7 @@ from sportsllm.formats.manifest import digest
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.scoring import score_documents
 from sportsllm.text.documents import read_documents
+from sportsllm.text.provenance import warn_if_trained_on
 from sportsllm.text.tokenizer import load_tokenizer
 
 
@@ -100,6 +101,7 @@ def bits_per_byte(
     decoder = open_decoder(directory, threads, kernels, provider)
     tokenizer = load_tokenizer(directory, decoder.config)
     documents = list(read_documents(text))
+    warn_if_trained_on(directory, documents)
     return score_documents(decoder, tokenizer, documents, description=f"score {directory.name}").bits_per_byte
 
 

@@ -111,12 +111,13 @@ def self_generated_text(checkpoint: Path, config: ModelConfig, count: int, lengt
     used (https://arxiv.org/abs/2410.17170). They have `count` times `length` tokens together, or there are four times
     `count` of them.
     """
-    words, samples, tokens = load_tokenizer(checkpoint, config), list[Tensor](), 0
+    tokenizer, samples, tokens = load_tokenizer(checkpoint, config), list[Tensor](), 0
     model = load_checkpoint(checkpoint).to(training_device()).eval()
     rows = min(default_rows(config, length, count * length), max(1, count // 2))
+    prompts = [[tokenizer.begin_id]]
     with (
         progress_bar("sample", count * length) as bar,
-        closing(sampled_batches(model, words, [[words.begin_id]], OWN_DISTRIBUTION, length, rows, seed)) as batches,
+        closing(sampled_batches(model, tokenizer, prompts, OWN_DISTRIBUTION, length, rows, seed)) as batches,
     ):
         while tokens < count * length and len(samples) < 4 * count:
             texts = [text.tokens for _, text in next(batches) if len(text.tokens) > 1]
@@ -133,7 +134,7 @@ def self_generated_text(checkpoint: Path, config: ModelConfig, count: int, lengt
 
 def sampled_batches(
     model: SportsLLM,
-    words: TextTokenizer,
+    tokenizer: TextTokenizer,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     longest: int,
@@ -144,7 +145,7 @@ def sampled_batches(
 
     Text n continues prompt n, from the first again behind the last, by draws that the seed and n decide.
     """
-    stops = sorted({*model.config.stop_token_ids, words.begin_id})
+    stops = sorted({*model.config.stop_token_ids, tokenizer.begin_id})
 
     def batch(number: int, cancelled: Event) -> list[tuple[int, SampledText]]:
         texts = range(number * rows, (number + 1) * rows)

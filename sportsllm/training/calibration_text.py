@@ -1,4 +1,4 @@
-"""The text that statistics are taken from: given, known from training, or written by the model itself."""
+"""Calibration text: given, known from training, or written by the model itself."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SAMPLES_TIMES_PARAMETERS = 4e9  # about a minute of sampling on two cores
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """Files that statistics are taken from, and how many pieces of them are read.
+    """Files of calibration text, and the number of samples.
 
-    What the checkpoint's manifest or `valid` names as held-out text is never read. Without files those that the
-    checkpoint was made from are read; where those are not known, texts that the checkpoint writes itself. Without a
-    number as many pieces are read as the method asks for.
+    Held-out text of the checkpoint's manifest and of `valid` is never read. Without files the checkpoint's training
+    text is read; if that is not known, text that the checkpoint writes itself. By default the method chooses the
+    number of samples.
     """
 
     files: tuple[Path, ...] = ()
@@ -32,7 +32,7 @@ class CalibrationText:
     valid: tuple[Path, ...] = ()
 
     def found(self, checkpoint: Path) -> CalibrationText:
-        """The same with the files that the checkpoint was made from, if none are given and all of those are there."""
+        """The same with the checkpoint's training text, if no files are given and all of it exists."""
         if self.files:
             return self
         made_from = tuple(Path(name) for name in manifest_setting(checkpoint, "corpus") or ())
@@ -43,20 +43,20 @@ class CalibrationText:
         return replace(self, files=made_from)
 
     def read(self, checkpoint: Path, model: ModelConfig, most: int, least: int = 0) -> list[Tensor]:
-        """Token ids of pieces of at most 512 tokens, each (1, T); about `most` of that length without a number.
+        """Token ids of samples of at most 512 tokens, each (1, T); by default about `most` of that length.
 
-        Files of fewer than `least` tokens are joined by texts that the model writes, unless a number was asked for.
+        If the files have fewer than `least` tokens, the model writes more, unless a number of samples is given.
 
         Raises:
             ArtifactError: there is no text, or less than asked for.
         """
         if not self.files:
             count = self.samples or min(most, max(LEAST_SAMPLES, round(_SAMPLES_TIMES_PARAMETERS / model.parameters)))
-            log(f"no calibration text is at hand: it is {count} texts that the model writes itself")
+            log(f"no calibration text: using {count} texts that the model writes itself")
             return self_generated_text(checkpoint, model, count, min(SAMPLE_TOKENS, model.max_position_embeddings))
-        words, valid = load_tokenizer(checkpoint, model), [*held_out_files(checkpoint), *self.valid]
-        found = calibration_samples(self.files, valid, words, model, self.samples, SAMPLE_TOKENS, most)
-        tokens = sum(piece.numel() for piece in found)
+        tokenizer, valid = load_tokenizer(checkpoint, model), [*held_out_files(checkpoint), *self.valid]
+        found = calibration_samples(self.files, valid, tokenizer, model, self.samples, SAMPLE_TOKENS, most)
+        tokens = sum(sample.numel() for sample in found)
         if tokens >= least or self.samples is not None:
             return found
         log(

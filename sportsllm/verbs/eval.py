@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sportsllm import options
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.results import Result
+
+if TYPE_CHECKING:
+    from sportsllm.inference.decoder import Decoder
+    from sportsllm.models.config import ModelConfig
+
+UNSCALED = "none"
+"""`--rope-scaling none`: longer windows with the rotary table continued as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +39,7 @@ class EvalResult(Result):
         context: tokens that were read at once.
         perplexity, bits_per_byte, tokens, bytes: of the text.
         text: its files.
+        trained_documents: documents of the text that the model was trained on.
         accuracy, questions: of the questions, if there is one file of them.
         question_files: of each file.
         kernels, provider, placement: what ran an export, and where.
@@ -44,6 +52,7 @@ class EvalResult(Result):
     tokens: int | None = None
     bytes: int | None = None
     text: list[Path] = field(default_factory=list)
+    trained_documents: int | None = None
     accuracy: float | None = None
     questions: int | None = None
     question_files: dict[str, QuestionScore] = field(default_factory=dict)
@@ -87,18 +96,20 @@ def eval(
     from sportsllm.console import output
     from sportsllm.files import require_directory
     from sportsllm.inference.decoder import log_runtime
-    from sportsllm.inference.longer_context import open_with_context
     from sportsllm.inference.scoring import question_accuracy, read_questions, score_documents, wilson_interval
     from sportsllm.text.documents import read_documents
+    from sportsllm.text.provenance import warn_if_trained_on
     from sportsllm.text.tokenizer import load_tokenizer
 
     require_directory(directory, "a checkpoint or an export")
-    decoder = open_with_context(directory, context, rope_scaling, threads, kernels, provider)
+    decoder = _open(directory, context, rope_scaling, threads, kernels, provider)
     ran, placement = log_runtime(decoder)
     tokenizer = load_tokenizer(directory, decoder.config)
-    score = None
+    score, trained = None, None
     if text:
-        score = score_documents(decoder, tokenizer, list(read_documents(text)))
+        documents = list(read_documents(text))
+        trained = warn_if_trained_on(directory, documents)
+        score = score_documents(decoder, tokenizer, documents)
         output().print(
             f"{directory}: perplexity {score.perplexity:.4f}, bits per byte {score.bits_per_byte:.4f} "
             f"({score.tokens:,} tokens, {score.bytes:,} bytes)"
@@ -123,6 +134,7 @@ def eval(
         tokens=None if score is None else score.tokens,
         bytes=None if score is None else score.bytes,
         text=text or [],
+        trained_documents=trained,
         accuracy=None if only is None else only.accuracy,
         questions=None if only is None else only.questions,
         question_files=asked,
@@ -130,3 +142,63 @@ def eval(
         provider=None if ran is None else provider,
         placement=placement,
     )
+
+
+def _open(
+    directory: Path, context: int | None, scaling: str | None, threads: int | None, kernels: str, provider: str
+) -> Decoder:
+    """The model, for windows of `context` tokens; by default of the most that `scaling` allows.
+
+    Raises:
+        UsageError: the context is beyond what the model reads, or the scaling is not possible.
+    """
+    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.model_directory import checkpoint_with
+    from sportsllm.inference.decoder import is_onnx_directory, open_decoder
+
+    if context is None and scaling is None:
+        return open_decoder(directory, threads, kernels, provider)
+    if scaling is not None and is_onnx_directory(directory):
+        raise UsageError(
+            f"--rope-scaling: the rotary table of {directory} is in its graph; export the checkpoint with "
+            "--rope-scaling, or score the checkpoint"
+        )
+    config = load_config(directory)
+    longest = _longest(directory, config, context, scaling)
+    with checkpoint_with(directory, longest) as source:
+        decoder = open_decoder(source, threads, kernels, provider)
+    decoder.config = longest.with_changes(max_position_embeddings=context or longest.max_position_embeddings)
+    return decoder
+
+
+def _longest(directory: Path, config: ModelConfig, context: int | None, scaling: str | None) -> ModelConfig:
+    """The model's config with the context that it is asked to read."""
+    import math
+
+    from sportsllm.inference.decoder import is_onnx_directory
+    from sportsllm.models.rope import LONGEST, with_rope_scaling
+
+    own = config.max_position_embeddings
+    if config.position_kind == "none" and scaling is None and context is not None:
+        return config.with_changes(max_position_embeddings=max(own, context))  # no position has a limit
+    if config.position_kind != "rotary" and context is not None and context > own:
+        raise UsageError(
+            f"--context {context:,}: {directory} has learned positions for {own:,} tokens; give at most that"
+        )
+    if scaling == UNSCALED:
+        if context is None or context > LONGEST:
+            raise UsageError(f"--rope-scaling none: say how far to read with --context N, at most {LONGEST:,}")
+        return config.with_changes(max_position_embeddings=max(own, context))
+    longest = config if scaling is None else with_rope_scaling(config, scaling)
+    reach = longest.max_position_embeddings
+    if context is not None and context > reach:
+        factor = math.ceil(context / own * (config.rope_scaling.factor if config.rope_scaling else 1))
+        if is_onnx_directory(directory):
+            advice = f"export the checkpoint with --rope-scaling yarn:{factor}"
+        elif config.rope_scaling is not None:
+            advice = "give at most that, or --rope-scaling none to go on as the model is"
+        else:
+            advice = f"give --rope-scaling yarn:{factor}, or --rope-scaling none to read on without"
+        by = f" with --rope-scaling {scaling}" if scaling is not None else ""
+        raise UsageError(f"--context {context:,}: {directory} reads {reach:,} tokens{by}; {advice}")
+    return longest

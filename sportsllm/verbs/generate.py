@@ -107,6 +107,8 @@ def generate(
         begin, shown = tokenizer.encode(rendered, special=True), f"{prompt}\n\n"
     else:
         begin, shown = [tokenizer.begin_id, *tokenizer.encode(prompt)], prompt
+    if len(begin) >= (context := decoder.config.max_position_embeddings):  # before the prompt is printed
+        raise UsageError(f"the prompt has {len(begin):,} tokens, the model's context is {context:,}; shorten it")
     found: list[int] = []
     started = first = time.perf_counter()
     target = output().file
@@ -134,7 +136,6 @@ def generate(
             write(piece)
     seconds = time.perf_counter() - first
     write("\n")
-    context = decoder.config.max_position_embeddings
     full = len(found) < max_new_tokens and len(begin) + len(found) >= context
     if full:
         log(f"the context of {context:,} tokens is full: {len(found):,} of {max_new_tokens:,} were generated")

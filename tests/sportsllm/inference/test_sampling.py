@@ -110,3 +110,17 @@ def test_stories260k_greedy_text(stories: Path) -> None:
     assert text.startswith(
         ", there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big, red ball."
     )
+
+
+def test_sequences_of_one_length_are_decoded_as_a_batch() -> None:
+    """Lengths may differ; each sequence gets the logits of the whole text read at once."""
+    model = tiny_model()
+    decoder = TorchDecoder(model)
+    rows = [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
+    logits = decoder.prefill(rows, max_length=8)
+    for new in ([10, 11, 12, 13], [14, 15, 16, 17]):
+        logits = decoder.step(new)
+        rows = [[*row, token] for row, token in zip(rows, new, strict=True)]
+    with torch.inference_mode():
+        expected = torch.cat([model(torch.tensor([row]))[:, -1] for row in rows])
+    np.testing.assert_allclose(logits, expected.numpy(), atol=1e-4)

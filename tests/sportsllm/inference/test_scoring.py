@@ -28,17 +28,18 @@ def test_windows_score_every_token_but_the_first_once() -> None:
 
 
 @pytest.mark.slow
-def test_scores_equal_a_brute_force_sum(checkpoint: Path, texts: list[str]) -> None:
+@pytest.mark.parametrize("window", [None, 48])
+def test_scores_equal_a_brute_force_sum(checkpoint: Path, texts: list[str], window: int | None) -> None:
     """Every token on its own, float64, with the context the protocol gives it."""
     decoder = open_decoder(checkpoint)
     tokenizer = load_tokenizer(checkpoint, decoder.config)
     model = tiny_model()
-    documents = [texts[0], "ok", texts[1][:100]]
-    result = score_documents(decoder, tokenizer, documents)
+    documents = [texts[0][:600], "ok", texts[1][:100]]
+    result = score_documents(decoder, tokenizer, documents, window=window)
     nats, tokens = 0.0, 0
     for text in documents:
         ids = [0, *tokenizer.encode(text)]
-        for start, stop, first in windows(len(ids), 128):
+        for start, stop, first in windows(len(ids), window or 128):
             for position in range(first, stop):
                 with torch.inference_mode():
                     logits = model(torch.tensor([ids[start:position]]))[0, -1].double()

@@ -7,10 +7,10 @@ import pyarrow.parquet
 import pytest
 
 from sportsllm.errors import ArtifactError
-from sportsllm.text.documents import read_documents
+from sportsllm.text.documents import log_files, read_documents
 
 
-def test_every_kind_of_file_and_folders(tmp_path: Path) -> None:
+def test_every_kind_of_file_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "b.txt").write_text("plain", encoding="utf-8")
     (tmp_path / "c.md").write_text("# marked", encoding="utf-8")
     (tmp_path / "d.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "id": 3}\n', encoding="utf-8")
@@ -20,7 +20,11 @@ def test_every_kind_of_file_and_folders(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     pyarrow.parquet.write_table(table, tmp_path / "sub" / "f.parquet")
     (tmp_path / "ignored.png").write_bytes(b"\x89PNG")
+    (tmp_path / "README.md").write_text("About these files", encoding="utf-8")
     assert list(read_documents([tmp_path])) == ["plain", "# marked", "one", "two", "zipped", "column"]
+    log_files([tmp_path, tmp_path / "b.txt"])
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert "reading b.txt, c.md, d.jsonl, e.jsonl.gz, sub/f.parquet; not reading README.md, ignored.png" in said
 
 
 def test_long_plain_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path: Path) -> None:
