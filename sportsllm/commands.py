@@ -16,8 +16,7 @@ from sportsllm.options import BY_NAME
 COMMANDS = {
     "train": "sportsllm.verbs.train",
     "distill": "compress.cli.distill",
-    "prune": "compress.cli.prune",
-    "prune-vocabulary": "compress.cli.prune_vocabulary",
+    "prune": "compress.prune",
     "quantize": "compress.cli.quantize",
     "export": "export.export",
     "generate": "sportsllm.verbs.generate",
@@ -37,7 +36,7 @@ COMMANDS = {
 }
 """Command, and the module that has it as a function: of the command's last word, or of the name in `FUNCTIONS`."""
 
-FUNCTIONS = {"prune-vocabulary": "prune_vocabulary"}
+FUNCTIONS: dict[str, str] = {}
 GROUPS = {
     "data": "Make training text, or count its tokens.",
     "devices": "List device budgets, explain one, or measure this machine.",

@@ -68,6 +68,42 @@ LORA: Group = {
     "lora_targets": Setting(str, "Matrices of a layer with adapters, for example q_proj,v_proj", "all of a layer"),
     "lora_alpha": Setting(float, "Adapters are scaled by alpha / rank", "32", 0),
 }
+STEPS: Group = {
+    "learning_rate": Setting(float, "Peak learning rate of AdamW", "by the start and the model's size, or by trial", 0),
+    "batch_size": Setting(int, "Sequences in memory at once", "up to 4", 1),
+    "sequence": Setting(int, "Tokens of one training sequence", "up to 512", 2),
+}
+DISTILLATION: Group = {
+    "kl_weight": Setting(
+        str,
+        "Weight of the divergence in the loss, or a range over training such as 0.5:1; the rest is cross-entropy",
+        "0.5 for a teacher of less than 100 tokens per parameter, else 1; 0.9 for random weights",
+    ),
+    "divergence": Setting(
+        str, "Divergence", "forward-kl", choices=("forward-kl", "reverse-kl", "skew-kl", "skew-reverse-kl", "js")
+    ),
+    "mix": Setting(float, "Share of the first distribution in the mixture of skew-kl and js", "0.1; js 0.5"),
+    "temperature": Setting(float, "Softmax temperature of teacher and student", "1"),
+    "hidden_weight": Setting(
+        float,
+        "Weight of hidden-state matching in the loss",
+        "3 for pruned weights, 0 if the teacher has read less than 5 tokens per parameter",
+    ),
+    "layer_map": Setting(
+        str, "Layers that hidden_weight matches, STUDENT:TEACHER,...", "the layers kept by pruning, else evenly spread"
+    ),
+    "signal_tokens": Setting(int, "Tokens to cache with --signals", "the tokens of the training", 1),
+    "teacher_precision": Setting(
+        str, "Weights of the teacher", "auto", choices=("auto", "fp32", "bf16", "int8", "nf4")
+    ),
+}
+PRUNING: Group = {
+    "refit": Setting(bool, "Refit the kept weights to the full model by least squares", "true"),
+    "samples": Setting(int, "Calibration samples", "up to 256, fewer for a model over 20M parameters", 1),
+    "scores": Setting(str, "importance.safetensors of an earlier run, or its directory", "measured"),
+    "finalists": Setting(int, "Shapes that --search recovers", "3", 1),
+    "min_count": Setting(int, "Instead of --vocab-size: keep tokens that save the text as many tokens", "none", 1),
+}
 SHAPE: Group = {
     "layers": Setting(int, "Layers", "the model's", 1),
     "hidden": Setting(int, "hidden_size", "the model's", 1),
@@ -158,6 +194,9 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
     "Training": ("train, distill, prune --recover, quantize --qad", TRAINING),
     "Shape of a new model": ("train --model", SHAPE),
     "Tokenizer of a new model": ("train --model", TOKENIZER),
+    "Steps": ("prune --recover, quantize --qad", STEPS),
+    "Distillation": ("distill, prune --recover, quantize --qad", DISTILLATION),
+    "Pruning": ("prune", PRUNING),
     "LoRA": ("train, distill, prune --recover with --lora-rank", LORA),
     "Export": ("export", EXPORT),
 }

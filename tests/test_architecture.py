@@ -44,6 +44,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"distillation"},
         {"pruning"},
         {"quantization"},
+        {"prune"},
         {"cli"},
     ],
     "benchmarks": [

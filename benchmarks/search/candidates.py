@@ -17,9 +17,9 @@ from benchmarks.labels import LIMITS
 from benchmarks.predict.coefficients import resolve
 from benchmarks.predict.latency import predict_figures
 from benchmarks.predict.model_size import ModelFormat
-from benchmarks.search.cut import Cut, expert_counts
+from benchmarks.search.cut import expert_counts
 from benchmarks.search.estimate import ShapeLosses
-from compress.pruning.shapes import can_merge_kv_heads
+from compress.pruning.shapes import Shape, can_merge_kv_heads
 from sportsllm.console import progress_bar
 from sportsllm.models.config import ModelConfig
 
@@ -37,7 +37,7 @@ class Estimates:
     formats: Mapping[ModelFormat, float]
     vocabularies: Mapping[int, float]
 
-    def loss_percent(self, shape: Cut, vocab_size: int, format: ModelFormat) -> float:
+    def loss_percent(self, shape: Shape, vocab_size: int, format: ModelFormat) -> float:
         """Of a model at the end of its recovery; the parts are taken to add up."""
         return self.shapes.percent(shape) + self.vocabularies[vocab_size] + self.formats[format]
 
@@ -56,7 +56,7 @@ class Candidate:
         closed_to: loaders that cannot open it.
     """
 
-    shape: Cut
+    shape: Shape
     vocab_size: int
     format: ModelFormat
     parameters: int
@@ -82,7 +82,7 @@ class Candidate:
         }
 
 
-def shape_name(shape: Cut, vocab_size: int) -> str:
+def shape_name(shape: Shape, vocab_size: int) -> str:
     """Dimensions by their letters: l5-h96-f160-a3-k3-v4096, and of a mixture e4 behind them."""
     letters = (("l", shape.layers), ("h", shape.hidden), ("f", shape.intermediate), ("a", shape.heads))
     more = (("k", shape.kv_heads), ("v", vocab_size), *([("e", shape.experts)] if shape.experts else []))
@@ -111,7 +111,7 @@ def _candidates(
     teacher: ModelConfig,
     device: Device,
     estimates: Estimates,
-    shape: Cut,
+    shape: Shape,
     vocab_size: int,
     formats: Iterable[ModelFormat],
 ) -> list[Candidate]:
@@ -154,7 +154,7 @@ def ranked(found: Iterable[Candidate]) -> list[Candidate]:
 def widened(candidate: Candidate, teacher: ModelConfig, device: Device, estimates: Estimates) -> Candidate:
     """The candidate with the widest FFN that the limits allow, between the values of the grid."""
     best = candidate
-    full = Cut.of(teacher)
+    full = Shape.of(teacher)
     for intermediate in range(candidate.shape.intermediate + _WIDTH_STEP, full.intermediate, _WIDTH_STEP):
         shape = replace(candidate.shape, intermediate=intermediate)
         (wider,) = _candidates(teacher, device, estimates, shape, candidate.vocab_size, [candidate.format])
@@ -185,9 +185,9 @@ def nearest_miss(found: Sequence[Candidate], device: Device) -> tuple[Candidate,
     return nearest, misses(nearest.predicted, device)
 
 
-def grid_shapes(teacher: ModelConfig) -> Iterator[Cut]:
+def grid_shapes(teacher: ModelConfig) -> Iterator[Shape]:
     """A grid over the teacher's dimensions, and the teacher's own shape."""
-    full = Cut.of(teacher)
+    full = Shape.of(teacher)
     # Hidden sizes that are whole heads, as every loader wants them, are among them.
     widths = _values(full.hidden, _WIDTH_STEP if full.hidden > _SMALL_HIDDEN else _WIDTH_STEP // 2)
     inner = _values(full.intermediate, _WIDTH_STEP)
@@ -195,7 +195,7 @@ def grid_shapes(teacher: ModelConfig) -> Iterator[Cut]:
         for hidden in widths:
             for heads, kv_heads in _head_counts(teacher):
                 for intermediate, experts in product(inner, expert_counts(teacher)):
-                    yield Cut(hidden, intermediate, heads, kv_heads, layers, full.head_dim, experts)
+                    yield Shape(hidden, intermediate, heads, kv_heads, layers, full.head_dim, experts)
 
 
 def _values(full: int, step: int) -> list[int]:
@@ -208,7 +208,7 @@ def _values(full: int, step: int) -> list[int]:
 
 def _head_counts(teacher: ModelConfig) -> list[tuple[int, int]]:
     """(heads, kv_heads): whole groups cut, or, where that may be, key/value heads merged with all query heads kept."""
-    full = Cut.of(teacher)
+    full = Shape.of(teacher)
     per_group = full.heads // full.kv_heads
     counts = {(kv * per_group, kv) for kv in _values(full.kv_heads, 1)}
     if can_merge_kv_heads(teacher):

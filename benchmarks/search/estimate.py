@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.search.cut import Cut
+from compress.pruning.shapes import Shape
 
 Vector = npt.NDArray[np.float64]
 
@@ -39,7 +39,7 @@ _SURE_90_PERCENT = 1.645
 class Recovered:
     """A cut that was recovered: the rise of bits per byte over the teacher, in percent, before any rounding."""
 
-    shape: Cut
+    shape: Shape
     tokens: int
     loss_percent: float
 
@@ -47,7 +47,7 @@ class Recovered:
 class ShapeLosses:
     """Estimated losses of shapes, after a recovery on `tokens`."""
 
-    def __init__(self, full: Cut, tokens: int, seen: Sequence[Recovered] = ()) -> None:
+    def __init__(self, full: Shape, tokens: int, seen: Sequence[Recovered] = ()) -> None:
         """Learn from what was seen.
 
         Args:
@@ -56,7 +56,7 @@ class ShapeLosses:
             seen: other recoveries of the same teacher; the teacher itself says nothing and is left out.
         """
         self._full, self._tokens = full, tokens
-        self._known: dict[Cut, float] = {}
+        self._known: dict[Shape, float] = {}
         self._parameters, self._covariance = _MEANS, np.diag(_SPREADS**2)
         cuts = [one for one in seen if one.shape != full]
         if cuts:
@@ -64,7 +64,7 @@ class ShapeLosses:
             noise = np.hypot(_RUN_SPREAD, _SCORE_NOISE_PERCENT / losses)
             self._learn([(one.shape, one.tokens) for one in cuts], np.log(losses), noise)
 
-    def percent(self, shape: Cut) -> float:
+    def percent(self, shape: Shape) -> float:
         """Expected rise of bits per byte over the teacher; 0 for the teacher's own shape."""
         if shape == self._full:
             return 0.0
@@ -72,7 +72,7 @@ class ShapeLosses:
             self._known[shape] = math.exp(self._log_loss(self._parameters, shape, self._tokens)[0])
         return self._known[shape]
 
-    def factor(self, shape: Cut) -> float:
+    def factor(self, shape: Shape) -> float:
         """How far off an estimate may be, either way, with 90% probability; 1 for the teacher's own shape."""
         if shape == self._full:
             return 1.0
@@ -84,7 +84,7 @@ class ShapeLosses:
         """What is left of a loss after `tokens` when recovery goes on to the end, as a share."""
         return min(1.0, math.pow(self._tokens / tokens, -max(0.0, float(self._parameters[2]))))
 
-    def _learn(self, cuts: Sequence[tuple[Cut, int]], wanted: Vector, noise: Vector) -> None:
+    def _learn(self, cuts: Sequence[tuple[Shape, int]], wanted: Vector, noise: Vector) -> None:
         """Gauss-Newton with halved steps on the sum of squared residuals, the prior's included."""
 
         def objective(parameters: Vector) -> float:
@@ -107,7 +107,7 @@ class ShapeLosses:
             best, least = best + step, value
         self._parameters = best
 
-    def _log_loss(self, parameters: Vector, shape: Cut, tokens: int) -> tuple[float, Vector]:
+    def _log_loss(self, parameters: Vector, shape: Shape, tokens: int) -> tuple[float, Vector]:
         """ln of the loss, and its derivatives by the parameters."""
         log_scale, power, decay = parameters[:3]
         kept = _kept_shares(self._full, shape)
@@ -123,7 +123,7 @@ class ShapeLosses:
         return float(log_scale + math.log(total) - decay * run), slope
 
 
-def _kept_shares(full: Cut, shape: Cut) -> dict[str, float]:
+def _kept_shares(full: Shape, shape: Shape) -> dict[str, float]:
     """Of each dimension. Query heads that are cut take their key/value heads along; merged ones count on their own."""
     kept, whole = asdict(shape), asdict(full)
     shares = {name: kept[name] / whole[name] if whole[name] else 1.0 for name in _NAMES}
@@ -131,12 +131,12 @@ def _kept_shares(full: Cut, shape: Cut) -> dict[str, float]:
     return shares
 
 
-def cut_dimensions(full: Cut, shape: Cut) -> set[str]:
+def cut_dimensions(full: Shape, shape: Shape) -> set[str]:
     """The dimensions that a shape has less of."""
     return {name for name, share in _kept_shares(full, shape).items() if share < 1}
 
 
-def probe_shapes(full: Cut, shapes: Sequence[Cut]) -> list[Cut]:
+def probe_shapes(full: Shape, shapes: Sequence[Shape]) -> list[Shape]:
     """Cuts of one dimension each, to two thirds or as near as there is one: what recovering them costs is the most
     that a few short trainings can tell about all others.
 
@@ -144,7 +144,7 @@ def probe_shapes(full: Cut, shapes: Sequence[Cut]) -> list[Cut]:
         full: the teacher's shape.
         shapes: those to choose from.
     """
-    nearest: dict[str, tuple[float, Cut]] = {}
+    nearest: dict[str, tuple[float, Shape]] = {}
     for shape in shapes:
         cut = cut_dimensions(full, shape)
         if len(cut) == 1 and cut != {"kv_heads"}:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.candidates import Estimates
-from benchmarks.search.cut import Cut
 from benchmarks.search.estimate import ShapeLosses
 from benchmarks.search.formats import FINEST, FINEST_SMALL_HEAD, format_losses, usual_loss, weight_formats
 from benchmarks.search.trials import Trials
+from compress.pruning.shapes import Shape
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import ModelConfig
 
-_ROW_STEP = 32  # `prune-vocabulary` keeps multiples of this
+_ROW_STEP = 32  # `prune --vocab-size` keeps multiples of this
 _USUAL_VOCABULARY_WEIGHT = 40.0  # percent at ln(kept share) = 1; right after the cut a quarter fewer cost 9%
 _LEFT_BY_TUNING = 0.4  # of the loss right after the cut, until a fine-tuned one was measured
 
@@ -29,7 +29,7 @@ def usual_estimates(teacher: ModelConfig, tokens: int, vocabularies: Sequence[in
     """
     rounding = {each: usual_loss(each) for each in weight_formats(teacher, zero_points=False)}
     costs = {size: _USUAL_VOCABULARY_WEIGHT * (1 - size / teacher.vocab_size) ** 2 for size in vocabularies}
-    shapes = ShapeLosses(Cut.of(teacher), tokens)
+    shapes = ShapeLosses(Shape.of(teacher), tokens)
     return Estimates(shapes, format_losses(teacher, rounding), {teacher.vocab_size: 0.0, **costs})
 
 
@@ -65,7 +65,7 @@ def measured_estimates(
             vocabularies[size] = _vocabulary_loss(trials, size)
         except (ArtifactError, UsageError) as error:
             log(f"a vocabulary of {size:,} tokens is left out: {error}")
-    return Estimates(ShapeLosses(Cut.of(teacher), tokens), format_losses(teacher, rounding), vocabularies)
+    return Estimates(ShapeLosses(Shape.of(teacher), tokens), format_losses(teacher, rounding), vocabularies)
 
 
 def suggested_vocabularies(teacher: ModelConfig) -> list[int]:

@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 
 from benchmarks.search.candidates import Candidate, grid_shapes, nearest_miss
-from benchmarks.search.cut import Cut
 from benchmarks.search.estimate import Recovered, cut_dimensions, probe_shapes
 from benchmarks.search.formats import LOSSLESS_PERCENT
 from benchmarks.search.search import FRONT, Search, Tried, nothing_fits
 from benchmarks.search.stages import Effort
 from benchmarks.search.trials import Trials
+from compress.pruning.shapes import Shape
 from sportsllm.console import log
 from sportsllm.errors import GateError
 
@@ -32,13 +32,13 @@ _RIVAL_FACTOR = 1.5  # of the best one's loss; what is expected to lose more is 
 
 def fits_whole(search: Search) -> bool:
     """Whether the whole teacher fits in a format that is as good as float32: nothing can be better."""
-    whole = [one for one in search.inside() if one.shape == Cut.of(search.teacher)]
+    whole = [one for one in search.inside() if one.shape == Shape.of(search.teacher)]
     return any(one.loss_percent <= LOSSLESS_PERCENT for one in whole)
 
 
 def probe_cuts(search: Search, trials: Trials, effort: Effort, time_left: Callable[[], float]) -> None:
     """Recover a cut of each dimension that the front-runners cut, and learn what cuts cost."""
-    full = Cut.of(search.teacher)
+    full = Shape.of(search.teacher)
     wanted = {name for one in search.front(FRONT) for name in cut_dimensions(full, one.shape)}
     probes = [
         one for one in probe_shapes(full, list(grid_shapes(search.teacher))) if cut_dimensions(full, one) <= wanted
@@ -123,7 +123,7 @@ def _try(search: Search, trials: Trials, candidate: Candidate, tokens: int, long
     if candidate.vocab_size != search.teacher.vocab_size:
         tuned = trials.vocabulary_loss(candidate.vocab_size, tuned=True)
         search.learn_vocabulary(candidate.vocab_size, tuned)
-    if candidate.shape != Cut.of(search.teacher):
+    if candidate.shape != Shape.of(search.teacher):
         cut = max(0.0, recovered - search.estimates.vocabularies[candidate.vocab_size])
         search.learn([Recovered(candidate.shape, tokens, cut)])
     log(f"{candidate.name}: {rounded:+.1f}% after {tokens:,} tokens, expected {search.expected(candidate):+.1f}%")

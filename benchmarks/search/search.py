@@ -22,10 +22,10 @@ from benchmarks.search.candidates import (
     ranked,
     widened,
 )
-from benchmarks.search.cut import Cut
 from benchmarks.search.estimate import Recovered, ShapeLosses
 from benchmarks.search.formats import runs_on_gpu
 from benchmarks.search.stages import Target
+from compress.pruning.shapes import Shape
 from sportsllm.errors import GateError
 from sportsllm.models.config import ModelConfig
 
@@ -104,7 +104,7 @@ class Search:
         The best of each kind with the widest FFN that fits, between the values of the grid, are among them.
         """
         self.seen += recovered
-        shapes = ShapeLosses(Cut.of(self.teacher), self.tokens, self.seen)
+        shapes = ShapeLosses(Shape.of(self.teacher), self.tokens, self.seen)
         self.estimates = replace(self.estimates, shapes=shapes)
         loss = self.estimates.loss_percent
         self.found = ranked(
@@ -134,7 +134,7 @@ class Search:
 
     def kind(self, candidate: Candidate) -> tuple[Any, ...]:
         """Depth, hidden size, experts, whether anything is cut, vocabulary, bits: those alike in these are rivals."""
-        shape, whole = candidate.shape, candidate.shape == Cut.of(self.teacher)
+        shape, whole = candidate.shape, candidate.shape == Shape.of(self.teacher)
         return shape.layers, shape.hidden, shape.experts, whole, candidate.vocab_size, candidate.format.layer_format
 
     def expected(self, candidate: Candidate) -> float:
@@ -144,7 +144,7 @@ class Search:
             return candidate.loss_percent
         fixed = self.estimates.vocabularies[candidate.vocab_size]
         cut = max(0.0, tried.recovered - fixed)
-        left = cut * self.estimates.shapes.grown(tried.tokens) if candidate.shape != Cut.of(self.teacher) else cut
+        left = cut * self.estimates.shapes.grown(tried.tokens) if candidate.shape != Shape.of(self.teacher) else cut
         return fixed + left + tried.rounded - tried.recovered
 
     def error_factor(self, candidate: Candidate) -> float:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.predict.model_size import ModelFormat
-from benchmarks.search.cut import Cut
+from benchmarks.search.cut import prune_options
+from compress.pruning.shapes import Shape
 from sportsllm.console import log
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.formats.manifest import manifest_of
+from sportsllm.settings import STEPS, TRAINING
 
 _SEQUENCE = 512
 _SHARE_OF_TEACHER = 0.05
@@ -111,23 +113,23 @@ def vocabulary_stages(
         "out": cut,
         "calibration": list(source.calibration),
         "vocab_size": vocab_size,
-        **({"text": list(source.valid)} if source.valid else {}),  # which the tokens are not counted in
+        **source.held_out(),  # which the tokens are not counted in
     }
     return [("prune", prune), ("train", {"init": cut, "out": tuned, "tokens": tokens, **source.training()})]
 
 
-def prune_settings(
-    source: Source, shape: Cut, teacher: Path, out: Path, tokens: int, samples: int | None = None
-) -> dict[str, Any]:
-    """Flags of `prune` that make a shape."""
+def prune_settings(source: Source, shape: Shape, teacher: Path, out: Path, tokens: int, **rare: Any) -> dict[str, Any]:
+    """Arguments of `prune` that make a shape; `rare` are settings."""
+    training = source.training()
+    rare |= {name: training.pop(name) for name in (*STEPS, *TRAINING) if name in training}
     return {
         "checkpoint": teacher,
         "out": out,
         "calibration": list(source.calibration),
-        **shape.flags(load_config(source.teacher)),
-        "samples": samples,
+        **prune_options(shape, load_config(source.teacher)),
         "recover": tokens,
-        **source.training(),
+        **training,
+        **({"settings": rare} if rare else {}),
     }
 
 

@@ -9,8 +9,8 @@ from benchmarks.devices.limits import misses
 from benchmarks.labels import LIMITS
 from benchmarks.predict.latency import limit_band
 from benchmarks.search.candidates import Candidate, cut_by_limit
-from benchmarks.search.cut import Cut
 from benchmarks.search.search import Search, known
+from compress.pruning.shapes import Shape
 
 
 def summary(
@@ -61,5 +61,5 @@ def summary(
         ],
         "band": limit_band(search.device),
         "chosen": chosen.name,
-        "whole_teacher": chosen.shape == Cut.of(search.teacher),
+        "whole_teacher": chosen.shape == Shape.of(search.teacher),
     }

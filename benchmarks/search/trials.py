@@ -17,7 +17,6 @@ from benchmarks.devices.schema import Device
 from benchmarks.measure.bench import short_bench
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.candidates import Candidate, shape_name
-from benchmarks.search.cut import Cut
 from benchmarks.search.stages import (
     Source,
     export_settings,
@@ -26,6 +25,7 @@ from benchmarks.search.stages import (
     quantize_settings,
     vocabulary_stages,
 )
+from compress.pruning.shapes import Shape
 from sportsllm.commands import load_command
 from sportsllm.console import logged
 from sportsllm.files import atomic_write_text
@@ -101,7 +101,7 @@ class Trials:
         samples = min(_ROUNDING_SAMPLES, self._pieces)
         return self._loss(self._packed(self.source.teacher, weights, parent, None, samples=samples))
 
-    def recovered(self, shape: Cut, tokens: int) -> float:
+    def recovered(self, shape: Shape, tokens: int) -> float:
         """Percent that a cut of the whole vocabulary's teacher costs after `tokens` of recovery."""
         return self._loss(self._student(shape, self._config.vocab_size, tokens))
 
@@ -153,16 +153,17 @@ class Trials:
     def _loss(self, directory: Path) -> float:
         return 100 * (self.bits_per_byte(directory) / self.bits_per_byte(self.source.teacher) - 1)
 
-    def _student(self, shape: Cut, vocab_size: int, tokens: int) -> Path:
+    def _student(self, shape: Shape, vocab_size: int, tokens: int) -> Path:
         """The cut teacher, recovered; the teacher itself where nothing is cut."""
         teacher = self.teacher_with(vocab_size)
-        if shape == Cut.of(self._config):
+        if shape == Shape.of(self._config):
             return teacher
         out = self.directory / "recovered" / f"{shape_name(shape, vocab_size)}-{tokens}"
-        settings = prune_settings(self.source, shape, teacher, out, tokens, min(_BRIEF_SAMPLES, self._pieces))
-        experts_alone = shape == replace(Cut.of(self._config), experts=shape.experts)  # needs no scores
+        samples = min(_BRIEF_SAMPLES, self._pieces)
+        experts_alone = shape == replace(Shape.of(self._config), experts=shape.experts)  # needs no scores
         first = out if experts_alone else self._scores.setdefault((teacher, shape.experts), out)  # later cuts read them
-        self._run("prune", settings | ({} if first == out else {"scores": first}))
+        known = {} if first == out else {"scores": first}
+        self._run("prune", prune_settings(self.source, shape, teacher, out, tokens, samples=samples, **known))
         return out
 
     def _packed(

@@ -9,7 +9,6 @@ from typing import Any
 import tomli_w
 
 from benchmarks.search.candidates import Candidate
-from benchmarks.search.cut import Cut
 from benchmarks.search.stages import (
     Effort,
     Source,
@@ -20,6 +19,7 @@ from benchmarks.search.stages import (
     quantize_settings,
     vocabulary_stages,
 )
+from compress.pruning.shapes import Shape
 from sportsllm.files import atomic_write_text
 from sportsllm.formats.huggingface.config import load_config
 
@@ -53,7 +53,7 @@ def _stages(
         commands = vocabulary_stages(source, cut, tuned, candidate.vocab_size, effort.search_tokens)
         stages += [(path.name, *command) for path, command in zip((cut, tuned), commands, strict=True)]
         made = tuned
-    if candidate.shape != Cut.of(teacher):
+    if candidate.shape != Shape.of(teacher):
         settings = prune_settings(source, candidate.shape, made, out / "student", effort.tokens)
         stages.append(("student", "prune", settings))
         made = out / "student"
@@ -87,4 +87,4 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
             else value
         )
 
-    return {key: plain(value) for key, value in settings.items() if value is not None}
+    return {"set" if key == "settings" else key: plain(value) for key, value in settings.items() if value is not None}

@@ -43,20 +43,9 @@ class TeacherFlags(FlagGroup):
 
     def config(self, start: Start, teacher: Path) -> DistillationConfig:
         """What a student learns that starts from `start`; the teacher's manifest says how much that has read."""
-        from compress.distillation.settings import (
-            DistillationConfig,
-            default_hidden_weight,
-            default_kl_weight,
-            parse_kl_weight,
-        )
-        from sportsllm.text.provenance import tokens_per_parameter
+        from compress.distillation.settings import distillation_config
 
-        given = self.given()
-        weight, read = given.pop("kl_weight", None), tokens_per_parameter(teacher)
-        # A recipe may give a number.
-        share = default_kl_weight(start, read) if weight is None else parse_kl_weight(str(weight))
-        given.setdefault("hidden_weight", default_hidden_weight(start, share, self.signals, read))
-        return DistillationConfig(kl_weight=share, **given)
+        return distillation_config(start, teacher, self.given())
 
 
 @dataclass(frozen=True)
@@ -140,7 +129,7 @@ class SelectionFlags(FlagGroup):
     def applied_to(self, start: StudentStart) -> StudentStart:
         """The start of a student that selects tokens, if that is asked for."""
         from compress.distillation.selection import selecting
-        from compress.pruning.index_start import start_index
+        from compress.pruning.indexer import start_index
 
         if self.select_tokens is None:
             check_not_given("--select-tokens", self)

@@ -1,6 +1,6 @@
 """A model that attends to selected tokens only, made of one that attends to all; its indexer learns first.
 
-It starts from the model's own queries and keys (`compress.pruning.index_start`). Then, as DeepSeek-V3.2 does it
+It starts from the model's own queries and keys (`compress.pruning.indexer`). Then, as DeepSeek-V3.2 does it
 (https://arxiv.org/abs/2512.02556), the indexer learns the distribution of full attention, while all other weights stay;
 then the whole model trains with the selection on, and the indexer with it, each by its own loss.
 """

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
+from sportsllm.text.provenance import tokens_per_parameter
 from sportsllm.training.settings import Start
 
 DIVERGENCES: dict[str, float | None] = {
@@ -92,6 +93,18 @@ def default_hidden_weight(
     taught = signals is None and (kl_weight.start > 0.0 or kl_weight.end > 0.0)
     barely = tokens_per_parameter is not None and tokens_per_parameter < _TRAINED
     return HIDDEN_WEIGHT if start is Start.PRUNED and taught and not barely else 0.0
+
+
+def distillation_config(start: Start, teacher: Path, given: Mapping[str, Any]) -> DistillationConfig:
+    """What a student learns that starts from `start`, by the options that were given, None for those that were not.
+
+    The teacher's manifest says how much text it has read, which decides the defaults.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    weight, read, signals = given.pop("kl_weight", None), tokens_per_parameter(teacher), given.get("signals")
+    share = default_kl_weight(start, read) if weight is None else parse_kl_weight(str(weight))
+    given.setdefault("hidden_weight", default_hidden_weight(start, share, signals, read))
+    return DistillationConfig(kl_weight=share, **given)
 
 
 def divergence_share(kind: str, mix: float | None) -> float:

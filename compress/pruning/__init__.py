@@ -1,6 +1,6 @@
-"""Pruning of width, depth, key/value heads and vocabulary.
+"""Pruning of width, depth, heads, experts, key/value cache and vocabulary.
 
-A cut goes through `shapes` (what is left), `scores` and `output_selection` (what matters), `kept_units` (what stays),
-`slicing` and `refit`; `run` and `vocabulary_run` make a checkpoint, `search` tries shapes, `plan` starts from flags.
-Imports `compress.distillation` for the recovery after the cut.
+A cut goes through `shapes` (what is left), `scores` (what matters), `units` (what stays) and `refit`; `heads`,
+`experts`, `latent` and `hidden` make what is no choice among units. `cut` puts them together in memory, `search` finds
+a shape for a size, and `compress.prune` is the verb.
 """

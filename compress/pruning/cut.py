@@ -1,43 +1,88 @@
-"""Cut any smaller model of the same kind out of a full one: where a student of a given shape starts from."""
+"""The whole cut of a model in memory: `prune` cuts to a shape, `distill` cuts a student's config out of its teacher."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from compress.pruning.expert_neurons import dense_config, dense_model
-from compress.pruning.run import PruneConfig, PrunedModel, cut_model, measure_scores
+from compress.pruning.experts import dense_config, dense_model
+from compress.pruning.heads import heads_change, reduce_heads
+from compress.pruning.hidden import rotate
+from compress.pruning.refit import refit_layers
+from compress.pruning.scores import IMPORTANCES, Scores, measure_scores
 from compress.pruning.shapes import Shape
+from compress.pruning.units import LayerRun, choose_units, kept_layers, slice_model
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.shape import DIMENSIONS
 
-# Fields that decide which tensors there are, or what a token is; the cut cannot change them.
+SAMPLE_LENGTH = 512
+"""Tokens of a calibration sample."""
+# Fields that decide which tensors there are, or what a token is; a cut cannot change them.
 _SAME = (
-    "vocab_size",
-    "attention_kind",
-    "mlp_kind",
-    "qk_norm",
-    "attention_bias",
-    "attention_output_bias",
-    "mlp_bias",
-    "attention_scale",
-    "embedding_scale",
-    "norm_kind",
-    "output_norms",
-    "position_kind",
-    "rope_local_theta",
-    "sliding_window",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "v_head_dim",
-    "experts",
-    "dense_layers",
+    "vocab_size", "attention_kind", "mlp_kind", "qk_norm", "attention_bias", "attention_output_bias", "mlp_bias",
+    "attention_scale", "embedding_scale", "norm_kind", "output_norms", "position_kind", "rope_local_theta",
+    "sliding_window", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "experts", "dense_layers",
     "selection",
-)
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PruneConfig:
+    """How units are chosen (`importance`, one of `IMPORTANCES`), and whether the kept weights are refitted.
+
+    `samples` is the number of calibration samples: None takes up to 256, fewer for a large model.
+    """
+
+    importance: str = "output"
+    refit: bool = True
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.importance not in IMPORTANCES:
+            raise UsageError(f"--importance {self.importance!r} is not known; use one of {', '.join(IMPORTANCES)}")
+
+
+class PrunedModel(NamedTuple):
+    """A smaller model, the layers that were kept, and the runs of layers that were left out on trial."""
+
+    model: SportsLLM
+    layers: list[int]
+    tried: list[LayerRun]
+
+
+def prune_model(
+    model: SportsLLM, scores: Scores, smaller: ModelConfig, samples: Sequence[Tensor], refit: bool = True
+) -> PrunedModel:
+    """Cut a model to a possible config: choose layers and units, make heads, rotate, slice, refit.
+
+    Args:
+        model: float32, never changed.
+        scores: of its units.
+        smaller: see `Shape.applied_to`.
+        samples: calibration token ids, (B, T) each.
+        refit: whether the kept weights are fitted to the full model.
+    """
+    layers, tried = kept_layers(model, scores, smaller.num_hidden_layers, samples)
+    reduced = model
+    if heads_change(model.config, smaller):
+        reduced = reduce_heads(model, smaller, scores, samples)
+        every = [torch.ones(smaller.num_attention_heads)] * model.config.num_hidden_layers
+        scores = dataclasses.replace(scores, units={**scores.units, "query_head": every})
+    kept = choose_units(reduced.config, scores, smaller, layers)
+    hidden, into, source = smaller.hidden_size, None, reduced
+    if hidden < model.config.hidden_size:
+        into, source = scores.directions.into(hidden), rotate(reduced, scores.directions, hidden)
+    pruned = slice_model(source, kept)
+    if refit:
+        refit_layers(pruned, model, kept, samples, reduced, into)
+    return PrunedModel(pruned, layers, tried)
 
 
 def cut_to_config(
@@ -45,29 +90,29 @@ def cut_to_config(
 ) -> PrunedModel:
     """The most important part of a full model that has a student's config, refitted to the full model.
 
-    A mixture whose student has no experts is made dense first, see `compress.pruning.expert_neurons`. Layers, hidden
-    channels, neurons and heads are chosen as `prune` chooses them; heads of another size or with another rotary table
-    are made as `compress.pruning.heads` says; the context may be shorter, and a tied head may get untied.
+    If the student of a mixture has no experts, the mixture is made dense first, see `compress.pruning.experts`. Heads
+    of another size or with another rotary table are made as `compress.pruning.heads` says. The context may be shorter,
+    and a tied head may get untied.
 
     Args:
         model: the full model, float32, never changed.
         config: the student's, with the same tokenizer.
         prune_config: how units are chosen, and whether they are refitted.
-        samples: calibration token ids, (B, T) each; what lies past the student's context is not read.
+        samples: calibration token ids, (B, T) each, used up to the student's context.
 
     Raises:
         UsageError: a dimension that grows or cannot be cut, by name.
     """
     check_cut(model.config, config)
-    pieces = [tokens[:, : config.max_position_embeddings] for tokens in samples]
+    samples = [tokens[:, : config.max_position_embeddings] for tokens in samples]
     if model.config.experts is not None and config.experts is None:
-        model = dense_model(model, config.intermediate_size, pieces)
-    scores = measure_scores(model, prune_config, pieces)
-    return cut_model(model, scores, config, prune_config, pieces)
+        model = dense_model(model, config.intermediate_size, samples)
+    scores = measure_scores(model, samples, prune_config.importance)
+    return prune_model(model, scores, config, samples, prune_config.refit)
 
 
 def check_cut(full: ModelConfig, smaller: ModelConfig) -> None:
-    """UsageError, naming the first field in the way, where `smaller` cannot be cut out of a full model."""
+    """UsageError, naming the first field in the way, if `smaller` cannot be cut out of a full model."""
     if full.experts is not None and smaller.experts is None:
         full = dense_config(full, smaller.intermediate_size)
     for name in _SAME:
@@ -75,7 +120,7 @@ def check_cut(full: ModelConfig, smaller: ModelConfig) -> None:
         if ours != theirs:
             raise UsageError(f"{name} is {theirs}, the full model's is {ours}; a cut keeps it")
     if smaller.tie_word_embeddings and not full.tie_word_embeddings:
-        raise UsageError("tie_word_embeddings is true; the full model has a head of its own, which a cut cannot tie")
+        raise UsageError("tie_word_embeddings is true; the full model has an untied head, which a cut cannot tie")
     for name in (*DIMENSIONS.values(), "max_position_embeddings", "dense_intermediate_size"):
         ours, theirs = getattr(full, name) or 0, getattr(smaller, name) or 0
         if theirs > ours:

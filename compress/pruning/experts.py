@@ -1,53 +1,91 @@
-"""Fewer experts: alike ones become one, or only the strongest stay; then the rest is fitted to the whole mixture.
+"""Experts: the strongest of a mixture kept and fitted to the whole one, or all their neurons joined to a dense model.
 
-    merge   Experts whose outputs for the calibration tokens x differ least are joined, two groups at a time, none to
-            more than its even share of experts, since every group keeps the neurons of one. With use
-            u_e = sum over x of w_e^2 (w_e the router's weights) and outputs f_e, joining groups A and B costs, by
-            Ward's rule, u_A u_B / (u_A + u_B) * sum over x of |mean_A f - mean_B f|^2, means weighted by use.
-            Clustering by outputs is HC-SMoE's (https://arxiv.org/abs/2410.08589), the weighting by use M-SMoE's
-            (https://arxiv.org/abs/2310.01334). A group's neurons are chosen out of its members'
-            (`compress.pruning.expert_neurons`), and its router's row is fitted to the logarithm of the sum of the
-            members' scores; where scores are independent (`sigmoid`), to the member's logit that would be chosen.
-    use     Those stay whose energy, sum over the tokens sent to e of |w_e f_e(x)|^2, is highest: what leaves the
-            residual stream with the expert, apart from what the others make of its tokens (NAEE and REAP,
-            https://arxiv.org/abs/2402.14800, https://arxiv.org/abs/2510.13999).
+    fewer   Those experts stay whose energy, sum over the tokens sent to e of |w_e f_e(x)|^2, is highest: what leaves
+            the residual stream with the expert (NAEE and REAP, https://arxiv.org/abs/2402.14800,
+            https://arxiv.org/abs/2510.13999). Every layer keeps the same number. Then each down_proj is fitted to what
+            the other experts leave of the full mixture's output.
+    dense   Experts that read the same tokens, side by side, are one wide expert. Of its neurons those stay that explain
+            the outputs best after a least-squares fit (`compress.pruning.scores.pick_order`). With the neurons' values
+            a and the mixture's outputs y
 
-Every layer keeps the same number; recovery is the caller's.
-Shape suffixes: X tokens, D hidden_size, K experts of a token, N experts, G groups.
+                B = argmin sum over tokens |y - B a|^2  then the neurons S that B a is best explained by, and B_S again
+
+Shape suffixes: X tokens, D hidden_size, K experts of a token, N experts, M neurons of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from compress.least_squares import RIDGE, LeastSquares
-from compress.pruning.expert_neurons import FeedForwards, feed_forwards, fit_experts, joined_neurons, parts_of
-from compress.pruning.kept_units import top_indices
-from sportsllm.console import log
+from compress.layerwise import LayerStates, after_sublayer, blocks_of
+from compress.least_squares import LeastSquares
+from compress.pruning.scores import pick_order
+from compress.pruning.units import top_indices
+from sportsllm.console import log, progress_bar
+from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.experts import MixtureOfExperts, route, run_expert
-from sportsllm.models.feed_forward_kinds import ROUTER, routed_names, unused_line
+from sportsllm.models.experts import MixtureOfExperts, expert_neurons, route, run_expert
+from sportsllm.models.feed_forward_kinds import ROUTER, SHARED, expert_names, routed_names, unused_line
+from sportsllm.models.kinds import NORMS
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.layers import GatedMLP, PlainMLP
 
-_COMPARED, _AT_ONCE = 4_096, 256  # tokens whose outputs are compared, and held at once
-_LEAST_USE = 1e-6  # of all, so that experts that nobody chose can be joined
+_PASSES = 2  # over all experts, each fitted to what the others leave
+_AT_ONCE = 4_096  # tokens whose neurons are in memory at once
+_ATTENTION, _FEED_FORWARD = NORMS
+
+
+class FeedForwards(NamedTuple):
+    """The feed-forward of one layer in the full and in the changed model.
+
+    `full_XD` and `changed_XD` are their inputs over all calibration text; `target_XD` is what the changed one should
+    add for its residual stream to become the full model's.
+    """
+
+    full: nn.Module
+    changed: nn.Module
+    full_XD: Tensor
+    changed_XD: Tensor
+    target_XD: Tensor
+
+
+def feed_forwards(model: SportsLLM, changed: SportsLLM, samples: Sequence[Tensor]) -> Iterator[FeedForwards]:
+    """Layer by layer the feed-forwards of two models that differ in nothing else.
+
+    The changed one must have its weights when the next is asked for.
+    """
+    full_BTD = [model.embedded(tokens) for tokens in samples]
+    changed_BTD = list(full_BTD)
+    norm = NORMS[_FEED_FORWARD]
+    with progress_bar("experts", len(model.model.layers)) as bar:
+        for source, block in zip(blocks_of(model), blocks_of(changed), strict=True):
+            between_BTD, following = LayerStates.of(source, full_BTD, model.rope)
+            changed_BTD = after_sublayer(block, _ATTENTION, changed_BTD, model.rope)
+            full_XD = torch.cat([source.get_submodule(norm)(x).flatten(0, 1) for x in between_BTD])
+            changed_XD = torch.cat([block.get_submodule(norm)(x).flatten(0, 1) for x in changed_BTD])
+            full, own = source.get_submodule(_FEED_FORWARD), block.get_submodule(_FEED_FORWARD)
+            if model.config.output_norms:  # a norm follows: the sublayer's own output is wanted
+                target = full(full_XD[None])[0]
+            else:
+                ends = zip(following, changed_BTD, strict=True)
+                target = torch.cat([(after - before).flatten(0, 1) for after, before in ends])
+            yield FeedForwards(full, own, full_XD, changed_XD, target)
+            full_BTD, changed_BTD = following, after_sublayer(block, _FEED_FORWARD, changed_BTD, model.rope)
+            bar.advance()
 
 
 @torch.no_grad()
-def reduce_experts(
-    model: SportsLLM, smaller: ModelConfig, samples: Sequence[Tensor], by: str, refit: bool = True
-) -> SportsLLM:
+def reduce_experts(model: SportsLLM, smaller: ModelConfig, samples: Sequence[Tensor], refit: bool = True) -> SportsLLM:
     """A float32 model with the experts of `smaller`, which comes from `fewer_experts`.
 
     Args:
         model: never changed.
         smaller: how many experts there will be.
         samples: calibration token ids, (B, T) each.
-        by: one of `EXPERTS_BY`.
         refit: whether what is left is fitted to what the whole mixture makes.
     """
     reduced = SportsLLM(smaller).eval()
@@ -56,114 +94,145 @@ def reduce_experts(
     reduced.load_state_dict({**state, **same})
     unused: dict[int, list[int]] = {}
     for number, layer in enumerate(feed_forwards(model, reduced, samples)):
-        if not isinstance(layer.full, MixtureOfExperts):
+        full, changed = layer.full, layer.changed
+        if not isinstance(full, MixtureOfExperts) or not isinstance(changed, MixtureOfExperts):
             continue
-        unused[number] = _unused(layer.full, layer.full_XD)
-        count = smaller.chosen_experts.count
-        groups = alike_groups(layer.full, layer.full_XD, count) if by == "merge" else None
-        if groups is None:
-            groups = [[number] for number in top_indices(expert_energy(layer.full, layer.full_XD), count).tolist()]
-        _join(layer, groups)
+        _, chosen_XK, _ = route(full, layer.full_XD)
+        unused[number] = sorted(set(range(len(full.experts))) - set(chosen_XK.flatten().tolist()))
+        kept = top_indices(expert_energy(full, layer.full_XD), len(changed.experts)).tolist()
+        changed.gate.load_state_dict({name: tensor[kept] for name, tensor in full.gate.state_dict().items()})
+        for place, expert in enumerate(kept):
+            changed.experts[place].load_state_dict(full.experts[expert].state_dict())
         if refit:
-            fit_experts(layer.changed, layer.changed_XD, layer.target_XD)
+            fit_experts(changed, layer.changed_XD, layer.target_XD)
     if (line := unused_line(unused)) is not None:
         log(f"calibration text: {line}")
     return reduced
 
 
-def _unused(half: Any, x_XD: Tensor) -> list[int]:
-    """The experts that no token is sent to."""
-    _, chosen_XK, _ = route(half, x_XD)
-    return sorted(set(range(half.config.chosen_experts.count)) - set(chosen_XK.flatten().tolist()))
-
-
-def expert_energy(half: Any, x_XD: Tensor) -> Tensor:
+def expert_energy(mixture: MixtureOfExperts, x_XD: Tensor) -> Tensor:
     """The energy of each expert over the tokens that a mixture reads, (N,) float64; see the module."""
-    _, chosen_XK, weights_XK = route(half, x_XD)
+    _, chosen_XK, weights_XK = route(mixture, x_XD)
     found = []
-    for number, name in enumerate(routed_names(half.config.chosen_experts)):
+    for number, name in enumerate(routed_names(mixture.config.chosen_experts)):
         rows, place = (chosen_XK == number).nonzero(as_tuple=True)
-        output_CD = run_expert(half, name, x_XD[rows]) * weights_XK[rows, place][:, None]
-        found.append(output_CD.double().square().sum())
+        output_XD = run_expert(mixture, name, x_XD[rows]) * weights_XK[rows, place][:, None]
+        found.append(output_XD.double().square().sum())
     return torch.stack(found)
 
 
-def alike_groups(half: Any, x_XD: Tensor, count: int) -> list[list[int]]:
-    """The experts of a mixture in `count` groups of alike ones, by what they make of the tokens that it reads."""
-    experts = half.config.chosen_experts
-    use_N = _use(half, x_XD)
-    gram_NN = torch.zeros(experts.count, experts.count, dtype=torch.float64)
-    for few_XD in torch.split(x_XD[:: max(1, len(x_XD) // _COMPARED)], _AT_ONCE):
-        outputs = torch.stack([run_expert(half, name, few_XD).flatten() for name in routed_names(experts)])
-        gram_NN += outputs @ outputs.T
-    return ward_groups(gram_NN, use_N, count)
+@torch.no_grad()
+def fit_experts(mixture: MixtureOfExperts, inputs_XD: Tensor, target_XD: Tensor) -> None:
+    """Fit every expert's down_proj, in place, so that the mixture makes `target_XD` of its inputs.
 
-
-def _use(half: Any, x_XD: Tensor) -> Tensor:
-    """(N,) sum over tokens of the router's squared weight for each expert, float64."""
-    _, chosen_XK, weights_XK = route(half, x_XD)
-    use_N = torch.zeros(half.config.chosen_experts.count, dtype=torch.float64)
-    use_N.index_add_(0, chosen_XK.flatten(), weights_XK.double().square().flatten())
-    return use_N + _LEAST_USE * use_N.sum()
-
-
-def ward_groups(gram_NN: Tensor, use_N: Tensor, count: int) -> list[list[int]]:
-    """Groups of items with these products and weights, joined by Ward's rule until `count` are left.
-
-    None gets more than an even share of the items, rounded up, as long as others can be joined.
-
-    Source: https://doi.org/10.1080/01621459.1963.10500845.
+    Each expert in turn gets what the others leave, on the tokens that are sent to it, weighted as they weigh it.
     """
-    groups, most = [[number] for number in range(len(use_N))], -(-len(use_N) // count)
-    while len(groups) > count:
-        share_GN = torch.zeros(len(groups), len(use_N), dtype=torch.float64)
-        for row, group in enumerate(groups):
-            share_GN[row, group] = use_N[group] / use_N[group].sum()
-        use_G = torch.stack([use_N[group].sum() for group in groups])
-        means_GG = share_GN @ gram_NN @ share_GN.T
-        squares_G = means_GG.diagonal()
-        cost_GG = use_G[:, None] * use_G / (use_G[:, None] + use_G) * (squares_G[:, None] + squares_G - 2 * means_GG)
-        cost_GG = cost_GG.masked_fill(torch.ones_like(cost_GG).tril().bool(), torch.inf)
-        size_G = torch.tensor([len(group) for group in groups])
-        small_GG = cost_GG.masked_fill(size_G[:, None] + size_G > most, torch.inf)
-        cost_GG = small_GG if small_GG.isfinite().any() else cost_GG
-        first, second = divmod(int(cost_GG.argmin()), len(groups))
-        groups[first] = sorted(groups[first] + groups.pop(second))
-    return groups
+    experts = mixture.config.chosen_experts
+    _, chosen_XK, weights_XK = route(mixture, inputs_XD)
+    sent = [(chosen_XK == number).nonzero(as_tuple=True) for number in range(experts.count)]
+    weights = {
+        name: (rows, weights_XK[rows, place][:, None])
+        for name, (rows, place) in zip(routed_names(experts), sent, strict=True)
+    }
+    if experts.shared:
+        weights[SHARED] = torch.arange(len(inputs_XD)), torch.ones(len(inputs_XD), 1)
+    left_XD = target_XD.clone()
+
+    def chunks(name: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Rows, weights and the neurons' weighted values of some of an expert's tokens at a time."""
+        for rows, weight in zip(*(torch.split(each, _AT_ONCE) for each in weights[name]), strict=True):
+            yield rows, weight, weight * expert_neurons(mixture, name, inputs_XD[rows])
+
+    def add(name: str, sign: int) -> None:
+        """Add an expert's part to what is left, or take it out."""
+        down = _down(mixture, name)
+        for rows, weight, values in chunks(name):
+            left_XD[rows] += sign * (values @ down.weight.T)
+            if down.bias is not None:
+                left_XD[rows] += sign * weight * down.bias
+
+    for name in expert_names(experts):
+        add(name, -1)
+    for _ in range(_PASSES):
+        for name in expert_names(experts):
+            down = _down(mixture, name)
+            bias = 0.0 if down.bias is None else down.bias
+            add(name, 1)
+            sums = LeastSquares.over((values, left_XD[rows] - weight * bias) for rows, weight, values in chunks(name))
+            down.weight.data = sums.solve(down.weight)
+            add(name, -1)
 
 
-def _join(layer: FeedForwards, groups: Sequence[Sequence[int]]) -> None:
-    """Give the changed mixture an expert, and a row of its router, for each group of the full one's."""
-    full, changed = layer.full, layer.changed
-    old, new = full.get_submodule(ROUTER), changed.get_submodule(ROUTER)
-    use_N = _use(full, layer.full_XD)
-    logits_XN = layer.changed_XD @ old.weight.T
-    for number, group in enumerate(groups):
-        members = list(group)
-        share = (use_N[members] / use_N[members].sum()).float()
-        row_1D = (share @ old.weight[members])[None]
-        if len(members) > 1:
-            own = logits_XN[:, members]
-            wanted_X1 = own.logsumexp(-1, keepdim=True)
-            if full.config.chosen_experts.router == "sigmoid":
-                ranked = own.sigmoid() if old.bias is None else own.sigmoid() + old.bias[members]
-                wanted_X1 = own.gather(1, ranked.argmax(-1, keepdim=True))
-            row_1D = LeastSquares.over([(layer.changed_XD, wanted_X1)]).solve(row_1D, RIDGE)
-        new.weight[number] = row_1D[0]
-        if old.bias is not None:
-            new.bias[number] = share @ old.bias[members]
-    scores_XN, chosen_XK, _ = route(full, layer.changed_XD)
-    scores_XN = scores_XN * torch.zeros_like(scores_XN).fill_(_LEAST_USE).scatter(1, chosen_XK, 1.0)
-    _, sent_XK, _ = route(changed, layer.changed_XD)
-    for number, group in enumerate(groups):
-        names = [f"experts.{member}" for member in group]
-        if len(names) == 1:
-            parts = parts_of(full, names[0])
-        else:
-            x_CD = layer.changed_XD[(sent_XK == number).any(-1)]
-            share_CM = scores_XN[(sent_XK == number).any(-1)][:, list(group)]
-            share_CM = share_CM / share_CM.sum(-1, keepdim=True)
-            made = torch.stack([run_expert(full, name, x_CD) for name in names], dim=1)
-            wanted = (share_CM[..., None] * made).sum(1)
-            parts = joined_neurons(full, names, full.config.intermediate_size, x_CD, wanted)
-        changed.get_submodule(f"experts.{number}").load_state_dict(parts)
+def _down(mixture: MixtureOfExperts, name: str) -> nn.Linear:
+    return cast(nn.Linear, mixture.get_submodule(f"{name}.down_proj"))
+
+
+def dense_config(config: ModelConfig, width: int) -> ModelConfig:
+    """A mixture's config with dense feed-forwards of `width` neurons.
+
+    Raises:
+        UsageError: experts without a gate, or fewer neurons in a layer.
+    """
+    experts = config.chosen_experts
+    if not experts.gated:
+        raise UsageError("experts without a gate cannot be made into a dense feed-forward")
+    most = min([(experts.count + experts.shared) * config.intermediate_size, config.dense_intermediate_size or width])
+    if width > most:
+        raise UsageError(f"intermediate_size is {width}, more than the {most} neurons of a layer of the mixture")
+    changes = {"dense_layers": 0, "dense_intermediate_size": None, "intermediate_size": width}
+    return config.with_changes(mlp_kind=ModelConfig.mlp_kind, experts=None, **changes)
+
+
+@torch.no_grad()
+def dense_model(model: SportsLLM, width: int, samples: Sequence[Tensor]) -> SportsLLM:
+    """A float32 model without experts, whose feed-forwards are the best `width` neurons of all experts' of a layer.
+
+    Args:
+        model: a mixture of gated experts, never changed.
+        width: neurons of each layer, at most as many as the experts of a layer have together.
+        samples: calibration token ids, (B, T) each.
+
+    Raises:
+        UsageError: as `dense_config`.
+    """
+    dense = SportsLLM(dense_config(model.config, width)).eval()
+    same = {name: tensor for name, tensor in model.state_dict().items() if ".mlp." not in name}
+    dense.load_state_dict({**dense.state_dict(), **same})
+    for layer in feed_forwards(model, dense, samples):
+        experts: list[nn.Module] = [layer.full]
+        if isinstance(layer.full, MixtureOfExperts):
+            experts = [layer.full.get_submodule(name) for name in expert_names(model.config.chosen_experts)]
+        layer.changed.load_state_dict(joined_neurons(experts, width, layer.changed_XD, layer.target_XD))
+    return dense
+
+
+def joined_neurons(
+    experts: Sequence[nn.Module], count: int, inputs_XD: Tensor, outputs_XD: Tensor
+) -> dict[str, Tensor]:
+    """The state of one feed-forward of `count` neurons out of those of several.
+
+    Args:
+        experts: the feed-forwards.
+        count: at most the number of their neurons.
+        inputs_XD, outputs_XD: what the new feed-forward reads, and what it should make of it.
+    """
+    found = [expert.state_dict() for expert in experts]
+    whole = {key: torch.cat([parts[key] for parts in found]) for key in found[0] if not key.startswith("down_proj")}
+    down_DM = torch.cat([parts["down_proj.weight"] for parts in found], dim=1)
+    sums = LeastSquares.over(
+        (torch.cat([_neurons(expert, x) for expert in experts], dim=-1), y)
+        for x, y in zip(torch.split(inputs_XD, _AT_ONCE), torch.split(outputs_XD, _AT_ONCE), strict=True)
+    )
+    down_DM = sums.solve(torch.zeros_like(down_DM))
+    kept = torch.arange(count) if not sums.gram_II.any() else top_indices(pick_order(sums.gram_II, down_DM, 1), count)
+    own = LeastSquares(sums.gram_II[kept][:, kept], sums.cross_OI[:, kept])
+    joined = {key: tensor[kept] for key, tensor in whole.items()}
+    joined["down_proj.weight"] = own.solve(down_DM[:, kept])
+    if "down_proj.bias" in found[0]:
+        joined["down_proj.bias"] = torch.zeros(len(down_DM))  # the neurons make it up
+    return joined
+
+
+def _neurons(expert: nn.Module, x_XD: Tensor) -> Tensor:
+    assert isinstance(expert, GatedMLP | PlainMLP), "an expert is a feed-forward"
+    return expert.neurons(x_XD)

@@ -1,8 +1,8 @@
-"""Smaller attention: fewer query heads, key/value heads merged, heads of fewer channels, another rotary table.
+"""Heads: fewer query heads, key/value heads merged, heads of fewer channels, another rotary table.
 
 A new key/value head c is read by query heads that are kept from the full model, and stands for the old key/value heads
-i that these read. It is the one that the old ones are best linear functions of, over calibration text; q_proj and
-o_proj are rewritten so that the kept query heads read it:
+i that these read. Over calibration text the old heads are best linear functions of c. q_proj and o_proj are rewritten
+so that the kept query heads read it:
 
     keys    a map that commutes with the rotary embedding turns and scales rotary pairs, one complex number each. Pair r
             of the new head stands for the old pairs p whose frequency is nearest to its own. With
@@ -12,23 +12,23 @@ o_proj are rewritten so that the kept query heads read it:
     values  with M_i = sum over its kept query heads of O_h^T O_h (what o_proj reads), the leading principal directions
             P of the stacked M_i^(1/2) v_i: shared = P^T stacked, and o_proj reads v_i ~ M_i^(-1/2) P_i shared.
 
-Where heads are normalised (q/k norms), which does not commute with such maps, a new pair is one old pair, the same for
-all heads of a layer, and heads are not merged.
+If heads are normalised (q/k norms), which does not commute with such maps, a new pair is one old pair, the same for all
+heads of a layer, and heads are not merged.
 Shape suffixes: E head_dim, P rotary pairs (E / 2), D hidden_size, U pairs that one new pair stands for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from compress.layerwise import second_moment, summed
-from compress.pruning.kept_units import choose_in_layer, top_indices
+from compress.layerwise import blocks_of, run_layer, second_moment, summed
 from compress.pruning.scores import Scores
+from compress.pruning.units import choose_in_layer, top_indices
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import inverse_frequencies
@@ -39,17 +39,18 @@ _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta"
 
 
 def heads_change(full: ModelConfig, smaller: ModelConfig) -> bool:
-    """Whether heads of a cut model are others than a choice among the full model's heads."""
-    more_to_one = smaller.num_attention_heads * full.num_key_value_heads
-    merged = more_to_one > smaller.num_key_value_heads * full.num_attention_heads
+    """Whether the heads of a pruned model are more than a choice among the full model's heads."""
+    merged = (
+        smaller.num_attention_heads * full.num_key_value_heads > smaller.num_key_value_heads * full.num_attention_heads
+    )
     return merged or any(getattr(full, name) != getattr(smaller, name) for name in _HEADS[2:])
 
 
 @torch.no_grad()
 def reduce_heads(model: SportsLLM, smaller: ModelConfig, scores: Scores, samples: Sequence[Tensor]) -> SportsLLM:
-    """A float32 model with the heads and the rotary table of `smaller`, and else with the dimensions of `model`.
+    """A float32 model with the heads and the rotary table of `smaller`, and all other dimensions of `model`.
 
-    `Shape.applied_to` says which configs are possible. `scores` choose query heads, `samples` are calibration token
+    `Shape.applied_to` says which configs are possible. `scores` choose query heads; `samples` are calibration token
     ids, (B, T) each.
     """
     config = model.config
@@ -58,11 +59,7 @@ def reduce_heads(model: SportsLLM, smaller: ModelConfig, scores: Scores, samples
     for layer, moments in enumerate(_moments(model, samples)):
         prefix = f"model.layers.{layer}.self_attn."
         weights = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-        kept = _kept_queries(
-            config.of_layer(layer),
-            smaller.of_layer(layer),
-            {name: score[layer] for name, score in scores.units.items()},
-        )
+        kept = _kept_queries(config.of_layer(layer), smaller.of_layer(layer), scores.of_layer(layer))
         new = _Heads(weights, config, moments).reduced(smaller, kept)
         state |= {prefix + name: tensor for name, tensor in new.items()}
     reduced.load_state_dict(state)
@@ -72,7 +69,7 @@ def reduce_heads(model: SportsLLM, smaller: ModelConfig, scores: Scores, samples
 def nearest_pairs(full: ModelConfig, smaller: ModelConfig) -> list[list[int]]:
     """For each rotary pair of the smaller head the full head's pairs that it stands for, at least one.
 
-    These are the pairs that no other new pair is nearer to in frequency; where there are none, the nearest one.
+    These are the pairs that no other new pair is nearer to in frequency, or the nearest one if there are none.
     """
     old, new = (torch.from_numpy(inverse_frequencies(config)).double() for config in (full, smaller))
     distance = (old[:, None] - new).abs()
@@ -84,7 +81,7 @@ def nearest_pairs(full: ModelConfig, smaller: ModelConfig) -> list[list[int]]:
 def _kept_queries(full: ModelConfig, smaller: ModelConfig, scores: Mapping[str, Tensor]) -> list[list[int]]:
     """The query heads of one layer that stay, by the new key/value head that they read.
 
-    Where no new group has more query heads than an old one they are those of the strongest groups, else each new group
+    If no new group has more query heads than an old one, these are those of the strongest groups. Else each new group
     takes the strongest of its even share of all heads.
     """
     heads, groups = full.num_attention_heads, smaller.num_key_value_heads
@@ -98,22 +95,20 @@ def _kept_queries(full: ModelConfig, smaller: ModelConfig, scores: Mapping[str, 
     return [share[top_indices(score[share], each)].tolist() for share in shares]
 
 
-def _moments(model: SportsLLM, samples: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-    """E[x x^T] of each layer's queries, keys (both before rotation) and values, float64."""
+def _moments(model: SportsLLM, samples: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
+    """E[x x^T] of each layer's queries, keys (both before rotation) and values, float64, one layer at a time."""
 
     def moment(_input: Tensor, output: Tensor) -> Tensor:
         return second_moment(output.flatten(2)).double()
 
-    layers = range(model.config.num_hidden_layers)
     names = dict(zip(_READ, ("q_norm", "k_norm", "v_proj") if model.config.qk_norm else _READ, strict=True))
-    watched = {
-        (layer, key): f"model.layers.{layer}.self_attn.{name}" for layer in layers for key, name in names.items()
-    }
-    with summed({key: (model.get_submodule(name), moment) for key, name in watched.items()}) as sums:
-        for tokens in samples:
-            model.hidden(tokens)
     count = sum(tokens.numel() for tokens in samples)
-    return [{name: sums[layer, name] / count for name in _READ} for layer in layers]
+    states_BTD = [model.embedded(tokens) for tokens in samples]
+    for block in blocks_of(model):
+        watched = {key: (block.get_submodule(f"self_attn.{name}"), moment) for key, name in names.items()}
+        with summed(watched) as sums:
+            states_BTD = run_layer(block, states_BTD, model.rope)
+        yield {key: sums[key] / count for key in _READ}
 
 
 class _Heads:
@@ -135,7 +130,7 @@ class _Heads:
         self.o = output.view(output.shape[0], -1, self.size).transpose(0, 1)
 
     def reduced(self, smaller: ModelConfig, kept: list[list[int]]) -> dict[str, Tensor]:
-        """The new tensors of the half by their names in it; `kept` are the query heads of each new group."""
+        """The new tensors of attention by their names in it; `kept` are the query heads of each new group."""
         pairs = nearest_pairs(self.config, smaller)
         scale = (smaller.head_dim / self.size) ** 0.5  # scores are divided by sqrt(E)
         result: dict[str, Tensor] = {}
@@ -162,6 +157,11 @@ class _Heads:
     def _group(self, head: int) -> int:
         return head * self.groups // len(self.q)
 
+    def _by_group(self, of_heads: Tensor, heads: Sequence[int], groups: Sequence[int]) -> Tensor:
+        """Sums over those of `heads` that read each of the old groups."""
+        members = [[head for head in heads if self._group(head) == group] for group in groups]
+        return torch.stack([of_heads[own].sum(dim=0) for own in members])
+
     def _energy(self, name: str) -> Tensor:
         """(heads, P) mean squares of rotary pairs of queries or keys."""
         return self.moments[name].diagonal().view(-1, 2, self.size // 2).sum(dim=1).clamp(min=_DAMPING)
@@ -170,7 +170,8 @@ class _Heads:
         """How much each pair moves the scores of all kept query heads."""
         heads = [head for group in kept for head in group]
         keys = self._energy("k_proj")[[self._group(head) for head in heads]]
-        return cast("list[float]", (self._energy("q_proj")[heads] * keys).sum(dim=0).tolist())
+        weights: list[float] = (self._energy("q_proj")[heads] * keys).sum(dim=0).tolist()
+        return weights
 
     def _norms(self, pairs: list[int], scale: float) -> dict[str, Tensor]:
         """The q/k norms' weights of the pairs that stay; queries and keys keep their mean size, scores their scale."""
@@ -185,8 +186,7 @@ class _Heads:
     def _shared_key(self, heads: list[int], pairs: list[list[int]]) -> tuple[Tensor, list[Tensor]]:
         """(E, D) rows of the key head that `heads` share, and of each of their queries."""
         old = sorted({self._group(head) for head in heads})
-        queries = self._energy("q_proj")
-        weight = torch.stack([sum(queries[h] for h in heads if self._group(h) == i) for i in old]).sqrt()  # type: ignore[misc]
+        weight = self._by_group(self._energy("q_proj"), heads, old).sqrt()
         half = self.size // 2
         moments = self.moments["k_proj"].view(self.groups, 2, half, self.groups, 2, half)[old][:, :, :, old]
         keys, turned = as_complex(self.k[old]), as_complex(self.q[heads])
@@ -208,9 +208,8 @@ class _Heads:
         old = sorted({self._group(head) for head in heads})
         if len(old) == 1 and size == self.size:
             return self.v[old[0]], [self.o[head] for head in heads]
-        read = [sum(self.o[head].T @ self.o[head] for head in heads if self._group(head) == i) for i in old]
-        roots, inverses = roots_of(torch.stack(cast("list[Tensor]", read)))
-        root = cast(Tensor, cast(Any, torch).block_diag(*roots))
+        roots, inverses = roots_of(self._by_group(self.o.mT @ self.o, heads, old))
+        root: Tensor = torch.block_diag(*roots)  # type: ignore[no-untyped-call]
         index = [i * self.size + e for i in old for e in range(self.size)]
         covariance = root @ self.moments["v_proj"][index][:, index] @ root
         basis = torch.linalg.eigh(covariance).eigenvectors[:, -size:]
@@ -224,21 +223,21 @@ class _Heads:
 
 
 class SharedPair(NamedTuple):
-    """A pair s = sum read_u c_u that stands for others, c_u ~ into_u s; both (U,) complex."""
+    """A pair s = sum read_u c_u that stands for several, c_u ~ into_u s; both (U,) complex."""
 
     read_U: Tensor
     into_U: Tensor
 
 
 def shared_pair(covariance_UU: Tensor, w_U: Tensor) -> SharedPair:
-    """The pair that several are best multiples of: E[c c*] of these, and how much each of them counts."""
+    """The pair that several are best multiples of, given E[c c*] of these and the weight of each."""
     u_U = _leading(covariance_UU * w_U[:, None] * w_U)
     mean = (u_U.abs().square() * w_U.square()).sum().sqrt()  # so that one pair alone stays as it is
     return SharedPair(u_U.conj() * w_U / mean, u_U * mean / w_U)
 
 
 def shared_pairs(covariance_UU: Tensor, w_U: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` pairs that several are best linear functions of: arguments as of `shared_pair`.
+    """The `count` pairs that several are best linear functions of; arguments as of `shared_pair`.
 
     Returns:
         (`count`, U) these as functions of the several, and (U, `count`) the several as functions of these.
@@ -258,7 +257,8 @@ def _leading(covariance_UU: Tensor) -> Tensor:
     """(U,) the leading eigenvector, its largest entry real and positive."""
     u_U = torch.linalg.eigh(covariance_UU).eigenvectors[:, -1]
     largest = u_U[u_U.abs().argmax()]
-    return cast(Tensor, u_U * largest.conj() / largest.abs())
+    turned: Tensor = u_U * largest.conj() / largest.abs()
+    return turned
 
 
 def as_complex(rows_XED: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention over heads turned into latent attention, whose cache is one small vector a token and layer.
+"""Latent attention: heads converted to a layout whose cache is one small vector a token and layer.
 
 For the normed inputs x of a layer, C = E[x x^T] over calibration text, keys and values are split and compressed:
 
@@ -10,9 +10,10 @@ For the normed inputs x of a layer, C = E[x x^T] over calibration text, keys and
     metrics     M_v = sum over a head's readers of O_h^T O_h (what o_proj reads); M_k = that of the queries,
                 E[q_h q_h^T] / E, times the size of what a score moves, tr(O_h V O_h^T), and `_KEYS`
 
-so that the latent is white and its norm, which the layout has, changes least. Then, layer by layer, kv_b_proj and
-o_proj are fitted by least squares to the full model's keys, values and residual stream, from what they now read.
-Unrotated keys lose their positions: that is what a recovery mends.
+so that the latent is white and the layout's norm changes it least. Then, layer by layer, kv_b_proj and o_proj are
+fitted by least squares to the full model's keys, values and residual stream, from their new inputs. Unrotated keys lose
+their positions, which a recovery mends. At an equal cache, merged heads (`compress.pruning.heads`) are better on deep
+models of few tokens, latent attention on models trained for long (docs/log.md).
 Covariance-aware factors: CARE (https://arxiv.org/abs/2603.17946); rotary part apart: TransMLA
 (https://arxiv.org/abs/2502.07864). The layout has one rank for all layers.
 Shape suffixes: D hidden_size, H query heads, K key/value heads, E head_dim, P rotary pairs (E / 2), R kv_lora_rank.
@@ -21,13 +22,21 @@ Shape suffixes: D hidden_size, H query heads, K key/value heads, E head_dim, P r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from compress.layerwise import LayerStates, after_sublayer, matrix_input, second_moment, summed
-from compress.least_squares import RIDGE, LeastSquares
+from compress.layerwise import (
+    LayerStates,
+    after_sublayer,
+    blocks_of,
+    input_moment,
+    matrix_input,
+    run_layer,
+    summed,
+)
+from compress.least_squares import LeastSquares
 from compress.pruning.heads import as_complex, as_real, roots_of, shared_pair
 from sportsllm.console import progress_bar
 from sportsllm.errors import UsageError
@@ -36,8 +45,9 @@ from sportsllm.models.kinds import NORMS
 from sportsllm.models.language_model import Block, SportsLLM
 
 _KEYS = 0.1
-"""Weight of keys beside values: errors of scores partly cancel in a sum over tokens. 0.03 to 0.3 measure alike."""
+"""Weight of keys relative to values: errors of scores partly cancel in a sum over tokens. 0.03 to 0.3 measure alike."""
 _ATTENTION, _FEED_FORWARD = NORMS
+_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def latent_config(config: ModelConfig, rank: int) -> ModelConfig:
@@ -63,8 +73,8 @@ def latent_config(config: ModelConfig, rank: int) -> ModelConfig:
     most = min(config.hidden_size, before - config.head_dim - 1)
     if not 1 <= rank <= most:
         raise UsageError(
-            f"--latent is {rank}; beside a rotated key of {config.head_dim} channels, and for less than the {before} "
-            f"numbers that the model caches for a token and layer, choose 1 to {most}"
+            f"--latent is {rank}; with a rotated key of {config.head_dim} channels, and for fewer than the {before} "
+            f"values that the model caches for a token and layer, choose 1 to {most}"
         )
     return config.with_changes(
         attention_kind="latent",
@@ -85,16 +95,15 @@ def to_latent(model: SportsLLM, smaller: ModelConfig, samples: Sequence[Tensor],
         samples: calibration token ids, (B, T) each.
         refit: fit kv_b_proj and o_proj to the full model afterwards.
     """
-    halves = [block.get_submodule(_ATTENTION) for block in model.model.layers]
-    watched = {layer: (half, lambda x, _: second_moment(x).double()) for layer, half in enumerate(halves)}
-    with summed(watched) as moments:
-        for tokens in samples:
-            model.hidden(tokens)
     count = sum(tokens.numel() for tokens in samples)
     state = {name: tensor for name, tensor in model.state_dict().items() if f".{_ATTENTION}." not in name}
     wanted = []
-    for layer, half in enumerate(halves):
-        found = _factored(half, moments[layer] / count, model.config, smaller)
+    states_BTD = [model.embedded(tokens) for tokens in samples]
+    for layer, block in enumerate(blocks_of(model)):
+        attention = block.get_submodule(_ATTENTION)
+        with summed({layer: (attention, lambda x, y: input_moment(x, y).double())}) as moments:
+            states_BTD = run_layer(block, states_BTD, model.rope)
+        found = _factored(attention, moments[layer] / count, model.config, smaller)
         state |= {f"model.layers.{layer}.{_ATTENTION}.{name}": tensor for name, tensor in found.tensors.items()}
         wanted.append(found.wanted)
     reduced = SportsLLM(smaller)
@@ -111,16 +120,14 @@ class _Factored(NamedTuple):
     wanted: Tensor
 
 
-def _factored(half: Any, moment_DD: Tensor, config: ModelConfig, smaller: ModelConfig) -> _Factored:
+def _factored(attention: nn.Module, moment_DD: Tensor, config: ModelConfig, smaller: ModelConfig) -> _Factored:
     """The closed form for one layer; `moment_DD` is E[x x^T] of its inputs."""
     heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     shared = heads // groups
 
-    def rows(name: str) -> Tensor:
-        return cast(Tensor, half.get_parameter(f"{name}.weight")).detach().double().view(-1, size, config.hidden_size)
-
-    q_HED, k_KED, v_KED = rows("q_proj"), rows("k_proj"), rows("v_proj")
-    o_HDE = half.o_proj.weight.detach().double().view(-1, heads, size).transpose(0, 1)
+    q, k, v, output = (attention.get_parameter(f"{name}.weight").detach() for name in _MATRICES)
+    q_HED, k_KED, v_KED = (weight.double().view(-1, size, config.hidden_size) for weight in (q, k, v))
+    o_HDE = output.double().view(-1, heads, size).transpose(0, 1)
     rotated_PD, left_KED, turned_HED = shared_rotated_key(q_HED, k_KED, moment_DD)
     read_HEE = o_HDE.mT @ o_HDE
     v_moment_KEE = v_KED @ moment_DD @ v_KED.mT
@@ -151,7 +158,7 @@ def _factored(half: Any, moment_DD: Tensor, config: ModelConfig, smaller: ModelC
         "kv_a_proj_with_mqa.weight": torch.cat([into_RD, as_real(rotated_PD)]),
         "kv_a_layernorm.weight": torch.ones(smaller.kv_rank),
         "kv_b_proj.weight": per_query_head(made),
-        "o_proj.weight": half.o_proj.weight,
+        "o_proj.weight": output,
     }
     found = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
     return _Factored(found, per_query_head(plain))
@@ -187,12 +194,11 @@ def _refit(reduced: SportsLLM, model: SportsLLM, wanted: Sequence[Tensor], sampl
     """Fit kv_b_proj to the full model's keys and values, `wanted` of its inputs, and o_proj to its residual stream."""
     full_BTD = [model.embedded(tokens) for tokens in samples]
     ours_BTD: list[Tensor] = full_BTD
-    layers = zip(model.model.layers, reduced.model.layers, wanted, strict=True)
+    layers = zip(blocks_of(model), blocks_of(reduced), wanted, strict=True)
     with progress_bar("refit", len(wanted)) as bar:
-        for source, changed, wanted_OD in layers:
-            block, ours = cast(Block, source), cast(Block, changed)
+        for block, ours, wanted_OD in layers:
 
-            def inputs(name: str, ours: Block = ours, states: Sequence[Tensor] = ours_BTD) -> Any:
+            def inputs(name: str, ours: Block = ours, states: Sequence[Tensor] = ours_BTD) -> Iterator[Tensor]:
                 return (matrix_input(ours, _ATTENTION, f"{_ATTENTION}.{name}", x, reduced.rope) for x in states)
 
             theirs = (block.get_submodule(NORMS[_ATTENTION])(x) for x in full_BTD)
@@ -210,4 +216,4 @@ def _refit(reduced: SportsLLM, model: SportsLLM, wanted: Sequence[Tensor], sampl
 
 def _solve(block: Block, name: str, sums: LeastSquares) -> None:
     weight = block.get_parameter(f"{_ATTENTION}.{name}.weight")
-    weight.data = sums.solve(weight, RIDGE)
+    weight.data = sums.solve(weight)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compress.layerwise import LayerPair, LayerStates, ResidualPair, blocks_of, fit_block, run_layer
 from compress.least_squares import RIDGE, LeastSquares
-from compress.pruning.kept_units import KeptUnits
+from compress.pruning.units import KeptUnits
 from sportsllm.console import progress_bar
 from sportsllm.models.kinds import adds_to_residual, block_matrices
 from sportsllm.models.language_model import SportsLLM

@@ -1,41 +1,57 @@
-"""How much each unit of a model matters: from one forward pass over calibration text, or from plain baselines.
+"""Importance of units: by the error of a layer's output, by activations, or by the weights alone.
 
-Score of a unit = sqrt(sum over samples of (mean over tokens of |a|) ** 2), Minitron (https://arxiv.org/abs/2407.14679):
-    a = the input of the matrix whose columns the unit is, its L2 norm over these columns:
-        FFN neurons at down_proj, query heads at o_proj
+    output      (default) Greedy selection: each step picks the unit that most reduces the error of the layer's output.
+                Scores of single units keep twins. Here a unit counts by what the matrix W that reads it makes of it,
+                and only as far as the picked units cannot replace it after the refit (`compress.pruning.refit`). With
+                the picked columns S refitted, the least error of all tokens' outputs is
+
+                    min_B sum |W a - B a_S|^2 = tr W (G - G_:S G_SS^-1 G_S:) W^T        G = sum a a^T
+
+                and the next unit is the one that lowers it most: orthogonal least squares with outputs as targets
+                (https://doi.org/10.1080/00207178908953472); for layers of networks https://arxiv.org/abs/2207.06646.
+                A unit's score is how early it was picked.
+    activation  Baseline, Minitron's (https://arxiv.org/abs/2407.14679): sqrt(sum over samples of (mean over tokens of
+                |a|)^2), a the input of the matrix whose columns the unit is, its L2 norm over these columns.
+    magnitude   Baseline without text: the L2 norm of the weights that a unit owns.
+
 Distance of a run of layers = 1 - E[cos(x before, x after)], ShortGPT's block influence (https://arxiv.org/abs/2403.03853)
 for one layer, and its form for several (https://arxiv.org/abs/2403.17887).
-Shape suffixes: B samples, T tokens, D hidden_size, U units or inputs, S inputs of a unit, L layers.
+Shape suffixes: B samples, T tokens, D hidden_size, U inputs of a matrix, O outputs, K units, S inputs of a unit (1, or
+head_dim of a head), C inputs picked together, L layers.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from compress.layerwise import Statistic, summed
-from compress.pruning.rotation import Directions, directions_from, watched_norms
+from compress.layerwise import Statistic, blocks_of, input_moment, run_layer, summed
+from compress.pruning.hidden import Directions, directions_from, watched_norms
 from compress.pruning.shapes import dimension_of
 from sportsllm.console import progress_bar
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import save_tensors
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices, block_units
-from sportsllm.models.language_model import Block, SportsLLM
+from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.parts import HIDDEN, Matrix, Unit
 
-IMPORTANCES = ("output", "activation", "magnitude", "random")
+IMPORTANCES = ("output", "activation", "magnitude")
 MEASURED = ("output", "activation")  # on calibration text
 SCORES_FILE = "importance.safetensors"
+_STEPS = 512  # picks; of more units, several are picked at once
+_PENDING = 256  # picked inputs whose down-dates are applied to the whole matrix in one product
+_RIDGE = 1e-6  # of the mean square of an input, so that a fully explained input still has a divisor
+
+Found = dict[tuple[str, int], Tensor]
+"""Scores by a unit's name and layer."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +60,17 @@ class Scores:
 
     Attributes:
         directions: the residual stream's principal directions.
-        units: by the unit's name, one (U,) a layer; empty in layers that have none of it.
+        units: by the unit's name, one (K,) a layer; empty in layers that have none of it.
         layer_distance: (L + 1, L + 1); [i, j] is how far layers i..j-1 together move the residual stream.
     """
 
     directions: Directions
     units: dict[str, list[Tensor]]
     layer_distance: Tensor
+
+    def of_layer(self, layer: int) -> dict[str, Tensor]:
+        """Scores of one layer's units by name."""
+        return {name: scores[layer] for name, scores in self.units.items()}
 
 
 def scored_units(config: ModelConfig) -> dict[str, tuple[Unit, str]]:
@@ -68,26 +88,27 @@ def layer_units(config: ModelConfig) -> list[dict[str, tuple[Unit, str]]]:
     return [scored_units(config.of_layer(layer)) for layer in range(config.num_hidden_layers)]
 
 
-def by_unit(found: Mapping[tuple[str, int], Tensor], layers: int) -> dict[str, list[Tensor]]:
+def by_unit(found: Found, layers: int) -> dict[str, list[Tensor]]:
     """`Scores.units` of what each unit of each layer has."""
     names = dict.fromkeys(name for name, _ in found)
     return {name: [found.get((name, layer), torch.zeros(0)) for layer in range(layers)] for name in names}
 
 
 @torch.no_grad()
-def importance_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
-    """Scores over calibration token ids, (B, T) each; every row is a sample.
+def measure_scores(model: SportsLLM, samples: Sequence[Tensor], importance: str = "output") -> Scores:
+    """Scores by one of `IMPORTANCES`, over calibration token ids, (B, T) each.
 
     Raises:
         ArtifactError: there are no samples.
     """
     if not samples:
         raise ArtifactError("there is no calibration text; give --calibration FILE with text in it")
-    units, layers = layer_units(model.config), model.config.num_hidden_layers
+    layers = model.config.num_hidden_layers
     watched: dict[tuple[str, int], tuple[nn.Module, Statistic]] = {}
-    for number, block in enumerate(cast("list[Block]", list(model.model.layers))):
-        for name, (unit, matrix) in units[number].items():
-            watched[name, number] = block.get_submodule(matrix), _unit_squares(unit.size)
+    if importance == "activation":
+        for layer, units in enumerate(layer_units(model.config)):
+            for name, (unit, matrix) in units.items():
+                watched[name, layer] = blocks_of(model)[layer].get_submodule(matrix), _unit_squares(unit.size)
     cosines = torch.zeros(layers + 1, layers + 1)
     with (
         summed(watched) as sums,
@@ -100,70 +121,126 @@ def importance_scores(model: SportsLLM, samples: Sequence[Tensor]) -> Scores:
             states = nn.functional.normalize(torch.stack(stream).flatten(1, 2).float(), dim=-1)
             cosines += torch.einsum("itd,jtd->ij", states, states) / states.shape[1]
             bar.advance()
-    return Scores(
-        directions=directions_from(model, moments),
-        units=by_unit({key: sums[key].sqrt() for key in watched}, layers),
-        layer_distance=1 - cosines / len(samples),
-    )
-
-
-def _squares(activations_BTU: Tensor) -> Tensor:
-    """(U,) sum over samples of (mean over tokens of |a|) ** 2."""
-    return activations_BTU.float().abs().mean(dim=1).square().sum(dim=0)
+    distance = 1 - cosines / len(samples)
+    if importance == "magnitude":
+        found, distance = _magnitudes(model)
+    elif importance == "activation":
+        found = {key: sums[key].sqrt() for key in watched}
+    else:
+        found = _selected(model, samples)
+    return Scores(directions_from(model, moments), by_unit(found, layers), distance)
 
 
 def _unit_squares(size: int) -> Statistic:
-    """`_squares` of the L2 norm of each unit's inputs, `size` of them side by side."""
+    """(K,) sum over samples of (mean over tokens of |a|)^2, a the L2 norm of a unit's `size` inputs."""
 
-    def statistic(inputs_BTI: Tensor, _output: Tensor) -> Tensor:
-        if inputs_BTI.ndim == 2:  # some tokens, perhaps none, without their order
-            inputs_BTI = inputs_BTI[None] if len(inputs_BTI) else inputs_BTI.new_zeros(1, 1, inputs_BTI.shape[1])
-        parts = inputs_BTI.float().view(*inputs_BTI.shape[:-1], -1, size)
-        return _squares(parts[..., 0] if size == 1 else parts.norm(dim=-1))
+    def statistic(inputs_BTU: Tensor, _output: Tensor) -> Tensor:
+        if inputs_BTU.ndim == 2:  # some tokens, perhaps none, without their order
+            inputs_BTU = inputs_BTU[None] if len(inputs_BTU) else inputs_BTU.new_zeros(1, 1, inputs_BTU.shape[1])
+        parts = inputs_BTU.float().view(*inputs_BTU.shape[:-1], -1, size)
+        size_BTK = parts[..., 0].abs() if size == 1 else parts.norm(dim=-1)
+        return size_BTK.mean(dim=1).square().sum(dim=0)
 
     return statistic
 
 
-@torch.no_grad()
-def magnitude_scores(model: SportsLLM, directions: Directions) -> Scores:
-    """The baseline without text: the L2 norm of the weights that a unit owns; for a run of layers, of its matrices."""
-    scores: dict[tuple[str, int], Tensor] = {}
+def _magnitudes(model: SportsLLM) -> tuple[Found, Tensor]:
+    """Scores by weights, and the distances of runs of layers: the norm of their matrices."""
+    found: Found = {}
     sizes = [torch.zeros(())]
-    for layer, block in enumerate(cast("list[Block]", list(model.model.layers))):
+    for layer, block in enumerate(blocks_of(model)):
         matrices, units = block_matrices(model.config.of_layer(layer)), scored_units(model.config.of_layer(layer))
         squares = {matrix.name: block.get_parameter(f"{matrix.name}.weight").square() for matrix in matrices}
-
         for name, (unit, _) in units.items():
-            scores[name, layer] = _owned(name, unit.count, matrices, squares).sqrt()
+            found[name, layer] = _owned(name, unit.count, matrices, squares).sqrt()
         sizes.append(sum((weights.sum() for weights in squares.values()), torch.zeros(())))
     reach = torch.stack(sizes).cumsum(dim=0)
-    distance = (reach[None, :] - reach[:, None]).clamp(min=0).sqrt()
-    return Scores(directions, by_unit(scores, len(sizes) - 1), distance)
+    return found, (reach[None, :] - reach[:, None]).clamp(min=0).sqrt()
 
 
 def _owned(unit: str, count: int, matrices: Sequence[Matrix], squares: Mapping[str, Tensor]) -> Tensor:
-    """Sums over the columns of each unit, and over its rows, whose number may differ from matrix to matrix."""
-    sides = ((0, "column_unit"), (1, "row_unit"))
-    columns, rows = (
-        sum(squares[m.name].sum(dim=axis).view(count, -1).sum(1) for m in matrices if getattr(m, side) == unit)
-        for axis, side in sides
-    )
-    return cast(Tensor, rows + columns)
+    """(K,) sums over the rows and columns of each unit, whose number may differ from matrix to matrix."""
+    columns = [squares[m.name].sum(dim=0) for m in matrices if m.column_unit == unit]
+    rows = [squares[m.name].sum(dim=1) for m in matrices if m.row_unit == unit]
+    parts = [torch.stack([side.view(count, -1).sum(1) for side in sides]).sum(0) for sides in (rows, columns) if sides]
+    return torch.stack(parts).sum(dim=0)
 
 
-def random_scores(config: ModelConfig, seed: int, directions: Directions) -> Scores:
-    """The other baseline: random scores, uniform in [0, 1)."""
-    draw = functools.partial(torch.rand, generator=torch.Generator().manual_seed(seed))
-    layers, units = config.num_hidden_layers, layer_units(config)
-    names = dict.fromkeys(name for own in units for name in own)
-    drawn = {
-        (name, layer): draw(own[name][0].count) for name in names for layer, own in enumerate(units) if name in own
-    }
-    return Scores(directions, by_unit(drawn, layers), draw(layers + 1, layers + 1))
+def _selected(model: SportsLLM, samples: Sequence[Tensor]) -> Found:
+    """Scores by greedy selection, one layer after the other: memory is that of one layer's products."""
+    found: Found = {}
+    states_BTD = [model.embedded(tokens) for tokens in samples]
+    units = layer_units(model.config)
+    with progress_bar("selection", sum(map(len, units))) as bar:
+        for layer, block in enumerate(blocks_of(model)):
+            own = units[layer]
+            with summed(
+                {name: (block.get_submodule(matrix), input_moment) for name, (_, matrix) in own.items()}
+            ) as grams:
+                states_BTD = run_layer(block, states_BTD, model.rope)
+            for name, (unit, matrix) in own.items():
+                weight = block.get_parameter(f"{matrix}.weight")
+                found[name, layer] = pick_order(grams.pop(name), weight, unit.size)
+                bar.advance()
+    order = [(name, layer) for layer, own in enumerate(units) for name in own]
+    return {key: found[key] for key in order}
+
+
+def pick_order(gram_UU: Tensor, weight_OU: Tensor, size: int) -> Tensor:
+    """(K,) scores of the units, `size` inputs each, side by side: K for the first picked, 1 for the last.
+
+    Of the residual R = G - G_:S G_SS^-1 G_S: a pick reads its own columns, the diagonal blocks and W R. Only these are
+    kept up to date; the whole matrix gets the down-dates of `_PENDING` inputs in one product.
+    """
+    stale_UU = gram_UU.double()
+    stale_UU = stale_UU + _RIDGE * stale_UU.diagonal().mean() * torch.eye(len(stale_UU), device=stale_UU.device)
+    cross_OU = weight_OU.double() @ stale_UU
+    count = len(stale_UU) // size
+    blocks_KSS = stale_UU.view(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone()
+    scores, left = torch.zeros(count), torch.ones(count, dtype=torch.bool)
+    at_once, place = -(-count // _STEPS), count
+    columns_UP, into_PU = stale_UU.new_zeros(len(stale_UU), 0), stale_UU.new_zeros(0, len(stale_UU))
+    while place:
+        picked = _explained(blocks_KSS, cross_OU, left).topk(min(at_once, place)).indices
+        scores[picked] = torch.arange(place, place - len(picked), -1.0)
+        left[picked] = False
+        place -= len(picked)
+        own = (picked[:, None] * size + torch.arange(size)).flatten()
+        residual_UC = stale_UU[:, own] - columns_UP @ into_PU[:, own]
+        into_CU = torch.linalg.solve(_damped(residual_UC[own]), residual_UC.T)
+        cross_OU -= cross_OU[:, own] @ into_CU
+        if size == 1:
+            blocks_KSS -= (residual_UC * into_CU.T).sum(dim=1).view(-1, 1, 1)
+        else:
+            blocks_KSS -= residual_UC.view(count, size, -1) @ into_CU.view(-1, count, size).transpose(0, 1)
+        columns_UP, into_PU = torch.cat([columns_UP, residual_UC], dim=1), torch.cat([into_PU, into_CU])
+        if len(into_PU) >= _PENDING:
+            stale_UU -= columns_UP @ into_PU
+            columns_UP, into_PU = columns_UP[:, :0], into_PU[:0]
+    return scores
+
+
+def _explained(blocks_KSS: Tensor, cross_OU: Tensor, left_K: Tensor) -> Tensor:
+    """(K,) by how much each unit that is left would lower the error, tr C_S R_SS^-1 C_S^T; -inf for picked ones."""
+    units, size = blocks_KSS.shape[:2]
+    gain = torch.full((units,), -torch.inf, dtype=cross_OU.dtype)
+    if size == 1:
+        least = torch.finfo(cross_OU.dtype).tiny
+        gain[left_K] = (cross_OU.square().sum(dim=0) / blocks_KSS.flatten().clamp(min=least))[left_K]
+        return gain
+    crosses_KOS = cross_OU.view(-1, units, size).transpose(0, 1)[left_K]
+    solved = torch.linalg.solve(_damped(blocks_KSS[left_K]), crosses_KOS.mT)
+    gain[left_K] = (crosses_KOS.mT * solved).sum(dim=(1, 2))
+    return gain
+
+
+def _damped(blocks_SS: Tensor) -> Tensor:
+    """(..., S, S), so that a unit that the picked ones explain fully still has a divisor."""
+    return blocks_SS + torch.finfo(torch.float64).eps * torch.eye(blocks_SS.shape[-1], device=blocks_SS.device).double()
 
 
 def save_scores(directory: Path, scores: Scores, config: ModelConfig) -> None:
-    """Write scores beside a checkpoint, so that other shapes can be cut without reading the text again."""
+    """Write scores beside a checkpoint, so that other shapes can be cut without measuring again."""
     tensors = {"layer_distance": scores.layer_distance}
     tensors |= {f"directions.{name}": tensor for name, tensor in scores.directions._asdict().items()}
     tensors |= {key: scores.units[name][layer] for (name, layer), key in _keys(config).items()}
@@ -174,7 +251,7 @@ def load_scores(path: Path, config: ModelConfig) -> Scores:
     """Scores of a model with this config from a file, or from the directory it lies in.
 
     Raises:
-        ArtifactError: missing, damaged, or of a model of another shape.
+        ArtifactError: missing, damaged, or scores of a model of another shape.
     """
     file = path / SCORES_FILE if path.is_dir() else path
     layers, units, keys = config.num_hidden_layers, layer_units(config), _keys(config)

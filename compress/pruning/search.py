@@ -1,8 +1,8 @@
-"""Which shape under a size keeps most: many are cut, the best few recovered briefly, the winner is named.
+"""Which shape under a size keeps most: many are cut, the best few refitted, fewer recovered briefly, one is named.
 
 A ranking right after the cut misleads, and settles after some hundred steps of recovery (Minitron,
 https://arxiv.org/abs/2407.14679). So the finalists differ in depth and hidden size, the even cut is always one of them,
-and what decides is their loss after a brief recovery, on held-out text that is for choices.
+and their loss after a brief recovery decides, on held-out text that is for choices.
 """
 
 from __future__ import annotations
@@ -10,91 +10,182 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from compress.distillation.recovery import Recovery
-from compress.pruning.kept_units import loss_per_token
-from compress.pruning.run import PruneConfig, PruneJob, measure_scores, prune_checkpoint, prune_to_shape
-from compress.pruning.scores import SCORES_FILE, Scores, load_scores
-from compress.pruning.shapes import Shape, candidate_shapes, shape_for_share
+from compress.pruning.cut import prune_model
+from compress.pruning.job import Calibration, PruneJob
+from compress.pruning.scores import SCORES_FILE
+from compress.pruning.shapes import (
+    WIDTH_STEP,
+    Shape,
+    block_counter,
+    candidate_shapes,
+    shape_for_share,
+    share_for_megabytes,
+)
+from compress.pruning.units import loss_per_token
 from sportsllm.console import log, logged, progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.files import atomic_write_text
-from sportsllm.formats.artifact import Stage
+from sportsllm.formats.artifact import Stage, finished_manifest
 from sportsllm.formats.json_files import read_json
-from sportsllm.formats.safetensors import quantization_config
-from sportsllm.models.language_model import SportsLLM
+from sportsllm.formats.manifest import manifest_of
+from sportsllm.models.config import ModelConfig
 
 LOG, FOUND = "log.txt", "found.json"  # what recovering the finalists says, and what a finished search found
 _SCORING_SAMPLES, _REFIT_SAMPLES = 8, 64  # all shapes read the same text, so little of it tells them apart
 _MOST_CUT = 64
 _BRIEF_STEP = 1_024  # tokens
+_SEARCH_SHARE = 0.05  # of the recovery's tokens, for each finalist
+_NEAR = 0.98  # of the size that was asked for
 _REFITTED = 8  # of the shapes ranked by their loss right after the cut; ranked again after the refit
 
 
-def directory_name(shape: Shape) -> str:
-    """Of a finalist, for example `h64-i128-h4-kh2-l3-hd16`."""
-    sizes = dataclasses.asdict(shape)
-    return "-".join("".join(word[0] for word in key.split("_")) + str(value) for key, value in sizes.items())
-
-
 class Finalist(NamedTuple):
-    """A shape that the search recovers, and nats a token of calibration text right after its cut and its refit."""
+    """A shape, and nats a token of calibration text right after its cut and after its refit.
+
+    `bits_per_byte` is that of held-out text after the brief recovery, None without one.
+    """
 
     shape: Shape
     loss_after_cut: float
-    loss_after_repair: float
+    loss_after_refit: float
+    bits_per_byte: float | None = None
 
-    @property
-    def name(self) -> str:
-        """The name of its directory."""
-        return directory_name(self.shape)
-
-    def row(self, bits_per_byte: float | None) -> dict[str, Any]:
-        """For the results; bits per byte after the brief recovery."""
-        return {**self._asdict(), "shape": dataclasses.asdict(self.shape), "bits_per_byte": bits_per_byte}
+    def row(self) -> dict[str, Any]:
+        """For the results."""
+        return {**self._asdict(), "shape": self.shape.sizes()}
 
 
-def find_finalists(
-    model: SportsLLM, scores: Scores, share: float, config: PruneConfig, samples: Sequence[Tensor], count: int
-) -> list[Finalist]:
-    """At most `count` shapes to recover, best first: the best after cut and refit for each depth and hidden size.
+@dataclass(frozen=True)
+class Target:
+    """How small: a share of the non-embedding parameters, megabytes of float32 weights, or dimensions by name.
 
-    `share` is that of the non-embedding parameters to keep. The shapes are ranked on the first few `samples`, and
-    refitted to some of the others. The even cut is one of them.
+    A dimension that is None stays whole. A size is searched for: `finalists` shapes are recovered on `search_tokens`
+    each, a twentieth of the recovery's if None; 0 cuts all widths alike.
     """
-    started = time.perf_counter()
+
+    share: float | None = None
+    megabytes: float | None = None
+    dimensions: Mapping[str, int | None] = field(default_factory=dict)
+    search_tokens: int | None = None
+    finalists: int = 3
+
+    def shape(self, config: ModelConfig, whole: bool = False) -> tuple[Shape, float | None]:
+        """The shape of the dimensions, or the even cut to a size, and that size as a share.
+
+        `whole` allows that nothing is asked for.
+        """
+        named = {key: value for key, value in self.dimensions.items() if value is not None}
+        flags = ", ".join("--" + key.replace("_", "-") for key in named)
+        sizes = {"--params": self.share, "--size-mb": self.megabytes, flags: flags or None}
+        ways = [flag for flag, value in sizes.items() if value is not None]
+        if len(ways) > 1:
+            raise UsageError(f"give one of {' and '.join(ways)}, not both")
+        share = self.share if self.megabytes is None else share_for_megabytes(config, self.megabytes)
+        if share is not None:
+            return shape_for_share(config, share), share
+        if not named and not whole:
+            dimensions = "--hidden, --intermediate, --heads, --kv-heads, --head-dim, --layers, --experts, --latent"
+            raise UsageError(f"say how small: --params SHARE, --size-mb MB, --vocab-size N, or {dimensions}")
+        return dataclasses.replace(Shape.of(config), **named), None
+
+
+def choose_shape(
+    work: Calibration, target: Target, out: Path, recovered: Callable[[Recovery, Shape, Path], float]
+) -> tuple[Shape, list[Finalist]]:
+    """The shape of the target's dimensions, or the one that a search finds for its size, and the search's finalists.
+
+    Args:
+        work: of the job.
+        target: how small.
+        out: the search of a recovered checkpoint is kept beside it, in `OUT.search`.
+        recovered: see `recovered_finalists`.
+
+    Raises:
+        UsageError: options that do not go together, an impossible shape, or the model's own.
+        ConflictError: `out` holds something else.
+    """
+    job, config = work.job, work.job.model_config()
+    shape, share = target.shape(config, whole=job.changes_kinds)
+    if shape == Shape.of(config) and not job.changes_kinds:
+        shown = ", ".join(f"{name} {size}" for name, size in shape.sizes().items())
+        raise UsageError(f"{job.checkpoint}: nothing is cut, the model has that shape ({shown}); ask for less")
+    tokens = target.search_tokens
+    if tokens is not None and (share is None or job.recovery is None):
+        raise UsageError("--search needs a size (--params or --size-mb) and --recover TOKENS")
+    if share is None:
+        return shape, []
+    if target.megabytes is not None and config.has_large_vocabulary:
+        tables = 1 - config.block_parameters / config.parameters
+        log(f"embedding and head are {tables:.0%} of the parameters and stay whole; prune --vocab-size cuts them")
+    found: list[Finalist] = []
+    if tokens != 0:
+        _check_out(job, out, share)
+        if job.recovery is None:
+            found = find_finalists(work, share, 1)
+        else:
+            tokens = tokens or round(_SEARCH_SHARE * recovery_tokens(job.recovery))
+            found = recovered_finalists(
+                work, share, tokens, target.finalists, out.with_name(f"{out.name}.search"), recovered
+            )
+        shape = found[0].shape
+    reached = block_counter(config)(shape) / config.block_parameters
+    if reached < _NEAR * share:
+        log(
+            f"{reached:.1%} of the non-embedding parameters is kept, {share:.1%} was asked for: widths are multiples "
+            f"of {WIDTH_STEP} and heads whole; give dimensions to come nearer"
+        )
+    return shape, found
+
+
+def _check_out(job: PruneJob, out: Path, share: float) -> None:
+    """Refuse an `out` that another job made before the search, and not after its work."""
+    config = job.model_config()
+    even = shape_for_share(config, share)
+    made = manifest_of(out).results.get("shape")
+    own = (shape for shape in candidate_shapes(config, share) if shape.sizes() == made)
+    finished_manifest(out, job.stage(next(own, even)))
+
+
+def find_finalists(calibration: Calibration, share: float, count: int) -> list[Finalist]:
+    """At most `count` shapes, best first: the best after cut and refit for each depth and hidden size.
+
+    `share` is that of the non-embedding parameters to keep. The shapes are ranked on the first few calibration samples,
+    and refitted to some of the others. The even cut is one of them.
+    """
+    started, model, samples = time.perf_counter(), calibration.model, calibration.samples
     held_out = max(1, min(_SCORING_SAMPLES, len(samples) // 4))
     scoring, fitted = samples[:held_out], samples[held_out : held_out + _REFIT_SAMPLES] or samples
     merging = fitted[:_SCORING_SAMPLES]  # heads are merged by other text than the shapes are ranked on
-    candidates = thinned(candidate_shapes(model.config, share), _MOST_CUT)
     even = shape_for_share(model.config, share)
-    plain = dataclasses.replace(config, refit=False)
-    cut: list[tuple[float, Shape]] = []
+
+    def loss_of(shape: Shape, refit: bool = False) -> float:
+        smaller = shape.applied_to(model.config)
+        pruned = prune_model(model, calibration.scores, smaller, fitted if refit else merging, refit)
+        return loss_per_token(pruned.model, scoring)
+
+    losses: dict[Shape, float] = {}
+    candidates = thinned(candidate_shapes(model.config, share), _MOST_CUT)
     with progress_bar("shapes", len(candidates)) as bar:
-        for shape in candidates:
-            pruned = prune_to_shape(model, scores, shape, plain, merging)
-            cut.append((loss_per_token(pruned.model, scoring), shape))
+        for shape in dict.fromkeys([*candidates, even]):
+            losses[shape] = loss_of(shape)
             bar.advance()
-    best: dict[tuple[int, int], tuple[float, Shape]] = {}
-    for loss, shape in sorted(cut, key=lambda item: item[0]):
-        best.setdefault((shape.layers, shape.hidden), (loss, shape))
-    chosen = dict.fromkeys([*(shape for _, shape in list(best.values())[: max(_REFITTED, count)]), even])
-    losses = {shape: loss for loss, shape in cut}
-    if even not in losses:
-        losses[even] = loss_per_token(prune_to_shape(model, scores, even, plain, merging).model, scoring)
+    best: dict[tuple[int, int], Shape] = {}
+    for shape in sorted(candidates, key=losses.__getitem__):
+        best.setdefault((shape.layers, shape.hidden), shape)
+    chosen = dict.fromkeys([*list(best.values())[: max(_REFITTED, count)], even])
     refitted: list[Finalist] = []
     with progress_bar("refitted", len(chosen)) as bar:
         for shape in chosen:
-            pruned = prune_to_shape(model, scores, shape, config, fitted)
-            refitted.append(Finalist(shape, losses[shape], loss_per_token(pruned.model, scoring)))
+            refitted.append(Finalist(shape, losses[shape], loss_of(shape, calibration.job.config.refit)))
             bar.advance()
-    refitted.sort(key=lambda item: item.loss_after_repair)
-    best_two = ", ".join(f"{one.name} {one.loss_after_repair:.3f}" for one in refitted[:2])
+    refitted.sort(key=lambda item: item.loss_after_refit)
+    best_two = ", ".join(f"{one.shape.name} {one.loss_after_refit:.3f}" for one in refitted[:2])
     seconds = time.perf_counter() - started
     log(f"{len(losses)} shapes cut, {len(refitted)} refitted in {seconds:.0f} s; nats a token after that: {best_two}")
     found = refitted[:count]
@@ -111,63 +202,55 @@ def thinned(shapes: Sequence[Shape], most: int) -> list[Shape]:
     return [ordered[number * len(ordered) // most] for number in range(most)]
 
 
-def search_shape(
-    job: PruneJob, share: float, tokens: int, count: int, directory: Path
-) -> tuple[Shape, list[dict[str, Any]], Scores | None]:
-    """Recover `count` finalists briefly, on `tokens` each, in directories inside `directory`.
+def recovered_finalists(
+    calibration: Calibration,
+    share: float,
+    tokens: int,
+    count: int,
+    directory: Path,
+    recovered: Callable[[Recovery, Shape, Path], float],
+) -> list[Finalist]:
+    """`count` finalists, recovered briefly inside `directory`, best first.
 
-    What was found stays there for a second run, such as one that goes on with the main recovery. With 0 tokens, or no
-    recovery, the shape that is best after the refit wins, and nothing is kept.
+    A finished search is found there again by a second run, such as one that goes on with the main recovery.
 
-    Returns:
-        The best shape; a row of results for each finalist, best first; and the scores that it was cut by, None where an
-        earlier search did not store them.
+    Args:
+        calibration: of a job with a recovery.
+        share: of the non-embedding parameters to keep.
+        tokens: of each brief recovery.
+        count: how many finalists.
+        directory: of the search.
+        recovered: given the brief recovery, a shape and its directory, bits per byte of the text for choices.
     """
-    if quantization_config(job.checkpoint) is not None:
-        raise UsageError(f"{job.checkpoint}: is quantized; prune the unquantized checkpoint")
-    brief = None if job.recovery is None or not tokens else brief_recovery(job.recovery, tokens)
-    identity = "" if brief is None else _fingerprint(job, share, tokens, count)
-    if brief is not None and (known := _found_before(directory, identity)):
-        shape = Shape(**known[0]["shape"])
-        stored = directory / directory_name(shape) / SCORES_FILE
-        return shape, known, load_scores(stored, job.model_config()) if stored.exists() else None
-    model, samples = job.calibrate()
-    scores = measure_scores(model, job.config, samples, job.scores)
-    finalists = find_finalists(model, scores, share, job.config, samples, 1 if brief is None else count)
-    if brief is None:
-        return finalists[0].shape, [finalists[0].row(None)], scores
-    tried: list[tuple[float, Finalist]] = []
-    directory.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
-    for finalist in finalists:
-        with logged(directory / LOG):
-            out = directory / finalist.name
-            recovered = dataclasses.replace(job, recovery=brief)
-            result = prune_checkpoint(recovered, finalist.shape, out, resume=True, known=scores)
-        tried.append((float(result["best_bits_per_byte"]), finalist))
-    tried.sort(key=lambda item: item[0])
-    figures = ", ".join(f"{finalist.name} {bits:.4f}" for bits, finalist in tried)
-    seconds, lines = time.perf_counter() - started, directory / LOG
-    log(f"recovered on {length(brief):,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
-    rows = [finalist.row(bits) for bits, finalist in tried]
-    atomic_write_text(directory / FOUND, json.dumps({"fingerprint": identity, "tried": rows}, indent=1) + "\n")
-    return tried[0][1].shape, rows, scores
-
-
-def _found_before(directory: Path, identity: str) -> list[dict[str, Any]]:
-    """The rows of a finished search; none if there is none, or another."""
-    known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
-    if known.get("fingerprint") != identity:
-        return []
-    log(f"{directory}: the shape was found there before")
-    return list(known["tried"])
-
-
-def _fingerprint(job: PruneJob, share: float, tokens: int, count: int) -> str:
-    """Equal for two searches that find the same shape."""
-    even = shape_for_share(job.model_config(), share)
+    job = calibration.job
+    assert job.recovery is not None
+    brief = brief_recovery(job.recovery, tokens)
     sought = {"share": share, "search": tokens, "finalists": count}
-    return Stage("search", {**job.settings(even), **sought}, job.inputs()).fingerprint()
+    even = job.stage(shape_for_share(job.model_config(), share))
+    identity = Stage("search", {**even.settings, **sought}, even.inputs).fingerprint()
+    known = read_json(directory / FOUND) if (directory / FOUND).exists() else {}
+    if known.get("fingerprint") == identity:
+        log(f"{directory}: the shape was found there before")
+        found = [Finalist(**{**row, "shape": Shape(**row["shape"])}) for row in known["tried"]]
+        stored = directory / found[0].shape.name / SCORES_FILE
+        calibration.stored = stored if stored.exists() else None
+        return found
+    finalists = find_finalists(calibration, share, count)
+    directory.mkdir(parents=True, exist_ok=True)
+    started, tried = time.perf_counter(), list[Finalist]()
+    for finalist in finalists:
+        number, length = len(tried) + 1, recovery_tokens(brief)
+        log(f"recovering {finalist.shape.name}, {number} of {len(finalists)}, on {length:,} tokens")
+        with logged(directory / LOG):
+            bits = recovered(brief, finalist.shape, directory / finalist.shape.name)
+        tried.append(finalist._replace(bits_per_byte=bits))
+    tried.sort(key=lambda item: item.bits_per_byte or 0.0)
+    figures = ", ".join(f"{finalist.shape.name} {finalist.bits_per_byte:.4f}" for finalist in tried)
+    seconds, lines = time.perf_counter() - started, directory / LOG
+    log(f"recovered on {recovery_tokens(brief):,} tokens each in {seconds:.0f} s ({lines}), bits per byte: {figures}")
+    rows = [finalist.row() for finalist in tried]
+    atomic_write_text(directory / FOUND, json.dumps({"fingerprint": identity, "tried": rows}, indent=1) + "\n")
+    return tried
 
 
 def brief_recovery(recovery: Recovery, tokens: int) -> Recovery:
@@ -182,6 +265,6 @@ def brief_recovery(recovery: Recovery, tokens: int) -> Recovery:
     return dataclasses.replace(recovery, config=brief)
 
 
-def length(recovery: Recovery) -> int:
+def recovery_tokens(recovery: Recovery) -> int:
     """Tokens that a recovery reads."""
     return recovery.config.steps * recovery.config.tokens_per_step

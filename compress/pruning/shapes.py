@@ -1,14 +1,16 @@
-"""The shapes that pruning can reach, and the ones that meet a size.
+"""The shapes that pruning can reach, and the search for those that meet a size. Imports no torch.
 
-Widths are multiples of 32, the smallest block of the integer kernels; key/value groups stay whole.
+Widths are multiples of 32, the smallest block of the integer kernels; key/value groups stay whole. `widest_shapes` is
+the search that `prune` and `fit` share: `prune` asks for a number of parameters, `fit` for a device's limits.
 """
 
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 from sportsllm.errors import UsageError
@@ -17,12 +19,12 @@ from sportsllm.models.kinds import block_matrices, block_units, can_cut_hidden, 
 from sportsllm.models.parts import Matrix, Unit
 from sportsllm.models.shape import DIMENSIONS
 
+WIDTH_STEP = 32
 _DIMENSION_OF = {field: dimension for dimension, field in DIMENSIONS.items()}
-_WIDTH_STEP = 32
 _SLACK = 0.02  # a shape this much below the target counts as meeting it
+_NEAR = 0.9  # of the target: a smaller shape is no candidate if there are larger ones
 _BYTES_PER_PARAMETER = 4  # checkpoints are float32
 _ONE = ""  # a dimension that is always 1
-EXPERTS_BY = ("merge", "use")  # see `compress.pruning.experts`
 
 
 def dimension_of(unit: Unit) -> str | None:
@@ -32,7 +34,7 @@ def dimension_of(unit: Unit) -> str | None:
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions that pruning can change."""
+    """The dimensions that pruning can change; `experts` are the routed ones of a layer, 0 in a dense model."""
 
     hidden: int
     intermediate: int
@@ -40,11 +42,22 @@ class Shape:
     kv_heads: int
     layers: int
     head_dim: int
+    experts: int = 0
 
     @staticmethod
     def of(config: ModelConfig) -> Shape:
         """A model's own shape."""
-        return Shape(**{dimension: getattr(config, field) for dimension, field in DIMENSIONS.items()})
+        sizes: dict[str, int] = {dimension: getattr(config, field) for dimension, field in DIMENSIONS.items()}
+        return Shape(**sizes, experts=config.experts.count if config.experts else 0)
+
+    def sizes(self) -> dict[str, int]:
+        """The dimensions by name; experts only if there are any."""
+        return {name: size for name, size in vars(self).items() if size or name != "experts"}
+
+    @property
+    def name(self) -> str:
+        """For directories and messages, such as `h64-i128-h4-kh2-l3-hd16`."""
+        return "-".join("".join(word[0] for word in key.split("_")) + str(size) for key, size in self.sizes().items())
 
     def merges_kv_heads(self, config: ModelConfig) -> bool:
         """Whether key/value heads must be merged: more query heads a group than the model has."""
@@ -53,12 +66,12 @@ class Shape:
     def applied_to(self, config: ModelConfig) -> ModelConfig:
         """The config of the pruned model; UsageError if a dimension grows, or cannot be cut that way."""
         full = Shape.of(config)
-        cuttable = {"layers", *map(dimension_of, block_units(config).values())}
+        cuttable = {"layers", "experts", *map(dimension_of, block_units(config).values())}
         if config.attention_kind == "grouped_query" and config.rope_local_theta is None:
             cuttable.add("head_dim")
         if not can_cut_hidden(config):
             cuttable.discard("hidden")
-        for name, value in asdict(self).items():
+        for name, value in self.sizes().items():
             flag, limit = f"--{name.replace('_', '-')}", getattr(full, name)
             if not 1 <= value <= limit:
                 raise UsageError(f"{flag} is {value}; the model has {limit}, choose 1 to {limit}")
@@ -74,24 +87,27 @@ class Shape:
         if self.merges_kv_heads(config) and not can_merge_kv_heads(config):
             kind = f"{config.attention_kind} attention" + " with q/k norms" * config.qk_norm
             raise UsageError(f"--kv-heads: {kind} cannot merge key/value heads; cut --heads as much as --kv-heads")
-        changes = {DIMENSIONS[name]: value for name, value in asdict(self).items()}
-        if config.dense_layers:
-            if self.layers <= config.dense_layers:
-                raise UsageError(
-                    f"--layers is {self.layers}; the first {config.dense_layers} of {full.layers} have no experts and "
-                    f"stay, choose {config.dense_layers + 1} to {full.layers}"
-                )
-            changes["dense_intermediate_size"] = dense_width(config, self.intermediate)
-        return config.with_changes(**changes)
+        if self.experts not in (0, full.experts):
+            config = fewer_experts(config, self.experts, None)
+        if not config.dense_layers:
+            return config.with_changes(**{field: getattr(self, name) for name, field in DIMENSIONS.items()})
+        if self.layers <= config.dense_layers:
+            raise UsageError(
+                f"--layers is {self.layers}; the first {config.dense_layers} of {full.layers} have no experts and "
+                f"stay, choose {config.dense_layers + 1} to {full.layers}"
+            )
+        dense = dense_width(config, self.intermediate)
+        changes = {field: getattr(self, name) for name, field in DIMENSIONS.items()}
+        return config.with_changes(**changes, dense_intermediate_size=dense)
 
 
 def dense_width(config: ModelConfig, intermediate: int) -> int:
-    """FFN neurons of a layer without experts where each expert keeps `intermediate`: the same share, in whole steps."""
+    """FFN neurons of a layer without experts if each expert keeps `intermediate`: the same share, in whole steps."""
     full = config.dense_intermediate_size or 0
     if intermediate == config.intermediate_size:
         return full
-    steps = round(full * intermediate / config.intermediate_size / _WIDTH_STEP)
-    return min(full, max(1, steps) * _WIDTH_STEP)
+    steps = round(full * intermediate / config.intermediate_size / WIDTH_STEP)
+    return min(full, max(1, steps) * WIDTH_STEP)
 
 
 def can_merge_kv_heads(config: ModelConfig) -> bool:
@@ -99,16 +115,14 @@ def can_merge_kv_heads(config: ModelConfig) -> bool:
     return config.attention_kind == "grouped_query" and not config.qk_norm
 
 
-def fewer_experts(config: ModelConfig, count: int | None, active: int | None, by: str = "use") -> ModelConfig:
-    """The config with `count` experts, `active` of them a token; as many as there are where one is not given.
+def fewer_experts(config: ModelConfig, count: int | None, active: int | None) -> ModelConfig:
+    """The config with `count` experts, `active` of them a token; as many as there are if one is not given.
 
     Raises:
-        UsageError: the model has no experts or fewer, or divides them into groups; or `by` is none of `EXPERTS_BY`.
+        UsageError: the model has no experts or fewer, or divides them into groups.
     """
     flag = "--experts" if count is not None else "--experts-per-token"
     experts = config.experts
-    if by not in EXPERTS_BY:
-        raise UsageError(f"--experts-by {by!r} is not known; use one of {', '.join(EXPERTS_BY)}")
     if experts is None:
         raise UsageError(f"{flag}: the model has no experts; leave it out")
     if count is not None and not 1 <= count <= experts.count:
@@ -134,30 +148,30 @@ def unit_span(matrix: Matrix, unit: Unit, length: int) -> int:
 
 def block_counter(config: ModelConfig) -> Callable[[Shape], int]:
     """`ModelConfig.block_parameters` of a model cut to a shape: sums of products of two counts of units."""
-
     last_norm = config.norm_parameters // config.hidden_size
 
     @functools.cache
-    def products(head_dim: int) -> list[list[tuple[str, str, int]]]:
-        return [_products(part) for part, _ in config.with_changes(head_dim=head_dim).runs()]
+    def products(head_dim: int, experts: int) -> list[list[tuple[str, str, int]]]:
+        of_size = config.with_changes(head_dim=head_dim)
+        if config.experts is not None and experts not in (0, config.experts.count):
+            of_size = fewer_experts(of_size, experts, None)
+        return [_products(part) for part, _ in of_size.runs()]
 
     def count(shape: Shape) -> int:
         sizes = {**vars(shape), _ONE: 1}
-        *dense, last = products(shape.head_dim)
-        layer: int = sum(numbers * sizes[rows] * sizes[columns] for rows, columns, numbers in last)
+        *dense, last = products(shape.head_dim, shape.experts)
+        layer: int = sum(numel * sizes[rows] * sizes[columns] for rows, columns, numel in last)
         total = (shape.layers - config.dense_layers) * layer + shape.hidden * last_norm
         if dense:
             sizes["intermediate"] = dense_width(config, shape.intermediate)
-            total += config.dense_layers * sum(
-                numbers * sizes[row] * sizes[column] for row, column, numbers in dense[0]
-            )
+            total += config.dense_layers * sum(numel * sizes[row] * sizes[column] for row, column, numel in dense[0])
         return total
 
     return count
 
 
 def _products(config: ModelConfig) -> list[tuple[str, str, int]]:
-    """Dimensions that count the rows and columns of one block's tensors, and the numbers for each pair of units."""
+    """Dimensions that count the rows and columns of one block's tensors, and the parameters of each pair of units."""
     units = block_units(config)
     terms: Counter[tuple[str, str]] = Counter()
 
@@ -172,17 +186,17 @@ def _products(config: ModelConfig) -> list[tuple[str, str, int]]:
         terms[rows, _ONE] += height * matrix.bias
     terms["hidden", _ONE] += norms_of_block(config) * (config.norm_parameters // config.hidden_size)
     terms[_ONE, _ONE] += sum(vector.size for kind in sublayers(config).values() for vector in kind.vectors(config))
-    return [(rows, columns, numbers) for (rows, columns), numbers in terms.items() if numbers]
+    return [(rows, columns, numel) for (rows, columns), numel in terms.items() if numel]
 
 
 def share_for_megabytes(config: ModelConfig, megabytes: float) -> float:
-    """The share of the non-embedding parameters that fits a float32 checkpoint of a size in MB (10^6 bytes)."""
+    """The fraction of the non-embedding parameters that fits a float32 checkpoint of a size in MB (10^6 bytes)."""
     fixed = config.parameters - config.block_parameters
     left = megabytes * 1e6 / _BYTES_PER_PARAMETER - fixed
     if left <= 0:
         raise UsageError(
             f"--size-mb {megabytes:g}: embedding and head alone take {fixed * _BYTES_PER_PARAMETER / 1e6:.2f} MB; "
-            "cut the vocabulary first (prune-vocabulary)"
+            "prune the vocabulary first (prune --vocab-size)"
         )
     if left >= config.block_parameters:
         size = config.parameters * _BYTES_PER_PARAMETER / 1e6
@@ -190,15 +204,26 @@ def share_for_megabytes(config: ModelConfig, megabytes: float) -> float:
     return left / config.block_parameters
 
 
-def shape_for_share(config: ModelConfig, share: float) -> Shape:
-    """The shape whose non-embedding parameters come closest to `share` without going over; depth is kept.
+def _check_share(share: float) -> None:
+    if not 0 < share <= 1:
+        raise UsageError(f"--params is {share:g}; it must be above 0 and at most 1")
 
-    Hidden size and FFN shrink together, by the same factor as nearly as multiples of 32 allow; heads follow the
-    hidden size in whole key/value groups (width before depth: Minitron, https://arxiv.org/abs/2407.14679).
+
+def shape_for_share(config: ModelConfig, share: float) -> Shape:
+    """The even cut: the shape whose non-embedding parameters come closest to `share` without going over, at full depth.
+
+    Hidden size and FFN shrink together, by the same factor as nearly as multiples of 32 allow. Heads follow the hidden
+    size in whole key/value groups (width before depth: Minitron, https://arxiv.org/abs/2407.14679).
     """
-    full, target = Shape.of(config), share * config.block_parameters
-    smaller = _smaller_shapes(config, share, [full.layers])
-    sizes = {shape: size for shape, size in smaller if shape.heads * full.kv_heads == shape.kv_heads * full.heads}
+    _check_share(share)
+    full, count, target = Shape.of(config), block_counter(config), share * config.block_parameters
+    heads = [pair for pair in head_counts(config) if pair[0] * full.kv_heads == pair[1] * full.heads]
+    grid = product(hidden_sizes(config), heads, widths(full.intermediate))
+    shapes = (
+        replace(full, hidden=hidden, heads=query, kv_heads=key, intermediate=width)
+        for hidden, (query, key), width in grid
+    )
+    sizes = {shape: size for shape in shapes if (size := count(shape)) <= target}
     if not sizes:
         raise UsageError(f"--params {share:g}: no width that small is left; cut --layers too")
 
@@ -213,52 +238,64 @@ def shape_for_share(config: ModelConfig, share: float) -> Shape:
 def candidate_shapes(config: ModelConfig, share: float) -> list[Shape]:
     """The shapes that use up `share` of the non-embedding parameters, largest first.
 
-    For each hidden size, depth and set of heads that is the largest FFN that fits; where even the full FFN fits,
-    the shape counts if it lies at most 5% below the share.
+    For each hidden size, depth and set of heads that is the widest FFN that fits. A shape counts if it has at least 90%
+    of the parameters asked for, or of those of the largest shape if none has as many.
     """
-    largest: dict[tuple[int, int, int, int], tuple[Shape, int]] = {}
-    for shape, size in _smaller_shapes(config, share, range(config.dense_layers + 1, config.num_hidden_layers + 1)):
-        largest[shape.hidden, shape.heads, shape.kv_heads, shape.layers] = shape, size  # the FFN rises
-    if not largest:
+    _check_share(share)
+    count, target = block_counter(config), share * config.block_parameters
+    sizes = {shape: count(shape) for shape in widest_shapes(config, lambda shape: count(shape) <= target)}
+    if not sizes:
         raise UsageError(f"--params {share:g}: no shape that small is left")
-    sizes = dict(largest.values())
-    least = min(0.95 * share * config.block_parameters, max(sizes.values()))
-    full = config.intermediate_size
-    used = [shape for shape, size in sizes.items() if size >= least or shape.intermediate < full]
-    return sorted(used, key=lambda shape: -sizes[shape])
+    least = _NEAR * min(target, max(sizes.values()))
+    return sorted((shape for shape, size in sizes.items() if size >= least), key=lambda shape: -sizes[shape])
 
 
-def _smaller_shapes(config: ModelConfig, share: float, depths: Iterable[int]) -> Iterator[tuple[Shape, int]]:
-    """Shapes of at most a share of the non-embedding parameters, with their number; wider FFNs follow narrower ones.
+def widest_shapes(
+    config: ModelConfig, fits: Callable[[Shape], bool], *, experts: Sequence[int] = (), most: int | None = None
+) -> Iterator[Shape]:
+    """For each depth, hidden size, set of heads and number of experts the widest FFN that fits, if any does.
 
-    Raises:
-        UsageError: share is not in (0, 1].
+    Args:
+        config: the full model.
+        fits: whether a shape is small enough; of a wider FFN never if not of a narrower one.
+        experts: numbers of routed experts to try; the model's own if empty.
+        most: values of each dimension, evenly spread; all if None.
     """
-    if not 0 < share <= 1:
-        raise UsageError(f"--params is {share:g}; it must be above 0 and at most 1")
-    full, count = Shape.of(config), block_counter(config)
-    target = share * config.block_parameters
-    hidden_sizes = _widths(full.hidden) if can_cut_hidden(config) else [full.hidden]
-    grid = product(depths, hidden_sizes, _head_counts(config), _widths(full.intermediate))
-    for layers, hidden, (heads, kv_heads), intermediate in grid:
-        shape = Shape(hidden, intermediate, heads, kv_heads, layers, full.head_dim)
-        size = count(shape)
-        if size <= target:
-            yield shape, size
+    full, inner = Shape.of(config), widths(config.intermediate_size)
+    depths = spread(range(config.dense_layers + 1, full.layers + 1), most)
+    grid = product(depths, spread(hidden_sizes(config), most), head_counts(config, most), experts or [full.experts])
+    for layers, hidden, (heads, kv_heads), count in grid:
+        shape = replace(full, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, experts=count)
+        fitting = bisect_left(inner, True, key=lambda width: not fits(replace(shape, intermediate=width)))
+        if fitting:
+            yield replace(shape, intermediate=inner[fitting - 1])
 
 
-def _head_counts(config: ModelConfig) -> list[tuple[int, int]]:
+def head_counts(config: ModelConfig, most: int | None = None) -> list[tuple[int, int]]:
     """(heads, kv_heads): whole groups cut, heads cut inside every group, or groups merged with all heads kept."""
     full = Shape.of(config)
     if not {"heads", "kv_heads"} <= {dimension_of(unit) for unit in block_units(config).values()}:
         return [(full.heads, full.kv_heads)]
     per_group = full.heads // full.kv_heads
-    counts = {(kv * per_group, kv) for kv in range(1, full.kv_heads + 1)}
-    counts |= {(full.kv_heads * heads, full.kv_heads) for heads in range(1, per_group + 1)}
+    counts = {(kv * per_group, kv) for kv in spread(range(1, full.kv_heads + 1), most)}
+    counts |= {(full.kv_heads * heads, full.kv_heads) for heads in spread(range(1, per_group + 1), most)}
     if can_merge_kv_heads(config):
         counts |= {(full.heads, kv) for kv in range(1, full.kv_heads) if full.kv_heads % kv == 0}
     return sorted(counts)
 
 
-def _widths(full: int) -> list[int]:
-    return [*range(_WIDTH_STEP, full, _WIDTH_STEP), full]
+def hidden_sizes(config: ModelConfig) -> list[int]:
+    """Hidden sizes to cut to; the model's own alone if it cannot be cut."""
+    return widths(config.hidden_size) if can_cut_hidden(config) else [config.hidden_size]
+
+
+def widths(full: int, step: int = WIDTH_STEP) -> list[int]:
+    """Multiples of `step` below a width, and the width."""
+    return [*range(step, full, step), full]
+
+
+def spread(values: Sequence[int], most: int | None) -> list[int]:
+    """At most `most` of the values, evenly spread, the last one among them."""
+    if most is None or len(values) <= most:
+        return list(values)
+    return [values[round((number + 1) * len(values) / most) - 1] for number in range(most)]

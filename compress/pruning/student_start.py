@@ -10,8 +10,7 @@ from typing import ClassVar
 from compress.distillation.layer_matching import map_kept_layers
 from compress.distillation.run import Fresh, Start, resolve_start
 from compress.distillation.student_training import StudentText, StudentTraining
-from compress.pruning.cut import check_cut, cut_to_config
-from compress.pruning.run import SAMPLE_LENGTH, PruneConfig
+from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig, check_cut, cut_to_config
 from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint

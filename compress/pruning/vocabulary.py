@@ -1,171 +1,56 @@
-"""Which tokens of a BPE vocabulary stay when a domain needs fewer, and the tokenizer.json that has only those.
+"""Vocabulary pruning: count a domain's tokens, keep the most useful, and cut model and tokenizer together.
+
+Text comes back unchanged, but some words are split into more tokens, which the model has seldom seen there. Bits per
+byte, which do not depend on the tokenizer, measure the cost. Fine-tuning the result (`train CHECKPOINT`) wins it back.
+Distillation from the unpruned model is refused, since the two have different tokens.
 
 A BPE token is made by merging two halves, so it can stay only if both halves do, and theirs. Inside the span that
 becomes a token, merges run as they would on that span alone, so a token is always made in the same way. Therefore:
 
 1. One count of a text's tokens, passed on from each token to its halves, tells how often every token is made on
    the way. Without the token those places keep its halves, so that is also how many tokens the text grows by. The
-   number never rises from a half to a whole: the N tokens that have the highest are closed under merges, and no
-   closed set of N loses less. One sort so gives the set that dropping leaf after leaf and counting again gives
+   count never rises from a half to a whole: the N tokens that have the highest are closed under merges, and no
+   closed set of N loses less. One sort gives the set that dropping leaf after leaf and counting again gives
    (https://arxiv.org/abs/2512.03989).
-2. A word that is made of kept tokens only, on the way too, is cut as before: no merge that is gone was its next.
+2. A word that is made of kept tokens only, on the way too, is split as before: no merge that is gone was its next.
 """
 
 from __future__ import annotations
 
-import copy
-import json
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import time
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer, pre_tokenizers
 
-from sportsllm.errors import ArtifactError
+from compress.pruning.tokenizer_files import (
+    FILLER,
+    MODEL_IDS,
+    Vocabulary,
+    named_ids,
+    read_vocabulary,
+    renumber,
+    write_tokenizer,
+)
+from sportsllm.console import log, progress_bar
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.artifact import Stage, run_stage
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.json_files import read_json
+from sportsllm.formats.safetensors import quantization_config
+from sportsllm.inference.scoring import score_documents
+from sportsllm.inference.torch_decoder import TorchDecoder
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.text.documents import read_documents, training_side
+from sportsllm.text.packing import TokenizedDocuments, tokenize
+from sportsllm.text.provenance import held_out_files, manifest_setting
+from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 
-_FILLER = re.compile(r"<\|reserved_\d+\|>")  # what `train` fills a small corpus's vocabulary up with
-_CHILDREN = ("normalizers", "pretokenizers", "processors", "decoders")  # a Sequence's parts
-
-Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """A BPE tokenizer.json that was checked.
-
-    Attributes:
-        data: the parsed file.
-        ids: id of every token, added ones included; longest first, so that a token comes before its halves.
-        halves: the two ids that each merged token is made of.
-        growth: tokens that a text grows by at each place of a dropped token: 1, or the bytes of a character less 1.
-        fixed: ids that always stay: the 256 bytes, added tokens (but for the reserved ones of `train`), the unknown
-            token, the tokens that are put around texts, and the characters that stand for a space.
-    """
-
-    data: Json
-    ids: dict[str, int]
-    halves: Mapping[int, tuple[int, int]]
-    growth: Mapping[int, int]
-    fixed: frozenset[int]
-
-
-def read_vocabulary(data: Json, where: str) -> Vocabulary:
-    """Check a tokenizer.json, named `where` in messages, and find how its tokens are made.
-
-    Raises:
-        ArtifactError: it is not a BPE that can write every byte, it has something that cannot be rewritten, or its
-            parts disagree.
-    """
-    try:
-        tokenizer = Tokenizer.from_str(json.dumps(data))
-    except Exception as error:  # the library raises plain Exception for every fault of the file
-        raise ArtifactError(f"{where}: not a readable tokenizer ({error}); copy or train it again") from None
-    model, kind = data["model"], type(tokenizer.model).__name__
-    if kind != "BPE":
-        raise ArtifactError(f"{where}: its model is {kind}; only BPE vocabularies can be pruned")
-    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(key):
-            raise ArtifactError(f"{where}: BPE with {key} {model[key]!r} is not supported; keep the vocabulary whole")
-    added = {item["content"]: item["id"] for item in data.get("added_tokens", [])}
-    ids: dict[str, int] = model["vocab"] | added
-    _check_ids(ids, tokenizer.get_vocab(with_added_tokens=True), where)
-    put = dict(_put_tokens(data, where))
-    for token, number in put.items():
-        if ids.get(token) != number:
-            raise ArtifactError(f"{where}: puts {token!r} around texts as id {number}, but its id is {ids.get(token)}")
-    meant = {token for token in added if not _FILLER.fullmatch(token)}
-    fixed = {*_byte_tokens(data, where), *meant, *put, model.get("unk_token"), *_space_characters(data.get("decoder"))}
-    ranks = {pair: rank for rank, pair in enumerate(_merges(model))}
-    halves: dict[int, tuple[int, int]] = {}
-    growth: dict[int, int] = {}
-    for token, number in ids.items():
-        pieces, last = _merge(list(token), ranks)
-        if last is not None and pieces == [token]:
-            halves[number] = ids[last[0]], ids[last[1]]
-        growth[number] = max(1, (len(pieces) if len(token) > 1 else len(token.encode())) - 1)
-    longest_first = dict(sorted(ids.items(), key=lambda item: -len(item[0])))
-    return Vocabulary(data, longest_first, halves, growth, frozenset(ids[token] for token in fixed & ids.keys()))
-
-
-def _merges(model: Json) -> list[tuple[str, str]]:
-    """Merges by rank, from either way in which the file writes them."""
-    pairs = (item.split(" ") if isinstance(item, str) else item for item in model["merges"])
-    return [(first, second) for first, second in pairs]
-
-
-def _merge(pieces: list[str], ranks: Mapping[tuple[str, str], int]) -> tuple[list[str], tuple[str, str] | None]:
-    """What BPE leaves of `pieces`, and the last two that it merged."""
-    last = None
-    while True:
-        found = [(ranks[pair], place) for place, pair in enumerate(pairwise(pieces)) if pair in ranks]
-        if not found:
-            return pieces, last
-        place = min(found)[1]
-        last = (pieces[place], pieces[place + 1])
-        pieces[place : place + 2] = ["".join(last)]
-
-
-def _check_ids(ids: Mapping[str, int], read: Mapping[str, int], where: str) -> None:
-    """The file's ids must be those it is read with: the library numbers added tokens itself and says nothing."""
-    owners: dict[int, str] = {}
-    for token, number in ids.items():
-        if read.get(token) != number:
-            raise ArtifactError(f"{where}: gives {token!r} id {number}, but is read as {read.get(token)}; fix it")
-        owner = owners.setdefault(number, token)
-        if owner != token:
-            raise ArtifactError(f"{where}: {owner!r} and {token!r} both have id {number}; fix it")
-
-
-def _components(item: Json | None) -> Iterator[Json]:
-    """A normalizer, pre-tokenizer, post-processor or decoder, and what a Sequence of them holds."""
-    if item is not None:
-        yield item
-        for key in _CHILDREN:
-            for child in item.get(key, []):
-                yield from _components(child)
-
-
-def _byte_tokens(data: Json, where: str) -> list[str]:
-    """The tokens of the 256 bytes, as this tokenizer writes them. Byte-level BPE may lack some, which it then never
-    writes, with this vocabulary or a smaller one; where bytes stand in for characters, each can be needed.
-    """
-    model = data["model"]
-    kinds = {item["type"] for part in ("normalizer", "pre_tokenizer") for item in _components(data.get(part))}
-    if "ByteLevel" in kinds:
-        return sorted({*pre_tokenizers.ByteLevel.alphabet()} & model["vocab"].keys())
-    if not model.get("byte_fallback"):
-        raise ArtifactError(f"{where}: BPE without tokens for bytes would lose text when pruned; keep it whole")
-    names = [f"<0x{byte:02X}>" for byte in range(256)]
-    missing = [name for name in names if name not in model["vocab"]]
-    if missing:
-        raise ArtifactError(f"{where}: lacks {len(missing)} of the 256 byte tokens ({missing[0]!r}); keep it whole")
-    return names
-
-
-def _put_tokens(data: Json, where: str) -> Iterator[tuple[str, int]]:
-    """Tokens and ids that the post-processor and the padding put around a text."""
-    for part in _components(data.get("post_processor")):
-        kind = part["type"]
-        if kind == "TemplateProcessing":
-            for entry in part["special_tokens"].values():
-                yield from zip(entry["tokens"], entry["ids"], strict=True)
-        elif kind not in ("ByteLevel", "Sequence"):
-            raise ArtifactError(f"{where}: post-processor {kind} is not supported; keep the vocabulary whole")
-    if data.get("padding"):
-        yield data["padding"]["pad_token"], data["padding"]["pad_id"]
-
-
-def _space_characters(decoder: Json | None) -> Iterator[str]:
-    """Characters that the decoder turns into others: their bytes would not be, so they cannot fall back."""
-    for part in _components(decoder):
-        if part["type"] == "Metaspace":
-            yield part["replacement"]
-        elif part["type"] == "Replace":
-            yield from part["pattern"].get("String", "")
+_STEP = 32  # rows come in multiples of this, the smallest block of the integer kernels
+_SCORED_TOKENS = 65_536
 
 
 def saved_tokens(vocabulary: Vocabulary, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -179,7 +64,7 @@ def saved_tokens(vocabulary: Vocabulary, counts: npt.NDArray[np.int64]) -> npt.N
     for token, number in vocabulary.ids.items():
         for half in vocabulary.halves.get(number, ()):
             made[half] += made[number]
-        if not _FILLER.fullmatch(token):
+        if not FILLER.fullmatch(token):
             saved[number] = made[number] * vocabulary.growth[number]
     return saved
 
@@ -206,21 +91,149 @@ def kept_tokens(vocabulary: Vocabulary, saved: npt.NDArray[np.int64], size: int,
     return sorted(order[:size])
 
 
-def pruned_tokenizer(vocabulary: Vocabulary, kept: Sequence[int]) -> Json:
-    """The tokenizer.json that has the tokens of `kept_tokens` only, under new ids; merges keep their order."""
+def prune_embedding(model: SportsLLM, kept: Sequence[int]) -> SportsLLM:
+    """A model with only the kept tokens' rows in embedding and head; the logits of those tokens stay the same."""
     new = {old: place for place, old in enumerate(kept)}
-    data: Json = copy.deepcopy(vocabulary.data)
-    model = data["model"]
-    pairs = zip(model["merges"], _merges(model), strict=True)
-    vocab = {token: new[number] for token, number in model["vocab"].items() if number in new}
-    model["vocab"] = dict(sorted(vocab.items(), key=lambda item: item[1]))
-    model["merges"] = [item for item, pair in pairs if {*pair, "".join(pair)} <= vocab.keys()]
-    data["added_tokens"] = [
-        {**item, "id": new[item["id"]]} for item in data.get("added_tokens", []) if item["id"] in new
-    ]
-    for part in _components(data.get("post_processor")):
-        for entry in part.get("special_tokens", {}).values():
-            entry["ids"] = [new[number] for number in entry["ids"]]
-    if data.get("padding"):
-        data["padding"]["pad_id"] = new[data["padding"]["pad_id"]]
-    return data
+    named = {key: renumber(getattr(model.config, key), new) for key in MODEL_IDS}
+    pruned = SportsLLM(model.config.with_changes(vocab_size=len(kept), **named))
+    state = model.state_dict()
+    for name in {"model.embed_tokens.weight", "lm_head.weight"} & state.keys():
+        state[name] = state[name][list(kept)]
+    pruned.load_state_dict(state)
+    return pruned.eval()
+
+
+def target_size(vocab_size: int | None, min_count: int | None, saved: npt.NDArray[np.int64], fixed: set[int]) -> int:
+    """How many rows stay: a multiple of 32, at most all of them. A line says so if that is not the number asked for.
+
+    Raises:
+        UsageError: `vocab_size` is below the number of `fixed` ids, or above that of all.
+    """
+    if vocab_size is None:
+        wanted = len(fixed | set(np.flatnonzero(saved >= (min_count or 1)).tolist()))
+    elif len(fixed) <= vocab_size <= len(saved):
+        wanted = vocab_size
+    else:
+        raise UsageError(
+            f"--vocab-size is {vocab_size}; the model has {len(saved)} tokens, and {len(fixed)} of them always stay "
+            f"(256 bytes and special tokens), choose {len(fixed)} to {len(saved)}"
+        )
+    size = min(len(saved), -(-wanted // _STEP) * _STEP)
+    if size != wanted:
+        log(f"{size:,} tokens stay, not {wanted:,}: kernels want a multiple of {_STEP}")
+    return size
+
+
+def prune_vocabulary(
+    checkpoint: Path,
+    out: Path,
+    vocab_size: int | None,
+    min_count: int | None,
+    calibration: Sequence[Path],
+    valid: Sequence[Path],
+) -> dict[str, Any]:
+    """Drop the tokens that a domain does not use from a checkpoint directory's model and tokenizer.
+
+    The 256 bytes and all special tokens stay, so every text can still be written; the reserved tokens that `train`
+    fills a vocabulary up with go first. `vocabulary_map.json` holds the old id of each new one.
+
+    Args:
+        checkpoint, out: unquantized, and the directory to make.
+        vocab_size: tokens to keep, rounded up to a multiple of 32.
+        min_count: instead: keep each token that saves the calibration text at least this many tokens, counting also
+            its use on the way to longer ones.
+        calibration: the domain's text, where usage is counted.
+        valid: held-out text, its first 65,536 tokens, to measure bits per byte on before and after; may be empty.
+
+    Returns:
+        The results for the manifest.
+
+    Raises:
+        UsageError: neither or both of vocab_size and min_count, or an impossible one.
+        ArtifactError: quantized, a tokenizer that cannot be pruned, or files that disagree.
+    """
+    _check_request(checkpoint, vocab_size, min_count)
+    config = load_config(checkpoint)
+    settings = {
+        "checkpoint": checkpoint,
+        "vocab_size": vocab_size,
+        "min_count": min_count,
+        "calibration": calibration,
+        "scored": valid,
+        "corpus": manifest_setting(checkpoint, "corpus"),
+        "valid": manifest_setting(checkpoint, "valid"),
+    }
+
+    def make(directory: Path) -> dict[str, Any]:
+        started = time.perf_counter()
+        tokenizer = load_tokenizer(checkpoint, config)
+        where = checkpoint / "tokenizer.json"
+        vocabulary = read_vocabulary(read_json(where), str(where))
+        fixed = with_halves(vocabulary, vocabulary.fixed | named_ids(checkpoint, config, vocabulary))
+        model = load_checkpoint(checkpoint)
+        documents = training_side(calibration, [*held_out_files(checkpoint), *valid])
+        before = tokenize(documents, tokenizer)
+        saved = saved_tokens(vocabulary, np.bincount(before.ids, minlength=config.vocab_size))
+        kept = kept_tokens(vocabulary, saved, target_size(vocab_size, min_count, saved, fixed), fixed)
+        pruned = prune_embedding(model, kept)
+        save_checkpoint(directory, pruned, checkpoint)
+        write_tokenizer(checkpoint, directory, vocabulary, kept)
+        fewer = load_tokenizer(directory, pruned.config)
+        after = tokenize(documents, fewer)
+        _check_round_trip(where, (tokenizer, before), (fewer, after))
+        if valid:
+            figures = _held_out(((model, tokenizer), (pruned, fewer)), list(read_documents(valid)))
+        else:
+            ends = len(documents) * (1 if tokenizer.end_id is None else 2)  # begin and end tokens
+            sides = {"before": before, "after": after}
+            figures = {f"tokens_per_byte_{key}": (at.ids.size - ends) / at.text_bytes for key, at in sides.items()}
+        return {
+            "parameters": pruned.config.parameters,
+            "vocab_size": len(kept),
+            "vocab_size_before": config.vocab_size,
+            **figures,
+            "seconds": time.perf_counter() - started,
+        }
+
+    stage = Stage("prune", settings, [checkpoint, *calibration, *valid])
+    return run_stage(out, stage, make)
+
+
+def _check_request(checkpoint: Path, vocab_size: int | None, min_count: int | None) -> None:
+    if (vocab_size is None) == (min_count is None):
+        raise UsageError("say how small: --vocab-size N or --set min_count=M, one of them")
+    if min_count is not None and min_count < 1:
+        raise UsageError(f"--set min_count is {min_count}; it must be 1 or more")
+    if quantization_config(checkpoint) is not None:
+        raise ArtifactError(f"{checkpoint}: is quantized; prune the unquantized checkpoint, then quantize")
+
+
+def _check_round_trip(where: Path, *sides: tuple[TextTokenizer, TokenizedDocuments]) -> None:
+    """Every counted document must come back from the new tokens as it did from the old ones."""
+    (old, before), (new, after) = ((side, np.split(counted.ids, counted.ends[:-1])) for side, counted in sides)
+    with progress_bar("check", len(before)) as bar:
+        for number, (first, second) in enumerate(zip(before, after, strict=True), start=1):
+            if old.decode(first.tolist()) != new.decode(second.tolist()):
+                raise ArtifactError(
+                    f"{where}: document {number} of the calibration text does not survive the pruned tokenizer; "
+                    "its normalizer or decoder is not supported, keep the vocabulary whole"
+                )
+            bar.advance()
+
+
+def _held_out(sides: Sequence[tuple[SportsLLM, TextTokenizer]], documents: Sequence[str]) -> dict[str, float]:
+    """Bits and tokens per byte before and after, of the same documents: the first 65,536 or so of the old tokens."""
+    part: list[str] = []
+    tokens = 0
+    for text in documents:
+        if tokens >= _SCORED_TOKENS:
+            log(f"bits per byte: on the first {len(part):,} of {len(documents):,} held-out documents")
+            break
+        part.append(text)
+        tokens += len(sides[0][1].encode(text))
+    scores = {
+        key: score_documents(TorchDecoder(model), tokenizer, part, description=f"score {key}")
+        for key, (model, tokenizer) in zip(("before", "after"), sides, strict=True)
+    }
+    bits = {f"bits_per_byte_{key}": score.bits_per_byte for key, score in scores.items()}
+    return bits | {f"tokens_per_byte_{key}": score.tokens / score.bytes for key, score in scores.items()}

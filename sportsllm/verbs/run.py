@@ -202,7 +202,10 @@ def _stage(
         problems.append(f"{where}: the name is {'not free' if name == _FOLDER else 'used twice'}")
     if command not in COMMANDS or command == "run":
         return None, [*problems, f"{where}: {_unknown('command', command, COMMANDS)}"]
-    settings = defaults.get(command, {}) | {key: value for key, value in entry.items() if key not in _STAGE_KEYS}
+    usual, own = defaults.get(command, {}), {key: value for key, value in entry.items() if key not in _STAGE_KEYS}
+    settings = usual | own
+    if isinstance(usual.get("set"), dict) and isinstance(own.get("set"), dict):
+        settings["set"] = usual["set"] | own["set"]
     resolved, errors = _resolve(settings, known)
     function = load_command(command)
     parameters = inspect.signature(function).parameters

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import sportsllm
-from compress.pruning.run import PruneJob, prune_checkpoint
+from compress.prune import prune_checkpoint
+from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize

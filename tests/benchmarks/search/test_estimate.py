@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks.search import estimate
-from benchmarks.search.cut import Cut
 from benchmarks.search.estimate import Recovered, ShapeLosses, probe_shapes
+from compress.pruning.shapes import Shape
 
-FULL = Cut(96, 352, 3, 3, 6, 32)
+FULL = Shape(96, 352, 3, 3, 6, 32)
 
 
 def test_without_recoveries_the_estimate_is_that_of_the_log() -> None:
@@ -27,7 +27,7 @@ def test_without_recoveries_the_estimate_is_that_of_the_log() -> None:
     assert losses.percent(FULL) == 0 and losses.factor(FULL) == 1
 
 
-def other_teacher(shape: Cut, tokens: int) -> float:
+def other_teacher(shape: Shape, tokens: int) -> float:
     """Percent lost by a teacher unlike the usual one: ten times as much, and nearly in proportion to the cut."""
     weights = {"hidden": 60.0, "intermediate": 30.0, "heads": 15.0, "layers": 45.0}
     cut = {name: -math.log(getattr(shape, name) / getattr(FULL, name)) for name in weights}
@@ -37,7 +37,7 @@ def other_teacher(shape: Cut, tokens: int) -> float:
 def test_a_few_recoveries_of_probes_foretell_cuts_of_everything() -> None:
     """Ten times off before, within a third after four probes of one dimension, and within the stated error."""
     grid = [
-        Cut(hidden, intermediate, heads, heads, layers, 32)
+        Shape(hidden, intermediate, heads, heads, layers, 32)
         for hidden, intermediate, heads, layers in product((32, 64, 96), (96, 224, 352), (1, 2, 3), range(1, 7))
     ]
     probes = probe_shapes(FULL, grid)
@@ -48,7 +48,7 @@ def test_a_few_recoveries_of_probes_foretell_cuts_of_everything() -> None:
         replace(FULL, heads=2, kv_heads=2),
     }
     seen = [Recovered(shape, 50_000, other_teacher(shape, 50_000)) for shape in probes]
-    wanted = Cut(64, 160, 3, 3, 5, 32)
+    wanted = Shape(64, 160, 3, 3, 5, 32)
     before, after = ShapeLosses(FULL, 1_000_000), ShapeLosses(FULL, 1_000_000, seen)
     truth = other_teacher(wanted, 1_000_000)
     assert before.percent(wanted) < truth / 2
@@ -60,7 +60,7 @@ def test_a_few_recoveries_of_probes_foretell_cuts_of_everything() -> None:
 def test_the_most_probable_parameters_are_found() -> None:
     """No random step from them makes recoveries and prior together more probable; factors come from the curvature."""
     rng = np.random.default_rng(0)
-    shapes = [replace(FULL, layers=4), replace(FULL, intermediate=160), Cut(64, 224, 3, 3, 5, 32)]
+    shapes = [replace(FULL, layers=4), replace(FULL, intermediate=160), Shape(64, 224, 3, 3, 5, 32)]
     seen = [Recovered(shape, tokens, other_teacher(shape, tokens)) for shape in shapes for tokens in (10_000, 90_000)]
     losses = ShapeLosses(FULL, 1_000_000, seen)
 

@@ -18,7 +18,7 @@ from benchmarks.devices.schema import Device
 from benchmarks.measure.bench import BenchRequest, BenchResult
 from benchmarks.predict.model_size import ModelFormat, file_bytes
 from benchmarks.search.candidates import Candidate, Estimates, candidates, cut_by_limit, grid_shapes
-from benchmarks.search.cut import Cut
+from benchmarks.search.cut import prune_options
 from benchmarks.search.estimate import Recovered
 from benchmarks.search.formats import usual_loss, weight_formats
 from benchmarks.search.measure import measured_estimates, suggested_vocabularies, usual_estimates
@@ -28,6 +28,7 @@ from benchmarks.search.search import Search, Tried, nothing_fits, start_search
 from benchmarks.search.stages import Effort, Source, Target, export_settings
 from benchmarks.search.trials import Losses, Trials
 from benchmarks.search.winner_recipe import write_recipe
+from compress.pruning.shapes import Shape
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, UsageError
 from sportsllm.formats.huggingface.config import load_config, to_hf
@@ -71,13 +72,13 @@ def test_a_mixture_may_lose_experts_and_flags_name_them_only_then() -> None:
     assert {cut.experts for cut in cuts} == {8, 4, 2}
     assert {cut.experts for cut in grid_shapes(MIXTURE.with_changes(experts=Experts(8, 3)))} == {8, 4}
     assert {cut.experts for cut in grid_shapes(MIXTURE.with_changes(experts=Experts(8, 2, groups=4)))} == {8}
-    whole = Cut.of(MIXTURE)
+    whole = Shape.of(MIXTURE)
     half = replace(whole, experts=4).applied_to(MIXTURE)
     assert half.chosen_experts.count == 4 and half.parameters < MIXTURE.parameters
     assert half.active_parameters == MIXTURE.active_parameters - 4 * 2 * MIXTURE.hidden_size  # of the routers' rows
-    assert replace(whole, experts=4).flags(MIXTURE)["experts"] == 4
-    assert "experts" not in replace(whole, layers=1).flags(MIXTURE)
-    assert "experts" not in Cut.of(TEACHER).sizes()
+    assert prune_options(replace(whole, experts=4), MIXTURE)["experts"] == 4
+    assert "experts" not in prune_options(replace(whole, layers=1), MIXTURE)
+    assert "experts" not in Shape.of(TEACHER).sizes()
 
 
 @pytest.mark.slow
@@ -88,7 +89,7 @@ def test_a_small_file_takes_experts_before_widths_of_a_mixture() -> None:
         with_limits(file_mb=0.8 * min(size for name, size in sizes.items() if "l2-h128-f256" in name and "e8" in name)),
         MIXTURE,
     )
-    assert chosen.shape == replace(Cut.of(MIXTURE), experts=4) and "-e4-" in chosen.name
+    assert chosen.shape == replace(Shape.of(MIXTURE), experts=4) and "-e4-" in chosen.name
 
 
 def started(device: Device, teacher: ModelConfig = TEACHER) -> Search:
@@ -101,7 +102,7 @@ def best(device: Device, teacher: ModelConfig = TEACHER) -> Candidate:
 
 def test_the_whole_teacher_in_the_fastest_lossless_form_wins_where_everything_fits() -> None:
     chosen = best(load_device("laptop-x86"))
-    assert chosen.shape == Cut.of(TEACHER)
+    assert chosen.shape == Shape.of(TEACHER)
     assert usual().formats[chosen.format] < 0.15
 
 
@@ -127,11 +128,11 @@ def test_a_budget_that_only_int4_can_meet_gets_int4() -> None:
     sizes = {
         one.format.precision: one.predicted["file_mb"]
         for one in candidates(teacher, device, usual(teacher))
-        if one.shape == Cut.of(teacher) and one.format.name in ("int8-b128", "int4-b32")
+        if one.shape == Shape.of(teacher) and one.format.name in ("int8-b128", "int4-b32")
     }
     tight = with_limits("raspberry-pi-5", file_mb=1.01 * sizes["int4"])
     search = started(tight, teacher)
-    whole = [one for one in search.inside() if one.shape == Cut.of(teacher)]
+    whole = [one for one in search.inside() if one.shape == Shape.of(teacher)]
     assert whole and {one.format.precision for one in whole} == {"int4"}
     assert search.front(1)[0].format.precision == "int4"
 
@@ -144,7 +145,7 @@ def test_a_budget_that_only_a_shorter_cache_can_meet_gets_one() -> None:
     peaks = {
         one.format.name: one.predicted["peak_memory_mb"]
         for one in candidates(teacher, device, usual(teacher))
-        if one.shape == Cut.of(teacher)
+        if one.shape == Shape.of(teacher)
     }
     least = min(value for name, value in peaks.items() if not name.endswith("-kv8"))
     tight = with_limits("raspberry-pi-5", peak_memory_mb=least - 1)
@@ -221,8 +222,8 @@ class Rule:
     def __init__(self, scale: float = 30.0) -> None:
         self.scale, self.calls = scale, list[tuple[str, int, bool]]()
 
-    def recovered(self, shape: Cut, tokens: int) -> float:
-        kept = [getattr(shape, name) / getattr(Cut.of(TEACHER), name) for name in shape.sizes()]
+    def recovered(self, shape: Shape, tokens: int) -> float:
+        kept = [getattr(shape, name) / getattr(Shape.of(TEACHER), name) for name in shape.sizes()]
         return self.scale * sum(-math.log(share) for share in kept) * (tokens / 100_000) ** -0.3
 
     def losses(self, candidate: Candidate, tokens: int, trained: bool) -> Losses:
@@ -247,7 +248,7 @@ def test_on_a_gpu_every_format_computes_in_float16(tmp_path: Path) -> None:
 
 def test_what_trials_show_moves_the_search_from_cuts_to_small_formats() -> None:
     """By usual estimates a cut with fine rounding is best. On a teacher that cuts hurt, the whole one at 4 bits is."""
-    full = Cut.of(TEACHER)
+    full = Shape.of(TEACHER)
     sizes = [file_bytes(TEACHER, each) / 1e6 for each in usual().formats]
     search = started(with_limits(file_mb=min(sizes)))
     assert search.front(1)[0].shape != full
@@ -297,7 +298,7 @@ def test_what_is_measured_replaces_the_usual_estimates() -> None:
         measured_estimates(TEACHER, 1_000, trials, asked=[256], suggested=[])
     search = start_search(TEACHER, with_limits(), found, Target("host"), 1_000)
     search.learn_vocabulary(320, 6.0)
-    whole = [one for one in search.found if one.vocab_size == 320 and one.shape == Cut.of(TEACHER)]
+    whole = [one for one in search.found if one.vocab_size == 320 and one.shape == Shape.of(TEACHER)]
     assert min(one.loss_percent for one in whole) == pytest.approx(6.0)
 
 
@@ -318,13 +319,13 @@ def test_smaller_vocabularies_are_suggested_where_the_table_is_large() -> None:
 def test_the_recipe_is_toml_whatever_the_paths_and_export_gets_the_threads(tmp_path: Path, checkpoint: Path) -> None:
     odd = tmp_path / 'a "quoted" name\x7f'  # DEL is legal in a path and must be escaped in TOML
     int4 = ModelFormat("int4", 64, head_bits=4, zero_points=True)
-    candidate = replace(best(with_limits()), shape=replace(Cut.of(TEACHER), layers=2), format=int4)
+    candidate = replace(best(with_limits()), shape=replace(Shape.of(TEACHER), layers=2), format=int4)
     source = Source(checkpoint, (odd,), (odd,), valid=(odd,), threads=1, settings={"learning_rate": 1e-3})
     write_recipe(odd / "recipe.toml", candidate, source, Effort(1_000, 100), Target("host"), odd)
     recipe = tomllib.loads((odd / "recipe.toml").read_text(encoding="utf-8"))
     stages = {stage["command"]: stage for stage in recipe["stage"]}
     assert recipe["out"] == str(odd) and stages["prune"]["corpus"] == [str(odd)]
-    assert stages["prune"]["learning_rate"] == 1e-3 and stages["quantize"]["qad"] == 200
+    assert stages["prune"]["set"]["learning_rate"] == 1e-3 and stages["quantize"]["qad"] == 200
     packing = {key: stages["quantize"][key] for key in ("bits", "block_size", "head_bits", "symmetric")}
     assert packing == {"bits": 4, "block_size": 64, "head_bits": 4, "symmetric": False}
     assert "learning_rate" not in stages["quantize"]
@@ -335,7 +336,7 @@ def test_the_recipe_is_toml_whatever_the_paths_and_export_gets_the_threads(tmp_p
         odd / "recipe.toml", replace(candidate, vocab_size=320), source, Effort(1_000, 100), Target("host"), odd
     )
     first = tomllib.loads((odd / "recipe.toml").read_text(encoding="utf-8"))["stage"][0]
-    assert first["vocab_size"] == 320 and first["text"] == [str(odd)]  # held-out text chooses no tokens
+    assert first["vocab_size"] == 320 and first["valid"] == [str(odd)]  # held-out text chooses no tokens
 
 
 @dataclass

@@ -11,10 +11,13 @@ from compress.distillation.recovery import Recovery
 from compress.distillation.run import distill, resolve_start
 from compress.distillation.settings import DistillationConfig
 from compress.distillation.student_training import StudentTraining
-from compress.pruning.plan import PruneTarget, prune_run
-from compress.pruning.run import PruneConfig, PruneJob
+from compress.prune import prune_checkpoint
+from compress.pruning.cut import PruneConfig
+from compress.pruning.job import PruneJob
+from compress.pruning.shapes import Shape
 from compress.pruning.student_start import choose_start
 from sportsllm.formats.checkpoint import save_checkpoint
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.training.settings import TrainConfig
 from tests.support.models import tiny_model
@@ -33,9 +36,8 @@ def teacher(tokenizer_directory: Path, tmp_path: Path) -> Path:
 
 def cut(source: Path, layers: int, out: Path, text: Path, recovery: Recovery | None = None) -> list[int]:
     job = PruneJob(source, [text], PruneConfig(samples=4), recovery=recovery)
-    kept = prune_run(job, PruneTarget(dimensions={"layers": layers}), out)["kept_layers"]
-    assert isinstance(kept, list)
-    return kept
+    shape = dataclasses.replace(Shape.of(load_config(source)), layers=layers)
+    return prune_checkpoint(job, shape, out).kept_layers
 
 
 def test_what_each_kept_layer_reads_is_matched() -> None:

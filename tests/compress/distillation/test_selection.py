@@ -29,8 +29,9 @@ from compress.distillation.selection import (
 )
 from compress.distillation.settings import DistillationConfig
 from compress.distillation.student_training import StudentText, StudentTraining
-from compress.pruning.index_start import start_index
-from compress.pruning.run import PruneJob, prune_checkpoint
+from compress.prune import prune_checkpoint
+from compress.pruning.indexer import start_index
+from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
 from compress.quantization.config import QuantizationConfig
 from compress.quantization.run import quantize

@@ -21,7 +21,9 @@ from compress.distillation.settings import (
 )
 from compress.distillation.student_loss import distillation_loss
 from compress.distillation.student_training import RunState, StudentText, StudentTraining, train_student
-from compress.pruning.run import PruneConfig, PruneJob, prune_checkpoint
+from compress.prune import prune_checkpoint
+from compress.pruning.cut import PruneConfig
+from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
@@ -140,7 +142,7 @@ def test_signals_are_made_once_and_serve_pruning_too(
     shape = Shape(hidden=64, intermediate=64, heads=4, kv_heads=2, layers=1, head_dim=16)
     job = PruneJob(checkpoint, [corpus_file], PruneConfig(samples=2), recovery=recovery)
     result = prune_checkpoint(job, shape, tmp_path / "two")
-    assert result["steps"] == CONFIG.steps
+    assert result.steps == CONFIG.steps
     assert (tmp_path / "signals" / "signals.json").stat().st_mtime_ns == made
     with pytest.raises(ArtifactError, match="another --corpus"):
         other = tmp_path / "other.txt"
@@ -157,7 +159,7 @@ def test_a_fresh_start_takes_the_shape_of_a_checkpoint_alone(
     result = distill(
         str(student), start, StudentTraining(checkpoint, CONFIG, (corpus_file,), distillation=FP32), tmp_path / "out"
     )
-    assert "bits_per_byte_before" not in result
+    assert result["bits_per_byte_before"] is None
     assert read_manifest(tmp_path / "out").settings["start"] == "fresh"
     assert isinstance(resolve_start(str(student), None, None, checkpoint), Checkpoint)
     with pytest.raises(UsageError, match="leave --init"):

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from compress.pruning.cut import check_cut, cut_to_config
-from compress.pruning.run import PruneConfig
+from compress.pruning.cut import PruneConfig, check_cut, cut_to_config
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.feed_forward_kinds import Experts

@@ -1,4 +1,4 @@
-"""Experts that go or are merged: by their outputs, without a trace where nothing of them is missed."""
+"""Experts that go, and experts joined to a dense model: without a trace if nothing of them is missed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from compress.pruning.expert_neurons import dense_model, fit_experts, joined_neurons
-from compress.pruning.experts import expert_energy, reduce_experts, ward_groups
-from compress.pruning.plan import PruneTarget, prune_run
-from compress.pruning.run import PruneConfig, PruneJob
+from compress.prune import prune
+from compress.pruning.experts import dense_model, expert_energy, fit_experts, joined_neurons, reduce_experts
 from compress.pruning.shapes import fewer_experts
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import save_checkpoint
@@ -51,70 +49,12 @@ def test_an_expert_that_nobody_chose_leaves_no_trace(capsys: pytest.CaptureFixtu
     with torch.no_grad():
         for layer, unused in ((0, 0), (1, 2)):
             model.model.layers[layer].mlp.gate.bias[unused] = -9.0
-    reduced = reduce_experts(model, fewer_experts(model.config, 3, None), SAMPLES, "use")
+    reduced = reduce_experts(model, fewer_experts(model.config, 3, None), SAMPLES)
     assert "experts that no token was sent to: layer 0: 0; layer 1: 2" in capsys.readouterr().err
     assert reduced.config.chosen_experts.count == 3
     assert reduced.config.parameters < model.config.parameters
     with torch.inference_mode():
         torch.testing.assert_close(reduced(SAMPLES[0]), model(SAMPLES[0]), rtol=1e-5, atol=1e-5)
-
-
-def test_twins_become_one_without_a_trace() -> None:
-    """Experts 1 and 3 are one function, their neurons in another order; the router takes the better of their rows."""
-    model = model_with(active=1, router="sigmoid")
-    order = torch.randperm(96, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for block in model.model.layers:
-            one, other = block.mlp.experts.get_submodule("1"), block.mlp.experts.get_submodule("3")
-            other.gate_proj.weight.copy_(one.gate_proj.weight[order])
-            other.up_proj.weight.copy_(one.up_proj.weight[order])
-            other.down_proj.weight.copy_(one.down_proj.weight[:, order])
-            block.mlp.gate.weight[3] = block.mlp.gate.weight[1]
-    samples = [torch.randint(0, 384, (1, 120), generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
-    reduced = reduce_experts(model, fewer_experts(model.config, 3, None), samples, "merge")
-    with torch.inference_mode():
-        wanted, found = model(SAMPLES[0]), reduced(SAMPLES[0])
-    # The ridge, 1e-3 of the inputs' mean square, pulls the joined expert's weights towards zero.
-    assert float((found - wanted).abs().max() / wanted.std()) < 0.02
-
-
-def test_ward_joins_what_raises_the_spread_least() -> None:
-    """Spread: the weighted sum of squared distances to each group's mean, from the points themselves."""
-    generator = torch.Generator().manual_seed(0)
-    points = torch.randn(9, 5, generator=generator, dtype=torch.float64)
-    weights = torch.rand(9, generator=generator, dtype=torch.float64)
-
-    def spread(groups: list[list[int]]) -> float:
-        total = 0.0
-        for group in groups:
-            own, weight = points[group], weights[group][:, None]
-            mean = (weight * own).sum(0) / weight.sum()
-            total += float((weight * (own - mean).square()).sum())
-        return total
-
-    wanted = [[number] for number in range(9)]
-    while len(wanted) > 4:
-        # 9 in 4 groups are three at most, where two groups of at most three can still be found.
-        pairs = [(a, b) for a in range(len(wanted)) for b in range(a)]
-        small = [(a, b) for a, b in pairs if len(wanted[a]) + len(wanted[b]) <= 3]
-        pairs = small or pairs
-        joined = [
-            [g for i, g in enumerate(wanted) if i not in pair] + [wanted[pair[0]] + wanted[pair[1]]] for pair in pairs
-        ]
-        wanted = min(joined, key=spread)
-    assert sorted(ward_groups(points @ points.T, weights, 4)) == sorted(sorted(group) for group in wanted)
-
-
-def test_weights_of_ward_by_hand() -> None:
-    """Points 0, 3 and 5 on a line: 3 and 5 are nearest, but joining a point of weight 0.1 costs less."""
-    points = torch.tensor([[0.0], [3.0], [5.0]], dtype=torch.float64)
-    gram = points @ points.T
-    assert ward_groups(gram, torch.ones(3, dtype=torch.float64), 2) == [[0], [1, 2]]
-    # 0.1 / 1.1 * 9 = 0.82 against 1 / 2 * 4 = 2
-    assert ward_groups(gram, torch.tensor([0.1, 1.0, 1.0], dtype=torch.float64), 2) == [[0, 1], [2]]
-    # Twins 4 and 4 join first; 0 and 3 then, since three of four in one group would be more than their even share.
-    points = torch.tensor([[0.0], [3.0], [4.0], [4.0]], dtype=torch.float64)
-    assert ward_groups(points @ points.T, torch.ones(4, dtype=torch.float64), 2) == [[0, 1], [2, 3]]
 
 
 def test_a_fit_leaves_no_more_than_least_squares_over_all_experts() -> None:
@@ -172,7 +112,7 @@ def test_neurons_that_explain_nothing_are_left_out() -> None:
             e.down_proj(silu(e.gate_proj(x)) * e.up_proj(x))
             for e in map(half.get_submodule, ("experts.0", "experts.1"))
         )
-    parts = joined_neurons(half, ["experts.0", "experts.1"], 96, x, wanted)
+    parts = joined_neurons(half.experts[:2], 96, x, wanted)
     kept = torch.cat([half.get_submodule(f"experts.{n}").up_proj.weight[:48] for n in (0, 1)])
     torch.testing.assert_close(parts["up_proj.weight"], kept)
 
@@ -180,11 +120,11 @@ def test_neurons_that_explain_nothing_are_left_out() -> None:
 def test_the_command_keeps_the_number(tokenizer_directory: Path, corpus_file: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     save_checkpoint(tmp_path / "full", model_with(), tokenizer_directory)
-    job = PruneJob(tmp_path / "full", [corpus_file], PruneConfig(samples=4), experts=2, experts_per_token=1)
-    result = prune_run(job, PruneTarget(dimensions={"intermediate": 64}), tmp_path / "out")
+    given = {"experts": 2, "experts_per_token": 1, "intermediate": 64, "settings": {"samples": 4}}
+    result = prune(tmp_path / "full", out=tmp_path / "out", calibration=[corpus_file], **given)
     smaller = load_config(tmp_path / "out")
     assert (smaller.chosen_experts.count, smaller.chosen_experts.active, smaller.intermediate_size) == (2, 1, 64)
-    assert result["parameters"] == smaller.parameters and 0.3 < result["share_of_block_parameters"] < 0.7
+    assert result.parameters == smaller.parameters and 0.3 < result.share_of_block_parameters < 0.7
 
 
 @pytest.mark.parametrize(
@@ -200,8 +140,6 @@ def test_impossible_numbers_are_refused(experts: Experts | None, count: int, act
     config = tiny_config() if experts is None else tiny_config(mlp_kind="experts", experts=experts)
     with pytest.raises(UsageError, match=said):
         fewer_experts(config, count, active)
-    with pytest.raises(UsageError, match="--experts-by 'size' is not known; use one of merge, use"):
-        fewer_experts(config, count, active, "size")
 
 
 def test_layers_without_experts_stay(tokenizer_directory: Path, corpus_file: Path, tmp_path: Path) -> None:
@@ -210,8 +148,8 @@ def test_layers_without_experts_stay(tokenizer_directory: Path, corpus_file: Pat
     save_checkpoint(
         tmp_path / "full", tiny_model(mlp_kind="experts", experts=Experts(4, 2), **first), tokenizer_directory
     )
-    job = PruneJob(tmp_path / "full", [corpus_file], PruneConfig(samples=4), experts=2)
-    result = prune_run(job, PruneTarget(dimensions={"intermediate": 48, "layers": 3}), tmp_path / "out")
+    given = {"experts": 2, "intermediate": 48, "layers": 3, "settings": {"samples": 4}}
+    result = prune(tmp_path / "full", out=tmp_path / "out", calibration=[corpus_file], **given)
     smaller = load_config(tmp_path / "out")
     assert (smaller.num_hidden_layers, smaller.dense_layers, smaller.dense_intermediate_size) == (3, 2, 64)
-    assert result["kept_layers"][:2] == [0, 1] and result["parameters"] == smaller.parameters
+    assert result.kept_layers[:2] == [0, 1] and result.parameters == smaller.parameters

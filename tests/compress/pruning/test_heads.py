@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from compress.pruning.heads import heads_change, nearest_pairs, reduce_heads
-from compress.pruning.rotation import principal_directions
-from compress.pruning.scores import random_scores
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import inverse_frequencies
 from sportsllm.models.rope_scaling import RopeScaling
 from tests.support.models import tiny_model
+from tests.support.scores import random_scores
 
 
 def samples(count: int = 4, seed: int = 0) -> list[torch.Tensor]:
@@ -24,9 +23,7 @@ def model_with(**changes: object) -> SportsLLM:
 def reduced(model: SportsLLM, **changes: object) -> SportsLLM:
     smaller = model.config.with_changes(**changes)
     assert heads_change(model.config, smaller)
-    return reduce_heads(
-        model, smaller, random_scores(model.config, 0, principal_directions(model, samples())), samples()
-    )
+    return reduce_heads(model, smaller, random_scores(model, samples()), samples())
 
 
 def merge_kv_heads(model: SportsLLM, kv_heads: int) -> SportsLLM:
@@ -200,16 +197,14 @@ def test_every_count_and_size_can_be_made(heads: int, kv_heads: int, head_dim: i
     model = model_with()
     changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     smaller = model.config.with_changes(**changes)
-    made = reduce_heads(
-        model, smaller, random_scores(model.config, 0, principal_directions(model, samples())), samples()
-    )
+    made = reduce_heads(model, smaller, random_scores(model, samples()), samples())
     assert made.config == smaller and bool(logits(made).isfinite().all())
 
 
 def test_one_shared_head_is_read_by_the_strongest_of_all() -> None:
     """Four query heads of two groups on one key/value head: exact where all the others write nothing."""
     model = model_with()
-    scores = random_scores(model.config, 0, principal_directions(model, samples()))
+    scores = random_scores(model, samples())
     with torch.no_grad():
         for layer, block in enumerate(model.model.layers):
             scores.units["query_head"][layer] = torch.tensor([7.0, 9, 0, 0, 0, 0, 8, 6])

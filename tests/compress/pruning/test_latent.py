@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from compress.prune import prune
 from compress.pruning.heads import as_complex, as_real
 from compress.pruning.latent import _factored, latent_config, to_latent
-from compress.pruning.plan import PruneTarget, prune_run
-from compress.pruning.run import PruneConfig, PruneJob
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface.config import load_config
@@ -101,12 +100,12 @@ def test_the_command_writes_a_checkpoint_of_the_layout(
     (tmp_path / "full").mkdir()
     model = tiny_model(num_attention_heads=4, num_key_value_heads=4, head_dim=8)
     save_checkpoint(tmp_path / "full", model, tokenizer_directory)
-    job = PruneJob(tmp_path / "full", [corpus_file], PruneConfig(samples=8), latent=16)
-    result = prune_run(job, PruneTarget(dimensions={"intermediate": 32}), tmp_path / "out")
+    given = {"latent": 16, "intermediate": 32, "settings": {"samples": 8}}
+    result = prune(tmp_path / "full", out=tmp_path / "out", calibration=[corpus_file], **given)
     smaller = load_config(tmp_path / "out")
     assert (smaller.attention_kind, smaller.kv_rank) == ("latent", 16)
     assert (smaller.head_dim, smaller.intermediate_size) == (8, 32)
-    before, after = result["kv_cache_bytes_per_token_before"]["fp32"], result["kv_cache_bytes_per_token"]["fp32"]
+    before, after = result.kv_cache_bytes_per_token_before["fp32"], result.kv_cache_bytes_per_token["fp32"]
     assert (before, after) == (4 * 2 * 64, 4 * 2 * 24)  # two layers: 64 numbers of keys and values; 16 + 8
     load_checkpoint(tmp_path / "out")
     oracle = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -118,7 +117,7 @@ def test_the_command_writes_a_checkpoint_of_the_layout(
 @pytest.mark.parametrize(
     ("changes", "rank", "said"),
     [
-        ({}, 24, "--latent is 24; beside a rotated key of 8 channels, and for less than the 32 .*, choose 1 to 23"),
+        ({}, 24, "--latent is 24; with a rotated key of 8 channels, and for fewer than the 32 .*, choose 1 to 23"),
         ({}, 0, "--latent is 0"),
         ({"qk_norm": True}, 8, "has norms of queries and keys"),
         ({"attention_bias": True}, 8, "has biases in attention"),

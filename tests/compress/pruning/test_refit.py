@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from compress.least_squares import RIDGE
-from compress.pruning.kept_units import KeptUnits, choose_units, loss_per_token
+from compress.pruning.hidden import rotate
 from compress.pruning.refit import refit_layers
-from compress.pruning.rotation import rotate
-from compress.pruning.scores import importance_scores
+from compress.pruning.scores import measure_scores
 from compress.pruning.shapes import Shape
-from compress.pruning.slicing import slice_model
+from compress.pruning.units import KeptUnits, choose_units, loss_per_token, slice_model
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.models import kinds
@@ -46,7 +45,7 @@ def samples(count: int = 6, seed: int = 0) -> list[Tensor]:
 def cut(
     model: SportsLLM, shape: Shape, layers: list[int] | None = None, text: list[Tensor] | None = None
 ) -> tuple[SportsLLM, KeptUnits, Tensor | None]:
-    scores = importance_scores(model, text or samples())
+    scores = measure_scores(model, text or samples(), "activation")
     kept = choose_units(model.config, scores, shape.applied_to(model.config), layers)
     hidden = shape.hidden
     if hidden == model.config.hidden_size:
@@ -142,7 +141,7 @@ def test_a_redundant_neuron_and_head_cost_nothing() -> None:
             for name in ("gate_proj", "up_proj"):
                 weight = getattr(block.mlp, name).weight
                 weight[64:] = weight[:32]
-    scores = importance_scores(model, samples())
+    scores = measure_scores(model, samples(), "activation")
     for neurons in scores.units["neuron"]:
         neurons[64:] = 0
     kept = choose_units(model.config, scores, Shape(64, 64, 4, 2, 2, 16).applied_to(model.config))

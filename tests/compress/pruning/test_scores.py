@@ -1,14 +1,20 @@
-"""Importance against a loop over samples, and against weights."""
+"""Importance: baselines against loops over samples and weights, selection by output against brute force."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from compress.pruning.rotation import principal_directions
-from compress.pruning.scores import importance_scores, load_scores, magnitude_scores, random_scores, save_scores
+from compress.pruning.refit import refit_layers
+from compress.pruning.scores import _explained, load_scores, measure_scores, pick_order, save_scores
+from compress.pruning.shapes import Shape
+from compress.pruning.units import choose_units, slice_model
+from sportsllm.errors import ArtifactError
 from sportsllm.models.feed_forward_kinds import Experts
 from tests.support.models import tiny_model
+from tests.support.scores import random_scores
 
 
 def samples(count: int = 3) -> list[torch.Tensor]:
@@ -19,7 +25,7 @@ def samples(count: int = 3) -> list[torch.Tensor]:
 def test_scores_equal_a_loop_over_samples() -> None:
     """The formula written out sample by sample, in float64, from the model's own intermediate values."""
     model = tiny_model()
-    scores = importance_scores(model, samples())
+    scores = measure_scores(model, samples(), "activation")
     caught: dict[str, list[torch.Tensor]] = {"neuron": [], "head": [], "in": [], "out": []}
     block = model.model.layers[1]
     neuron, head = torch.zeros(96, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
@@ -49,15 +55,12 @@ def test_scores_equal_a_loop_over_samples() -> None:
 @torch.no_grad()
 def test_magnitude_is_the_norm_of_what_a_unit_owns() -> None:
     model = tiny_model()
-    directions = principal_directions(model, samples())
-    scores = magnitude_scores(model, directions)
+    scores = measure_scores(model, samples(), "magnitude")
     block = model.model.layers[1]
     owned = [block.mlp.gate_proj.weight[5], block.mlp.up_proj.weight[5], block.mlp.down_proj.weight[:, 5]]
     assert float(scores.units["neuron"][1][5]) == pytest.approx(float(torch.cat(owned).norm()), rel=1e-5)
     owned = [block.self_attn.q_proj.weight[32:48].flatten(), block.self_attn.o_proj.weight[:, 32:48].flatten()]
     assert float(scores.units["query_head"][1][2]) == pytest.approx(float(torch.cat(owned).norm()), rel=1e-5)
-    one, same, other = (random_scores(model.config, seed, directions).units["neuron"][0] for seed in (1, 1, 2))
-    assert torch.equal(one, same) and not torch.equal(one, other)
 
 
 def test_scores_of_a_mixture_keep_every_experts_neurons(tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ def test_scores_of_a_mixture_keep_every_experts_neurons(tmp_path: Path) -> None:
         dense_layers=1,
         dense_intermediate_size=128,
     )
-    scores = random_scores(model.config, 0, principal_directions(model, [torch.arange(8)[None]]))
+    scores = random_scores(model, [torch.arange(8)[None]])
     assert [len(score) for score in scores.units["neuron"]] == [128, 0, 0]
     assert [len(score) for score in scores.units["neuron of experts.2"]] == [0, 96, 96]
     save_scores(tmp_path, scores, model.config)
@@ -77,3 +80,133 @@ def test_scores_of_a_mixture_keep_every_experts_neurons(tmp_path: Path) -> None:
     assert found.units.keys() == scores.units.keys()
     for name, layers in scores.units.items():
         assert all(map(torch.equal, found.units[name], layers)), name
+
+
+def problem(units: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Correlated inputs, (N, U), and a matrix that reads them, (O, U)."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(units, units, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(400, units, generator=generator, dtype=torch.float64) @ mixing
+    return inputs, torch.randn(5, units, generator=generator, dtype=torch.float64)
+
+
+def error(inputs: Tensor, weight: Tensor, columns: Sequence[int]) -> float:
+    """What is left of the outputs when the given inputs are refitted to them."""
+    outputs = inputs @ weight.T
+    kept = inputs[:, list(columns)]
+    return float((outputs - kept @ torch.linalg.lstsq(kept, outputs).solution).square().sum())
+
+
+def columns_of(units: Sequence[int], size: int) -> list[int]:
+    return [unit * size + place for unit in units for place in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_pick_is_the_one_that_helps_most(size: int) -> None:
+    inputs, weight = problem(12)
+    order = pick_order(inputs.T @ inputs, weight, size).argsort(descending=True).tolist()
+    units = list(range(12 // size))
+    assert sorted(order) == units
+    # The last pick is the only one left, and before it errors fall to rounding.
+    for step in range(len(units) - 2):
+        before = order[:step]
+        errors = {
+            unit: error(inputs, weight, columns_of([*before, unit], size)) for unit in units if unit not in before
+        }
+        # The ridge is 1e-6 of an input's mean square: it may decide between errors that near.
+        assert errors[order[step]] <= min(errors.values()) * (1 + 1e-4)
+
+
+def test_a_twin_is_not_kept_twice() -> None:
+    inputs, weight = problem(6)
+    inputs[:, 4] = inputs[:, 1] * 2.0
+    weight[:, 1], weight[:, 4] = weight[:, 1] * 10, weight[:, 4] * 10  # both loud: single scores would keep both
+    scores = pick_order(inputs.T @ inputs, weight, 1)
+    assert min(scores[1], scores[4]) == 1.0 and max(scores[1], scores[4]) == 6.0
+
+
+def test_many_units_are_picked_several_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, weight = problem(12)
+    one_by_one = pick_order(inputs.T @ inputs, weight, 1)
+    monkeypatch.setattr("compress.pruning.scores._PENDING", 3)  # the whole matrix is brought up to date now and then
+    assert torch.equal(pick_order(inputs.T @ inputs, weight, 1), one_by_one)
+    monkeypatch.setattr("compress.pruning.scores._STEPS", 4)
+    together = pick_order(inputs.T @ inputs, weight, 1)
+    assert sorted(together.tolist()) == sorted(one_by_one.tolist()) == [float(n) for n in range(1, 13)]
+    assert together.argmax() == one_by_one.argmax()
+
+
+def test_units_that_share_nothing_are_ranked_by_what_they_write() -> None:
+    """Worked by hand: of inputs that are orthogonal, each explains |w_u|^2 |a_u|^2 whatever was picked before."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.linalg.qr(torch.randn(50, 8, generator=generator, dtype=torch.float64)).Q
+    inputs = inputs * torch.linspace(0.5, 4, 8, dtype=torch.float64)[torch.randperm(8, generator=generator)]
+    weight = torch.randn(5, 8, generator=generator, dtype=torch.float64)
+    written = inputs.square().sum(0) * weight.square().sum(0)
+    scores = pick_order(inputs.T @ inputs, weight, 1)
+    assert scores.argsort().tolist() == written.argsort().tolist()
+    pairs = pick_order(inputs.T @ inputs, weight, 2)
+    assert pairs.argsort().tolist() == written.view(4, 2).sum(1).argsort().tolist()
+
+
+def test_picked_units_are_not_divided_by_again() -> None:
+    """Rounding leaves a picked unit's inputs with any values, here two that are the same: a singular block."""
+    blocks = torch.stack([torch.full((2, 2), 4.0), torch.eye(2)]).double()
+    gain = _explained(blocks, torch.ones(5, 4, dtype=torch.float64), torch.tensor([False, True]))
+    assert gain.tolist() == [-torch.inf, pytest.approx(10.0)]  # 5 outputs x 2 inputs of size 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "matrix", "size"), [("neuron", "mlp.down_proj", 1), ("query_head", "self_attn.o_proj", 16)]
+)
+def test_a_models_units_are_picked_as_brute_force_picks_them(name: str, matrix: str, size: int) -> None:
+    """The first picks of the second layer, from the inputs and the matrix that the model itself has there."""
+    model = tiny_model(intermediate_size=16)
+    samples = [torch.randint(3, 384, (2, 48), generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    scores = measure_scores(model, samples)
+    caught: list[Tensor] = []
+    module = model.model.layers[1].get_submodule(matrix)
+    handle = module.register_forward_pre_hook(lambda _module, args: caught.append(args[0].flatten(0, 1).double()))
+    for tokens in samples:
+        model.hidden(tokens)
+    handle.remove()
+    inputs, weight = torch.cat(caught), module.weight.double()
+    order = scores.units[name][1].argsort(descending=True).tolist()
+    for step in range(3):
+        errors = {
+            unit: error(inputs, weight, columns_of([*order[:step], unit], size))
+            for unit in range(len(order))
+            if unit not in order[:step]
+        }
+        assert errors[order[step]] <= min(errors.values()) * (1 + 1e-4)  # the ridge, as above
+
+
+def test_a_model_keeps_more_of_its_outputs_than_by_single_scores() -> None:
+    model = tiny_model(0)
+    with torch.no_grad():  # neurons in pairs that are the same; single scores keep or drop both
+        for layer in model.model.layers:
+            for name in ("gate_proj", "up_proj"):
+                weight = getattr(layer.mlp, name).weight
+                weight[1::2] = weight[::2]
+            layer.mlp.down_proj.weight[:, 1::2] = layer.mlp.down_proj.weight[:, ::2]
+    samples = [torch.randint(3, 384, (2, 48), generator=torch.Generator().manual_seed(n)) for n in range(6)]
+    shape = Shape(hidden=64, intermediate=48, heads=4, kv_heads=2, layers=2, head_dim=16)
+
+    def distance(scores: object) -> float:
+        kept = choose_units(model.config, scores, shape.applied_to(model.config))  # type: ignore[arg-type]
+        pruned = slice_model(model, kept)
+        refit_layers(pruned, model, kept, samples)
+        with torch.no_grad():
+            return float((pruned(samples[0]) - model(samples[0])).square().mean())
+
+    ours = measure_scores(model, samples)
+    # Half of the neurons carry everything: with one of each pair kept and refitted, nothing but the ridge is lost.
+    assert all(len({int(n) // 2 for n in kept.topk(48).indices}) == 48 for kept in ours.units["neuron"])
+    assert distance(ours) < 0.05 * distance(measure_scores(model, samples, "magnitude"))
+    plain = measure_scores(model, samples, "activation")
+    assert torch.equal(ours.directions.basis, plain.directions.basis) and torch.equal(
+        ours.layer_distance, plain.layer_distance
+    )
+    with pytest.raises(ArtifactError, match="no calibration text"):
+        measure_scores(model, [])

@@ -1,13 +1,22 @@
 """Shapes: which are possible, how many parameters they have, which meet a size."""
 
 import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from compress.pruning.plan import PruneTarget
-from compress.pruning.shapes import Shape, block_counter, candidate_shapes, shape_for_share, share_for_megabytes
+from compress.pruning.search import Target
+from compress.pruning.shapes import (
+    Shape,
+    block_counter,
+    candidate_shapes,
+    head_counts,
+    shape_for_share,
+    share_for_megabytes,
+    widest_shapes,
+)
 from sportsllm.errors import UsageError
 from sportsllm.models.attention_kinds import GroupedQuery
 from sportsllm.models.config import ModelConfig
@@ -125,9 +134,9 @@ def test_share_is_met_and_shapes_fit_the_kernels(name: str, share: float) -> Non
 
 def test_share_and_dimensions_exclude_each_other() -> None:
     with pytest.raises(UsageError, match="not both"):
-        PruneTarget(0.5, dimensions={"hidden": 32}).shape(tiny_config())
+        Target(0.5, dimensions={"hidden": 32}).shape(tiny_config())
     with pytest.raises(UsageError, match="say how small"):
-        PruneTarget(dimensions={"hidden": None}).shape(tiny_config())
+        Target(dimensions={"hidden": None}).shape(tiny_config())
     with pytest.raises(UsageError, match="at most 1"):
         shape_for_share(tiny_config(), 1.5)
 
@@ -142,13 +151,36 @@ def test_a_size_is_a_share_and_impossible_ones_are_refused() -> None:
         share_for_megabytes(full, 1_000)
 
 
-def test_every_candidate_meets_the_share_and_no_larger_ffn_fits() -> None:
+def test_candidates_are_the_widest_of_every_shape_that_fits() -> None:
+    """Against a loop over the whole grid."""
     config = preset("tiny-1m")
-    shapes = candidate_shapes(config, 0.6)
-    assert len(shapes) > 5 and len({shape.layers for shape in shapes}) > 1
-    for shape in shapes:
-        size = shape.applied_to(config).block_parameters / config.block_parameters
-        assert size <= 0.6 and (size >= 0.57 or shape.intermediate < config.intermediate_size)
-        if shape.intermediate < config.intermediate_size:
-            wider = replace(shape, intermediate=shape.intermediate + 32)
-            assert wider.applied_to(config).block_parameters > 0.6 * config.block_parameters
+    full, count, target = Shape.of(config), block_counter(config), 0.6 * config.block_parameters
+    widest: dict[tuple[int, ...], Shape] = {}
+    heads = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4)]
+    heads = [pair for pair in heads if pair in head_counts(config)]
+    for layers, hidden, (query, key), inner in itertools.product(
+        range(1, 5), range(32, 129, 32), heads, range(32, 321, 32)
+    ):
+        shape = Shape(hidden, inner, query, key, layers, full.head_dim)
+        if count(shape) <= target:
+            widest[layers, hidden, query, key] = shape
+    largest = max(map(count, widest.values()))
+    wanted = {shape for shape in widest.values() if count(shape) >= 0.9 * min(target, largest)}
+    found = candidate_shapes(config, 0.6)
+    assert set(found) == wanted and len(wanted) > 5 and [*map(count, found)] == sorted(map(count, found), reverse=True)
+
+
+def test_candidates_of_a_large_model_take_no_time() -> None:
+    started = time.perf_counter()
+    assert len(candidate_shapes(preset("large"), 0.5)) > 100
+    assert time.perf_counter() - started < 20  # 3.5 million shapes took minutes
+
+
+def test_experts_are_a_dimension_of_a_mixture() -> None:
+    config = tiny_config(mlp_kind="experts", experts=Experts(4, 2))
+    halved = replace(Shape.of(config), experts=2)
+    assert Shape.of(config).name == "h64-i96-h4-kh2-l2-hd16-e4" and "experts" not in Shape.of(tiny_config()).sizes()
+    smaller = halved.applied_to(config)
+    assert smaller.chosen_experts.count == 2 and block_counter(config)(halved) == smaller.block_parameters
+    fits = {shape.experts for shape in widest_shapes(config, lambda shape: True, experts=[4, 2], most=2)}
+    assert fits == {2, 4}

@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from compress.cli.prune import prune
-from compress.cli.prune_vocabulary import prune_vocabulary as command
-from compress.pruning.vocabulary import kept_tokens, read_vocabulary, saved_tokens, with_halves
-from compress.pruning.vocabulary_run import prune_vocabulary
+from compress.prune import prune
+from compress.pruning.tokenizer_files import read_vocabulary
+from compress.pruning.vocabulary import kept_tokens, prune_vocabulary, saved_tokens, with_halves
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface.config import load_config
@@ -47,7 +46,7 @@ def prune_files(source: Path, directory: Path, domain: str, size: int, **changes
     calibration = directory / "calibration.txt"
     directory.mkdir(parents=True, exist_ok=True)
     calibration.write_text(domain, encoding="utf-8")
-    settings = {"vocab_size": size, "min_count": None, "calibration": [calibration], "text": []} | changes
+    settings = {"vocab_size": size, "min_count": None, "calibration": [calibration], "valid": []} | changes
     return prune_vocabulary(checkpoint=source, out=directory / "out", **settings)
 
 
@@ -335,7 +334,7 @@ def test_transformers_reads_the_same(source: Path, texts: list[str], tmp_path: P
 def test_bits_per_byte_before_and_after(checkpoint: Path, texts: list[str], corpus_file: Path, tmp_path: Path) -> None:
     held_out = tmp_path / "held_out.txt"
     held_out.write_text(texts[30], encoding="utf-8")
-    result = prune_files(checkpoint, tmp_path, texts[0], 300, text=[held_out])
+    result = prune_files(checkpoint, tmp_path, texts[0], 300, valid=[held_out])
     out = tmp_path / "out"
     for side, key in ((checkpoint, "before"), (out, "after")):
         model, words = load_checkpoint(side), load_tokenizer(side)
@@ -345,7 +344,7 @@ def test_bits_per_byte_before_and_after(checkpoint: Path, texts: list[str], corp
     assert (result["vocab_size"], result["vocab_size_before"]) == (320, TINY_VOCAB)
     assert result["parameters"] == load_config(checkpoint).parameters - (TINY_VOCAB - 320) * 64
     assert list(generate(TorchDecoder(load_checkpoint(out)), [0, 40], 5, Sampling(temperature=0)))
-    again = prune_files(checkpoint, tmp_path, texts[0], 300, text=[held_out])
+    again = prune_files(checkpoint, tmp_path, texts[0], 300, valid=[held_out])
     assert again["cached"] and not result["cached"]
 
 
@@ -490,18 +489,17 @@ def test_impossible_sizes(checkpoint: Path, tmp_path: Path, settings: dict[str, 
 
 def test_the_command_cuts_the_vocabulary_alone(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     (tmp_path / "held_out.txt").write_text("a late goal", encoding="utf-8")
-    text = [tmp_path / "held_out.txt"]
-    given = {"checkpoint": checkpoint, "calibration": [corpus_file], "text": text, "vocab_size": 320}
-    result = command(**given, out=tmp_path / "out")
-    assert load_config(tmp_path / "out").vocab_size == result["vocab_size"] == 320
-    assert prune(**given, out=tmp_path / "out")["cached"]  # `prune` understands the flags too
+    given = {"calibration": [corpus_file], "valid": [tmp_path / "held_out.txt"], "vocab_size": 320}
+    result = prune(checkpoint, out=tmp_path / "out", **given)
+    assert load_config(tmp_path / "out").vocab_size == result.vocab_size == 320
+    assert result.bits_per_byte_after and prune(checkpoint, out=tmp_path / "out", **given).cached
     for settings, message in (
         ({"vocab_size": 320, "params": 0.5}, "cut alone"),
-        ({"min_count": 2, "recover": 100}, "cut alone"),
-        ({"vocab_size": 320, "seed": 1, "kl_weight": "1"}, "belong to --recover"),
-        ({"params": 0.5, "temperature": 0.0}, "belong to --recover"),
-        ({"params": 0.5, "text": [corpus_file]}, "belong to --vocab-size or --min-count: --text"),
+        ({"recover": 100, "settings": {"min_count": 2}}, "cut alone"),
+        ({"vocab_size": 320, "seed": 1, "settings": {"kl_weight": 1}}, "options of --recover: --set kl_weight"),
+        ({"params": 0.5, "corpus": [corpus_file]}, "options of --recover: --corpus"),
+        ({"params": 0.5, "valid": [corpus_file]}, "--valid scores"),
     ):
         with pytest.raises(UsageError, match=message):
-            prune(checkpoint=checkpoint, out=tmp_path / "x", calibration=[corpus_file], **settings)
+            prune(checkpoint, out=tmp_path / "x", calibration=[corpus_file], **settings)
     assert not (tmp_path / "x").exists()

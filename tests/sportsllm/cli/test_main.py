@@ -178,7 +178,7 @@ def test_train_distill_quantize_prune_generate_verify(
     code, out, err = call(capsys, "quantize", "runs/again", "--out", "runs/q", "--bits", 4, "--json")
     assert code == 0, err
     code, out, err = call(
-        capsys, "prune", "runs/tiny-300k", "--out", "runs/p", "--intermediate", 96, "--samples", 4,
+        capsys, "prune", "runs/tiny-300k", "--out", "runs/p", "--intermediate", 96, "--set", "samples=4",
         "--calibration", matches / "train.jsonl", "--json",
     )  # fmt: skip
     assert code == 0, err

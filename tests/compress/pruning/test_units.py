@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from compress.pruning.kept_units import choose_units, kept_layers
-from compress.pruning.scores import Scores, importance_scores
+from compress.pruning.scores import Scores, measure_scores
 from compress.pruning.shapes import Shape
-from compress.pruning.slicing import slice_model
+from compress.pruning.units import choose_units, kept_layers, slice_model
 from sportsllm.errors import UsageError
 from sportsllm.models.language_model import SportsLLM
 from tests.support import gelu_kind
@@ -43,7 +42,7 @@ def pruned_to(model: SportsLLM, scores: Scores, shape: Shape, layers: list[int] 
 @pytest.mark.parametrize("changes", FAMILIES, ids=str)
 def test_the_full_shape_changes_no_logit(changes: dict[str, object]) -> None:
     model = tiny_model(**changes)
-    pruned = pruned_to(model, importance_scores(model, samples()), Shape.of(model.config))
+    pruned = pruned_to(model, measure_scores(model, samples(), "activation"), Shape.of(model.config))
     tokens = samples(1)[0]
     with torch.inference_mode():
         assert torch.equal(pruned(tokens), model(tokens))
@@ -61,7 +60,7 @@ def test_dead_units_are_cut_without_a_trace(changes: dict[str, object]) -> None:
                 module.weight[dead_neurons] = 0
                 if module.bias is not None:
                     module.bias[dead_neurons] = 0
-    scores = importance_scores(model, samples())
+    scores = measure_scores(model, samples(), "activation")
     for layer in range(2):
         assert set(torch.argsort(scores.units["neuron"][layer])[:32].tolist()) == set(dead_neurons.tolist())
         scores.units["query_head"][layer][dead_heads] = 0
@@ -76,7 +75,7 @@ def test_dead_units_are_cut_without_a_trace(changes: dict[str, object]) -> None:
 
 def test_the_first_hidden_channels_are_sliced_everywhere() -> None:
     model = tiny_model()
-    scores = importance_scores(model, samples())
+    scores = measure_scores(model, samples(), "activation")
     pruned = pruned_to(model, scores, Shape(hidden=32, intermediate=96, heads=4, kv_heads=2, layers=2, head_dim=16))
     ours, full = (one.model.layers[1] for one in (pruned, model))
     assert torch.equal(pruned.model.embed_tokens.weight, model.model.embed_tokens.weight[:, :32])
@@ -90,7 +89,7 @@ def test_a_layer_that_does_nothing_is_the_one_dropped() -> None:
     with torch.no_grad():
         for module in (model.model.layers[2].self_attn.o_proj, model.model.layers[2].mlp.down_proj):
             module.weight.zero_()
-    scores = importance_scores(model, samples())
+    scores = measure_scores(model, samples(), "activation")
     keep, tried = kept_layers(model, scores, 3, samples())
     assert keep == [0, 1, 3] and len(tried) == 3
     pruned = pruned_to(model, scores, Shape(64, 96, 4, 2, 3, 16), keep)
@@ -102,7 +101,7 @@ def test_a_layer_that_does_nothing_is_the_one_dropped() -> None:
 
 def test_a_tensor_that_no_rule_covers_is_refused_by_name() -> None:
     model = tiny_model()
-    kept = choose_units(model.config, importance_scores(model, samples()), model.config)
+    kept = choose_units(model.config, measure_scores(model, samples(), "activation"), model.config)
     model.model.layers[1].mlp.register_buffer("router", torch.zeros(3))
     with pytest.raises(UsageError, match=r"model\.layers\.1\.mlp\.router: pruning has no rule"):
         slice_model(model, kept)

@@ -1,4 +1,4 @@
-"""Which layers and units of a model stay: the most important ones that fill a shape.
+"""What stays of a model: the layers and units that fill a smaller config, and the model sliced to them.
 
 Shape suffixes: T tokens, U units.
 """
@@ -16,17 +16,28 @@ from compress.pruning.scores import Scores
 from compress.pruning.shapes import unit_span
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import block_units
+from sportsllm.models.kinds import (
+    EMBEDDING,
+    HEAD,
+    LAST_NORM,
+    NORMS,
+    OUTPUT_NORMS,
+    POSITIONS,
+    block_matrices,
+    block_units,
+    sublayers,
+)
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.parts import HIDDEN, Matrix
 from sportsllm.training.loss import cross_entropy
 
 _RUNS_TRIED, _RUN_SAMPLES = 3, 64  # all runs read the same text, so little of it tells them apart
+_NORM_PARTS = ("weight", "bias")
 
 
 @dataclass(frozen=True)
 class KeptUnits:
-    """What stays of a model, as indices into the full one; of the residual stream always the first channels.
+    """What stays of a model, as indices into the full one. Of the residual stream the first channels stay.
 
     Attributes:
         full, config: configs of the full model and of what stays.
@@ -53,10 +64,7 @@ class KeptUnits:
 
 
 class LayerRun(NamedTuple):
-    """A run of layers that `kept_layers` tried to drop.
-
-    `distance` is how far it moves the residual stream, `loss` is in nats a token of calibration text without it.
-    """
+    """A run of layers left out on trial: its `distance` (see `Scores`), and nats a token without it."""
 
     first_dropped: int
     distance: float
@@ -68,10 +76,8 @@ def kept_layers(
 ) -> tuple[list[int], list[LayerRun]]:
     """Indices of the `count` layers that stay when a contiguous run is dropped, and the runs that were tried.
 
-    The first layers of a mixture that have no experts stay.
-
-    Of the three runs that move the residual stream least, the one is dropped without which the loss on the first
-    calibration samples is lowest, since distance alone can mislead.
+    Distance alone can mislead. So the three runs that move the residual stream least are left out on trial, and the one
+    that costs the first calibration samples the least loss is dropped. A mixture's first layers without experts stay.
     """
     layers = list(range(model.config.num_hidden_layers))
     dropped = len(layers) - count
@@ -107,16 +113,14 @@ def choose_units(
 ) -> KeptUnits:
     """The most important units of a model that fill a smaller config, in the given layers or else in the first ones.
 
-    Its heads are a choice among the model's own; `compress.pruning.heads` makes others before.
+    Heads are chosen among the model's own; `compress.pruning.heads` makes others before.
 
     Raises:
         UsageError: a unit that has no scores.
     """
     chosen = list(range(smaller.num_hidden_layers) if layers is None else layers)
     units = [
-        choose_in_layer(
-            config.of_layer(layer), smaller.of_layer(new), {name: score[layer] for name, score in scores.units.items()}
-        )
+        choose_in_layer(config.of_layer(layer), smaller.of_layer(new), scores.of_layer(layer))
         for new, layer in enumerate(chosen)
     ]
     types = config.with_layers(chosen).layer_types
@@ -152,3 +156,54 @@ def choose_in_layer(full: ModelConfig, smaller: ModelConfig, scores: Mapping[str
 def top_indices(scores: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest scores, in their old order; ties keep the lower index."""
     return torch.sort(torch.argsort(scores, descending=True, stable=True)[:count]).values
+
+
+def slice_model(model: SportsLLM, kept: KeptUnits) -> SportsLLM:
+    """A new model of the kept units of a float32 model; keeping everything changes nothing.
+
+    Of the residual stream the first channels stay; `compress.pruning.hidden` makes them the ones that hold most.
+
+    Raises:
+        UsageError: a tensor that no kind describes.
+    """
+    rules = _rules(kept)
+    layers = set(range(model.config.num_hidden_layers))
+    dropped = tuple(f"model.layers.{layer}." for layer in layers.difference(kept.layers))
+    result: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name.startswith(dropped):
+            continue
+        if name not in rules:
+            raise UsageError(f"{name}: pruning has no rule for this tensor")
+        new_name, rows, columns = rules[name]
+        part = tensor if rows is None else tensor[rows]
+        result[new_name] = (part if columns is None else part[:, columns]).clone().contiguous()
+    if model.config.tie_word_embeddings and not kept.config.tie_word_embeddings:
+        result[f"{HEAD}.weight"] = result[f"{EMBEDDING}.weight"].clone()
+    pruned = SportsLLM(kept.config)
+    pruned.load_state_dict(result)
+    return pruned.eval()
+
+
+def _rules(kept: KeptUnits) -> dict[str, tuple[str, Tensor | None, Tensor | None]]:
+    """For each tensor that stays its new name, and its rows and columns that stay; None means all."""
+    hidden = torch.arange(kept.config.hidden_size)
+    rules: dict[str, tuple[str, Tensor | None, Tensor | None]] = {
+        f"{module}.weight": (f"{module}.weight", None, hidden) for module in (EMBEDDING, HEAD)
+    }
+    context = torch.arange(kept.config.positions)
+    rules[f"{POSITIONS}.weight"] = f"{POSITIONS}.weight", context, hidden
+    rules |= {f"{LAST_NORM}.{part}": (f"{LAST_NORM}.{part}", hidden, None) for part in _NORM_PARTS}
+    for new, old in enumerate(kept.layers):
+        inside: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+        own = kept.full.of_layer(old)
+        for sublayer, kind in sublayers(own).items():
+            norms = (NORMS[sublayer], OUTPUT_NORMS[sublayer])
+            inside |= {f"{norm}.{part}": (hidden, None) for norm in norms for part in _NORM_PARTS}
+            inside |= {f"{sublayer}.{vector.name}.weight": (None, None) for vector in kind.vectors(own)}
+        for matrix in block_matrices(own):
+            rows, columns = kept.of_matrix(matrix, new)
+            inside |= {f"{matrix.name}.weight": (rows, columns), f"{matrix.name}.bias": (rows, None)}
+        for name, sides in inside.items():
+            rules[f"model.layers.{old}.{name}"] = f"model.layers.{new}.{name}", *sides
+    return rules

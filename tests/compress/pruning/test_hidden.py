@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from compress.pruning.kept_units import choose_units
-from compress.pruning.rotation import principal_directions, rotate
-from compress.pruning.scores import importance_scores
-from compress.pruning.slicing import slice_model
+from compress.pruning.hidden import rotate
+from compress.pruning.scores import measure_scores
+from compress.pruning.units import choose_units, slice_model
 from sportsllm.models.kinds import NORMS
 from sportsllm.models.language_model import SportsLLM
 from tests.support import gelu_kind
@@ -44,7 +43,7 @@ def model_with(changes: dict[str, object]) -> SportsLLM:
 def test_all_directions_are_the_same_model(changes: dict[str, object]) -> None:
     with gelu_kind.registered():
         model = model_with(changes)
-        turned = rotate(model, principal_directions(model, samples()), 64)
+        turned = rotate(model, measure_scores(model, samples(), "activation").directions, 64)
         assert not torch.allclose(turned.model.embed_tokens.weight, model.model.embed_tokens.weight, atol=0.1)
         assert torch.allclose(logits(turned), logits(model), atol=2e-4, rtol=2e-4)
 
@@ -63,7 +62,7 @@ def test_a_stream_that_fills_a_subspace_is_cut_to_it_without_a_trace(changes: di
                 writer.weight.copy_(onto @ writer.weight)
                 if writer.bias is not None:
                     writer.bias.copy_(onto @ writer.bias)
-        scores = importance_scores(model, samples())
+        scores = measure_scores(model, samples(), "activation")
         kept = choose_units(model.config, scores, model.config.with_changes(hidden_size=48))
         cut = slice_model(rotate(model, scores.directions, 48), kept)
         assert cut.config.hidden_size == 48
@@ -80,7 +79,7 @@ def test_the_first_directions_are_the_best_of_their_number() -> None:
         norm.register_forward_pre_hook(lambda _module, args: caught.append(args[0].flatten(0, 1).double()))
         for norm in [*norms, model.model.norm]
     ]
-    directions = principal_directions(model, samples())
+    directions = measure_scores(model, samples(), "activation").directions
     for hook in hooks:
         hook.remove()
     weight = model.model.norm.weight.double()
@@ -97,8 +96,8 @@ def test_the_first_directions_are_the_best_of_their_number() -> None:
 def test_norms_keep_the_size_of_what_stays() -> None:
     """Each norm's outputs have the mean square of the full model's normalised states in the directions that stay."""
     model = tiny_model(tie_word_embeddings=False)
-    directions = principal_directions(model, samples())
-    scores = importance_scores(model, samples())
+    directions = measure_scores(model, samples(), "activation").directions
+    scores = measure_scores(model, samples(), "activation")
     kept = choose_units(model.config, scores, model.config.with_changes(hidden_size=32))
     cut = slice_model(rotate(model, directions, 32), kept)
     tokens = samples(1)[0]

@@ -1,4 +1,4 @@
-"""An indexer made of a model's own queries and keys, in closed form, so that it chooses well before it has learned.
+"""Token selection: an indexer made of a model's own queries and keys, in closed form, before any training.
 
 For the normed inputs x of a layer, over calibration text, and each rotary pair that the index key has:
 
@@ -7,7 +7,7 @@ For the normed inputs x of a layer, over calibration text, and each rotary pair 
 
 so that an index head's scores are as near to attention's own as so small a key can have them. One head for each query
 head is worth its price: the mean of two heads finds what neither looks for. Biases are one more input that is always 1.
-Heads that are normalised are no linear functions of x: in their place stand those of least squared error.
+Heads that are normalised are no linear functions of x; linear functions of least squared error replace them.
 Shape suffixes: J index heads, H query heads, K key/value heads, E head_dim, P rotary pairs, C `parts`,
 D hidden_size, A the inputs of queries and keys: D, and 1 where they have biases, T tokens.
 """
@@ -20,8 +20,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from compress.layerwise import summed
-from compress.least_squares import RIDGE, LeastSquares
+from compress.layerwise import blocks_of, run_layer, summed
+from compress.least_squares import LeastSquares
 from compress.pruning.heads import as_complex, as_real, shared_pairs
 from compress.pruning.latent import weighted_pairs
 from sportsllm.models.attention_kinds import index_pairs
@@ -40,14 +40,14 @@ def start_index(student: SportsLLM, model: SportsLLM, samples: Sequence[Tensor])
         model: the same with full attention.
         samples: calibration token ids, (1, T) each.
     """
-    full = [module for module in model.modules() if isinstance(module, GroupedQueryAttention)]
-    watched = {layer: (attention, partial(_sums, attention)) for layer, attention in enumerate(full)}
-    with summed(watched) as sums:
-        for tokens_1T in samples:
-            model.hidden(tokens_1T)
-    for layer, attention in enumerate(selected_attention(student)):
-        found = _indexer(full[layer], sums[layer], student.config)
-        for linear, weight_IA in zip((attention.index_q_proj, attention.index_k_proj), found, strict=True):
+    states_BTD = [model.embedded(tokens) for tokens in samples]
+    for block, ours in zip(blocks_of(model), selected_attention(student), strict=True):
+        attention = block.self_attn
+        assert isinstance(attention, GroupedQueryAttention)
+        with summed({0: (attention, partial(_sums, attention))}) as sums:
+            states_BTD = run_layer(block, states_BTD, model.rope)
+        found = _indexer(attention, sums[0], student.config)
+        for linear, weight_IA in zip((ours.index_q_proj, ours.index_k_proj), found, strict=True):
             linear.weight.data = weight_IA[:, : linear.in_features].float().contiguous()
             if linear.bias is not None:
                 linear.bias.data = weight_IA[:, -1].float()
@@ -74,11 +74,11 @@ def _heads(attention: GroupedQueryAttention, sums: Tensor, config: ModelConfig) 
     moment_AA = sums[: sums.shape[1]]
     if config.qk_norm:
         rows = sums[sums.shape[1] :]
-        both = LeastSquares(moment_AA, rows).solve(torch.zeros_like(rows), RIDGE).double()
-        found = torch.split(both, [linear.out_features for linear in linears])
+        both = LeastSquares(moment_AA, rows).solve(torch.zeros_like(rows)).double()
+        found = list(torch.split(both, [linear.out_features for linear in linears]))
     else:
         columns = [[linear.weight, *([linear.bias[:, None]] if config.attention_bias else [])] for linear in linears]
-        found = tuple(torch.cat(parts, dim=1).detach().double() for parts in columns)
+        found = [torch.cat(parts, dim=1).detach().double() for parts in columns]
     queries, keys = (rows.view(-1, config.head_dim, rows.shape[1]) for rows in found)
     return queries, keys, moment_AA
 

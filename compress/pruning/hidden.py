@@ -1,31 +1,29 @@
-"""Cut the residual stream to its principal directions.
+"""Hidden channels: the residual stream cut to its principal directions.
 
-The weights are written in another basis of the residual stream, x' = Q^T S x, and its first directions are kept
+The weights are written in another basis of the residual stream, x' = Q^T S x, whose first directions are kept
 (SliceGPT, https://arxiv.org/abs/2401.15024). Q are the principal directions of the normalised states before every norm,
-scaled by S. The norms' weights are folded into the matrices that read them, and a number takes their place.
+scaled by S. The norms' weights are folded into the matrices that read them, and one factor replaces each.
 
-A head of its own takes the last norm's weight g too, and S = 1: as long as all directions are kept nothing changes. A
-tied table cannot, since it also writes the stream. With S = diag(g^(1/2)) both uses agree, and only the size that
-RMSNorm divides by is another.
+An untied head takes the last norm's weight g too, and S = 1: with all directions kept, nothing changes. A tied table
+cannot, since it also writes the stream. With S = diag(g^(1/2)) both uses agree; only RMSNorm's divisor changes.
 Shape suffixes: D hidden_size, K kept directions, M norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.layerwise import Statistic, second_moment, summed
-from sportsllm.models.kinds import EMBEDDING, HEAD, NORMS, block_matrices
+from compress.layerwise import Statistic, second_moment
+from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, block_matrices
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.parts import HIDDEN
 
-_LAST_NORM = "model.norm"
-_LEAST = 1e-2  # of the last norm's mean weight; smaller or negative ones are taken for this
+_LEAST = 1e-2  # of the last norm's mean weight; smaller or negative weights are raised to it
 
 
 class Directions(NamedTuple):
@@ -47,7 +45,7 @@ class Directions(NamedTuple):
 
 
 def watched_norms(model: SportsLLM) -> dict[str, tuple[nn.Module, Statistic]]:
-    """By a norm's name what `summed` watches: the second moment of its normalised input, (D, D)."""
+    """For `summed`, by a norm's name: the second moment of its normalised input, (D, D)."""
 
     def moment(given: Tensor, _output: Tensor) -> Tensor:
         return second_moment(F.rms_norm(given.float(), given.shape[-1:]))
@@ -59,9 +57,9 @@ def directions_from(model: SportsLLM, moments: Mapping[str, Tensor]) -> Directio
     """The basis whose first directions hold most of the states, from the sums over `watched_norms`."""
     scale = torch.ones(model.config.hidden_size, dtype=torch.float64)
     if model.config.tie_word_embeddings:
-        weight = model.get_parameter(f"{_LAST_NORM}.weight").detach().double()
+        weight = model.get_parameter(f"{LAST_NORM}.weight").detach().double()
         scale = (weight / weight.mean()).clamp(min=_LEAST).sqrt()
-    # The mean square of a normalised state is 1, so that the trace counts the tokens.
+    # The mean square of a normalised state is 1, so the trace counts the tokens.
     scaled = [
         moments[name].double() * len(scale) / moments[name].trace() * scale[:, None] * scale for name in _norms(model)
     ]
@@ -71,17 +69,8 @@ def directions_from(model: SportsLLM, moments: Mapping[str, Tensor]) -> Directio
 
 
 @torch.no_grad()
-def principal_directions(model: SportsLLM, samples: Sequence[Tensor]) -> Directions:
-    """`directions_from` calibration token ids, (B, T) each."""
-    with summed(watched_norms(model)) as moments:
-        for tokens in samples:
-            model.hidden(tokens)
-    return directions_from(model, moments)
-
-
-@torch.no_grad()
 def rotate(model: SportsLLM, directions: Directions, kept: int) -> SportsLLM:
-    """The float32 model in a basis of which the first `kept` directions will stay, as which its norms are scaled."""
+    """The float32 model in a basis of which the first `kept` directions will stay, its norms scaled for these."""
     state = {name: tensor.double() for name, tensor in model.state_dict().items()}
     scale, basis = directions.scale.double(), directions.basis.double()
     write, read = scale[:, None] * basis, basis / scale[:, None]  # x' = x @ write, and w @ x is (w @ read) @ x'
@@ -90,9 +79,9 @@ def rotate(model: SportsLLM, directions: Directions, kept: int) -> SportsLLM:
     state |= {f"{name}.weight": torch.full_like(norms[name], size) for name, size in zip(norms, sizes, strict=True)}
     state[f"{EMBEDDING}.weight"] @= write
     if model.config.tie_word_embeddings:
-        state[f"{_LAST_NORM}.weight"] *= norms[_LAST_NORM].mean()
+        state[f"{LAST_NORM}.weight"] *= norms[LAST_NORM].mean()
     else:
-        state[f"{HEAD}.weight"] = state[f"{HEAD}.weight"] * norms[_LAST_NORM] @ read
+        state[f"{HEAD}.weight"] = state[f"{HEAD}.weight"] * norms[LAST_NORM] @ read
     for layer in range(model.config.num_hidden_layers):
         for matrix in block_matrices(model.config.of_layer(layer)):
             name = f"model.layers.{layer}.{matrix.name}"
@@ -110,4 +99,4 @@ def rotate(model: SportsLLM, directions: Directions, kept: int) -> SportsLLM:
 def _norms(model: SportsLLM) -> list[str]:
     """The names of all norms that read the residual stream, in order."""
     layers = range(model.config.num_hidden_layers)
-    return [*(f"model.layers.{layer}.{norm}" for layer in layers for norm in NORMS.values()), _LAST_NORM]
+    return [*(f"model.layers.{layer}.{norm}" for layer in layers for norm in NORMS.values()), LAST_NORM]

@@ -1,0 +1,407 @@
+"""The verb `prune`: a smaller model of the most important parts of a large one, refitted and recovered.
+
+Resolve the inputs, calibrate, score the units, choose a shape, cut, refit, recover, write. Heavy imports are inside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sportsllm import options
+from sportsllm.errors import UsageError
+from sportsllm.results import TrainingResult
+from sportsllm.settings import DISTILLATION, LORA, PRUNING, STEPS, TRAINING, parse_settings, pick
+
+if TYPE_CHECKING:
+    from compress.distillation.recovery import Recovery
+    from compress.pruning.job import Calibration, PruneJob
+    from compress.pruning.search import Finalist
+    from compress.pruning.shapes import Shape
+    from sportsllm.models.config import ModelConfig
+    from sportsllm.models.language_model import SportsLLM
+
+_SHAPE, _RECOVERY, _CALIBRATION = "Shape", "Recovery", "Calibration"
+Params = Annotated[float | None, typer.Option(help="Fraction of the non-embedding parameters to keep.")]
+SizeMB = Annotated[float | None, typer.Option("--size-mb", help="Size of the float32 weights to reach, in MB (10^6).")]
+Recover = Annotated[
+    int | None,
+    typer.Option(parser=options.count, metavar="N", help="Tokens to distil from the unpruned model after the cut."),
+]
+Hidden = Annotated[int | None, typer.Option(min=1, help="Hidden channels to keep.", rich_help_panel=_SHAPE)]
+Intermediate = Annotated[
+    int | None, typer.Option(min=1, help="FFN neurons of each layer to keep.", rich_help_panel=_SHAPE)
+]
+Heads = Annotated[int | None, typer.Option(min=1, help="Query heads of each layer to keep.", rich_help_panel=_SHAPE)]
+KVHeads = Annotated[
+    int | None, typer.Option(min=1, help="Key/value heads; merged if --heads stays.", rich_help_panel=_SHAPE)
+]
+HeadDim = Annotated[
+    int | None, typer.Option(min=2, help="Channels of each head to keep, an even number.", rich_help_panel=_SHAPE)
+]
+Layers = Annotated[
+    int | None, typer.Option(min=1, help="Layers to keep; one contiguous run is dropped.", rich_help_panel=_SHAPE)
+]
+ExpertCount = Annotated[
+    int | None,
+    typer.Option("--experts", min=1, help="Experts of each layer to keep, the strongest.", rich_help_panel=_SHAPE),
+]
+ActiveExperts = Annotated[
+    int | None, typer.Option(min=1, help="Experts that a token is sent to.", rich_help_panel=_SHAPE)
+]
+Latent = Annotated[
+    int | None, typer.Option(min=1, help="KV latent rank (`kv_lora_rank` of MLA).", rich_help_panel=_SHAPE)
+]
+VocabSize = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tokens to keep in model and tokenizer: those that save the calibration text most tokens. Cut alone.",
+        rich_help_panel=_SHAPE,
+    ),
+]
+Importance = Annotated[
+    str,
+    typer.Option(
+        help="Score of a unit: output, or the baselines activation (Minitron's) and magnitude.",
+        rich_help_panel=_CALIBRATION,
+    ),
+]
+Search = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="With --params or --size-mb: tokens to recover each finalist on. 0 cuts all widths alike instead.",
+        show_default="5% of --recover",
+        rich_help_panel=_RECOVERY,
+    ),
+]
+TeacherOption = Annotated[
+    Path | None,
+    typer.Option(help="Teacher of --recover.", show_default="the checkpoint itself", rich_help_panel=_RECOVERY),
+    options.BY_NAME,
+]
+Signals = Annotated[
+    Path | None,
+    typer.Option(
+        help="Directory of the teacher's cached predictions; made if missing.",
+        show_default="the teacher runs in every step",
+        rich_help_panel=_RECOVERY,
+    ),
+]
+_CUT = "cut.json"  # in an unfinished directory: what a resumed run need not find again
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneResult(TrainingResult):
+    """What `prune` wrote. Fields of a recovery, a search or a smaller vocabulary are None without one.
+
+    Attributes:
+        shape: the dimensions by name.
+        share_of_block_parameters: of the full model's non-embedding parameters.
+        kv_cache_bytes_per_token, kv_cache_bytes_per_token_before: by the cache's precision.
+        calibration_tokens: of the text that was read.
+        kept_layers: of the full model.
+        layers_tried: the runs of layers that were left out on trial.
+        search: the finalists, best first.
+        bits_per_byte_before_recovery: of the pruned model, on the report split.
+        vocab_size and following: of a smaller vocabulary; bits_per_byte_before is TrainingResult's.
+    """
+
+    shape: dict[str, int] = field(default_factory=dict)
+    share_of_block_parameters: float = 0.0
+    kv_cache_bytes_per_token: dict[str, int] = field(default_factory=dict)
+    kv_cache_bytes_per_token_before: dict[str, int] = field(default_factory=dict)
+    calibration_tokens: int | None = None
+    kept_layers: list[int] = field(default_factory=list)
+    layers_tried: list[dict[str, float]] = field(default_factory=list)
+    search: list[dict[str, Any]] = field(default_factory=list)
+    bits_per_byte_before_recovery: float | None = None
+    vocab_size: int | None = None
+    vocab_size_before: int | None = None
+    tokens_per_byte_before: float | None = None
+    tokens_per_byte_after: float | None = None
+    bits_per_byte_after: float | None = None
+
+
+def prune(
+    checkpoint: options.Checkpoint,
+    *,
+    out: options.Out,
+    params: Params = None,
+    size_mb: SizeMB = None,
+    recover: Recover = None,
+    corpus: options.Corpus = None,
+    hidden: Hidden = None,
+    intermediate: Intermediate = None,
+    heads: Heads = None,
+    kv_heads: KVHeads = None,
+    head_dim: HeadDim = None,
+    layers: Layers = None,
+    experts: ExpertCount = None,
+    experts_per_token: ActiveExperts = None,
+    latent: Latent = None,
+    vocab_size: VocabSize = None,
+    calibration: options.Calibration = None,
+    importance: Importance = "output",
+    search: Search = None,
+    teacher: TeacherOption = None,
+    valid: options.Valid = None,
+    signals: Signals = None,
+    lora_rank: options.LoraRank = None,
+    settings: options.Settings = None,
+    resume: options.Resume = False,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+) -> PruneResult:
+    """Cut width, depth, experts, key/value cache or vocabulary; the result is an ordinary checkpoint."""
+    from compress.distillation.run import teacher_corpus
+    from compress.pruning.cut import PruneConfig
+    from compress.pruning.job import Calibration, PruneJob
+    from compress.pruning.search import Target, choose_shape
+    from sportsllm.processors import set_threads
+
+    set_threads(threads)
+    given = parse_settings(settings, PRUNING, STEPS, TRAINING, DISTILLATION, LORA)
+    sizes = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads}
+    sizes |= {"layers": layers, "head_dim": head_dim}
+    taught = {"corpus": corpus, "teacher": teacher, "signals": signals, "lora_rank": lora_rank}
+    if recover is None:
+        names = [f"--{name.replace('_', '-')}" for name, value in taught.items() if value is not None]
+        names += [f"--set {name}" for name in given if name not in PRUNING]
+        if names:
+            raise UsageError(f"options of --recover: {', '.join(names)}; add --recover TOKENS or leave them out")
+    text = tuple(calibration or corpus or teacher_corpus(checkpoint, "corpus"))
+    min_count = given.pop("min_count", None)
+    if vocab_size is not None or min_count is not None:
+        others = {**sizes, "params": params, "size_mb": size_mb, "recover": recover, "latent": latent, "search": search}
+        others |= {"experts": experts, "experts_per_token": experts_per_token, **given}
+        return _prune_vocabulary(checkpoint, out, vocab_size, min_count, text, valid or [], others)
+    recovery = None
+    if recover is not None:
+        recovery = _recovery(checkpoint, recover, teacher, corpus, valid, signals, lora_rank, given, seed)
+    elif valid is not None:
+        raise UsageError("--valid scores a recovery or a smaller vocabulary: add --recover or --vocab-size, or omit it")
+    config = PruneConfig(importance, given.get("refit", True), given.get("samples"))
+    scores = Path(given["scores"]) if "scores" in given else None
+    job = PruneJob(checkpoint, text, config, scores, recovery, experts, experts_per_token, latent)
+    target, work = Target(params, size_mb, sizes, search, given.get("finalists", 3)), Calibration(job)
+    shape, found = choose_shape(work, target, out, partial(_recovered, work))
+    result = prune_checkpoint(job, shape, out, work, resume=resume, search=found)
+    _print_result(result)
+    return result
+
+
+def _recovered(work: Calibration, recovery: Recovery, shape: Shape, out: Path) -> float:
+    """Bits per byte of the text for choices, of a finalist of the search after a brief recovery."""
+    job = dataclasses.replace(work.job, recovery=recovery)
+    return float(prune_checkpoint(job, shape, out, work, resume=True).best_bits_per_byte or 0.0)
+
+
+def prune_checkpoint(
+    job: PruneJob,
+    shape: Shape,
+    out: Path,
+    work: Calibration | None = None,
+    *,
+    resume: bool = False,
+    search: Sequence[Finalist] = (),
+) -> PruneResult:
+    """Prune a checkpoint directory to a shape: calibrate, score, cut, refit, recover, write.
+
+    Args:
+        job, shape, out: what is pruned to what, and the directory to write.
+        work: what a search has calibrated and scored already.
+        resume: continue an interrupted recovery, if there is one; nothing before it is done again.
+        search: the finalists of the search that found the shape, for the results.
+    """
+    from compress.distillation.layer_matching import map_kept_layers
+    from compress.distillation.recovery import prepare_recovery, recover
+    from compress.pruning.job import Calibration
+    from sportsllm.formats.artifact import STATE_DIRECTORY, partial_directory, run_stage
+    from sportsllm.formats.checkpoint import save_checkpoint
+    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.models.size import kv_cache_bytes_per_token
+
+    work = work or Calibration(job)
+    full, config, recovery = load_config(job.checkpoint), job.model_config(), job.recovery
+    smaller = shape.applied_to(config)
+    _note_loaders(smaller)
+    resume = resume and (partial_directory(out) / STATE_DIRECTORY).exists()
+    signals = None if recovery is None else prepare_recovery(recovery, job.checkpoint, smaller)
+    stage = job.stage(shape)
+
+    def make(directory: Path) -> dict[str, Any]:
+        started = time.perf_counter()
+        network, cut = _cut(job, work, shape, directory, resume)
+        training: dict[str, Any] = {}
+        if recovery is not None:
+            objective = recovery.objective
+            if recovery.teacher is None:  # another one has layers of its own
+                objective = map_kept_layers(objective, cut["kept_layers"], config.num_hidden_layers)
+            network, training = recover(
+                network,
+                dataclasses.replace(recovery, objective=objective),
+                job.checkpoint,
+                directory=directory,
+                identity=stage.fingerprint(),
+                resume=resume,
+                signals=signals,
+            )
+        (directory / _CUT).unlink()
+        seconds = time.perf_counter() - started
+        save_checkpoint(directory, network, job.checkpoint)
+        _note_layout(job.checkpoint, directory)
+        return {
+            "parameters": smaller.parameters,
+            "share_of_block_parameters": smaller.block_parameters / full.block_parameters,
+            "shape": shape.sizes(),
+            "kv_cache_bytes_per_token": kv_cache_bytes_per_token(smaller),
+            "kv_cache_bytes_per_token_before": kv_cache_bytes_per_token(full),
+            **cut,
+            **({"search": [finalist.row() for finalist in search]} if search else {}),
+            **training,
+            "seconds": seconds,
+        }
+
+    return PruneResult.of(run_stage(out, stage, make, resume))
+
+
+def _cut(
+    job: PruneJob, work: Calibration, shape: Shape, directory: Path, resume: bool
+) -> tuple[SportsLLM, dict[str, Any]]:
+    """The smaller model before its recovery, and what is known of the cut for the results.
+
+    Importance scores are written beside it. A resumed run gets a model whose weights the saved state will replace.
+    """
+    from compress.pruning.cut import PrunedModel, prune_model
+    from compress.pruning.scores import MEASURED, save_scores
+    from compress.pruning.shapes import Shape
+    from sportsllm.files import atomic_write_text
+    from sportsllm.formats.json_files import read_json
+    from sportsllm.models.language_model import SportsLLM
+
+    smaller, kept = shape.applied_to(job.model_config()), directory / _CUT
+    if resume and kept.exists():
+        network = SportsLLM(smaller)
+        network.initialize(0)
+        return network, dict(read_json(kept))
+    pruned = PrunedModel(work.model, list(range(work.model.config.num_hidden_layers)), [])
+    if not job.changes_kinds or shape != Shape.of(work.model.config):
+        pruned = prune_model(work.model, work.scores, smaller, work.samples, job.config.refit)
+        if job.config.importance in MEASURED and job.scores is None:
+            save_scores(directory, work.scores, work.model.config)
+    cut = {
+        "calibration_tokens": sum(sample.numel() for sample in work.samples),
+        "kept_layers": pruned.layers,
+        "layers_tried": [run._asdict() for run in pruned.tried],
+    }
+    atomic_write_text(kept, json.dumps(cut))
+    return pruned.model, cut
+
+
+def _recovery(
+    checkpoint: Path,
+    tokens: int,
+    teacher: Path | None,
+    corpus: Sequence[Path] | None,
+    valid: Sequence[Path] | None,
+    signals: Path | None,
+    lora_rank: int | None,
+    given: Mapping[str, Any],
+    seed: int,
+) -> Recovery:
+    """The training after the cut; text that is not given is the teacher's own."""
+    from compress.distillation.recovery import Recovery
+    from compress.distillation.run import teacher_corpus
+    from compress.distillation.settings import distillation_config
+    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.training.settings import Run, Start, adapter_settings, train_config
+
+    source = teacher or checkpoint
+    run = Run(Start.PRUNED, load_config(checkpoint), lora_rank is not None)
+    config = train_config(run, tokens, pick(given, STEPS) | pick(given, TRAINING), seed=seed)
+    return Recovery(
+        config=config,
+        corpus=tuple(corpus or teacher_corpus(source, "corpus")),
+        valid=tuple(valid or ([] if corpus else teacher_corpus(source, "valid"))),
+        objective=distillation_config(Start.PRUNED, source, pick(given, DISTILLATION) | {"signals": signals}),
+        teacher=teacher,
+        adapters=adapter_settings(lora_rank, given.get("lora_targets"), given.get("lora_alpha"), config.optimizer),
+    )
+
+
+def _prune_vocabulary(
+    checkpoint: Path,
+    out: Path,
+    size: int | None,
+    min_count: int | None,
+    calibration: Sequence[Path],
+    valid: Sequence[Path],
+    others: Mapping[str, object],
+) -> PruneResult:
+    """Cut the vocabulary, and nothing else."""
+    from compress.pruning.vocabulary import prune_vocabulary
+    from sportsllm.console import output
+
+    if any(value is not None for value in others.values()):
+        raise UsageError(
+            "the vocabulary is cut alone, since the result no longer shares its teacher's tokens: cut it first "
+            "(prune --vocab-size), fine-tune the result (train CHECKPOINT), then prune that"
+        )
+    result = PruneResult.of(prune_vocabulary(checkpoint, out, size, min_count, calibration, valid))
+    output().print(
+        f"{out}: {result.vocab_size:,} of {result.vocab_size_before:,} tokens, {result.parameters:,} parameters; "
+        f"{result.tokens_per_byte_before:.4f} -> {result.tokens_per_byte_after:.4f} tokens per byte"
+    )
+    if valid:
+        output().print(f"bits per byte {result.bits_per_byte_before:.4f} -> {result.bits_per_byte_after:.4f} held out")
+    return result
+
+
+def _note_loaders(config: ModelConfig) -> None:
+    """Say which loaders a shape is closed to."""
+    from sportsllm.console import log
+
+    if config.hidden_size != config.query_size and config.attention_kind == "grouped_query":
+        log(f"note: hidden size {config.hidden_size} is not heads x head_dim {config.query_size}; optimum needs that")
+
+
+def _note_layout(checkpoint: Path, directory: Path) -> None:
+    """Say if the family of the checkpoint cannot hold the pruned model."""
+    from sportsllm.console import log
+    from sportsllm.formats.huggingface.config import OWN_MODEL_TYPE
+    from sportsllm.formats.json_files import read_json
+
+    before, after = (read_json(path / "config.json").get("model_type") for path in (checkpoint, directory))
+    if after == OWN_MODEL_TYPE != before:
+        log(
+            f"note: {before} has no such shape, so model_type is {after}: this program and its exports run it, "
+            "transformers does not open it"
+        )
+
+
+def _print_result(result: PruneResult) -> None:
+    from sportsllm.console import output
+
+    shape = ", ".join(f"{key} {value}" for key, value in result.shape.items())
+    output().print(
+        f"{result.out}: {result.parameters:,} parameters ({shape}), "
+        f"{result.share_of_block_parameters:.1%} of the non-embedding parameters"
+    )
+    cache, before = result.kv_cache_bytes_per_token["fp32"], result.kv_cache_bytes_per_token_before["fp32"]
+    if cache != before:
+        output().print(f"cache of {cache:,} bytes a token, {cache / before:.1%} of the {before:,} before (float32)")
+    if result.valid_bits_per_byte:
+        output().print(
+            f"bits per byte {result.bits_per_byte_before_recovery:.4f} after the cut, "
+            f"{result.valid_bits_per_byte:.4f} recovered on {result.tokens:,} tokens"
+        )

@@ -1,0 +1,154 @@
+"""A checkpoint to prune: its inputs, its record for the manifest, and the calibration that every cut shares."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.distillation.recovery import Recovery
+from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig
+from compress.pruning.experts import reduce_experts
+from compress.pruning.latent import latent_config, to_latent
+from compress.pruning.scores import Scores, load_scores, measure_scores
+from compress.pruning.shapes import Shape, fewer_experts
+from compress.pruning.units import loss_per_token
+from sportsllm.console import log
+from sportsllm.errors import ArtifactError
+from sportsllm.formats.artifact import Stage
+from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.safetensors import quantization_config
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.text.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar
+from sportsllm.text.provenance import HELD_OUT, held_out_files, manifest_setting
+from sportsllm.text.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class PruneJob:
+    """A checkpoint to prune, whatever its new shape.
+
+    Attributes:
+        checkpoint, calibration: the full model, and the text for scores and refits.
+        config: how units are chosen.
+        scores: those of an earlier run on the same checkpoint.
+        recovery: the training after the cut.
+        experts, experts_per_token: cut first, see `compress.pruning.experts`.
+        latent: then attention is made latent of this rank, see `compress.pruning.latent`.
+    """
+
+    checkpoint: Path
+    calibration: Sequence[Path]
+    config: PruneConfig = field(default_factory=PruneConfig)
+    scores: Path | None = None
+    recovery: Recovery | None = None
+    experts: int | None = None
+    experts_per_token: int | None = None
+    latent: int | None = None
+
+    @property
+    def cuts_experts(self) -> bool:
+        """Whether there will be fewer experts, or fewer a token."""
+        return self.experts is not None or self.experts_per_token is not None
+
+    @property
+    def changes_kinds(self) -> bool:
+        """Whether experts or the kind of attention change before the shape does."""
+        return self.cuts_experts or self.latent is not None
+
+    def model_config(self) -> ModelConfig:
+        """The config whose shape is cut: the checkpoint's, with fewer experts and latent attention if asked for.
+
+        Raises:
+            ArtifactError: the checkpoint is quantized.
+        """
+        if quantization_config(self.checkpoint) is not None:
+            raise ArtifactError(f"{self.checkpoint}: is quantized; prune the unquantized checkpoint")
+        config = load_config(self.checkpoint)
+        if self.cuts_experts:
+            config = fewer_experts(config, self.experts, self.experts_per_token)
+        return config if self.latent is None else latent_config(config, self.latent)
+
+    def stage(self, shape: Shape) -> Stage:
+        """The run that prunes to a shape."""
+        scores = [self.scores] if self.scores else []
+        recovery = self.recovery.inputs() if self.recovery else []
+        seed = None if self.recovery is None else self.recovery.config.seed
+        return Stage("prune", self.settings(shape), [self.checkpoint, *self.calibration, *scores, *recovery], seed)
+
+    def settings(self, shape: Shape) -> dict[str, Any]:
+        """For the manifest, under the names of the options."""
+        # A later recovery of a checkpoint that is not recovered finds its text here.
+        inherited = {"recover": None} | {key: manifest_setting(self.checkpoint, key) for key in ("corpus", "valid")}
+        if (held_out := manifest_setting(self.checkpoint, HELD_OUT)) is not None:
+            inherited[HELD_OUT] = held_out
+        kinds = ("experts", "experts_per_token", "latent")
+        return {
+            "checkpoint": self.checkpoint,
+            **shape.sizes(),
+            **dataclasses.asdict(self.config),
+            "scores": self.scores,
+            "calibration": self.calibration,
+            **{name: value for name in kinds if (value := getattr(self, name)) is not None},
+            **(inherited if self.recovery is None else self.recovery.settings(self.checkpoint)),
+        }
+
+
+class _FullModel(NamedTuple):
+    model: SportsLLM
+    samples: list[Tensor]
+
+
+@dataclass
+class Calibration:
+    """What every cut of a job starts from, each made when first asked for, and once.
+
+    `stored` is a file of scores that an earlier search on the same inputs left behind.
+    """
+
+    job: PruneJob
+    stored: Path | None = None
+
+    @property
+    def model(self) -> SportsLLM:
+        """The full model, with the experts and the attention of `PruneJob.model_config`."""
+        return self._full.model
+
+    @property
+    def samples(self) -> list[Tensor]:
+        """Calibration token ids, (1, T) each."""
+        return self._full.samples
+
+    @cached_property
+    def scores(self) -> Scores:
+        """Importance of the model's units: measured, or of an earlier run."""
+        known = self.job.scores or self.stored
+        if known is not None:
+            return load_scores(known, self.model.config)
+        return measure_scores(self.model, self.samples, self.job.config.importance)
+
+    @cached_property
+    def _full(self) -> _FullModel:
+        job, recovery = self.job, self.job.recovery
+        model = load_checkpoint(job.checkpoint)
+        length = SAMPLE_LENGTH if recovery is None else recovery.config.sequence
+        tokenizer = load_tokenizer(job.checkpoint, model.config)
+        valid = held_out_files(job.checkpoint) if recovery is None else recovery.training(job.checkpoint).left_out
+        samples = calibration_samples(job.calibration, valid, tokenizer, model.config, job.config.samples, length)
+        log(f"calibration on {len(samples)} samples of text, {sum(one.numel() for one in samples):,} tokens")
+        with torch.no_grad():
+            check_familiar(samples, loss_per_token(model, samples[:JUDGED_SAMPLES]))
+        if job.cuts_experts:
+            fewer = fewer_experts(model.config, job.experts, job.experts_per_token)
+            model = reduce_experts(model, fewer, samples, job.config.refit)
+        if job.latent is not None:
+            model = to_latent(model, job.model_config(), samples, job.config.refit)
+        return _FullModel(model, samples)

@@ -1,0 +1,233 @@
+"""`prune` from a checkpoint directory to a new one: what is written, recovered, searched, resumed, refused."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from compress.prune import PruneResult, prune
+from compress.pruning import job as jobs
+from compress.pruning.scores import load_scores
+from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, UsageError
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.manifest import read_manifest
+from sportsllm.training import loop
+from tests.support import gelu_kind
+from tests.support.models import tiny_config, tiny_model
+
+STEPS = {"batch_size": 2, "accumulation": 1, "sequence": 64, "learning_rate": 1e-3}
+
+
+@pytest.fixture
+def gelu() -> Iterator[str]:
+    """A feed-forward of two matrices with biases."""
+    with gelu_kind.registered() as name:
+        yield name
+
+
+class Pruning:
+    """The verb on the tiny checkpoint, calibrated on four samples."""
+
+    def __init__(self, checkpoint: Path, corpus: Path) -> None:
+        self.checkpoint, self.corpus = checkpoint, corpus
+
+    def __call__(self, out: Path, settings: dict[str, Any] | None = None, **given: Any) -> PruneResult:
+        return prune(self.checkpoint, out=out, settings={"samples": 4} | (settings or {}), **self.text(given))
+
+    def text(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {"corpus" if "recover" in given else "calibration": [self.corpus]} | given
+
+
+@pytest.fixture
+def run(checkpoint: Path, corpus_file: Path) -> Pruning:
+    return Pruning(checkpoint, corpus_file)
+
+
+def weights(directory: Path) -> bytes:
+    return (directory / "model.safetensors").read_bytes()
+
+
+def test_the_result_is_an_ordinary_checkpoint(run: Pruning, tmp_path: Path) -> None:
+    result = run(tmp_path / "out", intermediate=64, layers=1)
+    ours = load_checkpoint(tmp_path / "out")
+    assert result.parameters == ours.config.parameters and result.out == tmp_path / "out"
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    tokens = torch.randint(0, 384, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        assert torch.allclose(ours(tokens), peer(tokens).logits, atol=5e-5)
+
+
+def test_another_kind_of_feed_forward_is_pruned_in_every_way(
+    gelu: str, tokenizer_directory: Path, run: Pruning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neurons, hidden channels, heads and layers; refitted, recovered (calibrated on the corpus) and written."""
+    run.checkpoint = tmp_path / "full"
+    run.checkpoint.mkdir()
+    save_checkpoint(run.checkpoint, tiny_model(mlp_kind=gelu), tokenizer_directory)
+    shape = {"hidden": 48, "intermediate": 64, "heads": 2, "kv_heads": 1, "layers": 1}
+    result = run(tmp_path / "out", STEPS | {"learning_rate": 3e-3}, recover=1920, **shape)
+    made = load_checkpoint(tmp_path / "out")
+    mlp = made.model.layers[0].mlp
+    assert (made.config.mlp_kind, mlp.up_proj.weight.shape, mlp.up_proj.bias.shape) == (gelu, (64, 48), (64,))
+    assert (result.valid_bits_per_byte or 9) < (result.bits_per_byte_before_recovery or 0)
+    assert "model_type is sportsllm" not in capsys.readouterr().err  # it was before
+    settings = read_manifest(tmp_path / "out").settings
+    assert settings["calibration"] == settings["corpus"] == [str(run.corpus)]
+
+
+def test_a_shape_that_the_family_lacks_is_said(
+    tokenizer_directory: Path, run: Pruning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2's heads are as wide as its hidden size together."""
+    gpt2 = {"norm_kind": "layer", "mlp_kind": "gelu", "position_kind": "learned", "num_key_value_heads": 4}
+    biases = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
+    run.checkpoint = tmp_path / "full"
+    run.checkpoint.mkdir()
+    save_checkpoint(run.checkpoint, tiny_model(**gpt2, **biases), tokenizer_directory)
+    assert json.loads((run.checkpoint / "config.json").read_text(encoding="utf-8"))["model_type"] == "gpt2"
+    run(tmp_path / "out", heads=2, kv_heads=2)
+    assert "gpt2 has no such shape, so model_type is sportsllm" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_quantized_input_and_empty_calibration_are_refused(run: Pruning, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n", encoding="utf-8")
+    with pytest.raises(ArtifactError, match="no calibration text"):
+        run(tmp_path / "out", layers=1, calibration=[tmp_path / "empty.txt"])
+    run.checkpoint = shutil.copytree(run.checkpoint, tmp_path / "quantized")
+    config = json.loads((run.checkpoint / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "sportsllm-nbits"}
+    (run.checkpoint / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="is quantized; prune the unquantized"):
+        run(tmp_path / "out", layers=1)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"layers": 2}, r"nothing is cut, the model has that shape \(hidden 64, "),
+        ({"params": 1.0}, "nothing is cut"),
+        ({}, "say how small"),
+        ({"params": 0.5, "search": 10}, "--search needs"),
+        ({"params": 0.5, "size_mb": 1.0}, "not both"),
+        ({"params": 0.5, "importance": "luck"}, "--importance 'luck' is not known"),
+        ({"params": 0.5, "settings": {"refits": "false"}}, "no setting 'refits'; did you mean refit"),
+        ({"params": 0.5, "settings": {"temperature": 2}}, "options of --recover: --set temperature"),
+    ],
+)
+def test_options_that_do_not_go_together(run: Pruning, tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run(tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_size_is_met(run: Pruning, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full = load_config(run.checkpoint)
+    assert full.has_large_vocabulary
+    megabytes = (full.parameters - 0.3 * full.block_parameters) * 4 / 1e6
+    result = run(tmp_path / "out", size_mb=megabytes)
+    size = len(weights(tmp_path / "out")) - 8_000  # names and offsets
+    assert 0.6 * megabytes * 1e6 < size < megabytes * 1e6
+    said = capsys.readouterr().err
+    share = 1 - full.block_parameters / full.parameters
+    assert f"embedding and head are {share:.0%} of the parameters and stay whole" in said
+    kept = result.share_of_block_parameters
+    assert kept <= 0.7 and (kept > 0.686 or f"{kept:.1%} of the non-embedding parameters is kept, 70.0% was" in said)
+
+
+def test_key_value_heads_are_merged_if_all_query_heads_stay(run: Pruning, tmp_path: Path) -> None:
+    result = run(tmp_path / "out", kv_heads=1)
+    assert result.shape == {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 1, "layers": 2, "head_dim": 16}
+    assert load_config(tmp_path / "out").num_key_value_heads == 1
+    run(tmp_path / "smaller", kv_heads=1, head_dim=8, hidden=32)
+    assert load_checkpoint(tmp_path / "smaller").model.layers[0].self_attn.k_proj.weight.shape == (8, 32)
+
+
+def test_saved_scores_give_the_same_cut_without_measuring(run: Pruning, tmp_path: Path) -> None:
+    run(tmp_path / "a", intermediate=32)
+    run(tmp_path / "b", {"scores": tmp_path / "a"}, intermediate=32)
+    assert weights(tmp_path / "a") == weights(tmp_path / "b")
+    with pytest.raises(ArtifactError, match="another shape"):
+        load_scores(tmp_path / "a", tiny_config(intermediate_size=64))
+    with pytest.raises(ArtifactError, match="no importance scores"):
+        load_scores(run.corpus, tiny_config())
+
+
+def test_a_search_leaves_finished_stages_behind(
+    run: Pruning, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, given = STEPS | {"finalists": 2}, {"params": 0.51, "search": 128, "recover": 512}
+    result = run(tmp_path / "out", settings, **given)
+    tried = result.search
+    assert len(tried) == 2 and capsys.readouterr().err.count("calibration on 4 samples") == 1
+    assert tried[0]["bits_per_byte"] <= tried[1]["bits_per_byte"] and tried[0]["shape"] == result.shape
+    assert tried[0]["shape"] != tried[1]["shape"]
+    assert len([path for path in (tmp_path / "out.search").iterdir() if path.is_dir()]) == 2
+    (tmp_path / "out").rename(tmp_path / "first")
+    monkeypatch.setattr("compress.pruning.search.find_finalists", None)  # what was found is not sought again
+    assert run(tmp_path / "out", settings, **given).search == tried
+    assert "the shape was found there before" in capsys.readouterr().err
+    assert run(tmp_path / "out", settings, **given).cached
+    assert weights(tmp_path / "first") == weights(tmp_path / "out")
+    for other in ({"settings": settings | {"samples": 3}}, {"settings": settings, "params": 0.8}):
+        with pytest.raises(ConflictError, match="with other settings or inputs"):
+            run(tmp_path / "out", **given | other)
+
+
+def test_a_search_measures_once_what_a_plain_cut_measures(
+    run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+    plain = jobs.measure_scores
+
+    def scores(*arguments: Any) -> Any:
+        measured.append(1)
+        return plain(*arguments)
+
+    monkeypatch.setattr(jobs, "measure_scores", scores)
+    found = run(tmp_path / "found", params=0.51)
+    assert len(measured) == 1
+    run(tmp_path / "plain", **found.shape)
+    for name in ("model.safetensors", "importance.safetensors"):
+        assert (tmp_path / "found" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+
+
+def test_a_resumed_recovery_repeats_nothing_and_ends_alike(
+    run: Pruning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted after two of four steps: calibration, scores, cut and the score before training are not redone."""
+    given: dict[str, Any] = {"intermediate": 64, "layers": 1, "recover": 512, "resume": True}  # none yet: it starts
+    whole = run(tmp_path / "whole", STEPS, **given)
+    step, taken = loop._Run.take_step, list[int]()
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        taken.append(1)
+        if len(taken) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "take_step", interrupted)
+        with pytest.raises(InterruptedRun):
+            run(tmp_path / "out", STEPS, **given)
+    monkeypatch.setattr(jobs.Calibration, "_full", property(lambda self: pytest.fail("calibrated again")))
+    result = run(tmp_path / "out", STEPS, **given)
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert result.kept_layers == whole.kept_layers and result.layers_tried == whole.layers_tried
+    assert result.bits_per_byte_before_recovery == whole.bits_per_byte_before_recovery
+    names = [{path.name for path in (tmp_path / name).iterdir()} for name in ("out", "whole")]
+    assert names[0] == names[1] and "cut.json" not in names[0]
+
+
+def test_the_manifest_names_settings_as_options(run: Pruning, tmp_path: Path) -> None:
+    run(tmp_path / "out", {"refit": False}, importance="magnitude", intermediate=32)
+    settings = read_manifest(tmp_path / "out").settings
+    assert {"intermediate": 32, "importance": "magnitude", "refit": False, "samples": 4}.items() <= settings.items()
