@@ -1,67 +1,231 @@
-"""`bench` from start to end: measure a model, alone and beside other runtimes, and hold it to a device's budget."""
+"""The verb `bench`: measure a model, alone and in turns with other runtimes, and hold it to a device's budget."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from benchmarks.devices.limits import check_on_device, judge_budget
-from benchmarks.devices.load import load_device
-from benchmarks.measure.bench import BenchRequest, BenchResult, run_bench
-from benchmarks.measure.process import ChildFailure
-from benchmarks.measure.roofs import machine_roofs
-from benchmarks.predict.latency import predict_directory
-from benchmarks.runtimes.compare import measure_against, turn_depths
-from benchmarks.runtimes.options import Runtime
-from sportsllm.errors import UsageError
-from sportsllm.formats.huggingface.config import load_config
-from sportsllm.formats.manifest import digest
-from sportsllm.inference.decoder import open_decoder
-from sportsllm.inference.scoring import score_documents
-from sportsllm.text.documents import read_documents
-from sportsllm.text.provenance import warn_if_trained_on
-from sportsllm.text.tokenizer import load_tokenizer
+import typer
+
+from sportsllm import options
+from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
+from sportsllm.results import Result, plain
+from sportsllm.settings import BENCH, parse_settings
+
+if TYPE_CHECKING:
+    from benchmarks.measure.bench import BenchRequest, Measurement
+    from benchmarks.runtimes.options import Runtime
+    from sportsllm.inference.scoring import TextScore
+
+BOTH = "both"  # of --kernels: measure the native ones alone and in turns with the portable ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult(Result):
+    """Figures of a model on this machine: ms, s, bytes, tokens per second.
+
+    Attributes:
+        ttft_ms: time to first token by prompt length.
+        tpot_ms: time per token by depth: p50, p90, p95, p99.
+        decode_tokens_per_s: 1000 / mean time per token, by depth, without sampling.
+        peak_rss_bytes: resident memory of the process.
+        memory_floor_tpot_ms: lower bound on a step's time, bytes read / measured bandwidth.
+        clean: the rounds agree and other programs were quiet on the measured processors.
+        bits_per_byte, teacher_bits_per_byte: of --text.
+        quality_loss_percent, quality_interval_percent: rise over the teacher's with its 95% interval.
+        budget: the verdict on --target, None without one.
+        figures: everything, as `--json` prints it.
+    """
+
+    directory: Path
+    threads: int
+    ttft_ms: dict[str, float]
+    tpot_ms: dict[str, dict[str, float]]
+    decode_tokens_per_s: dict[str, float]
+    prefill_tokens_per_s: float | None
+    peak_rss_bytes: int
+    file_bytes: int
+    load_s: float
+    memory_floor_tpot_ms: float
+    clean: bool
+    bits_per_byte: float | None = None
+    teacher_bits_per_byte: float | None = None
+    quality_loss_percent: float | None = None
+    quality_interval_percent: list[float] | None = None
+    budget: dict[str, Any] | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures, with every sample of every round under `raw`."""
+        found: dict[str, Any] = plain(self.figures)
+        return found
+
+
+def bench(
+    directory: options.Directory,
+    *,
+    target: options.Target = None,
+    on_device: Annotated[
+        bool, typer.Option("--on-device", help="This machine is the target: its measurements decide, not predictions.")
+    ] = False,
+    text: options.Text = None,
+    teacher: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The fp32 teacher to compare quality with.", show_default="none"),
+        options.BY_NAME,
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="New file for the result.", show_default="none")
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Fresh processes per figure.", show_default="5", rich_help_panel="Measuring"),
+    ] = None,
+    prompt_lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...",
+            help="Further prompt lengths for the time to first token.",
+            show_default="128,512",
+            rich_help_panel="Measuring",
+        ),
+    ] = None,
+    batch_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...", help="Sequences to decode together.", show_default="1", rich_help_panel="Measuring"
+        ),
+    ] = None,
+    minutes: Annotated[
+        float,
+        typer.Option(min=0, help="Also decode for this long, to see if speed lasts.", rich_help_panel="Measuring"),
+    ] = 0.0,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=DIR][,python=PATH]",
+            help="A runtime to measure in turn: genai, openvino, llama.cpp, ik_llama.cpp, optimum, or other=DIR for a "
+            "second export; may be repeated. NAME+LABEL measures one several times, ,KEY=VALUE sets its options.",
+            show_default="none",
+            rich_help_panel="Measuring",
+        ),
+    ] = None,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="Kernels for exports: native (this program's), portable (ONNX Runtime's), auto, or both in turn.",
+            rich_help_panel="Runtime",
+        ),
+    ] = "auto",
+    provider: options.Provider = "cpu",
+    threads: options.Threads = None,
+    settings: options.Settings = None,
+) -> BenchResult:
+    """Latency, memory and size in fresh processes; with --target, the verdict on a device's budget."""
+    import json
+
+    from benchmarks.console_results import print_bench, verdict_line
+    from benchmarks.measure.bench import BenchRequest, parse_numbers, round_numbers
+    from benchmarks.runtimes.options import parse_runtimes, portable_too
+    from sportsllm.console import log, output
+    from sportsllm.files import atomic_write_text, require_directory
+    from sportsllm.inference.decoder import is_onnx_directory
+
+    found = parse_settings(settings, BENCH)
+    if out is not None and out.exists():
+        raise ConflictError(f"{out}: exists already; choose another --out or move it away")
+    for path in text or []:
+        if not path.exists():
+            raise ArtifactError(f"{path}: not found; give an existing file of held-out text")
+    require_directory(directory, "a checkpoint or an export")
+    request = BenchRequest(
+        directory,
+        threads,
+        *round_numbers(rounds, found.get("most_rounds")),
+        found.get("timeout", BenchRequest.timeout_s),
+        parse_numbers("--prompt-lengths", prompt_lengths),
+        parse_numbers("--batch-size", batch_size),
+        minutes,
+        "native" if kernels == BOTH else kernels,
+        provider,
+    )
+    runtimes = parse_runtimes(against, directory) + ([portable_too(directory)] if kernels == BOTH else [])
+    if is_onnx_directory(directory):
+        from export.runtime.kernels import kernels_of_directory
+        from export.runtime.providers import find_provider
+
+        log(str(kernels_of_directory(directory, request.kernels, find_provider(request.provider))))
+    measured = bench_model(request, target, on_device, text or [], teacher, runtimes)
+    result = measured.to_json()
+    if out is not None:
+        atomic_write_text(out, json.dumps(result, indent=1) + "\n")
+    print_bench(output(), result)
+    budget = result["budget"]
+    failed = budget is not None and budget["verdict"] != "pass"
+    return BenchResult.of(
+        {
+            **result,
+            "directory": directory,
+            "figures": result,
+            "exit_code": GateError.exit_code if failed else 0,
+            "complaint": f"{directory}: {verdict_line(budget)}; {advice(result)}" if failed else None,
+        }
+    )
 
 
 def bench_model(
     request: BenchRequest,
-    device_name: str,
+    target: str | None = None,
     on_device: bool = False,
     text: Sequence[Path] = (),
     teacher: Path | None = None,
     runtimes: Sequence[Runtime] = (),
-) -> BenchResult:
+) -> Measurement:
     """Measure a model, alone and in turns with other `runtimes`, and judge it by a device's budget.
 
     Args:
         request: what is measured.
-        device_name: a shipped device's name, or the path of a device file.
+        target: a shipped device's name, or the path of a device file, whose budget decides; None judges nothing.
         on_device: this machine is the device, so the measurement decides even where that cannot be recognised.
         text: held-out text that is scored, for the quality limit.
         teacher: the fp32 teacher that quality is compared with.
-        runtimes: see `RuntimeFlags.runtimes`.
+        runtimes: see `parse_runtimes`.
 
     Raises:
         UsageError: no such device, `on_device` for another processor than the measured one, settings that the context
             has no room for.
         ChildFailure: a measuring process crashed, hung or was killed; nothing is reported then.
     """
+    from benchmarks.devices.load import load_device
+    from benchmarks.devices.verdict import check_on_device, judge_budget
+    from benchmarks.measure.bench import run_bench
+    from benchmarks.measure.process import ChildFailure
+    from benchmarks.measure.roofs import machine_roofs
+    from benchmarks.predict.latency import predict_directory
+    from benchmarks.quality import quality_loss
+    from benchmarks.runtimes.compare import measure_against, turn_depths
+    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.manifest import digest
+
     if teacher is not None and not text:
         raise UsageError("--teacher needs --text: quality is compared on held-out text")
-    device = load_device(device_name)
+    if on_device and target is None:
+        raise UsageError("--on-device needs --target: it says that this machine is that device")
+    device = load_device(target or "host")
     processor = processor_of(request.provider)
     check_on_device(device, on_device, processor)
     if runtimes:
         turn_depths(load_config(request.directory).max_position_embeddings)  # refused now rather than after minutes
     runs_on = request.kernels, request.provider
     digests = [digest(path) for path in text]
-    own = bits_per_byte(request.directory, text, request.threads, *runs_on) if text else None
-    reference = bits_per_byte(teacher, text, request.threads) if text and teacher else None
+    own = score_text(request.directory, text, request.threads, *runs_on) if text else None
+    reference = score_text(teacher, text, request.threads) if text and teacher else None
     try:
         result = run_bench(request)
     except ChildFailure as failure:
-        raise failure.advising("--timeout") from None
+        raise failure.advising("--set timeout=SECONDS") from None
     figures = result.figures
     figures["roofs"] = machine_roofs(device, figures["memory_floor"]["bandwidth_bytes_per_s"], on_device, processor)
     if runtimes:
@@ -69,11 +233,18 @@ def bench_model(
             request.directory, result.config, runtimes, result.settings, request.checks, request.timeout_s
         )
         figures["clean"] &= all(one["steady"] for one in figures["against"].values() if one["status"] == "measured")
-    figures["bits_per_byte"], figures["teacher_bits_per_byte"] = own, reference
+    figures["bits_per_byte"] = own and own.bits_per_byte
+    figures["teacher_bits_per_byte"] = reference and reference.bits_per_byte
     figures["text_digests"] = digests
     figures["text"], figures["teacher"] = [str(path) for path in text], None if teacher is None else str(teacher)
-    figures["quality_loss_percent"] = 100 * (own / reference - 1) if own and reference else None
-    figures["budget"] = judge_budget(device, figures, result.config, request.directory, on_device, predict_directory)
+    loss = quality_loss(own.documents, reference.documents) if own and reference else None
+    figures["quality_loss_percent"] = loss and loss.percent
+    figures["quality_interval_percent"] = loss and loss.interval and list(loss.interval)
+    figures["quality_documents"] = loss and loss.documents
+    figures["budget"] = None
+    if target is not None:
+        judged = judge_budget(device, figures, result.config, request.directory, on_device, predict_directory)
+        figures["budget"] = judged
     return result
 
 
@@ -90,29 +261,48 @@ def processor_of(provider: str) -> str:
     return find_provider(provider).processor
 
 
-def bits_per_byte(
+def score_text(
     directory: Path,
     text: Sequence[Path],
     threads: int | None = None,
     kernels: str = "auto",
     provider: str = "cpu",
-) -> float:
-    """Bits per byte of `directory` on the documents of `text`, as `eval` computes it."""
+) -> TextScore:
+    """Score of `directory` on the documents of `text`, as `eval` computes it."""
+    from sportsllm.inference.decoder import open_decoder
+    from sportsllm.inference.scoring import score_documents
+    from sportsllm.text.documents import read_documents
+    from sportsllm.text.provenance import warn_if_trained_on
+    from sportsllm.text.tokenizer import load_tokenizer
+
     decoder = open_decoder(directory, threads, kernels, provider)
     tokenizer = load_tokenizer(directory, decoder.config)
     documents = list(read_documents(text))
     warn_if_trained_on(directory, documents)
-    return score_documents(decoder, tokenizer, documents, description=f"score {directory.name}").bits_per_byte
+    return score_documents(decoder, tokenizer, documents, description=f"score {directory.name}")
 
 
 def advice(result: Mapping[str, Any]) -> str:
-    """What to do about a missed budget."""
+    """What to do about a budget that is not passed."""
     times = {"ttft_ms", "tpot_p50_ms", "tpot_p95_ms"}
-    missed = {limit["name"] for limit in result["budget"]["limits"] if limit["passed"] is False}
-    if missed == {"quality_loss_percent"}:
-        return "train or distil it longer, or cut less"
-    if missed <= times and not result["clean"]:
+    by_verdict: dict[str, set[str]] = {"fail": set(), "uncertain": set(), "pass": set()}
+    for limit in result["budget"]["limits"]:
+        by_verdict[limit["verdict"]].add(limit["name"])
+    failed, open_ = by_verdict["fail"], by_verdict["uncertain"]
+    if not failed:
+        return _advice_if_uncertain(result, open_)
+    if failed == {"quality_loss_percent"}:
+        return "train or distil it longer, or prune less"
+    if failed <= times and not result["clean"]:
         return "the run was noisy: repeat it on a quiet machine"
-    if result["runtime"].startswith("torch") and missed <= {*times, "peak_memory_mb"}:
-        return "PyTorch ran this checkpoint: `export` it and measure the export"
     return "compress it further"
+
+
+def _advice_if_uncertain(result: Mapping[str, Any], names: set[str]) -> str:
+    if "quality_loss_percent" in names:
+        if result["quality_loss_percent"] is None:
+            return "give --text and --teacher, so that the quality is known"
+        return "give more held-out documents, so that the quality is known more closely"
+    if result["budget"]["decided_by"] == "prediction":
+        return "measure it on the device (--on-device), which a prediction cannot replace"
+    return "give more --rounds, on a quiet machine"

@@ -1,4 +1,4 @@
-"""The commands `devices`, `calibrate`, `bench`, `fit`, `report` and `compare`. Heavy imports are inside."""
+"""The commands `fit`, `report` and `compare`. Heavy imports are inside."""
 
 from __future__ import annotations
 
@@ -7,134 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.measure.options import BOTH, MeasuringFlags
-from benchmarks.runtimes.options import RuntimeFlags, portable_too
 from benchmarks.search.options import EffortFlags
 from sportsllm.cli import flags
 from sportsllm.cli.flag_groups import expand_flag_groups
-from sportsllm.errors import UsageError
 
 OnDevice = Annotated[bool, typer.Option(help="This machine is the device: its measurements decide, not predictions.")]
-
-
-def devices(
-    action: Annotated[
-        str | None, typer.Argument(metavar="show", help="`show` explains one device.", show_default=False)
-    ] = None,
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME|FILE", help="The device to explain.", show_default=False)
-    ] = None,
-) -> dict[str, Any]:
-    """List the device budgets, or explain one with the source of every figure."""
-    from benchmarks.console_tables import print_device, print_devices
-    from benchmarks.devices.load import list_devices, load_device
-    from benchmarks.devices.recognise import is_this_machine
-    from benchmarks.labels import LIMITS
-    from sportsllm.console import output
-
-    if action not in (None, "show") or (action == "show") != (name is not None):
-        raise UsageError(
-            "devices lists every device; `devices show NAME` explains one, for example `devices show host`"
-        )
-    if name is not None:
-        device = load_device(name)
-        print_device(output(), device)
-        return {"devices": [device.model_dump(mode="json")]}
-    found = [load_device(each) for each in list_devices()]
-    print_devices(output(), found, [each.name for each in found if is_this_machine(each)])
-    return {
-        "devices": [
-            {
-                "name": each.name,
-                "kind": each.kind,
-                "title": each.title,
-                "processor": each.processor,
-                "limits": {limit: getattr(each.limits, limit) for limit in LIMITS},
-                "this_machine": is_this_machine(each),
-            }
-            for each in found
-        ]
-    }
-
-
-def calibrate(
-    out: Annotated[Path, typer.Option(metavar="FILE.toml", help="New device file.")],
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The device's name.", show_default="the file's")
-    ] = None,
-    threads: flags.Threads = None,
-    limits_from: Annotated[str, typer.Option(metavar="NAME|FILE", help="Device whose limits are copied.")] = "host",
-    rounds: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Number of rounds; the lower quartile of each timing is used. Increase on a noisy machine.",
-        ),
-    ] = 3,
-) -> dict[str, Any]:
-    """Time small models here, in about two minutes, and write this machine as a device file."""
-    from benchmarks.console_tables import print_calibration
-    from benchmarks.predict.calibrate import run_calibrate
-    from sportsllm.console import output
-
-    result = run_calibrate(out, name, threads, limits_from, rounds)
-    print_calibration(output(), result)
-    return result
-
-
-@expand_flag_groups
-def bench(
-    directory: flags.Directory,
-    *,
-    device: Annotated[str, typer.Option(metavar="NAME|FILE", help="Device whose budget the model must keep.")] = "host",
-    on_device: OnDevice = False,
-    threads: flags.Threads = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Held-out text to score, for the quality limit; may be repeated."),
-    ] = None,
-    teacher: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The fp32 teacher to compare quality with."), flags.BY_NAME
-    ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="New file for the result.")] = None,
-    measuring: MeasuringFlags,
-    others: RuntimeFlags,
-) -> dict[str, Any]:
-    """Latency, memory and size, measured in fresh processes and held to a device's budget."""
-    import json
-
-    from benchmarks.bench import advice, bench_model
-    from benchmarks.console_results import print_bench, verdict_line
-    from export.runtime.kernels import kernels_of_directory
-    from export.runtime.providers import find_provider
-    from sportsllm.console import log, output
-    from sportsllm.errors import ConflictError, GateError
-    from sportsllm.files import atomic_write_text
-    from sportsllm.inference.decoder import is_onnx_directory
-
-    if out is not None and out.exists():
-        raise ConflictError(f"{out}: exists already; choose another --out or move it away")
-    request, runtimes = measuring.request(directory, threads), others.runtimes(directory)
-    if measuring.kernels == BOTH:
-        runtimes.append(portable_too(directory))
-    if is_onnx_directory(directory):
-        log(str(kernels_of_directory(directory, request.kernels, find_provider(request.provider))))
-    result = bench_model(request, device, on_device, text or [], teacher, runtimes).to_json()
-    if out is not None:
-        atomic_write_text(out, json.dumps(result, indent=1) + "\n")
-    print_bench(output(), result)
-    if not result["budget"]["passed"]:
-        result["complaint"] = f"{directory}: {verdict_line(result['budget'])}; {advice(result)}"
-        result["exit_code"] = GateError.exit_code
-    return result
 
 
 @expand_flag_groups
 def fit(
     *,
     teacher: Annotated[Path, typer.Option(metavar="DIR", help="An unquantized checkpoint."), flags.BY_NAME],
-    device: Annotated[str, typer.Option(metavar="NAME|FILE", help="Device whose budget the model must keep.")],
+    target: Annotated[str, typer.Option(metavar="NAME|FILE", help="Device whose budget the model must keep.")],
     out: flags.Out = Path("runs/fit"),
     corpus: Annotated[
         list[Path] | None,
@@ -183,8 +67,8 @@ def fit(
     }
     settings = {name: value for name, value in flags_given.items() if value is not None}
     source = Source(teacher, text, tuple(calibration or text), held_out, threads, seed, settings)
-    target = Target(device, on_device, provider, processor_of(provider))
-    result = run_fit(source, target, out, effort, vocabularies=vocab_size or [], dry_run=dry_run)
+    goal = Target(target, on_device, provider, processor_of(provider))
+    result = run_fit(source, goal, out, effort, vocabularies=vocab_size or [], dry_run=dry_run)
     print_fit(output(), result)
     if not dry_run and not passed(result):
         result["complaint"] = complaint(result)

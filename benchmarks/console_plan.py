@@ -186,7 +186,7 @@ def _print_cost(console: Console, training: Mapping[str, Any]) -> None:
     console.print(table(("", "plain", "checkpointed"), rows, title="estimated time"))
     kind = {"fp16_matmul_rate": "16-bit", "fp32_matmul_rate": "float32"}[training["peak_from"]]
     console.print(
-        f"\n{work}, at {training['utilization']:.0%} (--utilization) of the device's "
+        f"\n{work}, at {training['utilization']:.0%} (--set utilization) of the device's "
         f"{number(training['peak_flops_per_s'] / 1e12)} TFLOP/s of {kind} products.",
         markup=False,
     )
@@ -224,11 +224,11 @@ def _print_predictions(console: Console, result: Mapping[str, Any]) -> None:
         headers = ("precision", "depth", f"TTFT({prompt}) ms", "TPOT ms", "tokens/s", "peak MB")
         console.print(table(headers, rows, title=f"predicted on {result['device']} (the model was not run)"))
     budgets = [
-        (precision, "fits" if budget["passed"] else "misses", *map(_judged, budget["limits"]))
+        (precision, budget["verdict"], *map(_judged, budget["limits"]))
         for precision, budget in result["predicted_budget"].items()
     ]
-    titles = ("precision", "budget", *_LIMIT_TITLES)
-    console.print(table(titles, budgets, (0, 1), "against the budget (limit in brackets, ! where missed)"))
+    titles = ("precision", "predicted", *_LIMIT_TITLES)
+    console.print(table(titles, budgets, (0, 1), "predicted against the budget (limit in brackets, ! if it fails)"))
     console.print(f"\n{reliability_line(result['efficiency'])}", markup=False)
 
 
@@ -236,4 +236,4 @@ def _judged(limit: Mapping[str, Any]) -> str:
     value = "?" if limit["value"] is None else f"{limit['value']:,.4g}"
     if limit["source"] == "predicted":
         value = band(limit["low"], limit["high"])
-    return f"{'!' if limit['passed'] is False else ''}{value} [{limit['limit']:,g}]"
+    return f"{'!' if limit['verdict'] == 'fail' else ''}{value} [{limit['limit']:,g}]"

@@ -12,10 +12,9 @@ from benchmarks.labels import LIMITS, MISSING, RATIOS, number, short_depth, with
 from benchmarks.measure.summary import noise_reasons
 from benchmarks.report.text import CACHE_HEADERS, cache_rows
 from benchmarks.search.candidates import EQUAL_PERCENT
-from benchmarks.spread import interval_confidence, interval_rank
+from benchmarks.spread import CONFIDENCE
 from sportsllm.console import table
 
-_OUTCOMES = {True: "passed", False: "missed", None: "not measured"}
 _CANDIDATES_SHOWN = 8
 _CANDIDATE_FIGURES = ("file_mb", "tpot_p50_ms")
 
@@ -32,8 +31,7 @@ def print_bench(console: Console, result: Mapping[str, Any]) -> None:
     )
     if result.get("placement"):
         console.print(result["placement"]["line"], markup=False)
-    confidence = 100 * interval_confidence(rounds, interval_rank(rounds))
-    interval = f"interval of {rounds} rounds, {confidence:.0f}% sure" if confidence > 0 else "one round, no interval"
+    interval = f"{CONFIDENCE:.0%} interval of {rounds} rounds" if rounds > 1 else "one round, no interval"
     console.print(table(("figure", "median", "unit", interval), _figures(result), (0, 2)))
     if result["tpot_ms"]:
         headers = ("after tokens", "p50 ms", "p90 ms", "p95 ms", "p99 ms", "tokens/s", "memory floor ms")
@@ -48,7 +46,10 @@ def print_bench(console: Console, result: Mapping[str, Any]) -> None:
         console.print(f"not measured: {name} ({reason})", markup=False, style="dim")
     if not result["clean"]:
         console.print(unclean_line(result), markup=False, style="bold yellow")
-    print_budget(console, result["budget"])
+    if result["quality_loss_percent"] is not None:
+        console.print(quality_line(result), markup=False)
+    if result["budget"] is not None:
+        print_budget(console, result["budget"])
 
 
 def unclean_line(result: Mapping[str, Any]) -> str:
@@ -101,12 +102,12 @@ def _print_against(console: Console, result: Mapping[str, Any]) -> None:
     depths = list(next(iter(measured.values()))["ttft_ms"]) if measured else []
     rows = []
     for name, one in measured.items():
-        rates = [number(one["decode_tokens_per_s"][depth]) for depth in depths]
+        rates = [number(one["generated_tokens_per_s"][depth]) for depth in depths]
         firsts = number(one["ttft_ms"][depths[-1]])
         label = name if one["steady"] else f"{name} (noisy)"
         rows.append((label, one["version"] or MISSING, *rates, firsts, number(one["peak_rss_bytes"] / 1e6)))
     if rows:
-        speeds = [f"tokens/s after {depth}" for depth in depths]
+        speeds = [f"generated tokens/s after {depth}" for depth in depths]
         names = ("runtime", "version", *speeds, f"first token of {depths[-1]}, ms", "peak MB")
         console.print(table(names, rows, (0, 1)))
     for key, whose in RATIOS.items():
@@ -127,37 +128,65 @@ def print_budget(console: Console, budget: Mapping[str, Any]) -> None:
     rows = [
         (
             LIMITS[limit["name"]].label,
-            with_unit(limit["value"], limit["unit"]),
+            value_and_interval(limit),
             with_unit(limit["limit"], limit["unit"]),
-            _OUTCOMES[limit["passed"]],
-            limit["source"] or MISSING,
+            limit["verdict"],
+            limit["source"] or limit["reason"] or "not measured",
             with_unit(budget["measured_here"][limit["name"]], limit["unit"]),
         )
         for limit in budget["limits"]
     ]
-    headers = ("budget", "value", "allowed", "outcome", "from", "measured here")
+    headers = (f"budget of {budget['target']}", "value", "allowed", "verdict", "source", "measured here")
     console.print(table(headers, rows, (0, 3, 4)))
     console.print(verdict_line(budget), markup=False, style="bold")
     if budget["decided_by"] == "prediction":
         console.print(reliability_line(budget["efficiency"]), markup=False)
 
 
+def value_and_interval(limit: Mapping[str, Any]) -> str:
+    """A limit's figure with its interval or band, if there is one."""
+    if limit["low"] is None or limit["low"] == limit["high"]:
+        return with_unit(limit["value"], limit["unit"])
+    value, ends = with_unit(limit["value"], limit["unit"]), f"{number(limit['low'])} to {number(limit['high'])}"
+    return f"{value} ({ends})"
+
+
+def quality_line(result: Mapping[str, Any]) -> str:
+    """The change of quality against the teacher, with its interval, in words."""
+    percent, interval = result["quality_loss_percent"], result["quality_interval_percent"]
+    word = "worse" if percent > 0 else "better"
+    line = f"Quality: {abs(percent):.2f}% {word} than the teacher in bits per byte"
+    documents = f"{result['quality_documents']} documents"
+    if interval is None:
+        return f"{line} on {documents}, too few for an interval (16 are needed)"
+    return f"{line} (95% interval {interval[0]:+.2f} to {interval[1]:+.2f}%, {documents})"
+
+
 def verdict_line(budget: Mapping[str, Any]) -> str:
-    """The verdict in one line: which device, what was missed, what is not known."""
-    labels = {limit["name"]: LIMITS[limit["name"]].label.lower() for limit in budget["limits"]}
-    missed = [
-        f"{labels[limit['name']]} {number(limit['value'])} of {number(limit['limit'])} {limit['unit']}"
-        for limit in budget["limits"]
-        if limit["passed"] is False
-    ]
-    unknown = [labels[limit["name"]] for limit in budget["limits"] if limit["passed"] is None]
-    text = f"{budget['device']}: " + (f"misses the budget: {', '.join(missed)}" if missed else "no limit missed")
-    if unknown:
-        text += f"; not measured: {', '.join(unknown)}"
+    """The verdict in one line: which target, what fails, what is open and why."""
+    words = {"fail": list[str](), "uncertain": list[str]()}
+    for limit in budget["limits"]:
+        label = LIMITS[limit["name"]].label.lower()
+        if limit["verdict"] == "fail":
+            words["fail"].append(f"{label} {number(limit['value'])} of {number(limit['limit'])} {limit['unit']}")
+        elif limit["verdict"] == "uncertain":
+            words["uncertain"].append(
+                f"{label} ({'not measured' if limit['value'] is None else value_and_interval(limit)})"
+            )
+    text = f"{budget['target']}: {budget['verdict']}"
+    if words["fail"]:
+        text += f": {', '.join(words['fail'])}"
+    if words["uncertain"]:
+        text += f"; open: {', '.join(words['uncertain'])}"
     if depth := short_depth(budget):
         text += f"; time per token after {depth} tokens, all that the context has room for"
     if budget["decided_by"] == "prediction":
-        text += " (speed and memory are predicted: this machine is not the device)"
+        why = (
+            "this machine is not the device"
+            if budget.get("of_export", True)
+            else "for the ONNX export, by PyTorch's files"
+        )
+        text += f" (speed and memory are predicted: {why})"
     return text
 
 
@@ -255,7 +284,7 @@ def _choice(result: Mapping[str, Any], chosen: Mapping[str, Any], others: Sequen
     rivals = [one for one in others if one["tried_tokens"] is not None and one["within"]]
     if gave_up := result.get("gave_up"):
         missed = "; ".join(f"{other} missed {', '.join(limits)}" for other, limits in gave_up.items())
-        kept = result["bench"]["budget"]["passed"]
+        kept = result["bench"]["budget"]["verdict"] != "fail"
         why = "the best that keeps to the budget once finished" if kept else "it misses the budget by least"
         return f"Chosen: {name}{cut}: {why} ({missed})."
     if not rivals:

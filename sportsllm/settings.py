@@ -117,6 +117,17 @@ SHAPE: Group = {
 EXPORT: Group = {
     "inline": Setting(bool, "Write no functions for this program's kernels, for readers that know none", "false"),
 }
+BENCH: Group = {
+    "timeout": Setting(float, "Seconds until a measuring process counts as hung", "900", 1),
+    "most_rounds": Setting(int, "Most rounds; three are added at a time while the intervals are too wide", "8", 1),
+}
+TRAINING_STEP: Group = {
+    "optimizer_bits": TRAINING["optimizer_bits"],
+    "utilization": Setting(float, "Model FLOPs divided by the device's peak", "0.3", 0, 1),
+    "cache_tokens": Setting(int, "Also weights and cache together, with this many tokens cached", "not shown", 1),
+    "cache_sequences": Setting(int, "Sequences in the cache, for cache_tokens", "1", 1),
+    "head_bits": Setting(int, "Bits of embedding and head at int8 and int4", "8"),
+}
 TOKENIZER: Group = {
     "digits": Setting(
         str, "Digits in a new tokenizer: grouped, or one token each", "grouped", choices=("grouped", "single")
@@ -197,6 +208,8 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
     "Steps": ("prune --recover, quantize --qad", STEPS),
     "Distillation": ("distill, prune --recover, quantize --qad", DISTILLATION),
     "Pruning": ("prune", PRUNING),
+    "Measuring": ("bench", BENCH),
+    "Plan": ("plan", TRAINING_STEP),
     "LoRA": ("train, distill, prune --recover with --lora-rank", LORA),
     "Export": ("export", EXPORT),
 }

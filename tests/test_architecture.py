@@ -48,13 +48,14 @@ FLOORS: dict[str, list[set[str]]] = {
         {"cli"},
     ],
     "benchmarks": [
-        {"__init__", "labels", "spread", "flops", "pareto"},
+        {"__init__", "labels", "spread", "flops", "pareto", "quality"},
         {"devices"},
         {"measure"},
         {"predict", "runtimes", "report"},
-        {"bench", "search", "console_tables"},
+        {"search", "console_tables"},
         {"console_results", "console_plan", "studies", "inspection"},
-        {"commands", "cli", "inspect"},
+        {"bench"},
+        {"commands", "device_commands", "inspect", "plan"},
     ],
 }
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""

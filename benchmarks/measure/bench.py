@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks.devices.limits import TIMED_STEPS, depths_that_fit, limit_lengths
 from benchmarks.devices.recognise import processor_name
 from benchmarks.devices.schema import Device
+from benchmarks.devices.verdict import TIMED_STEPS, depths_that_fit, limit_lengths
 from benchmarks.measure.bandwidth_bound import bandwidth_bound, budget_depth, bytes_read_per_token
 from benchmarks.measure.cpus import choose_cpus
 from benchmarks.measure.process import DEFAULT_TIMEOUT_S, child_command
@@ -32,7 +32,7 @@ from sportsllm.formats.huggingface.config import load_config
 from sportsllm.formats.manifest import directory_bytes
 from sportsllm.models.config import ModelConfig
 
-ROUNDS = 5  # the fewest whose interval holds the median with 90% (benchmarks.spread.interval_rank)
+ROUNDS = 5
 MOST_ROUNDS = 8  # one more check: at most 1.6 times the time
 MEMORY_ROUNDS = 2
 COLD_ROUNDS = 3
@@ -50,7 +50,7 @@ SHORT = {"steps": 48, "warm_up_steps": 8, "repeats": 5, "seconds_per_figure": 0.
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What to measure of an export (ONNX) or a checkpoint (PyTorch), and how thoroughly: see `MeasuringFlags`.
+    """What to measure of an export (ONNX) or a checkpoint (PyTorch), and how thoroughly; see `benchmarks.bench.bench`.
 
     `threads` None means all physical cores; `minutes` 0 means no sustained run.
     """
@@ -73,7 +73,7 @@ class BenchRequest:
 
 
 @dataclass
-class BenchResult:
+class Measurement:
     """Figures of one directory in ms, bytes and tokens per second.
 
     `settings` is what every worker was told, `raw` has every sample of every round.
@@ -90,7 +90,7 @@ class BenchResult:
         return {**self.figures, "machine": self.machine, "settings": self.settings, "raw": self.raw}
 
 
-def run_bench(request: BenchRequest) -> BenchResult:
+def run_bench(request: BenchRequest) -> Measurement:
     """Measure a directory: speed, bandwidth and batches in turns, then memory, cold loads and minutes of decoding.
 
     Raises:
@@ -145,7 +145,7 @@ def run_bench(request: BenchRequest) -> BenchResult:
     }
     if request.minutes:
         figures["sustained"] = _measure_sustained(settings, depth, request)
-    return BenchResult(config, figures, settings, raw, machine())
+    return Measurement(config, figures, settings, raw, machine())
 
 
 def short_bench(
@@ -174,6 +174,30 @@ def short_bench(
         "tpot_p95_ms": figures.get(f"tpot_ms.{depth}.p95"),
         "quality_loss_percent": None,
     }
+
+
+def round_numbers(rounds: int | None, most_rounds: int | None) -> tuple[int, int]:
+    """How often to measure at least and at most, if one of them or both were given.
+
+    Raises:
+        UsageError: more at least than at most.
+    """
+    if rounds is not None and most_rounds is not None and rounds > most_rounds:
+        raise UsageError(f"--rounds {rounds} is more than most_rounds={most_rounds}; lower one or raise the other")
+    least = rounds or min(ROUNDS, most_rounds or ROUNDS)
+    return least, most_rounds or max(MOST_ROUNDS, least)
+
+
+def parse_numbers(flag: str, text: str | None) -> list[int]:
+    """The numbers of a flag like `1,4`, each once and ascending; none if it was not given.
+
+    Raises:
+        UsageError: the text is something else.
+    """
+    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+        raise UsageError(f"{flag} {text}: give whole numbers from 1, separated by commas, for example 1,4")
+    return sorted({int(word) for word in words})
 
 
 def prompts_that_fit(context: int, asked: Sequence[int] = ()) -> list[int]:
@@ -226,7 +250,14 @@ def _turn(settings: Mapping[str, Any], mode: str, name: str | None = None) -> Tu
         environment["OPENBLAS_NUM_THREADS"] = "1"  # the probe has threads of its own
     name = name or mode
     what = f"bench {Path(settings['directory']).name} ({name})"
-    return Turn(name, child_command({**settings, "mode": mode}), what, environment, watch_memory=mode == "memory")
+    return Turn(
+        name,
+        child_command({**settings, "mode": mode}),
+        what,
+        environment,
+        watch_memory=mode == "memory",
+        cpus=settings["cpus"],
+    )
 
 
 def _measure_sustained(settings: Mapping[str, Any], depth: int, request: BenchRequest) -> dict[str, Any]:

@@ -68,6 +68,7 @@ def run_child(
     environment: Mapping[str, str | None] | None = None,
     waiting: Callable[[float], None] = lambda seconds: None,
     watch_memory: bool = False,
+    cpus: Sequence[int] | None = None,
 ) -> ChildResult:
     """Run `command` and read the JSON object on its last line of standard output.
 
@@ -78,6 +79,7 @@ def run_child(
         environment: variables set on top of this process's own; None removes one.
         waiting: called about once a second with the seconds since the last call, for a progress bar.
         watch_memory: sample what the child's memory consists of. Not for what is timed.
+        cpus: processors that the child is pinned to: only what others do on these counts as noise; None means all.
 
     Raises:
         ChildFailure: no result; a child's own one-line error keeps its text and exit code.
@@ -85,7 +87,7 @@ def run_child(
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     changed: dict[str, str | None] = {**os.environ, "PYTHONPATH": path, **(environment or {})}
     variables = {name: value for name, value in changed.items() if value is not None}
-    others_before, started = _others_seconds(), time.perf_counter()
+    others_before, started = _others_seconds(cpus), time.perf_counter()
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
     ) as process:
@@ -103,7 +105,7 @@ def run_child(
             process.kill()
             raise
     seconds = time.perf_counter() - started
-    others = _others_seconds() - others_before
+    others = _others_seconds(cpus) - others_before
     payload = _payload(what, process.returncode, stdout, stderr)
     return ChildResult(payload, seconds, max(0.0, others / seconds), memory)
 
@@ -122,13 +124,16 @@ def _communicate(process: subprocess.Popen[str], timeout_s: float, waiting: Call
             before = now
 
 
-def wait_for_quiet(longest_s: float = 3.0) -> bool:
-    """Wait until other programs use at most `QUIET_CORES` cores, or for `longest_s`; returns whether they do."""
+def wait_for_quiet(longest_s: float = 3.0, cpus: Sequence[int] | None = None) -> bool:
+    """Wait until other programs use at most `QUIET_CORES` of the processors `cpus` (all if None), or for `longest_s`.
+
+    Returns whether they do.
+    """
     deadline = time.monotonic() + longest_s
     while True:
-        others, started = _others_seconds(), time.perf_counter()
+        others, started = _others_seconds(cpus), time.perf_counter()
         time.sleep(0.25)
-        cores = (_others_seconds() - others) / (time.perf_counter() - started)
+        cores = (_others_seconds(cpus) - others) / (time.perf_counter() - started)
         if cores <= QUIET_CORES or time.monotonic() > deadline:
             return cores <= QUIET_CORES
 
@@ -158,8 +163,15 @@ def _payload(what: str, code: int, stdout: str, stderr: str) -> dict[str, Any]:
     return payload
 
 
-def _others_seconds() -> float:
-    """Processor seconds of all programs and the hypervisor less those of this process and its ended children."""
-    all_times, own = psutil.cpu_times(), psutil.Process().cpu_times()
-    busy = sum(getattr(all_times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
+def _others_seconds(cpus: Sequence[int] | None = None) -> float:
+    """Processor seconds of all programs and the hypervisor less those of this process and its ended children.
+
+    With `cpus` only what these processors did; this process and its children are taken to run there, so that what
+    they do elsewhere makes others look quieter, never busier.
+    """
+    every = psutil.cpu_times(percpu=True)
+    counted = every if cpus is None else [every[cpu] for cpu in cpus if cpu < len(every)]
+    names = ("user", "nice", "system", "irq", "softirq", "steal")
+    busy = sum(getattr(times, name, 0.0) for times in counted for name in names)
+    own = psutil.Process().cpu_times()
     return float(busy - (own.user + own.system + own.children_user + own.children_system))

@@ -25,6 +25,7 @@ class Turn:
     what: str
     environment: Mapping[str, str | None] = field(default_factory=dict)
     watch_memory: bool = False
+    cpus: Sequence[int] | None = None
 
 
 def stop_checks(rounds: int, most_rounds: int) -> list[int]:
@@ -66,7 +67,7 @@ def take_turns(
         with console.progress_bar(title, (check - done) * len(left)) as progress:
             for number in range(done, check):
                 if quiet:
-                    quiet = wait_for_quiet(3.0 if number == 0 else 1.0)
+                    quiet = wait_for_quiet(3.0 if number == 0 else 1.0, turns[0].cpus)
                 for turn in list(left):
                     progress.advance(0, turn.name)
                     try:
@@ -88,7 +89,7 @@ def take_turns(
 
 def take_turn(turn: Turn, timeout_s: float, waiting: Callable[[float], None] = lambda seconds: None) -> dict[str, Any]:
     """One turn's result, with `seconds`, `other_cpu_cores` and, where memory is watched, its `split`."""
-    child = run_child(turn.command, turn.what, timeout_s, turn.environment, waiting, turn.watch_memory)
+    child = run_child(turn.command, turn.what, timeout_s, turn.environment, waiting, turn.watch_memory, turn.cpus)
     split = {"split": child.memory or None} if turn.watch_memory else {}
     busy = {"seconds": round(child.seconds, 3), "other_cpu_cores": round(child.other_cpu_cores, 3)}
     return {**child.payload, **split, **busy}

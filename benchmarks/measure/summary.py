@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.measure.rounds import disturbed
-from benchmarks.spread import CONFIDENCE, Spread, interval_confidence, interval_rank, percentiles, spread
+from benchmarks.spread import NOISY_HALF_WIDTH, Spread, percentiles, spread
 
 Raw = Mapping[str, Sequence[Mapping[str, Any]]]
 BATCH = "batch-"
@@ -88,12 +88,12 @@ def noise_reasons(raw: Raw) -> list[str]:
     deciding, speed = _deciding(raw), raw["speed"]
     reasons = []
     if unsteady := [name for name, interval in deciding.items() if interval.noisy]:
-        reasons.append(f"the rounds differ by more than 5% in {', '.join(unsteady)}")
+        reasons.append(f"the interval of the rounds exceeds {NOISY_HALF_WIDTH:.0%} in {', '.join(unsteady)}")
     if disturbed(speed):
         most = max(float(one["other_cpu_cores"]) for one in speed)
-        reasons.append(f"other programs used up to {most:.1f} cores, too many in half of the rounds or more")
-    if interval_confidence(len(speed), interval_rank(len(speed))) < CONFIDENCE:
-        reasons.append(f"{len(speed)} rounds are too few to tell" if len(speed) > 1 else "one round is too few to tell")
+        reasons.append(f"other programs used up to {most:.1f} of the measured cores, in half of the rounds or more")
+    if len(speed) == 1:
+        reasons.append("one round is too few to tell")
     if not deciding:
         reasons.append("the context is too short for every prompt and depth")
     return reasons
@@ -101,7 +101,7 @@ def noise_reasons(raw: Raw) -> list[str]:
 
 def summarise(raw: Raw) -> dict[str, Any]:
     """Figures (ms, s, bytes, tokens per second) of the workers' results by mode: `speed`, `memory`, and maybe `cold`
-    and batches. `noise` has each figure's interval by dotted name, `noisy` the names that do not agree within 5%."""
+    and batches. `noise` has each figure's interval by dotted name, `noisy` the names whose interval is too wide."""
     speed, memory = raw["speed"], raw["memory"]
     by_name = rounds_by_name(raw)
     middle = nested({name: statistics.median(values) for name, values in by_name.items()})

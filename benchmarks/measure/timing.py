@@ -22,6 +22,7 @@ ENERGY_S = 2.0  # counters move in steps of milliseconds, so a figure needs a wh
 METER_EVERY_STEPS = 8  # a power sensor is integrated over time and needs many readings
 WINDOWS = 30
 LEAST_WINDOW_S, MOST_WINDOW_S = 1.0, 30.0
+StepSweeps = list[list[float]]
 THROTTLED = 0.05  # a last window slower than the first by more than this share is called throttled
 
 
@@ -57,27 +58,47 @@ def time_prompt(decoder: Decoder, tokens: Sequence[int], prompt: int, specificat
     return samples
 
 
-class StepTimes(NamedTuple):
-    """Of each sweep: the time to read the prompts, and those of the single steps after them."""
+class Window(NamedTuple):
+    """Steps around a depth: a prompt, steps to warm up, and timed steps whose mean position is the depth."""
 
-    prompts: list[float]
-    steps: list[list[float]]
+    prompt: int
+    warm_up: int
+    steps: int
+
+
+def window_around(depth: int, warm_up: int, steps: int) -> Window:
+    """At most `steps` timed steps centred on `depth` tokens after at most `warm_up` untimed ones.
+
+    At a depth of 32 these are 32 steps, at positions 16 to 47, so that the figure is that of its depth.
+    """
+    steps = max(1, min(steps, depth))
+    first = depth - steps // 2
+    warm_up = min(warm_up, first // 2)
+    return Window(max(1, first - warm_up), warm_up, steps)
+
+
+def time_depth(decoder: Decoder, tokens: Sequence[int], depth: int, specification: Mapping[str, Any]) -> StepSweeps:
+    """Times of single steps at `depth` tokens, in ms; see `window_around`."""
+    window = window_around(depth, specification["warm_up_steps"], specification["steps"])
+    own = {"warm_up_steps": window.warm_up, "steps": window.steps}
+    return time_steps(decoder, tokens, [window.prompt], {**specification, **own})
 
 
 def time_steps(
     decoder: Decoder, tokens: Sequence[int], lengths: Sequence[int], specification: Mapping[str, Any]
-) -> StepTimes:
-    """Times of single steps after a prompt of `lengths` tokens for each row.
+) -> StepSweeps:
+    """Times of single steps after a prompt of `lengths` tokens for each row, by sweep.
 
     Prompts are the beginnings of `tokens`, the steps read what follows the longest; the first ones only warm up.
     """
     warm_up, steps, seconds = (specification[key] for key in ("warm_up_steps", "steps", "seconds_per_figure"))
     longest, rows = max(lengths), [tokens[:length] for length in lengths]
     room = longest + warm_up + steps
-    prompts, sweeps = list[float](), list[list[float]]()
+    sweeps: StepSweeps = []
     started = time.perf_counter()
-    while not sweeps or (len(sweeps) < MOST_SWEEPS and time.perf_counter() - started < seconds):
-        prompts.append(milliseconds(lambda: decoder.prefill(rows, max_length=room)))
+    most = MOST_SWEEPS * max(1, 128 // max(1, steps))  # short windows are swept more often
+    while not sweeps or (len(sweeps) < most and time.perf_counter() - started < seconds):
+        decoder.prefill(rows, max_length=room)
         for token in tokens[longest : longest + warm_up]:
             decoder.step([token] * len(rows))
         sweeps.append([])
@@ -86,7 +107,7 @@ def time_steps(
             sweeps[-1].append(milliseconds(functools.partial(decoder.step, [token] * len(rows))))
             if len(sweeps[-1]) >= LEAST_STEPS and time.perf_counter() - sweep_started > LONGEST_S:
                 break
-    return StepTimes(prompts, sweeps)
+    return sweeps
 
 
 def decode_for(

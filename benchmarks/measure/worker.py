@@ -55,10 +55,13 @@ def measure_speed(specification: Mapping[str, Any]) -> dict[str, Any]:
     first = timing.milliseconds(lambda: decoder.prefill([tokens[:32]], max_length=min(64, len(tokens))))
     prompts, depths = specification["prompts"], specification["depths"]
     ttft = {str(prompt): timing.time_prompt(decoder, tokens, prompt, specification) for prompt in prompts}
-    timed = {str(depth): timing.time_steps(decoder, tokens, [depth], specification) for depth in depths}
+    steps = {str(depth): timing.time_depth(decoder, tokens, depth, specification) for depth in depths}
+    few = {**specification, "repeats": 3, "seconds_per_figure": 0.0}
+    reading = {
+        str(depth): ttft[str(depth)] if depth in prompts else timing.time_prompt(decoder, tokens, depth, few)
+        for depth in depths
+    }
     energy = timing.measure_energy(decoder, tokens, specification.get("energy_depth", 0), specification["steps"])
-    steps = {depth: one.steps for depth, one in timed.items()}
-    reading = {depth: one.prompts for depth, one in timed.items()}
     times = {"first_prefill_ms": first, "ttft_ms": ttft, "step_ms": steps, "reading_ms": reading}
     return {**loaded, **times, "energy": energy}
 
@@ -68,7 +71,7 @@ def measure_batch(specification: Mapping[str, Any]) -> dict[str, Any]:
     decoder, loaded = _open(specification)
     tokens = timing.draw_tokens(decoder, specification["seed"])
     lengths = specification["lengths"]
-    steps = timing.time_steps(decoder, tokens, lengths, specification).steps
+    steps = timing.time_steps(decoder, tokens, lengths, specification)
     room = max(lengths) + specification["warm_up_steps"] + specification["steps"]
     rows = [tokens[:length] for length in lengths]
     prefill = timing.milliseconds(lambda: decoder.prefill(rows, max_length=room))

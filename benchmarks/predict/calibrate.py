@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -29,13 +30,14 @@ from benchmarks.devices.load import list_devices, load_device
 from benchmarks.devices.schema import FORMAT, Coefficients, Device
 from benchmarks.devices.write import write_device
 from benchmarks.measure.bench import default_threads, machine
+from benchmarks.measure.cpus import choose_cpus
 from benchmarks.measure.hardware import this_machine
 from benchmarks.measure.process import QUIET_CORES, child_command, run_child, wait_for_quiet
 from benchmarks.predict.coefficients import CALIBRATED_BAND, costs, resolve, with_costs
 from benchmarks.predict.latency import KNOWN_BYTES, Terms, memory_terms, total, tpot_terms, ttft_terms
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.predict.small_models import write_small_model
-from benchmarks.spread import lower_quartile, percentile
+from benchmarks.spread import percentile
 from export.kernels.library import VERSION
 from export.runtime.kernels import problem_of
 from sportsllm.console import log, progress_bar
@@ -91,25 +93,28 @@ class MeasuredModel:
     rounds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
 
     def figures(self) -> list[Figure]:
-        """Of each, the lower quartile of the rounds: a prediction is of a machine that does nothing else."""
+        """The median of the rounds, which is what `bench` reports."""
         found = self.rounds.items()
-        return [Figure(kind, self.config, self.stored, tokens, lower_quartile(each)) for (kind, tokens), each in found]
+        return [
+            Figure(kind, self.config, self.stored, tokens, statistics.median(each)) for (kind, tokens), each in found
+        ]
 
     def measure(self, mode: str, threads: int) -> float:
         """Add the figures of a fresh process; returns the cores that other programs used beside it.
 
-        Of times the 10th percentile: other programs only ever add time to runs as short as these.
+        Medians, pinned to processors, as `bench` measures what the predictions are compared with.
         """
         specification = {**SHORT_BENCH, "mode": mode, "directory": str(self.directory), "threads": threads}
+        specification |= {"cpus": (cpus := choose_cpus(threads))}
         what, variables = f"{self.directory.name} ({mode})", {"OMP_NUM_THREADS": str(threads)}
-        child = run_child(child_command(specification), what, TIMEOUT_S, variables)
+        child = run_child(child_command(specification), what, TIMEOUT_S, variables, cpus=cpus)
         if mode == "memory":
             found = {("memory", CONTEXT): float(child.payload["peak_rss_bytes"])}
         else:
-            found = {("ttft", prompt): percentile(child.payload["ttft_ms"][str(prompt)], 10) for prompt in PROMPTS}
+            found = {("ttft", prompt): percentile(child.payload["ttft_ms"][str(prompt)], 50) for prompt in PROMPTS}
             for depth in DEPTHS:
                 steps = [step for sweep in child.payload["step_ms"][str(depth)] for step in sweep]
-                found["tpot", depth + WARM_UP_STEPS + STEPS // 2] = percentile(steps, 10)
+                found["tpot", depth] = percentile(steps, 50)
         for key, value in found.items():
             self.rounds.setdefault(key, []).append(value)
         return child.other_cpu_cores
@@ -121,7 +126,7 @@ def measure_models(models: Sequence[MeasuredModel], threads: int, rounds: int) -
     Each round goes through the models in an order of its own: a machine that is slow for a while is so for all alike.
     """
     busiest = 0.0
-    wait_for_quiet()
+    wait_for_quiet(cpus=choose_cpus(threads))
     with progress_bar("small models", len(models) * (rounds + 1)) as progress:
         for turn, mode in enumerate(["speed"] * rounds + ["memory"]):
             for model in random.Random(turn).sample(models, len(models)):
@@ -198,7 +203,7 @@ def run_calibrate(
         name: the device's; the file's if not given.
         threads: CPU threads; all physical cores if not given.
         limits_from: the device whose limits the file gets: they are decisions, never taken from measurements.
-        rounds: fresh processes for each model; the lower quartile of each figure counts.
+        rounds: fresh processes for each model; the median of each figure counts.
 
     Raises:
         UsageError: an invalid name or ending, no such device, or limits that cannot hold here.

@@ -22,8 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.devices.limits import Predicted, depths_that_fit, limit_lengths
 from benchmarks.devices.schema import Device
+from benchmarks.devices.verdict import Predicted, depths_that_fit, limit_lengths
 from benchmarks.predict.coefficients import costs, reliability, resolve
 from benchmarks.predict.model_size import (
     ModelFormat,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.devices.limits import judge
 from benchmarks.devices.load import load_device
 from benchmarks.devices.schema import Device
+from benchmarks.devices.verdict import judge
 from benchmarks.predict.coefficients import reliability
 from benchmarks.predict.latency import predict, predict_figures
 from benchmarks.predict.model_size import CACHES, ModelFormat
@@ -230,9 +230,9 @@ def _memory_in_use(config: ModelConfig, request: PlanRequest, weights: dict[str,
     """Weights and cache together, by the precision of either."""
     tokens, sequences = request.cache_tokens or 0, request.cache_sequences
     if tokens < 1 or sequences < 1:
-        raise UsageError(f"--cache-tokens {tokens} and --cache-sequences {sequences} must be at least 1")
+        raise UsageError(f"cache_tokens={tokens} and cache_sequences={sequences} must be at least 1")
     if tokens > config.max_position_embeddings:
-        raise UsageError(f"--cache-tokens {tokens} is more than the context of {config.max_position_embeddings} tokens")
+        raise UsageError(f"cache_tokens={tokens} is more than the context of {config.max_position_embeddings} tokens")
     states = size.state_bytes(config)
     cached = {
         name: sequences * (tokens * each + states[name]) for name, each in size.kv_cache_bytes_per_token(config).items()
@@ -260,7 +260,7 @@ def _predictions(config: ModelConfig, device: Device, request: PlanRequest) -> d
         "device": device.name,
         "predicted": [row for each in formats for row in predict(config, device, each)],
         "predicted_budget": {
-            each.precision: judge(device, {}, predict_figures(config, device, each)) for each in formats
+            each.precision: judge(device, {}, predict_figures(config, device, each)).to_json() for each in formats
         },
         "efficiency": reliability(device),
     }

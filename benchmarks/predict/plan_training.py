@@ -39,7 +39,7 @@ class Cost:
         if self.price_per_hour is not None and not 0 <= self.price_per_hour < math.inf:
             raise UsageError(f"--price-per-hour {self.price_per_hour} must be 0 or more")
         if not 0 < self.utilization <= 1:
-            raise UsageError(f"--utilization {self.utilization} must be above 0 and at most 1")
+            raise UsageError(f"--set utilization={self.utilization} must be above 0 and at most 1")
         if self.price_per_hour is not None and self.tokens is None:
             raise UsageError("--price-per-hour needs --tokens, the length of the training")
 
@@ -66,7 +66,7 @@ def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None
         UsageError: a price without a device.
     """
     if device is None and cost.price_per_hour is not None:
-        raise UsageError("--price-per-hour needs --device: how long a training takes depends on it")
+        raise UsageError("--price-per-hour needs --target: how long a training takes depends on it")
     per_token = training_flops_per_token(config, step.length)
     result: dict[str, Any] = {
         "device": None if device is None else device.name,

@@ -43,7 +43,7 @@ class StageSummary:
 
     @property
     def outcome(self) -> str | None:
-        """ "passed", "missed" or "incomplete" by the stage's own bench result; None without one."""
+        """The verdict of the stage's own bench result, "pass", "fail" or "uncertain"; None without a target."""
         budget = summarize_budget(self.bench)
         return None if budget is None else budget.outcome
 
@@ -90,7 +90,7 @@ class Inputs:
         return self.bench or (measured[-1] if measured else None)
 
 
-def bench_command(stages: Sequence[StageSummary], flags: str = "--device host") -> str:
+def bench_command(stages: Sequence[StageSummary], flags: str = "--target host") -> str:
     """The command that measures the last stage, or any where none was given."""
     last = stages[-1] if stages else None
     directory, name = (last.directory, last.name) if last else ("EXPORT", "EXPORT")

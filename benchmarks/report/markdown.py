@@ -125,7 +125,7 @@ def _csv_row(number: int, stage: StageSummary) -> dict[str, Any]:
         **{"number": number, "stage": stage.name, **{key: getattr(stage, key) for key in own}},
         "scored_by": None if stage.bits_per_byte is None else "bench" if stage.scored_by_bench else "training",
         **{column: value if is_number(value) else None for column, value in measured.items()},
-        "device": get_nested(stage.bench, "budget", "device"),
+        "target": get_nested(stage.bench, "budget", "target"),
         "budget": stage.outcome,
         "runtime": get_nested(stage.bench, "runtime"),
         "seed": stage.manifest.seed,

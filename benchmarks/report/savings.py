@@ -1,4 +1,7 @@
-"""What the last measured model saves beside the first one, and what that costs, in words."""
+"""What the last measured model saves against the first one, and what that costs, in words.
+
+Speeds are left out: two runs of `bench` at different times are no ratio. `bench --against` gives one, with an interval.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,6 @@ def savings_line(stages: Sequence[StageSummary]) -> str | None:
     parts = []
     if size := pair("file_mb"):
         parts.append(f"{100 * size[1] / size[0]:.0f}% of the file ({number(size[1])} of {number(size[0])} MB)")
-    if time := pair("tpot_p50_ms"):
-        parts.append(f"{time[0] / time[1]:.1f} times the tokens a second")
     if memory := pair("peak_memory_mb"):
         parts.append(f"{100 * memory[1] / memory[0]:.0f}% of the peak memory")
     if (quality := pair("bits_per_byte")) and Scored.of(first) == Scored.of(last):
@@ -37,5 +38,5 @@ def savings_line(stages: Sequence[StageSummary]) -> str | None:
         parts.append(f"{abs(change):.1f}% {word} bits per byte ({quality[1]:.4f} against {quality[0]:.4f})")
     if not parts:
         return None
-    outcome = f"; it {last.outcome} its budget" if last.outcome in ("passed", "missed") else ""
-    return f"{last.name} beside {first.name}: {', '.join(parts)}{outcome}"
+    outcome = "" if last.outcome is None else f"; verdict on its budget: {last.outcome}"
+    return f"{last.name} against {first.name}: {', '.join(parts)}{outcome}"

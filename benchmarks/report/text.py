@@ -51,7 +51,7 @@ class BudgetRow:
 class BudgetSummary:
     """A bench result against its budget.
 
-    `outcome` is "missed", "incomplete" (nothing is missed, but not everything is known) or "passed"; `heading` has it
+    `outcome` is "pass", "fail" or "uncertain"; `heading` has it
     in words, `sentence` the limits that decide it. `predicted` says that speed and memory are predictions, `noisy`
     that the measurement was disturbed.
     """
@@ -79,20 +79,20 @@ def summarize_budget(bench: Mapping[str, Any] | None) -> BudgetSummary | None:
             value=with_unit(limit["value"], limit["unit"]),
             limit=with_unit(limit["limit"], limit["unit"]),
             used=None if limit["value"] is None else min(100, max(0, round(100 * limit["value"] / limit["limit"]))),
-            outcome={True: "passed", False: "missed", None: "not measured"}[limit["passed"]],
+            outcome=limit["verdict"],
             source=limit.get("source") or "",
         )
         for limit in budget["limits"]
     ]
-    outcome, heading, sentence = "passed", "Fits {}", "Every limit of the budget is kept."
-    parts = {word: [row.label for row in rows if row.outcome == word] for word in ("missed", "not measured")}
-    if any(parts.values()):
-        outcome, heading = "incomplete", "Nothing missed on {}, but not everything is known"
-        sentence = " ".join(f"{word.capitalize()}: {_listed(names)}." for word, names in parts.items() if names)
-    if parts["missed"]:
-        outcome, heading = "missed", "Does not fit {}"
     predicted, noisy = budget.get("decided_by") == "prediction", bench.get("clean") is False
-    return BudgetSummary(rows, outcome, heading.format(budget["device"]), sentence, predicted, noisy)
+    outcome, by = budget["verdict"], "by prediction" if predicted else "by measurement"
+    headings = {"pass": "Fits {}, " + by, "fail": "Does not fit {}, " + by, "uncertain": "Uncertain on {}"}
+    sentence = "Every limit of the budget is kept."
+    if outcome != "pass":
+        parts = {word: [row.label for row in rows if row.outcome == word] for word in ("fail", "uncertain")}
+        titles = {"fail": "Missed", "uncertain": "Undecided or not measured"}
+        sentence = " ".join(f"{titles[word]}: {_listed(names)}." for word, names in parts.items() if names)
+    return BudgetSummary(rows, outcome, headings[outcome].format(budget["target"]), sentence, predicted, noisy)
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -146,7 +146,7 @@ def _runtime_figures(result: Mapping[str, Any]) -> str:
     """The figures of another runtime in one cell; how to install one that is not there."""
     parts = [
         f"{key.replace('_', ' ')} {depth}: {number(value)}"
-        for key in ("decode_tokens_per_s", "ttft_ms")
+        for key in ("generated_tokens_per_s", "ttft_ms")
         for depth, value in (result.get(key) or {}).items()
     ]
     if is_number(result.get("peak_rss_bytes")):

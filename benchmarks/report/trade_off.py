@@ -78,7 +78,7 @@ def budget_of(inputs: Inputs) -> Budget:
     """The budget of the verdict, or of the last search where nothing was measured."""
     records = get_nested(inputs.deciding, "budget", "limits") or []
     limits = {record["name"]: float(record["limit"]) for record in records}
-    device = get_nested(inputs.deciding, "budget", "device")
+    device = get_nested(inputs.deciding, "budget", "target")
     if not limits and inputs.fits:
         device, limits = inputs.fits[-1].device, inputs.fits[-1].limits
     teacher, loss = get_nested(inputs.deciding, "teacher_bits_per_byte"), limits.get("quality_loss_percent")
@@ -98,7 +98,7 @@ def _stage_point(label: str, stage: StageSummary, budget: Budget) -> Point | Non
     if stage.bits_per_byte is None:
         return None
     metrics = {name: value for name, value in stage.limit_metrics().items() if value is not None}
-    inside = {"passed": True, "missed": False}.get(stage.outcome or "")
+    inside = {"pass": True, "fail": False}.get(stage.outcome or "")
     # One missed limit is enough, and these two hold on every machine.
     facts = {"file_mb": budget.limits.get("file_mb"), "bits_per_byte": budget.most_bits_per_byte}
     if inside is None and any(limit is not None and metrics.get(name, 0) > limit for name, limit in facts.items()):

@@ -28,7 +28,7 @@ DEPTHS = (32, 512)
 TOO_SHORT = f"ttft_ms.{DEPTHS[0]}"  # so short that one disturbance counts: never the reason for another round
 PROBE_TIMEOUT_S = 120.0
 FAILURES = {"memory": "out of memory", "hang": "hung", "crash": "crashed", "refused": "gave up"}
-METRICS = {"decode_tokens_per_s": max, "ttft_ms": min, "peak_rss_bytes": min}  # which of two values is better
+METRICS = {"generated_tokens_per_s": max, "ttft_ms": min, "peak_rss_bytes": min}  # which of two values is better
 
 
 def turn_depths(context: int) -> list[int]:
@@ -68,7 +68,7 @@ def measure_against(
     turns = [_turn(runtime, asked) for name, runtime in entries.items() if not against[name]]
 
     def failed(name: str, failure: ChildFailure) -> None:
-        against[name] = _failure(failure.advising("--timeout"))
+        against[name] = _failure(failure.advising("--set timeout=SECONDS"))
 
     title = f"bench {directory.name} against others"
     raw = take_turns(title, turns, check_after_rounds, lambda raw: all(map(_steady, raw.values())), timeout_s, failed)
@@ -108,10 +108,10 @@ def _missing(runtime: Runtime) -> dict[str, Any]:
     except ChildFailure as failure:
         return _failure(failure)
     if not found:
-        own = f"in an environment of its own, then --peer-python {runtime.name}=ENVIRONMENT/bin/python"
+        own = f"in an environment of its own, then --against {runtime.name},python=ENVIRONMENT/bin/python"
         return {"status": "not installed", "install": f"{INSTALL[runtime.kind]}, {own}"}
     if runtime.directory is None:
-        advice = f"make its own with {CONVERT[runtime.kind]}, then --peer-directory {runtime.name}=DIR"
+        advice = f"make its own with {CONVERT[runtime.kind]}, then --against {runtime.name}=DIR"
         return {"status": f"failed: cannot read an export; {advice}"}
     return {}
 
@@ -129,12 +129,12 @@ def _turn(runtime: Runtime, settings: Mapping[str, Any]) -> Turn:
     environment: dict[str, str | None] = {"PYTHONPATH": None, "PYTHONHOME": None, "VIRTUAL_ENV": None}
     if "threads" in settings:
         environment["OMP_NUM_THREADS"] = str(settings["threads"])
-    return Turn(runtime.name, command, f"bench against {runtime.name}", environment)
+    return Turn(runtime.name, command, f"bench against {runtime.name}", environment, cpus=settings.get("cpus"))
 
 
 def _by_name(rounds: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Each figure's values by dotted name, one a round."""
-    first, by_depth = rounds[0], ("decode_tokens_per_s", "ttft_ms")
+    first, by_depth = rounds[0], ("generated_tokens_per_s", "ttft_ms")
     values = {f"{key}.{depth}": [one[key][depth] for one in rounds] for key in by_depth for depth in first[key]}
     return values | {"peak_rss_bytes": [float(one["peak_rss_bytes"]) for one in rounds]}
 
@@ -161,7 +161,7 @@ def _summary(runtime: Runtime, rounds: Sequence[Mapping[str, Any]], config: Mode
         "cpus": rounds[0]["cpus"],
         "rounds": len(rounds),
         "peak_rss_bytes": int(max(by_name["peak_rss_bytes"])),
-        "decode_tokens_per_s": middle["decode_tokens_per_s"],
+        "generated_tokens_per_s": middle["generated_tokens_per_s"],
         "ttft_ms": middle["ttft_ms"],
         "noise": noise,
         "noisy": [name for name, one in noise.items() if one["noisy"]],
@@ -193,7 +193,8 @@ def best_ratios(raw: Mapping[str, Sequence[Mapping[str, Any]]], others: Sequence
             "ours": middle[OURS],
             "best": middle[best],
             "ratio": statistics.median(each),
-            **{key: getattr(interval, key) for key in ("low", "high", "confidence")},
+            "low": interval.low,
+            "high": interval.high,
             "better": "higher" if better is max else "lower",
         }
     return ratios

@@ -1,18 +1,16 @@
-"""The flags of `bench` that name other runtimes: --against, --peer-directory, --peer-python and --peer-option."""
+"""Runtimes to measure in turn with ours: what --against names."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from sportsllm.cli.flag_groups import FlagGroup
 from sportsllm.errors import UsageError
 
 OURS = "ours"
@@ -37,7 +35,7 @@ CONVERT = {  # what makes a model for the runtimes that cannot read our export
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime to measure, with a label, `openvino+128`, where it takes part several times; see `RuntimeFlags`."""
+    """A runtime to measure, with a label, `openvino+128`, where it takes part several times; see `parse_runtimes`."""
 
     name: str
     python: str
@@ -60,97 +58,45 @@ def portable_too(directory: Path) -> Runtime:
     return Runtime(f"{OURS}+portable", sys.executable, directory, kernels="portable")
 
 
-@dataclass(frozen=True)
-class RuntimeFlags(FlagGroup):
-    """Other runtimes to measure beside this one."""
+def parse_runtimes(texts: Sequence[str] | None, export: Path) -> list[Runtime]:
+    """The runtimes that --against names; `export` is read by those that need no model of their own.
 
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="Runtimes to measure beside this one: genai, openvino, llama.cpp, ik_llama.cpp, optimum; "
-            "other is a second export. NAME+LABEL measures one several times.",
-        ),
-    ] = None
-    peer_directory: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=DIR",
-            help="The model converted for a runtime; may be repeated.",
-            show_default="the export itself",
-        ),
-    ] = None
-    peer_python: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=PYTHON",
-            help="The Python interpreter that has a runtime; may be repeated.",
-            show_default="this one",
-        ),
-    ] = None
-    peer_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=KEY=VALUE",
-            help="A setting of openvino, llama.cpp or ik_llama.cpp, by its own name; may be repeated.",
-            show_default="the runtime's own",
-        ),
-    ] = None
+    Each text is `NAME[+LABEL][=DIR][,python=PATH][,KEY=VALUE ...]`: the model converted for the runtime, the
+    interpreter that has it, and settings by the runtime's own names (JSON if valid, else text).
 
-    def runtimes(self, export: Path) -> list[Runtime]:
-        """The runtimes that the flags ask for; `export` is read by those that need no model of their own.
-
-        A labelled name without a directory or interpreter takes that of the plain name; options are not shared.
-
-        Raises:
-            UsageError: no such runtime, a flag without its runtime, a runtime without options, or a missing path.
-        """
-        names = list(dict.fromkeys(name.strip() for name in (self.against or "").split(",") if name.strip()))
-        for name in names:
-            if _kind(name) not in INSTALL:
-                raise UsageError(f"--against {name}: no such runtime; choose from {', '.join(INSTALL)}")
-        known = {*names, *map(_kind, names)}
-        directories = dict(_pairs("--peer-directory", self.peer_directory, known))
-        pythons = dict(_pairs("--peer-python", self.peer_python, known))
-        options = _parse_options(self.peer_option, names)
-        found = []
-        for name in names:
-            kind = _kind(name)
-            place = directories.get(name, directories.get(kind))
-            if kind == OTHER and place is None:
-                raise UsageError(f"--against {name}: name the second export with --peer-directory {name}=DIR")
-            directory = Path(place) if place else None if kind in CONVERT else export
-            if directory is not None and not directory.exists():
-                raise UsageError(f"--peer-directory {name}={directory}: not found; check the path")
-            asked = pythons.get(name, pythons.get(kind, sys.executable))
-            python = shutil.which(asked)
-            if python is None:
-                raise UsageError(f"--peer-python {name}={asked}: no such program; check the path")
-            found.append(Runtime(name, python, directory, options.get(name, {})))
-        return found
-
-
-def _pairs(
-    flag: str, texts: Sequence[str] | None, known: Collection[str], form: str = "NAME=PATH"
-) -> Iterator[tuple[str, str]]:
+    Raises:
+        UsageError: no such runtime, one without options, or a missing path.
+    """
+    found: dict[str, Runtime] = {}
     for text in texts or ():
-        name, equals, value = text.partition("=")
-        if not equals or not value or name not in known:
-            raise UsageError(f"{flag} {text}: give {form} with a NAME of --against")
-        yield name, value
-
-
-def _parse_options(texts: Sequence[str] | None, wanted: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Options by runtime; a value is JSON where it is valid JSON (`true`, `128`), else text."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, text in _pairs("--peer-option", texts, wanted, "NAME=KEY=VALUE"):
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise UsageError(f"--peer-option {name}={text}: give NAME=KEY=VALUE")
-        if _kind(name) not in WITH_OPTIONS:
-            raise UsageError(f"--peer-option {name}={text}: only {' and '.join(WITH_OPTIONS)} take options")
-        try:
-            found.setdefault(name, {})[key] = json.loads(value)
-        except ValueError:
-            found.setdefault(name, {})[key] = value
-    return found
+        first, *others = (part.strip() for part in text.split(","))
+        name, _, place = first.partition("=")
+        kind = _kind(name)
+        if kind not in INSTALL:
+            near = difflib.get_close_matches(kind, INSTALL, 1)
+            advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(INSTALL)}"
+            raise UsageError(f"--against {text}: no such runtime; {advice}")
+        if kind == OTHER and not place:
+            raise UsageError(f"--against {text}: name the second export, --against {name}=DIR")
+        directory = Path(place) if place else None if kind in CONVERT else export
+        if directory is not None and not directory.exists():
+            raise UsageError(f"--against {text}: {directory} not found; check the path")
+        options, asked = dict[str, Any](), sys.executable
+        for other in others:
+            key, equals, value = other.partition("=")
+            if not key or not equals:
+                raise UsageError(f"--against {text}: write KEY=VALUE after the comma")
+            if key == "python":
+                asked = value
+                continue
+            if kind not in WITH_OPTIONS:
+                raise UsageError(f"--against {text}: only {' and '.join(WITH_OPTIONS)} take options")
+            try:
+                options[key] = json.loads(value)
+            except ValueError:
+                options[key] = value
+        python = shutil.which(asked)
+        if python is None:
+            raise UsageError(f"--against {text}: no program {asked}; check the path")
+        found[name] = Runtime(name, python, directory, options)
+    return list(found.values())

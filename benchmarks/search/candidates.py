@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from benchmarks.devices.limits import misses
 from benchmarks.devices.schema import Device
+from benchmarks.devices.verdict import misses
 from benchmarks.labels import LIMITS
 from benchmarks.predict.coefficients import resolve
 from benchmarks.predict.latency import predict_figures

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.devices.limits import check_on_device
 from benchmarks.devices.load import load_device
+from benchmarks.devices.verdict import check_on_device
 from benchmarks.search.candidates import Candidate
 from benchmarks.search.held_out import held_out_text
 from benchmarks.search.measure import measured_estimates, suggested_vocabularies, usual_estimates
@@ -143,7 +143,7 @@ def finish_first_inside(ranking: Sequence[Candidate], finish: Callable[[Candidat
 
 def _missed(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The records of the limits that a finished model misses."""
-    return [limit for limit in result["bench"]["budget"]["limits"] if limit["passed"] is False]
+    return [limit for limit in result["bench"]["budget"]["limits"] if limit["verdict"] == "fail"]
 
 
 def _vocabularies(full: int, wanted: Sequence[int]) -> list[int]:
@@ -189,7 +189,7 @@ def _claim(out: Path, source: Source, target: Target, effort: Effort, vocabulari
 
 def passed(result: Mapping[str, Any]) -> bool:
     """Whether the finished model keeps to the budget."""
-    return bool(result["bench"]["budget"]["passed"])
+    return bool(result["bench"]["budget"]["verdict"] == "pass")
 
 
 def complaint(result: Mapping[str, Any]) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.devices.limits import misses
 from benchmarks.devices.recognise import is_this_machine
 from benchmarks.devices.schema import Device
+from benchmarks.devices.verdict import misses
 from benchmarks.labels import LIMITS
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.candidates import (

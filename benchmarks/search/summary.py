@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.devices.limits import misses
+from benchmarks.devices.verdict import misses
 from benchmarks.labels import LIMITS
 from benchmarks.predict.latency import limit_band
 from benchmarks.search.candidates import Candidate, cut_by_limit

@@ -65,7 +65,7 @@ def _stages(
     stages.append(("export", "export", export_settings(source, format, made, out / "export", target.processor)))
     bench = {
         "directory": out / "export",
-        "device": target.device,
+        "target": target.device,
         "on_device": target.on_device,
         **({"provider": target.provider} if target.provider != "cpu" else {}),
         "threads": source.threads,

@@ -53,10 +53,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class LimitOutcome:
-    """One limit of a budget; `passed` is None if it is not known."""
+    """One limit of a budget; `verdict` is pass, fail or uncertain."""
 
     name: str
-    passed: bool | None = None
+    verdict: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class BudgetOutcome:
     @property
     def outcome(self) -> str:
         """In words."""
-        missed = [limit.name for limit in self.limits if limit.passed is False]
+        missed = [limit.name for limit in self.limits if limit.verdict == "fail"]
         verdict = self.verdict or ("fail" if missed else "every known limit is kept")
         by = ", by prediction" if self.decided_by == "prediction" else ""
         return f"{verdict}{by}{'; it misses ' if missed else ''}{', '.join(missed)}"

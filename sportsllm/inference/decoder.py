@@ -11,7 +11,6 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.files import require_directory
 from sportsllm.models.config import ModelConfig
@@ -92,6 +91,8 @@ def placement_of(decoder: Decoder) -> tuple[dict[str, Any], str] | None:
 
 def log_runtime(decoder: Decoder) -> tuple[str | None, dict[str, Any] | None]:
     """Log what runs an export and where its nodes run; returns the kernels' name and the placement, None if none."""
+    from sportsllm.console import log  # not in a measured process, whose memory counts
+
     kernels, placement = kernels_of(decoder), placement_of(decoder)
     for found in (kernels, placement):
         if found is not None:

@@ -23,11 +23,12 @@ _ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class TextScore:
-    """Score of a set of documents; `bytes` are those of the scored text only."""
+    """Score of a set of documents; `bytes` are those of the scored text only, `documents` the nats of each."""
 
     nats: float
     tokens: int
     bytes: int
+    documents: tuple[float, ...] = ()
 
     @property
     def bits_per_byte(self) -> float:
@@ -71,9 +72,9 @@ def score_documents(
     """
     context = min(window or decoder.config.max_position_embeddings, decoder.config.max_position_embeddings)
     rows: list[list[int]] = []
-    first_scored: list[int] = []
+    first_scored, owners = list[int](), list[int]()  # and the document of each row
     tokens = size = 0
-    for text in documents:
+    for number, text in enumerate(documents):
         ids = [tokenizer.begin_id, *tokenizer.encode(text)]
         if first_window and len(ids) > context:
             ids = ids[:context]
@@ -85,19 +86,20 @@ def score_documents(
         for start, stop, scored in windows(len(ids), context):
             rows.append(ids[start:stop])
             first_scored.append(scored - start)
+            owners.append(number)
         tokens += len(ids) - 1
         if max_tokens is not None and tokens >= max_tokens:
             break
     if not tokens or not size:
         raise ArtifactError("the held-out text is empty; give --text with text in it")
-    nats = 0.0
+    nats = [0.0] * (number + 1)
     with progress_bar(description, len(rows)) as bar:
         for begin in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[begin : begin + _ROWS_AT_ONCE]
-            for scores, scored in zip(decoder.score(part), first_scored[begin:], strict=False):
-                nats -= float(scores[scored - 1 :].sum(dtype=np.float64))
+            for place, scores in enumerate(decoder.score(part), start=begin):
+                nats[owners[place]] -= float(scores[first_scored[place] - 1 :].sum(dtype=np.float64))
             bar.advance(len(part))
-    return TextScore(nats, tokens, size)
+    return TextScore(sum(nats), tokens, size, tuple(nats))
 
 
 @dataclass(frozen=True)

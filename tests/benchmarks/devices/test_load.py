@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.commands import devices
+from benchmarks import device_commands
 from benchmarks.devices.load import DEVICES, list_devices, load_device
 from benchmarks.devices.schema import FORMAT, Device
 from benchmarks.labels import LIMITS
@@ -205,18 +205,12 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 
 def test_devices_command(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = devices()["devices"]
+    listed = device_commands.list().devices
     assert {device["name"] for device in listed} == set(TABLE)
     assert all({"name", "kind", "limits"} <= set(device) for device in listed)
     assert set(listed[0]["limits"]) == set(LIMITS)
     assert "raspberry-pi-5-8gb" in capsys.readouterr().out
-    shown: list[dict[str, Any]] = devices("show", "raspberry-pi-5")["devices"]
+    shown: list[dict[str, Any]] = device_commands.show("raspberry-pi-5").devices
     assert Device.model_validate_json(json.dumps(shown[0])).name == "raspberry-pi-5-8gb"
     printed = capsys.readouterr().out
     assert "17.07 GB/s" in printed and "geerlingguy" in printed and "256 MB" in printed
-
-
-@pytest.mark.parametrize("arguments", [("show",), ("explain", "host"), ("host",)])
-def test_devices_command_says_how_it_is_used(arguments: tuple[str, ...]) -> None:
-    with pytest.raises(UsageError, match="devices show NAME"):
-        devices(*arguments)

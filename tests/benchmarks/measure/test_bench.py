@@ -15,26 +15,26 @@ from rich.console import Console
 
 from benchmarks.bench import advice, bench_model
 from benchmarks.console_results import print_bench, verdict_line
-from benchmarks.devices.limits import check_on_device, depths_that_fit, judge_budget
 from benchmarks.devices.load import DEVICES, load_device
 from benchmarks.devices.recognise import is_this_machine
+from benchmarks.devices.verdict import check_on_device, depths_that_fit, judge_budget
 from benchmarks.measure import bench
 from benchmarks.measure.bandwidth_bound import bytes_read_per_token
-from benchmarks.measure.bench import BenchRequest, prompts_that_fit, short_bench
+from benchmarks.measure.bench import BenchRequest, prompts_that_fit, round_numbers, short_bench
 from benchmarks.measure.cpus import choose_cpus
 from benchmarks.measure.memory import memory_split
-from benchmarks.measure.options import round_numbers
 from benchmarks.measure.process import ChildFailure, child_command, run_child
-from benchmarks.measure.timing import time_steps
+from benchmarks.measure.timing import time_depth
 from benchmarks.predict.coefficients import costs, resolve
 from benchmarks.predict.latency import predict_directory, total, tpot_terms
 from benchmarks.predict.model_size import stored_format
 from benchmarks.report.text import summarize_budget
-from benchmarks.spread import percentile, percentiles, spread
+from benchmarks.spread import percentile, percentiles
 from sportsllm.cli import main as cli
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.formats.manifest import directory_bytes
+from sportsllm.inference.scoring import TextScore
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.process_memory import peak_rss_bytes
@@ -82,9 +82,12 @@ def result(export: Path, checkpoint: Path) -> dict[str, Any]:
         patch.setattr(bench, "SECONDS_PER_FIGURE", 0.05)
         patch.setattr(bench, "MEMORY_ROUNDS", 1)
         patch.setattr(bench, "COLD_ROUNDS", 1)
-        patch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
-        qualities = {export: 2.06, checkpoint: 2.0}
-        patch.setattr("benchmarks.bench.bits_per_byte", lambda directory, *_: qualities[directory])
+        patch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s, cpus=None: None)
+        scores = {
+            export: TextScore(40.8, 10, 10, (2.04,) * 20),
+            checkpoint: TextScore(40.0, 10, 10, (2.0,) * 20),
+        }
+        patch.setattr("benchmarks.bench.score_text", lambda directory, *_: scores[directory])
         return bench_model(request, "host", text=[checkpoint / "config.json"], teacher=checkpoint).to_json()
 
 
@@ -105,15 +108,6 @@ def test_percentile_refuses_nothing_and_nonsense() -> None:
     for percent in (0, 100):
         with pytest.raises(ValueError, match="1 to 99"):
             percentile([1.0], percent)
-
-
-def test_spread_is_noisy_beyond_five_percent_of_the_median() -> None:
-    assert spread([100.0, 102.0, 104.9, 101.0, 103.0]).noisy is False
-    assert spread([100.0, 102.0, 104.9]).noisy is None  # too few to say
-    wide = spread([100.0, 98.0, 103.1])
-    assert (wide.low, wide.high, wide.noisy) == (98.0, 103.1, True)
-    assert wide.width == pytest.approx(0.051)
-    assert spread([100.0]).noisy is None
 
 
 def test_depths_and_prompts_fit_the_context() -> None:
@@ -150,7 +144,7 @@ def test_a_child_that_gives_no_result_is_reported_in_one_line(code: str, kind: s
 
 
 def test_a_damaged_model_keeps_its_own_error(tmp_path: Path, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s, cpus=None: None)
     for path in export.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     data = tmp_path / "model.onnx.data"
@@ -161,13 +155,13 @@ def test_a_damaged_model_keeps_its_own_error(tmp_path: Path, export: Path, monke
 
 
 def test_only_a_command_that_has_the_flag_is_told_of_it(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
-    with pytest.raises(ChildFailure, match=r"no result within 0\.01 s.*give it longer with --timeout"):
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s, cpus=None: None)
+    with pytest.raises(ChildFailure, match=r"no result within 0\.01 s.*give it longer with --set timeout=SECONDS"):
         bench_model(BenchRequest(export, timeout_s=0.01), "host")
     monkeypatch.setattr(bench, "DEFAULT_TIMEOUT_S", 0.01)  # as `fit` measures, which has no such flag
     with pytest.raises(ChildFailure, match=r"no result within 0\.01 s") as caught:
         short_bench(export, load_device("host"))
-    assert "--timeout" not in str(caught.value)
+    assert "--set timeout" not in str(caught.value)
 
 
 def test_peak_memory_is_the_childs_own() -> None:
@@ -210,9 +204,8 @@ def test_every_promised_key_is_there(result: dict[str, Any], export: Path) -> No
     assert result["file_bytes"] == directory_bytes(export)
     assert result["load_s"] > 0 and result.peak_rss_bytes > result["file_bytes"]
     assert result["prefill_tokens_per_s"] == pytest.approx(128_000 / result["ttft_ms"]["128"])
-    assert result["quality_loss_percent"] == pytest.approx(3.0)
+    assert result["quality_loss_percent"] == pytest.approx(2.0)
     assert json.loads(json.dumps(result)) == result
-    assert result["clean"] is False  # two rounds never are
     assert result["cpus"] == choose_cpus(1)
     assert (result["cold_load_s"] is None) == ("cold_load_s" in result["absent"])
     assert (result["joules_per_token"] is None) == ("joules_per_token" in result["absent"])
@@ -244,7 +237,7 @@ def test_figures_are_medians_of_the_rounds_that_are_kept(result: dict[str, Any])
         medians.append(np.percentile(steps, 50))
     assert result["tpot_ms"]["152"]["p50"] == pytest.approx(float(np.median(medians)))
     interval = result["noise"]["tpot_ms.152.p50"]
-    assert (interval["low"], interval["high"]) == pytest.approx((min(medians), max(medians)))
+    assert interval["low"] < np.median(medians) < interval["high"]
     assert result["clean"] in (True, False) and result["other_cpu_cores"] >= 0
 
 
@@ -253,7 +246,7 @@ def test_decoding_without_a_cache_reads_the_whole_text_again(result: dict[str, A
     assert result["without_cache"].keys() == result["tpot_ms"].keys()
     for depth, one in result["without_cache"].items():
         samples = [round_["reading_ms"][depth] for round_ in rounds]
-        assert [len(times) for times in samples] == [len(round_["step_ms"][depth]) for round_ in rounds]
+        assert all(len(times) >= 2 for times in samples)
         assert one["tpot_ms"] == pytest.approx(float(np.median([np.median(times) for times in samples])))
         assert one["decode_tokens_per_s"] == pytest.approx(1000 / one["tpot_ms"])
         rate = result["decode_tokens_per_s"][depth]
@@ -263,8 +256,8 @@ def test_decoding_without_a_cache_reads_the_whole_text_again(result: dict[str, A
     assert "tokens/s without a cache" in lines.export_text()
 
 
-def test_each_sweep_reads_the_tokens_of_its_depth_and_then_steps() -> None:
-    """A decoder that says what it was asked."""
+def test_timed_steps_lie_around_the_depth() -> None:
+    """A decoder that says what it was asked: the two timed steps are the tokens at 31 and 32."""
     asked: list[object] = []
 
     class Listening:
@@ -275,9 +268,9 @@ def test_each_sweep_reads_the_tokens_of_its_depth_and_then_steps() -> None:
             asked.append(tokens[0])
 
     wanted = {"warm_up_steps": 1, "steps": 2, "seconds_per_figure": 0.0}
-    times = time_steps(cast(Any, Listening()), list(range(100)), [32], wanted)
-    assert asked == [(list(range(32)), 35), 32, 33, 34]
-    assert len(times.prompts) == 1 and [len(sweep) for sweep in times.steps] == [2]
+    sweeps = time_depth(cast(Any, Listening()), list(range(100)), 32, wanted)
+    assert asked == [(list(range(30)), 33), 30, 31, 32]
+    assert [len(sweep) for sweep in sweeps] == [2]
 
 
 def test_the_bandwidth_bound_is_bytes_over_bandwidth(result: dict[str, Any], export: Path) -> None:
@@ -297,10 +290,17 @@ def test_an_untied_embedding_is_not_read_whole(export: Path) -> None:
 
 def test_a_figure_that_does_not_exist_is_not_passed(result: dict[str, Any]) -> None:
     limits = {limit["name"]: limit for limit in result["budget"]["limits"]}
-    assert limits["ttft_ms"]["value"] is None and limits["ttft_ms"]["passed"] is None  # the context is shorter than 512
-    assert limits["file_mb"]["passed"] is True and limits["file_mb"]["source"] == "measured"
-    assert result["budget"]["complete"] is False
-    assert "not measured: time to first token" in verdict_line(result["budget"])
+    first = limits["ttft_ms"]
+    assert first["value"] is None and first["verdict"] == "uncertain"  # the context is shorter than 512
+    assert limits["file_mb"]["verdict"] == "pass" and limits["file_mb"]["source"] == "measured"
+    assert result["budget"]["verdict"] == "uncertain"
+    assert "time to first token (not measured)" in verdict_line(result["budget"])
+
+
+def test_a_loss_of_quality_is_judged_by_its_interval(result: dict[str, Any]) -> None:
+    assert result["quality_loss_percent"] == pytest.approx(2.0)
+    assert result["quality_interval_percent"] == pytest.approx((2.0, 2.0))
+    assert result["quality_documents"] == 20
 
 
 def test_a_short_context_is_held_to_the_time_per_token_where_it_ends(result: dict[str, Any], export: Path) -> None:
@@ -367,19 +367,19 @@ def test_the_command_exits_4_when_a_limit_is_missed(
     monkeypatch.setattr(bench, "SECONDS_PER_FIGURE", 0)
     monkeypatch.setattr(bench, "MEMORY_ROUNDS", 1)
     monkeypatch.setattr(bench, "COLD_ROUNDS", 1)
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: None)
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s, cpus=None: None)
     device = tmp_path / "strict.toml"
     text = (DEVICES / "host.toml").read_text(encoding="utf-8")
     device.write_text(text.replace("file_mb = 100\n", "file_mb = 0.01\n"), encoding="utf-8")
     out = tmp_path / "bench.json"
-    arguments = ["bench", str(export), "--device", str(device), "--threads", "1", "--json", "--out", str(out)]
-    arguments += ["--rounds", "1", "--most-rounds", "1"]
+    arguments = ["bench", str(export), "--target", str(device), "--threads", "1", "--json", "--out", str(out)]
+    arguments += ["--rounds", "1", "--set", "most_rounds=1"]
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 4
     captured = capsys.readouterr()
     printed = json.loads(captured.out.splitlines()[-1])
-    assert printed["budget"]["passed"] is False and "exit_code" not in printed
+    assert printed["budget"]["verdict"] == "fail" and "exit_code" not in printed
     assert json.loads(out.read_text(encoding="utf-8")) == printed
     error = captured.err.strip().splitlines()[-1]
     assert error.startswith("error: ") and "file size" in error
@@ -395,8 +395,8 @@ def test_the_command_exits_4_when_a_limit_is_missed(
         ["--against", "vllm"],
         ["--batch-size", "0"],
         ["--prompt-lengths", "9999"],
-        ["--peer-python", "genai=x"],
-        ["--rounds", "3", "--most-rounds", "1"],
+        ["--against", "genai,python=/no/such"],
+        ["--rounds", "3", "--set", "most_rounds=1"],
     ],
 )
 def test_flags_that_cannot_be_meant_exit_2(export: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -416,14 +416,40 @@ def test_one_number_of_rounds_fits_the_other(given: tuple[int | None, int | None
 @pytest.mark.parametrize(
     ("missed", "runtime", "clean", "words"),
     [
-        ("peak_memory_mb", "torch 2", True, "`export` it"),
-        ("peak_memory_mb", "torch 2", False, "`export` it"),
         ("tpot_p50_ms", "onnxruntime 1", False, "quiet machine"),
         ("peak_memory_mb tpot_p50_ms", "onnxruntime 1", False, "compress it further"),
         ("file_mb ttft_ms", "torch 2", True, "compress it further"),
-        ("quality_loss_percent", "torch 2", False, "cut less"),
+        ("quality_loss_percent", "torch 2", False, "prune less"),
     ],
 )
 def test_the_advice_is_about_what_was_missed(missed: str, runtime: str, clean: bool, words: str) -> None:
-    limits = [{"name": name, "passed": False} for name in missed.split()] + [{"name": "other", "passed": True}]
+    limits = [{"name": name, "verdict": "fail"} for name in missed.split()] + [{"name": "other", "verdict": "pass"}]
     assert words in advice({"budget": {"limits": limits}, "runtime": runtime, "clean": clean})
+
+
+@pytest.mark.parametrize(
+    ("names", "loss", "decided_by", "words"),
+    [
+        ("quality_loss_percent", None, "measurement", "give --text and --teacher"),
+        ("quality_loss_percent", 2.0, "measurement", "more held-out documents"),
+        ("tpot_p50_ms", 2.0, "prediction", "measure it on the device"),
+        ("tpot_p50_ms", 2.0, "measurement", "more --rounds"),
+    ],
+)
+def test_the_advice_says_what_would_decide(names: str, loss: float | None, decided_by: str, words: str) -> None:
+    limits = [{"name": name, "verdict": "uncertain"} for name in names.split()]
+    budget = {"limits": limits, "decided_by": decided_by}
+    assert words in advice({"budget": budget, "quality_loss_percent": loss, "clean": True, "runtime": "onnxruntime 1"})
+
+
+def test_without_a_target_nothing_is_judged(
+    export: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "SECONDS_PER_FIGURE", 0)
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s, cpus=None: None)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", str(export), "--threads", "1", "--rounds", "1", "--set", "most_rounds=1", "--json"])
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert not stop.value.code and printed["budget"] is None
+    with pytest.raises(UsageError, match="--on-device needs --target"):
+        bench_model(BenchRequest(export), None, on_device=True)

@@ -1,7 +1,5 @@
 """Rounds, their interval, and what may be called clean; the sustained run's windows."""
 
-import itertools
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,41 +7,13 @@ from typing import Any
 import pytest
 
 from benchmarks.console_results import unclean_line
-from benchmarks.measure.bench import ragged_lengths
-from benchmarks.measure.options import parse_numbers
+from benchmarks.measure.bench import parse_numbers, ragged_lengths
 from benchmarks.measure.process import ChildFailure, run_child
 from benchmarks.measure.rounds import Payloads, Turn, stop_checks, take_turns
 from benchmarks.measure.summary import summarise
 from benchmarks.measure.timing import measure_sustained, summarise_sustained, window_seconds
-from benchmarks.spread import interval_confidence, interval_rank, spread
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-
-
-def test_coverage_is_what_counting_every_outcome_gives() -> None:
-    for count in range(2, 11):
-        # Each sample falls below or above the median with equal chance.
-        below = [sum(signs) for signs in itertools.product((0, 1), repeat=count)]
-        for place in range(1, count // 2 + 1):
-            held = sum(place <= number <= count - place for number in below) / len(below)
-            assert interval_confidence(count, place) == pytest.approx(held, abs=1e-12)
-
-
-def test_more_rounds_leave_outliers_outside() -> None:
-    assert [interval_rank(count) for count in (1, 2, 3, 5, 7, 8, 11)] == [1, 1, 1, 1, 1, 2, 3]
-    calm = [100.0, 101.0, 100.5, 99.5, 100.2]
-    assert spread(calm).noisy is False
-    assert spread([*calm, 180.0]).noisy is True
-    eleven = spread([*calm, *calm, 180.0])
-    assert (eleven.low, eleven.high, eleven.noisy) == (100.0, 101.0, False)
-    assert eleven.confidence == pytest.approx(0.9346, abs=1e-4)  # 1 - 2 * (1 + 11 + 55) / 2048
-
-
-def test_comparing_a_thing_with_itself_shows_what_noise_alone_gives() -> None:
-    values = [100.0, 104.0, 100.0, 104.0, 100.0]
-    found = spread(values)
-    assert found.repeat_difference == pytest.approx(0.04)
-    assert spread([100.0]).repeat_difference is None
 
 
 def test_checks_are_few_and_end_at_the_most() -> None:
@@ -58,7 +28,7 @@ def turn(name: str, log: Path, code: str = "") -> Turn:
 
 
 def test_turns_alternate_until_they_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s, cpus=None: True)
     monkeypatch.setattr("benchmarks.measure.rounds.QUIET_CORES", 99.0)
     log, asked = tmp_path / "log", list[int]()
 
@@ -76,7 +46,9 @@ def test_beside_busy_programs_no_rounds_are_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waited = list[float]()
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: bool(waited.append(longest_s)))
+    monkeypatch.setattr(
+        "benchmarks.measure.rounds.wait_for_quiet", lambda longest_s, cpus=None: bool(waited.append(longest_s))
+    )
     monkeypatch.setattr("benchmarks.measure.rounds.QUIET_CORES", -1.0)
     raw = take_turns("test", [turn("A", tmp_path / "log")], [2, 3, 4], lambda raw: False, 60)
     assert len(raw["A"]) == 2 and waited == [3.0]
@@ -84,7 +56,7 @@ def test_beside_busy_programs_no_rounds_are_added(
 
 
 def test_a_turn_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s, cpus=None: True)
     log, failures = tmp_path / "log", dict[str, ChildFailure]()
     turns = [turn("A", log), turn("B", log, "raise SystemExit(9)")]
     raw = take_turns("test", turns, [2], lambda raw: True, 60, failures.__setitem__)
@@ -97,7 +69,7 @@ def test_a_turn_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch:
 def test_what_a_turn_left_before_it_failed_does_not_hold_up_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s: True)
+    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s, cpus=None: True)
     log, seen = tmp_path / "log", list[set[str]]()
     once = f"import sys; sys.exit(9 if open({str(log)!r}).read().count('B') > 1 else 0)"
     command = [sys.executable, "-S", "-c", f"open({str(log)!r}, 'a').write('B'); print('{{}}'); {once}"]
@@ -154,11 +126,11 @@ def test_only_enough_quiet_rounds_that_agree_are_clean() -> None:
     assert clean["clean"] is True and clean["noisy"] == []
     assert clean["tpot_ms"]["32"]["p50"] == 2.0
     assert clean["surroundings"]["temperature_c"] == {"low": 51.99, "high": 52.02}
-    few = summary(calm[:3])
-    assert few["clean"] is False and "3 rounds are too few" in unclean_line(few)
+    few = summary(calm[:1])
+    assert few["clean"] is False and "one round is too few" in unclean_line(few)
     busy = summary(calm, others=1.5)
-    assert busy["clean"] is False and "other programs used up to 1.5 cores" in unclean_line(busy)
-    wide = summary([*calm[:4], 2.2])
+    assert busy["clean"] is False and "other programs used up to 1.5 of the measured cores" in unclean_line(busy)
+    wide = summary([*calm[:4], 2.4])
     assert wide["clean"] is False and "tpot_ms.32.p50" in unclean_line(wide)
     assert unclean_line(wide).startswith("NOISY, not a clean result")
 
@@ -168,7 +140,7 @@ def test_what_the_cache_saves_is_a_ratio_of_medians() -> None:
     found = summary([2.0, 4.0, 3.0])
     expected = {"tpot_ms": 30.0, "decode_tokens_per_s": pytest.approx(1000 / 30), "cache_speedup": pytest.approx(10.0)}
     assert found["without_cache"] == {"32": expected}
-    assert found["noise"]["without_cache_ms.32"]["low"] == 20.0
+    assert found["noise"]["without_cache_ms.32"]["low"] < 30.0
     assert "without_cache_ms.32" not in unclean_line(found)
 
 
@@ -176,7 +148,7 @@ def test_the_named_reason_is_the_one_that_decided() -> None:
     """One disturbed round is no reason; it must not be named where another one made the run unclean."""
     calm = [2.0, 2.01, 2.02, 2.0, 1.99]
     assert summary(calm, [0.0, 0.0, 0.0, 0.0, 1.5])["clean"] is True
-    wide = summary([*calm[:4], 2.2], [0.0, 0.0, 0.0, 0.0, 1.5])
+    wide = summary([*calm[:4], 2.4], [0.0, 0.0, 0.0, 0.0, 1.5])
     assert wide["clean"] is False and "other programs" not in unclean_line(wide)
     assert "tpot_ms.32.p50" in unclean_line(wide)
     busy = summary(calm, [0.0, 0.0, 0.3, 0.4, 1.5])
@@ -238,16 +210,3 @@ def test_lists_of_numbers_are_checked() -> None:
     for wrong in ("0", "two", "1;4", "-1"):
         with pytest.raises(UsageError, match="--batch-size"):
             parse_numbers("--batch-size", wrong)
-
-
-def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
-    import random
-
-    draw = random.Random(0)
-    held = 0
-    for _ in range(2000):
-        found = spread([draw.lognormvariate(0, 1) for _ in range(8)])
-        held += found.low <= 1.0 <= found.high  # the median of this distribution is 1
-    # 0.930 expected; three standard errors of 2,000 draws are 0.017
-    assert held / 2000 == pytest.approx(spread(range(1, 9)).confidence, abs=0.017)
-    assert statistics.median([spread(range(1, 9)).confidence]) == pytest.approx(0.9297, abs=1e-4)

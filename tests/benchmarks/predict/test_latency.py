@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.devices.limits import depths_that_fit, judge
 from benchmarks.devices.load import list_devices, load_device
 from benchmarks.devices.schema import Coefficients, Device
+from benchmarks.devices.verdict import depths_that_fit, judge, misses
 from benchmarks.predict.coefficients import costs, resolve
 from benchmarks.predict.latency import (
     PREFILL_CHUNK_TOKENS,
@@ -225,10 +225,10 @@ def test_every_budget_refuses_a_shipped_model(name: str) -> None:
     device = load_device(name)
     device = reference_machine() if device.hardware is None else device
     missed = {
-        (model, precision): [limit["name"] for limit in judged["limits"] if limit["passed"] is False]
+        (model, precision): misses(figures, device)
         for model in ("tiny-5m", "small", "large")
         for precision in PRECISIONS
-        if (judged := judge(device, {}, predict_figures(PRESETS[model], device, ModelFormat(precision))))
+        if (figures := predict_figures(PRESETS[model], device, ModelFormat(precision)).figures)
     }
     assert {"file_mb", "peak_memory_mb"} <= set(missed["large", "fp32"])  # 3,722 MB
     assert not missed["tiny-5m", "int4"]
@@ -236,7 +236,9 @@ def test_every_budget_refuses_a_shipped_model(name: str) -> None:
 
 def test_the_reference_refuses_small_and_takes_a_smaller_one() -> None:
     def passes(model: str, stored: ModelFormat) -> bool:
-        return bool(judge(REFERENCE, {}, predict_figures(PRESETS[model], REFERENCE, stored))["passed"])
+        """But for the quality, which no prediction knows."""
+        judged = judge(REFERENCE, {}, predict_figures(PRESETS[model], REFERENCE, stored))
+        return judged.named("uncertain") == ["quality_loss_percent"] and not judged.named("fail")
 
     assert not passes("small", ModelFormat("int4"))
     assert passes("tiny-5m", ModelFormat("int4"))

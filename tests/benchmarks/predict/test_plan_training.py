@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cli.plan import plan
 from benchmarks.devices.load import DEVICES, load_device
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.presets import PRESETS
 from sportsllm.models.training_memory import TrainingStep, training_memory
+from tests.support.plans import plan
 
 CONFIG = PRESETS["base-162m"]
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -65,7 +65,7 @@ def test_the_screen_and_json(capsys: pytest.CaptureFixture[str]) -> None:
         "fits no no",
         "largest batch that fits 4 26",
         "--batch-size 16 --accumulation 2 --set checkpoint_activations=true 5,598",
-        "30% (--utilization) of the device's 40.6 TFLOP/s of 16-bit products",
+        "30% (--set utilization) of the device's 40.6 TFLOP/s of 16-bit products",
     ):
         assert part in words, part
 
@@ -139,13 +139,13 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "card.toml").write_text(text[:begin] + text[end:], encoding="utf-8")
     with pytest.raises(ArtifactError, match=r"card\.toml: hardware.memory_usable: is missing"):
         _plan(str(tmp_path / "card.toml"))
-    with pytest.raises(UsageError, match=r"flags that belong to --training: --tokens, --utilization"):
+    with pytest.raises(UsageError, match="tokens, utilization: belongs to --training"):
         plan(shape="small", tokens=5, utilization=0.5)
     with pytest.raises(UsageError, match="--price-per-hour needs --tokens"):
         _plan("rtx-3070", price_per_hour=1.0)
-    with pytest.raises(UsageError, match="--price-per-hour needs --device"):
+    with pytest.raises(UsageError, match="--price-per-hour needs --target"):
         plan(shape="small", training=True, tokens=5, price_per_hour=1.0)
-    with pytest.raises(UsageError, match=r"--utilization 1.5 must be above 0"):
+    with pytest.raises(UsageError, match=r"utilization=1.5: must be 0 to 1"):
         _plan("rtx-3070", utilization=1.5)
     with pytest.raises(UsageError, match="optimizer bits 8 are for adamw"):
         _plan("rtx-3070", optimizer="muon", optimizer_bits=8)

@@ -29,22 +29,22 @@ def made(out: Path, command: str, parents: list[Path], settings: dict[str, Any] 
     return out
 
 
-def benched(size: int, bits: float, ms: float, passed: bool | None = None) -> dict[str, Any]:
+def benched(size: int, bits: float, ms: float, verdict: str = "uncertain") -> dict[str, Any]:
     limits = [
-        {"name": "file_mb", "limit": 3.0, "value": size / 1e6, "unit": "MB", "passed": passed, "source": "measured"},
-        {"name": "quality_loss_percent", "limit": 10.0, "value": 0, "unit": "%", "passed": passed, "source": None},
+        {"name": "file_mb", "limit": 3.0, "value": size / 1e6, "unit": "MB", "verdict": verdict, "source": "measured"},
+        {"name": "quality_loss_percent", "limit": 10.0, "value": 0, "unit": "%", "verdict": verdict, "source": None},
     ]
     return {
         "tpot_ms": {"512": {"p50": ms, "p95": ms}},
         "peak_rss_bytes": 100 * size,
         "bits_per_byte": bits,
         "teacher_bits_per_byte": 1.0,
-        "budget": {"device": "host", "limits": limits},
+        "budget": {"target": "host", "verdict": verdict, "limits": limits},
     }
 
 
-def summary(name: str, size: int, bits: float, ms: float, passed: bool | None = None) -> StageSummary:
-    return StageSummary(name, "export", name, 1, size, bits, bench=benched(size, bits, ms, passed))
+def summary(name: str, size: int, bits: float, ms: float, verdict: str = "uncertain") -> StageSummary:
+    return StageSummary(name, "export", name, 1, size, bits, bench=benched(size, bits, ms, verdict))
 
 
 def drawn(chart: Chart) -> dict[str, Any]:
@@ -67,11 +67,11 @@ def test_the_front_is_what_no_point_beats_in_everything() -> None:
 
 def test_the_box_and_the_points_inside_it() -> None:
     stages = [
-        summary("big", 5_000_000, 1.0, 4.0, False),
-        summary("good", 2_000_000, 1.05, 2.0, True),
-        summary("bad", 1_000_000, 1.2, 1.0, None),
-        summary("dominated", 4_000_000, 1.06, 4.5, None),
-        summary("hopeless", 2_000_000, 3.0, 2.0, False),
+        summary("big", 5_000_000, 1.0, 4.0, "fail"),
+        summary("good", 2_000_000, 1.05, 2.0, "pass"),
+        summary("bad", 1_000_000, 1.2, 1.0),
+        summary("dominated", 4_000_000, 1.06, 4.5),
+        summary("hopeless", 2_000_000, 3.0, 2.0, "fail"),
     ]
     inputs = Inputs(stages, stages[0].bench)
     # `bad` has no verdict, but 1.2 is more than 10% above the teacher's 1.0; `dominated` has 4 of 3 MB.

@@ -21,7 +21,7 @@ from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import Stage, output_directory
 
 EVIL = "</script><script>alert(1)</script><img src=https://example.org/x.png onerror=alert(2)>"
-LIMITS = (("file_mb", 1.0, 0.5, True), ("ttft_ms", 100.0, 150.0, False), ("tpot_p50_ms", 10.0, None, None))
+LIMITS = (("file_mb", 1.0, 0.5, "pass"), ("ttft_ms", 100.0, 150.0, "fail"), ("tpot_p50_ms", 10.0, None, "uncertain"))
 
 
 def bench_result(directory: str = "runs/export") -> dict[str, Any]:
@@ -48,11 +48,11 @@ def bench_result(directory: str = "runs/export") -> dict[str, Any]:
         "peak_rss_context_tokens": 1024,
         "context_length": 2048,
         "budget": {
-            "device": "host",
-            "passed": False,
+            "target": "host",
+            "verdict": "fail",
             "limits": [
-                {"name": name, "limit": limit, "value": value, "unit": "x", "passed": passed, "source": "measured"}
-                for name, limit, value, passed in LIMITS
+                {"name": name, "limit": limit, "value": value, "unit": "x", "verdict": verdict, "source": "measured"}
+                for name, limit, value, verdict in LIMITS
             ],
         },
     }
@@ -168,7 +168,7 @@ def test_missing_parts_say_which_command_supplies_them(tmp_path: Path, parts: st
     assert ("No verdict" in page.text) == (parts != "bench")
     assert len(html) < 100_000 or parts in ("stages", "bench")  # no charts, no plotly
     if parts == "bare stage":  # a command that can be pasted, its directory quoted
-        assert "sportsllm-compress bench 'runs/bare stage' --device host --out bare.json" in page.text
+        assert "sportsllm-compress bench 'runs/bare stage' --target host --out bare.json" in page.text
     if parts == "bench":
         assert {"speed-depth", "memory-tokens"} <= set(page.ids)
         assert "It needs the model's shape" in page.text  # the roofline, since runs/export does not exist
@@ -177,7 +177,8 @@ def test_missing_parts_say_which_command_supplies_them(tmp_path: Path, parts: st
 def test_the_last_stages_measurement_gives_the_verdict(tmp_path: Path) -> None:
     measured = bench_result()
     for limit in measured["budget"]["limits"]:
-        limit["passed"] = True
+        limit["verdict"] = "pass"
+    measured["budget"]["verdict"] = "pass"
     stages = [StageSummary("a", "export", "a", bench=bench_result()), StageSummary("b", "export", "b", bench=measured)]
     _, page = written(tmp_path, "T", Inputs(stages))
     assert "Fits host" in page.text
@@ -246,8 +247,8 @@ def test_markdown_and_csv_have_fixed_columns(tmp_path: Path) -> None:
     lines = files["md"].read_text(encoding="utf-8").splitlines()
     start = lines.index("### Stages")
     assert lines[start + 4] == "| 1 | a\\|b | train | 1,234 | 4.00 MB | 1.5000 | \u2013 | \u2013 | \u2013 | \u2013 |"
-    assert lines[start + 5].endswith("| 0.500 MB | 1.6100 | 150 ms | 2.00 ms | 50.0 MB | missed |")
-    assert "| First token" not in lines and "| Time to first token | 150 x | 100 x | missed | measured |" in lines
+    assert lines[start + 5].endswith("| 0.500 MB | 1.6100 | 150 ms | 2.00 ms | 50.0 MB | fail |")
+    assert "| First token" not in lines and "| Time to first token | 150 x | 100 x | fail | measured |" in lines
     rows = list(csv.DictReader(io.StringIO(files["csv"].read_text(encoding="utf-8"))))
     assert [(row["stage"], row["size_bytes"], row["scored_by"]) for row in rows] == [
         ("a|b", "4000000", "training"),
@@ -298,7 +299,7 @@ def test_two_results_of_one_directory_are_both_shown(tmp_path: Path, given: bool
         pass
     for device, milliseconds in (("host", 2.0), ("raspberry-pi-5", 9.0)):
         result = bench_result(str(stage_directory))
-        result["budget"]["device"], result["tpot_ms"]["512"]["p50"] = device, milliseconds
+        result["budget"]["target"], result["tpot_ms"]["512"]["p50"] = device, milliseconds
         (tmp_path / f"bench-{device}.json").write_text(json.dumps(result), encoding="utf-8")
     results = [tmp_path / "bench-host.json", tmp_path / "bench-raspberry-pi-5.json"]
     inputs = collect([*([stage_directory] if given else []), *results])

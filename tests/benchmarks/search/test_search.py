@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.console_results import print_fit
-from benchmarks.devices.limits import judge_budget, misses
 from benchmarks.devices.load import DEVICES, load_device
 from benchmarks.devices.schema import Device
-from benchmarks.measure.bench import BenchRequest, BenchResult
+from benchmarks.devices.verdict import judge_budget, misses
+from benchmarks.measure.bench import BenchRequest, Measurement
 from benchmarks.predict.model_size import ModelFormat, file_bytes
 from benchmarks.search.candidates import Candidate, Estimates, candidates, cut_by_limit, grid_shapes
 from benchmarks.search.cut import prune_options
@@ -355,7 +355,7 @@ class Line:
         source = Source(self.teacher, (self.corpus,), (self.corpus,), settings=small)
         return run_fit(source, Target(str(self.budget)), self.out, effort, **changes)
 
-    def measured(self, request: BenchRequest) -> BenchResult:
+    def measured(self, request: BenchRequest) -> Measurement:
         """In place of `run_bench`."""
         self.calls.append(request.directory)
         figures = {
@@ -367,7 +367,7 @@ class Line:
             "memory_floor": {"bandwidth_bytes_per_s": 1e10},
             "clean": True,
         }
-        return BenchResult(load_config(request.directory), figures, {}, {}, {})
+        return Measurement(load_config(request.directory), figures, {}, {}, {})
 
     def timed(
         self, directory: Path, device: Device, threads: int | None = None, provider: str = "cpu"
@@ -396,7 +396,7 @@ def line(checkpoint: Path, texts: list[str], tmp_path_factory: pytest.TempPathFa
     line = Line(checkpoint, corpus, budget, folder / "fit")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.search.trials.short_bench", line.timed)
-        patch.setattr("benchmarks.bench.run_bench", line.measured)
+        patch.setattr("benchmarks.measure.bench.run_bench", line.measured)
         patch.setattr("benchmarks.console_results.print_bench", lambda *_: None)
         yield line
 
@@ -424,7 +424,7 @@ def test_a_search_from_start_to_end(
     result = searched[0]
     limit = load_device(str(line.budget)).limits.file_mb
     assert directory_bytes(Path(result["out"])) / 1e6 <= limit
-    assert result["bench"]["budget"]["passed"] and result["decided_by"] == "measurement"
+    assert result["bench"]["budget"]["verdict"] == "pass" and result["decided_by"] == "measurement"
     chosen = next(one for one in result["candidates"] if one["name"] == result["chosen"])
     assert chosen["measured"]["ttft_ms"] == 100.0 and chosen["within"]
     assert chosen["tried_tokens"] and chosen["bits_per_byte"] > 0
@@ -470,7 +470,7 @@ def test_of_finalists_that_miss_as_finished_the_nearest_is_kept(
     print_fit(console.output(), result)
     shown = " ".join(capsys.readouterr().out.split())
     inside = times[kept] < 900
-    assert result["bench"]["budget"]["passed"] is inside
+    assert (result["bench"]["budget"]["verdict"] == "pass") is inside
     assert ("best that keeps to the budget once finished" if inside else "misses the budget by least") in shown
 
 

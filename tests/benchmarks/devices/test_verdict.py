@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.devices.limits import (
+from benchmarks.devices.load import load_device
+from benchmarks.devices.verdict import (
     TIMED_STEPS,
     Predicted,
     depths_that_fit,
@@ -16,9 +17,9 @@ from benchmarks.devices.limits import (
     limit_lengths,
     misses,
 )
-from benchmarks.devices.load import load_device
 from benchmarks.labels import LIMITS
 from benchmarks.measure import bench
+from benchmarks.measure.timing import window_around
 from benchmarks.predict.latency import predict_figures
 from benchmarks.predict.model_size import ModelFormat
 from sportsllm.models.presets import PRESETS
@@ -31,38 +32,45 @@ def _by_name(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {limit["name"]: limit for limit in result["limits"]}
 
 
-def test_judge() -> None:
+def test_a_limit_is_kept_missed_or_open() -> None:
     limits = HOST.limits
     exactly = {name: float(getattr(limits, name)) for name in LIMITS}
-    passed = judge(HOST, exactly)
-    assert passed["passed"] and not misses(exactly, HOST)
-    assert {limit["source"] for limit in passed["limits"]} == {"measured"}
+    kept = judge(HOST, exactly)
+    assert kept.verdict == "pass" and not misses(exactly, HOST)
+    assert {limit.source for limit in kept.limits} == {"measured"}
     missed = judge(HOST, {**exactly, "ttft_ms": limits.ttft_ms + 0.1})
-    assert not missed["passed"]
-    assert [limit["name"] for limit in missed["limits"] if limit["passed"] is False] == ["ttft_ms"]
+    assert missed.verdict == "fail" and missed.named("fail") == ["ttft_ms"]
     broken = {**exactly, "ttft_ms": float("nan")}
-    assert not judge(HOST, broken)["passed"] and set(misses(broken, HOST)) == {"ttft_ms"}  # NaN keeps no limit
+    assert judge(HOST, broken).verdict == "fail" and set(misses(broken, HOST)) == {"ttft_ms"}  # NaN keeps no limit
+    unknown = judge(HOST, {**exactly, "quality_loss_percent": None})
+    assert unknown.verdict == "uncertain" and unknown.named("uncertain") == ["quality_loss_percent"]
 
 
-def test_judge_without_figures_and_with_predictions() -> None:
-    predicted = Predicted({"ttft_ms": 300.0, "file_mb": 500.0}, {"ttft_ms": 1.5})
+@pytest.mark.parametrize(
+    ("interval", "verdict"),
+    [((200.0, 249.0), "pass"), ((240.0, 260.0), "uncertain"), ((251.0, 300.0), "fail"), (None, "uncertain")],
+)
+def test_the_interval_of_a_measurement_decides(interval: tuple[float, float] | None, verdict: str) -> None:
+    """The limit of the first token is 250 ms."""
+    exactly = {name: float(getattr(HOST.limits, name)) for name in LIMITS}
+    value = 245.0 if interval is None else sum(interval) / 2
+    result = judge(HOST, {**exactly, "ttft_ms": value}, intervals={"ttft_ms": interval})
+    assert result.verdict == verdict and result.named("pass")
+    limit = next(each for each in result.limits if each.name == "ttft_ms")
+    assert (limit.reason is not None) == (interval is None)
+
+
+@pytest.mark.parametrize(("value", "verdict"), [(160.0, "pass"), (300.0, "uncertain"), (380.0, "fail")])
+def test_the_band_of_a_prediction_decides(value: float, verdict: str) -> None:
+    predicted = Predicted({"ttft_ms": value, "file_mb": 500.0}, {"ttft_ms": 1.5})
     result = judge(HOST, {"file_mb": 50.0, "ttft_ms": None}, predicted)
-    by_name = _by_name(result)
+    by_name = _by_name(result.to_json())
     assert (by_name["file_mb"]["value"], by_name["file_mb"]["source"]) == (50.0, "measured")
-    assert (by_name["ttft_ms"]["passed"], by_name["ttft_ms"]["source"]) == (False, "predicted")
-    assert (by_name["ttft_ms"]["low"], by_name["ttft_ms"]["high"]) == (200.0, 450.0)  # a factor of 1.5 either way
-    assert (by_name["tpot_p50_ms"]["passed"], by_name["tpot_p50_ms"]["source"]) == (None, None)
-    assert set(result) == {"device", "limits", "passed"} and result["device"] == "host" and not result["passed"]
-    assert result["limits"][0] == {
-        "name": "file_mb",
-        "limit": 100.0,
-        "value": 50.0,
-        "unit": "MB",
-        "passed": True,
-        "source": "measured",
-        "low": None,
-        "high": None,
-    }
+    assert (by_name["ttft_ms"]["verdict"], by_name["ttft_ms"]["source"]) == (verdict, "predicted")
+    ends = by_name["ttft_ms"]["low"], by_name["ttft_ms"]["high"]
+    assert ends == pytest.approx((value / 1.5, value * 1.5))  # a factor of 1.5 either way
+    assert (by_name["tpot_p50_ms"]["verdict"], by_name["tpot_p50_ms"]["source"]) == ("uncertain", None)
+    assert result.target == "host" and result.verdict == ("fail" if verdict == "fail" else "uncertain")
     with pytest.raises(ValueError, match="speed"):
         judge(HOST, {"speed": 1.0})
 
@@ -88,11 +96,11 @@ def test_a_context_too_short_for_a_limit_is_unknown_to_all(context: int) -> None
     for name in ("ttft_ms", "tpot_p50_ms", "tpot_p95_ms"):
         value = _by_name(budget)[name]["value"]
         assert (value is None) == (predicted[name] is None), name
-        assert (_by_name(budget)[name]["passed"] is None) == (value is None)
+        assert (_by_name(budget)[name]["verdict"] == "uncertain") == (value is None)
     assert (predicted["ttft_ms"] is None) == (context < 512)
     assert (predicted["tpot_p50_ms"] is None) == (context <= TIMED_STEPS)
     assert budget["tpot_depth_tokens"] == (limit_lengths(HOST.limits, context).tpot_depth or 0)
-    assert not budget["complete"]  # quality is unknown
+    assert budget["verdict"] == "uncertain"  # quality is unknown
 
 
 def test_depths_fit_the_context() -> None:
@@ -101,3 +109,12 @@ def test_depths_fit_the_context() -> None:
     assert depths_that_fit(2_048, (32, 512, 1_024)) == [32, 512, 1_024, 1_900]
     assert depths_that_fit(100) == []
     assert bench.WARM_UP_STEPS + bench.STEPS == TIMED_STEPS
+
+
+@pytest.mark.parametrize("depth", [1, 2, 16, 32, 152, 512, 1_900])
+def test_timed_steps_are_centred_on_their_depth(depth: int) -> None:
+    window = window_around(depth, bench.WARM_UP_STEPS, bench.STEPS)
+    first = window.prompt + window.warm_up
+    positions = range(first, first + window.steps)
+    assert sum(positions) / len(positions) == pytest.approx(depth, abs=1.0 if depth < 4 else 0.5)
+    assert window.prompt >= 1 and window.steps == min(depth, bench.STEPS)

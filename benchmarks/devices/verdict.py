@@ -1,15 +1,17 @@
 """Judge a model by a device's limits: for `bench`, `plan` and `fit` alike.
 
-A limit is kept, missed or unknown: unknown where there is no figure, or where the model's context is too short for
-the tokens that the limit speaks of.
+A verdict has three states. A limit is kept (`pass`) or missed (`fail`) only if the whole interval of its figure is on
+one side of it: the confidence interval of a measurement, the band of a prediction. Otherwise, and if there is no
+figure, it is `uncertain`: unknown never passes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from benchmarks.devices.recognise import is_this_machine
 from benchmarks.devices.schema import Device, Limits
@@ -71,8 +73,54 @@ class Predicted:
         return {name: value for name, value in self.figures.items() if value is not None}
 
 
+Verdict = Literal["pass", "fail", "uncertain"]
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class LimitVerdict:
+    """One limit of a budget and the figure that is held to it.
+
+    `value`, `source` ("measured" or "predicted") and the interval from `low` to `high` are None if unknown; `reason`
+    says why a figure that is there decides nothing.
+    """
+
+    name: str
+    limit: float
+    unit: str
+    value: float | None
+    source: str | None
+    low: float | None
+    high: float | None
+    verdict: Verdict
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class BudgetVerdict:
+    """A model held to all limits of a target: `fail` if it fails one, `pass` if it passes all, else `uncertain`."""
+
+    target: str
+    limits: tuple[LimitVerdict, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of the limits' verdicts."""
+        found = {limit.verdict for limit in self.limits}
+        return "fail" if "fail" in found else "uncertain" if "uncertain" in found else "pass"
+
+    def named(self, verdict: Verdict) -> list[str]:
+        """The limits with a verdict."""
+        return [limit.name for limit in self.limits if limit.verdict == verdict]
+
+    def to_json(self) -> dict[str, Any]:
+        """`target`, `verdict` and `limits`, each with the fields of `LimitVerdict`."""
+        return {"target": self.target, "verdict": self.verdict, "limits": [asdict(limit) for limit in self.limits]}
+
+
 def misses(figures: Figures, device: Device) -> dict[str, float]:
-    """The limits that known figures miss, with value / limit. A value equal to its limit keeps it."""
+    """The limits that the values themselves miss, with value / limit, to rank models by. A value equal to its limit
+    keeps it."""
     found = {}
     for name in LIMITS:
         value, limit = figures.get(name), getattr(device.limits, name)
@@ -81,35 +129,50 @@ def misses(figures: Figures, device: Device) -> dict[str, float]:
     return found
 
 
-def judge(device: Device, measured: Figures, predicted: Predicted | None = None) -> dict[str, Any]:
+def verdict_of(value: float, limit: float, low: float, high: float) -> Verdict:
+    """`pass` if the whole interval is at most the limit, `fail` if it is above it, else `uncertain`."""
+    if high <= limit:
+        return "pass"
+    return "fail" if low > limit or math.isnan(value) else "uncertain"
+
+
+def judge(
+    device: Device,
+    measured: Figures,
+    predicted: Predicted | None = None,
+    intervals: Mapping[str, Interval | None] | None = None,
+) -> BudgetVerdict:
     """Compare figures with a device's limits.
 
     Args:
         device: the budget.
         measured: values by the limit's name (`file_mb`, `ttft_ms`, ...); absent or None is unknown.
         predicted: values that stand in where nothing was measured.
-
-    Returns:
-        `device`; `limits`, for each `name`, `limit`, `value`, `unit`, `passed`, `source` (measured or predicted), and
-        `low` and `high`, the ends of a prediction's band, all None where unknown; and `passed`: no known figure misses.
+        intervals: confidence intervals of measured values; without one a value is exact, with None it decides nothing.
 
     Raises:
         ValueError: a figure that no limit has.
     """
-    predicted, results = predicted or Predicted({}), list[dict[str, Any]]()
+    predicted, intervals = predicted or Predicted({}), intervals or {}
     if unknown := (set(measured) | set(predicted.figures)) - set(LIMITS):
         raise ValueError(f"no limit is called {sorted(unknown)}; the limits are {list(LIMITS)}")
+    found = []
     for name, words in LIMITS.items():
-        value, source, low, high = measured.get(name), "measured", None, None
-        if value is None and (value := predicted.figures.get(name)) is not None:
+        value, limit = measured.get(name), float(getattr(device.limits, name))
+        source, ends, reason = "measured", None if value is None else (value, value), None
+        if value is not None and name in intervals:
+            ends = intervals[name]
+            reason = "too little to give an interval" if ends is None else None
+        elif value is None and (value := predicted.figures.get(name)) is not None:
             factor = predicted.band.get(name, 1.0)
-            source, low, high = "predicted", value / factor, value * factor
-        known = value is not None
-        record = {"name": name, "limit": float(getattr(device.limits, name)), "value": value, "unit": words.unit}
-        record |= {"passed": not misses({name: value}, device) if known else None, "source": source if known else None}
-        results.append(record | {"low": low, "high": high})
-    kept = all(each["passed"] is not False for each in results)
-    return {"device": device.name, "limits": results, "passed": kept}
+            source, ends = "predicted", (value / factor, value * factor)
+        verdict: Verdict = "uncertain"
+        if value is not None and ends is not None:
+            verdict = verdict_of(value, limit, *ends)
+        low, high = ends or (None, None)
+        known = None if value is None else source
+        found.append(LimitVerdict(name, limit, words.unit, value, known, low, high, verdict, reason))
+    return BudgetVerdict(device.name, tuple(found))
 
 
 def check_on_device(device: Device, on_device: bool, processor: str = "cpu") -> None:
@@ -145,25 +208,27 @@ def judge_budget(
         predict: makes the predictions for another device; without it only the files' own figures are known there.
 
     Returns:
-        The keys of `judge`, `complete` (every limit had a figure), `tpot_depth_tokens`, `decided_by`, `measured_here`,
-        and `efficiency`, what a prediction that decides was made with.
+        `BudgetVerdict.to_json`, and `tpot_depth_tokens`, `decided_by` ("measurement" or "prediction"),
+        `measured_here`, and `efficiency`, what a prediction that decides was made with.
     """
     lengths = limit_lengths(device.limits, config.max_position_embeddings)
     measured, processor = measured_figures(result, lengths), (result.get("placement") or {}).get("processor", "cpu")
     here = on_device or is_this_machine(device, processor)
+    exported = not str(result.get("runtime", "")).startswith("torch")
+    here = here and exported  # PyTorch's figures are no export's
     predicted = None if predict is None or (here and processor != "gpu") else predict(device, config, directory)
     deciding = dict(measured) if here else {name: measured[name] for name in MACHINE_INDEPENDENT}
     if processor == "gpu":  # the card's memory was not measured, the process's was
         deciding.pop("peak_memory_mb", None)
     if here and predicted is not None:
         predicted = replace(predicted, figures={"peak_memory_mb": predicted.figures.get("peak_memory_mb")})
-    outcome = judge(device, deciding, predicted)
+    outcome = judge(device, deciding, predicted, measured_intervals(result, lengths))
     return {
         **({} if predicted is None else {"efficiency": dict(predicted.made_with)}),
-        **outcome,
-        "complete": all(limit["passed"] is not None for limit in outcome["limits"]),
+        **outcome.to_json(),
         "tpot_depth_tokens": lengths.tpot_depth or 0,
         "decided_by": "measurement" if here else "prediction",
+        "of_export": exported,
         "measured_here": measured,
     }
 
@@ -179,3 +244,23 @@ def measured_figures(result: Mapping[str, Any], lengths: Lengths) -> dict[str, f
         "tpot_p95_ms": per_token.get("p95"),
         "quality_loss_percent": result["quality_loss_percent"],
     }
+
+
+def measured_intervals(result: Mapping[str, Any], lengths: Lengths) -> dict[str, Interval | None]:
+    """The confidence intervals of a bench result's figures by the limits' names; None where one round gives none.
+
+    Memory is a maximum of few processes that agree within a percent: it counts as it is, as the file's size does.
+    """
+    names = {
+        "ttft_ms": f"ttft_ms.{lengths.ttft_prompt}",
+        "tpot_p50_ms": f"tpot_ms.{lengths.tpot_depth}.p50",
+        "tpot_p95_ms": f"tpot_ms.{lengths.tpot_depth}.p95",
+    }
+    found: dict[str, Interval | None] = {}
+    for name, key in names.items():
+        if (one := result.get("noise", {}).get(key)) is not None:
+            found[name] = None if one["rounds"] == 1 else (one["low"], one["high"])
+    if result.get("quality_loss_percent") is not None:
+        interval = result.get("quality_interval_percent")
+        found["quality_loss_percent"] = None if interval is None else (interval[0], interval[1])
+    return found

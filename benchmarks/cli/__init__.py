@@ -1,1 +1,0 @@
-"""Commands of this package with more flags than fit into `benchmarks.commands`: `plan`."""
