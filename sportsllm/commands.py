@@ -17,7 +17,7 @@ COMMANDS = {
     "train": "sportsllm.verbs.train",
     "distill": "compress.cli.distill",
     "prune": "compress.prune",
-    "quantize": "compress.cli.quantize",
+    "quantize": "compress.quantize",
     "export": "export.export",
     "generate": "sportsllm.verbs.generate",
     "eval": "sportsllm.verbs.eval",

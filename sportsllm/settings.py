@@ -104,6 +104,16 @@ PRUNING: Group = {
     "finalists": Setting(int, "Shapes that --search recovers", "3", 1),
     "min_count": Setting(int, "Instead of --vocab-size: keep tokens that save the text as many tokens", "none", 1),
 }
+SIGNALS: Group = {
+    "signals": Setting(str, "Directory of the teacher's cached predictions; made if missing", "the teacher runs"),
+}
+SELECTION: Group = {
+    "select_block": Setting(int, "Tokens of a selected block", "16", 1),
+    "index_heads": Setting(int, "Heads of the indexer", "the model's query heads", 1),
+    "index_parts": Setting(int, "Parts of an index head and of the cached index key", "2; 1 for a single key head", 1),
+    "index_pairs": Setting(int, "Rotary pairs of a part, the slowest of a head", "half, but at least 16", 1),
+    "index_tokens": Setting(int, "Tokens to train the indexer alone on, against full attention", "0", 0),
+}
 SHAPE: Group = {
     "layers": Setting(int, "Layers", "the model's", 1),
     "hidden": Setting(int, "hidden_size", "the model's", 1),
@@ -210,6 +220,8 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
     "Pruning": ("prune", PRUNING),
     "Measuring": ("bench", BENCH),
     "Plan": ("plan", TRAINING_STEP),
+    "Teacher signals": ("quantize --qad", SIGNALS),
+    "Token selection (experimental)": ("distill --select-tokens", SELECTION),
     "LoRA": ("train, distill, prune --recover with --lora-rank", LORA),
     "Export": ("export", EXPORT),
 }

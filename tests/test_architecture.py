@@ -44,7 +44,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"distillation"},
         {"pruning"},
         {"quantization"},
-        {"prune"},
+        {"prune", "quantize", "distill", "sample"},
         {"cli"},
     ],
     "benchmarks": [

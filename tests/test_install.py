@@ -76,10 +76,10 @@ def device(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     import sportsllm
     from compress.quantization.config import QuantizationConfig
-    from compress.quantization.run import quantize
+    from compress.quantize import quantize_checkpoint
 
     base = tmp_path_factory.mktemp("exported")
-    quantize(checkpoint=checkpoint, out=base / "q4", config=QuantizationConfig())
+    quantize_checkpoint(checkpoint=checkpoint, out=base / "q4", config=QuantizationConfig())
     sportsllm.export(base / "q4", out=base / "onnx", threads=2)
     return base / "onnx"
 

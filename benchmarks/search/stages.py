@@ -144,12 +144,14 @@ def quantize_settings(
         "head_bits": format.head_bits,
         "symmetric": not format.zero_points,
         "threads": source.threads,
-        **({"per_row": True} if format.per_row else {"block_size": format.block_size}),
+        "group_size": 0 if format.per_row else format.block_size,
         **({"calibration": list(source.calibration), **source.held_out()} if method is None else {"method": method}),
     }
     if qad:
-        settings |= {"qad": qad, **source.training()}
-        settings.pop("learning_rate", None)  # training the rounded model has a rate of its own
+        training = source.training()
+        training.pop("learning_rate", None)  # training the rounded model has a rate of its own
+        rare = {name: training.pop(name) for name in (*STEPS, *TRAINING) if name in training}
+        settings |= {"qad": qad, **training, **({"settings": rare} if rare else {})}
     return settings
 
 

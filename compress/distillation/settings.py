@@ -104,7 +104,7 @@ def distillation_config(start: Start, teacher: Path, given: Mapping[str, Any]) -
     weight, read, signals = given.pop("kl_weight", None), tokens_per_parameter(teacher), given.get("signals")
     share = default_kl_weight(start, read) if weight is None else parse_kl_weight(str(weight))
     given.setdefault("hidden_weight", default_hidden_weight(start, share, signals, read))
-    return DistillationConfig(kl_weight=share, **given)
+    return DistillationConfig(kl_weight=share, exact_logits=start is Start.QUANTIZED, **given)
 
 
 def divergence_share(kind: str, mix: float | None) -> float:
@@ -179,6 +179,7 @@ class DistillationConfig:
         signals: directory of the teacher cache to learn from instead of the running teacher; made if missing.
         signal_tokens: tokens to cache; as many as are trained on if None.
         teacher_precision: one of TEACHER_PRECISIONS.
+        exact_logits: logits are float32 sums on a CPU too, for divergences near bfloat16's rounding error.
     """
 
     divergence: str = "forward-kl"
@@ -190,6 +191,7 @@ class DistillationConfig:
     signals: Path | None = None
     signal_tokens: int | None = None
     teacher_precision: str = "auto"
+    exact_logits: bool = False
 
     def __post_init__(self) -> None:
         divergence_share(self.divergence, self.mix)

@@ -38,7 +38,11 @@ def distillation_loss(
         if cache is None and weight == 0.0 and not config.hidden_weight:
             return cross_entropy(student.hidden(batch.tokens, batch.documents), student.head_weight, batch.targets)
         states: tuple[list[Tensor], list[Tensor]] | None = ([], []) if config.hidden_weight else None
-        logits = None if teacher is None else teacher_logits(teacher, batch, states[1] if states else None)
+        logits = (
+            None
+            if teacher is None
+            else teacher_logits(teacher, batch, states[1] if states else None, config.exact_logits)
+        )
         hidden = student.hidden(batch.tokens, batch.documents, states=states[0] if states else None)
         if cache is not None:
             chunk_loss = cache.chunk_loss(batch, weight)
@@ -47,7 +51,7 @@ def distillation_loss(
             chunk_loss = mixed_chunk(
                 batch.targets.flatten(), logits, weight, config.temperature, config.divergence, config.mix
             )
-        total = head_loss(hidden.flatten(0, 1), student.head_weight, chunk_loss)
+        total = head_loss(hidden.flatten(0, 1), student.head_weight, chunk_loss, exact=config.exact_logits)
         if states:
             matching = cast(HiddenMatching, student.matching)
             total = total + config.hidden_weight * matching(states[0], states[1], batch.targets)

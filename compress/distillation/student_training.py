@@ -178,7 +178,7 @@ def train_student(
     config, device = training.config, training_device()
     teacher = None
     if training.distillation.asks_the_teacher:
-        teacher = load_teacher(training.teacher, training.distillation.teacher_precision).to(device)
+        teacher = load_teacher(training.teacher, training.distillation.teacher_precision, device)
     if cache is None:
         batches = PackedSequences(text.documents, config.sequence, config.batch_size, config.seed)
     else:
@@ -215,6 +215,6 @@ def adapted(student: SportsLLM, adapters: Adapters | None, seed: int) -> Iterato
     """Inside the `with` only adapters are trained; they are merged behind it."""
     if adapters is not None:
         trained = add_adapters(student, adapters.rank, adapters.targets, adapters.alpha, seed)
-        log(f"{trained:,} numbers in adapters are trained")
+        log(f"{trained:,} trainable parameters in adapters")
     yield
     merge_adapters(student)

@@ -21,17 +21,19 @@ from sportsllm.models.language_model import Block, SportsLLM
 from sportsllm.processors import training_device
 from sportsllm.text.packing import Batch
 from sportsllm.training.loop import resolve_precision
+from sportsllm.training.loss import float32_product
 
 NF4_BLOCKS = (64, 32)
 """Numbers that share a scale, the first that divides a matrix's rows: bitsandbytes 0.50's AVX512 kernel gives wrong
 numbers for blocks that run from one row into the next."""
 
 
-def load_teacher(directory: Path, precision: str) -> SportsLLM:
+def load_teacher(directory: Path, precision: str, device: torch.device | None = None) -> SportsLLM:
     """Open a checkpoint for forward passes only.
 
     Args:
         directory: the teacher's checkpoint.
+        device: that it is moved to; the CPU if None.
         precision: `fp32`; `bf16`; `int8` and `nf4` quantize the blocks' matrices with bitsandbytes; the rest, and all
             products, are then in `auto`'s type: bf16 where the processor computes in it, else fp32. `nf4` leaves
             matrices whose rows are no multiple of 32 in that type, and says so.
@@ -42,18 +44,21 @@ def load_teacher(directory: Path, precision: str) -> SportsLLM:
     if precision not in TEACHER_PRECISIONS:
         known = ", ".join(TEACHER_PRECISIONS)
         raise UsageError(f"--teacher-precision {precision!r} is not known; use one of {known}")
-    native = resolve_precision("auto", torch.device("cpu")) is not None  # emulated bfloat16 is six times slower
+    device = device or torch.device("cpu")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 for a float32 teacher
+    native = resolve_precision("auto", device) is not None  # emulated bfloat16 is six times slower
     if precision == "auto":
         precision = "bf16" if native else "fp32"
         log(f"teacher precision: {precision}")
     dtype = torch.bfloat16 if precision == "bf16" or (native and precision != "fp32") else torch.float32
     if precision in ("int8", "nf4"):
-        return _load_quantized(directory, precision, dtype)
+        return _load_quantized(directory, precision, dtype).to(device)
     model = load_checkpoint(directory).requires_grad_(False)
     model.model.to(dtype)
     if model.lm_head is not None:
         model.lm_head.to(dtype)
-    return model
+    return model.to(device)
 
 
 def _load_quantized(directory: Path, precision: str, dtype: torch.dtype) -> SportsLLM:
@@ -122,17 +127,20 @@ def _quantize_matrices(block: Block, precision: str, dtype: torch.dtype) -> None
 def running_teacher(directory: Path, precision: str) -> Callable[[Batch], TeacherLogits]:
     """A teacher on the training device, as a function of a batch."""
     device = training_device()
-    model = load_teacher(directory, precision).to(device)
+    model = load_teacher(directory, precision, device)
     return lambda batch: teacher_logits(model, batch.to(device))
 
 
-def teacher_logits(teacher: SportsLLM, batch: Batch, states: list[Tensor] | None = None) -> TeacherLogits:
-    """Run the teacher once on a batch; logits are made for one chunk at a time, when asked.
+def teacher_logits(
+    teacher: SportsLLM, batch: Batch, states: list[Tensor] | None = None, exact: bool = False
+) -> TeacherLogits:
+    """Run the teacher once on a batch; logits are computed one chunk at a time, on request.
 
     Args:
         teacher: frozen, on the batch's device.
-        batch: what it reads.
-        states: where given, gets the residual stream, see `SportsLLM.hidden`.
+        batch: its input.
+        states: if given, gets the residual stream, see `SportsLLM.hidden`.
+        exact: float32 sums on a CPU too, see `sportsllm.training.loss.float32_product`.
     """
     weight = teacher.head_weight
     device = weight.device.type
@@ -140,8 +148,10 @@ def teacher_logits(teacher: SportsLLM, batch: Batch, states: list[Tensor] | None
         hidden_ND = teacher.hidden(batch.tokens, batch.documents, states=states).flatten(0, 1)
 
     def logits(start: int, count: int) -> Tensor:
+        h_CD = hidden_ND[start : start + count]
         with torch.inference_mode():
-            part = hidden_ND[start : start + count] @ weight.T
-        return part.float().clone()
+            logits_CV = h_CD.new_empty(len(h_CD), len(weight), dtype=torch.float32)
+            float32_product(h_CD, weight.T, logits_CV, exact)
+        return logits_CV.clone()
 
     return logits

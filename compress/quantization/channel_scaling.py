@@ -1,16 +1,16 @@
-"""Scaling before rounding: strong inputs made weaker and their weights stronger, at no cost when the model runs.
+"""Channel scaling before rounding: move range from strong inputs into their weights, at no cost at runtime.
 
-A column of a matrix is multiplied by s, and what makes that input divides by s, so that the layer computes the same.
-That is the norm for matrices that read the residual stream, and a matrix's `scale_source` for others; matrices that
-have neither stay as they are. Three rules for s, alpha being the best of eleven by the error of the outputs:
+Column k of a matrix is multiplied by s[k], and the producer of that input divides by s[k], so the layer computes the
+same. The producer is the norm for matrices that read the residual stream, else the matrix's `scale_source`; matrices
+with neither stay as they are. Three rules for s. awq and smooth take the best of eleven alphas by output error:
 
-    awq      (mean |x|) ** alpha, after rounding the weights (https://arxiv.org/abs/2306.00978)
-    smooth   (max |x|) ** alpha / (max |w|) ** (1 - alpha), after rounding the weights, and the inputs to 8 bits of the
-             range that they have in one piece of text (https://arxiv.org/abs/2211.10438)
-    balance  rms(x) ** alpha / rms(w) ** 0.5, for blocks, whose products round the inputs of a block to 8 bits: alpha
-             is 0.5 for 8 bits, so that inputs and weights spread alike, and 0.25 for 4, where weights lose more
+    awq      mean(|x|)**alpha, with rounded weights (https://arxiv.org/abs/2306.00978)
+    smooth   max(|x|)**alpha / max(|w|)**(1 - alpha), with rounded weights, and inputs rounded to 8 bits of their range
+             in a sample (https://arxiv.org/abs/2211.10438)
+    balance  rms(x)**alpha / rms(w)**0.5 for blocks, since the runtime rounds the inputs of a block to 8 bits: alpha is
+             0.5 for 8-bit weights and 0.25 for 4-bit weights, which lose more
 
-Shape suffixes: K inputs of a matrix, N its outputs, P pieces of text.
+Shape suffixes: K inputs of a matrix, N its outputs, P samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,13 @@ from sportsllm.models.parts import HIDDEN, Matrix
 RULES = ("awq", "smooth", "balance")
 _ALPHAS = torch.linspace(0, 1, 11).tolist()
 _BALANCED = {4: 0.25, ROW_BITS: 0.5, 8: 0.5}
-_BALANCED_PIECES = 16  # of text: enough for the size of each channel
-_INPUT_STEPS = 255  # of the 8 bits that DynamicQuantizeMatMul rounds a whole tensor of inputs to
+_BALANCE_SAMPLES = 16  # enough for the rms of each channel
+_INPUT_STEPS = 255  # DynamicQuantizeMatMul rounds a whole input tensor to 8 bits
 
 
 @dataclass
 class InputStatistics:
-    """What a matrix reads: sum of x x^T, sum of |x|; of every piece its tokens, smallest and largest x."""
+    """Inputs of a matrix: sum of x x^T, sum of |x|; per sample its tokens and the smallest and largest x."""
 
     gram_KK: Tensor
     size_K: Tensor
@@ -53,11 +53,11 @@ class InputStatistics:
 
     @staticmethod
     def empty(width: int) -> InputStatistics:
-        """Of no piece yet."""
+        """Statistics of no sample yet."""
         return InputStatistics(torch.zeros(width, width).double(), torch.zeros(width).double())
 
     def add(self, x: Tensor) -> None:
-        """One piece's inputs, (..., K)."""
+        """Add one sample's inputs, (..., K)."""
         flat = x.flatten(0, -2)
         self.gram_KK += (flat.T @ flat).double()
         self.size_K += flat.abs().sum(dim=0).double()
@@ -66,7 +66,7 @@ class InputStatistics:
         self.high_PK.append(flat.amax(dim=0))
 
     def rounding_noise(self, scale_K: Tensor) -> float:
-        """Sum over tokens of the variance that rounding x / s to the range of its piece adds to each number."""
+        """Sum over tokens of the variance that rounding x / s to the range of its sample adds to each value."""
         low_P = (torch.stack(self.low_PK) / scale_K).amin(dim=1).clamp(max=0)
         high_P = (torch.stack(self.high_PK) / scale_K).amax(dim=1).clamp(min=0)
         steps_P = (high_P - low_P).double() / _INPUT_STEPS
@@ -96,16 +96,16 @@ def scale_block(
     """
     groups = [group for group in input_groups(model) if group[0].column_unit == HIDDEN or group[0].scale_source]
     firsts = [group[0] for group in groups]
-    scale: Callable[[Matrix, Sequence[Tensor], Tensor, GridSpec], Tensor]
+    scale: Callable[[Matrix, Sequence[Tensor], Tensor, Sequence[GridSpec]], Tensor]
     if rule == "balance":
-        scale = partial(balanced_scale, _squares(block, firsts, states_BTD[:_BALANCED_PIECES], rope))
+        scale = partial(balanced_scale, _squares(block, firsts, states_BTD[:_BALANCE_SAMPLES], rope))
     else:
         scale = partial(searched_scale, _measured(block, firsts, states_BTD, rope), rule)
     for group in groups:
         first, rows_K = group[0], source_rows(model, group[0])
         linears = [cast(nn.Linear, block.get_submodule(matrix.name)) for matrix in group]
-        spec = config.grid_for(f"{prefix}.{first.name}", first.columns)
-        scale_K = scale(first, [linear.weight for linear in linears], rows_K, spec)
+        specs = [config.grid_for(f"{prefix}.{matrix.name}", matrix.columns) for matrix in group]
+        scale_K = scale(first, [linear.weight for linear in linears], rows_K, specs)
         for linear in linears:
             linear.weight.data = linear.weight * scale_K
         _divide(block, first, scale_K, rows_K)
@@ -120,11 +120,12 @@ def _squares(block: Block, readers: Sequence[Matrix], states_BTD: Sequence[Tenso
 
 
 def balanced_scale(
-    squares_K: Mapping[str, Tensor], first: Matrix, weights: Sequence[Tensor], rows_K: Tensor, spec: GridSpec
+    squares_K: Mapping[str, Tensor], first: Matrix, weights: Sequence[Tensor], rows_K: Tensor, specs: Sequence[GridSpec]
 ) -> Tensor:
-    """(K,) the scale of `balance` for matrices that read what `first` reads."""
+    """(K,) the scale of `balance` for matrices that read what `first` reads; the fewest bits decide alpha."""
     weight_K = torch.cat(list(weights)).double().square().sum(dim=0)
-    log_K = _BALANCED[spec.bits] * _log_size(squares_K[first.name], rows_K) - 0.5 * _log_size(weight_K, rows_K)
+    alpha = _BALANCED[min(spec.bits for spec in specs)]
+    log_K = alpha * _log_size(squares_K[first.name], rows_K) - 0.5 * _log_size(weight_K, rows_K)
     return (log_K - log_K.mean()).exp().float()
 
 
@@ -140,7 +141,7 @@ def searched_scale(
     first: Matrix,
     weights: Sequence[Tensor],
     rows_K: Tensor,
-    spec: GridSpec,
+    specs: Sequence[GridSpec],
 ) -> Tensor:
     """(K,) the scale of `awq` or `smooth` for matrices that read what `first` reads."""
     found = statistics[first.name]
@@ -150,7 +151,7 @@ def searched_scale(
         size_K = torch.stack([*found.low_PK, *found.high_PK]).abs().amax(dim=0)
         strength_K = torch.cat(list(weights)).abs().amax(dim=0)
     size_K, strength_K = _shared(size_K, rows_K), _shared(strength_K, rows_K)
-    return best_scale(weights, size_K.float(), strength_K, found, spec, rule)
+    return best_scale(weights, size_K.float(), strength_K, found, specs, rule)
 
 
 def source_rows(model: ModelConfig, reader: Matrix) -> Tensor:
@@ -196,7 +197,7 @@ def _measured(
 ) -> dict[str, InputStatistics]:
     found = {matrix.name: InputStatistics.empty(matrix.columns) for matrix in readers}
 
-    def catch(name: str) -> Any:
+    def catch(name: str) -> Callable[..., None]:
         return lambda _module, args: found[name].add(args[0])
 
     handles = [block.get_submodule(name).register_forward_pre_hook(catch(name)) for name in found]
@@ -208,14 +209,19 @@ def _measured(
 
 
 def best_scale(
-    weights_NK: Sequence[Tensor], size_K: Tensor, strength_K: Tensor, inputs: InputStatistics, spec: GridSpec, rule: str
+    weights_NK: Sequence[Tensor],
+    size_K: Tensor,
+    strength_K: Tensor,
+    inputs: InputStatistics,
+    specs: Sequence[GridSpec],
+    rule: str,
 ) -> Tensor:
-    """(K,) the scale of least error of the outputs after rounding; ones if none is better."""
+    """(K,) the scale of least output error after rounding each matrix to its own grid; ones if none is better."""
     best_K, least = torch.ones_like(size_K), torch.inf
     for scale_K in candidate_scales(size_K, strength_K):
         noise = inputs.rounding_noise(scale_K) if rule == "smooth" else 0.0
         error = 0.0
-        for weight_NK in weights_NK:
+        for weight_NK, spec in zip(weights_NK, specs, strict=True):
             scaled = weight_NK * scale_K
             grid = fit_grid(scaled, *spec, search=False)
             error += output_error(weight_NK - grid.values(grid.round(scaled)) / scale_K, inputs.gram_KK.float())

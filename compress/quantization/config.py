@@ -1,4 +1,4 @@
-"""How a model is quantized: the bits and the grid of every matrix, and what they take on disk."""
+"""Quantization settings: bits and grid of every matrix, and their size on disk."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ UNPACKED = 32
 
 
 class Granularity(Enum):
-    """Which numbers of a matrix share a scale."""
+    """Weights of a matrix that share a scale."""
 
     BLOCK = "block"
     PER_CHANNEL = "channel"
 
 
 class GridSpec(NamedTuple):
-    """The grid of one matrix: bits of a whole number, numbers that share a scale, and whether zero is in the middle.
+    """The grid of one matrix: bits of an integer, group size, and whether it is symmetric.
 
-    `bits` is 4 or 8, or ROW_BITS where the matrix has one block a row: numbers of reduced range, stored in bytes.
+    `bits` is 4 or 8, or ROW_BITS for one group per row: integers of reduced range, stored in bytes.
     """
 
     bits: int
@@ -43,12 +43,11 @@ class QuantizationConfig:
 
     Attributes:
         bits: of the layers' matrices, 4 or 8.
-        block_size: numbers that share a scale, of all matrices that are stored in blocks.
-        head_bits: of embedding and head; 32 leaves them alone.
-        symmetric: zero in the middle of the range; else 4-bit blocks have a zero point each, at 8 bits it is not worth
-            its bytes.
-        modules: bits of single matrices of the layers, by name, where they are others.
-        granularity: of the layers' matrices; PER_CHANNEL is for 8 bits, and the runtime multiplies whole numbers.
+        block_size: group size: weights that share a scale.
+        head_bits: of embedding and head; 32 keeps float32.
+        symmetric: symmetric, or asymmetric with a zero point per 4-bit block. 8-bit blocks are always symmetric.
+        modules: bits of single matrices of the layers, by name, that differ from `bits`.
+        granularity: of the layers' matrices; PER_CHANNEL is for 8 bits and integer products.
     """
 
     bits: int = 4
@@ -61,13 +60,13 @@ class QuantizationConfig:
     def __post_init__(self) -> None:
         for flag, value, known in (
             ("--bits", self.bits, BITS),
-            ("--block-size", self.block_size, BLOCK_SIZES),
+            ("--group-size", self.block_size, BLOCK_SIZES),
             ("--head-bits", self.head_bits, HEAD_BITS),
         ):
             if value not in known:
                 raise UsageError(f"{flag} is {value}; choose one of {', '.join(map(str, known))}")
         if self.per_channel and self.bits != 8:
-            raise UsageError(f"--per-row is a form of INT8, not of --bits {self.bits}; add --bits 8")
+            raise UsageError(f"--group-size 0 (whole rows) is for INT8, not for --bits {self.bits}; add --bits 8")
         if self.bits == 8 and not self.symmetric:
             raise UsageError("--asymmetric is for 4 bits; with --bits 8 leave it out")
 
@@ -90,7 +89,7 @@ class QuantizationConfig:
         return GridSpec(bits, self.block_size, self.symmetric or bits == 8)
 
     def bytes_for(self, module: str, rows: int, columns: int) -> int:
-        """What a matrix takes on disk, scales and zero points counted."""
+        """Size of a matrix on disk, with scales and zero points."""
         if self.bits_for(module) == UNPACKED:
             return 4 * rows * columns
         grid = self.grid_for(module, columns)
@@ -108,16 +107,16 @@ class QuantizationConfig:
 
 
 def matrix_bytes(model: ModelConfig, config: QuantizationConfig, layers_only: bool = False) -> int:
-    """Bytes of all matrices of a model, scales and zero points counted."""
+    """Size of all matrices of a model on disk, with scales and zero points."""
     shapes = matrix_shapes(model, layers_only)
     return sum(config.bytes_for(name, *shape) for name, shape in shapes.items())
 
 
 def matrix_weights(model: ModelConfig, layers_only: bool = False) -> int:
-    """Numbers in all matrices of a model."""
+    """Weights in all matrices of a model."""
     return sum(rows * columns for rows, columns in matrix_shapes(model, layers_only).values())
 
 
 def bits_per_weight(model: ModelConfig, config: QuantizationConfig) -> float:
-    """Bits that a number of the layers' matrices takes on average, scales and zero points counted."""
+    """Average bits per weight of the layers' matrices, with scales and zero points."""
     return 8 * matrix_bytes(model, config, layers_only=True) / matrix_weights(model, layers_only=True)

@@ -1,8 +1,8 @@
 """Mixed precision by measurement: which matrices get 8 bits, when the file may be a little larger than with 4 bits.
 
-Matrices that the runtime multiplies in one piece, since they read the same input, share their bits. What rounding each
-group alone costs is its mean KL from the full model over calibration tokens, to second order. Groups then go to 8 bits
-in the order of KL saved per byte, as long as they fit.
+Matrices that read the same input share their bits, so that the runtime can multiply them together. Rounding one group
+alone costs a mean KL from the full model over calibration tokens, computed to second order. Groups get 8 bits in the
+order of KL saved per byte, as long as they fit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sportsllm.models.kinds import input_groups
 from sportsllm.models.language_model import SportsLLM
 
 HIGH_BITS = 8
-_PIECE = 128  # tokens of one pass back, which gives one number for each matrix
+_CHUNK = 128  # tokens of one backward pass, which gives one number for each matrix
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class SensitivityGroup:
 
     Attributes:
         modules: their names.
-        kl: mean KL(full || only this group rounded to the low precision) to second order, nats a token.
-        extra_bytes: what 8 bits take more than the low precision.
+        kl: mean KL(full || only this group rounded to the low precision) to second order, nats per token.
+        extra_bytes: bytes that 8 bits add; 0 if all its matrices have 8 bits anyway.
     """
 
     modules: tuple[str, ...]
@@ -44,17 +44,17 @@ class SensitivityGroup:
     extra_bytes: int
 
     def to_json(self, config: QuantizationConfig) -> dict[str, Any]:
-        """With the bits that the group got."""
-        return dataclasses.asdict(self) | {"bits": config.bits_for(self.modules[0])}
+        """With the bits of the group, leaving out matrices that always have 8, such as a router."""
+        return dataclasses.asdict(self) | {"bits": min(map(config.bits_for, self.modules))}
 
 
 @dataclass(frozen=True)
 class SizeBudget:
-    """What the weights may take, one of two ways.
+    """A size to mix 4 and 8 bits for; exactly one field is given.
 
     Attributes:
-        bits_per_weight: of the layers' matrices on average, scales and zero points counted.
-        size_mb: of all weights, in 10^6 bytes; vectors count 4 bytes a number.
+        bits_per_weight: average over the layers' matrices, with scales and zero points.
+        size_mb: size of all weights in 10^6 bytes; norms and biases count 4 bytes per value.
     """
 
     bits_per_weight: float | None = None
@@ -85,8 +85,8 @@ class SizeBudget:
             flag = f"--size-mb {self.size_mb:g}"
         if budget < least:
             raise UsageError(
-                f"{flag} is less than INT{config.bits} takes with blocks of {config.block_size}, {smallest}; "
-                "ask for more, or take a larger --block-size"
+                f"{flag} is less than INT{config.bits} takes with groups of {config.block_size}, {smallest}; "
+                "allow more, or use a larger --group-size"
             )
         return budget - least
 
@@ -95,18 +95,18 @@ class SizeBudget:
 def measure_groups(
     model: SportsLLM, config: QuantizationConfig, samples: Sequence[Tensor], draws: int = 4, seed: int = 0
 ) -> list[SensitivityGroup]:
-    """What rounding each group alone to `config.bits` costs, to second order.
+    """The KL that rounding each group alone to `config.bits` costs, to second order.
 
-    To that order the KL is half the mean square of how much the change of weights moves the log-probability of tokens
-    that are drawn from the model itself (Fisher information as in FIT, https://arxiv.org/abs/2210.08502). Gradients of
-    all groups come from one pass back, so that a deep model takes no more passes than a shallow one.
+    kl = mean over tokens t drawn from the model of  (gradient of log p(t) . change of weights)**2 / 2
+
+    Fisher information as in FIT (https://arxiv.org/abs/2210.08502). One backward pass gives all groups' gradients.
 
     Args:
         model: float32; unchanged at the end.
         config: the low precision.
-        samples: calibration token ids, each (1, T); read in pieces of at most 128.
-        draws: of a token at each place; each is a pass back.
-        seed: of the draws.
+        samples: calibration token ids, each (1, T); read 128 at a time.
+        draws: tokens drawn at each position; each takes a backward pass.
+        seed: for the draws.
     """
     high = dataclasses.replace(config, bits=HIGH_BITS, symmetric=True)
     groups = [
@@ -119,19 +119,19 @@ def measure_groups(
         name: round_weight(weight.detach(), config.grid_for(name, weight.shape[1]), search=True)
         for name, weight in weights.items()
     }
-    pieces = [piece for tokens in samples for piece in torch.split(tokens, _PIECE, dim=1)]
+    chunks = [chunk for tokens in samples for chunk in torch.split(tokens, _CHUNK, dim=1)]
     draw = torch.Generator().manual_seed(seed)
     squares, read = [0.0] * len(groups), 0
-    with progress_bar("sensitivity", len(pieces)) as bar, _changes(model, weights, rounded) as changes:
-        for piece in pieces:
-            log_p_TV = model(piece)[0].float().log_softmax(-1)
+    with progress_bar("sensitivity", len(chunks)) as bar, _changes(model, weights, rounded) as changes:
+        for chunk in chunks:
+            log_p_TV = model(chunk)[0].float().log_softmax(-1)
             for number in range(draws):
                 drawn_T1 = torch.multinomial(log_p_TV.detach().exp(), 1, generator=draw)
                 changes.clear()
                 log_p_TV.gather(1, drawn_T1).sum().backward(retain_graph=number < draws - 1)
                 for place, group in enumerate(groups):
                     squares[place] += sum(changes.get(name, 0.0) for name in group) ** 2 / draws
-            read += piece.shape[1]
+            read += chunk.shape[1]
             bar.advance()
 
     def extra_bytes(name: str) -> int:
@@ -147,7 +147,7 @@ def measure_groups(
 def _changes(
     model: SportsLLM, weights: Mapping[str, nn.Parameter], rounded: Mapping[str, QuantizedWeight]
 ) -> Iterator[dict[str, float]]:
-    """By matrix, what each pass back finds: its gradient times the error of rounding it. No gradient is kept."""
+    """By matrix its gradient times its rounding error, of each backward pass; no gradient is kept."""
     changes: dict[str, float] = {}
     wanted = [parameter.requires_grad for parameter in model.parameters()]
 
@@ -175,15 +175,13 @@ def _changes(
 
 
 def choose_bits(config: QuantizationConfig, groups: Sequence[SensitivityGroup], spare_bytes: int) -> QuantizationConfig:
-    """Give 8 bits to the groups that save most KL for their bytes.
+    """Give 8 bits to the groups that save most KL per byte, as long as `spare_bytes` last.
 
-    Args:
-        config: the low precision.
-        groups: of `measure_groups`.
-        spare_bytes: what may be added to it.
+    Groups that have 8 bits anyway, such as a mixture's shared experts, are left out.
     """
     chosen: dict[str, int] = {}
-    for group in sorted(groups, key=lambda group: group.kl / group.extra_bytes, reverse=True):
+    open_groups = [group for group in groups if group.extra_bytes > 0]
+    for group in sorted(open_groups, key=lambda group: group.kl / group.extra_bytes, reverse=True):
         if group.extra_bytes <= spare_bytes:
             spare_bytes -= group.extra_bytes
             chosen |= dict.fromkeys(group.modules, HIGH_BITS)

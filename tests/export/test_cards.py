@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 import sportsllm
 from compress.quantization.config import QuantizationConfig
-from compress.quantization.run import quantize
+from compress.quantize import quantize_checkpoint
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.huggingface.config import load_config
@@ -59,7 +59,7 @@ def line(outside: Path, corpus_file: Path) -> dict[str, Path]:
     base = outside.parent
     config = TrainConfig(steps=2, batch_size=2, accumulation=1, sequence=32, warmup=0)
     train(outside, corpus=[corpus_file], out=base / "tuned", **options_of(config))
-    quantize(checkpoint=base / "tuned", out=base / "int4", config=QuantizationConfig(), method="rtn")
+    quantize_checkpoint(checkpoint=base / "tuned", out=base / "int4", config=QuantizationConfig(), method="rtn")
     sportsllm.export(base / "int4", out=base / "onnx", threads=2)
     sportsllm.export(base / "tuned", out=base / "gguf", format="gguf")
     return {name: base / name for name in ("theirs", "tuned", "int4", "onnx", "gguf")}
@@ -82,7 +82,7 @@ def test_the_licence_and_the_base_model_are_carried_over(line: dict[str, Path]) 
 
 
 def test_what_is_not_known_is_left_out(checkpoint: Path, tmp_path: Path) -> None:
-    quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig(), method="rtn")
+    quantize_checkpoint(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig(), method="rtn")
     card = (tmp_path / "int4" / "README.md").read_text(encoding="utf-8")
     assert not {"license", "base_model", "base_model_relation", "language"} & front(tmp_path / "int4").keys()
     assert "## Quality" not in card and "## Speed" not in card and "a checkpoint that was not made here" in card

@@ -14,7 +14,7 @@ from compress.prune import prune_checkpoint
 from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
 from compress.quantization.config import QuantizationConfig
-from compress.quantization.run import quantize
+from compress.quantize import quantize_checkpoint
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface.config import load_config
 from sportsllm.inference.decoder import open_decoder
@@ -76,7 +76,7 @@ def test_pruned_quantized_and_over_an_int8_cache(model: Path, text: Path, tmp_pa
         2,
     )
     assert smaller.output_norms == config.output_norms and smaller.position_kind == config.position_kind
-    quantize(tmp_path / "pruned", tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,)))
+    quantize_checkpoint(tmp_path / "pruned", tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,)))
     # Random experts are chosen by hairs, which a rounded latent tips over: a float32 cache for these.
     int8 = config.attention_kind == "grouped_query" or config.experts is None
     options: dict[str, Any] = {"kv_cache": "int8", "calibration": [text]} if int8 else {}

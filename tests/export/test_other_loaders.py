@@ -9,7 +9,7 @@ import torch
 
 import sportsllm
 from compress.quantization.config import QuantizationConfig
-from compress.quantization.run import quantize
+from compress.quantize import quantize_checkpoint
 from export.kernels.library import VERSION, library_of
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.decoder import open_decoder
@@ -56,7 +56,7 @@ def test_optimum_generates_the_same_tokens(exported: Path, checkpoint: Path) -> 
 
 def test_optimum_inlines_layers_that_are_functions(checkpoint: Path, tmp_path: Path) -> None:
     optimum = pytest.importorskip("optimum.onnxruntime", reason="needs the extra [optimum]")
-    quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
+    quantize_checkpoint(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
     assert sportsllm.export(tmp_path / "int4", out=tmp_path / "out", threads=2)["kernels"]
     model = optimum.ORTModelForCausalLM.from_pretrained(str(tmp_path / "out"), provider="CPUExecutionProvider")
     out = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=None)
@@ -67,7 +67,7 @@ def test_optimum_inlines_layers_that_are_functions(checkpoint: Path, tmp_path: P
 def test_optimum_runs_standard_operators_with_padding_on_the_left(checkpoint: Path, tmp_path: Path) -> None:
     """Each row as if it were alone, packed or not."""
     optimum = pytest.importorskip("optimum.onnxruntime", reason="needs the extra [optimum]")
-    quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
+    quantize_checkpoint(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
     long, short = PROMPT, [0, 99]
     for source in (checkpoint, tmp_path / "int4"):
         directory = tmp_path / f"{source.name}-onnx"
@@ -93,7 +93,7 @@ def test_onnxruntime_genai_runs_either_kernels(registered: bool, checkpoint: Pat
     library = library_of(VERSION)
     if registered and library is None:
         pytest.skip("the kernels are not built")
-    quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
+    quantize_checkpoint(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
     sportsllm.export(tmp_path / "int4", out=tmp_path / "out", threads=2)
     config = genai.Config(str(tmp_path / "out"))
     if registered:
@@ -114,7 +114,7 @@ def test_onnxruntime_genai_runs_either_kernels(registered: bool, checkpoint: Pat
 
 def test_onnxruntime_genai_generates_the_same_tokens(exported: Path, checkpoint: Path, tmp_path: Path) -> None:
     genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra [genai]")
-    quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
+    quantize_checkpoint(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
     sportsllm.export(tmp_path / "int4", out=tmp_path / "int4-onnx", threads=2)
     sportsllm.export(checkpoint, out=tmp_path / "standard-onnx", threads=2, format="standard")
     sportsllm.export(tmp_path / "int4", out=tmp_path / "half-onnx", dtype="fp16", threads=2)

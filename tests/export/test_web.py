@@ -11,7 +11,7 @@ import pytest
 
 import sportsllm
 from compress.quantization.config import QuantizationConfig
-from compress.quantization.run import quantize
+from compress.quantize import quantize_checkpoint
 from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
 from export.paths import find_files
@@ -36,7 +36,7 @@ def test_layout(precision: str, checkpoint: Path, tmp_path: Path) -> None:
     source, out = checkpoint, tmp_path / "web"
     if precision.startswith("int"):
         source = tmp_path / "packed"
-        quantize(checkpoint=checkpoint, out=source, config=QuantizationConfig(bits=int(precision[3:])))
+        quantize_checkpoint(checkpoint=checkpoint, out=source, config=QuantizationConfig(bits=int(precision[3:])))
     dtype = "fp16-weights" if precision == "fp16" else None
     result = sportsllm.export(source, out=out, dtype=dtype, threads=1, format="web")
 

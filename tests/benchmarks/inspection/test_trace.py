@@ -57,9 +57,9 @@ def source(tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) 
 def packed(source: Path) -> Path:
     """INT4 in blocks of 32, whose graph calls functions."""
     from compress.quantization.config import QuantizationConfig
-    from compress.quantization.run import quantize
+    from compress.quantize import quantize_checkpoint
 
-    quantize(source, source.parent / "packed", QuantizationConfig(4), method="rtn")
+    quantize_checkpoint(source, source.parent / "packed", QuantizationConfig(4), method="rtn")
     return source.parent / "packed"
 
 

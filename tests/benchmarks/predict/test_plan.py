@@ -219,9 +219,11 @@ def test_tensors_along_the_way_are_in_the_steps_precision() -> None:
 
 
 def test_int4_is_what_quantize_makes_where_nothing_is_said() -> None:
-    from compress.cli.quantize import GridFlags
-    from compress.quantization.config import matrix_bytes
+    from compress.quantization.config import QuantizationConfig, matrix_bytes
 
     config = PRESETS["tiny-1m"]
     norms = 4 * config.parameters_by_component()["norms"]
-    assert plan(shape="tiny-1m")["weight_bytes"]["int4"] == matrix_bytes(config, GridFlags().config()) + norms
+    assert (
+        plan(shape="tiny-1m")["weight_bytes"]["int4"]
+        == matrix_bytes(config, QuantizationConfig(symmetric=False)) + norms
+    )

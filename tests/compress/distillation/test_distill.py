@@ -227,9 +227,9 @@ def test_preset_student_takes_the_teachers_vocabulary(
 
 def test_a_packed_student_is_refused(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     from compress.quantization.config import QuantizationConfig
-    from compress.quantization.run import quantize
+    from compress.quantize import quantize_checkpoint
 
-    quantize(checkpoint=checkpoint, out=tmp_path / "q", config=QuantizationConfig())
+    quantize_checkpoint(checkpoint=checkpoint, out=tmp_path / "q", config=QuantizationConfig())
     with pytest.raises(ArtifactError, match="is quantized"):
         run(checkpoint, str(tmp_path / "q"), tmp_path / "out", corpus_file)
     with pytest.raises(UsageError, match="weights of its own"):

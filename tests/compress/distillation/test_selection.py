@@ -34,7 +34,7 @@ from compress.pruning.indexer import start_index
 from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
 from compress.quantization.config import QuantizationConfig
-from compress.quantization.run import quantize
+from compress.quantize import quantize_checkpoint
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface.config import load_config
@@ -107,7 +107,7 @@ def test_usual_sizes_follow_the_model() -> None:
 
 
 def test_it_is_a_teacher_quantized_and_exported(made: Path, text: Path, held_out: Path, tmp_path: Path) -> None:
-    quantize(made, tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,)))
+    quantize_checkpoint(made, tmp_path / "int4", QuantizationConfig(), text=CalibrationText((text,)))
     sportsllm.export(tmp_path / "int4", out=tmp_path / "export", threads=1)  # the gate compares
     rows = [list(range(3, 60))]
     torch_scores, onnx_scores = (open_decoder(tmp_path / name, threads=1).score(rows)[0] for name in ("int4", "export"))

@@ -6,10 +6,18 @@ import pytest
 import torch
 
 from compress.layerwise import run_layer
-from compress.quantization.channel_scaling import RULES, InputStatistics, best_scale, scale_block, source_rows
+from compress.quantization.channel_scaling import (
+    RULES,
+    InputStatistics,
+    best_scale,
+    candidate_scales,
+    scale_block,
+    source_rows,
+)
 from compress.quantization.config import Granularity, GridSpec, QuantizationConfig
 from compress.quantization.packed_checkpoint import round_weight
 from sportsllm.formats.packed import ROW_BITS
+from sportsllm.models.feed_forward_kinds import Experts
 from sportsllm.models.kinds import block_matrices
 from sportsllm.models.language_model import SportsLLM, first_positions
 from sportsllm.models.layers import Rope
@@ -103,7 +111,7 @@ def test_the_chosen_alpha_has_the_least_error(rule: str, seed: int) -> None:
     else:
         size, strength = torch.cat(pieces).abs().amax(0), torch.cat(weights).abs().amax(0)
     spec = CONFIGS[rule].grid_for("a layer", 64)
-    found = best_scale(weights, size, strength, statistics, spec, rule)
+    found = best_scale(weights, size, strength, statistics, [spec, spec], rule)
     relative, strength = size / size.mean(), strength / strength.mean()
     tried = [torch.ones(64)]
     for alpha in torch.linspace(0, 1, 11):
@@ -156,6 +164,48 @@ def test_balance_follows_its_formula(bits: int, alpha: float) -> None:
     scale /= scale.log().mean().exp()
     found = before.post_attention_layernorm.weight / block.post_attention_layernorm.weight
     assert torch.allclose(found.double(), scale, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_balance_of_a_mixture_takes_the_grid_of_its_experts() -> None:
+    """The router reads the same inputs and has 8 bits; the experts have 4, which decides."""
+    model = tiny_model(mlp_kind="experts", experts=Experts(4, 2))
+    uneven(model)
+    states = [torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(0))]
+    block, before = copy.deepcopy(model.model.layers[0]), model.model.layers[0]
+    scale_block(block, model.config, states, model.rope, QuantizationConfig(4), "model.layers.0", "balance")
+    half = before.add_half("self_attn", states[0], first_positions(model.rope, states[0]))
+    inputs = before.post_attention_layernorm(half)[0].double()
+    ends = ("gate", "gate_proj", "up_proj")
+    readers = [module.weight for name, module in before.mlp.named_modules() if name.rpartition(".")[2] in ends]
+    scale = inputs.square().mean(0).sqrt() ** 0.25 / torch.cat(readers).double().square().mean(0).sqrt() ** 0.5
+    scale /= scale.log().mean().exp()
+    found = before.post_attention_layernorm.weight / block.post_attention_layernorm.weight
+    assert torch.allclose(found.double(), scale, rtol=1e-4)
+
+
+def test_awq_rounds_each_matrix_to_its_own_grid() -> None:
+    """A router of 8 bits beside an expert of 4: the error of each on its own grid, by the naive code."""
+    draw = torch.Generator().manual_seed(2)
+    strong = torch.logspace(-1, 1, 64)[torch.randperm(64, generator=draw)]
+    x = torch.randn(80, 64, generator=draw) * strong
+    weights = [torch.randn(rows, 64, generator=draw) for rows in (4, 48)]
+    specs = [GridSpec(8, 32, True), GridSpec(4, 32, True)]
+    statistics = InputStatistics.empty(64)
+    statistics.add(x[None])
+    size = x.abs().mean(0)
+
+    def error(scale: torch.Tensor) -> float:
+        total = 0.0
+        for weight, spec in zip(weights, specs, strict=True):
+            rounded = torch.from_numpy(round_weight(weight * scale, spec, search=False).dequantize()) / scale
+            total += float((x.double() @ (weight - rounded).double().T).square().sum())
+        return total
+
+    best = best_scale(weights, size, torch.ones(64), statistics, specs, "awq")
+    tried = candidate_scales(size, torch.ones(64))
+    assert error(best) == pytest.approx(min(map(error, tried)), rel=1e-3)
+    assert error(best) < error(best_scale(weights, size, torch.ones(64), statistics, [specs[0]] * 2, "awq"))
 
 
 def uneven_layer() -> tuple[SportsLLM, Rope, list[torch.Tensor], list[torch.Tensor], torch.Tensor]:

@@ -13,9 +13,10 @@ import sportsllm
 from compress.quantization.config import QuantizationConfig, bits_per_weight, matrix_bytes, matrix_weights
 from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget, choose_bits, measure_groups
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
-from compress.quantization.run import quantize
+from compress.quantize import quantize_checkpoint
 from sportsllm.commands import load_command
 from sportsllm.errors import UsageError
+from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.models.feed_forward_kinds import Experts
 from sportsllm.models.kinds import matrix_shapes
 from sportsllm.models.language_model import SportsLLM
@@ -118,7 +119,7 @@ def test_the_best_bargains_are_taken_as_long_as_they_fit() -> None:
 def test_the_stage_keeps_the_budget_and_its_export_is_faithful(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, method: str
 ) -> None:
-    result = quantize(
+    result = quantize_checkpoint(
         checkpoint,
         tmp_path / "out",
         QuantizationConfig(4, 64, 8),
@@ -126,23 +127,42 @@ def test_the_stage_keeps_the_budget_and_its_export_is_faithful(
         text=CalibrationText((corpus_file,), 8),
         budget=SizeBudget(bits_per_weight=6.5),
     )
-    assert 5.0 < result["bits_per_weight"] <= 6.5
+    assert 5.0 < result.bits_per_weight <= 6.5
     config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     bits = {name: entry["bits"] for name, entry in config["quantization_config"]["modules"].items()}
-    for group in result["sensitivity"]:
+    for group in result.sensitivity:
         assert {bits[name] for name in group["modules"]} == {group["bits"]}
     assert set(bits.values()) == {4, 8}
     assert sportsllm.export(tmp_path / "out", out=tmp_path / "onnx", threads=1).parity["passed"]
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_shared_experts_keep_eight_bits(corpus_file: Path, checkpoint: Path, tmp_path: Path, method: str) -> None:
+    model = tiny_model(num_hidden_layers=1, mlp_kind="experts", experts=Experts(4, 2, shared=1))
+    (tmp_path / "in").mkdir()
+    save_checkpoint(tmp_path / "in", model, checkpoint)
+    text = CalibrationText((corpus_file,), 4)
+    budget = SizeBudget(bits_per_weight=bits_per_weight(model.config, QuantizationConfig()) + 0.4)
+    result = quantize_checkpoint(tmp_path / "in", tmp_path / "out", method=method, text=text, budget=budget)
+    recorded = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    bits = {name: entry["bits"] for name, entry in recorded["modules"].items()}
+    always = {"model.layers.0.mlp.gate"} | {name for name in bits if ".shared_experts." in name}
+    assert len(always) == 4 and {bits[name] for name in always} == {8}
+    found = {tuple(group["modules"]): group for group in result.sensitivity}
+    assert found[("model.layers.0.mlp.shared_experts.down_proj",)]["extra_bytes"] == 0
+    assert {group["bits"] for group in result.sensitivity} == {4, 8}
+    for names, group in found.items():
+        assert {bits[name] for name in names if name not in always} <= {group["bits"]}
 
 
 def test_a_size_counts_everything(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     config, low = tiny_config(), QuantizationConfig(4, 32, 8)
     least = matrix_bytes(config, low) + 4 * (config.parameters - matrix_weights(config))
     wanted = (least + 5_000) / 1e6
-    result = quantize(
+    result = quantize_checkpoint(
         checkpoint, tmp_path / "out", low, text=CalibrationText((corpus_file,), 2), budget=SizeBudget(size_mb=wanted)
     )
-    assert any(group["bits"] == 8 for group in result["sensitivity"])
+    assert any(group["bits"] == 8 for group in result.sensitivity)
     header = 8 + int.from_bytes((tmp_path / "out" / "model.safetensors").read_bytes()[:8], "little")
     assert least < (tmp_path / "out" / "model.safetensors").stat().st_size - header <= wanted * 1e6
 
@@ -150,7 +170,7 @@ def test_a_size_counts_everything(checkpoint: Path, corpus_file: Path, tmp_path:
 def test_budgets_that_cannot_be_kept() -> None:
     config = tiny_config()
     assert bits_per_weight(config, QuantizationConfig(4, 32, 8)) == pytest.approx(5.0)
-    with pytest.raises(UsageError, match=r"--bits-per-weight 4\.5 is less than INT4 takes with blocks of 32, 5\.000"):
+    with pytest.raises(UsageError, match=r"--bits-per-weight 4\.5 is less than INT4 takes with groups of 32, 5\.000"):
         SizeBudget(4.5).spare_bytes(config, QuantizationConfig())
     with pytest.raises(UsageError, match=r"--size-mb 0\.01 is less"):
         SizeBudget(None, 0.01).spare_bytes(config, QuantizationConfig())
@@ -166,8 +186,8 @@ def test_a_mixture_says_what_it_is(
     mixed = load_command("quantize")(
         checkpoint=checkpoint, out=tmp_path / "mixed", calibration=[corpus_file], samples=4, bits_per_weight=6.5
     )
-    raised = sum(group["bits"] == 8 for group in mixed["sensitivity"])
-    assert 0 < raised < len(mixed["sensitivity"])
-    assert f"8 bits for {raised} of {len(mixed['sensitivity'])} groups of matrices" in capsys.readouterr().out
+    raised = sum(group["bits"] == 8 for group in mixed.sensitivity)
+    assert 0 < raised < len(mixed.sensitivity)
+    assert f"8 bits for {raised} of {len(mixed.sensitivity)} groups of matrices" in capsys.readouterr().out
     card = (tmp_path / "mixed" / "README.md").read_text(encoding="utf-8")
-    assert f"quantized: INT4 and INT8, {mixed['bits_per_weight']:.2f} bits a weight, blocks of 32, method gptq" in card
+    assert f"quantized: INT4 and INT8, {mixed.bits_per_weight:.2f} bits a weight, blocks of 32, method gptq" in card

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from compress.quantization.config import Granularity, GridSpec, QuantizationConfig
 from compress.quantization.mixed_precision import SizeBudget
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
-from compress.quantization.run import METHODS, quantize, resolve_method
+from compress.quantize import METHODS, quantize_checkpoint, resolve_method
 from sportsllm.commands import load_command
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
@@ -129,9 +129,9 @@ def test_the_stage(
     save_checkpoint(tmp_path / "in", model, checkpoint)
     config = QuantizationConfig(4, 32, head_bits, False)
     text = calibration(method, corpus_file, 8)
-    result = quantize(tmp_path / "in", tmp_path / "out", config, method, text=text)
+    result = quantize_checkpoint(tmp_path / "in", tmp_path / "out", config, method, text=text)
     recorded = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["quantization_config"]
-    assert recorded["method"] == result["method"] == method and recorded["block_size"] == 32
+    assert recorded["method"] == result.method == method and recorded["block_size"] == 32
     assert ("model.embed_tokens" in recorded["modules"]) == (head_bits == 4)
     assert ("lm_head" in recorded["modules"]) == (head_bits == 4 and not tied)
     loaded = load_checkpoint(tmp_path / "out")
@@ -145,7 +145,7 @@ def test_the_stage(
     # On random tokens, which nothing was calibrated on: 0.16 to 0.21 over six corpora.
     assert 0 < float((found - wanted).square().mean() / wanted.square().mean()) < 0.25
     with pytest.raises(ArtifactError, match="quantized already"):
-        quantize(tmp_path / "out", tmp_path / "again")
+        quantize_checkpoint(tmp_path / "out", tmp_path / "again")
 
 
 def test_minding_the_inputs_beats_rounding(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_minding_the_inputs_beats_rounding(checkpoint: Path, corpus_file: Path, 
     model, errors = load_checkpoint(checkpoint), []
     held_out = [load_tokenizer(checkpoint, model.config).encode(simulate(1, index).text)[:100] for index in range(20)]
     for method in ("rtn", "mse", "gptq"):
-        quantize(checkpoint, tmp_path / method, method=method, text=calibration(method, corpus_file, 64))
+        quantize_checkpoint(checkpoint, tmp_path / method, method=method, text=calibration(method, corpus_file, 64))
         quantized = load_checkpoint(tmp_path / method)
         with torch.inference_mode():
             pairs = [(quantized(torch.tensor([ids])), model(torch.tensor([ids]))) for ids in held_out]
@@ -182,50 +182,50 @@ def test_too_little_text_is_joined_by_the_models_own(
     """By 20 tokens GPTQ fits noise: it is worse than rounding without text."""
     few, held_out = tmp_path / "few.txt", tmp_path / "held_out.jsonl"
     few.write_text("Lily had a ball. She played with Tom all day long.", encoding="utf-8")
-    result = quantize(checkpoint, tmp_path / "few", text=CalibrationText((few,)))
-    assert result["calibration_tokens"] > 200
+    result = quantize_checkpoint(checkpoint, tmp_path / "few", text=CalibrationText((few,)))
+    assert result.calibration_tokens > 200
     assert "are too few to round by: 16 texts that the model" in capsys.readouterr().err.replace("\n", " ")
-    asked = quantize(checkpoint, tmp_path / "asked", text=CalibrationText((few,), 1))
-    assert asked["calibration_tokens"] < 100
+    asked = quantize_checkpoint(checkpoint, tmp_path / "asked", text=CalibrationText((few,), 1))
+    assert asked.calibration_tokens < 100
     held_out.write_text(json.dumps({"text": few.read_text(encoding="utf-8")}) + "\n", encoding="utf-8")
     with pytest.raises(ArtifactError, match="all of it is held-out text"):
-        quantize(checkpoint, tmp_path / "out", text=CalibrationText((few,), None, (held_out,)))
+        quantize_checkpoint(checkpoint, tmp_path / "out", text=CalibrationText((few,), None, (held_out,)))
 
 
 def test_a_model_without_known_text_writes_its_own(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = quantize(checkpoint, tmp_path / "own", text=CalibrationText((), 4))
-    assert own["method"] == "gptq"
+    own = quantize_checkpoint(checkpoint, tmp_path / "own", text=CalibrationText((), 4))
+    assert own.method == "gptq"
     assert "4 texts that the model writes itself" in capsys.readouterr().err
-    again = quantize(checkpoint, tmp_path / "again", text=CalibrationText((), 4))
+    again = quantize_checkpoint(checkpoint, tmp_path / "again", text=CalibrationText((), 4))
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("own", "again")]
-    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0]) and again["method"] == "gptq"
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0]) and again.method == "gptq"
     gone = CalibrationText((), 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sportsllm.training.calibration_text.manifest_setting", lambda *_: [str(tmp_path / "gone.txt")])
         assert gone.found(checkpoint) is gone
     assert "gone.txt: training text that" in capsys.readouterr().err.replace("\n", "")
     with pytest.raises(UsageError, match="reads no calibration text"):
-        quantize(checkpoint, tmp_path / "out", method="rtn", text=CalibrationText((corpus_file,), 4))
+        quantize_checkpoint(checkpoint, tmp_path / "out", method="rtn", text=CalibrationText((corpus_file,), 4))
     empty = tmp_path / "empty.txt"
     empty.write_text("", encoding="utf-8")
     with pytest.raises(ArtifactError, match="no calibration text"):
-        quantize(checkpoint, tmp_path / "out", text=CalibrationText((empty,)))
+        quantize_checkpoint(checkpoint, tmp_path / "out", text=CalibrationText((empty,)))
     assert not (tmp_path / "out").exists()
 
 
 def test_blocks_that_pad_much_are_told(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = load_command("quantize")
     for block in (16, 256):
-        result = command(checkpoint=checkpoint, out=tmp_path / str(block), block_size=block, method="rtn")
+        result = command(checkpoint=checkpoint, out=tmp_path / str(block), group_size=block, method="rtn")
         stored = load_file(tmp_path / str(block) / "model.safetensors")
         packed = sum(tensor.numel() for name, tensor in stored.items() if name.endswith("proj.weight_packed"))
         own = sum(
             tensor.numel() for name, tensor in load_file(checkpoint / "model.safetensors").items() if "proj" in name
         )
-        assert result["padding_percent"] == pytest.approx(100 * (2 * packed / own - 1))
-        assert ("more numbers are stored" in capsys.readouterr().out) == (block == 256)
+        assert result.padding_percent == pytest.approx(100 * (2 * packed / own - 1))
+        assert ("padding adds" in capsys.readouterr().out) == (block == 256)
 
 
 ROWS = QuantizationConfig(8, granularity=Granularity.PER_CHANNEL)
@@ -272,8 +272,8 @@ def test_whole_rows_are_multiplied_in_whole_numbers(inputs: str) -> None:
 
 @pytest.mark.parametrize("method", ["mse", "smooth", "smooth+gptq"])
 def test_whole_rows_as_a_stage(checkpoint: Path, corpus_file: Path, tmp_path: Path, method: str) -> None:
-    result = quantize(checkpoint, tmp_path / "out", ROWS, method, text=calibration(method, corpus_file, 8))
-    assert (result["bits"], result["per_row"]) == (8, True)
+    result = quantize_checkpoint(checkpoint, tmp_path / "out", ROWS, method, text=calibration(method, corpus_file, 8))
+    assert (result.bits, result.per_row) == (8, True)
     loaded, model = load_checkpoint(tmp_path / "out"), load_checkpoint(checkpoint)
     assert loaded.state_dict()["model.layers.1.mlp.down_proj.weight_packed"].shape == (64, 1, 96)
     tokens = torch.randint(0, 384, (1, 64), generator=torch.Generator().manual_seed(3))
@@ -283,7 +283,7 @@ def test_whole_rows_as_a_stage(checkpoint: Path, corpus_file: Path, tmp_path: Pa
 
 
 def test_whole_rows_beyond_seven_bits_are_damaged(checkpoint: Path, tmp_path: Path) -> None:
-    quantize(checkpoint, tmp_path / "out", ROWS, "mse")
+    quantize_checkpoint(checkpoint, tmp_path / "out", ROWS, "mse")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight_packed"][3, 0, 5] = 255
     save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
@@ -298,16 +298,16 @@ def test_whole_rows_refuse_what_they_cannot_be(checkpoint: Path, corpus_file: Pa
     with pytest.raises(UsageError, match="add --bits 8"):
         QuantizationConfig(4, granularity=Granularity.PER_CHANNEL)
     with pytest.raises(UsageError, match="one precision for all"):
-        quantize(checkpoint, out, ROWS, budget=SizeBudget(bits_per_weight=5.0))
-    with pytest.raises(UsageError, match="add --per-row"):
-        quantize(checkpoint, out, QuantizationConfig(8), "smooth", text=text)
+        quantize_checkpoint(checkpoint, out, ROWS, budget=SizeBudget(bits_per_weight=5.0))
+    with pytest.raises(UsageError, match="add --bits 8 --group-size 0"):
+        quantize_checkpoint(checkpoint, out, QuantizationConfig(8), "smooth", text=text)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"bits": 3}, "--bits is 3"),
-        ({"block_size": 48}, "--block-size is 48"),
+        ({"block_size": 48}, "--group-size is 48"),
         ({"head_bits": 2}, "--head-bits"),
         ({"method": "magic"}, "magic"),
     ],
@@ -317,7 +317,7 @@ def test_grids_the_runtime_does_not_have(
 ) -> None:
     method = change.pop("method", "rtn")
     with pytest.raises(UsageError, match=message):
-        quantize(checkpoint, tmp_path / "out", QuantizationConfig(**change), method)
+        quantize_checkpoint(checkpoint, tmp_path / "out", QuantizationConfig(**change), method)
     assert not (tmp_path / "out").exists()
 
 
@@ -332,9 +332,9 @@ def test_another_kind_of_layer_is_quantized(checkpoint: Path, corpus_file: Path,
         (tmp_path / "in").mkdir()
         save_checkpoint(tmp_path / "in", model, checkpoint)
         text = calibration(method, corpus_file, 8)
-        result = quantize(tmp_path / "in", tmp_path / "out", QuantizationConfig(8), method, text=text)
+        result = quantize_checkpoint(tmp_path / "in", tmp_path / "out", QuantizationConfig(8), method, text=text)
         loaded = load_checkpoint(tmp_path / "out")
-        assert result["bits_per_weight"] == pytest.approx(9.0)  # a float32 scale for each block of 32
+        assert result.bits_per_weight == pytest.approx(9.0)  # a float32 scale for each block of 32
         assert type(loaded.get_submodule("model.layers.1.mlp.up_proj")).__name__ == "QuantizedLinear"
         tokens = torch.randint(0, 384, (1, 64), generator=torch.Generator().manual_seed(3))
         with torch.inference_mode():

@@ -14,7 +14,7 @@ import torch
 
 import sportsllm
 from compress.quantization.config import QuantizationConfig
-from compress.quantization.run import quantize
+from compress.quantize import quantize_checkpoint
 from export.gguf.tokenizer import tokenizer_metadata
 from export.gguf.write import GGUF_FILE, encode
 from sportsllm.cli.main import main
@@ -146,7 +146,7 @@ def test_a_dense_checkpoint_comes_back_bit_for_bit(
 def test_a_packed_checkpoint_keeps_its_numbers(
     bits: int, symmetric: bool, main: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    quantize(checkpoint, tmp_path / "packed", QuantizationConfig(bits, symmetric=symmetric), method="rtn")
+    quantize_checkpoint(checkpoint, tmp_path / "packed", QuantizationConfig(bits, symmetric=symmetric), method="rtn")
     result = sportsllm.export(tmp_path / "packed", out=tmp_path / "gguf", format="gguf")
     assert main in result.formats
     with pytest.raises(UsageError, match=r"--dtype fp16: .* is packed already"):

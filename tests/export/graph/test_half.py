@@ -15,7 +15,7 @@ from benchmarks.devices.load import load_device
 from benchmarks.predict.latency import predict_directory
 from benchmarks.predict.model_size import stored_format
 from compress.quantization.config import Granularity, QuantizationConfig
-from compress.quantization.run import quantize
+from compress.quantize import quantize_checkpoint
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.providers import Provider
@@ -95,7 +95,7 @@ def test_numbers_beyond_float16_are_refused(tmp_path: Path) -> None:
 def test_the_command_and_the_loaders_files(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quantize(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
+    quantize_checkpoint(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
     result = sportsllm.export(tmp_path / "int4", out=tmp_path / "out", dtype="fp16", threads=1)
     assert (result.precision, result.kv_cache, result.kernels) == ("int4", "fp16", None)
     said = capsys.readouterr()
@@ -131,7 +131,7 @@ def test_the_gate_by_layer_is_the_cpus(checkpoint: Path, tmp_path: Path, monkeyp
 
 
 def test_int8_in_rows_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    quantize(
+    quantize_checkpoint(
         checkpoint=checkpoint,
         out=tmp_path / "rows",
         config=QuantizationConfig(bits=8, granularity=Granularity.PER_CHANNEL),

@@ -16,7 +16,7 @@ import pytest
 
 import sportsllm
 from compress.quantization.config import QuantizationConfig
-from compress.quantization.run import quantize
+from compress.quantize import quantize_checkpoint
 from export.kernels import build as build_module
 from export.kernels import library
 from export.kernels.build import VARIANTS, BuildError, build, here
@@ -150,7 +150,7 @@ def test_two_sessions_at_once(exports: Exports) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_real_text_is_continued_as_by_pytorch(bits: int, cache: str, tmp_path: Path) -> None:
     """40 greedy tokens. Later ones differ: a model this small often has two tokens that are nearly as likely."""
-    quantize(checkpoint=STORIES, out=tmp_path / "packed", config=QuantizationConfig(bits=bits), method="rtn")
+    quantize_checkpoint(checkpoint=STORIES, out=tmp_path / "packed", config=QuantizationConfig(bits=bits), method="rtn")
     options: dict[str, Any] = {"threads": 2, "kv_cache": cache}
     if cache == "int8":
         (text := tmp_path / "text.txt").write_text(
@@ -291,7 +291,7 @@ def test_bad_graphs_end_in_one_line(name: str, exports: Exports, tmp_path: Path)
 
 
 def test_commands_say_what_runs(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quantize(checkpoint=checkpoint, out=tmp_path / "packed", config=QuantizationConfig())
+    quantize_checkpoint(checkpoint=checkpoint, out=tmp_path / "packed", config=QuantizationConfig())
     (text := tmp_path / "text.txt").write_text("The home side won.")
     exported = sportsllm.export(tmp_path / "packed", out=tmp_path / "out", threads=1)
     assert exported.kernels == library.VERSION

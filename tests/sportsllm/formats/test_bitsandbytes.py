@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import sportsllm
 from compress.quantization.config import QuantizationConfig
-from compress.quantization.run import quantize
+from compress.quantize import quantize_checkpoint
 from sportsllm.cli.main import main
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.bitsandbytes import companions, read_dense
@@ -193,7 +193,9 @@ def test_other_methods_stay_refused(packed: Path, tmp_path: Path, value: Any) ->
 def test_quantize_says_that_it_rounds_again_and_what_that_costs(
     packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = quantize(checkpoint=packed, out=tmp_path / "out", config=QuantizationConfig(4, 32, 8), method="rtn")
+    result = quantize_checkpoint(
+        checkpoint=packed, out=tmp_path / "out", config=QuantizationConfig(4, 32, 8), method="rtn"
+    )
     assert "stored its matrices as NF4; they are rounded again" in capsys.readouterr().err
     stored, now = TensorFiles(packed), load_checkpoint(tmp_path / "out").state_dict()
     model = load_checkpoint(tmp_path / "out")
@@ -204,13 +206,15 @@ def test_quantize_says_that_it_rounds_again_and_what_that_costs(
     ]
     changed = sum(float((found - before).square().sum()) for before, found in pairs)
     wanted = (changed / sum(float(before.square().sum()) for before, _ in pairs)) ** 0.5
-    assert result["regridded_from"] == "NF4" and result["regrid_relative_error"] == pytest.approx(wanted, rel=1e-6)
+    assert result.regridded_from == "NF4" and result.regrid_relative_error == pytest.approx(wanted, rel=1e-6)
     assert 0.05 < wanted < 0.15  # 4 bits on blocks of 32 cost a dense normal matrix about 0.1
     recorded = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     assert recorded["quant_method"] == "sportsllm-nbits" and "load_in_4bit" not in recorded
     # Eight bits hold what four held.
-    eight = quantize(checkpoint=packed, out=tmp_path / "eight", config=QuantizationConfig(8, 32, 8), method="rtn")
-    assert eight["regrid_relative_error"] < 0.01
+    eight = quantize_checkpoint(
+        checkpoint=packed, out=tmp_path / "eight", config=QuantizationConfig(8, 32, 8), method="rtn"
+    )
+    assert eight.regrid_relative_error < 0.01
     with pytest.raises(SystemExit) as stopped:
         main(["quantize", str(tmp_path / "out"), "--out", str(tmp_path / "again")])
     assert stopped.value.code == 3
@@ -218,8 +222,8 @@ def test_quantize_says_that_it_rounds_again_and_what_that_costs(
 
 def test_awq_moves_scales_so_that_its_loss_is_not_stated(packed: Path, tmp_path: Path, corpus_file: Path) -> None:
     text = CalibrationText((corpus_file,), 2)
-    result = quantize(packed, tmp_path / "out", method="awq", text=text)
-    assert result["regridded_from"] == "NF4" and result["regrid_relative_error"] is None
+    result = quantize_checkpoint(packed, tmp_path / "out", method="awq", text=text)
+    assert result.regridded_from == "NF4" and result.regrid_relative_error is None
 
 
 def test_exports_dense_and_leaves_no_trace_of_the_packing(

@@ -231,7 +231,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
 
 def test_what_cannot_be_adapted_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     from compress.quantization.config import QuantizationConfig
-    from compress.quantization.run import quantize
+    from compress.quantize import quantize_checkpoint
 
     for rank in (0, 33):  # key and value matrices have 32 rows
         with pytest.raises(UsageError, match=f"--lora-rank is {rank}; .* 1 to 32"):
@@ -244,7 +244,7 @@ def test_what_cannot_be_adapted_is_refused(checkpoint: Path, tmp_path: Path) -> 
     add_adapters(model, 2, ("q_proj",))
     with pytest.raises(UsageError, match="LoRALinear"):
         add_adapters(model, 2, ("q_proj",))
-    quantize(checkpoint=checkpoint, out=tmp_path / "q", config=QuantizationConfig())
+    quantize_checkpoint(checkpoint=checkpoint, out=tmp_path / "q", config=QuantizationConfig())
     with pytest.raises(UsageError, match="QuantizedLinear"):
         add_adapters(load_checkpoint(tmp_path / "q"), 2)
 
@@ -315,10 +315,10 @@ def test_refusals_are_one_line(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from compress.quantization.config import QuantizationConfig
-    from compress.quantization.run import quantize
+    from compress.quantize import quantize_checkpoint
 
     packed, out = tmp_path / "packed", tmp_path / "out"
-    quantize(checkpoint=checkpoint, out=packed, config=QuantizationConfig())
+    quantize_checkpoint(checkpoint=checkpoint, out=packed, config=QuantizationConfig())
 
     def refused(code: int, text: str, *flags: object) -> None:
         complains(call(capsys, "train", "--corpus", corpus_file, "--out", out, "--sequence", 64, *flags), code, text)

@@ -1,10 +1,10 @@
 """Quantization-aware training: train the quantized model on the runtime's exact grid.
 
-Every matrix of a layer has a full-precision master weight. The forward pass multiplies by its rounding to the grid, and
-the gradient reaches it as if nothing had been rounded, unless the number lies beyond the grid's ends
-(straight-through estimation, https://arxiv.org/abs/1308.3432). Scales and zero points stay: letting scales move by the
-rounding's own derivative (https://arxiv.org/abs/1902.08153) gained nothing (docs/log.md). So do embedding and head.
-Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row.
+Every matrix of a layer has a full-precision master weight. The forward pass multiplies by its rounding to the grid. The
+gradient passes through the rounding unchanged, and is 0 for values beyond the ends of the grid (straight-through
+estimation, https://arxiv.org/abs/1308.3432). Scales, zero points, embedding and head are not trained; learned scales
+(https://arxiv.org/abs/1902.08153) gained nothing (docs/log.md).
+Shape suffixes: N rows (outputs), K columns (inputs), G blocks per row.
 """
 
 from __future__ import annotations
@@ -27,23 +27,36 @@ from sportsllm.models.language_model import SportsLLM
 _HALF_STEP = 0.45
 
 
-class _FakeQuantize(torch.autograd.Function):
-    """(N, K) master weights, scale and zero point of every column to the numbers of the grid."""
+class _GridProduct(torch.autograd.Function):
+    """x Q(W)^T with straight-through gradients.
+
+    Under bfloat16 autocast an INT8 Q(W) is the sum of two bfloat16 terms, so the product is that of the exact grid:
+    casting alone moves a weight by up to a quarter of a quantization step. At 4 bits that is a sixtieth of a step.
+    """
 
     @staticmethod
-    def forward(ctx: Any, weight_NK: Tensor, scale_NK: Tensor, zero_NK: Tensor, bits: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight_NK: Tensor, scale_NK: Tensor, zero_NK: Tensor, bits: int, dtype: torch.dtype
+    ) -> Tensor:
         steps = weight_NK / scale_NK
-        ctx.save_for_backward((steps >= -zero_NK - 0.5) & (steps <= 2.0**bits - 0.5 - zero_NK))
-        return (nearest(weight_NK, scale_NK, zero_NK, bits) - zero_NK) * scale_NK
+        inside = (steps >= -zero_NK - 0.5) & (steps <= 2.0**bits - 0.5 - zero_NK)
+        grid_NK = (nearest(weight_NK, scale_NK, zero_NK, bits) - zero_NK) * scale_NK
+        x, first_NK = x.to(dtype), grid_NK.to(dtype)
+        ctx.save_for_backward(x, first_NK, inside)
+        result = F.linear(x, first_NK)
+        if bits > 4 and dtype != torch.float32:
+            result = result + F.linear(x, (grid_NK - first_NK).to(dtype))
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (inside,), (gradient,) = ctx.saved_tensors, gradients
-        return gradient * inside, None, None, None
+        (x, first_NK, inside), (gradient,) = ctx.saved_tensors, gradients
+        weight_gradient = gradient.flatten(0, -2).T @ x.flatten(0, -2)
+        return gradient @ first_NK, weight_gradient.float() * inside, None, None, None, None
 
 
 class FakeQuantLinear(nn.Module):
-    """y = x Q(W)^T + b, Q rounding W to the grid of a packed matrix."""
+    """y = x Q(W)^T + b; Q rounds W to the grid of a packed matrix."""
 
     scales_NG: Tensor
     zeros_NG: Tensor
@@ -68,9 +81,12 @@ class FakeQuantLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
         scale, zero = self._columns(self.scales_NG), self._columns(self.zeros_NG)
-        rounded = cast(Tensor, cast(Any, _FakeQuantize).apply(self.weight, scale, zero, self.bits))
-        return F.linear(x, rounded, self.bias)
+        with torch.autocast(device, enabled=False):
+            y = cast(Tensor, cast(Any, _GridProduct).apply(x, self.weight, scale, zero, self.bits, dtype))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def pack(self) -> QuantizedWeight:
         """The matrix that the forward pass multiplies by."""
@@ -82,11 +98,11 @@ class FakeQuantLinear(nn.Module):
 
 
 def make_trainable(model: SportsLLM, originals: Mapping[str, Tensor]) -> None:
-    """Make the layers' packed matrices of `model` trainable, in place; its embedding and head are not trained.
+    """Make the layers' packed matrices of `model` trainable, in place; embedding and head are not trained.
 
     Args:
         model: quantized.
-        originals: what the matrices were before rounding, by module.
+        originals: the matrices before rounding, by module.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -100,7 +116,7 @@ def make_trainable(model: SportsLLM, originals: Mapping[str, Tensor]) -> None:
 
 
 def pack_trained(model: SportsLLM, packed: PackedCheckpoint) -> None:
-    """Replace the tensors that a model started from by its trained ones."""
+    """Replace the tensors of a checkpoint by the trained ones."""
     for name, module in model.named_modules():
         if isinstance(module, FakeQuantLinear):
             packed.add_packed(name, module.pack())

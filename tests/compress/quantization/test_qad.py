@@ -9,10 +9,10 @@ import torch
 
 from compress.distillation.recovery import Recovery
 from compress.distillation.settings import DistillationConfig, KLWeight
-from compress.quantization.aware_training import FakeQuantLinear, make_trainable, pack_trained
 from compress.quantization.config import GridSpec, QuantizationConfig
 from compress.quantization.packed_checkpoint import PackedCheckpoint, round_weight
-from compress.quantization.run import quantize
+from compress.quantization.qad import FakeQuantLinear, make_trainable, pack_trained
+from compress.quantize import quantize_checkpoint
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.formats.quantized_layers import QuantizedLinear
@@ -44,6 +44,19 @@ def test_it_starts_as_the_packed_matrix_and_packs_what_it_multiplies_by(bits: in
     moved = layer.pack()
     assert not np.array_equal(moved.packed, packed.packed)
     assert torch.allclose(layer(x).T, torch.from_numpy(moved.dequantize()), atol=1e-6)
+
+
+def test_int8_products_are_those_of_the_grid_under_autocast() -> None:
+    """Outputs are rounded to bfloat16, which averages out over tokens; rounded weights would not."""
+    weight, packed = packed_matrix(bits=8)
+    layer = FakeQuantLinear(packed, None, weight)
+    x = torch.randn(4_000, 72, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = layer(x.float())
+    assert found.dtype == torch.bfloat16
+    exact = torch.from_numpy(packed.dequantize()).double().T
+    effective = torch.linalg.lstsq(x.double(), found.double()).solution
+    assert float((effective - exact).norm()) < 0.4 * float((exact.bfloat16().double() - exact).norm())
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -107,9 +120,9 @@ def test_only_the_layers_and_the_last_norm_are_trained() -> None:
 def test_the_stage_recovers_quality_and_stays_on_the_grid(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     config = TrainConfig(steps=60, batch_size=2, accumulation=1, sequence=64, learning_rate=1e-3, warmup=2)
     recovery = Recovery(config, (corpus_file,), (), DistillationConfig(kl_weight=KLWeight(1.0, 1.0)))
-    results = quantize(checkpoint, tmp_path / "out", QuantizationConfig(4, 64, 32), "rtn", recovery=recovery)
-    plain = quantize(checkpoint, tmp_path / "rtn", QuantizationConfig(4, 64, 32), "rtn")
-    assert results["tokens"] == 60 * 128 and results["size_bytes"] == plain["size_bytes"]
+    results = quantize_checkpoint(checkpoint, tmp_path / "out", QuantizationConfig(4, 64, 32), "rtn", recovery=recovery)
+    plain = quantize_checkpoint(checkpoint, tmp_path / "rtn", QuantizationConfig(4, 64, 32), "rtn")
+    assert results.tokens == 60 * 128 and results.size_bytes == plain.size_bytes
     full, rounded, trained = (load_checkpoint(path) for path in (checkpoint, tmp_path / "rtn", tmp_path / "out"))
     words = load_tokenizer(checkpoint, full.config)
     errors = [0.0, 0.0]
@@ -126,4 +139,4 @@ def test_the_stage_recovers_quality_and_stays_on_the_grid(checkpoint: Path, corp
     assert (tmp_path / "out" / "metrics.jsonl").exists()
     # The trained model's own score is that of the file it became.
     score = validator(load_corpus((corpus_file,), ()), words)(trained)
-    assert score == pytest.approx(results["valid_bits_per_byte"], rel=1e-5)
+    assert score == pytest.approx(results.valid_bits_per_byte, rel=1e-5)

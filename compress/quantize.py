@@ -1,0 +1,535 @@
+"""The verb `quantize`: pack a checkpoint's matrices as INT8 or INT4, exactly as the runtime reads them.
+
+Resolve the method, find calibration text, choose bits by sensitivity if a size is given, round, and train on the grid
+with `--qad`. Heavy imports are inside the functions.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sportsllm import options
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.results import TrainingResult
+from sportsllm.settings import DISTILLATION, SIGNALS, STEPS, TRAINING, parse_settings, pick
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from compress.distillation.recovery import Recovery
+    from compress.distillation.student_training import RunState
+    from compress.quantization.config import QuantizationConfig
+    from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget
+    from compress.quantization.packed_checkpoint import PackedCheckpoint
+    from compress.teacher_cache.read import TeacherCache
+    from sportsllm.models.config import ModelConfig
+    from sportsllm.training.calibration_text import CalibrationText
+
+PADDING_NOTED = 10.0
+"""Percent of padding from which a line is printed."""
+LEAST_TOKENS = 4_096  # of calibration text: with 400 GPTQ is worse than no text at all, more than this gain little
+_SENSITIVITY_SAMPLES = 4  # samples that choose the matrices with 8 bits
+_SIZE, _CALIBRATION, _RECOVERY = "Size", "Calibration", "Recovery"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A rounding method.
+
+    Attributes:
+        search: use the grid of least squared error instead of the full range.
+        scaling: scale channels first, by a rule of `compress.quantization.channel_scaling`.
+        gptq: fit to the inputs and round by GPTQ.
+        samples: default number of calibration samples.
+    """
+
+    search: bool = True
+    scaling: str | None = None
+    gptq: bool = False
+    samples: int = 64
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it needs calibration text."""
+        return self.gptq or self.scaling is not None
+
+
+METHODS = {
+    "rtn": Method(search=False),
+    "mse": Method(),
+    "balance": Method(scaling="balance", samples=16),
+    "awq": Method(scaling="awq"),
+    "smooth": Method(scaling="smooth"),
+    "gptq": Method(scaling="balance", gptq=True),
+    "smooth+gptq": Method(scaling="smooth", gptq=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeResult(TrainingResult):
+    """A quantized checkpoint. Fields of TrainingResult are those of `--qad`.
+
+    Attributes:
+        bits, group_size, symmetric, per_row: grid of the layers' matrices; `per_row` has one scale per row.
+        head_bits: bits of embedding and head.
+        method: rounding method.
+        bits_per_weight: average of the layers' matrices, with scales and zero points.
+        calibration_tokens: tokens of calibration text.
+        sensitivity: groups of matrices with their KL and bits, if precisions are mixed.
+        padding_percent: values added to fill the last group of each row.
+        regridded_from, regrid_relative_error: of matrices that bitsandbytes had quantized before.
+        bits_per_byte_before_recovery: rounded, before `--qad`.
+    """
+
+    bits: int = 0
+    group_size: int = 0
+    symmetric: bool = True
+    per_row: bool = False
+    head_bits: int = 0
+    method: str = ""
+    bits_per_weight: float = 0.0
+    calibration_tokens: int = 0
+    sensitivity: list[dict[str, Any]] = field(default_factory=list)
+    padding_percent: float | None = None
+    regridded_from: str | None = None
+    regrid_relative_error: float | None = None
+    bits_per_byte_before_recovery: float | None = None
+
+
+def quantize(
+    checkpoint: options.Checkpoint,
+    *,
+    out: options.Out,
+    bits: Annotated[int, typer.Option(help="Bits of the layers' matrices: 8 or 4.")] = 4,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="rtn (round to nearest) or mse (grid of least squared error); with calibration text balance, awq, "
+            "gptq, smooth or smooth+gptq.",
+            show_default="gptq for 4 bits, balance for 8, smooth+gptq for whole rows; mse for untrained weights",
+        ),
+    ] = None,
+    group_size: Annotated[
+        int,
+        typer.Option(
+            help="Weights that share a scale: 16, 32, 64, 128 or 256; 0 for a whole row (INT8 only): faster integer "
+            "products, slightly less exact."
+        ),
+    ] = 32,
+    size_mb: Annotated[
+        float | None,
+        typer.Option(
+            help="Mix 4 and 8 bits by sensitivity to this size of all packed weights, in MB (10^6 bytes).",
+            show_default="one precision",
+            rich_help_panel=_SIZE,
+        ),
+    ] = None,
+    bits_per_weight: Annotated[
+        float | None,
+        typer.Option(
+            help="Mix 4 and 8 bits by sensitivity to this average over the layers.",
+            show_default="one precision",
+            rich_help_panel=_SIZE,
+        ),
+    ] = None,
+    head_bits: Annotated[
+        int, typer.Option(help="Bits of embedding and head: 4, 8, or 32 for float32.", rich_help_panel=_SIZE)
+    ] = 8,
+    symmetric: Annotated[
+        bool | None,
+        typer.Option(
+            "--symmetric/--asymmetric",
+            help="Symmetric, or asymmetric with a zero point per 4-bit block.",
+            show_default="asymmetric at 4 bits",
+            rich_help_panel=_SIZE,
+        ),
+    ] = None,
+    calibration: options.Calibration = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Calibration samples.", show_default="up to 64", rich_help_panel=_CALIBRATION),
+    ] = None,
+    qad: Annotated[
+        int | None,
+        typer.Option(
+            parser=options.count,
+            metavar="N",
+            help="Quantization-aware distillation: after rounding, train on this many tokens to match the "
+            "full-precision model.",
+            show_default="no training",
+            rich_help_panel=_RECOVERY,
+        ),
+    ] = None,
+    corpus: options.Corpus = None,
+    valid: options.Valid = None,
+    settings: options.Settings = None,
+    resume: options.Resume = False,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+) -> QuantizeResult:
+    """Quantize weights to INT8 or INT4."""
+    from compress.quantization.config import Granularity, QuantizationConfig
+    from compress.quantization.mixed_precision import SizeBudget
+    from sportsllm.processors import set_threads
+    from sportsllm.training.calibration_text import CalibrationText
+
+    set_threads(threads)
+    found = parse_settings(settings, TRAINING, STEPS, DISTILLATION, SIGNALS)
+    if qad is None and (corpus or found or resume):
+        names = [*(["--corpus"] if corpus else []), *(f"--set {name}" for name in found), *["--resume"] * resume]
+        raise UsageError(f"options of --qad: {', '.join(names)}; add --qad TOKENS or leave them out")
+    per_row = group_size == 0
+    config = QuantizationConfig(
+        bits,
+        32 if per_row else group_size,
+        head_bits,
+        bits == 8 if symmetric is None else symmetric,
+        granularity=Granularity.PER_CHANNEL if per_row else Granularity.BLOCK,
+    )
+    result = quantize_checkpoint(
+        checkpoint,
+        out,
+        config,
+        method,
+        text=CalibrationText(tuple(calibration or ()), samples, tuple(valid or ())),
+        budget=None if size_mb is None and bits_per_weight is None else SizeBudget(bits_per_weight, size_mb),
+        recovery=None if qad is None else _recovery(checkpoint, qad, corpus, valid, found, seed),
+        resume=resume,
+    )
+    _print(result)
+    return result
+
+
+def _recovery(
+    checkpoint: Path,
+    tokens: int,
+    corpus: Sequence[Path] | None,
+    valid: Sequence[Path] | None,
+    found: dict[str, Any],
+    seed: int,
+) -> Recovery:
+    """The training of `--qad`: the full-precision checkpoint is the teacher."""
+    from compress.distillation.recovery import Recovery
+    from compress.distillation.run import teacher_corpus
+    from compress.distillation.settings import distillation_config
+    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.training.settings import Run, Start, train_config
+
+    given = pick(found, TRAINING) | pick(found, STEPS)
+    taught = pick(found, DISTILLATION) | ({"signals": Path(found["signals"])} if "signals" in found else {})
+    return Recovery(
+        config=train_config(Run(Start.QUANTIZED, load_config(checkpoint)), tokens, given, seed=seed),
+        corpus=tuple(corpus or teacher_corpus(checkpoint, "corpus")),
+        valid=tuple(valid or ([] if corpus else teacher_corpus(checkpoint, "valid"))),
+        objective=distillation_config(Start.QUANTIZED, checkpoint, taught),
+    )
+
+
+def quantize_checkpoint(
+    checkpoint: Path,
+    out: Path,
+    config: QuantizationConfig | None = None,
+    method: str | None = None,
+    *,
+    text: CalibrationText | None = None,
+    budget: SizeBudget | None = None,
+    recovery: Recovery | None = None,
+    resume: bool = False,
+) -> QuantizeResult:
+    """Quantize a checkpoint directory into a new one.
+
+    Args:
+        checkpoint: an unquantized checkpoint, or a bitsandbytes one, which is rounded a second time.
+        out: directory to make.
+        config: bits and grid of every matrix.
+        method: one of METHODS; see `resolve_method` for None.
+        text: calibration text.
+        budget: mix 4 and 8 bits to this size.
+        recovery: quantization-aware training, see `compress.quantization.qad`.
+        resume: continue an interrupted training.
+
+    Raises:
+        UsageError: an unknown method, or calibration text for a method that reads none.
+        ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
+    """
+    from compress.distillation.recovery import prepare_recovery
+    from compress.distillation.student_training import RunState
+    from compress.quantization.config import QuantizationConfig, bits_per_weight
+    from sportsllm.formats.artifact import Stage, run_stage
+    from sportsllm.formats.checkpoint import write_checkpoint
+    from sportsllm.formats.safetensors import bitsandbytes_kind
+    from sportsllm.text.provenance import tokens_per_parameter
+    from sportsllm.training.calibration_text import CalibrationText
+
+    config, text = config or QuantizationConfig(), text or CalibrationText()
+    name = resolve_method(method, config, text, budget, tokens_per_parameter(checkpoint) == 0)
+    plan = check_request(checkpoint, config, name, text, budget)
+    settings, parents, cache, seed = plan.settings(), [checkpoint], None, None
+    parents += [*plan.text.files, *plan.text.valid] if plan.text else []
+    if recovery is not None:
+        cache, seed = prepare_recovery(recovery, checkpoint, plan.model), recovery.config.seed
+        settings |= recovery.settings(checkpoint)
+        parents += recovery.inputs()
+    stage = Stage("quantize", settings, parents, seed=seed)
+
+    def make(directory: Path) -> dict[str, Any]:
+        started = time.perf_counter()
+        rounded = round_weights(plan, keep_originals=recovery is not None)
+        packed = rounded.packed
+        write_checkpoint(directory, plan.model, packed.tensors, checkpoint, packed.record(name))
+        results: dict[str, Any] = {}
+        if recovery is not None:
+            state = RunState(directory, stage.fingerprint(), resume)
+            results = train_rounded(plan, rounded, recovery, cache, state)
+        if (packed_before := bitsandbytes_kind(checkpoint)) is not None:
+            error = None if plan.moves_scales else regrid_error(checkpoint, packed)
+            results |= {"regridded_from": packed_before, "regrid_relative_error": error}
+        record = config.record()
+        return {
+            **results,
+            "parameters": plan.model.parameters,
+            **record,
+            "group_size": record["block_size"],
+            "method": name,
+            "bits_per_weight": bits_per_weight(plan.model, packed.config),
+            "padding_percent": padding_percent(plan.model, config),
+            "calibration_tokens": rounded.calibration_tokens,
+            "sensitivity": [group.to_json(packed.config) for group in rounded.groups],
+            "seconds": time.perf_counter() - started,
+        }
+
+    return QuantizeResult.of(run_stage(out, stage, make, resume))
+
+
+def resolve_method(
+    name: str | None, config: QuantizationConfig, text: CalibrationText, budget: SizeBudget | None, untrained: bool
+) -> str:
+    """The method's name; by default gptq at 4 bits, balance at 8, smooth+gptq for whole rows, mse if untrained.
+
+    Raises:
+        UsageError: an unknown method, or options that do not go with it.
+    """
+    from sportsllm.console import log
+
+    if name is None:
+        name = "smooth+gptq" if config.per_channel else "balance" if config.bits == 8 else "gptq"
+        if untrained and not text.files:
+            log("untrained weights: rounding without calibration (mse)")
+            name = "mse"
+    if name not in METHODS:
+        raise UsageError(f"--method {name!r} is not known; choose one of {', '.join(METHODS)}")
+    method = METHODS[name]
+    if config.per_channel and budget is not None:
+        raise UsageError("--group-size 0 is one precision for all; leave --bits-per-weight and --size-mb out")
+    if method.scaling == "smooth" and not config.per_channel:
+        raise UsageError(f"--method {name} prepares whole rows; add --bits 8 --group-size 0, or choose awq or gptq")
+    if not method.reads_text and budget is None and (text.files or text.samples):
+        raise UsageError(f"--method {name} reads no calibration text; leave it out, or choose gptq")
+    return name
+
+
+@dataclass(frozen=True)
+class QuantizationPlan:
+    """A checked request. `text` is None if none is read, `budget` None for one precision."""
+
+    checkpoint: Path
+    model: ModelConfig
+    config: QuantizationConfig
+    method: str
+    text: CalibrationText | None
+    budget: SizeBudget | None
+
+    def settings(self) -> dict[str, Any]:
+        """For the manifest."""
+        from sportsllm.text.provenance import held_out_setting, left_out, manifest_setting
+
+        settings: dict[str, Any] = {
+            "checkpoint": str(self.checkpoint),
+            **self.config.record(),
+            "method": self.method,
+            "corpus": manifest_setting(self.checkpoint, "corpus"),
+            "valid": manifest_setting(self.checkpoint, "valid"),
+        }
+        held_out = left_out(() if self.text is None else self.text.valid, self.checkpoint)
+        settings |= held_out_setting([Path(name) for name in settings["valid"] or []], held_out)
+        if self.text is not None:
+            settings |= {"calibration": [str(path) for path in self.text.files], "samples": self.text.samples}
+        if self.budget is not None:
+            settings |= {"bits_per_weight": self.budget.bits_per_weight, "size_mb": self.budget.size_mb}
+        return settings
+
+    @property
+    def moves_scales(self) -> bool:
+        """Whether matrices are scaled first, so that their values differ from the checkpoint's."""
+        return METHODS[self.method].scaling is not None
+
+
+def check_request(
+    checkpoint: Path, config: QuantizationConfig, method: str, text: CalibrationText, budget: SizeBudget | None
+) -> QuantizationPlan:
+    """Check a request against the checkpoint, and find the calibration text.
+
+    Raises:
+        UsageError: the budget is too small.
+        ArtifactError: the checkpoint is damaged or quantized already.
+    """
+    from sportsllm.console import log
+    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.safetensors import bitsandbytes_kind, quantization_config
+
+    if quantization_config(checkpoint) is not None:
+        raise ArtifactError(f"{checkpoint}: is quantized already; give the unquantized checkpoint")
+    if (kind := bitsandbytes_kind(checkpoint)) is not None:
+        log(
+            f"{checkpoint}: bitsandbytes stored its matrices as {kind}; they are rounded again; start from the "
+            "full-precision checkpoint if there is one"
+        )
+    model = load_config(checkpoint)
+    if budget is not None:
+        budget.spare_bytes(model, config)
+    if not METHODS[method].reads_text and budget is None:
+        return QuantizationPlan(checkpoint, model, config, method, None, None)
+    return QuantizationPlan(checkpoint, model, config, method, text.found(checkpoint), budget)
+
+
+@dataclass(frozen=True)
+class RoundedWeights:
+    """The quantized model's tensors, and the sensitivity of each group of matrices if precisions are mixed.
+
+    `originals` are the layers' matrices before rounding, scaled, by module; empty if not asked for.
+    """
+
+    packed: PackedCheckpoint
+    groups: list[SensitivityGroup] = field(default_factory=list)
+    calibration_tokens: int = 0
+    originals: dict[str, Tensor] = field(default_factory=dict)
+
+
+def round_weights(plan: QuantizationPlan, keep_originals: bool) -> RoundedWeights:
+    """Quantize a checkpoint's tensors."""
+    from compress.quantization.layer_by_layer import quantize_calibrated, quantize_without_data
+    from compress.quantization.mixed_precision import choose_bits, measure_groups
+    from compress.quantization.packed_checkpoint import PackedCheckpoint
+    from sportsllm.formats.checkpoint import load_checkpoint
+    from sportsllm.models.kinds import matrix_shapes
+
+    method, config = METHODS[plan.method], plan.config
+    groups: list[SensitivityGroup] = []
+    samples = [] if plan.text is None else plan.text.read(plan.checkpoint, plan.model, method.samples, LEAST_TOKENS)
+    if plan.budget is not None:
+        groups = measure_groups(load_checkpoint(plan.checkpoint), config, samples[:_SENSITIVITY_SAMPLES])
+        config = choose_bits(config, groups, plan.budget.spare_bytes(plan.model, config))
+    packed = PackedCheckpoint(plan.model, config)
+    originals: dict[str, Tensor] | None = {} if keep_originals else None
+    if method.reads_text:
+        quantize_calibrated(
+            plan.checkpoint,
+            plan.model,
+            packed,
+            samples,
+            scaling=method.scaling,
+            gptq=method.gptq,
+            originals=originals,
+        )
+    else:
+        quantize_without_data(plan.checkpoint, plan.model, packed, method.search)
+        if originals is not None:
+            stored = load_checkpoint(plan.checkpoint).state_dict()
+            originals |= {module: stored[f"{module}.weight"] for module in matrix_shapes(plan.model, layers_only=True)}
+    packed.check_complete()
+    return RoundedWeights(packed, groups, sum(tokens.numel() for tokens in samples), originals or {})
+
+
+def train_rounded(
+    plan: QuantizationPlan, rounded: RoundedWeights, recovery: Recovery, cache: TeacherCache | None, state: RunState
+) -> dict[str, Any]:
+    """Train the quantized checkpoint on its grid and write it again; returns the results of training."""
+    from compress.distillation.recovery import recover
+    from compress.quantization.qad import make_trainable, pack_trained
+    from sportsllm.formats.checkpoint import load_checkpoint, write_checkpoint
+
+    model, packed = load_checkpoint(state.directory), rounded.packed
+    make_trainable(model, rounded.originals)
+    model, results = recover(
+        model,
+        recovery,
+        plan.checkpoint,
+        directory=state.directory,
+        identity=state.identity,
+        resume=state.resume,
+        signals=cache,
+    )
+    pack_trained(model, packed)
+    record = packed.record(f"{plan.method}+qad")
+    write_checkpoint(state.directory, plan.model, packed.tensors, plan.checkpoint, record)
+    return results
+
+
+def regrid_error(checkpoint: Path, packed: PackedCheckpoint) -> float:
+    """Root mean square of the change of the layers' matrices by rounding, relative to the stored values."""
+    import torch
+
+    from sportsllm.formats.safetensors import TensorFiles
+
+    changed, before = 0.0, 0.0
+    tensors = TensorFiles(checkpoint)
+    for module in packed.layer_modules():
+        stored = tensors[f"{module}.weight"].float()
+        before += float(stored.square().sum(dtype=torch.float64))
+        changed += float((packed.matrix(module) - stored).square().sum(dtype=torch.float64))
+    return math.sqrt(changed / before) if before else 0.0
+
+
+def padding_percent(model: ModelConfig, config: QuantizationConfig) -> float | None:
+    """Percent of values that fill the last group of each row; None for whole rows."""
+    from sportsllm.models.size import matrix_parameters
+
+    if config.per_channel:
+        return None
+    return 100 * (matrix_parameters(model, config.block_size) / matrix_parameters(model) - 1)
+
+
+def _print(result: QuantizeResult) -> None:
+    """The lines that the command ends with."""
+    from sportsllm.console import output
+
+    bits, grid = result.bits, "rows" if result.per_row else f"groups of {result.group_size}"
+    lines = [
+        f"{result.out}: {result.parameters:,} parameters in {result.size_bytes / 1e6:.2f} MB, INT{bits} {grid} by "
+        f"{result.method}, {result.bits_per_weight:.2f} bits per weight with scales, embedding and head "
+        f"{result.head_bits} bits"
+    ]
+    if (result.padding_percent or 0.0) >= PADDING_NOTED:
+        lines.append(
+            f"groups of {result.group_size} do not divide the rows: padding adds {result.padding_percent:.0f}%; a "
+            "smaller --group-size packs tighter"
+        )
+    if result.regridded_from is not None:
+        error = result.regrid_relative_error
+        source = result.regridded_from
+        loss = "moved by scaling first" if error is None else f"relative error {error:.4f}, on top of that of {source}"
+        lines.append(f"matrices rounded again from {source}: {loss}")
+    if result.sensitivity:
+        raised = Counter(_kind(group["modules"]) for group in result.sensitivity if group["bits"] > bits)
+        kinds = "; ".join(f"{count} x {kind}" for kind, count in raised.items()) or "no matrix fits the budget"
+        lines.append(f"8 bits for {raised.total()} of {len(result.sensitivity)} groups of matrices: {kinds}")
+    if result.valid_bits_per_byte is not None:
+        lines.append(
+            f"bits per byte {result.bits_per_byte_before_recovery:.4f} rounded, {result.valid_bits_per_byte:.4f} after "
+            f"quantization-aware distillation on {result.tokens:,} tokens"
+        )
+    for line in lines:
+        output().print(line, markup=False)
+
+
+def _kind(modules: Sequence[str]) -> str:
+    """The matrices of a group by name, without the numbers of layer and expert."""
+    return ", ".join(name.rpartition(".")[2] for name in modules)
