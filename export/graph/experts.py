@@ -90,7 +90,7 @@ class MixtureOfExperts(HalfBuilder):
         return chosen_BTK, weights_BTK
 
     def _open_groups(self, name: str, ranked_BTN: ir.Value) -> ir.Value:
-        """The ranks with 0 for experts of groups that are not among the best."""
+        """The ranks with minus infinity for experts of groups that are not among the best."""
         graph, experts = self.graph, self.config.chosen_experts
         apart = graph.constant("experts/by_group", np.array([0, 0, experts.groups, -1], np.int64))
         by_group = graph.node(f"{name}/by_group", "Reshape", [ranked_BTN, apart])
@@ -108,7 +108,8 @@ class MixtureOfExperts(HalfBuilder):
         ones_BTO = self._ones(f"{name}/opened", open_BTO)
         open_BTG = graph.node(f"{name}/is_open", "ScatterElements", [none_BTG, open_BTO, ones_BTO], axis=2)
         open_BTG1 = graph.node(f"{name}/is_open_column", "Unsqueeze", [open_BTG, graph.axis(3)])
-        masked = graph.node(f"{name}/open_ranks", "Mul", [by_group, open_BTG1])
+        closed_BTG1 = graph.node(f"{name}/closed_ranks", "Log", [open_BTG1])  # 0 or minus infinity
+        masked = graph.node(f"{name}/open_ranks", "Add", [by_group, closed_BTG1])
         together = graph.constant("experts/together", np.array([0, 0, -1], np.int64))
         return graph.node(f"{name}/open_ranks_flat", "Reshape", [masked, together])
 

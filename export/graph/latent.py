@@ -90,8 +90,7 @@ class LatentAttention(HalfBuilder):
         key_BTE = graph.node(f"{name}.k/turned_row", "Squeeze", [key_BT1E, graph.axis(2)])
         new_BTC = graph.node(f"{name}/cached", "Concat", [low, key_BTE], axis=-1)
         present = self._joined(layer, past[0], new_BTC)
-        scale = (config.unrotated_dim + rotated) ** -0.5
-        factor = graph.constant("latent/scale", np.array(scale, np.float32))
+        factor = graph.constant("latent/scale", np.array(config.score_scale, np.float32))
         plain_BTHN = graph.node(f"{name}.q/plain_scaled", "Mul", [plain, factor])
         turned_BTHE = graph.node(f"{name}.q/turned_scaled", "Mul", [turned_BTHE, factor])
         plain_BHTN, turned_BHTE = (

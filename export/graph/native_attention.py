@@ -73,7 +73,7 @@ def _latent_tokens(nodes: Nodes, values: Values, config: ModelConfig, layer: int
     outputs |= {"present": values[metadata.present_name(layer, state.name)]}
     attributes = _latent_sizes(config) | {
         "epsilon": float(epsilon.numpy()),
-        "scale": (config.unrotated_dim + config.head_dim) ** -0.5,
+        "scale": config.score_scale,
     }
     op = "LatentTokens" + ("" if stored is None else SUFFIXES[ir.DataType.INT8])
     return Call(op, f"{name}/tokens", base, prefixes, inputs, outputs, attributes)

@@ -101,9 +101,9 @@ class Latent(Kind):
             raise UsageError(f"config: position_kind is {config.position_kind!r}; latent attention is rotary")
         for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
             value = getattr(config, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            whole = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**20
             if not whole and not (value is None and name == "q_lora_rank"):
-                raise UsageError(f"config: {name} is {value!r}; latent attention needs at least 1")
+                raise UsageError(f"config: {name} is {value!r}; latent attention needs 1 to {2**20:,}")
         for name in ("num_key_value_heads", "qk_norm", "attention_bias", "attention_output_bias", "layer_types"):
             if getattr(config, name) not in (1, False, None):
                 raise UsageError(f"config: {name} is {getattr(config, name)!r}; latent attention has none")

@@ -20,6 +20,14 @@ from sportsllm.models.rope_scaling import RopeScaling
 FULL, SLIDING, UNROTATED = "full", "sliding", "unrotated"
 """What a layer's attention does: see all tokens, see the last `sliding_window`, or see all without their positions."""
 LAYER_TYPES = (FULL, SLIDING, UNROTATED)
+_BOUNDS = {
+    "vocab_size": (1, 2**24),
+    "max_position_embeddings": (2, 2**24),
+    "num_hidden_layers": (1, 2**12),
+    "dense_layers": (0, 2**12),
+}
+"""Least and most of a size, 1 to 2**20 if not given, so that a damaged file ends in a line and not in a full memory."""
+_ROTARY_NUMBERS = 2**29  # of the cosine and sine tables together
 NORM_KINDS, POSITION_KINDS = ("rms", "layer"), ("rotary", "learned", "none")
 
 
@@ -93,9 +101,14 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.type == "int"):  # the sizes
             value = getattr(self, name)
-            least = {"max_position_embeddings": 2, "dense_layers": 0}.get(name, 1)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UsageError(f"config: {name} is {value!r}; it must be a whole number of at least {least}")
+            least, most = _BOUNDS.get(name, (1, 2**20))
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise UsageError(f"config: {name} is {value!r}; it must be a whole number from {least} to {most:,}")
+        if self.max_position_embeddings * self.head_dim > _ROTARY_NUMBERS:
+            raise UsageError(
+                f"config: max_position_embeddings is {self.max_position_embeddings:,}; with head_dim {self.head_dim} "
+                f"at most {_ROTARY_NUMBERS // self.head_dim:,} are supported"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise UsageError(
                 f"config: num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -137,8 +150,8 @@ class ModelConfig:
                 f"config: dense_layers is {self.dense_layers}; of a mixture of experts the first 1 to {most} layers "
                 "can be without"
             )
-        if not isinstance(width, int) or isinstance(width, bool) or width < 1:
-            raise UsageError(f"config: dense_intermediate_size is {width!r}; dense layers need at least 1")
+        if not isinstance(width, int) or isinstance(width, bool) or not 1 <= width <= 2**20:
+            raise UsageError(f"config: dense_intermediate_size is {width!r}; dense layers need 1 to {2**20:,}")
 
     def _check_layers(self) -> None:
         types = self.layer_types or ()
@@ -165,7 +178,11 @@ class ModelConfig:
     @property
     def score_scale(self) -> float:
         """What scores of attention are multiplied by."""
-        return float(self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale)
+        if self.attention_scale is not None:
+            return float(self.attention_scale)
+        scale = float((self.unrotated_dim + self.head_dim) ** -0.5)
+        stretched = self.rope_scaling if self.attention_kind == "latent" else None
+        return scale if stretched is None else scale * stretched.score_factor
 
     @property
     def chosen_selection(self) -> Selection:

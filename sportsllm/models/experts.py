@@ -12,6 +12,8 @@ Shape suffixes: B sequences, T tokens, D hidden_size, X = B * T, N experts, K ac
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -91,7 +93,7 @@ def route(mixture: MixtureOfExperts, x_XD: Tensor) -> tuple[Tensor, Tensor, Tens
             by_group = ranked_XN.view(len(x_XD), experts.groups, -1)
             best = by_group.topk(2, dim=-1).values.sum(dim=-1).topk(experts.active_groups, dim=-1).indices
             open_XG = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=x_XD.device).scatter(1, best, True)
-            ranked_XN = by_group.masked_fill(~open_XG[..., None], 0.0).flatten(1)
+            ranked_XN = by_group.masked_fill(~open_XG[..., None], -math.inf).flatten(1)
         chosen_XK = ranked_XN.topk(experts.active, dim=-1).indices
         weights_XK = scores_XN.gather(1, chosen_XK)
         if experts.weights == "softmax":

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ROUTER = "gate"
 SHARED = "shared_experts"
+_MOST = 2**12  # of experts, or their groups
 ROUTERS, ROUTER_WEIGHTS = ("softmax", "sigmoid"), ("scores", "sum", "softmax")
 
 
@@ -53,8 +54,10 @@ class Experts:
     def __post_init__(self) -> None:
         for name in ("count", "active", "shared", "groups", "active_groups"):
             value, least = getattr(self, name), 0 if name == "shared" else 1
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UsageError(f"config: experts: {name} is {value!r}; it must be a whole number of at least {least}")
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
+                raise UsageError(
+                    f"config: experts: {name} is {value!r}; it must be a whole number from {least} to {_MOST:,}"
+                )
         if not (math.isfinite(self.scale) and 0 <= self.balance_loss < math.inf):
             raise UsageError(f"config: experts: scale is {self.scale}, balance_loss {self.balance_loss}; correct them")
         if not 1 <= self.active <= self.count:
@@ -129,7 +132,9 @@ class Mixture(Kind):
 
     def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
         experts = config.chosen_experts
-        router = Matrix(ROUTER, experts.count, config.hidden_size, "expert", HIDDEN, HIDDEN, bias=experts.choice_bias)
+        router = Matrix(
+            ROUTER, experts.count, config.hidden_size, "expert", HIDDEN, HIDDEN, bias=experts.choice_bias, router=True
+        )
         found = [router]
         for name in expert_names(experts):
             found += self._expert(config, name)

@@ -103,10 +103,15 @@ class Block(nn.Module):
         return x_BTD + F.dropout(change, self.config.dropout, self.training)
 
 
-def block_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of all matrices inside the blocks of a model, or of a block."""
+def block_weights(model: nn.Module, routers: bool = True) -> list[nn.Parameter]:
+    """The weights of all matrices inside the blocks of a model, or of a block; without `routers`, all but theirs."""
     blocks = [module for module in model.modules() if isinstance(module, Block)]
-    return [block.get_parameter(f"{matrix.name}.weight") for block in blocks for matrix in block_matrices(block.config)]
+    return [
+        block.get_parameter(f"{matrix.name}.weight")
+        for block in blocks
+        for matrix in block_matrices(block.config)
+        if routers or not matrix.router
+    ]
 
 
 class Backbone(nn.Module):
@@ -158,7 +163,7 @@ class SportsLLM(nn.Module):
                     parameter.normal_(0.0, spread, generator=generator)
             for module in self.modules():
                 if isinstance(module, LSTMLayer):
-                    module.initialize()
+                    module.initialize(generator)
 
     @property
     def rope(self) -> Rope:

@@ -3,7 +3,7 @@
 
     c, k_r = split(kv_a(x));  c = RMSNorm(c);  k_r = rotate(k_r)          cached: c and k_r, nothing else
     q_n, q_r = split(q_b(RMSNorm(q_a(x))) or q(x));  q_r = rotate(q_r)
-    scores = (q_n . (W_k c) + q_r . k_r) / sqrt(N + E)                    kv_b = [W_k; W_v] a head
+    scores = (q_n . (W_k c) + q_r . k_r) / sqrt(N + E)                    kv_b = [W_k; W_v] a head; times YaRN's factor
     y      = o(softmax(scores) W_v c)
 
 For single tokens the matrices are absorbed, so that no key or value is made: q_n . (W_k c) = (W_k^T q_n) . c, and the
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from sportsllm.models.attention import KVCache, attend, attend_documents
+from sportsllm.models.attention import KVCache, Scores, attend, attend_documents
 from sportsllm.models.attention_kinds import LATENT_EPS
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.layers import RMSNorm, Rope, rotate
@@ -49,7 +49,7 @@ class LatentAttention(nn.Module):
         self, x_BTD: Tensor, rope: Rope, documents: Sequence[int] | None = None, cache: KVCache | None = None
     ) -> Tensor:
         """(B, T, D) to (B, T, D); arguments as in `GroupedQueryAttention.forward`."""
-        config, past = self.config, 0
+        config, past, scores = self.config, 0, Scores(self.config.score_scale)
         plain_BTHN, turned_BTHE = self._queries(x_BTD, rope)
         state_BLS = self._state(x_BTD, rope)
         if cache is not None:
@@ -63,10 +63,10 @@ class LatentAttention(nn.Module):
             spare = max(q_BTHE.shape[-1] - config.value_dim, 0)  # heads of two widths take 1.6 times as long on a CPU
             v_BLHV = nn.functional.pad(v_BLHV, (0, spare))
             if documents is not None:
-                y_BTHV = attend_documents(q_BTHE, k_BLHE, v_BLHV, documents)
+                y_BTHV = attend_documents(q_BTHE, k_BLHE, v_BLHV, documents, scores)
             else:
                 q_BHTE, k_BHLE, v_BHLV = (t.transpose(1, 2) for t in (q_BTHE, k_BLHE, v_BLHV))
-                y_BTHV = attend(q_BHTE, k_BHLE, v_BHLV, past).transpose(1, 2)
+                y_BTHV = attend(q_BHTE, k_BHLE, v_BHLV, past, scores).transpose(1, 2)
             y_BTHV = y_BTHV[..., : config.value_dim]
         y_BTD: Tensor = self.o_proj(y_BTHV.flatten(2))
         return y_BTD
@@ -102,7 +102,7 @@ class LatentAttention(nn.Module):
         into_HSR: Tensor = self.kv_b_proj.weight.float().view(config.num_attention_heads, -1, config.kv_rank)
         keys_HNR, values_HVR = torch.split(into_HSR, [config.unrotated_dim, config.value_dim], dim=1)
         q_BHR = torch.einsum("bhn,hnr->bhr", plain_BTHN[:, 0].float(), keys_HNR)
-        q_BHS = torch.cat([q_BHR, turned_BTHE[:, 0].float()], dim=-1) * (config.unrotated_dim + config.head_dim) ** -0.5
+        q_BHS = torch.cat([q_BHR, turned_BTHE[:, 0].float()], dim=-1) * config.score_scale
         weights_BHL = torch.softmax(q_BHS @ state_BLS.float().transpose(1, 2), dim=-1)
         mixed_BHR = weights_BHL @ state_BLS[..., : config.kv_rank].float()
         return torch.einsum("bhr,hvr->bhv", mixed_BHR, values_HVR)[:, None].to(state_BLS.dtype)

@@ -39,9 +39,14 @@ class LSTMLayer(nn.Module):
         self.hg_proj, self.ho_proj = nn.Linear(cells, cells, bias=False), nn.Linear(cells, cells, bias=False)
         self.out_proj = nn.Linear(cells, hidden, bias=False)
 
-    def initialize(self) -> None:
-        """Forget gates start open: their bias is 1 (Jozefowicz et al. 2015, http://proceedings.mlr.press/v37)."""
+    def initialize(self, generator: torch.Generator) -> None:
+        """Recurrent matrices start orthogonal, so that a state keeps its size (https://arxiv.org/abs/1312.6120).
+
+        Forget gates start open: their bias is 1 (Jozefowicz et al. 2015, http://proceedings.mlr.press/v37).
+        """
         self.f_proj.bias.fill_(1.0)
+        for module in self.state_matrices:
+            nn.init.orthogonal_(module.weight, generator=generator)
 
     def forward(
         self, x_BTD: Tensor, rope: Rope = (), documents: Sequence[int] | None = None, cache: KVCache | None = None

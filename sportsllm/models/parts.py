@@ -48,6 +48,7 @@ class Matrix(NamedTuple):
         scale_source: a matrix s where dividing row i of s by c and multiplying this one's columns that read it by c
             changes nothing; None where there is none. Matrices that read `HIDDEN` have the norm before them instead.
         routed: whether it reads some tokens only, which ones being the model's own choice.
+        router: whether its outputs choose experts; an update that treats all directions alike is not for it (Muon).
         stepwise: whether it reads a prompt token by token, each product after the one before.
     """
 
@@ -61,6 +62,7 @@ class Matrix(NamedTuple):
     bias: bool = False
     scale_source: str | None = None
     routed: bool = False
+    router: bool = False
     stepwise: bool = False
 
     @property

@@ -50,6 +50,13 @@ class RopeScaling:
         if any(value is not None and value <= 0 for value in (self.attention_factor, self.mscale, self.mscale_all_dim)):
             raise UsageError("rope_scaling: attention_factor, mscale and mscale_all_dim must be above 0")
 
+    @property
+    def score_factor(self) -> float:
+        """YaRN's factor of scores of latent attention, (1 + 0.1 mscale_all_dim ln(factor)) ** 2 (DeepSeek)."""
+        if self.rope_type != "yarn" or self.mscale_all_dim is None:
+            return 1.0
+        return (1 + 0.1 * self.mscale_all_dim * math.log(self.factor)) ** 2
+
     def fields_used(self) -> dict[str, Any]:
         """The fields that this type reads, without those that are None: a config.json's `rope_scaling`."""
         names = ("rope_type", "factor", *ROPE_TYPES[self.rope_type])

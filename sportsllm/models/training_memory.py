@@ -105,8 +105,8 @@ def training_memory(config: ModelConfig, step: TrainingStep) -> TrainingMemory:
         always       4 P weights; 4 P gradients (2 P with 16-bit states); states
         copies       mixed: 2 bytes for each number in a block's matrix, one block's alone in a checkpointed
                      backward pass, and 2 V D while there is a loss
-        states       AdamW two, Muon one for each number of a block's matrix: of 4 or 2 bytes, or of 1 byte and a
-                     float32 scale for every 256 numbers
+        states       AdamW two, Muon one for each number of a block's matrix but a router's: of 4 or 2 bytes, or of 1
+                     byte and a float32 scale for every 256 numbers
         activations  see `layer_activation_bytes`; checkpointed, each layer's input, 4 N D
         loss         final norm and its output; logits C V, their gradient, N D and V D for its results
         backward     the gradients of a layer's widest activation; a tied head's gradient; checkpointed, one layer
@@ -199,7 +199,8 @@ def _state_bytes(config: ModelConfig, optimizer: str, bits: int) -> int:
         packed = [size for size in sizes if size >= LEAST_8BIT]
         scales = sum(-(-size // BLOCK_8BIT) for size in packed)
         return 8 * (sum(sizes) - sum(packed)) + 2 * sum(packed) + 8 * scales
-    moments = 2 * config.parameters - (matrix_parameters(config) if optimizer == "muon" else 0)
+    with_muon = [m.numel * count for part, count in config.runs() for m in block_matrices(part) if not m.router]
+    moments = 2 * config.parameters - (sum(with_muon) if optimizer == "muon" else 0)
     return moments * bits // 8
 
 

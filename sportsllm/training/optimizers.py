@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from sportsllm.errors import UsageError
-from sportsllm.models.feed_forward_kinds import ROUTER
 from sportsllm.models.language_model import block_weights
 from sportsllm.training.settings import SCHEDULES, TrainConfig
 
@@ -88,8 +87,7 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.
 
 def _matrices_for_muon(model: nn.Module) -> set[int]:
     """Ids of the blocks' matrices, without routers: each of their rows is an expert, not a direction among others."""
-    routers = {id(weight) for name, weight in model.named_parameters() if f".{ROUTER}." in f".{name}"}
-    return {id(weight) for weight in block_weights(model)} - routers
+    return {id(weight) for weight in block_weights(model, routers=False)}
 
 
 def _adamw(groups: list[dict[str, Any]], learning_rate: float, bits: int) -> torch.optim.Optimizer:

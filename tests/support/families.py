@@ -45,6 +45,15 @@ _EXPERTS = {
     "moe_intermediate_size": 32,
     "routed_scaling_factor": 1.5,
 }
+_YARN = {
+    "type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.9,
+}
 _ALL_HEADS = SIZES | {"num_key_value_heads": 4}
 CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "gemma3": transformers.Gemma3TextConfig(**SIZES, **_GEMMA3),
@@ -73,6 +82,16 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
         **_LATENT | _EXPERTS | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 2},
         q_lora_rank=None,
         head_dim=8,
+    ),
+    "deepseek-v3-yarn": transformers.DeepseekV3Config(
+        **_ALL_HEADS, **_LATENT | _EXPERTS, q_lora_rank=32, rope_scaling=_YARN, output_router_logits=True
+    ),
+    "deepseek-v2-yarn": transformers.DeepseekV2Config(
+        **_ALL_HEADS,
+        **_LATENT | _EXPERTS | {"n_group": 1, "topk_group": 1},
+        q_lora_rank=None,
+        head_dim=8,
+        rope_scaling=_YARN | {"mscale_all_dim": 0},
     ),
     "deepseek-v2": transformers.DeepseekV2Config(**_ALL_HEADS, **_LATENT, q_lora_rank=None, head_dim=8),
 }

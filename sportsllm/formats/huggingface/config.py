@@ -18,13 +18,25 @@ _IGNORED = {
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache",
     "initializer_range", "_name_or_path", "max_window_layers", "quantization_config",
     "transformers.js_config", "unk_token_id", "pretraining_tp", "cache_implementation", "auto_map", "id2label",
-    "label2id", "_num_labels", "do_sample", "gradient_checkpointing", "prefix",
+    "label2id", "_num_labels", "gradient_checkpointing", "output_router_logits", "_attn_implementation_autoset",
+    # What every config of transformers has, most of it about generation.
+    "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length", "min_length",
+    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions",
+    "output_hidden_states", "output_scores", "prefix", "problem_type", "pruned_heads", "remove_invalid_values",
+    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
+    "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p",
+    "torchscript", "typical_p", "use_bfloat16",
 }  # fmt: skip
 # Fields that are harmless only with these values.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0, 0.0),
     "partial_rotary_factor": (1, 1.0),
     "is_decoder": (False, True),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
     "use_mrope": (False,),
 }
 COMMON_FIELDS = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sportsllm.errors import ArtifactError
 from sportsllm.formats.huggingface.fields import LATENT, Fields, full_only, only, read_mistral, require, write_mistral
 from sportsllm.models.config import SLIDING, ModelConfig
 from sportsllm.models.feed_forward_kinds import Experts
@@ -13,13 +12,20 @@ _EXPERTS = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
     "norm_topk_prob", "routed_scaling_factor",
 )  # fmt: skip
-_UNUSED = ("rope_interleave", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers")
+_UNUSED = (
+    "rope_interleave",
+    "qk_head_dim",
+    "aux_loss_alpha",
+    "seq_aux",
+    "ep_size",
+    "num_nextn_predict_layers",
+    "router_aux_loss_coef",
+)
 
 
 def read_mixtral(rest: Fields, where: str) -> Fields:
     """Experts that are all routed; attention is Mistral's."""
     require(rest, where, router_jitter_noise=(0.0, None))
-    rest.pop("output_router_logits", None)
     loss = float(rest.pop("router_aux_loss_coef", 0.001))
     experts = Experts(int(rest.pop("num_local_experts", 8)), int(rest.pop("num_experts_per_tok", 2)), balance_loss=loss)
     return read_mistral(rest, where) | {"mlp_kind": "experts", "experts": experts}
@@ -47,16 +53,11 @@ def fits_mixtral(config: ModelConfig) -> bool:
 def read_deepseek(rest: Fields, where: str, version: int) -> Fields:
     """Latent attention; experts in all layers but the first ones, or in none."""
     require(
-        rest, where, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,), rope_scaling=(None,),
+        rest, where, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,),
         topk_method=("greedy", "noaux_tc"), moe_layer_freq=(1,),
         scoring_func=("sigmoid" if version == 3 else "softmax",),
     )  # fmt: skip
     full_only(rest, where)
-    kind = (rest.get("rope_parameters") or {}).get("rope_type", "default")
-    if kind != "default":
-        raise ArtifactError(
-            f"{where}: rope_parameters has type {kind!r}; this family is supported without scaling only"
-        )
     layers, dense = int(rest.get("num_hidden_layers", 0)), rest.pop("first_k_dense_replace", 3 if version == 3 else 0)
     given = {name: rest.pop(name, None) for name in _EXPERTS}
     values: Fields = {"attention_kind": "latent", **{name: rest.pop(name, None) for name in LATENT}}

@@ -77,11 +77,11 @@ def _by_type_of_layer(rest: Fields) -> None:
 def _read_gpt2(rest: Fields, where: str) -> Fields:
     require(
         rest, where, activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,),
-        scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,),
+        scale_attn_by_inverse_layer_idx=(False,), 
     )  # fmt: skip
     for key in ("reorder_and_upcast_attn", "n_ctx", *(key for key in rest if key.startswith("summary_"))):
         rest.pop(key, None)
-    for key in ("attn_pdrop", "embd_pdrop", "task_specific_params"):
+    for key in ("attn_pdrop", "embd_pdrop"):
         rest.pop(key, None)
     inner = rest.pop("n_inner", None)
     names = {

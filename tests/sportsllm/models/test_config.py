@@ -125,6 +125,8 @@ def test_transformers_5_rope_parameters_are_read() -> None:
         {"rope_scaling": [1]},
         {"vocab_size": None},
         {"rope_theta": float("nan")},
+        *({name: size} for name in ("max_position_embeddings", "intermediate_size") for size in (2**31, 2**64)),
+        {"num_hidden_layers": 2**20},
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface.config import config_from_hf, family_of, load_config, to_hf
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import FULL, SLIDING, UNROTATED
+from sportsllm.models.experts import route
+from sportsllm.models.feed_forward_kinds import Experts
 from tests.support import families
-from tests.support.models import tiny_config
+from tests.support.models import tiny_config, tiny_model
 
 # Float32 sums in another order, as a share of the logits' spread.
 TOLERANCE = 1e-5
@@ -59,6 +62,29 @@ def test_packed_documents_are_as_alone(name: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         packed = model(row, documents=(30, 50))[0, 30:]
         assert distance(packed, model(row[:, 30:])[0]) < TOLERANCE
+
+
+def test_deepseek_v2_scales_its_scores_as_published(tmp_path: Path) -> None:
+    """DeepSeek's code multiplies scores by the square of mscale_all_dim's factor; transformers 4.57 does not."""
+    peer = families.save("deepseek-v2-yarn", tmp_path)
+    data = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    data["rope_scaling"] |= {"mscale": 0.707, "mscale_all_dim": 0.707}
+    (tmp_path / "config.json").write_text(json.dumps(data), encoding="utf-8")
+    peer.model.rotary_emb.attention_scaling = 1.0  # the ratio of two equal factors
+    for layer in peer.model.layers:
+        layer.self_attn.scaling *= (1 + 0.1 * 0.707 * math.log(8.0)) ** 2
+    with torch.inference_mode():
+        assert distance(load_checkpoint(tmp_path)(TOKENS), peer(TOKENS).logits) < TOLERANCE
+
+
+def test_closed_groups_of_experts_stay_closed() -> None:
+    """With negative biases alone an expert of a closed group, ranked 0, would win (DeepSeek-V3)."""
+    experts = Experts(8, 2, router="sigmoid", choice_bias=True, groups=4, active_groups=1)
+    mixture = tiny_model(mlp_kind="experts", experts=experts).model.layers[0].mlp
+    with torch.no_grad():
+        mixture.gate.bias.fill_(-3.0)
+    _, chosen_XK, _ = route(mixture, torch.randn(20, 64, generator=torch.Generator().manual_seed(0)))
+    assert (chosen_XK[:, 0] // 2 == chosen_XK[:, 1] // 2).all()
 
 
 def test_gpt2_as_it_was_first_published(tmp_path: Path) -> None:
@@ -118,7 +144,6 @@ def test_a_missing_tensor_is_named_as_in_the_file(name: str, tensor: str, said: 
         ("gemma3", {"layer_types": ["chunked_attention"] * 4}, "layer_types has 'chunked_attention'"),
         ("gemma3", {"sliding_window": 0}, "sliding_window is 0"),
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "longrope"),
-        ("deepseek-v3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters has type 'yarn'"),
         ("deepseek-v3", {"kv_lora_rank": 24.5}, "kv_lora_rank is 24.5"),
         ("deepseek-v3-experts", {"num_experts_per_tok": 9}, "9 experts a token of 8"),
         ("deepseek-v3-experts", {"n_group": 8}, "groups need two experts each"),
@@ -147,7 +172,7 @@ def test_a_fused_matrix_of_another_height_is_refused(tmp_path: Path) -> None:
 
 
 def test_fields_of_published_files_that_say_nothing_about_the_model() -> None:
-    data = json.loads(families.CONFIGS["gemma3"].to_json_string())
+    data = json.loads(families.CONFIGS["gemma3"].to_json_string(use_diff=False))  # every field that transformers has
     harmless = {
         "cache_implementation": "hybrid",
         "auto_map": {"AutoConfig": "x.Y"},

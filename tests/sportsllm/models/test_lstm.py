@@ -108,11 +108,13 @@ def test_the_preset_has_the_parameters_of_its_transformer() -> None:
     assert config.parameters / other.parameters == pytest.approx(1, abs=0.02)
 
 
-def test_forget_gates_start_open() -> None:
+def test_forget_gates_start_open_and_recurrent_matrices_orthogonal() -> None:
     model = SportsLLM(tiny_config(**LSTM))
     model.initialize(0)
     half = model.model.layers[1].self_attn
     assert torch.equal(half.f_proj.bias, torch.ones(48)) and not half.i_proj.bias.any()
+    for matrix in half.state_matrices:
+        assert torch.allclose(matrix.weight @ matrix.weight.T, torch.eye(48), atol=1e-5)
 
 
 def test_a_checkpoint_and_its_config_survive(tmp_path: Path) -> None:
