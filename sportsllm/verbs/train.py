@@ -87,7 +87,9 @@ def train(
     found = parse_settings(settings, TRAINING, SHAPE, TOKENIZER, LORA)
     changes = pick(found, SHAPE) | _given(context=context, vocab_size=vocab_size)
     model = _start(checkpoint, model, changes, tokenizer, lora_rank, found)
-    corpus, valid = _text(corpus, valid)
+    for path in [*(corpus or []), *(valid or [])]:
+        if not path.exists():
+            raise ArtifactError(f"{path}: not found; give existing files or folders of text")
 
     from sportsllm.console import output
     from sportsllm.formats.artifact import run_stage
@@ -107,6 +109,10 @@ def train(
     given = {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
     run = Run(Start.RANDOM if checkpoint is None else Start.TRAINED, shape, lora_rank is not None)
     config = train_config(run, tokens, pick(found, TRAINING) | given, seed=seed, parallel=True)
+    if not corpus:
+        corpus, valid = [DEFAULT_CORPUS / "train.jsonl"], valid or [DEFAULT_CORPUS / "valid.jsonl"]
+        _simulate_default()
+    valid = valid or []
     job = _Job(
         checkpoint=checkpoint,
         model=model,
@@ -305,16 +311,10 @@ def _start(
     return model
 
 
-def _text(corpus: list[Path] | None, valid: list[Path] | None) -> tuple[list[Path], list[Path]]:
-    """Training and held-out files; simulated matches if none are given."""
+def _simulate_default() -> None:
+    """Make the default corpus if it is not there."""
     from sportsllm.console import log
 
-    for path in [*(corpus or []), *(valid or [])]:
-        if not path.exists():
-            raise ArtifactError(f"{path}: not found; give existing files or folders of text")
-    if corpus:
-        return corpus, valid or []
     if not (DEFAULT_CORPUS / "train.jsonl").exists():
         log(f"no --corpus given: simulating {SIMULATED_MEGABYTES:g} MB of matches into {DEFAULT_CORPUS}")
         simulate(out=DEFAULT_CORPUS)
-    return [DEFAULT_CORPUS / "train.jsonl"], valid or [DEFAULT_CORPUS / "valid.jsonl"]

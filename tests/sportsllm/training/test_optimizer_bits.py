@@ -38,16 +38,19 @@ def test_the_first_step_is_torchs_and_later_ones_differ_by_rounding() -> None:
     assert (ours - theirs).norm() < 0.01 * (theirs - start).norm()
 
 
-@pytest.mark.parametrize(("bits", "optimizer"), [(16, "adamw"), (16, "muon"), (8, "adamw")])
-def test_a_model_learns_as_well(bits: int, optimizer: str, batches: PackedSequences, tmp_path: Path) -> None:
-    """The loss after 40 steps is that of 32 bits within 1%; it falls by a third of its start on the way."""
+@pytest.mark.parametrize(("optimizer", "few_bits"), [("adamw", (16, 8)), ("muon", (16,))])
+def test_a_model_learns_as_well(
+    optimizer: str, few_bits: tuple[int, ...], batches: PackedSequences, tmp_path: Path
+) -> None:
+    """The loss after 30 steps is that of 32 bits within 1%; it falls by a third of its start on the way."""
     losses = {}
-    for each in (32, bits):
-        (tmp_path / str(each)).mkdir()
-        config = _config(each, optimizer, muon_learning_rate=0.01)
-        losses[each] = train_model(fresh(), batches, language_model_loss, config, tmp_path / str(each)).loss
+    for bits in (32, *few_bits):
+        (tmp_path / str(bits)).mkdir()
+        config = _config(bits, optimizer, muon_learning_rate=0.01, steps=30)
+        losses[bits] = train_model(fresh(), batches, language_model_loss, config, tmp_path / str(bits)).loss
     assert losses[32] is not None and losses[32] < 5
-    assert losses[bits] == pytest.approx(losses[32], rel=0.01) and losses[bits] != losses[32]
+    for bits in few_bits:
+        assert losses[bits] == pytest.approx(losses[32], rel=0.01) and losses[bits] != losses[32]
 
 
 @pytest.mark.parametrize(("bits", "optimizer"), [(16, "adamw"), (16, "muon"), (8, "adamw")])
