@@ -1,5 +1,5 @@
-"""Builds the ONNX graph of a checkpoint. Imports of the other modules here only paths, metadata and cache scales.
+"""Builds the ONNX graph of a checkpoint. Other modules here import only paths, metadata, kernels and cache scales.
 
-Within: decoder -> kinds -> selected -> grouped_query, feed_forward -> half -> layer -> matmul ->
-builder, weights.
+Within: decoder -> kernel_layers, kinds -> selected -> grouped_query, feed_forward -> half -> layer -> matmul -> calls,
+weights -> builder.
 """

@@ -7,6 +7,7 @@ The same calls in the same order give the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ Array = npt.NDArray[Any]
 _FLOAT = ir.DataType.FLOAT
 MS = "com.microsoft"  # the domain of ONNX Runtime's own operators
 IR_VERSION = 10  # with opset 21: read by the browser build too
-KERNELS = KERNELS_DOMAIN  # the domain of this program's own, see `export.graph.native`
+KERNELS = KERNELS_DOMAIN  # the domain of this program's own, see `export.graph.calls`
 OPSETS = {"": 21, MS: 1, KERNELS: int(VERSION)}  # a graph imports those that it uses
 INLINE_BELOW_BYTES = 1024  # smaller tensors go into the graph file: loaders expect shape constants there
 PAGE_BYTES = 4096  # large tensors start on a page, so that they can be mapped
@@ -97,22 +98,22 @@ class Builder:
         """The nodes, without those inside branches."""
         return self._nodes
 
-    def replace(self, nodes: Sequence[ir.Node], by: ir.Node, values: Mapping[ir.Value, ir.Value]) -> None:
-        """Put one node where some were, and the new ones of `values` where the old ones are read."""
-        gone, place = set(nodes), self._nodes.index(nodes[0])
-        self._nodes = [node for node in self._nodes if node not in gone]
-        self._nodes.insert(place, by)
-        ir.convenience.replace_all_uses_with(list(values), list(values.values()))
-        self._outputs = [values.get(value, value) for value in self._outputs]
+    @contextmanager
+    def recording(self) -> Iterator[list[ir.Node]]:
+        """Nodes that are made inside go to a list instead of the graph."""
+        around, self._nodes = self._nodes, []
+        try:
+            yield self._nodes
+        finally:
+            self._nodes = around
+
+    def extend(self, nodes: Sequence[ir.Node]) -> None:
+        """Add nodes that were recorded."""
+        self._nodes += nodes
 
     def made(self, name: str) -> ir.Value | None:
         """The value of a node with one output, by the node's name, if it was added before."""
         return next((node.outputs[0] for node in self._nodes if node.name == name), None)
-
-    @property
-    def inputs(self) -> Sequence[ir.Value]:
-        """The inputs so far."""
-        return self._inputs
 
     @property
     def weights(self) -> Sequence[ir.Value]:

@@ -24,10 +24,12 @@ import onnx_ir as ir
 
 from export import metadata
 from export.graph.builder import Builder, GraphForm
+from export.graph.calls import KernelCalls, KernelUse
+from export.graph.half import HalfBuilder
+from export.graph.kernel_layers import EmittedLayer, add_calls, add_head
 from export.graph.kinds import half_builders
 from export.graph.layer import LayerBuilder, OrtLayerBuilder, Sequences, StandardLayerBuilder
 from export.graph.matmul import Matmul
-from export.graph.native import Folded, fold_model
 from export.graph.standard_matmul import StandardEmbedding, StandardMatmul
 from export.graph.weights import Weights
 from export.paths import plain_files, web_files, web_precision
@@ -46,7 +48,7 @@ class WrittenGraph:
 
     residual: Sequence[tuple[str, ...]]  # values whose sum is the residual stream: after embedding and each layer
     precision: str  # see `graph_precision`
-    kernels: Folded  # which parts call them
+    kernels: KernelUse  # which parts call them
 
 
 def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None) -> WrittenGraph:
@@ -70,23 +72,6 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
     tokens_BT, mask_BS, pasts = add_inputs(graph, config, form.cached)
     keep = graph.input_with_default(metadata.KEEP_LOGITS, np.array([0], np.int64))
     sequences = Sequences(tokens_BT, mask_BS, form)
-    layers: LayerBuilder
-    if form.standard:
-        matmul: Matmul = StandardMatmul(graph, weights, form)
-        layers = StandardLayerBuilder(graph, config, matmul, sequences)
-    else:
-        matmul = (StandardEmbedding if form.web else Matmul)(graph, weights, form)
-        layers = OrtLayerBuilder(graph, config, matmul, sequences)
-    stream = add_layers(layers, pasts, keep)
-    x_BTD, _ = layers.norm(LAST_NORM, stream.x_BTD, stream.residual_BTD)
-    head = EMBEDDING if config.tie_word_embeddings else HEAD
-    table = Matrix(head, config.vocab_size, config.hidden_size, "token", HIDDEN, HIDDEN)
-    logits = matmul.product(HEAD, x_BTD, [table])
-    if form.in_half:
-        logits = graph.node("logits/float", "Cast", [logits], to=FLOAT.value)
-    graph.output(logits, metadata.LOGITS, FLOAT, ["batch_size", "sequence_length", config.vocab_size])
-    add_presents(graph, config, form.cached, stream.presents)
-    precision = graph_precision(graph.nodes, graph.weights)
     reasons = {
         "standard operators": form.standard,
         "a browser has none": form.web,
@@ -94,14 +79,37 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
         "--set inline=true": form.inline,
     }
     refused = next((reason for reason, given in reasons.items() if given), None)
-    if refused is None:
-        kernels = fold_model(graph, config, stream.residual, form.cached)
+    calls = KernelCalls(graph, config.num_hidden_layers, refused)
+    layers: LayerBuilder
+    if form.standard:
+        matmul: Matmul = StandardMatmul(graph, weights, form)
+        layers = StandardLayerBuilder(graph, config, matmul, sequences, calls)
     else:
-        kernels = Folded(config.num_hidden_layers, reasons=[refused])
+        matmul = (StandardEmbedding if form.web else Matmul)(graph, weights, form)
+        layers = OrtLayerBuilder(graph, config, matmul, sequences, calls)
+    stream = add_layers(layers, pasts, keep)
+    table = Matrix(
+        EMBEDDING if config.tie_word_embeddings else HEAD,
+        config.vocab_size,
+        config.hidden_size,
+        "token",
+        HIDDEN,
+        HIDDEN,
+    )
+    with graph.recording() as nodes:
+        x_BTD, _ = layers.norm(LAST_NORM, stream.x_BTD, stream.residual_BTD)
+        logits = matmul.product(HEAD, x_BTD, [table])
+    logits = add_head(layers, (stream.x_BTD, stream.residual_BTD), table, nodes, logits)
+    if form.in_half:
+        logits = graph.node("logits/float", "Cast", [logits], to=FLOAT.value)
+    graph.output(logits, metadata.LOGITS, FLOAT, ["batch_size", "sequence_length", config.vocab_size])
+    add_presents(graph, config, form.cached, stream.presents)
+    bodies = (node for function in graph.functions for node in function)
+    precision = graph_precision([*graph.nodes, *bodies], graph.weights)
     files = web_files(directory, web_precision(precision, form.in_half)) if form.web else plain_files(directory)
     files.graph.parent.mkdir(exist_ok=True)
     graph.write(files)
-    return WrittenGraph(stream.residual, precision, kernels)
+    return WrittenGraph(stream.residual, precision, layers.calls.use)
 
 
 def graph_precision(nodes: Iterable[ir.Node], weights: Iterable[ir.Value]) -> str:
@@ -130,30 +138,55 @@ class Stream(NamedTuple):
 def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: ir.Value) -> Stream:
     """Embedding and layers, which read what each has cached; `keep` positions are wanted behind the last layer, 0 for
     all."""
-    halves = half_builders(layers)
-    last_cached = [half for half in halves[-1] if half.states][-1]
+    halves, graph = half_builders(layers), layers.graph
     x_BTD = layers.embedding()
-    residual_BTD: ir.Value | None = None
-    presents: list[list[ir.Value]] = []
-    residual = [_names(x_BTD)]
+    stream = Stream(x_BTD, None, [], [_names(x_BTD)])
     for layer, past in enumerate(pasts):
-        presents.append([])
-        for half in halves[layer]:
-            norm = f"model.layers.{layer}.{NORMS[half.half]}"
-            x_BTD, residual_BTD = layers.norm(norm, x_BTD, residual_BTD)
-            taken = len(presents[-1])
-            x_BTD, present = half.emit(layer, x_BTD, past[taken : taken + len(half.states)])
-            presents[-1] += present
-            if layer == len(pasts) - 1 and half is last_cached:
-                # Nothing reads what the rest of the last layer does with positions that are not kept.
-                last = f"model.layers.{layer}.kept"
-                x_BTD, residual_BTD = _last_positions(layers.graph, last, keep, (x_BTD, residual_BTD))
-            x_BTD = half.output(layer, x_BTD)
-            if layers.config.output_norms:
-                norm = f"model.layers.{layer}.{OUTPUT_NORMS[half.half]}"
-                x_BTD, _ = layers.norm(norm, x_BTD, None)
-        residual.append(_names(x_BTD, residual_BTD))
-    return Stream(x_BTD, residual_BTD, presents, residual)
+        attention, mlp = halves[layer]
+        emitted = _emit(layers, attention, mlp, layer, stream, past, keep if layer == len(pasts) - 1 else None)
+        if layers.calls.allowed:
+            emitted = add_calls(layers, attention, mlp, emitted)
+        else:
+            graph.extend([*emitted.first, *emitted.router, *emitted.second])
+        x_BTD = emitted.out
+        if layers.config.output_norms:
+            x_BTD, _ = layers.norm(f"model.layers.{layer}.{OUTPUT_NORMS['mlp']}", x_BTD, None)
+        stream = Stream(
+            x_BTD,
+            emitted.residual,
+            [*stream.presents, list(emitted.presents)],
+            [*stream.residual, _names(x_BTD, emitted.residual)],
+        )
+    return stream
+
+
+def _emit(
+    layers: LayerBuilder,
+    attention: HalfBuilder,
+    mlp: HalfBuilder,
+    layer: int,
+    stream: Stream,
+    past: Sequence[ir.Value],
+    keep: ir.Value | None,
+) -> EmittedLayer:
+    """The nodes of a layer in ONNX Runtime's operators; `keep` in the last one."""
+    graph, base = layers.graph, f"model.layers.{layer}"
+    with graph.recording() as first:
+        x_BTD, residual_BTD = layers.norm(f"{base}.{NORMS['self_attn']}", stream.x_BTD, stream.residual_BTD)
+        x_BTD, presents = attention.emit(layer, x_BTD, past)
+        if keep is not None:  # nothing reads what the rest of the last layer does with positions that are not kept
+            x_BTD, residual_BTD = _last_positions(graph, f"{base}.kept", keep, (x_BTD, residual_BTD))
+        x_BTD = attention.output(layer, x_BTD)
+        if layers.config.output_norms:
+            x_BTD, _ = layers.norm(f"{base}.{OUTPUT_NORMS['self_attn']}", x_BTD, None)
+        normed, residual = layers.norm(f"{base}.{NORMS['mlp']}", x_BTD, residual_BTD)
+    with graph.recording() as router:
+        routed = mlp.route(layer, normed)
+    with graph.recording() as second:
+        out, _ = mlp.emit(layer, normed, routed)
+        out = mlp.output(layer, out)
+    read = (stream.x_BTD, stream.residual_BTD)
+    return EmittedLayer(layer, first, router, second, read, past, keep, presents, normed, residual, routed, out)
 
 
 def _last_positions(graph: Builder, name: str, keep: ir.Value, values: Sequence[ir.Value]) -> list[ir.Value]:

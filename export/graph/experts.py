@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from export.graph.builder import Array
+from export.graph.calls import Operand
 from export.graph.half import HalfBuilder
 from sportsllm.models.feed_forward_kinds import ROUTER, SHARED, routed_names
 from sportsllm.models.parts import Matrix
@@ -26,7 +27,7 @@ class MixtureOfExperts(HalfBuilder):
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         graph, name, experts = self.graph, self.name(layer), self.config.chosen_experts
-        chosen_BTK, weights_BTK = self._routed(layer, x_BTD)
+        chosen_BTK, weights_BTK = past
         flat = graph.constant("experts/flat", np.array([-1, self.config.hidden_size], np.int64))
         x_XD = graph.node(f"{name}/tokens", "Reshape", [x_BTD, flat])
         rows = graph.constant(f"experts/rows_{experts.active}", np.array([-1, experts.active], np.int64))
@@ -50,7 +51,7 @@ class MixtureOfExperts(HalfBuilder):
     def output(self, layer: int, x: ir.Value) -> ir.Value:
         return x  # every expert has its own matrix for it
 
-    def _routed(self, layer: int, x_BTD: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def route(self, layer: int, x_BTD: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The chosen experts, (B, T, K) int64, and their weights."""
         graph, name, experts = self.graph, f"{self.name(layer)}.{ROUTER}", self.config.chosen_experts
         (router,) = (matrix for matrix in self._matrices if matrix.name == ROUTER)
@@ -162,19 +163,25 @@ class MixtureOfExperts(HalfBuilder):
         branches = {"then_branch": run, "else_branch": skip}
         return graph.if_else(f"{name}/either", is_used, branches, {f"{name}/sum": FLOAT})[0]
 
+    def operands(self, layer: int, module: str) -> tuple[Operand | str, Operand | str]:
+        matmul, (up, down) = self.layers.matmul, self._expert_matrices(layer, module)
+        return matmul.operand("up", *up), matmul.operand("down", *down)
+
+    def _expert_matrices(self, layer: int, expert: str) -> tuple[tuple[str, list[Matrix]], tuple[str, list[Matrix]]]:
+        """Names of an expert's two products, and their matrices."""
+        name = f"{self.name(layer)}.{expert}"
+        found = {matrix.name.removeprefix(f"{expert}."): matrix for matrix in self._matrices}
+        parts = ("gate_proj", "up_proj") if self.config.chosen_experts.gated else ("up_proj",)
+        up, down = ([found[part]._replace(name=f"{name}.{part}") for part in each] for each in (parts, ("down_proj",)))
+        return (f"{name}.{'gate_up_proj' if len(up) > 1 else 'up_proj'}", up), (f"{name}.down_proj", down)
+
     def _expert(self, layer: int, expert: str, x_CD: ir.Value) -> ir.Value:
         """One expert's output for some tokens."""
-        graph, name = self.graph, f"{self.name(layer)}.{expert}"
-        found = {matrix.name.removeprefix(f"{expert}."): matrix for matrix in self._matrices}
-
-        def named(part: str) -> Matrix:
-            return found[part]._replace(name=f"{name}.{part}")
-
-        matmul = self.layers.matmul
-        if self.config.chosen_experts.gated:
-            gate, up = matmul.products(f"{name}.gate_up_proj", x_CD, [named("gate_proj"), named("up_proj")])
-            inner = graph.node(f"{name}/inner", "Mul", [self.layers.silu(f"{name}/silu", gate), up])
+        graph, name, matmul = self.graph, f"{self.name(layer)}.{expert}", self.layers.matmul
+        (up_name, matrices), (down_name, down) = self._expert_matrices(layer, expert)
+        gate, *up = matmul.products(up_name, x_CD, matrices)
+        if up:
+            inner = graph.node(f"{name}/inner", "Mul", [self.layers.silu(f"{name}/silu", gate), up[0]])
         else:
-            (up,) = matmul.products(f"{name}.up_proj", x_CD, [named("up_proj")])
-            inner = self.layers.silu(f"{name}/inner", up)
-        return matmul.product(f"{name}.down_proj", inner, [named("down_proj")])
+            inner = self.layers.silu(f"{name}/inner", gate)
+        return matmul.product(down_name, inner, down)

@@ -14,10 +14,12 @@ import onnx_ir as ir
 
 from export import metadata
 from export.graph.builder import MS
+from export.graph.calls import Inputs
 from export.graph.half import HalfBuilder
 from export.graph.int8_cache_prefill import LongPrefill, group_query_attention
 from export.graph.layer import LayerBuilder
 from export.graph.positions import position_ids, rotary_caches, sequence_lengths
+from sportsllm.models.kinds import NORMS
 from sportsllm.models.parts import HIDDEN
 
 FLOAT, HALF, INT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT8
@@ -43,14 +45,14 @@ class OrtGroupedQuery(HalfBuilder):
 
     All layers share what it reads of the sequences' lengths, each less 1, (B,), and S, int32; and the rotary tables,
     (context, E / 2). What else a layer needs it computes of those and of its own input, so that it can become a
-    function, see `export.graph.functions`.
+    function, see `export.graph.calls`.
     """
 
     def __init__(self, layers: LayerBuilder, half: str) -> None:
         super().__init__(layers, half)
         self._seqlens_k, self._total = sequence_lengths(self.graph, layers.sequences.mask_BS)
         config, real = self.config, layers.matmul.real
-        self._tables = [
+        self._tables: list[Sequence[ir.Value]] = [
             rotary_caches(self.graph, config, layer, real) if config.rotates(layer) else ()
             for layer in range(config.num_hidden_layers)
         ]
@@ -101,6 +103,18 @@ class OrtGroupedQuery(HalfBuilder):
             {f"{name}/{output}": dtype for output, dtype in types.items()},
         )
         return attended, present
+
+    def kernel_inputs(self, layer: int, past: Sequence[ir.Value], keep: ir.Value | None) -> Inputs:
+        """What kernels of a layer read beside the residual stream and matrices; not of layers that do not rotate."""
+        config, name, matmul, tables = self.config, self.name(layer), self.layers.matmul, self._tables[layer]
+        inputs: Inputs = {"last": self._seqlens_k, "total": self._total, "keep": keep}
+        inputs |= {"past_key": past[0], "past_value": past[1], "cosine": tables[0], "sine": tables[1]}
+        inputs |= dict(zip(("key_scale", "value_scale"), self._cache_scales(layer) or (None, None), strict=True))
+        inputs["norm"] = matmul.vector(f"model.layers.{layer}.{NORMS['self_attn']}.weight", config.hidden_size)
+        for side in ("query", "key"):
+            weight = f"{name}.{side[0]}_norm.weight"
+            inputs[f"{side}_norm"] = matmul.vector(weight, config.head_dim) if config.qk_norm else None
+        return inputs
 
     def _group_query(self, name: str, parts: Sequence[ir.Value], call: _Call) -> Sequence[ir.Value]:
         """GroupQueryAttention as it is: attended values, present keys and values."""

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from export import metadata
 from export.graph.builder import Array
+from export.graph.calls import Attributes, Call, Inputs, shared_inputs
 from export.graph.half import HalfBuilder
 from export.graph.layer import LayerBuilder
 from export.graph.positions import (
@@ -31,8 +32,6 @@ from sportsllm.models.parts import HIDDEN
 FLOAT = ir.DataType.FLOAT
 LONG_PIECE = 16
 """From this many new tokens on keys and values are made."""
-SHORT = "short"
-"""In the names of the nodes that fewer new tokens go through."""
 
 
 class LatentAttention(HalfBuilder):
@@ -49,8 +48,8 @@ class LatentAttention(HalfBuilder):
             self._places_BT = places_by_mask(graph, tokens_BT, mask_BS)
             self._seen_B1TS = seen_columns(graph, tokens_BT, mask_BS, None)
         else:
-            last_B, _ = sequence_lengths(graph, mask_BS)
-            self._places_BT = position_ids(graph, "latent", last_B, tokens_BT)
+            self._last_B, _ = sequence_lengths(graph, mask_BS)
+            self._places_BT = position_ids(graph, "latent", self._last_B, tokens_BT)
             self._share_places()
         self._tables = rotary_rows(graph, config, 0, self._places_BT)
 
@@ -72,12 +71,98 @@ class LatentAttention(HalfBuilder):
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
         graph, config, name = self.graph, self.config, self.name(layer)
-        heads, rank, rotated = config.num_attention_heads, config.kv_rank, config.head_dim
+        heads = config.num_attention_heads
         *queries, latent = self.products(layer, HIDDEN, x_BTD)
         (query,) = queries
         if config.q_lora_rank is not None:
             query = self._normed(layer, "q_a_layernorm", query, config.q_lora_rank)
             (query,) = self.products(layer, "query_latent", query)
+        plain_BHTN, turned_BHTE, present = self._tokens(layer, query, latent, past[0])
+        width_T = graph.node(f"{name}/piece", "Shape", [x_BTD], start=1, end=2)
+        least = graph.constant("latent/long_piece", np.array([LONG_PIECE], np.int64))
+        is_long = graph.node(f"{name}/is_long", "GreaterOrEqual", [width_T, least])
+        (mixed_BHTV,) = graph.if_else(
+            f"{name}/attention_either",
+            is_long,
+            {
+                "then_branch": lambda: [self._made(layer, f"{name}/long", plain_BHTN, turned_BHTE, present)],
+                "else_branch": lambda: [self._short(layer, plain_BHTN, turned_BHTE, present)],
+            },
+            {f"{name}/mixed": FLOAT},
+        )
+        mixed_BTHV = graph.node(f"{name}/by_token", "Transpose", [mixed_BHTV], perm=[0, 2, 1, 3])
+        flat = graph.constant("latent/flat", np.array([0, 0, heads * config.value_dim], np.int64))
+        return graph.node(f"{name}/attended", "Reshape", [mixed_BTHV, flat]), [present]
+
+    def _tokens(
+        self, layer: int, query: ir.Value, latent: ir.Value, past: ir.Value
+    ) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """The new tokens' queries, unrotated and rotated, by head; and the cache with the new tokens written."""
+        with self.graph.recording() as nodes:
+            values = self._emit_tokens(layer, query, latent, past)
+        if not self.layers.calls.allowed:
+            self.graph.extend(nodes)
+            return values
+        config, name, stored = self.config, self.name(layer), self._stored(layer)
+        cosine, sine = self._tables
+        norm = self.layers.matmul.vector(f"{name}.kv_a_layernorm.weight", config.kv_rank)
+        inputs: Inputs = {"query": query, "latent": latent, "cosine": cosine, "sine": sine, "last": self._last_B}
+        inputs |= {"past": past, "norm": norm, "scale": stored[0] if stored else None}
+        inputs |= shared_inputs(nodes, inputs)
+        attributes = self._sizes() | {
+            "epsilon": float(np.float32(self._eps("kv_a_layernorm"))),
+            "scale": config.score_scale,
+        }
+        outputs = dict(zip(("unrotated", "rotated", "present"), values, strict=True))
+        op = "LatentTokens" + ("Int8" if stored else "")
+        call = Call(op, f"{name}/tokens", f"model.layers.{layer}", inputs, outputs, attributes)
+        made = self.layers.calls.add(call, nodes)
+        if made is None:
+            self.graph.extend(nodes)
+            self._all_called = False
+            return values
+        self._all_called = True
+        return made["unrotated"], made["rotated"], made["present"]
+
+    def _short(self, layer: int, plain_BHTN: ir.Value, turned_BHTE: ir.Value, present: ir.Value) -> ir.Value:
+        """Attention of few new tokens, in a branch."""
+        name, stored = f"{self.name(layer)}/short", self._stored(layer)
+        with self.graph.recording() as nodes:
+            mixed = self._absorbed(layer, name, plain_BHTN, turned_BHTE, present)
+        if not self.layers.calls.allowed:
+            self.graph.extend(nodes)
+            return mixed
+        inputs: Inputs = {"unrotated": plain_BHTN, "rotated": turned_BHTE, "last": self._last_B, "state": present}
+        inputs["keys"] = self._by_head(layer, "keys", 0, self.config.unrotated_dim)
+        inputs["values"] = self._by_head(layer, "values", self.config.unrotated_dim, self.config.value_dim)
+        inputs["scale"] = stored[0] if stored else None
+        inputs |= shared_inputs(nodes, inputs)
+        op = "LatentAttention" + ("Int8" if stored else "")
+        call = Call(op, name, f"model.layers.{layer}", inputs, {"out": mixed}, self._sizes())
+        made = self.layers.calls.add(call, nodes)
+        if made is None:
+            self.graph.extend(nodes)
+            return mixed
+        self.layers.calls.use.attention += self._all_called
+        return made["out"]
+
+    def _sizes(self) -> Attributes:
+        """What both kernels are told of the shape."""
+        config = self.config
+        return {
+            "num_heads": config.num_attention_heads,
+            "rank": config.kv_rank,
+            "rotated_size": config.head_dim,
+            "unrotated_size": config.unrotated_dim,
+            "value_size": config.value_dim,
+        }
+
+    def _emit_tokens(
+        self, layer: int, query: ir.Value, latent: ir.Value, past: ir.Value
+    ) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """See `_tokens`."""
+        graph, config, name = self.graph, self.config, self.name(layer)
+        heads, rank, rotated = config.num_attention_heads, config.kv_rank, config.head_dim
         by_head = graph.constant("latent/by_head", np.array([0, 0, heads, -1], np.int64))
         query_BTHE = graph.node(f"{name}.q/heads", "Reshape", [query, by_head])
         parts = [f"{name}.q/plain", f"{name}.q/to_turn"]
@@ -89,7 +174,7 @@ class LatentAttention(HalfBuilder):
         key_BT1E = rotated_pairs(graph, f"{name}.k", key_BT1E, self._tables)
         key_BTE = graph.node(f"{name}.k/turned_row", "Squeeze", [key_BT1E, graph.axis(2)])
         new_BTC = graph.node(f"{name}/cached", "Concat", [low, key_BTE], axis=-1)
-        present = self._joined(layer, past[0], new_BTC)
+        present = self._joined(layer, past, new_BTC)
         factor = graph.constant("latent/scale", np.array(config.score_scale, np.float32))
         plain_BTHN = graph.node(f"{name}.q/plain_scaled", "Mul", [plain, factor])
         turned_BTHE = graph.node(f"{name}.q/turned_scaled", "Mul", [turned_BTHE, factor])
@@ -97,26 +182,16 @@ class LatentAttention(HalfBuilder):
             graph.node(f"{name}.q/{part}_by_head", "Transpose", [value], perm=[0, 2, 1, 3])
             for part, value in (("plain", plain_BTHN), ("turned", turned_BTHE))
         )
-        width_T = graph.node(f"{name}/piece", "Shape", [x_BTD], start=1, end=2)
-        least = graph.constant("latent/long_piece", np.array([LONG_PIECE], np.int64))
-        is_long = graph.node(f"{name}/is_long", "GreaterOrEqual", [width_T, least])
-        (mixed_BHTV,) = graph.if_else(
-            f"{name}/attention_either",
-            is_long,
-            {
-                "then_branch": lambda: [self._made(layer, f"{name}/long", plain_BHTN, turned_BHTE, present)],
-                "else_branch": lambda: [self._absorbed(layer, f"{name}/{SHORT}", plain_BHTN, turned_BHTE, present)],
-            },
-            {f"{name}/mixed": FLOAT},
-        )
-        mixed_BTHV = graph.node(f"{name}/by_token", "Transpose", [mixed_BHTV], perm=[0, 2, 1, 3])
-        flat = graph.constant("latent/flat", np.array([0, 0, heads * config.value_dim], np.int64))
-        return graph.node(f"{name}/attended", "Reshape", [mixed_BTHV, flat]), [present]
+        return plain_BHTN, turned_BHTE, present
 
     def _normed(self, layer: int, vector: str, x: ir.Value, size: int) -> ir.Value:
         name = f"{self.name(layer)}.{vector}"
+        weight = self.layers.matmul.vector(f"{name}.weight", size)
+        return self.layers.rms_norm(name, x, weight, self._eps(vector))
+
+    def _eps(self, vector: str) -> float | None:
         (eps,) = (found.eps for found in self._vectors if found.name == vector)
-        return self.layers.rms_norm(name, x, self.layers.matmul.vector(f"{name}.weight", size), eps)
+        return eps
 
     def _joined(self, layer: int, past: ir.Value, new_BTC: ir.Value) -> ir.Value:
         """The cache with the new tokens, as the graph gives it back."""

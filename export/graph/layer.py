@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from export.graph.builder import MS, Builder, GraphForm
+from export.graph.calls import KernelCalls
 from export.graph.matmul import FLOAT, Matmul
 from export.graph.positions import places_by_mask, position_ids, sequence_lengths
 from sportsllm.models.config import ModelConfig
@@ -35,8 +36,10 @@ class LayerBuilder(ABC):
 
     standard: ClassVar[bool]  # whether all operators are ONNX's own
 
-    def __init__(self, graph: Builder, config: ModelConfig, matmul: Matmul, sequences: Sequences) -> None:
-        self.graph, self.config, self.matmul, self.sequences = graph, config, matmul, sequences
+    def __init__(
+        self, graph: Builder, config: ModelConfig, matmul: Matmul, sequences: Sequences, calls: KernelCalls
+    ) -> None:
+        self.graph, self.config, self.matmul, self.sequences, self.calls = graph, config, matmul, sequences, calls
         self._epsilon = float(np.float32(config.rms_norm_eps))
 
     def with_config(self, config: ModelConfig) -> Self:

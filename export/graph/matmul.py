@@ -13,6 +13,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from export.graph.builder import MS, Array, Builder, GraphForm
+from export.graph.calls import Operand
 from export.graph.weights import Packing, Weights
 from sportsllm.models.parts import Matrix
 
@@ -21,6 +22,7 @@ FLOAT, HALF, INT8, UINT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.I
 FAST_ACCURACY = 4
 # Rounds its whole input to 8 bits and multiplies whole numbers.
 PER_ROW_PRODUCT = "DynamicQuantizeMatMul"
+_KERNEL_BLOCKS = (32, 64, 128, 256)
 FLAT = "_flat"  # suffix of a packed table whose rows are not divided into blocks
 
 
@@ -94,13 +96,15 @@ class Matmul:
         y = self._multiply(name, x, matrices)
         if not matrices[0].bias:
             return y
+        return self._graph.node(f"{name}/biased", "Add", [y, self._bias(name, matrices)])
+
+    def _bias(self, name: str, matrices: Sequence[Matrix]) -> ir.Value:
         biases = [(f"{matrix.name}.bias", (matrix.rows,)) for matrix in matrices]
 
         def read() -> Array:
             return np.concatenate([self._read_real(*bias) for bias in biases])
 
-        vector = self._graph.weight(f"{name}.bias", self.real, (_shape(matrices)[0],), read)
-        return self._graph.node(f"{name}/biased", "Add", [y, vector])
+        return self._graph.weight(f"{name}.bias", self.real, (_shape(matrices)[0],), read)
 
     def _multiply(self, name: str, x: ir.Value, matrices: Sequence[Matrix]) -> ir.Value:
         stored, packing = name if len(matrices) > 1 else matrices[0].name, self._packing(matrices[0])
@@ -135,6 +139,25 @@ class Matmul:
         sizes = {"N": rows, "K": columns, "block_size": packing.block_size, "bits": packing.bits}
         inputs = [x, packed, scales, *zero_points]
         return graph.node(f"{name}/product", "MatMulNBits", inputs, MS, **sizes, accuracy_level=FAST_ACCURACY)
+
+    def operand(self, key: str, name: str, matrices: Sequence[Matrix]) -> Operand | str:
+        """The matrix of the product `name`, which the graph has, as kernels read it; or why they do not."""
+        if len({(self._packing(matrix), matrix.bias) for matrix in matrices}) > 1:
+            return "matrices in unlike formats"
+        stored, packing = name if len(matrices) > 1 else matrices[0].name, self._packing(matrices[0])
+        if packing is None:
+            return "dense matrices"
+        if packing.per_row:
+            return "INT8 per row"
+        if packing.bits not in (4, 8) or packing.block_size not in _KERNEL_BLOCKS:
+            return f"{packing.bits} bits in blocks of {packing.block_size}"
+        packed, scales, zero_points = self._packed(stored, matrices, packing)
+        bias = self._bias(name, matrices) if matrices[0].bias else None
+        inputs = {"packed": packed, "scale": scales, "zero_point": next(iter(zero_points), None), "bias": bias}
+        return Operand(
+            {f"{key}_{part}": value for part, value in inputs.items()},
+            {f"{key}_bits": packing.bits, f"{key}_block_size": packing.block_size},
+        )
 
     def _packing(self, matrix: Matrix) -> Packing | None:
         return self._weights.packing(matrix.name, (matrix.rows, matrix.columns))

@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from export.graph.builder import MS
+from export.graph.calls import Attributes, Call, Inputs, shared_inputs
 from export.graph.grouped_query import OrtGroupedQuery
 from export.graph.int8_cache_prefill import group_query_attention
 from export.graph.layer import LayerBuilder
@@ -25,8 +26,6 @@ from sportsllm.models.attention_kinds import index_pairs, index_size
 from sportsllm.models.parts import HIDDEN
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
-SELECTED = "selected"
-"""In the names of a layer's nodes between the written cache and what is attended."""
 _LEAST = np.array(np.finfo(np.float32).min, np.float32)
 
 
@@ -98,17 +97,48 @@ class SelectedAttention(OrtGroupedQuery):
             new_BKTE = graph.node(f"{name}.{part}/by_head", "Transpose", [new_BTKE], perm=[0, 2, 1, 3])
             presents.append(graph.node(f"{name}.{part}/present", "ScatterND", [old, where_BKT3, new_BKTE]))
         parts, scored = (query, key, value), (index_q, index)
-        name = f"{name}/{SELECTED}"
-        (attended,) = graph.if_else(
-            f"{name}/either",
-            self._alone,
-            {
-                "then_branch": lambda: [self._single(f"{name}/one", query, scored, presents, first_BK1)],
-                "else_branch": lambda: [self._piece(f"{name}/piece", parts, scored, presents)],
-            },
-            {f"{name}/attended": FLOAT},
-        )
+        name = f"{name}/selected"
+        with graph.recording() as nodes:
+            (attended,) = graph.if_else(
+                f"{name}/either",
+                self._alone,
+                {
+                    "then_branch": lambda: [self._single(f"{name}/one", query, scored, presents, first_BK1)],
+                    "else_branch": lambda: [self._piece(f"{name}/piece", parts, scored, presents)],
+                },
+                {f"{name}/attended": FLOAT},
+            )
+        if self.layers.calls.allowed:
+            made = self.layers.calls.add(
+                self._call(layer, name, nodes, (query, index_q, *presents, index), attended), nodes
+            )
+            if made is not None:
+                self.layers.calls.use.attention += 1
+                return made["out"], [*presents, index]
+        graph.extend(nodes)
         return attended, [*presents, index]
+
+    def _call(
+        self, layer: int, name: str, nodes: Sequence[ir.Node], read: Sequence[ir.Value], attended: ir.Value
+    ) -> Call:
+        """The call of attention from the written cache on; `read` are queries and what is cached."""
+        config, selection = self.config, self._selection
+        query, index_query, key, value, index = read
+        inputs: Inputs = {"query": query, "index_query": index_query, "last": self._seqlens_k}
+        inputs |= {"key": key, "value": value, "index": index}
+        inputs |= shared_inputs(nodes, inputs)
+        attributes: Attributes = {
+            "num_heads": config.num_attention_heads,
+            "kv_num_heads": config.num_key_value_heads,
+            "head_size": config.head_dim,
+            "index_heads": selection.heads,
+            "index_size": index_size(config),
+            "block_size": selection.block,
+            "blocks": selection.blocks,
+            "newest_blocks": selection.newest,
+            "scale": config.score_scale,
+        }
+        return Call("SelectedAttention", name, f"model.layers.{layer}", inputs, {"out": attended}, attributes)
 
     def _slowly_rotated(self, name: str, x: ir.Value, parts: int) -> ir.Value:
         sizes = {"num_heads": parts, "rotary_embedding_dim": 2 * index_pairs(self.config)}

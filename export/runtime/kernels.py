@@ -1,6 +1,6 @@
 """Which kernels run a graph: this program's own, where its library is built, or ONNX Runtime's, which run everywhere.
 
-A graph that calls kernels is run by either, see `export.graph.functions`. Reads the graph's metadata before the session
+A graph that calls kernels is run by either, see `export.graph.calls`. Reads the graph's metadata before the session
 is made, since the library must be registered first.
 """
 

@@ -1,0 +1,209 @@
+"""Which parts of a layer in ONNX Runtime's operators become calls of kernels: all of it, its halves, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from export.graph.calls import SUFFIXES, Attributes, Call, Inputs, Operand
+from export.graph.grouped_query import OrtGroupedQuery
+from export.graph.half import HalfBuilder
+from export.graph.layer import LayerBuilder
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.feed_forward_kinds import SHARED, routed_names
+from sportsllm.models.kinds import HEAD, LAST_NORM, NORMS
+from sportsllm.models.parts import HIDDEN, Matrix
+
+
+@dataclass(frozen=True)
+class EmittedLayer:
+    """The nodes of a layer, not yet in the graph, and the values between them."""
+
+    layer: int
+    first: list[ir.Node]  # norm, attention and the norm behind it
+    router: list[ir.Node]  # of experts
+    second: list[ir.Node]  # the feed-forward
+    stream: tuple[ir.Value, ir.Value | None]  # what the layer reads, to be added up
+    past: Sequence[ir.Value]
+    keep: ir.Value | None  # positions that are kept behind the last layer
+    presents: Sequence[ir.Value]
+    normed: ir.Value  # what the feed-forward reads
+    residual: ir.Value  # the stream behind attention
+    routed: Sequence[ir.Value]  # the router's choice
+    out: ir.Value  # what the feed-forward adds
+
+
+def add_calls(layers: LayerBuilder, attention: HalfBuilder, mlp: HalfBuilder, emitted: EmittedLayer) -> EmittedLayer:
+    """Add a layer to the graph, with calls where kernels compute it; returns it with the values that are there now."""
+    calls, graph, config = layers.calls, layers.graph, attention.config
+    reasons = list(_not_in_attention(config, emitted.layer))
+    if not reasons and mlp.config.mlp_kind == "swiglu":
+        tried = len(calls.use.reasons)
+        call = _attention_call(layers, attention, emitted, mlp)
+        outputs = None if isinstance(call, list) else calls.add(call, [*emitted.first, *emitted.second])
+        if outputs is not None:
+            calls.use.attention, calls.use.feed_forward = calls.use.attention + 1, calls.use.feed_forward + 1
+            presents = [outputs["key"], outputs["value"]]
+            return replace(emitted, out=outputs["out"], residual=outputs["residual_out"], presents=presents)
+        del calls.use.reasons[tried:]  # its halves may have names left
+    outputs = None
+    if not reasons:
+        call = _attention_call(layers, attention, emitted)
+        if isinstance(call, list):
+            reasons = call
+        else:
+            outputs = calls.add(call, emitted.first)
+    if outputs is None:
+        graph.extend(emitted.first)
+        if config.attention_kind not in ("latent", "selected"):  # those have calls within
+            calls.use.reasons += reasons
+    else:
+        calls.use.attention += 1
+        presents = [outputs["key"], outputs["value"]]
+        emitted = replace(emitted, normed=outputs["out"], residual=outputs["residual_out"], presents=presents)
+    graph.extend(emitted.router)
+    call = _feed_forward_call(layers, mlp, emitted)
+    outputs = None if isinstance(call, list) else calls.add(call, emitted.second)
+    if outputs is None:
+        graph.extend(emitted.second)
+        calls.use.reasons += call if isinstance(call, list) else []
+        return emitted
+    calls.use.feed_forward += 1
+    return replace(emitted, out=outputs["out"])
+
+
+def _not_in_attention(config: ModelConfig, layer: int) -> Iterator[str]:
+    """Why the kernels do not compute a layer's attention."""
+    if config.attention_kind != "grouped_query":
+        yield f"attention {config.attention_kind}"
+        return
+    unlike = {
+        "LayerNorm": config.norm_kind != "rms",
+        "norms after attention and feed-forward": config.output_norms,
+        "scores of another scale": config.attention_scale is not None,
+        "sliding attention": config.window(layer) is not None,
+        "attention without rotation": not config.rotates(layer),
+    }
+    yield from (reason for reason, found in unlike.items() if found)
+
+
+def _attention_call(
+    layers: LayerBuilder, attention: HalfBuilder, emitted: EmittedLayer, mlp: HalfBuilder | None = None
+) -> Call | list[str]:
+    """The call of attention and the norm behind it, with `mlp` of the whole layer; or why there is none."""
+    layer, config = emitted.layer, attention.config
+    assert isinstance(attention, OrtGroupedQuery), "asked for before"
+    name = f"model.layers.{layer}"
+    operands = [attention.operand("qkv", layer, HIDDEN), attention.output_operand("output", layer)]
+    if mlp is not None:
+        operands += [mlp.operand("gate_up", layer, HIDDEN), mlp.output_operand("down", layer)]
+    if reasons := [each for each in operands if isinstance(each, str)]:
+        return reasons
+    found = [each for each in operands if isinstance(each, Operand)]
+    second_norm = layers.matmul.vector(f"{name}.{NORMS['mlp']}.weight", config.hidden_size)
+    inputs = _stream(emitted.stream) | attention.kernel_inputs(layer, emitted.past, emitted.keep)
+    inputs |= found[0].inputs | found[1].inputs | {"second_norm": second_norm}
+    attributes: Attributes = {
+        "num_heads": config.num_attention_heads,
+        "kv_num_heads": config.num_key_value_heads,
+        "head_size": config.head_dim,
+        "hidden_size": config.hidden_size,
+        **({} if mlp is None else {"intermediate_size": mlp.config.intermediate_size}),
+        "epsilon": config.rms_norm_eps,
+    }
+    for operand in found:
+        attributes |= operand.attributes
+    for operand in found[2:]:
+        inputs |= operand.inputs
+    key, value = emitted.presents
+    out = emitted.normed if mlp is None else emitted.out
+    outputs = {"out": out, "residual_out": emitted.residual, "key": key, "value": value}
+    op = ("DecoderAttention" if mlp is None else "DecoderLayer") + SUFFIXES[layers.sequences.form.cached]
+    return Call(op, attention.name(layer) if mlp is None else name, name, inputs, outputs, attributes)
+
+
+def _feed_forward_call(layers: LayerBuilder, mlp: HalfBuilder, emitted: EmittedLayer) -> Call | list[str]:
+    """The call of a feed-forward behind its norm, of experts behind their router; or why there is none."""
+    config, name = mlp.config, mlp.name(emitted.layer)
+    if config.mlp_kind not in ("swiglu", "experts"):
+        return [f"feed-forward {config.mlp_kind}"]
+    experts = config.experts
+    attributes: Attributes = {
+        "hidden_size": config.hidden_size,
+        "gated": int(experts is None or experts.gated),
+        "experts": 0 if experts is None else experts.count,
+        "active_experts": 0 if experts is None else experts.active,
+        "shared": 1 if experts is None else min(1, experts.shared),
+    }
+    chosen, weights = emitted.routed or (None, None)
+    inputs: Inputs = {"x": emitted.normed, "chosen": None, "weights": None}
+    reasons: list[str] = []
+    size = config.intermediate_size
+    if experts is None:
+        own = _alike(mlp, emitted.layer, "shared", size, [""], inputs, reasons)
+    else:
+        own = _alike(mlp, emitted.layer, "expert", size, routed_names(experts), inputs, reasons)
+        if experts.shared:
+            own |= _alike(mlp, emitted.layer, "shared", experts.shared * size, [SHARED], inputs, reasons)
+        inputs |= {"chosen": chosen, "weights": weights}
+    if reasons:
+        return reasons
+    base = f"model.layers.{emitted.layer}"
+    return Call("DecoderFeedForward", name, base, inputs, {"out": emitted.out}, attributes | own)
+
+
+def _alike(
+    mlp: HalfBuilder, layer: int, kind: str, size: int, modules: Sequence[str], inputs: Inputs, reasons: list[str]
+) -> Attributes:
+    """Attributes of parts of a feed-forward that are stored alike; adds their matrices, or reasons if they are not."""
+    found: list[Attributes] = []
+    for number, module in enumerate(modules):
+        attributes: Attributes = {f"{kind}_size": size}
+        for key, operand in zip(("up", "down"), mlp.operands(layer, module), strict=True):
+            if isinstance(operand, str):
+                reasons.append(operand)
+                continue
+            inputs |= {f"{kind}{number}_{part}": value for part, value in operand.inputs.items() if value is not None}
+            attributes |= {f"{kind}_{part}": value for part, value in operand.attributes.items()}
+            attributes |= {
+                f"{kind}_{key}_{plural}": int(operand.inputs[f"{key}_{part}"] is not None)
+                for part, plural in (("zero_point", "zero_points"), ("bias", "biases"))
+            }
+        found.append(attributes)
+    if any(attributes != found[0] for attributes in found):
+        reasons.append("experts in unlike formats")
+    return found[0]
+
+
+def add_head(
+    layers: LayerBuilder,
+    stream: tuple[ir.Value, ir.Value | None],
+    table: Matrix,
+    nodes: list[ir.Node],
+    logits: ir.Value,
+) -> ir.Value:
+    """Add the head's nodes to the graph, as a call if kernels compute it; returns its logits."""
+    calls, config = layers.calls, layers.config
+    outputs = None
+    if calls.allowed:
+        operand = layers.matmul.operand("head", HEAD, [table])
+        reasons = [operand] if isinstance(operand, str) else []
+        reasons += ["LayerNorm"] if config.norm_kind != "rms" else []
+        calls.use.reasons += reasons
+        if not reasons and isinstance(operand, Operand):
+            norm = layers.matmul.vector(f"{LAST_NORM}.weight", config.hidden_size)
+            inputs = {**_stream(stream), "norm": norm, **operand.inputs}
+            sizes: Attributes = {"hidden_size": config.hidden_size, "epsilon": config.rms_norm_eps}
+            call = Call("DecoderHead", HEAD, HEAD, inputs, {"logits": logits}, sizes | operand.attributes)
+            outputs = calls.add(call, nodes)
+    if outputs is None:
+        layers.graph.extend(nodes)
+        return logits
+    calls.use.head = True
+    return outputs["logits"]
+
+
+def _stream(stream: tuple[ir.Value, ir.Value | None]) -> Inputs:
+    return {"x": stream[0], "residual": stream[1]}
