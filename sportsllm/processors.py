@@ -63,12 +63,12 @@ def batch_threads(count: int) -> Iterator[ThreadPoolExecutor | None]:
     ready = Barrier(count + 1)
 
     def start() -> None:
-        torch.get_num_threads()  # a thread's first call takes the number last set anywhere; later ones keep its own
+        torch.get_num_threads()  # a thread's first call takes the number last set anywhere; later calls keep it
         torch.set_num_threads(max(1, available // count))
         ready.wait()
 
     with ThreadPoolExecutor(count, thread_name_prefix="batch", initializer=start) as pool:
-        for _ in range(count):  # a thread is started for each, since those before it still wait
+        for _ in range(count):  # each starts a thread, since earlier ones still wait
             pool.submit(int)
         ready.wait()
         torch.set_num_threads(available)

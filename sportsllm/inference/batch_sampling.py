@@ -55,15 +55,15 @@ def sample_texts(
 ) -> list[SampledText]:
     """Continue each prompt to a stop token or to T tokens.
 
-    All rows are at one position: attention needs no mask and reads what is filled. Prompts of other lengths than the
-    shortest are read token by token, in place of drawn ones. A row that has ended leaves the batch and the cache.
+    All rows are at one position, so attention needs no mask. Prompts longer than the shortest are read token by token,
+    in place of drawn tokens. A row that has ended leaves the batch and the cache.
 
     Args:
         model: in evaluation mode.
         prompts: each of 1 to T tokens.
         sampling: temperature, top k and top p; there is no repetition penalty.
-        uniform_BT: in [0, 1); number (b, t) chooses the token at place t of text b, whatever the other rows are.
-        cancelled: once set, the texts are returned as far as they are.
+        uniform_BT: in [0, 1); value (b, t) chooses token t of text b, independent of the other rows.
+        cancelled: once set, the unfinished texts are returned.
     """
     device = model.head_weight.device
     tokens_BT = np.zeros((len(prompts), uniform_BT.shape[-1]), dtype=np.int64)
@@ -107,9 +107,8 @@ def _filled_up(stopped_B: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 def self_generated_text(checkpoint: Path, config: ModelConfig, count: int, length: int, seed: int = 0) -> list[Tensor]:
     """Token ids of texts that a checkpoint writes from the begin token, (1, T) each with T at most `length`.
 
-    For statistics where no text is known: what a model writes passes through the states that it computes when it is
-    used (https://arxiv.org/abs/2410.17170). They have `count` times `length` tokens together, or there are four times
-    `count` of them.
+    Calibration text if no other is known: a model's own text leads it through the states of its use
+    (https://arxiv.org/abs/2410.17170). Sampling stops at `count` times `length` tokens or four times `count` texts.
     """
     tokenizer, samples, tokens = load_tokenizer(checkpoint, config), list[Tensor](), 0
     model = load_checkpoint(checkpoint).to(training_device()).eval()
@@ -141,9 +140,9 @@ def sampled_batches(
     rows: int,
     seed: int,
 ) -> Generator[list[tuple[int, SampledText]]]:
-    """Batches of `rows` texts without end, each with the length of its prompt, from several threads on a CPU.
+    """Endless batches of `rows` texts, each with the length of its prompt, from several threads on a CPU.
 
-    Text n continues prompt n, from the first again behind the last, by draws that the seed and n decide.
+    Text n continues prompt n modulo the number of prompts; the seed and n decide the draws.
     """
     stops = sorted({*model.config.stop_token_ids, tokenizer.begin_id})
 
@@ -158,9 +157,9 @@ def sampled_batches(
 
 
 def default_rows(config: ModelConfig, longest: int, tokens: int) -> int:
-    """Texts of a batch: what the cache has room for, but no more than leaves two batches.
+    """Texts of a batch: as many as the cache holds, but few enough for two batches.
 
-    Whatever the machine: which texts are kept follows from it.
+    Independent of the machine, since it decides which texts are kept.
     """
     row_bytes = longest * kv_cache_bytes_per_token(config)["fp32"] + state_bytes(config)["fp32"]
     wanted = max(_FEWEST_ROWS, min(_MOST_ROWS, math.ceil(1.25 * tokens / (2 * longest))))
@@ -170,8 +169,8 @@ def default_rows(config: ModelConfig, longest: int, tokens: int) -> int:
 def in_turn(work: Callable[[int, Event], Result], threads: int) -> Generator[Result]:
     """Results of work(0), work(1), ... in order, computed `threads` at a time, until the generator is closed.
 
-    Twice as many are begun or wait, so that a short one need not wait for a long one. Closing sets the event that
-    every call was given.
+    Twice as many are queued, so that short calls do not wait for long ones. Closing sets the event that every call
+    gets.
     """
     cancelled = Event()
     with batch_threads(threads) as pool:

@@ -24,20 +24,20 @@ class Decoder(Protocol):
     config: ModelConfig
 
     def prefill(self, rows: Sequence[Sequence[int]], max_length: int | None = None) -> Logits:
-        """Forget the cache, read one prompt a sequence, and return the logits after its last token, (B, V).
+        """Forget the cache, read one prompt per sequence, and return the logits after its last token, (B, V).
 
         Args:
             rows: token ids of each prompt; lengths may differ.
-            max_length: room to keep in the cache, prompt included; the context length where not given.
+            max_length: room to keep in the cache, prompt included; the context length by default.
         """
 
     def step(self, tokens: Sequence[int]) -> Logits:
-        """Read one further token a sequence and return the logits after it, (B, V)."""
+        """Read one further token per sequence and return the logits after it, (B, V)."""
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Natural-log probability of every token given those before it, per row; shape (len(row) - 1,).
 
-        Uses no cache and leaves it alone.
+        Neither reads nor changes the cache.
         """
 
 
@@ -55,15 +55,15 @@ def open_decoder(directory: Path, threads: int | None = None, kernels: str = "au
     """Open a checkpoint (PyTorch) or an export (ONNX Runtime) for generation and scoring.
 
     Args:
-        directory: which.
-        threads: the CPU's; the library chooses where it is not given.
-        kernels: what runs an export, `auto`, `native` or `portable`: see `export.runtime.kernels`.
-        provider: what it runs on, `cpu` or another: see `export.runtime.providers`.
+        directory: a checkpoint or an export.
+        threads: CPU threads; the library chooses by default.
+        kernels: for an export, `auto`, `native` or `portable`: see `export.runtime.kernels`.
+        provider: for an export, `cpu` or another: see `export.runtime.providers`.
 
     Raises:
         ArtifactError: no such directory, or its files are damaged.
         UsageError: kernels or a provider for a checkpoint, kernels for a graph that calls none, an unknown provider.
-        ResourceError: `native` where the kernels are not built, or a provider that is not installed or does not start.
+        ResourceError: `native` but the kernels are not built, or a provider that is not installed or does not start.
     """
     require_directory(directory, "a checkpoint or an export")
     # By name, so that this package depends neither on `export` nor, on a device, on torch.

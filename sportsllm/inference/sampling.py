@@ -67,13 +67,13 @@ def probabilities(logits: Logits, sampling: Sampling) -> npt.NDArray[np.float64]
 def draw(logits: Logits, sampling: Sampling, uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """One token id of each row of logits (B, V), by the inverse of its cumulative distribution at `uniform` (B,).
 
-    One number in [0, 1) a token, where a draw of Gumbel or exponential noise takes V.
+    A token takes one random value in [0, 1); Gumbel or exponential noise would take V.
     """
     if sampling.temperature == 0:
         return cast("npt.NDArray[np.int64]", logits.argmax(axis=-1))
     cumulative = np.cumsum(probabilities(logits, sampling), axis=-1)
     total = cumulative[:, -1]
-    target = np.minimum(uniform * total, np.nextafter(total, 0.0))  # below the total, where rounding reaches it
+    target = np.minimum(uniform * total, np.nextafter(total, 0.0))  # stays below the total despite rounding
     return cast("npt.NDArray[np.int64]", (cumulative > target[:, None]).argmax(axis=-1))
 
 

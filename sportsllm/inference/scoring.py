@@ -37,7 +37,7 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
-        """exp(mean nats a token); comparable only where the tokenizer is the same."""
+        """exp(mean nats per token); comparable only between models with one tokenizer."""
         return math.exp(self.nats / self.tokens)
 
 
@@ -79,7 +79,7 @@ def score_documents(
         if first_window and len(ids) > context:
             ids = ids[:context]
             read = tokenizer.decode(ids)
-            whole = read if text.startswith(read) else read.rstrip("\ufffd")  # of a character that the window cuts
+            whole = read if text.startswith(read) else read.rstrip("\ufffd")  # drops a character that the window cuts
             size += len(whole.encode())
         else:
             size += len(text.encode())
@@ -146,7 +146,7 @@ def wilson_interval(share: float, count: int, z: float = 1.96) -> tuple[float, f
 
 
 def question_accuracy(decoder: Decoder, tokenizer: TextTokenizer, questions: Sequence[Question]) -> float:
-    """Share of questions whose right choice has the highest log-probability per byte, given the question.
+    """Fraction of questions whose right choice has the highest log-probability per byte, given the question.
 
     A question too long for the context keeps its end, after the begin token.
     """

@@ -32,7 +32,7 @@ class Batch:
         tokens: (B, T) int64 inputs.
         targets: (B, T) int64, the token that follows each input; IGNORE where a document ends.
         documents: ends of the documents in `tokens` read as one row of B * T, rising.
-        index: the batch's number, which says how far training is and which rows of the corpus it holds.
+        index: number of the batch, counted over all epochs.
     """
 
     tokens: Tensor
@@ -61,7 +61,7 @@ class TokenizedDocuments:
 
 
 def tokenize(documents: Sequence[str], tokenizer: TextTokenizer) -> TokenizedDocuments:
-    """Turn texts into ids, on all cores; inside `kept_tokens` those of an earlier run are read.
+    """Turn texts into ids, on all cores, or read them from the directory of `kept_tokens`.
 
     Raises:
         ArtifactError: there are no documents.
@@ -120,22 +120,22 @@ def _write(path: Path, documents: TokenizedDocuments) -> None:
 
 
 def _tokenize(documents: Sequence[str], tokenizer: TextTokenizer, size: int) -> TokenizedDocuments:
-    pieces: list[npt.NDArray[np.uint32]] = []
+    rows: list[npt.NDArray[np.uint32]] = []
     end = [] if tokenizer.end_id is None else [tokenizer.end_id]
     with progress_bar("tokenize", len(documents)) as bar:
         for start in range(0, len(documents), _TEXTS_AT_ONCE):
             part = documents[start : start + _TEXTS_AT_ONCE]
             for ids in tokenizer.encode_batch(part):
-                pieces.append(np.array([tokenizer.begin_id, *ids, *end], dtype=np.uint32))
+                rows.append(np.array([tokenizer.begin_id, *ids, *end], dtype=np.uint32))
             bar.advance(len(part))
-    lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
-    return TokenizedDocuments(np.concatenate(pieces), np.cumsum(lengths), size)
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    return TokenizedDocuments(np.concatenate(rows), np.cumsum(lengths), size)
 
 
 class PackedSequences:
     """Cuts a corpus into rows of `length` tokens, documents and then rows in a new seeded order every epoch.
 
-    Without the second shuffle a book would fill batch after batch, and the model would chase one book at a time.
+    Without the second shuffle, one long book would fill batch after batch.
     """
 
     def __init__(self, documents: TokenizedDocuments, length: int, batch_size: int, seed: int) -> None:
@@ -186,7 +186,7 @@ class PackedSequences:
             self._epoch = epoch
         row = int(self._rows[row])
         start, stop = row * self.length, row * self.length + self.length + 1
-        pieces, boundaries = [], []
+        chunks, boundaries = [], []
         place = int(np.searchsorted(self._order_ends, start, side="right"))
         position = start
         while position < stop:
@@ -194,8 +194,8 @@ class PackedSequences:
             begin = int(self._order_ends[place] - self._lengths[document])
             take = min(stop, int(self._order_ends[place]))
             source = int(self._starts[document])
-            pieces.append(self._documents.ids[source + position - begin : source + take - begin])
+            chunks.append(self._documents.ids[source + position - begin : source + take - begin])
             if take == int(self._order_ends[place]):
                 boundaries.append(take - start)
             position, place = take, place + 1
-        return np.concatenate(pieces), boundaries
+        return np.concatenate(chunks), boundaries

@@ -204,13 +204,13 @@ class _Run:
         self.metrics.write(json.dumps(step | record) + "\n")
 
     def write_step(self, **record: float | None) -> None:
-        """`write`, and a line with each expert's share of the tokens, by layer, where there are experts."""
+        """`write`, and for a mixture a line with each expert's fraction of the tokens, by layer."""
         self.write(**record)
         if shares := pop_expert_load(self.model):
             self.write(expert_shares=shares)
 
     def interrupted(self) -> InterruptedRun:
-        """Save the state; the error that says so."""
+        """Save the state and return the error that reports it."""
         self.state.save()
         at = f"interrupted after step {self.state.step} of {self.config.steps}; the state is saved in"
         return InterruptedRun(f"{at} {self.state.directory}, run the same command with --resume to continue")
@@ -221,7 +221,7 @@ class _Run:
         return bool(every and self.state.step % every == 0)
 
     def try_step(self, batches: PackedSequences, loss: Loss) -> tuple[float, float, float] | None:
-        """`take_step`; None where it diverges and there is a scored step to go back to."""
+        """`take_step`; None if it diverges and there is a scored step to go back to."""
         try:
             return self.take_step(batches, loss)
         except DivergedError as error:
@@ -231,7 +231,7 @@ class _Run:
             return None
 
     def take_step(self, batches: PackedSequences, loss: Loss) -> tuple[float, float, float]:
-        """One optimizer step; returns its loss in nats a token, the learning rate and the gradient norm."""
+        """One optimizer step; returns its loss in nats per token, the learning rate and the gradient norm."""
         config = self.config
         self.model.train()
         factor = self.schedule.factor(self.state.step)
@@ -282,7 +282,7 @@ class _Run:
         return total
 
     def _objective(self, batch: Batch, scored: int, loss: Loss) -> Tensor:
-        """A batch's share of the step's mean loss, in nats a token."""
+        """A batch's part of the step's mean loss, in nats per token."""
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
             summed = loss(self.model, batch)
             auxiliary = self.model.auxiliary_loss()

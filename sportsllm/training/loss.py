@@ -106,27 +106,27 @@ def head_loss(
 
 
 def softmax_into(out_CV: Tensor, logits_CV: Tensor) -> Tensor:
-    """Write softmax(logits) to `out`, which may be the logits' own memory, with one exponential a number.
+    """Write softmax(logits) to `out`, which may be the logits' own memory, with one exponential per value.
 
     Returns:
-        (C, 1), the logarithm of each row's normaliser: log softmax = logits - this, also where softmax is 0 in float32.
+        (C, 1), the logarithm of each row's normaliser: log softmax = logits - this, even if softmax underflows to 0.
     """
     top_C1 = logits_CV.amax(dim=-1, keepdim=True)
-    # In place: the kernels read a number for the last time before they write its place; a test holds them to it.
+    # In place: the kernels read each value for the last time before they write to its address; tested.
     torch.softmax(logits_CV, dim=-1, out=out_CV)
     # The largest logit's probability is exp(0) / normaliser, at least 1 / V.
     return top_C1.sub_(out_CV.amax(dim=-1, keepdim=True).log_())
 
 
 def scored_sum_(losses_C: Tensor, gradient_CV: Tensor, targets_C: Tensor) -> Tensor:
-    """Sum of the scored tokens' losses; both arguments become 0 in place where the target is IGNORE."""
+    """Sum of the scored tokens' losses; both arguments become 0 in place if the target is IGNORE."""
     ignored = (targets_C == IGNORE).nonzero()[:, 0]
     gradient_CV.index_fill_(0, ignored, 0.0)
     return losses_C.index_fill_(0, ignored, 0.0).sum()
 
 
 def cross_entropy_chunk(targets_N: Tensor) -> ChunkLoss:
-    """Cross-entropy with whole targets: -log softmax(logits)[target], 0 where the target is IGNORE."""
+    """Cross-entropy with whole targets: -log softmax(logits)[target], 0 if the target is IGNORE."""
 
     def chunk_loss(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
         targets_C = targets_N[start : start + logits_CV.shape[0]]
@@ -140,5 +140,5 @@ def cross_entropy_chunk(targets_N: Tensor) -> ChunkLoss:
 
 
 def cross_entropy(hidden: Tensor, weight_VD: Tensor, targets: Tensor, chunk: int | None = None) -> Tensor:
-    """Summed next-token cross-entropy in nats of hidden states (..., D) and targets (...), not scored where IGNORE."""
+    """Summed next-token cross-entropy in nats of hidden states (..., D) and targets (...), IGNORE unscored."""
     return head_loss(hidden.flatten(0, -2), weight_VD, cross_entropy_chunk(targets.flatten()), chunk)

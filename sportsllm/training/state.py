@@ -50,7 +50,7 @@ class RunState:
 
     @property
     def mean_loss(self) -> float | None:
-        """Mean of `losses`, in nats a token."""
+        """Mean of `losses`, in nats per token."""
         return sum(self.losses) / len(self.losses) if self.losses else None
 
     @property
