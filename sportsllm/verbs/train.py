@@ -160,18 +160,20 @@ class _Job:
 
         from sportsllm.formats.artifact import Stage
         from sportsllm.formats.safetensors import quantization_config
-        from sportsllm.text.provenance import held_out_setting
         from sportsllm.training.settings import check_sequence, shape_of
 
         record: dict[str, Any] = {"corpus": list(map(str, self.corpus)), "valid": list(map(str, self.valid))}
-        record |= _given(rope_scaling=self.rope_scaling) | held_out_setting(self.valid, self.left_out)
+        record |= _given(rope_scaling=self.rope_scaling)
         inputs = [*self.corpus, *self.left_out]
         if self.checkpoint is not None:
             if quantization_config(self.checkpoint) is not None:
                 raise ArtifactError(
                     f"{self.checkpoint}: is quantized; fine-tune the unquantized checkpoint, then quantize"
                 )
+            from sportsllm.text.provenance import held_out_setting
+
             check_sequence(self.config.sequence, self.shape)
+            record |= held_out_setting(self.valid, self.left_out)
             record |= {"init": str(self.checkpoint), "lora": self.adapters and asdict(self.adapters)}
             return Stage("train", record | asdict(self.config), [self.checkpoint, *inputs], seed=self.config.seed)
         record |= {"model": self.model, "tokenizer": self.tokenizer and str(self.tokenizer)}

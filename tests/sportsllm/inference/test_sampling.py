@@ -1,4 +1,6 @@
 import math
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +9,7 @@ import torch
 
 from sportsllm.errors import UsageError
 from sportsllm.inference.decoder import open_decoder
-from sportsllm.inference.sampling import Sampling, choose, draw, generate, penalize, probabilities
+from sportsllm.inference.sampling import Sampling, choose, draw, generate, penalize, probabilities, until
 from sportsllm.inference.torch_decoder import TorchDecoder
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.models import tiny_model
@@ -124,3 +126,38 @@ def test_sequences_of_one_length_are_decoded_as_a_batch() -> None:
     with torch.inference_mode():
         expected = torch.cat([model(torch.tensor([row]))[:, -1] for row in rows])
     np.testing.assert_allclose(logits, expected.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "wanted"),
+    [
+        (["a b", " c"], [], "a b c"),
+        (["one\n", "\ntwo"], ["\n\n"], "one"),
+        (["one\n", "x\n", "\n"], ["\n\n"], "one\nx"),
+        (["ab", "ab", "ac"], ["abac"], "ab"),
+        (["stop at once"], ["stop"], ""),
+        (["the en", "d of it, END"], ["END", "end"], "the "),
+        (["ends with a beginning: EN"], ["END"], "ends with a beginning: EN"),
+    ],
+)
+def test_examples(pieces: list[str], stops: list[str], wanted: str) -> None:
+    assert "".join(until(pieces, stops)) == wanted
+
+
+def test_any_cut_gives_the_text_before_the_first_stop_and_no_piece_later() -> None:
+    chance = random.Random(0)
+    for _ in range(500):
+        text = "".join(chance.choice("ab\n") for _ in range(30))
+        stops = ["".join(chance.choice("ab\n") for _ in range(chance.randint(1, 5))) for _ in range(2)]
+        asked = [0]
+
+        def pieces(text: str = text, asked: list[int] = asked) -> Iterator[str]:
+            while asked[0] < len(text):
+                start, asked[0] = asked[0], min(len(text), asked[0] + chance.randint(1, 4))
+                yield text[start : asked[0]]
+
+        found = "".join(until(pieces(), stops))
+        complete = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+        end, place = min(complete, default=(len(text), len(text)))
+        assert found == text[:place]
+        assert asked[0] <= end + 3

@@ -1,5 +1,7 @@
 import gzip
+import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow
@@ -7,7 +9,15 @@ import pyarrow.parquet
 import pytest
 
 from sportsllm.errors import ArtifactError
-from sportsllm.text.documents import log_files, read_documents
+from sportsllm.text.documents import (
+    Chunk,
+    TextSplit,
+    load_corpus,
+    log_files,
+    read_documents,
+    split_documents,
+    training_side,
+)
 
 
 def test_every_kind_of_file_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,3 +80,96 @@ def test_a_simulated_folder_is_its_training_part(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("a card", encoding="utf-8")
     (tmp_path / "manifest.json").write_text("{}", encoding="utf-8")
     assert list(read_documents([tmp_path])) == ["train"]
+
+
+def whole(texts: Sequence[str]) -> list[Chunk]:
+    return [Chunk(text, text) for text in texts]
+
+
+def write(path: Path, texts: Sequence[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def test_split_depends_on_the_text_alone() -> None:
+    documents = whole([f"document {i}" for i in range(4_000)])
+    split = split_documents(documents)
+    assert not set(split.train) & set(split.held_out)
+    assert 0.01 < len(split.held_out) / 4_000 < 0.03  # 0.02 +- 4.5 standard deviations
+    assert set(split_documents(documents[::-1]).held_out) == set(split.held_out)
+    draws = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64 for text in split.held_out]
+    assert max(draws) < 0.02
+
+
+def test_pieces_of_one_file_stay_on_one_side(tmp_path: Path) -> None:
+    for number in range(200):
+        (tmp_path / f"{number}.txt").write_text(f"book {number}: line\n\n" * 2_000, encoding="utf-8")
+    split = load_corpus([tmp_path], [])
+    books = [{text.split(":")[0] for text in side} for side in (split.train, split.held_out)]
+    assert not books[0] & books[1] and len(books[0] | books[1]) == 200 and books[1]
+    assert len(split.held_out) > len(books[1])  # each is cut into several pieces
+
+
+def test_a_single_book_holds_out_its_end(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("".join(f"line {n}\n\n" for n in range(30_000)), encoding="utf-8")
+    split = load_corpus([tmp_path / "book.txt"], [])
+    assert split.held_out and "line 29999" in split.held_out[-1] and "line 0\n" in split.train[0]
+    assert len(split.held_out) <= 0.1 * len(split.train)
+
+
+def test_held_out_documents_leave_the_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [f"text {n}" for n in range(100)]
+    corpus, valid = write(tmp_path / "all.jsonl", texts), write(tmp_path / "part.jsonl", texts[:30])
+    split = load_corpus([corpus], [valid])
+    assert split.train == texts[30:] and split.held_out == texts[:30]
+    assert "30 of 100 documents are held out" in capsys.readouterr().err
+    assert not set(training_side([corpus], [valid])) & set(texts[:30])
+    assert not set(training_side([corpus], [])) & set(load_corpus([corpus], []).held_out)
+    with pytest.raises(ArtifactError, match="all of it is held out"):
+        load_corpus([valid], [corpus])
+    with pytest.raises(ArtifactError, match="all of it is held-out text"):
+        training_side([valid], [corpus])
+    with pytest.raises(ArtifactError, match="held-out text is empty"):
+        load_corpus([corpus], [write(tmp_path / "none.jsonl", [])])
+
+
+def test_what_a_teacher_holds_out_is_not_trained_on_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [f"text {n}" for n in range(100)]
+    corpus, known = write(tmp_path / "all.jsonl", texts), write(tmp_path / "known.jsonl", texts[:30])
+    valid = write(tmp_path / "valid.jsonl", texts[30:40])
+    split = load_corpus([corpus], [valid], [known])
+    assert split.train == texts[40:] and split.held_out == texts[30:40]
+    split = load_corpus([corpus], [], [known])
+    assert not set(split.train + split.held_out) & set(texts[:30])
+    assert f"{len(split.held_out)} of 70 documents are held out" in capsys.readouterr().err
+
+
+def test_few_documents_give_one_to_choose_and_one_to_judge_by(tmp_path: Path) -> None:
+    for count in range(4, 40):
+        split = load_corpus([write(tmp_path / "few.jsonl", [f"text {n}" for n in range(count)])], [])
+        choosing, judging = split.parts()
+        assert choosing and judging and not set(choosing) & set(judging) and not set(split.train) & set(split.held_out)
+
+
+def test_a_held_out_book_leaves_as_a_whole(tmp_path: Path) -> None:
+    book = "".join(f"line {n}\n\n" for n in range(10_000))
+    (tmp_path / "book.txt").write_text(book, encoding="utf-8")
+    valid = write(tmp_path / "valid.jsonl", [book])
+    other = write(tmp_path / "other.jsonl", ["another text", "and another"])
+    assert set(load_corpus([tmp_path / "book.txt", other], [valid]).train) == {"another text", "and another"}
+
+
+def test_the_text_that_chooses_is_not_the_text_that_is_reported() -> None:
+    texts = [f"text {n}" for n in range(40)]
+    choosing, judging = TextSplit(["x"], texts).parts()
+    assert len(choosing) == len(judging) == 20 and set(choosing) | set(judging) == set(texts)
+    book = "".join(f"line {n}\n\n" for n in range(10_000))
+    choosing, judging = TextSplit(["x"], [book]).parts()
+    assert choosing and judging and not set(choosing) & set(judging)
+    assert TextSplit(["x"], ["short"]).parts() == (["short"], ["short"])  # nothing else is there
+
+
+def test_the_first_held_out_documents_come_from_all_files() -> None:
+    texts = [f"first {n}" for n in range(900)] + [f"second {n}" for n in range(900)]
+    for side in TextSplit(["x"], texts).parts():
+        assert 20 < sum(text.startswith("second") for text in side[:100]) < 80
