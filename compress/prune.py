@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from compress.pruning.shapes import Shape, Target, fewer_experts
 from sportsllm import options
-from sportsllm.errors import UsageError
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.huggingface.config import load_config
 from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, LORA, PRUNING, STEPS, TRAINING, parse_settings, pick
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from compress.distillation.recovery import Recovery
     from compress.pruning.job import Calibration, PruneJob
     from compress.pruning.search import Finalist
-    from compress.pruning.shapes import Shape
     from sportsllm.models.config import ModelConfig
     from sportsllm.models.language_model import SportsLLM
 
@@ -163,16 +164,20 @@ def prune(
     threads: options.Threads = None,
 ) -> PruneResult:
     """Cut width, depth, experts, key/value cache or vocabulary; the result is an ordinary checkpoint."""
-    from compress.distillation.run import teacher_corpus
-    from compress.pruning.cut import PruneConfig
-    from compress.pruning.job import Calibration, PruneJob
-    from compress.pruning.search import Target, choose_shape
-    from sportsllm.processors import set_threads
-
-    set_threads(threads)
     given = parse_settings(settings, PRUNING, STEPS, TRAINING, DISTILLATION, LORA)
     sizes = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads}
     sizes |= {"layers": layers, "head_dim": head_dim}
+    min_count, kinds = given.pop("min_count", None), (experts, experts_per_token, latent)
+    target = Target(params, size_mb, sizes, search, given.get("finalists", 3))
+    _check_request(checkpoint, target if vocab_size is None and min_count is None else None, kinds)
+    _check_text(calibration, corpus, valid)
+    from compress.distillation.run import teacher_corpus
+    from compress.pruning.cut import PruneConfig
+    from compress.pruning.job import Calibration, PruneJob
+    from compress.pruning.search import choose_shape
+    from sportsllm.processors import set_threads
+
+    set_threads(threads)
     taught = {"corpus": corpus, "teacher": teacher, "signals": signals, "lora_rank": lora_rank}
     if recover is None:
         names = [f"--{name.replace('_', '-')}" for name, value in taught.items() if value is not None]
@@ -180,7 +185,6 @@ def prune(
         if names:
             raise UsageError(f"options of --recover: {', '.join(names)}; add --recover TOKENS or leave them out")
     text = tuple(calibration or corpus or teacher_corpus(checkpoint, "corpus"))
-    min_count = given.pop("min_count", None)
     if vocab_size is not None or min_count is not None:
         others = {**sizes, "params": params, "size_mb": size_mb, "recover": recover, "latent": latent, "search": search}
         others |= {"experts": experts, "experts_per_token": experts_per_token, **given}
@@ -192,12 +196,29 @@ def prune(
         raise UsageError("--valid scores a recovery or a smaller vocabulary: add --recover or --vocab-size, or omit it")
     config = PruneConfig(importance, given.get("refit", True), given.get("samples"))
     scores = Path(given["scores"]) if "scores" in given else None
-    job = PruneJob(checkpoint, text, config, scores, recovery, experts, experts_per_token, latent)
-    target, work = Target(params, size_mb, sizes, search, given.get("finalists", 3)), Calibration(job)
+    job = PruneJob(checkpoint, text, config, scores, recovery, *kinds)
+    work = Calibration(job)
     shape, found = choose_shape(work, target, out, partial(_recovered, work))
     result = prune_checkpoint(job, shape, out, work, resume=resume, search=found)
     _print_result(result)
     return result
+
+
+def _check_request(checkpoint: Path, target: Target | None, kinds: tuple[int | None, int | None, int | None]) -> None:
+    """Refuse an impossible request before torch is loaded; `target` is None for a vocabulary."""
+    config, (experts, experts_per_token, latent) = load_config(checkpoint), kinds
+    if experts is not None or experts_per_token is not None:
+        config = fewer_experts(config, experts, experts_per_token)
+    if target is not None:
+        shape, _ = target.shape(config, whole=any(kind is not None for kind in kinds))
+        if latent is None:  # which changes the kind of attention
+            shape.applied_to(config)
+
+
+def _check_text(*files: Sequence[Path] | None) -> None:
+    for path in (path for paths in files for path in paths or ()):
+        if not path.exists():
+            raise ArtifactError(f"{path}: not found; give existing files or folders of text")
 
 
 def _recovered(work: Calibration, recovery: Recovery, shape: Shape, out: Path) -> float:
@@ -228,7 +249,6 @@ def prune_checkpoint(
     from compress.pruning.job import Calibration
     from sportsllm.formats.artifact import STATE_DIRECTORY, partial_directory, run_stage
     from sportsllm.formats.checkpoint import save_checkpoint
-    from sportsllm.formats.huggingface.config import load_config
     from sportsllm.models.size import kv_cache_bytes_per_token
 
     work = work or Calibration(job)
@@ -284,7 +304,6 @@ def _cut(
     """
     from compress.pruning.cut import PrunedModel, prune_model
     from compress.pruning.scores import MEASURED, save_scores
-    from compress.pruning.shapes import Shape
     from sportsllm.files import atomic_write_text
     from sportsllm.formats.json_files import read_json
     from sportsllm.models.language_model import SportsLLM
@@ -323,7 +342,6 @@ def _recovery(
     from compress.distillation.recovery import Recovery
     from compress.distillation.run import teacher_corpus
     from compress.distillation.settings import distillation_config
-    from sportsllm.formats.huggingface.config import load_config
     from sportsllm.training.settings import Run, Start, adapter_settings, train_config
 
     source = teacher or checkpoint

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +21,10 @@ from compress.pruning.scores import SCORES_FILE
 from compress.pruning.shapes import (
     WIDTH_STEP,
     Shape,
+    Target,
     block_counter,
     candidate_shapes,
     shape_for_share,
-    share_for_megabytes,
 )
 from compress.pruning.units import loss_per_token
 from sportsllm.console import log, logged, progress_bar
@@ -34,7 +33,6 @@ from sportsllm.files import atomic_write_text
 from sportsllm.formats.artifact import Stage, finished_manifest
 from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import manifest_of
-from sportsllm.models.config import ModelConfig
 
 LOG, FOUND = "log.txt", "found.json"  # what recovering the finalists says, and what a finished search found
 _SCORING_SAMPLES, _REFIT_SAMPLES = 8, 64  # all shapes read the same text, so little of it tells them apart
@@ -59,40 +57,6 @@ class Finalist(NamedTuple):
     def row(self) -> dict[str, Any]:
         """For the results."""
         return {**self._asdict(), "shape": self.shape.sizes()}
-
-
-@dataclass(frozen=True)
-class Target:
-    """How small: a share of the non-embedding parameters, megabytes of float32 weights, or dimensions by name.
-
-    A dimension that is None stays whole. A size is searched for: `finalists` shapes are recovered on `search_tokens`
-    each, a twentieth of the recovery's if None; 0 cuts all widths alike.
-    """
-
-    share: float | None = None
-    megabytes: float | None = None
-    dimensions: Mapping[str, int | None] = field(default_factory=dict)
-    search_tokens: int | None = None
-    finalists: int = 3
-
-    def shape(self, config: ModelConfig, whole: bool = False) -> tuple[Shape, float | None]:
-        """The shape of the dimensions, or the even cut to a size, and that size as a share.
-
-        `whole` allows that nothing is asked for.
-        """
-        named = {key: value for key, value in self.dimensions.items() if value is not None}
-        flags = ", ".join("--" + key.replace("_", "-") for key in named)
-        sizes = {"--params": self.share, "--size-mb": self.megabytes, flags: flags or None}
-        ways = [flag for flag, value in sizes.items() if value is not None]
-        if len(ways) > 1:
-            raise UsageError(f"give one of {' and '.join(ways)}, not both")
-        share = self.share if self.megabytes is None else share_for_megabytes(config, self.megabytes)
-        if share is not None:
-            return shape_for_share(config, share), share
-        if not named and not whole:
-            dimensions = "--hidden, --intermediate, --heads, --kv-heads, --head-dim, --layers, --experts, --latent"
-            raise UsageError(f"say how small: --params SHARE, --size-mb MB, --vocab-size N, or {dimensions}")
-        return dataclasses.replace(Shape.of(config), **named), None
 
 
 def choose_shape(

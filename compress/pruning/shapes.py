@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from sportsllm.errors import UsageError
@@ -248,6 +248,40 @@ def candidate_shapes(config: ModelConfig, share: float) -> list[Shape]:
         raise UsageError(f"--params {share:g}: no shape that small is left")
     least = _NEAR * min(target, max(sizes.values()))
     return sorted((shape for shape, size in sizes.items() if size >= least), key=lambda shape: -sizes[shape])
+
+
+@dataclass(frozen=True)
+class Target:
+    """How small: a share of the non-embedding parameters, megabytes of float32 weights, or dimensions by name.
+
+    A dimension that is None stays whole. A size is searched for: `finalists` shapes are recovered on `search_tokens`
+    each, a twentieth of the recovery's if None; 0 cuts all widths alike.
+    """
+
+    share: float | None = None
+    megabytes: float | None = None
+    dimensions: Mapping[str, int | None] = field(default_factory=dict)
+    search_tokens: int | None = None
+    finalists: int = 3
+
+    def shape(self, config: ModelConfig, whole: bool = False) -> tuple[Shape, float | None]:
+        """The shape of the dimensions, or the even cut to a size, and that size as a share.
+
+        `whole` allows that nothing is asked for.
+        """
+        named = {key: value for key, value in self.dimensions.items() if value is not None}
+        flags = ", ".join("--" + key.replace("_", "-") for key in named)
+        sizes = {"--params": self.share, "--size-mb": self.megabytes, flags: flags or None}
+        ways = [flag for flag, value in sizes.items() if value is not None]
+        if len(ways) > 1:
+            raise UsageError(f"give one of {' and '.join(ways)}, not both")
+        share = self.share if self.megabytes is None else share_for_megabytes(config, self.megabytes)
+        if share is not None:
+            return shape_for_share(config, share), share
+        if not named and not whole:
+            dimensions = "--hidden, --intermediate, --heads, --kv-heads, --head-dim, --layers, --experts, --latent"
+            raise UsageError(f"say how small: --params SHARE, --size-mb MB, --vocab-size N, or {dimensions}")
+        return replace(Shape.of(config), **named), None
 
 
 def widest_shapes(

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from compress.pruning.search import Target
 from compress.pruning.shapes import (
     Shape,
+    Target,
     block_counter,
     candidate_shapes,
     head_counts,
