@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.labels import BUDGET_DEPTH, is_number
+from benchmarks.report.bench_file import read_bench
 from benchmarks.report.search_results import FIT_FILE, Fit, read_fit
 from benchmarks.report.text import get_nested, summarize_budget
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface.config import load_config
-from sportsllm.formats.json_files import read_json, read_json_lines
+from sportsllm.formats.json_files import read_json_lines
 from sportsllm.formats.manifest import MANIFEST, Manifest, digest, directory_bytes, manifest_of
 
 
@@ -163,10 +164,7 @@ def collect(paths: Sequence[Path]) -> Inputs:
         elif path.is_dir():
             directories.setdefault(path.resolve(), path)
         elif path.suffix == ".json":
-            bench = read_json(path)
-            if not isinstance(bench.get("tpot_ms"), Mapping):
-                raise ArtifactError(f"{path}: is not a result of `bench`; write one with bench --out")
-            benches.append((path.stem, bench))
+            benches.append((path.stem, read_bench(path)))
         elif path.suffix in (".txt", ".md") and path.is_file():
             samples.append(Sample(path.stem, path.read_text(encoding="utf-8", errors="replace")))
         else:

@@ -28,13 +28,14 @@ from safetensors.numpy import load_file
 from compress.teacher_cache.sparse import SparseProbabilities
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import save_tensors
-from sportsllm.formats.json_files import read_json, write_json
+from sportsllm.formats.json_files import read_json, validate, write_json
 from sportsllm.formats.manifest import MANIFEST, file_sha256, read_manifest
 
 SIGNALS = "signals.json"
 FORMAT = 3
 ROWS_PER_SHARD = 256
 _OPEN_SHARDS = 2
+_MOST_ROWS = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -125,12 +126,8 @@ def read_info(directory: Path) -> CacheInfo:
     version = data.pop("format", None)
     if version != FORMAT:
         raise ArtifactError(f"{path}: has format {version}, this version reads {FORMAT}; make the cache again")
-    try:
-        info = CacheInfo(**data | {key: tuple(data[key]) for key in ("corpus", "valid", "left_out")})
-        whole = min(info.rows, info.rows_per_shard, info.sequence) > 0
-    except (KeyError, TypeError):
-        whole = False
-    if not whole:
+    info = validate(CacheInfo, data, path, "copy the directory again, or make it again")
+    if not 0 < min(info.rows, info.rows_per_shard, info.sequence) <= info.rows < _MOST_ROWS:
         raise ArtifactError(f"{path}: damaged or incomplete; copy the directory again, or make it again")
     files = read_manifest(directory).files
     for name in (SIGNALS, *(shard_name(number) for number in range(len(info.shards)))):

@@ -7,7 +7,7 @@ from typing import Any
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface.families import FAMILIES
-from sportsllm.formats.json_files import read_json
+from sportsllm.formats.json_files import clip, read_json
 from sportsllm.models.attention_kinds import Selection
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.feed_forward_kinds import Experts
@@ -59,9 +59,11 @@ def config_from_hf(data: Mapping[str, Any], where: str = "config.json") -> Model
     try:
         return _parse(data, where)
     except UsageError as error:  # of a part of the shape
-        raise ArtifactError(f"{where}: {error}") from None
-    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
-        raise ArtifactError(f"{where}: a field has a value of the wrong kind ({error}); correct it") from None
+        raise ArtifactError(f"{where}: {clip(error, 250)}") from None
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise ArtifactError(
+            f"{where}: a field has a value of the wrong type ({clip(error, 200)}); correct it"
+        ) from None
 
 
 def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:
@@ -69,12 +71,14 @@ def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:
     if model_type == OWN_MODEL_TYPE:
         return _parse_own(data, where)
     if model_type not in FAMILIES:
-        raise ArtifactError(f"{where}: model_type {model_type!r} is not supported; use one of {', '.join(FAMILIES)}")
+        raise ArtifactError(
+            f"{where}: model_type {clip(repr(model_type))} is not supported; use one of {', '.join(FAMILIES)}"
+        )
     rest = {key: value for key, value in data.items() if key not in _IGNORED}
     for key, allowed in _REQUIRED.items():
         value = rest.pop(key, allowed[0])
         if value not in allowed:
-            raise ArtifactError(f"{where}: {key} is {value!r}; only {allowed[0]!r} is supported")
+            raise ArtifactError(f"{where}: {key} is {clip(repr(value))}; only {allowed[0]!r} is supported")
     family = FAMILIES[model_type]
     own = family.read(rest, where)
     try:
@@ -121,7 +125,7 @@ def _checked(values: Mapping[str, Any], where: str) -> ModelConfig:
     try:
         return ModelConfig(**values)
     except UsageError as error:
-        raise ArtifactError(f"{where}: {error}") from None
+        raise ArtifactError(f"{where}: {clip(error, 250)}") from None
 
 
 def _rope_scaling(data: Mapping[str, Any], context: int | None, where: str) -> RopeScaling | None:
@@ -144,7 +148,7 @@ def _rope_scaling(data: Mapping[str, Any], context: int | None, where: str) -> R
     try:
         return RopeScaling(rope_type=kind, **values)
     except UsageError as error:
-        raise ArtifactError(f"{where}: {error}") from None
+        raise ArtifactError(f"{where}: {clip(error, 250)}") from None
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from benchmarks.report.training import training_charts
 from sportsllm.cli import main as cli
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import Stage, output_directory
+from sportsllm.formats.manifest import FileEntry, Manifest, Parent
 
 EVIL = "</script><script>alert(1)</script><img src=https://example.org/x.png onerror=alert(2)>"
 LIMITS = (("file_mb", 1.0, 0.5, "pass"), ("ttft_ms", 100.0, 150.0, "fail"), ("tpot_p50_ms", 10.0, None, "uncertain"))
@@ -61,12 +62,12 @@ def bench_result(directory: str = "runs/export") -> dict[str, Any]:
 def stage(name: str, size: int, quality: float | None) -> StageSummary:
     metrics = [{"step": n, "tokens": 100 * n, "loss": 5 / n, "lr": 1e-3} for n in range(1, 20)]
     metrics += [{"step": n, "tokens": 100 * n, "valid_bits_per_byte": 3 / n} for n in (5, 10, 15)]
-    manifest = {
-        "settings": {"steps": 19, "note": EVIL},
-        "versions": {"torch": "2"},
-        "parents": [{"path": "corpus", "sha256": "ab" * 32}],
-        "files": {"model.safetensors": {"bytes": size, "sha256": "cd" * 32}},
-    }
+    manifest = Manifest(
+        settings={"steps": 19, "note": EVIL},
+        versions={"torch": "2"},
+        parents=(Parent("corpus", "ab" * 32),),
+        files={"model.safetensors": FileEntry("cd" * 32, size)},
+    )
     return StageSummary(name, "train", f"runs/{name}", 1234, size, quality, metrics, manifest)
 
 

@@ -4,6 +4,7 @@ from benchmarks.report.inputs import StageSummary
 from benchmarks.report.markdown import stage_table
 from benchmarks.report.savings import savings_line
 from benchmarks.report.scores import Scored, commonest
+from sportsllm.formats.manifest import Manifest
 
 
 def stage(name: str, size: int, bits: float | None, ms: float, text: str = "a") -> StageSummary:
@@ -31,7 +32,9 @@ def test_qualities_of_different_texts_are_not_compared() -> None:
     one, other = stage("teacher", 4_000_000, 0.8, 0.3), stage("small", 600_000, 0.5, 0.15, text="b")
     line = savings_line([one, other])
     assert line is not None and "15% of the file" in line and "bits per byte" not in line
-    trained = StageSummary("x", "train", "x", bits_per_byte=0.9, manifest={"settings": {"valid": ["d/held_out.txt"]}})
+    trained = StageSummary(
+        "x", "train", "x", bits_per_byte=0.9, manifest=Manifest(settings={"valid": ["d/held_out.txt"]})
+    )
     assert stage_table([one, one]).caption == ""
     assert stage_table([one, trained, other, one]).caption == (
         "Bits per byte are of 3 texts and compare only within one (1, 4: a.jsonl, by bench; 2: half of what is "
