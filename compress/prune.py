@@ -244,8 +244,6 @@ def prune_checkpoint(
         resume: continue an interrupted recovery, if there is one; nothing before it is done again.
         search: the finalists of the search that found the shape, for the results.
     """
-    from compress.distillation.layer_matching import map_kept_layers
-    from compress.distillation.recovery import prepare_recovery, recover
     from compress.pruning.job import Calibration
     from sportsllm.formats.artifact import STATE_DIRECTORY, partial_directory, run_stage
     from sportsllm.formats.checkpoint import save_checkpoint
@@ -256,7 +254,12 @@ def prune_checkpoint(
     smaller = shape.applied_to(config)
     _note_loaders(smaller)
     resume = resume and (partial_directory(out) / STATE_DIRECTORY).exists()
-    signals = None if recovery is None else prepare_recovery(recovery, job.checkpoint, smaller)
+    signals = None
+    if recovery is not None:
+        from compress.distillation.layer_matching import map_kept_layers
+        from compress.distillation.recovery import prepare_recovery, recover
+
+        signals = prepare_recovery(recovery, job.checkpoint, smaller)
     stage = job.stage(shape)
 
     def make(directory: Path) -> dict[str, Any]:

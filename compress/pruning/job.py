@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from compress.distillation.recovery import Recovery
 from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig
 from compress.pruning.experts import reduce_experts
 from compress.pruning.latent import latent_config, to_latent
@@ -30,6 +29,9 @@ from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.calibration import JUDGED_SAMPLES, calibration_samples, check_familiar
 from sportsllm.text.provenance import HELD_OUT, held_out_files, manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from compress.distillation.recovery import Recovery
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from compress.distillation.recovery import Recovery
 from compress.pruning.cut import prune_model
 from compress.pruning.job import Calibration, PruneJob
 from compress.pruning.scores import SCORES_FILE
@@ -33,6 +32,9 @@ from sportsllm.files import atomic_write_text
 from sportsllm.formats.artifact import Stage, finished_manifest
 from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import manifest_of
+
+if TYPE_CHECKING:
+    from compress.distillation.recovery import Recovery
 
 LOG, FOUND = "log.txt", "found.json"  # what recovering the finalists says, and what a finished search found
 _SCORING_SAMPLES, _REFIT_SAMPLES = 8, 64  # all shapes read the same text, so little of it tells them apart
