@@ -206,7 +206,7 @@ def bench_model(
     from benchmarks.predict.latency import predict_directory
     from benchmarks.quality import quality_loss
     from benchmarks.runtimes.compare import measure_against, turn_depths
-    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.manifest import digest
 
     if teacher is not None and not text:

@@ -19,7 +19,7 @@ import typer
 from compress.pruning.shapes import Shape, Target, fewer_experts
 from sportsllm import options
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, LORA, PRUNING, STEPS, TRAINING, parse_settings, pick
 
@@ -399,7 +399,7 @@ def _note_loaders(config: ModelConfig) -> None:
 def _note_layout(checkpoint: Path, directory: Path) -> None:
     """Say if the family of the checkpoint cannot hold the pruned model."""
     from sportsllm.console import log
-    from sportsllm.formats.huggingface.config import OWN_MODEL_TYPE
+    from sportsllm.formats.huggingface import OWN_MODEL_TYPE
     from sportsllm.formats.json_files import read_json
 
     before, after = (read_json(path / "config.json").get("model_type") for path in (checkpoint, directory))

@@ -220,7 +220,7 @@ def _recovery(
     from compress.distillation.recovery import Recovery
     from compress.distillation.run import teacher_corpus
     from compress.distillation.settings import distillation_config
-    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.huggingface import load_config
     from sportsllm.training.settings import Run, Start, train_config
 
     given = pick(found, TRAINING) | pick(found, STEPS)
@@ -382,7 +382,7 @@ def check_request(
         ArtifactError: the checkpoint is damaged or quantized already.
     """
     from sportsllm.console import log
-    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.safetensors import bitsandbytes_kind, quantization_config
 
     if quantization_config(checkpoint) is not None:

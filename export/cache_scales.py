@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import check_names, load_block, load_positions, load_table
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig

@@ -102,7 +102,7 @@ def export(
     """
     from sportsllm.files import require_directory
     from sportsllm.formats.artifact import Stage, run_stage
-    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.model_directory import checkpoint_with
     from sportsllm.models.rope import with_rope_scaling
 
@@ -237,7 +237,7 @@ def _excluded(plan: _Plan) -> Iterator[tuple[str, bool]]:
 def _unfit(plan: _Plan) -> Iterator[tuple[str, bool]]:
     """What the checkpoint has no form for: what to say, and whether it is asked for."""
     from export.graph.kinds import check_kinds, computes_in_half
-    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.safetensors import quantization_config
 
     model, kind, dtype = plan.checkpoint, plan.format, plan.dtype
@@ -291,7 +291,7 @@ def _check_memory(plan: _Plan) -> None:
     if plan.max_ram is None:
         return
     from export.cache_scales import SAMPLES
-    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.safetensors import REOPEN_BYTES
     from sportsllm.models.kinds import block_state, matrix_shapes
     from sportsllm.process_memory import peak_rss_bytes
@@ -316,7 +316,7 @@ def _make_graph(plan: _Plan, checkpoint: Path, directory: Path) -> dict[str, Any
     from export.parity.by_layer import check_parity_by_layer
     from export.parity.check import check_parity
     from export.runtime.providers import find_provider
-    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.json_files import write_json
     from sportsllm.process_memory import peak_rss_bytes
 
@@ -357,7 +357,7 @@ def _write_graph(plan: _Plan, checkpoint: Path, directory: Path) -> WrittenGraph
     from export.loaders import not_opened_by, write_loader_files
     from export.paths import web_precision
     from sportsllm.console import log
-    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.safetensors import bitsandbytes_kind
 
     stored_as = bitsandbytes_kind(checkpoint)
@@ -389,7 +389,7 @@ def _write_graph(plan: _Plan, checkpoint: Path, directory: Path) -> WrittenGraph
 def _make_gguf(plan: _Plan, checkpoint: Path, directory: Path) -> dict[str, Any]:
     """Write model.gguf and a Modelfile for Ollama, and read the file back."""
     from export.gguf.write import GGUF_FILE, architecture_of, check_gguf, write_gguf
-    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.json_files import write_json
     from sportsllm.process_memory import peak_rss_bytes
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from export.metadata import ATTENTION_MASK, INPUT_IDS, LOGITS, PAST, PRESENT
 from export.paths import GRAPH_FILE, WEB_NAMES, web_files
-from sportsllm.formats.huggingface.config import OWN_MODEL_TYPE, family_of, load_config, to_hf
+from sportsllm.formats.huggingface import OWN_MODEL_TYPE, family_of, load_config, to_hf
 from sportsllm.formats.json_files import read_json, write_json
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_state

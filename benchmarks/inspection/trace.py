@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import is_onnx_directory
 from sportsllm.models.config import ModelConfig
 

@@ -28,7 +28,7 @@ from benchmarks.measure.timing import summarise_sustained
 from sportsllm import console
 from sportsllm.errors import UsageError
 from sportsllm.files import require_directory
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import directory_bytes
 from sportsllm.models.config import ModelConfig
 

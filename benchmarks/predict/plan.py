@@ -15,7 +15,7 @@ from benchmarks.predict.latency import predict, predict_figures
 from benchmarks.predict.model_size import CACHES, ModelFormat
 from benchmarks.predict.plan_training import Cost, plan_training, usable_bytes
 from sportsllm.errors import UsageError
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import directory_bytes
 from sportsllm.models import size
 from sportsllm.models.config import ModelConfig

@@ -17,7 +17,7 @@ from benchmarks.predict.onnx_writer import MS, OnnxGraph
 from export.kernels.library import VERSION
 from export.metadata import KEEP_LOGITS, KERNELS_DOMAIN
 from export.paths import GRAPH_FILE
-from sportsllm.formats.huggingface.config import to_hf
+from sportsllm.formats.huggingface import to_hf
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.rope import rope_tables
 

@@ -13,7 +13,7 @@ from benchmarks.report.bench_file import read_bench
 from benchmarks.report.search_results import FIT_FILE, Fit, read_fit
 from benchmarks.report.text import get_nested, summarize_budget
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.json_files import read_json_lines
 from sportsllm.formats.manifest import MANIFEST, Manifest, digest, directory_bytes, manifest_of
 

@@ -13,7 +13,7 @@ from benchmarks.report.charts import Chart, Plot, chart, color, line, log_axis, 
 from benchmarks.report.inputs import StageSummary, bench_command
 from benchmarks.report.text import get_nested
 from sportsllm.errors import SportsLLMError
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
 
 Rate = tuple[float, float, str]  # operations per byte, GOP/s, and the point's label

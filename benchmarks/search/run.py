@@ -23,7 +23,7 @@ from benchmarks.search.winner_recipe import write_recipe
 from sportsllm.console import log, logged
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
 from sportsllm.files import atomic_write_text
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import digest
 from sportsllm.formats.safetensors import quantization_config

@@ -11,7 +11,7 @@ from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.cut import prune_options
 from compress.pruning.shapes import Shape
 from sportsllm.console import log
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import manifest_of
 from sportsllm.settings import STEPS, TRAINING
 

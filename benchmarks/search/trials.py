@@ -30,7 +30,7 @@ from sportsllm.commands import load_command
 from sportsllm.console import logged
 from sportsllm.files import atomic_write_text
 from sportsllm.formats.artifact import Stage, run_stage
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import digest
 

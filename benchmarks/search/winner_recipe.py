@@ -21,7 +21,7 @@ from benchmarks.search.stages import (
 )
 from compress.pruning.shapes import Shape
 from sportsllm.files import atomic_write_text
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 
 
 def write_recipe(path: Path, candidate: Candidate, source: Source, effort: Effort, target: Target, text: Path) -> None:

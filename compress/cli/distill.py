@@ -62,7 +62,7 @@ def distill(
     from compress.distillation.student_training import StudentTraining
     from compress.pruning.student_start import choose_start
     from sportsllm.console import output
-    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.manifest import plain_name
     from sportsllm.processors import set_threads
     from sportsllm.training.settings import Run

@@ -13,7 +13,7 @@ from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM

@@ -18,7 +18,7 @@ from compress.teacher_cache.read import CacheKey, TeacherCache, open_teacher_cac
 from compress.teacher_cache.write import CacheRequest, make_teacher_cache
 from sportsllm.console import log
 from sportsllm.formats.artifact import STATE_DIRECTORY, partial_directory
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.processors import training_device

@@ -15,7 +15,7 @@ from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.batch_sampling import NO_TEXT, OWN_DISTRIBUTION, default_rows, sampled_batches
 from sportsllm.inference.sampling import Sampling

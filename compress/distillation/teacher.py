@@ -15,7 +15,7 @@ from compress.teacher_cache.loss import TeacherLogits
 from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_block, load_checkpoint, read_ends
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import TensorFiles, quantization_config
 from sportsllm.models.language_model import Block, SportsLLM
 from sportsllm.processors import training_device

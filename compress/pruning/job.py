@@ -22,7 +22,7 @@ from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.artifact import Stage
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM

@@ -14,7 +14,7 @@ from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig, check_cut, cut_to_c
 from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM

@@ -38,7 +38,7 @@ from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import Stage, run_stage
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.json_files import read_json
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.inference.scoring import score_documents

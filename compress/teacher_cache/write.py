@@ -21,7 +21,7 @@ from compress.teacher_cache.sparse import BitBudget, concatenate, sample_sparse
 from sportsllm.console import ProgressBar, log, progress_bar
 from sportsllm.errors import ArtifactError, InterruptedRun, UsageError
 from sportsllm.formats.artifact import STATE_DIRECTORY, Stage, replace_state, run_stage
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import digest, directory_bytes, file_sha256
 from sportsllm.text.documents import load_corpus

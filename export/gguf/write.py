@@ -34,7 +34,7 @@ from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.config import ARCHITECTURES, ROPE_FACTORS, open_gguf, read_config
 from sportsllm.formats.gguf.tokenizer import write_tokenizer
 from sportsllm.formats.gguf.weights import gguf_name, paired_heads, read_weights, rows_in_pairs
-from sportsllm.formats.huggingface.config import family_of, load_config
+from sportsllm.formats.huggingface import family_of, load_config
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, unpack
 from sportsllm.formats.quantized_layers import read_packed
 from sportsllm.formats.safetensors import TensorFiles

@@ -33,7 +33,7 @@ from export.graph.matmul import Matmul
 from export.graph.standard_matmul import StandardEmbedding, StandardMatmul
 from export.graph.weights import Weights
 from export.paths import plain_files, web_files, web_precision
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, LAST_NORM, NORMS, OUTPUT_NORMS, block_state, cached_shape
 from sportsllm.models.parts import HIDDEN, Matrix

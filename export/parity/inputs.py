@@ -35,7 +35,7 @@ from export.paths import find_files
 from export.runtime.kernels import called_version, problem_of
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, LAST_NORM, block_state

@@ -21,7 +21,7 @@ from export.runtime.kv_cache import Cache
 from export.runtime.providers import CPU, Provider, find_provider, one_line, placement
 from export.runtime.session import open_session, raise_if_out_of_memory
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import Logits, log_softmax
 
 # Prompts are read in pieces of this many tokens, so that memory does not grow with the prompt. Time for 512 tokens

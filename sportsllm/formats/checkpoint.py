@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.huggingface.config import load_config, to_hf
+from sportsllm.formats.huggingface import load_config, to_hf
 from sportsllm.formats.json_files import write_json
 from sportsllm.formats.layouts import to_layout
 from sportsllm.formats.quantized_layers import SUFFIXES, QuantizedEmbedding, QuantizedLinear, read_packed

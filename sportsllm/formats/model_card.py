@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 
 from sportsllm.errors import ArtifactError
 from sportsllm.files import atomic_write_text
-from sportsllm.formats.huggingface.config import OWN_MODEL_TYPE, load_config
+from sportsllm.formats.huggingface import OWN_MODEL_TYPE, load_config
 from sportsllm.formats.json_files import JsonObject, read_json, validate
 from sportsllm.formats.manifest import Ancestor, FileEntry, Manifest, ancestors, origin, read_manifest
 from sportsllm.models.config import ModelConfig

@@ -16,7 +16,7 @@ from torch import Tensor
 from sportsllm.errors import ArtifactError
 from sportsllm.files import require_directory
 from sportsllm.formats.bitsandbytes import companions, read_dense
-from sportsllm.formats.huggingface.config import load_config, packed_by_bitsandbytes
+from sportsllm.formats.huggingface import load_config, packed_by_bitsandbytes
 from sportsllm.formats.json_files import clip, read_json, validate
 from sportsllm.formats.layouts import LAYOUTS, Part, UnlikeTensor, is_buffer, layout_name, parts_of
 from sportsllm.formats.manifest import MANIFEST, read_manifest

@@ -1,4 +1,4 @@
-"""The shape of a model: one frozen record. `sportsllm.formats.huggingface.config` reads and writes it as config.json.
+"""The shape of a model: one frozen record. `sportsllm.formats.huggingface` reads and writes it as config.json.
 
 Imports neither torch nor any other large library: the device install reads it too.
 """

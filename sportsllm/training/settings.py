@@ -11,7 +11,7 @@ from typing import Any
 
 from sportsllm.console import log
 from sportsllm.errors import UsageError
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.presets import preset
 from sportsllm.models.training_memory import check_optimizer_bits

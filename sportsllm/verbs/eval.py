@@ -152,7 +152,7 @@ def _open(
     Raises:
         UsageError: the context is beyond what the model reads, or the scaling is not possible.
     """
-    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.model_directory import checkpoint_with
     from sportsllm.inference.decoder import is_onnx_directory, open_decoder
 

@@ -93,7 +93,7 @@ def train(
 
     from sportsllm.console import output
     from sportsllm.formats.artifact import run_stage
-    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.huggingface import load_config
     from sportsllm.models.rope import with_rope_scaling
     from sportsllm.models.shape import changed_shape
     from sportsllm.processors import use_processor

@@ -57,7 +57,7 @@ def verify(
     """
     from sportsllm.console import output
     from sportsllm.files import require_directory
-    from sportsllm.formats.huggingface.config import load_config
+    from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.manifest import verify_directory
     from sportsllm.inference.decoder import is_onnx_directory
 

@@ -17,7 +17,7 @@ from compress.pruning import job as jobs
 from compress.pruning.scores import load_scores
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.training import loop
 from tests.support import gelu_kind

@@ -14,7 +14,7 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.artifact import Stage, run_stage
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import MANIFEST, digest, read_manifest, verify_directory
 from sportsllm.formats.model_card import write_card
 from sportsllm.training.settings import TrainConfig

@@ -16,7 +16,7 @@ from compress.pruning.shapes import Shape
 from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from sportsllm.errors import UsageError
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.training.calibration_text import CalibrationText

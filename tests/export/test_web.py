@@ -17,7 +17,7 @@ from export.graph.decoder import write_graph
 from export.paths import find_files
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import directory_bytes, verify_directory
 from sportsllm.inference.decoder import is_onnx_directory, open_decoder
 from sportsllm.inference.sampling import Sampling, generate

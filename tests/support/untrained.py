@@ -15,7 +15,7 @@ from export.cache_scales import CacheScales
 from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
 from sportsllm.formats.checkpoint import save_checkpoint, write_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_state
 from sportsllm.models.language_model import SportsLLM

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.inspection.drawing import draw_model
 from benchmarks.inspection.parts import Drawing, describe_model
-from sportsllm.formats.huggingface.config import config_from_hf
+from sportsllm.formats.huggingface import config_from_hf
 from sportsllm.models.attention_kinds import Selection
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import FEED_FORWARD

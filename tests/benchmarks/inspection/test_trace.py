@@ -11,7 +11,7 @@ import sportsllm
 from benchmarks.inspect import inspect
 from benchmarks.inspection.trace import trace_model
 from sportsllm.formats.checkpoint import save_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.size import tensor_shapes
 from tests.support.models import tiny_model

@@ -27,7 +27,7 @@ from benchmarks.predict.latency import (
 from benchmarks.predict.model_size import ModelFormat
 from export.runtime.decoder import PREFILL_CHUNK
 from sportsllm.errors import UsageError
-from sportsllm.formats.huggingface.config import to_hf
+from sportsllm.formats.huggingface import to_hf
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.presets import PRESETS
 from sportsllm.models.size import PRECISIONS

@@ -20,7 +20,7 @@ from benchmarks.predict.model_size import (
     stored_format,
 )
 from sportsllm.errors import UsageError
-from sportsllm.formats.huggingface.config import to_hf
+from sportsllm.formats.huggingface import to_hf
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.presets import PRESETS
 from tests.support.untrained import FORMATS, make_checkpoint, make_export

@@ -11,7 +11,7 @@ from benchmarks import device_commands
 from benchmarks.console_tables import band
 from sportsllm.cli.main import main
 from sportsllm.errors import UsageError
-from sportsllm.formats.huggingface.config import to_hf
+from sportsllm.formats.huggingface import to_hf
 from sportsllm.models.presets import PRESETS
 from sportsllm.models.size import PRECISIONS
 from tests.support.plans import plan

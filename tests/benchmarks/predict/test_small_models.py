@@ -14,7 +14,7 @@ from benchmarks.predict.model_size import ModelFormat
 from benchmarks.predict.onnx_writer import OnnxGraph
 from benchmarks.predict.small_models import write_small_model
 from export.runtime.decoder import OnnxDecoder
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.models.config import ModelConfig
 from tests.support.untrained import make_checkpoint, make_export

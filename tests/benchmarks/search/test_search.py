@@ -31,7 +31,7 @@ from benchmarks.search.winner_recipe import write_recipe
 from compress.pruning.shapes import Shape
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, UsageError
-from sportsllm.formats.huggingface.config import load_config, to_hf
+from sportsllm.formats.huggingface import load_config, to_hf
 from sportsllm.formats.manifest import directory_bytes
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.feed_forward_kinds import Experts

@@ -17,7 +17,7 @@ from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
 from compress.pruning.student_start import choose_start
 from sportsllm.formats.checkpoint import save_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.training.settings import TrainConfig
 from tests.support.models import tiny_model

@@ -37,7 +37,7 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.attention_kinds import INDEX, Selection

@@ -8,7 +8,7 @@ from compress.cli.sample import sample
 from compress.distillation.synthetic_text import CORPUS, Request, write_corpus
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.batch_sampling import default_rows, self_generated_text
 from sportsllm.inference.sampling import Sampling
 from sportsllm.text.tokenizer import load_tokenizer

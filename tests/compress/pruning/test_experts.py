@@ -14,7 +14,7 @@ from compress.pruning.experts import dense_model, expert_energy, fit_experts, jo
 from compress.pruning.shapes import fewer_experts
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import save_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.models.feed_forward_kinds import Experts
 from tests.support.models import tiny_config, tiny_model
 

@@ -14,7 +14,7 @@ from compress.pruning.heads import as_complex, as_real
 from compress.pruning.latent import _factored, latent_config, to_latent
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope_scaling import RopeScaling
 from tests.support.models import tiny_config, tiny_model

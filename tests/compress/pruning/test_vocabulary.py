@@ -18,7 +18,7 @@ from compress.pruning.tokenizer_files import read_vocabulary
 from compress.pruning.vocabulary import kept_tokens, prune_vocabulary, saved_tokens, with_halves
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.json_files import read_json, write_json
 from sportsllm.inference.sampling import Sampling, generate
 from sportsllm.inference.scoring import score_documents

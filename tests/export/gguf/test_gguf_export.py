@@ -21,7 +21,7 @@ from sportsllm.cli.main import main
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.gguf.weights import convert_gguf, rows_in_halves, rows_in_pairs
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, pack
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.rope_scaling import RopeScaling

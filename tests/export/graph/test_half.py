@@ -21,7 +21,7 @@ from export.runtime.decoder import OnnxDecoder
 from export.runtime.providers import Provider
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from tests.support.export_models import Exports, edit_tensor, logits_of, save, tiny_model
 
 FLOAT, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16

@@ -17,7 +17,7 @@ from export.parity.readings import PARAGRAPH, TEXTS, make_sequences
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.packed import ROW_BITS
 from sportsllm.inference.decoder import Logits
 from sportsllm.text.tokenizer import load_tokenizer

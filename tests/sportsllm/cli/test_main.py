@@ -16,7 +16,7 @@ import typer
 
 from sportsllm.cli.main import build_app, main
 from sportsllm.commands import COMMANDS
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.settings import LORA, TRAINING
 from sportsllm.text.tokenizer import load_tokenizer

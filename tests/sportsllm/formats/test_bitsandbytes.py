@@ -20,7 +20,7 @@ from sportsllm.cli.main import main
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.bitsandbytes import companions, read_dense
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.huggingface.config import load_config, packed_by_bitsandbytes
+from sportsllm.formats.huggingface import load_config, packed_by_bitsandbytes
 from sportsllm.formats.safetensors import WEIGHTS, TensorFiles
 from sportsllm.training.calibration_text import CalibrationText
 from tests.support.bnb_models import KINDS, dense_model, dequantize, pack_linears, quantization, save, with_numbers_of

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.huggingface.config import config_from_hf, to_hf
+from sportsllm.formats.huggingface import config_from_hf, to_hf
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS, preset

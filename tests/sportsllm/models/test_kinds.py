@@ -12,7 +12,7 @@ from torch import nn
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.huggingface.config import config_from_hf, load_config, to_hf
+from sportsllm.formats.huggingface import config_from_hf, load_config, to_hf
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.feed_forward_kinds import Experts

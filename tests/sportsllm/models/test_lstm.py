@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.huggingface.config import config_from_hf, to_hf
+from sportsllm.formats.huggingface import config_from_hf, to_hf
 from sportsllm.models.attention import KVCache
 from sportsllm.models.attention_kinds import GATES
 from sportsllm.models.config import ModelConfig

@@ -14,7 +14,7 @@ import sportsllm
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.formats.huggingface.config import config_from_hf, load_config, to_hf
+from sportsllm.formats.huggingface import config_from_hf, load_config, to_hf
 from sportsllm.models.rope import attention_factor, inverse_frequencies, rope_tables, with_rope_scaling
 from sportsllm.models.rope_scaling import RopeScaling
 from tests.support.models import tiny_config, tiny_model

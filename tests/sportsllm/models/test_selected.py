@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sportsllm.errors import UsageError
-from sportsllm.formats.huggingface.config import config_from_hf, to_hf
+from sportsllm.formats.huggingface import config_from_hf, to_hf
 from sportsllm.models import selection
 from sportsllm.models.attention import KVCache
 from sportsllm.models.attention_kinds import INDEX, Selection

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.sportsllm.cli.test_main import call, complains

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.scoring import windows
 from sportsllm.models.rope_scaling import RopeScaling
 from sportsllm.text.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ import pytest
 
 from sportsllm.commands import load_command
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.inference.sampling import Sampling
 from sportsllm.models.presets import preset

@@ -19,7 +19,7 @@ from export.gguf import convert as llama_cpp
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.gguf.weights import convert_gguf, rows_in_halves
-from sportsllm.formats.huggingface.config import load_config
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import verify_directory
 from sportsllm.formats.model_directory import find_model
 from sportsllm.formats.safetensors import TensorFiles

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.huggingface.families import FAMILIES
+from sportsllm.formats.huggingface_families import FAMILIES, Fields
 from sportsllm.formats.json_files import clip, read_json
 from sportsllm.models.attention_kinds import Selection
 from sportsllm.models.config import ModelConfig
@@ -30,7 +30,7 @@ _IGNORED = {
     "torchscript", "typical_p", "use_bfloat16",
 }  # fmt: skip
 # Fields that are harmless only with these values.
-_REQUIRED: dict[str, tuple[Any, ...]] = {
+_REQUIRED: dict[str, tuple[object, ...]] = {
     "attention_dropout": (0, 0.0),
     "partial_rotary_factor": (1, 1.0),
     "is_decoder": (False, True),
@@ -74,13 +74,10 @@ def _parse(data: Mapping[str, Any], where: str) -> ModelConfig:
         raise ArtifactError(
             f"{where}: model_type {clip(repr(model_type))} is not supported; use one of {', '.join(FAMILIES)}"
         )
-    rest = {key: value for key, value in data.items() if key not in _IGNORED}
-    for key, allowed in _REQUIRED.items():
-        value = rest.pop(key, allowed[0])
-        if value not in allowed:
-            raise ArtifactError(f"{where}: {key} is {clip(repr(value))}; only {allowed[0]!r} is supported")
+    rest = Fields({key: value for key, value in data.items() if key not in _IGNORED}, where)
+    rest.require(**_REQUIRED)
     family = FAMILIES[model_type]
-    own = family.read(rest, where)
+    own = family.read(rest)
     try:
         values: dict[str, Any] = {name: rest.pop(name) for name in _SIZES}
     except KeyError as error:
