@@ -12,7 +12,7 @@ import typer
 from sportsllm import options
 from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
 from sportsllm.results import Result, plain
-from sportsllm.settings import BENCH, parse_settings
+from sportsllm.settings import BENCH, LIMITS, parse_settings, pick
 
 if TYPE_CHECKING:
     from benchmarks.measure.bench import BenchRequest, Measurement
@@ -133,7 +133,8 @@ def bench(
     from sportsllm.files import atomic_write_text, require_directory
     from sportsllm.inference.decoder import is_onnx_directory
 
-    found = parse_settings(settings, BENCH)
+    found = parse_settings(settings, BENCH, LIMITS)
+    limits = pick(found, LIMITS)
     if out is not None and out.exists():
         raise ConflictError(f"{out}: exists already; choose another --out or move it away")
     for path in text or []:
@@ -157,7 +158,7 @@ def bench(
         from export.runtime.providers import find_provider
 
         log(str(kernels_of_directory(directory, request.kernels, find_provider(request.provider))))
-    measured = bench_model(request, target, on_device, text or [], teacher, runtimes)
+    measured = bench_model(request, target, on_device, text or [], teacher, runtimes, limits)
     result = measured.to_json()
     if out is not None:
         atomic_write_text(out, json.dumps(result, indent=1) + "\n")
@@ -182,6 +183,7 @@ def bench_model(
     text: Sequence[Path] = (),
     teacher: Path | None = None,
     runtimes: Sequence[Runtime] = (),
+    limits: Mapping[str, float] | None = None,
 ) -> Measurement:
     """Measure a model, alone and in turns with other `runtimes`, and judge it by a device's budget.
 
@@ -192,13 +194,14 @@ def bench_model(
         text: held-out text that is scored, for the quality limit.
         teacher: the fp32 teacher that quality is compared with.
         runtimes: see `parse_runtimes`.
+        limits: limits that replace those of the target.
 
     Raises:
         UsageError: no such device, `on_device` for another processor than the measured one, settings that the context
             has no room for.
         ChildFailure: a measuring process crashed, hung or was killed; nothing is reported then.
     """
-    from benchmarks.devices.load import load_device
+    from benchmarks.devices.load import load_target
     from benchmarks.devices.verdict import check_on_device, judge_budget
     from benchmarks.measure.bench import run_bench
     from benchmarks.measure.process import ChildFailure
@@ -213,7 +216,9 @@ def bench_model(
         raise UsageError("--teacher needs --text: quality is compared on held-out text")
     if on_device and target is None:
         raise UsageError("--on-device needs --target: it says that this machine is that device")
-    device = load_device(target or "host")
+    if limits and target is None:
+        raise UsageError(f"--set {next(iter(limits))} needs --target NAME, whose limit it replaces")
+    device = load_target(target or "host", limits or {})
     processor = processor_of(request.provider)
     check_on_device(device, on_device, processor)
     if runtimes:

@@ -228,7 +228,7 @@ def _print_predictions(console: Console, result: Mapping[str, Any]) -> None:
         for precision, budget in result["predicted_budget"].items()
     ]
     titles = ("precision", "predicted", *_LIMIT_TITLES)
-    console.print(table(titles, budgets, (0, 1), "predicted against the budget (limit in brackets, ! if it fails)"))
+    console.print(table(titles, budgets, (0, 1), "predicted against the budget ([limit]; ! fails, ? uncertain)"))
     console.print(f"\n{reliability_line(result['efficiency'])}", markup=False)
 
 
@@ -236,4 +236,5 @@ def _judged(limit: Mapping[str, Any]) -> str:
     value = "?" if limit["value"] is None else f"{limit['value']:,.4g}"
     if limit["source"] == "predicted":
         value = band(limit["low"], limit["high"])
-    return f"{'!' if limit['verdict'] == 'fail' else ''}{value} [{limit['limit']:,g}]"
+    mark = {"fail": "!", "uncertain": "?"}.get(limit["verdict"], "")
+    return f"{mark if limit['value'] is not None else ''}{value} [{limit['limit']:,g}]"

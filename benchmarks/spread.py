@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 NOISY_HALF_WIDTH = 0.05  # an interval that reaches further than this share of its median is called noisy
 CONFIDENCE = 0.90
-MEDIAN_TO_MEAN = 1.2533  # standard error of a median over that of a mean, sqrt(pi / 2) for normal figures
-AUTOCORRELATION = 1.5  # widens the interval for rounds that follow one another: sqrt((1 + r) / (1 - r)) at r = 0.4
+MEDIAN_TO_MEAN = 1.1  # standard error of a median over that of a mean, for 3 to 12 correlated normal rounds
+AUTOCORRELATION = 0.5  # of consecutive rounds, which see the same clock, caches and neighbours
 _T_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)  # two-sided, 1 to 10 degrees of freedom
 _T_90_MANY = 1.796
 PERCENTILES = (50, 90, 95, 99)
@@ -42,7 +42,8 @@ class Spread:
 
     `low` to `high` holds the median of all such processes with probability `CONFIDENCE` or more; both are the only
     figure for a single round. `half_width` is the interval's reach as a share of the median, None for a single round.
-    `noisy` says whether that exceeds `NOISY_HALF_WIDTH`; None for a single round, which says nothing.
+    `noise` is a round's standard deviation as a share of the median. `noisy` says whether `half_width` exceeds
+    `NOISY_HALF_WIDTH`; None for a single round, which says nothing.
     """
 
     low: float
@@ -50,22 +51,45 @@ class Spread:
     half_width: float | None
     noisy: bool | None
     rounds: int
+    noise: float = 0.0
 
 
 def spread(rounds: Sequence[float]) -> Spread:
     """The interval around the median of the rounds' figures, at least one.
 
-        median +- t * s * MEDIAN_TO_MEAN / sqrt(n) * AUTOCORRELATION
-
-    with Student's t for `CONFIDENCE` and the sample's standard deviation s. Rounds on a shared machine are not
-    independent: without the last factor the interval covers 76% at a lag-1 autocorrelation of 0.5, with it 89%, and
-    95% at 0.3 (five rounds; tests/benchmarks/test_spread.py). Calling figures noisy by it passes independent noise of
-    2% nine times in ten, of 3% every second time, of 5% one time in eight.
+    See `reach_of`. An interval for independent rounds covers 76% at a lag-1 autocorrelation of 0.5, this one 90%, and
+    94% at 0.3 (tests/benchmarks/test_spread.py).
     """
     count, middle = len(rounds), statistics.median(rounds)
     if count == 1:
         return Spread(middle, middle, None, None, 1)
+    deviation = statistics.stdev(rounds)
+    reach = reach_of(count) * deviation
+    half_width, noise = (reach / middle, deviation / middle) if middle > 0 else (0.0, 0.0)
+    return Spread(middle - reach, middle + reach, half_width, half_width > NOISY_HALF_WIDTH, count, noise)
+
+
+def reach_of(count: int) -> float:
+    """How far the interval of two or more rounds reaches, in standard deviations s of a round:
+
+        MEDIAN_TO_MEAN * t * sqrt(v * (n - 1) / ((n - v) * n)),  v = 1 + 2 * sum over k < n of (1 - k / n) * r**k
+
+    Student's t for `CONFIDENCE`; v / n is the variance of the mean of n rounds with autocorrelation r**k, in those of a
+    round, and (n - v) / (n - 1) what s**2 shows of it on average.
+    """
+    v = 1 + 2 * sum((1 - lag / count) * AUTOCORRELATION**lag for lag in range(1, count))
     t = _T_90[count - 2] if count - 2 < len(_T_90) else _T_90_MANY
-    reach = t * statistics.stdev(rounds) * MEDIAN_TO_MEAN / math.sqrt(count) * AUTOCORRELATION
-    half_width = reach / middle if middle > 0 else 0.0
-    return Spread(middle - reach, middle + reach, half_width, half_width > NOISY_HALF_WIDTH, count)
+    return MEDIAN_TO_MEAN * t * math.sqrt(v * (count - 1) / ((count - v) * count))
+
+
+def agree(spreads: Collection[Spread]) -> bool:
+    """Whether the figures of one run are steady together.
+
+    Their noise is pooled, which knows it better than five rounds of one figure do: at 2% of noise each of five figures
+    is called steady nine times in ten, but all five only two times in three. No figure may reach twice as far.
+    """
+    if not spreads or any(each.noisy is None for each in spreads):
+        return False
+    reach, pooled = reach_of(min(each.rounds for each in spreads)), statistics.fmean(each.noise**2 for each in spreads)
+    widest = max(each.noise for each in spreads)
+    return reach * math.sqrt(pooled) <= NOISY_HALF_WIDTH and reach * widest <= 2 * NOISY_HALF_WIDTH

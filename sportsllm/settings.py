@@ -131,6 +131,14 @@ BENCH: Group = {
     "timeout": Setting(float, "Seconds until a measuring process counts as hung", "900", 1),
     "most_rounds": Setting(int, "Most rounds; three are added at a time while the intervals are too wide", "8", 1),
 }
+LIMITS: Group = {
+    "file_mb": Setting(float, "Limit of the files, MB", "the target's", 0.01),
+    "peak_memory_mb": Setting(float, "Limit of the process's peak memory, MB", "the target's", 1),
+    "ttft_ms": Setting(float, "Limit of the time to the first token, ms", "the target's", 1),
+    "tpot_p50_ms": Setting(float, "Limit of the median time per token, ms", "the target's", 0.01),
+    "tpot_p95_ms": Setting(float, "Limit of the 95th-percentile time per token, ms", "the target's", 0.01),
+    "quality_loss_percent": Setting(float, "Limit of the rise of bits per byte, %", "the target's", 0.001, 100),
+}
 TRAINING_STEP: Group = {
     "optimizer_bits": TRAINING["optimizer_bits"],
     "utilization": Setting(float, "Model FLOPs divided by the device's peak", "0.3", 0, 1),
@@ -219,6 +227,7 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
     "Distillation": ("distill, prune --recover, quantize --qad", DISTILLATION),
     "Pruning": ("prune", PRUNING),
     "Measuring": ("bench", BENCH),
+    "Limits of a target": ("bench --target", LIMITS),
     "Plan": ("plan", TRAINING_STEP),
     "Teacher signals": ("quantize --qad", SIGNALS),
     "Token selection (experimental)": ("distill --select-tokens", SELECTION),

@@ -1,17 +1,22 @@
-"""Read device files: the shipped `benchmarks/devices/*.toml`, or a user's own by path."""
+"""Read device files: the shipped `benchmarks/devices/*.toml`, or a user's own by path; `extends` names a base."""
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from benchmarks.devices.schema import Device
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.json_files import clip, read_toml
+from sportsllm.formats.json_files import clip, describe, read_toml
 
 DEVICES = Path(__file__).parent
+ALIASES = {"raspberry-pi-5": "raspberry-pi-5-8gb"}
+MOST_EXTENDED = 8
 
 
 def list_devices() -> list[str]:
@@ -31,15 +36,38 @@ def load_device(name_or_path: str) -> Device:
     """
     if name_or_path.endswith(".toml") or "/" in name_or_path or "\\" in name_or_path:
         return read_device(Path(name_or_path))
-    names = list_devices()
+    names, name_or_path = list_devices(), ALIASES.get(name_or_path, name_or_path)
     matches = [n for n in names if n == name_or_path] or [n for n in names if n.startswith(name_or_path)]
     if len(matches) == 1 and name_or_path:
         return read_device(DEVICES / f"{matches[0]}.toml")
     if len(matches) > 1 and name_or_path:
         raise UsageError(f"device {name_or_path!r} can mean {', '.join(matches)}; write one of them in full")
     raise UsageError(
-        f"device {name_or_path!r} is not known; choose one of {', '.join(names)}, or give the path of a .toml file"
+        f"device {clip(name_or_path)!r} is not known; {_advice(name_or_path, names)}, or give the path of a .toml file"
     )
+
+
+def _advice(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {near[0]}? Choose one of {', '.join(names)}" if near else f"choose one of {', '.join(names)}"
+
+
+def load_target(name_or_path: str, limits: Mapping[str, float]) -> Device:
+    """A device with some of its limits replaced.
+
+    Raises:
+        UsageError, ArtifactError: see `load_device`; or limits that contradict one another or the device.
+    """
+    device = load_device(name_or_path)
+    if not limits:
+        return device
+    fields = device.model_dump()
+    fields["limits"] |= limits
+    try:
+        return Device.model_validate(fields)
+    except ValidationError as error:
+        given = " ".join(f"--set {name}={value:g}" for name, value in limits.items())
+        raise UsageError(f"{given}: {describe(error)}; change the other limit too, or choose another value") from None
 
 
 def read_device(path: Path) -> Device:
@@ -48,11 +76,34 @@ def read_device(path: Path) -> Device:
     Raises:
         ArtifactError: the file is missing, not TOML, or has mistakes; the message lists all of them.
     """
-    data, text = read_toml(path), path.read_text(encoding="utf-8")
+    data, text = _read_extended(path), path.read_text(encoding="utf-8")
     try:
         return Device.model_validate(data)
     except ValidationError as error:
         raise ArtifactError("; ".join(_problems(path, text, error))) from None
+
+
+def _read_extended(path: Path, depth: int = 0) -> dict[str, Any]:
+    """A file's fields over those of the device that it `extends`, by name or by a path beside it."""
+    data = read_toml(path)
+    base = data.pop("extends", None)
+    if base is None:
+        return data
+    if not isinstance(base, str) or depth == MOST_EXTENDED:
+        raise ArtifactError(f"{path}: extends: give the name of a device or a .toml file, at most {MOST_EXTENDED} deep")
+    found = path.parent / base if base.endswith(".toml") else DEVICES / f"{ALIASES.get(base, base)}.toml"
+    if not found.is_file():
+        raise ArtifactError(f"{path}: extends {clip(base)!r}: no such device; {_advice(base, list_devices())}")
+    name = re.sub(r"[^a-z0-9.-]+", "-", path.stem.lower()).strip("-.")
+    return _merged(_read_extended(found, depth + 1), {"name": name} | data)
+
+
+def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**base, **own}
+    for key in base.keys() & own.keys():
+        if isinstance(base[key], dict) and isinstance(own[key], dict):
+            merged[key] = _merged(base[key], own[key])
+    return merged
 
 
 _MESSAGES = {"missing": "is missing", "extra_forbidden": "unknown field"}

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.measure.rounds import disturbed
-from benchmarks.spread import NOISY_HALF_WIDTH, Spread, percentiles, spread
+from benchmarks.spread import NOISY_HALF_WIDTH, Spread, agree, percentiles, spread
 
 Raw = Mapping[str, Sequence[Mapping[str, Any]]]
 BATCH = "batch-"
@@ -78,16 +78,16 @@ def _deciding(raw: Raw) -> dict[str, Spread]:
 
 
 def is_steady(raw: Raw) -> bool:
-    """Whether the rounds agree: no deciding figure is noisy, and there are enough rounds to say so."""
-    deciding = _deciding(raw)
-    return bool(deciding) and all(interval.noisy is False for interval in deciding.values())
+    """Whether the deciding figures are steady together."""
+    return agree(_deciding(raw).values())
 
 
 def noise_reasons(raw: Raw) -> list[str]:
     """Why a run is not clean."""
     deciding, speed = _deciding(raw), raw["speed"]
     reasons = []
-    if unsteady := [name for name, interval in deciding.items() if interval.noisy]:
+    if len(speed) > 1 and deciding and not agree(deciding.values()):
+        unsteady = [name for name, interval in deciding.items() if interval.noisy]
         reasons.append(f"the interval of the rounds exceeds {NOISY_HALF_WIDTH:.0%} in {', '.join(unsteady)}")
     if disturbed(speed):
         most = max(float(one["other_cpu_cores"]) for one in speed)

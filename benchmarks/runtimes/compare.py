@@ -19,12 +19,13 @@ from benchmarks.measure.summary import nested
 from benchmarks.runtimes import worker
 from benchmarks.runtimes.options import CONVERT, INSTALL, Runtime
 from benchmarks.runtimes.worker import OTHER, OURS
-from benchmarks.spread import spread
+from benchmarks.spread import agree, spread
 from export.loaders import caches_keys_and_values, not_opened_by
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 
 DEPTHS = (32, 512)
+MEMORY = "peak_rss_bytes"
 TOO_SHORT = f"ttft_ms.{DEPTHS[0]}"  # so short that one disturbance counts: never the reason for another round
 PROBE_TIMEOUT_S = 120.0
 FAILURES = {"memory": "out of memory", "hang": "hung", "crash": "crashed", "refused": "gave up"}
@@ -140,7 +141,7 @@ def _by_name(rounds: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def _steady(rounds: Sequence[Mapping[str, Any]]) -> bool:
-    return all(spread(values).noisy is False for name, values in _by_name(rounds).items() if name != TOO_SHORT)
+    return agree([spread(values) for name, values in _by_name(rounds).items() if name not in (TOO_SHORT, MEMORY)])
 
 
 def _summary(runtime: Runtime, rounds: Sequence[Mapping[str, Any]], config: ModelConfig) -> dict[str, Any]:

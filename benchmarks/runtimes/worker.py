@@ -229,9 +229,9 @@ def _shape(directory: Path) -> dict[str, Any]:
 def time_turn(generate: Generate, depths: list[int], vocab_size: int) -> dict[str, dict[str, float]]:
     """Milliseconds to the first token and tokens per second after it, by the prompt's length in tokens.
 
-    A rate is that of `STEPS` greedy tokens together, sampling included, since not every runtime can leave it out. The
-    first `WARM_UP` after a prompt do not count, so that returning several tokens at once is no advantage. Medians of
-    `REPEATS` prompts, after one to warm up.
+    A rate is that of up to `STEPS` greedy tokens together, the depth in their middle, sampling included, since not
+    every runtime can leave it out. The first ones after a prompt do not count, so that returning several
+    tokens at once is no advantage. Medians of `REPEATS` prompts, after one to warm up.
     """
     generator = random.Random(0)
 
@@ -240,16 +240,18 @@ def time_turn(generate: Generate, depths: list[int], vocab_size: int) -> dict[st
 
     ttft, rates = {}, {}
     for depth in depths:
-        generate(draw(depth), 1 + WARM_UP)
+        steps, warm_up = min(STEPS, 2 * (depth // 2)), min(WARM_UP, depth // 4)
+        prompt, count = max(1, depth - steps // 2 - warm_up), 1 + warm_up + steps
+        generate(draw(depth), 1 + warm_up)
         firsts, seconds = [], []
         for _ in range(REPEATS):
-            times = generate(draw(depth), 1 + WARM_UP + STEPS)
-            if len(times) != 1 + WARM_UP + STEPS:
-                raise RuntimeError(f"gave {len(times)} tokens instead of {1 + WARM_UP + STEPS}")
-            firsts.append(times[0])
-            seconds.append(times[-1] - times[WARM_UP])
+            firsts.append(generate(draw(depth), 2)[0])
+            times = generate(draw(prompt), count)
+            if len(times) != count:
+                raise RuntimeError(f"gave {len(times)} tokens instead of {count}")
+            seconds.append(times[-1] - times[warm_up])
         ttft[str(depth)] = 1e3 * statistics.median(firsts)
-        rates[str(depth)] = STEPS / statistics.median(seconds)
+        rates[str(depth)] = steps / statistics.median(seconds)
     return {"ttft_ms": ttft, "generated_tokens_per_s": rates}
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import device_commands
-from benchmarks.devices.load import DEVICES, list_devices, load_device
+from benchmarks.devices.load import DEVICES, list_devices, load_device, load_target
 from benchmarks.devices.schema import FORMAT, Device
 from benchmarks.labels import LIMITS
 from sportsllm.errors import ArtifactError, UsageError
@@ -18,6 +17,7 @@ from sportsllm.errors import ArtifactError, UsageError
 # file MB, memory MB, TTFT ms, TPOT p50 and p95 ms, loss %
 CARD = (2_000, 4_000, 100, 10, 15, 1)
 TABLE = {
+    "raspberry-pi-5-4gb": (100, 256, 2_000, 30, 50, 3),
     "raspberry-pi-5-8gb": (100, 256, 2_000, 30, 50, 3),
     "jetson-orin-nano-super": (600, 1_500, 500, 20, 30, 2),
     "android-flagship": (250, 512, 500, 20, 30, 2),
@@ -47,7 +47,7 @@ def test_every_figure_has_its_evidence(name: str) -> None:
     device = load_device(name)
     assert device.name == name
     assert len(device.description) > 80 and len(device.limits.reason) > 60
-    data = tomllib.loads((DEVICES / f"{name}.toml").read_text(encoding="utf-8"))
+    data = device.model_dump(mode="json", exclude_none=True)
     records = [*data.get("hardware", {}).values(), *data.get("published", [])]
     assert bool(records) == (name != "host")  # which stands for any machine
     for record in records:
@@ -202,6 +202,26 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(ArtifactError, match="is a directory"):
         load_device(str(tmp_path / "folder.toml"))
+
+
+def test_a_budget_of_ones_own_extends_a_shipped_device(tmp_path: Path) -> None:
+    own = load_device(_write(tmp_path, 'extends = "raspberry-pi-5"\n[limits]\nfile_mb = 60\n'))
+    pi = load_device("raspberry-pi-5")
+    assert own.name == "mine" and own.limits.file_mb == 60 and own.hardware == pi.hardware
+    assert own.limits.ttft_ms == pi.limits.ttft_ms and own.recognise == pi.recognise
+    with pytest.raises(ArtifactError, match=r"extends 'raspberry-pi-6': no such device; did you mean raspberry-pi-5-"):
+        load_device(_write(tmp_path, 'extends = "raspberry-pi-6"\n'))
+    with pytest.raises(ArtifactError, match="at most 8 deep"):
+        load_device(_write(tmp_path, 'extends = "mine.toml"\n'))
+
+
+def test_limits_of_a_target_can_be_replaced() -> None:
+    assert load_target("host", {"file_mb": 60.0}).limits.file_mb == 60
+    assert load_target("host", {}) == load_device("host")
+    with pytest.raises(UsageError, match=r"--set file_mb=200: limits.*peak_memory_mb.*change the other limit too"):
+        load_target("host", {"file_mb": 200.0})
+    with pytest.raises(UsageError, match="did you mean laptop-x86"):
+        load_device("laptop-86")
 
 
 def test_devices_command(capsys: pytest.CaptureFixture[str]) -> None:

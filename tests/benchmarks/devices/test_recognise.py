@@ -26,7 +26,7 @@ def test_recognition(monkeypatch: pytest.MonkeyPatch) -> None:
     device_tree("Raspberry Pi 5 Model B Rev 1.0", 8_439)
     assert is_this_machine(pi) and _recognised() == ["raspberry-pi-5-8gb"]
     device_tree("Raspberry Pi 5 Model B Rev 1.0", 4_140)  # the 4 GB board
-    assert not is_this_machine(pi) and _recognised() == []
+    assert not is_this_machine(pi) and _recognised() == ["raspberry-pi-5-4gb"]
     device_tree("Raspberry Pi 4 Model B Rev 1.4", 8_439)
     assert not is_this_machine(pi)
     device_tree("NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super", 8_000)
