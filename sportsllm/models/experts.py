@@ -43,8 +43,8 @@ class MixtureOfExperts(nn.Module):
         if experts.shared:
             self.shared_experts = expert(inner * experts.shared)
         self.auxiliary_loss: Tensor | None = None
-        self.step_N: Tensor | None = None
-        self.used_N: Tensor | None = None
+        self.step_tokens_per_expert: Tensor | None = None
+        self.tokens_per_expert: Tensor | None = None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D). In training it leaves `auxiliary_loss` and counts the choices of a step."""
@@ -54,11 +54,15 @@ class MixtureOfExperts(nn.Module):
             self.auxiliary_loss = experts.balance_loss * imbalance(scores_XN, chosen_XK)
         # Tokens in the order of their experts, so that each expert reads one piece.
         order = torch.argsort(chosen_XK.flatten(), stable=True)
-        used_N = torch.bincount(chosen_XK.flatten(), minlength=experts.count)
+        tokens_per_expert = torch.bincount(chosen_XK.flatten(), minlength=experts.count)
         if self.training:
-            self.step_N = used_N if self.step_N is None else used_N + self.step_N
+            self.step_tokens_per_expert = (
+                tokens_per_expert
+                if self.step_tokens_per_expert is None
+                else tokens_per_expert + self.step_tokens_per_expert
+            )
         rows = order // experts.active
-        pieces = torch.split(x_XD[rows], used_N.tolist())
+        pieces = torch.split(x_XD[rows], tokens_per_expert.tolist())
         made = [expert(piece) for expert, piece in zip(self.experts, pieces, strict=True)]
         weighted = torch.cat(made) * weights_XK.flatten()[order][:, None]
         y_XD = torch.zeros_like(x_XD, dtype=weighted.dtype).index_add(0, rows, weighted)
@@ -114,22 +118,28 @@ def balance_biases(model: nn.Module) -> None:
     The step's counts are added to those that `pop_expert_load` reads.
     """
     for mixture in mixtures(model):
-        if (step_N := mixture.step_N) is None:
+        if (step_tokens_per_expert := mixture.step_tokens_per_expert) is None:
             continue
         if mixture.gate.bias is not None:
             with torch.no_grad():
-                mixture.gate.bias.add_(BIAS_STEP * torch.sign(step_N.float().mean() - step_N))
-        mixture.used_N = step_N if mixture.used_N is None else step_N + mixture.used_N
-        mixture.step_N = None
+                mixture.gate.bias.add_(
+                    BIAS_STEP * torch.sign(step_tokens_per_expert.float().mean() - step_tokens_per_expert)
+                )
+        mixture.tokens_per_expert = (
+            step_tokens_per_expert
+            if mixture.tokens_per_expert is None
+            else step_tokens_per_expert + mixture.tokens_per_expert
+        )
+        mixture.step_tokens_per_expert = None
 
 
 def pop_expert_load(model: nn.Module) -> list[list[float]]:
     """For each layer the share of choices that fell on each of its experts since the last call, in training."""
     shares = []
     for mixture in mixtures(model):
-        if (used_N := mixture.used_N) is not None:
-            shares.append([round(share, 4) for share in (used_N / used_N.sum()).tolist()])
-            mixture.used_N = None
+        if (tokens_per_expert := mixture.tokens_per_expert) is not None:
+            shares.append([round(share, 4) for share in (tokens_per_expert / tokens_per_expert.sum()).tolist()])
+            mixture.tokens_per_expert = None
     return shares
 
 
@@ -139,6 +149,6 @@ def imbalance(scores_XN: Tensor, chosen_XK: Tensor) -> Tensor:
     f_i is the share of choices that fall on expert i, p_i its mean share of a token's scores.
     """
     count = scores_XN.shape[1]
-    used_N = torch.bincount(chosen_XK.flatten(), minlength=count) / chosen_XK.numel()
+    tokens_per_expert = torch.bincount(chosen_XK.flatten(), minlength=count) / chosen_XK.numel()
     share_N = (scores_XN / scores_XN.sum(-1, keepdim=True)).mean(dim=0)
-    return count * (used_N * share_N).sum()
+    return count * (tokens_per_expert * share_N).sum()

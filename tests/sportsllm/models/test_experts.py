@@ -127,7 +127,7 @@ def test_unused_experts_become_easier_to_choose() -> None:
     model = model_with(router="sigmoid", choice_bias=True)
     mlp = model.model.layers[0].mlp
     before = mlp.gate.bias.detach().clone()
-    mlp.step_N = torch.tensor([10, 0, 5, 5])
+    mlp.step_tokens_per_expert = torch.tensor([10, 0, 5, 5])
     balance_biases(model)
     balance_biases(model)  # nothing has come since
     torch.testing.assert_close(mlp.gate.bias - before, BIAS_STEP * torch.tensor([-1.0, 1.0, 0.0, 0.0]))
