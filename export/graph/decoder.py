@@ -25,12 +25,10 @@ import onnx_ir as ir
 from export import metadata
 from export.graph.builder import Builder, GraphForm
 from export.graph.calls import KernelCalls, KernelUse
-from export.graph.half import HalfBuilder
 from export.graph.kernel_layers import EmittedLayer, add_calls, add_head
 from export.graph.kinds import half_builders
-from export.graph.layer import LayerBuilder, OrtLayerBuilder, Sequences, StandardLayerBuilder
-from export.graph.matmul import Matmul
-from export.graph.standard_matmul import StandardEmbedding, StandardMatmul
+from export.graph.layer import HalfBuilder, LayerBuilder, OrtLayerBuilder, Sequences, StandardLayerBuilder
+from export.graph.matmul import Matmul, StandardEmbedding, StandardMatmul
 from export.graph.weights import Weights
 from export.paths import plain_files, web_files, web_precision
 from sportsllm.formats.huggingface import load_config

@@ -9,8 +9,7 @@ import onnx_ir as ir
 
 from export.graph.calls import SUFFIXES, Attributes, Call, Inputs, Operand
 from export.graph.grouped_query import OrtGroupedQuery
-from export.graph.half import HalfBuilder
-from export.graph.layer import LayerBuilder
+from export.graph.layer import HalfBuilder, LayerBuilder
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.feed_forward_kinds import SHARED, routed_names
 from sportsllm.models.kinds import HEAD, LAST_NORM, NORMS

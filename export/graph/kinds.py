@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from export.graph.experts import MixtureOfExperts
-from export.graph.feed_forward import Gated, Gelu
-from export.graph.grouped_query import OrtGroupedQuery
-from export.graph.half import HalfBuilder
+from export.graph.feed_forward import Gated, Gelu, MixtureOfExperts
+from export.graph.grouped_query import OrtGroupedQuery, StandardGroupedQuery
 from export.graph.latent import LatentAttention
-from export.graph.layer import LayerBuilder
+from export.graph.layer import HalfBuilder, LayerBuilder
 from export.graph.lstm import LSTM
 from export.graph.selected import SelectedAttention
-from export.graph.standard_grouped_query import StandardGroupedQuery
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 

@@ -16,8 +16,7 @@ import onnx_ir as ir
 from export import metadata
 from export.graph.builder import Array
 from export.graph.calls import Attributes, Call, Inputs, shared_inputs
-from export.graph.half import HalfBuilder
-from export.graph.layer import LayerBuilder
+from export.graph.layer import HalfBuilder, LayerBuilder
 from export.graph.positions import (
     places_by_mask,
     position_ids,

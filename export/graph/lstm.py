@@ -14,8 +14,7 @@ from functools import partial
 
 import onnx_ir as ir
 
-from export.graph.half import HalfBuilder
-from export.graph.layer import LayerBuilder
+from export.graph.layer import HalfBuilder, LayerBuilder
 from export.graph.positions import new_columns, position_ids, sequence_lengths
 from sportsllm.models.attention_kinds import GATES, READ
 from sportsllm.models.parts import HIDDEN

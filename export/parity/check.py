@@ -33,15 +33,16 @@ import torch
 from export.cache_scales import RoundedCache, Rounding
 from export.kernels.library import VARIANT_VARIABLE, variant_of
 from export.parity.comparison import Limits, ParityReport, Pass, compare, merge
-from export.parity.half import round_model_to_half, widen
 from export.parity.inputs import (
     GateInputs,
     computes_in_half,
     exact_graph,
     native_library,
+    round_model_to_half,
     round_to_half,
     threads_of_torch,
     unequal_tables,
+    widen,
 )
 from export.parity.limits import DEPLOYED, SELECTED
 from export.parity.readings import run_pass

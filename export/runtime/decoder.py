@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from export.metadata import ATTENTION_MASK, INPUT_IDS, KEEP_LOGITS, LOGITS
 from export.paths import find_files
-from export.runtime.device_cache import cache_maker
 from export.runtime.kernels import Kernels, choose_kernels, portable
-from export.runtime.kv_cache import Cache
+from export.runtime.kv_cache import Cache, cache_maker
 from export.runtime.providers import CPU, Provider, find_provider, one_line, placement
 from export.runtime.session import open_session, raise_if_out_of_memory
 from sportsllm.errors import ArtifactError, ResourceError, UsageError

@@ -12,8 +12,8 @@ import onnx_ir as ir
 import pytest
 
 import sportsllm
-from export.graph.half import HalfBuilder
 from export.graph.kinds import HALF_BUILDERS, check_kinds
+from export.graph.layer import HalfBuilder
 from export.parity.by_layer import check_parity_by_layer
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder

@@ -17,7 +17,7 @@ from export.parity.provider import check_provider
 from export.paths import GRAPH_FILE
 from export.runtime import providers
 from export.runtime.decoder import OnnxDecoder
-from export.runtime.device_cache import DeviceCache
+from export.runtime.kv_cache import DeviceCache
 from export.runtime.providers import CPU, Placement, Provider, create_session, find_provider, placement
 from export.runtime.session import cached_tensors, session_options
 from sportsllm.cli.main import main
@@ -173,7 +173,7 @@ def test_a_search_names_the_missing_provider_at_once(
     checkpoint: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--teacher", checkpoint, "--corpus", corpus_file, "--out", tmp_path / "fit", "--dry-run"]
-    assert run("fit", *given, "--device", "rtx-3060", "--provider", "cuda") == 5
+    assert run("fit", *given, "--target", "rtx-3060", "--provider", "cuda") == 5
     assert "--provider cuda: not installed" in capsys.readouterr().err
 
 
