@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from sportsllm.errors import ArtifactError
 from sportsllm.formats.json_files import JsonObject, read_json, validate
 
 _Figure = Annotated[float, Field(allow_inf_nan=False)] | None
+_Verdict = Literal["pass", "fail", "uncertain"]
 _Tokens = Annotated[str, Field(pattern=r"^[1-9]\d{0,8}$")]
 
 
@@ -21,8 +22,8 @@ class _Limit:
     name: str
     limit: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     unit: str
-    passed: bool | None
-    value: _Figure = None
+    verdict: _Verdict
+    value: _Figure
     low: _Figure = None
     high: _Figure = None
     source: str | None = None
@@ -30,8 +31,11 @@ class _Limit:
 
 @dataclass(frozen=True)
 class _Budget:
-    device: str
+    target: str
+    verdict: _Verdict
     limits: list[_Limit]
+    tpot_depth_tokens: int | None = None
+    decided_by: str | None = None
 
 
 @dataclass(frozen=True)

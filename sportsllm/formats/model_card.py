@@ -65,16 +65,15 @@ class BudgetOutcome:
 
     limits: tuple[LimitOutcome, ...] = ()
     target: str = ""
-    verdict: str | None = None
+    verdict: str = ""
     decided_by: str | None = None
 
     @property
     def outcome(self) -> str:
         """In words."""
         missed = [limit.name for limit in self.limits if limit.verdict == "fail"]
-        verdict = self.verdict or ("fail" if missed else "every known limit is kept")
         by = ", by prediction" if self.decided_by == "prediction" else ""
-        return f"{verdict}{by}{'; it misses ' if missed else ''}{', '.join(missed)}"
+        return f"{self.verdict}{by}{'; it misses ' if missed else ''}{', '.join(missed)}"
 
 
 @dataclass(frozen=True)

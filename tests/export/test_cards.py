@@ -35,7 +35,8 @@ BENCH: dict[str, Any] = {
     "budget": {
         "target": "raspberry-pi-5",
         "decided_by": "prediction",
-        "limits": [{"name": "file_mb", "passed": False}, {"name": "ttft_ms", "passed": True}],
+        "verdict": "fail",
+        "limits": [{"name": "file_mb", "verdict": "fail"}, {"name": "ttft_ms", "verdict": "pass"}],
     },
 }
 
