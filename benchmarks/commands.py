@@ -48,7 +48,7 @@ def fit(
     from benchmarks.console_results import print_fit
     from benchmarks.search.run import complaint, passed, run_fit
     from benchmarks.search.stages import Source, Target
-    from compress.distillation.run import teacher_corpus
+    from compress.distillation.starts import teacher_corpus
     from sportsllm.console import output
     from sportsllm.errors import GateError
     from sportsllm.files import require_directory

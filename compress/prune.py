@@ -171,7 +171,7 @@ def prune(
     target = Target(params, size_mb, sizes, search, given.get("finalists", 3))
     _check_request(checkpoint, target if vocab_size is None and min_count is None else None, kinds)
     _check_text(calibration, corpus, valid)
-    from compress.distillation.run import teacher_corpus
+    from compress.distillation.starts import teacher_corpus
     from compress.pruning.cut import PruneConfig
     from compress.pruning.job import Calibration, PruneJob
     from compress.pruning.search import choose_shape
@@ -343,8 +343,8 @@ def _recovery(
 ) -> Recovery:
     """The training after the cut; text that is not given is the teacher's own."""
     from compress.distillation.recovery import Recovery
-    from compress.distillation.run import teacher_corpus
     from compress.distillation.settings import distillation_config
+    from compress.distillation.starts import teacher_corpus
     from sportsllm.training.settings import Run, Start, adapter_settings, train_config
 
     source = teacher or checkpoint

@@ -218,8 +218,8 @@ def _recovery(
 ) -> Recovery:
     """The training of `--qad`: the full-precision checkpoint is the teacher."""
     from compress.distillation.recovery import Recovery
-    from compress.distillation.run import teacher_corpus
     from compress.distillation.settings import distillation_config
+    from compress.distillation.starts import teacher_corpus
     from sportsllm.formats.huggingface import load_config
     from sportsllm.training.settings import Run, Start, train_config
 

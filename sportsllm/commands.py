@@ -15,7 +15,7 @@ from sportsllm.options import BY_NAME
 
 COMMANDS = {
     "train": "sportsllm.verbs.train",
-    "distill": "compress.cli.distill",
+    "distill": "compress.distill",
     "prune": "compress.prune",
     "quantize": "compress.quantize",
     "export": "export.export",
@@ -30,7 +30,7 @@ COMMANDS = {
     "devices show": "benchmarks.device_commands",
     "devices calibrate": "benchmarks.device_commands",
     "data simulate": "sportsllm.verbs.data",
-    "data sample": "compress.cli.sample",
+    "data sample": "compress.sample",
     "data tokens": "sportsllm.verbs.data",
     "run": "sportsllm.verbs.run",
     "verify": "sportsllm.verbs.verify",

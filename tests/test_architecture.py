@@ -45,7 +45,6 @@ FLOORS: dict[str, list[set[str]]] = {
         {"pruning"},
         {"quantization"},
         {"prune", "quantize", "distill", "sample"},
-        {"cli"},
     ],
     "benchmarks": [
         {"__init__", "labels", "spread", "flops", "pareto", "quality"},

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compress.distillation.run import Checkpoint, Start
+from compress.distillation.starts import Checkpoint, Start
 from compress.distillation.student_training import StudentText, StudentTraining
 from sportsllm.console import log
 from sportsllm.errors import InterruptedRun, UsageError

@@ -12,7 +12,7 @@ from typing import Any
 from compress.distillation.hidden_states import HiddenMatching, attached
 from compress.distillation.settings import DistillationConfig
 from compress.distillation.student_loss import distillation_loss, fit_matching
-from compress.distillation.teacher import load_teacher, running_teacher
+from compress.distillation.teacher import load_teacher, resolve_teacher_precision, running_teacher
 from compress.teacher_cache.files import SIGNALS
 from compress.teacher_cache.read import CacheKey, TeacherCache, open_teacher_cache
 from compress.teacher_cache.write import CacheRequest, make_teacher_cache
@@ -43,7 +43,7 @@ class StudentTraining:
         corpus, valid: training and held-out text; without the latter a part of the corpus is held out.
         distillation: what to learn.
         adapters: train these instead of all weights, and merge them.
-        beside: further checkpoints whose held-out text is not trained on: where the student starts from.
+        extra_holdouts: further checkpoints whose held-out text is not trained on: where the student starts from.
     """
 
     teacher: Path
@@ -52,12 +52,12 @@ class StudentTraining:
     valid: tuple[Path, ...] = ()
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     adapters: Adapters | None = None
-    beside: tuple[Path, ...] = ()
+    extra_holdouts: tuple[Path, ...] = ()
 
     @property
     def left_out(self) -> tuple[Path, ...]:
         """All text that it never reads."""
-        return left_out(self.valid, self.teacher, *self.beside)
+        return left_out(self.valid, self.teacher, *self.extra_holdouts)
 
     def settings(self) -> dict[str, Any]:
         """For the manifest, without the training loop's."""
@@ -93,7 +93,15 @@ class StudentTraining:
             self._make_cache(directory)
         config = self.config
         key = CacheKey(
-            self.teacher, self.corpus, self.valid, self.left_out, config.sequence, config.seed, student.vocab_size
+            self.teacher,
+            self.corpus,
+            self.valid,
+            self.left_out,
+            config.sequence,
+            config.seed,
+            student.vocab_size,
+            self.distillation.temperature,
+            resolve_teacher_precision(self.distillation.teacher_precision, training_device()),
         )
         cache = open_teacher_cache(directory, key)
         passes = self.config.steps * self.config.tokens_per_step / cache.info.tokens
@@ -113,7 +121,7 @@ class StudentTraining:
             sequence=config.sequence,
             seed=config.seed,
             temperature=distillation.temperature,
-            teacher_precision=distillation.teacher_precision,
+            teacher_precision=resolve_teacher_precision(distillation.teacher_precision, training_device()),
             batch_size=config.batch_size,
         )
         make_teacher_cache(
@@ -189,7 +197,8 @@ def train_student(
         if teacher is not None and training.distillation.hidden_weight:
             layers = training.distillation.layers(student.config, teacher.config)
             matching = HiddenMatching(student.config, teacher.config, layers, config.seed)
-            if has_weights and len(matching.projections):
+            resumed = (state.directory / STATE_DIRECTORY).exists()  # the saved state has the projections
+            if has_weights and not resumed and len(matching.projections):
                 fit_matching(matching, student, teacher, batches.batch(0))
         judged = validation(text.split, text.tokenizer, config, has_weights)
         loss = distillation_loss(training.distillation, teacher, config.steps * config.accumulation, cache)

@@ -28,6 +28,13 @@ NF4_BLOCKS = (64, 32)
 numbers for blocks that run from one row into the next."""
 
 
+def resolve_teacher_precision(precision: str, device: torch.device) -> str:
+    """The precision that `auto` means on a device: bf16 if it computes in it natively, else fp32."""
+    if precision != "auto":
+        return precision
+    return "fp32" if resolve_precision("auto", device) is None else "bf16"  # emulated bfloat16 is six times slower
+
+
 def load_teacher(directory: Path, precision: str, device: torch.device | None = None) -> SportsLLM:
     """Open a checkpoint for forward passes only.
 
@@ -47,9 +54,9 @@ def load_teacher(directory: Path, precision: str, device: torch.device | None = 
     device = device or torch.device("cpu")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for a float32 teacher
-    native = resolve_precision("auto", device) is not None  # emulated bfloat16 is six times slower
+    native = resolve_teacher_precision("auto", device) == "bf16"
     if precision == "auto":
-        precision = "bf16" if native else "fp32"
+        precision = resolve_teacher_precision(precision, device)
         log(f"teacher precision: {precision}")
     dtype = torch.bfloat16 if precision == "bf16" or (native and precision != "fp32") else torch.float32
     if precision in ("int8", "nf4"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from compress.distillation.layer_matching import map_kept_layers
-from compress.distillation.run import Fresh, Start, resolve_start
+from compress.distillation.starts import Fresh, Start, resolve_start
 from compress.distillation.student_training import StudentText, StudentTraining
 from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig, check_cut, cut_to_config
 from sportsllm.console import log

@@ -32,7 +32,7 @@ from sportsllm.formats.json_files import read_json, validate, write_json
 from sportsllm.formats.manifest import MANIFEST, file_sha256, read_manifest
 
 SIGNALS = "signals.json"
-FORMAT = 3
+FORMAT = 4
 ROWS_PER_SHARD = 256
 _OPEN_SHARDS = 2
 _MOST_ROWS = 1 << 40
@@ -49,6 +49,7 @@ class CacheInfo:
         corpus, valid: digests of the files that the rows were cut from and of the held-out files.
         left_out: of all files that were left out of the corpus.
         temperature: of the teacher's softmax.
+        precision: of the teacher's weights, resolved.
         sequence, seed: of the packed rows, see `sportsllm.text.packing.PackedSequences`.
         rows: rows 0 to rows - 1 are stored.
         rows_per_shard: of every shard but the last.
@@ -61,6 +62,7 @@ class CacheInfo:
     valid: tuple[str, ...]
     left_out: tuple[str, ...]
     temperature: float
+    precision: str
     sequence: int
     seed: int
     rows: int

@@ -34,6 +34,7 @@ class CacheKey:
         left_out: all files that are left out of the corpus.
         sequence, seed: of the packed rows.
         vocab_size: of the student.
+        temperature, precision: of the teacher.
     """
 
     teacher: Path
@@ -43,6 +44,8 @@ class CacheKey:
     sequence: int
     seed: int
     vocab_size: int
+    temperature: float = 1.0
+    precision: str | None = None
 
 
 class TeacherCache:
@@ -114,5 +117,9 @@ def open_teacher_cache(directory: Path, run: CacheKey) -> TeacherCache:
     given = ", ".join(map(str, run.left_out)) or "nothing"
     check(left_out == set(info.left_out), f"while other text was held out than {given}", "put it back where it was")
     check(run.sequence == info.sequence, f"with --sequence {info.sequence}, not {run.sequence}", "use that")
+    warm, precise = run.temperature == info.temperature, run.precision in (None, info.precision)
+    check(warm, f"with --temperature {info.temperature:g}, not {run.temperature:g}", "use that")
+    remedy = f"use --set teacher_precision={info.precision}"
+    check(precise, f"by a teacher in {info.precision}, not {run.precision}", remedy)
     check(run.seed == info.seed, f"with --seed {info.seed}, not {run.seed}", "use that")
     return TeacherCache(directory, info)

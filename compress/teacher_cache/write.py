@@ -90,6 +90,7 @@ class CacheRequest:
             valid=tuple(digest(path) for path in self.valid),
             left_out=tuple(digest(path) for path in self.left_out),
             temperature=self.temperature,
+            precision=self.teacher_precision,
             sequence=self.sequence,
             seed=self.seed,
             rows=-(-self.tokens // self.sequence),

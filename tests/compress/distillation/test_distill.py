@@ -7,9 +7,9 @@ import bitsandbytes
 import pytest
 import torch
 
-from compress.cli.flags import DistillationFlags
-from compress.distillation.run import check_no_larger, distill, resolve_start, resolve_teacher, teacher_corpus
-from compress.distillation.settings import DistillationConfig
+from compress.distill import distill_student
+from compress.distillation.settings import DistillationConfig, distillation_config
+from compress.distillation.starts import check_no_larger, resolve_start, resolve_teacher, teacher_corpus
 from compress.distillation.student_loss import distillation_loss
 from compress.distillation.student_training import StudentTraining
 from compress.distillation.teacher import load_teacher
@@ -32,7 +32,7 @@ def run(
 ) -> dict[str, object]:
     training = StudentTraining(teacher, CONFIG, (corpus,), distillation=FP32)
     start = resolve_start(student, init, None, teacher)
-    return distill(student, start, dataclasses.replace(training, **changes), out)  # type: ignore[arg-type]
+    return distill_student(student, start, dataclasses.replace(training, **changes), out)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_checkpoint_student_moves_towards_the_teacher(
         steps=20, batch_size=4, accumulation=1, sequence=32, precision="fp32", learning_rate=3e-3, warmup=2
     )
     result = run(checkpoint, str(student), tmp_path / "out", corpus_file, config=config)
-    assert result["parameters"] == load_checkpoint(tmp_path / "out").config.parameters
+    assert result.parameters == load_checkpoint(tmp_path / "out").config.parameters
     tokens = torch.randint(3, 384, (4, 40), generator=torch.Generator().manual_seed(0))
     batch = Batch(tokens, tokens, (40, 80, 120, 160))
     loss = distillation_loss(FP32, load_checkpoint(checkpoint))
@@ -73,7 +73,7 @@ def test_a_checkpoint_student_moves_towards_the_teacher(
         assert loss(load_checkpoint(tmp_path / "out"), batch) < 0.9 * loss(load_checkpoint(student), batch)
     assert before == {p.name: p.read_bytes() for p in checkpoint.iterdir()}, "inputs are untouched"
     again = run(checkpoint, str(student), tmp_path / "out", corpus_file, config=config)
-    assert again["cached"] is True
+    assert again.cached is True
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_nf4_teacher_trains_a_student(checkpoint: Path, student: Path, corpus_
         corpus_file,
         distillation=DistillationConfig(teacher_precision="nf4"),
     )
-    assert result["steps"] == 3
+    assert result.steps == 3
 
 
 def test_a_larger_student_is_refused(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_flags_out_of_range(tmp_path: Path) -> None:
         ({"signals": tmp_path, "divergence": "js"}, "forward-kl alone"),
     ):
         with pytest.raises(UsageError, match=message):
-            DistillationFlags(**settings).config(Start.RANDOM, Path())  # type: ignore[arg-type]
+            distillation_config(Start.RANDOM, Path(), settings)
 
 
 def test_a_missing_preset_teacher_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from compress.distill import distill_student
 from compress.distillation.layer_matching import is_untrained_cut, layers_of_teacher, map_kept_layers
 from compress.distillation.recovery import Recovery
-from compress.distillation.run import distill, resolve_start
 from compress.distillation.settings import DistillationConfig
+from compress.distillation.starts import resolve_start
 from compress.distillation.student_training import StudentTraining
 from compress.prune import prune_checkpoint
 from compress.pruning.cut import PruneConfig
@@ -56,7 +57,7 @@ def test_distilling_what_prune_wrote_equals_its_recovery(teacher: Path, corpus_f
         ("spread", dataclasses.replace(MATCHED, layer_map="0:0,1:2,2:4,3:6")),
     ):
         training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=objective)
-        distill(student, resolve_start(student, None, None, teacher), training, tmp_path / name)
+        distill_student(student, resolve_start(student, None, None, teacher), training, tmp_path / name)
     assert read_manifest(tmp_path / "matched").settings["layer_map"].startswith("0:0,")
     recovered, matched, spread = (
         (tmp_path / name / "model.safetensors").read_bytes() for name in ("recovered", "matched", "spread")
@@ -69,7 +70,7 @@ def test_layers_are_followed_through_every_stage(teacher: Path, corpus_file: Pat
     second = cut(tmp_path / "four", 3, tmp_path / "three", corpus_file)
     student = str(tmp_path / "three")
     training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=PLAIN)
-    distill(student, resolve_start(student, None, None, teacher), training, tmp_path / "trained")
+    distill_student(student, resolve_start(student, None, None, teacher), training, tmp_path / "trained")
     for name in ("three", "trained"):
         assert layers_of_teacher(tmp_path / name, teacher) == [first[layer] for layer in second]
     assert layers_of_teacher(tmp_path / "trained", tmp_path / "four") == second
@@ -84,6 +85,6 @@ def test_layers_of_another_start_are_nobodys(teacher: Path, corpus_file: Path, t
     training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=PLAIN)
     for start in ("fresh", "cut"):
         chosen = choose_start(str(teacher), None, start, teacher)
-        distill(str(teacher), chosen, training, tmp_path / start)
+        distill_student(str(teacher), chosen, training, tmp_path / start)
         cut(tmp_path / start, 3, tmp_path / f"{start}-cut", corpus_file)
         assert layers_of_teacher(tmp_path / f"{start}-cut", teacher) is None

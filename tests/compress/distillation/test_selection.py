@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import sportsllm
-from compress.cli.distill import distill
+from compress.distill import distill
 from compress.distillation import selection
-from compress.distillation.run import Checkpoint, resolve_start
 from compress.distillation.selection import (
     Selecting,
     attention_kept,
@@ -28,6 +27,7 @@ from compress.distillation.selection import (
     with_indexer,
 )
 from compress.distillation.settings import DistillationConfig
+from compress.distillation.starts import Checkpoint, resolve_start
 from compress.distillation.student_training import StudentText, StudentTraining
 from compress.prune import prune_checkpoint
 from compress.pruning.indexer import start_index
@@ -80,10 +80,14 @@ def made(full: Path, text: Path, held_out: Path, tmp_path_factory: pytest.TempPa
     """By the command."""
     out = tmp_path_factory.mktemp("made") / "out"
     result = distill(
-        teacher=str(full), select_tokens=16, select_block=4, index_heads=2, index_parts=2, index_pairs=4,
-        index_tokens=640, out=out, corpus=[text], valid=[held_out], steps=2, batch_size=2, accumulation=1, threads=1,
+        teacher=str(full), select_tokens=16, out=out, corpus=[text], valid=[held_out], steps=2, batch_size=2, threads=1,
+        settings={
+            "select_block": 4, "index_heads": 2, "index_parts": 2, "index_pairs": 4, "index_tokens": 640,
+            "accumulation": 1,
+        },
     )  # fmt: skip
-    assert result["bits_per_byte_before"] > 0
+    assert result.bits_per_byte_before is not None
+    assert result.bits_per_byte_before > 0
     return out
 
 
@@ -115,9 +119,9 @@ def test_it_is_a_teacher_quantized_and_exported(made: Path, text: Path, held_out
     assert abs(torch_scores.mean() - onnx_scores.mean()) < 0.1
     result = distill(
         teacher=str(made), student=str(made), out=tmp_path / "student", corpus=[text], valid=[held_out], steps=1,
-        batch_size=1, accumulation=1, sequence=64, threads=1,
+        batch_size=1, sequence=64, threads=1, settings={"accumulation": 1},
     )  # fmt: skip
-    assert load_config(tmp_path / "student").selection == SELECTION and result["steps"] == 1
+    assert load_config(tmp_path / "student").selection == SELECTION and result.steps == 1
 
 
 def test_it_is_pruned_but_for_the_indexer(made: Path, text: Path, tmp_path: Path) -> None:
@@ -271,7 +275,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"select_tokens": None, "index_heads": 2, "student": "tiny-300k"}, "--select-tokens: --index-heads"),
+        ({"select_tokens": None, "index_heads": 2, "student": "tiny-300k"}, "options of --select-tokens: index_heads"),
         ({"select_tokens": None}, "give --student"),
         ({"student": "tiny-300k", "start": "fresh"}, "--select-tokens starts from trained weights"),
         ({"select_tokens": 400}, "--select-tokens is 400, the context 350"),
@@ -287,8 +291,10 @@ def test_what_does_not_go_together_is_refused(
     given: dict[str, Any] = {"select_tokens": 16, "select_block": 4, "corpus": [text], "valid": [held_out], "steps": 0}
     if "select_tokens" in flags and flags["select_tokens"] is None:
         del given["select_block"]
+    given |= flags
+    rare = {name: given.pop(name) for name in list(given) if name.startswith("index_") or name == "select_block"}
     with pytest.raises(UsageError, match=said) as caught:
-        distill(teacher=str(full), out=tmp_path / "out", threads=1, **given | flags)
+        distill(teacher=str(full), out=tmp_path / "out", threads=1, settings=rare, **given)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
@@ -300,6 +306,6 @@ def test_attention_that_has_no_selection(
     shutil.copy(tokenizer_directory / "tokenizer.json", tmp_path / "other")
     with pytest.raises(UsageError, match=rf"--select-tokens.*{kind}"):
         distill(
-            teacher=str(tmp_path / "other"), select_tokens=16, select_block=4, corpus=[text], valid=[held_out], steps=0,
-            out=tmp_path / "out",
+            teacher=str(tmp_path / "other"), select_tokens=16, corpus=[text], valid=[held_out], steps=0,
+            out=tmp_path / "out", settings={"select_block": 4},
         )  # fmt: skip

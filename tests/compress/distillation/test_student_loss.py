@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.cli.distill import distill as command
+from compress.distill import distill as command
+from compress.distill import distill_student
 from compress.distillation.hidden_states import HiddenMatching, attached
 from compress.distillation.recovery import Recovery
-from compress.distillation.run import Checkpoint, Fresh, distill, resolve_start
 from compress.distillation.settings import (
     DistillationConfig,
     KLWeight,
@@ -19,6 +19,7 @@ from compress.distillation.settings import (
     default_layer_map,
     parse_kl_weight,
 )
+from compress.distillation.starts import Checkpoint, Fresh, resolve_start
 from compress.distillation.student_loss import distillation_loss
 from compress.distillation.student_training import RunState, StudentText, StudentTraining, train_student
 from compress.prune import prune_checkpoint
@@ -97,7 +98,7 @@ def log_probabilities(model: SportsLLM, of: Batch) -> Tensor:
 def run(teacher: Path, student: str, out: Path, corpus: Path, **changes: object) -> dict[str, object]:
     training = StudentTraining(teacher, CONFIG, (corpus,), distillation=FP32)
     start = resolve_start(student, None, None, teacher)
-    return distill(student, start, dataclasses.replace(training, **changes), out)  # type: ignore[arg-type]
+    return distill_student(student, start, dataclasses.replace(training, **changes), out)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -156,10 +157,10 @@ def test_a_fresh_start_takes_the_shape_of_a_checkpoint_alone(
 ) -> None:
     start = resolve_start(str(student), None, "fresh", checkpoint)
     assert isinstance(start, Fresh) and start.shape.num_hidden_layers == 1
-    result = distill(
+    result = distill_student(
         str(student), start, StudentTraining(checkpoint, CONFIG, (corpus_file,), distillation=FP32), tmp_path / "out"
     )
-    assert result["bits_per_byte_before"] is None
+    assert result.bits_per_byte_before is None
     assert read_manifest(tmp_path / "out").settings["start"] == "fresh"
     assert isinstance(resolve_start(str(student), None, None, checkpoint), Checkpoint)
     with pytest.raises(UsageError, match="leave --init"):
@@ -214,10 +215,12 @@ def test_the_default_kl_weight_depends_on_the_start() -> None:
 def test_the_command_takes_all_of_it(checkpoint: Path, student: Path, corpus_file: Path, tmp_path: Path) -> None:
     result = command(
         teacher=str(checkpoint), student=str(student), corpus=[corpus_file], out=tmp_path / "out",
-        kl_weight="0.5:1", divergence="skew-kl", mix=0.2, teacher_precision="fp32", hidden_weight=0.1,
-        layer_map="0:0,1:2", steps=2, batch_size=2, accumulation=1, sequence=32, lora_rank=2,
+        kl_weight="0.5:1", divergence="skew-kl", steps=2, batch_size=2, sequence=32, lora_rank=2,
+        settings={
+            "mix": 0.2, "teacher_precision": "fp32", "hidden_weight": 0.1, "layer_map": "0:0,1:2", "accumulation": 1
+        },
     )  # fmt: skip
     settings = read_manifest(tmp_path / "out").settings
-    assert result["steps"] == 2
+    assert result.steps == 2
     assert (settings["kl_weight"], settings["divergence"], settings["mix"]) == ("0.5:1", "skew-kl", 0.2)
     assert settings["learning_rate"] == pytest.approx(1e-2)  # adapters take ten times the rate

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from compress.distillation.run import Checkpoint, Fresh, distill
+from compress.distill import distill_student
 from compress.distillation.settings import DistillationConfig
+from compress.distillation.starts import Checkpoint, Fresh
 from compress.distillation.student_training import StudentTraining
 from compress.pruning.student_start import Cut, choose_start
 from sportsllm.errors import UsageError
@@ -39,13 +40,13 @@ def test_the_student_is_cut_out_of_the_teacher(
     for name in ("cut", "fresh"):
         start = choose_start(str(shape), None, name, checkpoint)
         out = tmp_path / name
-        found[name] = distill("shape", start, training, out)
+        found[name] = distill_student("shape", start, training, out)
         assert json.loads((out / "manifest.json").read_text(encoding="utf-8"))["settings"]["start"] == name
         student = load_checkpoint(out)
         assert student.config.max_position_embeddings == 4_096 and student.config.head_dim == 8
     assert isinstance(choose_start(str(shape), None, "cut", checkpoint), Cut)
-    assert found["cut"]["bits_per_byte_before"] < 8 and found["fresh"]["bits_per_byte_before"] is None
-    assert found["cut"]["parameters"] == found["fresh"]["parameters"]
+    assert found["cut"].bits_per_byte_before < 8 and found["fresh"].bits_per_byte_before is None
+    assert found["cut"].parameters == found["fresh"].parameters
     assert "is cut out of" in capsys.readouterr().err
 
 

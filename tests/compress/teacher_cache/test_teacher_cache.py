@@ -240,7 +240,7 @@ def documents(checkpoint: Path, corpus_file: Path) -> TokenizedDocuments:
 
 def test_a_finished_directory(made: Path, checkpoint: Path, corpus_file: Path) -> None:
     info = json.loads((made / "signals.json").read_text())
-    assert info["format"] == 3 and info["rows"] == 10 and info["seed"] == 3
+    assert info["format"] == 4 and info["rows"] == 10 and info["seed"] == 3
     assert verify_directory(made)[1] == []
     assert [path.name for path in sorted(made.glob("*.safetensors"))] == [shard_name(number) for number in range(3)]
     arrays = [load_file(made / shard_name(number)) for number in range(3)]
@@ -287,7 +287,7 @@ def test_all_ids_give_the_full_distillation_loss(
 ) -> None:
     monkeypatch.setattr(write, "BYTES_PER_TOKEN", 3 * TINY_VOCAB)
     make(checkpoint, corpus_file, tmp_path / "all", temperature=1.5)
-    cache = reopen(tmp_path / "all", checkpoint, corpus_file)
+    cache = reopen(tmp_path / "all", checkpoint, corpus_file, temperature=1.5)
     batch = cache.batches(documents, 4).batch(0)
     teacher, student = load_checkpoint(checkpoint), tiny_model(seed=5, num_hidden_layers=1)
     config = DistillationConfig(temperature=1.5)
@@ -358,7 +358,7 @@ def test_an_interrupted_run_goes_on_byte_for_byte(
     interrupt(monkeypatch, rows=2)
     make(checkpoint, corpus_file, out, resume=True)
     names = ["signals.json", *(shard_name(number) for number in range(3))]
-    assert sorted(path.name for path in out.iterdir()) == sorted([*names, "manifest.json", "README.md"])
+    assert sorted(path.name for path in out.iterdir()) == sorted([*names, "manifest.json"])
     for name in names:
         assert (out / name).read_bytes() == (made / name).read_bytes(), name
 
@@ -408,6 +408,8 @@ def test_signals_of_another_run_are_refused(
         ({"valid": (text,)}, "with another --valid"),
         ({"left_out": (text,)}, "while other text was held out than"),
         ({"sequence": 16}, "with --sequence 32, not 16"),
+        ({"temperature": 2.0}, "with --temperature 1, not 2"),
+        ({"precision": "bf16"}, "by a teacher in fp32, not bf16"),
         ({"seed": 4}, "with --seed 3, not 4"),
         ({"vocab_size": 400}, "for 384 tokens, not 400"),
     ]

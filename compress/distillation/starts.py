@@ -1,4 +1,4 @@
-"""Distillation: a student learns the teacher's distribution over the next token, with the one training loop."""
+"""Teachers, and the starts of a student: random weights, a checkpoint, or (`compress.pruning`) a pruned teacher."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from compress.distillation.layer_matching import is_untrained_cut, layers_of_teacher, map_kept_layers
-from compress.distillation.student_training import RunState, StudentText, StudentTraining, train_student
+from compress.distillation.student_training import StudentText, StudentTraining
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
-from sportsllm.formats.artifact import Stage, run_stage
-from sportsllm.formats.checkpoint import copy_tokenizer, load_checkpoint, save_checkpoint
+from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS, preset
 from sportsllm.text.provenance import manifest_setting
-from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
+from sportsllm.text.tokenizer import same_tokenizer
 from sportsllm.training import settings
 from sportsllm.training.settings import fit_vocabulary, shape_of
 
@@ -201,50 +200,3 @@ def _checkpoint_shape(directory: Path, teacher: Path) -> ModelConfig:
             f"student has {shape.vocab_size} tokens, teacher {theirs.vocab_size}; they must be the same"
         )
     return shape
-
-
-def distill(student: str, start: Start, training: StudentTraining, out: Path, resume: bool = False) -> dict[str, Any]:
-    """Train a student on a teacher's distribution.
-
-    Args:
-        student: its name, for the manifest.
-        start: from `resolve_start`.
-        training: how.
-        out: directory to make.
-        resume: go on from an interrupted run.
-
-    Returns:
-        The results, as `distill --json` prints them.
-
-    Raises:
-        UsageError: student larger than teacher, or settings out of range.
-        ArtifactError: damaged inputs.
-    """
-    config, theirs = training.config, load_config(training.teacher)
-    if training.adapters is not None and start.kind is settings.Start.RANDOM:
-        raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT or a checkpoint student")
-    check_no_larger(start.shape, theirs)
-    if isinstance(start, Checkpoint):
-        training = start.matched(training)
-    cache = training.prepare(start.shape)
-    has_weights = start.kind is not settings.Start.RANDOM
-    record = {
-        **training.settings(),
-        "student": student,
-        "init": str(start.inputs[0]) if isinstance(start, Checkpoint) else None,
-        "start": start.name,
-        **dataclasses.asdict(config),
-        **(start.record() if isinstance(start, Checkpoint) else {}),
-    }
-    stage = Stage("distill", record, [training.teacher, *start.inputs, *training.inputs()], seed=config.seed)
-
-    def make(directory: Path) -> dict[str, Any]:
-        text = StudentText.read(training, load_tokenizer(training.teacher, theirs))
-        copy_tokenizer(training.teacher, directory)
-        model, known = start.build(training, text)
-        state = RunState(directory, stage.fingerprint(), resume)
-        results = train_student(model, known, text, cache, state, f"distil {student}", has_weights)
-        save_checkpoint(directory, model)
-        return results
-
-    return run_stage(out, stage, make, resume)

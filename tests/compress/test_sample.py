@@ -4,32 +4,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.cli.sample import sample
-from compress.distillation.synthetic_text import CORPUS, Request, write_corpus
+from compress.sample import CORPUS, sample
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.batch_sampling import default_rows, self_generated_text
-from sportsllm.inference.sampling import Sampling
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support.models import tiny_config, tiny_model
 
 
 def test_a_model_writes_a_corpus(checkpoint: Path, tmp_path: Path) -> None:
-    result = sample(checkpoint, tmp_path / "own", tokens=300, sequence=24, batch_size=8)
+    result = sample(checkpoint, out=tmp_path / "own", tokens=300, sequence=24, batch_size=8)
     lines = (tmp_path / "own" / CORPUS).read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines]
-    assert len(texts) == result["documents"] and result["tokens"] >= 300
-    assert result["bytes"] == sum(len(text.encode()) for text in texts)
+    assert len(texts) == result.documents and result.tokens >= 300
+    assert result.bytes == sum(len(text.encode()) for text in texts)
     assert all(texts) and len(set(texts)) > len(texts) // 2
     words = load_tokenizer(checkpoint, load_config(checkpoint))
     special = words.decode([words.begin_id])
     assert not special or not any(special in text for text in texts)
-    again = write_corpus(checkpoint, tmp_path / "again", Request(300, 24, batch_size=8))
+    again = sample(checkpoint, out=tmp_path / "again", tokens=300, sequence=24, batch_size=8)
     assert (tmp_path / "again" / CORPUS).read_bytes() == (tmp_path / "own" / CORPUS).read_bytes()
-    assert again["tokens"] == result["tokens"]
-    other = write_corpus(checkpoint, tmp_path / "other", Request(300, 24, batch_size=8, seed=1))
-    assert (tmp_path / "other" / CORPUS).read_bytes() != (tmp_path / "own" / CORPUS).read_bytes() and other["tokens"]
+    assert again.tokens == result.tokens
+    other = sample(checkpoint, out=tmp_path / "other", tokens=300, sequence=24, batch_size=8, seed=1)
+    assert (tmp_path / "other" / CORPUS).read_bytes() != (tmp_path / "own" / CORPUS).read_bytes() and other.tokens
 
 
 @pytest.mark.parametrize(("context", "longest"), [(128, 128), (1024, 512)])
@@ -38,7 +36,7 @@ def test_texts_are_as_long_as_training_reads(
 ) -> None:
     (tmp_path / "model").mkdir()
     save_checkpoint(tmp_path / "model", tiny_model(max_position_embeddings=context), tokenizer_directory)
-    sample(tmp_path / "model", tmp_path / "own", tokens=10, batch_size=1)
+    sample(tmp_path / "model", out=tmp_path / "own", tokens=10, batch_size=1)
     settings = json.loads((tmp_path / "own" / "manifest.json").read_text(encoding="utf-8"))["settings"]
     assert settings["length"] == longest
 
@@ -49,14 +47,14 @@ def test_texts_end_at_a_stop_token(checkpoint: Path, tokenizer_directory: Path, 
     model.head_weight.data.mul_(0.01)  # all tokens about as likely as each other
     (tmp_path / "flat").mkdir()
     save_checkpoint(tmp_path / "flat", model, tokenizer_directory)
-    flat = write_corpus(tmp_path / "flat", tmp_path / "own", Request(2_000, 64, batch_size=32))
+    flat = sample(tmp_path / "flat", out=tmp_path / "own", tokens=2_000, sequence=64, batch_size=32)
     # Every token ends a text with a chance of 2 of 384 (end and begin token): 1 - (382 / 384) ** 63 = 28% of them.
-    assert 0.1 < flat["ended"] / flat["documents"] < 0.5
+    assert 0.1 < flat.ended / flat.documents < 0.5
 
 
 def test_a_length_beyond_the_context_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="context"):
-        write_corpus(checkpoint, tmp_path / "x", Request(10, 100_000))
+        sample(checkpoint, out=tmp_path / "x", tokens=10, sequence=100_000)
 
 
 def test_a_seed_means_the_same_text_for_any_number_of_threads(checkpoint: Path, tmp_path: Path) -> None:
@@ -65,7 +63,7 @@ def test_a_seed_means_the_same_text_for_any_number_of_threads(checkpoint: Path, 
         written = set()
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            write_corpus(checkpoint, tmp_path / str(threads), Request(600, 24, batch_size=4))
+            sample(checkpoint, out=tmp_path / str(threads), tokens=600, sequence=24, batch_size=4)
             written.add((tmp_path / str(threads) / CORPUS).read_bytes())
         assert len(written) == 1 and torch.get_num_threads() == 3
     finally:
@@ -75,13 +73,22 @@ def test_a_seed_means_the_same_text_for_any_number_of_threads(checkpoint: Path, 
 def test_each_text_continues_a_prompt(checkpoint: Path, corpus_file: Path, texts: list[str], tmp_path: Path) -> None:
     lines = ["The match", "Two goals in the first half, and", "Rain"]
     (tmp_path / "prompts.txt").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
-    request = Request(200, 40, Sampling(0.8, 0, 0.9), tmp_path / "prompts.txt", batch_size=6)
-    result = write_corpus(checkpoint, tmp_path / "lines", request)
+    prompts = tmp_path / "prompts.txt"
+    result = sample(
+        checkpoint,
+        out=tmp_path / "lines",
+        tokens=200,
+        sequence=40,
+        temperature=0.8,
+        top_p=0.9,
+        prompts=prompts,
+        batch_size=6,
+    )
     found = [json.loads(line)["text"] for line in (tmp_path / "lines" / CORPUS).read_text("utf-8").splitlines()]
     assert all(any(text.startswith(line) for line in lines) for text in found)
     assert all(any(text.startswith(line) for text in found[:3]) for line in lines)  # in another order, none twice
-    assert len(found) == result["documents"] and result["tokens"] >= 200
-    write_corpus(checkpoint, tmp_path / "documents", Request(200, 40, prompts=corpus_file, batch_size=6))
+    assert len(found) == result.documents and result.tokens >= 200
+    sample(checkpoint, out=tmp_path / "documents", tokens=200, sequence=40, prompts=corpus_file, batch_size=6)
     for line in (tmp_path / "documents" / CORPUS).read_text("utf-8").splitlines():
         assert json.loads(line)["text"][:8] in {text[:8] for text in texts}
 
@@ -90,12 +97,12 @@ def test_prompts_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path) -
     path = tmp_path / "prompts.txt"
     path.write_text("one\n" + "two " * 50 + "\n", encoding="utf-8")
     with pytest.raises(UsageError, match=r"prompt 2 has .* tokens of a text's 20"):
-        write_corpus(checkpoint, tmp_path / "x", Request(10, 20, prompts=path))
+        sample(checkpoint, out=tmp_path / "x", tokens=10, sequence=20, prompts=path)
     path.write_text("\n \n", encoding="utf-8")
     with pytest.raises(ArtifactError, match="holds no text"):
-        write_corpus(checkpoint, tmp_path / "x", Request(10, 20, prompts=path))
+        sample(checkpoint, out=tmp_path / "x", tokens=10, sequence=20, prompts=path)
     with pytest.raises(UsageError, match="--temperature is 0"):
-        write_corpus(checkpoint, tmp_path / "x", Request(10, 20, Sampling(0.0)))
+        sample(checkpoint, out=tmp_path / "x", tokens=10, sequence=20, temperature=0.0)
 
 
 def test_a_batch_fits_its_cache() -> None:

@@ -1,1 +1,0 @@
-"""This package's commands and the flags they share. Imports every other room; no room imports it."""

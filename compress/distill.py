@@ -1,0 +1,238 @@
+"""The verb `distill`: a student learns its teacher's next-token distribution, with the one training loop.
+
+Resolve the teacher, choose the student's start, plan the training, train, write. Heavy imports are in the functions.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sportsllm import options
+from sportsllm.errors import UsageError
+from sportsllm.results import TrainingResult
+from sportsllm.settings import DISTILLATION, LORA, SELECTION, TRAINING, parse_settings, pick
+
+if TYPE_CHECKING:
+    from compress.distillation.starts import Start
+    from compress.distillation.student_training import StudentTraining
+
+_LOSS, _SHAPE = "Loss", "Shape"
+_RARE = {
+    name: setting
+    for name, setting in DISTILLATION.items()
+    if name in ("mix", "hidden_weight", "layer_map", "signal_tokens", "teacher_precision")
+}
+_SEQUENCE_TIMES_SELECTED = 4
+_STARTED = "start.json"  # in an unfinished directory: the layers that hidden states are matched at
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillResult(TrainingResult):
+    """A distilled checkpoint. `bits_per_byte_before` is None for a student of random weights."""
+
+
+def distill(
+    *,
+    teacher: Annotated[str, typer.Option(help="A checkpoint, or a preset's name for runs/<preset>."), options.BY_NAME],
+    student: Annotated[
+        str | None,
+        typer.Option(help="A preset, or a checkpoint.", show_default="the teacher with --select-tokens"),
+        options.BY_NAME,
+    ] = None,
+    corpus: options.Corpus = None,
+    tokens: options.Tokens = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New directory.", show_default="runs/<student>, runs/<student>-selected")
+    ] = None,
+    valid: options.Valid = None,
+    init: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint with the student's first weights.", show_default="none", rich_help_panel=_SHAPE),
+        options.BY_NAME,
+    ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            help="cut: the most important parts of the teacher; fresh: random weights. Of a checkpoint student only "
+            "the shape is used.",
+            show_default="the weights of --init or of a checkpoint student, else cut if the shape allows it",
+            rich_help_panel=_SHAPE,
+        ),
+    ] = None,
+    select_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Experimental: attend to at most this many tokens, chosen by an indexer in blocks, the first and the "
+            "newest always included.",
+            show_default="all tokens",
+            rich_help_panel=_SHAPE,
+        ),
+    ] = None,
+    kl_weight: Annotated[
+        str | None,
+        typer.Option(
+            help="Weight of the divergence, or a range over training such as 0.5:1; the rest is cross-entropy.",
+            show_default="0.5 for a teacher of less than 100 tokens per parameter, else 1; 0.9 for random weights",
+            rich_help_panel=_LOSS,
+        ),
+    ] = None,
+    divergence: Annotated[
+        str,
+        typer.Option(help="forward-kl, reverse-kl, skew-kl, skew-reverse-kl or js.", rich_help_panel=_LOSS),
+    ] = "forward-kl",
+    temperature: Annotated[
+        float, typer.Option(help="Softmax temperature of teacher and student.", rich_help_panel=_LOSS)
+    ] = 1.0,
+    signals: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of the teacher's cached predictions; made if missing.",
+            show_default="the teacher runs in every step",
+            rich_help_panel=_LOSS,
+        ),
+    ] = None,
+    steps: options.Steps = None,
+    batch_size: options.BatchSize = None,
+    sequence: options.Sequence = None,
+    learning_rate: options.LearningRate = None,
+    lora_rank: options.LoraRank = None,
+    settings: options.Settings = None,
+    resume: options.Resume = False,
+    device: options.Device = "auto",
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+) -> DistillResult:
+    """Train a smaller student on a teacher's next-token distribution.
+
+    --steps 0 writes the student without training it, except for the indexer of --select-tokens.
+    """
+    from compress.distillation.settings import distillation_config
+    from compress.distillation.starts import Checkpoint, check_no_larger, resolve_teacher, teacher_corpus
+    from compress.distillation.student_training import StudentTraining
+    from compress.pruning.student_start import choose_start
+    from sportsllm.console import output
+    from sportsllm.formats.huggingface import load_config
+    from sportsllm.formats.manifest import plain_name
+    from sportsllm.processors import use_processor
+    from sportsllm.training.settings import Run, adapter_settings, train_config
+
+    use_processor(threads, device)
+    found = parse_settings(settings, TRAINING, _RARE, LORA, SELECTION)
+    source = resolve_teacher(teacher)
+    if student is None:
+        if select_tokens is None:
+            raise UsageError("give --student: a preset's name or a checkpoint directory")
+        student = str(source)
+    begin = choose_start(student, init, start, source)
+    if select_tokens is not None:
+        begin = _selecting(begin, select_tokens, found)
+        context = begin.shape.max_position_embeddings
+        sequence = sequence or min(context, _SEQUENCE_TIMES_SELECTED * select_tokens)
+        tokens = _SELECTION_TOKENS if tokens is None and steps is None else tokens
+    elif rare := pick(found, SELECTION):
+        raise UsageError(f"options of --select-tokens: {', '.join(rare)}; add --select-tokens N or leave them out")
+    check_no_larger(begin.shape, load_config(source))  # before a line on settings
+    already_trained = isinstance(begin, Checkpoint) and begin.already_trained
+    run = Run(begin.kind, begin.shape, lora_rank is not None, already_trained)
+    sizes = {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
+    config = train_config(run, tokens, pick(found, TRAINING) | sizes, seed=seed)
+    loss = {"kl_weight": kl_weight, "divergence": divergence, "temperature": temperature, "signals": signals}
+    plan = StudentTraining(
+        teacher=source,
+        config=config,
+        corpus=tuple(corpus or teacher_corpus(source, "corpus")),
+        valid=tuple(valid or ([] if corpus else teacher_corpus(source, "valid"))),
+        distillation=distillation_config(begin.kind, source, loss | pick(found, _RARE)),
+        adapters=adapter_settings(lora_rank, found.get("lora_targets"), found.get("lora_alpha"), config.optimizer),
+        extra_holdouts=tuple(path for path in begin.inputs if path.is_dir()),
+    )
+    out = out or Path("runs") / (plain_name(Path(student)) + "-selected" * (select_tokens is not None))
+    result = distill_student(student, begin, plan, out, resume)
+    output().print(result.line(), markup=False)
+    return result
+
+
+_SELECTION_TOKENS = 1_000_000
+"""Tokens of the training after the indexer's, if no length is given."""
+
+
+def _selecting(begin: Start, tokens: int, found: dict[str, Any]) -> Start:
+    """The start of a student that attends to selected tokens."""
+    from compress.distillation.selection import selecting
+    from compress.pruning.indexer import start_index
+
+    sizes = {"tokens": tokens, "block": found.get("select_block")}
+    sizes |= {name: found.get(f"index_{name}") for name in ("heads", "parts", "pairs")}
+    return selecting(begin, sizes, start_index, found.get("index_tokens", 0))
+
+
+def distill_student(
+    student: str, start: Start, training: StudentTraining, out: Path, resume: bool = False
+) -> DistillResult:
+    """Train a student on a teacher's distribution.
+
+    Args:
+        student: its name, for the manifest.
+        start: from `resolve_start` or `choose_start`.
+        training: how.
+        out: directory to make.
+        resume: continue an interrupted run; the saved state replaces the start's weights, which are not made again.
+
+    Raises:
+        UsageError: student larger than teacher, or settings out of range.
+        ArtifactError: damaged inputs.
+    """
+    from compress.distillation.starts import Checkpoint, check_no_larger
+    from compress.distillation.student_training import RunState, StudentText, train_student
+    from sportsllm.files import atomic_write_text
+    from sportsllm.formats.artifact import Stage, run_stage
+    from sportsllm.formats.checkpoint import copy_tokenizer, save_checkpoint
+    from sportsllm.formats.huggingface import load_config
+    from sportsllm.formats.json_files import read_json
+    from sportsllm.models.language_model import SportsLLM
+    from sportsllm.text.tokenizer import load_tokenizer
+    from sportsllm.training.settings import Start as Kind
+
+    config, theirs = training.config, load_config(training.teacher)
+    has_weights = start.kind is not Kind.RANDOM
+    if training.adapters is not None and not has_weights:
+        raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT or a checkpoint student")
+    check_no_larger(start.shape, theirs)
+    if isinstance(start, Checkpoint):
+        training = start.matched(training)
+    cache = training.prepare(start.shape)
+    record = {
+        **training.settings(),
+        "student": student,
+        "init": str(start.inputs[0]) if isinstance(start, Checkpoint) else None,
+        "start": start.name,
+        **asdict(config),
+        **(start.record() if isinstance(start, Checkpoint) else {}),
+    }
+    stage = Stage("distill", record, [training.teacher, *start.inputs, *training.inputs()], seed=config.seed)
+
+    def make(directory: Path) -> dict[str, Any]:
+        text = StudentText.read(training, load_tokenizer(training.teacher, theirs))
+        copy_tokenizer(training.teacher, directory)
+        started = directory / _STARTED
+        if resume and started.exists():
+            model = SportsLLM(start.shape)
+            model.initialize(config.seed)
+            layer_map = str(read_json(started)["layer_map"] or "") or None
+            known = replace(training, distillation=replace(training.distillation, layer_map=layer_map))
+        else:
+            model, known = start.build(training, text)
+            atomic_write_text(started, json.dumps({"layer_map": known.distillation.layer_map}))
+        state = RunState(directory, stage.fingerprint(), resume)
+        results = train_student(model, known, text, cache, state, f"distil {student}", has_weights)
+        started.unlink()
+        save_checkpoint(directory, model)
+        return results
+
+    return DistillResult.of(run_stage(out, stage, make, resume))

@@ -1,0 +1,169 @@
+"""The verb `data sample`: synthetic text from a model, to recover it if its training text is missing.
+
+Heavy imports are inside the functions.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sportsllm import options
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.results import Result
+
+if TYPE_CHECKING:
+    from sportsllm.text.tokenizer import TextTokenizer
+
+CORPUS = "corpus.jsonl"
+BEGINNING_TOKENS = 16
+"""Tokens of a document that serve as a prompt."""
+_BEGINNING_CHARACTERS = 64 * BEGINNING_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleResult(Result):
+    """A corpus that a model wrote; `ended` texts have a stop token of the model's own."""
+
+    out: Path
+    cached: bool = False
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    ended: int = 0
+    size_bytes: int = 0
+    seconds: float = 0.0
+    tokens_per_s: float = 0.0
+
+
+def sample(
+    checkpoint: options.Checkpoint,
+    *,
+    out: options.Out,
+    tokens: Annotated[
+        int, typer.Option(parser=options.count, metavar="N", help="Write at least this many tokens.")
+    ] = 1_000_000,
+    sequence: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a text at most.", show_default="up to 512")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Texts to continue: a .txt file's lines, or the first tokens of another file's documents.",
+            show_default="none: from the begin token",
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 1 is the model's own distribution.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total; 1 is off.")] = 1.0,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Texts written side by side.", show_default="up to 128, by cache size"),
+    ] = None,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+) -> SampleResult:
+    """Write synthetic text from a model, to calibrate and recover it if its training text is missing.
+
+    Text n of a seed does not depend on the number of threads.
+    """
+    import numpy as np
+
+    from sportsllm.console import log, output, progress_bar
+    from sportsllm.formats.artifact import Stage, run_stage
+    from sportsllm.formats.checkpoint import load_checkpoint
+    from sportsllm.formats.huggingface import load_config
+    from sportsllm.formats.safetensors import quantization_config
+    from sportsllm.inference.batch_sampling import NO_TEXT, default_rows, sampled_batches
+    from sportsllm.inference.sampling import Sampling
+    from sportsllm.processors import set_threads, training_device
+    from sportsllm.text.tokenizer import load_tokenizer
+    from sportsllm.training.settings import TrainConfig
+
+    set_threads(threads)
+    sampling = Sampling(temperature, top_k=0, top_p=top_p)
+    if quantization_config(checkpoint) is not None:
+        raise ArtifactError(f"{checkpoint}: is quantized; sample from the unquantized checkpoint")
+    config = load_config(checkpoint)
+    longest = min(TrainConfig.sequence, config.max_position_embeddings) if sequence is None else sequence
+    if longest > config.max_position_embeddings:
+        raise UsageError(f"--sequence is {longest}; the model's context is {config.max_position_embeddings}")
+    if temperature == 0:
+        raise UsageError("--temperature is 0, which writes the same text each time; give one above 0")
+    settings = {"checkpoint": str(checkpoint), "tokens": tokens, "length": longest}
+    settings |= {"temperature": temperature, "top_p": top_p}
+    rows = batch_size or default_rows(config, longest, tokens)
+    settings |= {"prompts": str(prompts) if prompts else None, "batch_size": rows}
+
+    def make(directory: Path) -> dict[str, Any]:
+        started = time.perf_counter()
+        tokenizer = load_tokenizer(checkpoint, config)
+        starts = read_prompts(prompts, tokenizer, longest) if prompts else [[tokenizer.begin_id]]
+        starts = [starts[place] for place in np.random.default_rng(seed).permutation(len(starts))]
+        model = load_checkpoint(checkpoint).to(training_device()).eval()
+        counts = {"documents": 0, "tokens": 0, "bytes": 0, "ended": 0}
+        with (
+            (directory / CORPUS).open("w", encoding="utf-8") as file,
+            progress_bar("sample", tokens) as bar,
+            closing(sampled_batches(model, tokenizer, starts, sampling, longest, rows, seed)) as batches,
+        ):
+            while counts["tokens"] < tokens:
+                before = counts["tokens"]
+                for start, text in next(batches):
+                    written = tokenizer.decode(text.tokens[1:])
+                    if not written.strip() or len(text.tokens) == start:
+                        continue
+                    file.write(json.dumps({"text": written}, ensure_ascii=False) + "\n")
+                    counts["documents"] += 1
+                    counts["tokens"] += len(text.tokens) - start
+                    counts["bytes"] += len(written.encode())
+                    counts["ended"] += text.ended
+                    if counts["tokens"] >= tokens:
+                        break
+                if counts["tokens"] == before:
+                    raise ArtifactError(NO_TEXT.format(checkpoint))
+                bar.advance(min(counts["tokens"], tokens) - before)
+        if not counts["ended"]:
+            log(f"no text ended within {longest} tokens: all are cut off")
+        seconds = time.perf_counter() - started
+        return {**counts, "seconds": seconds, "tokens_per_s": counts["tokens"] / seconds}
+
+    inputs = [checkpoint, *([prompts] if prompts else [])]
+    result = SampleResult.of(run_stage(out, Stage("sample", settings, inputs, seed=seed), make))
+    output().print(
+        f"{out / CORPUS}: {result.documents:,} texts, {result.tokens:,} tokens, {result.bytes / 1e6:.2f} MB, "
+        f"{result.tokens_per_s:,.0f} tokens/s",
+        markup=False,
+    )
+    return result
+
+
+def read_prompts(path: Path, tokenizer: TextTokenizer, longest: int) -> list[list[int]]:
+    """Token ids of each prompt, starting with the begin token.
+
+    Raises:
+        UsageError: a line leaves no room for a continuation.
+        ArtifactError: the file has no text, or cannot be read.
+    """
+    from sportsllm.text.documents import read_documents
+
+    documents = read_documents([path])
+    if path.name.removesuffix(".gz").endswith((".txt", ".md")):
+        lines = (line.strip() for document in documents for line in document.splitlines())
+        prompts = [[tokenizer.begin_id, *tokenizer.encode(line)] for line in lines if line]
+    else:
+        most = min(1 + BEGINNING_TOKENS, longest - 1)
+        prompts = [
+            [tokenizer.begin_id, *tokenizer.encode(document[:_BEGINNING_CHARACTERS])][:most] for document in documents
+        ]
+    if not prompts:
+        raise ArtifactError(f"{path}: holds no text; give --prompts a file with prompts in it")
+    for number, prompt in enumerate(prompts, start=1):
+        if len(prompt) >= longest:
+            raise UsageError(f"{path}: prompt {number} has {len(prompt)} tokens of a text's {longest}; shorten it")
+    return prompts
