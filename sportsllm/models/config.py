@@ -37,7 +37,7 @@ class ModelConfig:
 
     `attention_bias` is a bias on q, k and v; `attention_output_bias` one on o (Llama sets both with
     one field, Qwen2 has only the first). `qk_norm` normalises each query and key head (Qwen3).
-    `attention_kind` and `mlp_kind` name the two halves of a block, as `sportsllm.models.kinds` lists them.
+    `attention_kind` and `mlp_kind` name the two sublayers of a block, as `sportsllm.models.kinds` lists them.
 
     The rest is off in a LLaMA model:
 
@@ -46,7 +46,7 @@ class ModelConfig:
         rope_local_theta    rotary base of sliding layers, without `rope_scaling`; `rope_theta` if None (Gemma 3)
         attention_scale     what scores are multiplied by; head_dim ** -0.5 if None (Gemma 3)
         embedding_scale     what embeddings are multiplied by before the first layer (Gemma 3)
-        output_norms        whether a norm follows each half of a block, before the sum (Gemma 3)
+        output_norms        whether a norm follows each sublayer of a block, before the sum (Gemma 3)
         norm_kind           `rms`, or `layer`: LayerNorm with a bias (GPT-2)
         position_kind       `rotary`, or `learned`: a table of positions is added to the embedding (GPT-2); or `none`,
                             of an LSTM, which has one head: `head_dim` counts its cells
@@ -136,10 +136,10 @@ class ModelConfig:
                 f"config: attention_kind {self.attention_kind!r} with position_kind {self.position_kind!r}; an LSTM "
                 "has no positions, all others have some"
             )
-        for half, its_kind, field in (("mlp", "experts", "experts"), ("attention", "selected", "selection")):
-            named, value = getattr(self, f"{half}_kind"), getattr(self, field)
+        for sublayer, its_kind, field in (("mlp", "experts", "experts"), ("attention", "selected", "selection")):
+            named, value = getattr(self, f"{sublayer}_kind"), getattr(self, field)
             if (named == its_kind) != (value is not None):
-                raise UsageError(f"config: {half}_kind {named!r} with {field} {value}; give both or none")
+                raise UsageError(f"config: {sublayer}_kind {named!r} with {field} {value}; give both or none")
         if self.dense_layers or self.dense_intermediate_size is not None:
             self._check_dense_layers()
 
@@ -252,8 +252,8 @@ class ModelConfig:
         hidden, a_norm = self.hidden_size, self.norm_parameters
         sizes, norms = dict.fromkeys(kinds.NORMS, 0), a_norm
         for part, layers in self.runs():
-            for half, kind in kinds.sublayers(part).items():
-                sizes[half] += layers * sum(m.numel + m.bias * m.rows for m in kind.matrices(part))
+            for sublayer, kind in kinds.sublayers(part).items():
+                sizes[sublayer] += layers * sum(m.numel + m.bias * m.rows for m in kind.matrices(part))
                 norms += layers * sum(vector.size for vector in kind.vectors(part))
             norms += layers * kinds.norms_of_block(part) * a_norm
         return {

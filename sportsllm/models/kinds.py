@@ -31,9 +31,9 @@ FEED_FORWARD: dict[str, Kind] = {
 }
 
 NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
-"""The two halves of a block, in order, and the norm before each."""
+"""The two sublayers of a block, in order, and the norm before each."""
 OUTPUT_NORMS = {"self_attn": "attention_output_norm", "mlp": "feed_forward_output_norm"}
-"""The norm after each half, in a model with `output_norms`."""
+"""The norm after each sublayer, in a model with `output_norms`."""
 EMBEDDING, HEAD, POSITIONS, LAST_NORM = "model.embed_tokens", "lm_head", "model.embed_positions", "model.norm"
 
 
@@ -50,7 +50,7 @@ class Parameter(NamedTuple):
 
 
 def sublayers(config: ModelConfig) -> dict[str, Kind]:
-    """The kind of each half of a block, by module name.
+    """The kind of each sublayer of a block, by module name.
 
     Here and below a config is that of a model of like layers, `ModelConfig.of_layer` of another one.
     """
@@ -58,17 +58,17 @@ def sublayers(config: ModelConfig) -> dict[str, Kind]:
 
 
 def block_matrices(config: ModelConfig) -> list[Matrix]:
-    """The matrices of one block in order; names, inputs and scale sources begin with the half: `mlp.up_proj`."""
+    """The matrices of one block in order; names, inputs and scale sources begin with the sublayer: `mlp.up_proj`."""
     return list(_block_matrices(config))
 
 
 @lru_cache(maxsize=64)  # a search asks many times for one shape after the other
 def _block_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
     found = []
-    for half, kind in sublayers(config).items():
+    for sublayer, kind in sublayers(config).items():
         for matrix in kind.matrices(config):
-            source = None if matrix.scale_source is None else f"{half}.{matrix.scale_source}"
-            name, read = f"{half}.{matrix.name}", f"{half}.{matrix.input}"
+            source = None if matrix.scale_source is None else f"{sublayer}.{matrix.scale_source}"
+            name, read = f"{sublayer}.{matrix.name}", f"{sublayer}.{matrix.input}"
             found.append(matrix._replace(name=name, input=read, scale_source=source))
     return tuple(found)
 
@@ -82,7 +82,7 @@ def input_groups(config: ModelConfig) -> list[list[Matrix]]:
 
 
 def block_units(config: ModelConfig) -> dict[str, Unit]:
-    """The units that pruning may cut, by name: the residual stream's channels, then each half's units."""
+    """The units that pruning may cut, by name: the residual stream's channels, then each sublayer's units."""
     units = {HIDDEN: Unit(HIDDEN, "hidden_size", config.hidden_size)}
     for kind in sublayers(config).values():
         units |= {unit.name: unit for unit in kind.units(config)}
@@ -112,17 +112,17 @@ def parameters(config: ModelConfig) -> list[Parameter]:
         found.append(Parameter(f"{POSITIONS}.weight", (config.positions, config.hidden_size), "positions"))
     for layer in range(config.num_hidden_layers):
         own, prefix = config.of_layer(layer), f"model.layers.{layer}"
-        for half, kind in sublayers(own).items():
-            found += _norm(config, f"{prefix}.{NORMS[half]}")
+        for sublayer, kind in sublayers(own).items():
+            found += _norm(config, f"{prefix}.{NORMS[sublayer]}")
             for matrix in kind.matrices(own):
-                name, shape = f"{prefix}.{half}.{matrix.name}", (matrix.rows, matrix.columns)
+                name, shape = f"{prefix}.{sublayer}.{matrix.name}", (matrix.rows, matrix.columns)
                 found.append(Parameter(f"{name}.weight", shape, "matrix", matrix.writes_residual))
                 if matrix.bias:
                     found.append(Parameter(f"{name}.bias", (matrix.rows,), "bias"))
             for vector in kind.vectors(own):
-                found.append(Parameter(f"{prefix}.{half}.{vector.name}.weight", (vector.size,), "norm"))
+                found.append(Parameter(f"{prefix}.{sublayer}.{vector.name}.weight", (vector.size,), "norm"))
             if config.output_norms:
-                found += _norm(config, f"{prefix}.{OUTPUT_NORMS[half]}")
+                found += _norm(config, f"{prefix}.{OUTPUT_NORMS[sublayer]}")
     found += _norm(config, LAST_NORM)
     if not config.tie_word_embeddings:
         found.append(Parameter(f"{HEAD}.weight", table, "head"))

@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
     """A matrix that inputs are multiplied by: y = x W^T + b, W of shape (`rows`, `columns`).
 
     Attributes:
-        name: of the module, within its half of the block.
+        name: of the module, within its sublayer of the block.
         rows, columns: outputs and inputs.
         row_unit, column_unit: the units that they are made of, `HIDDEN` or the name of a `Unit`.
         input: a name for the tensor it reads; matrices with the same one are multiplied in one piece.
@@ -91,7 +91,7 @@ class State(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """A tensor on the way through a half of the block.
+    """A tensor on the way through a sublayer of the block.
 
     `shape` is that of one token's part. `kind` is `activation`; `cache` for what is kept for later tokens, its tokens
     on the last axis but one; `state` for what is kept of a whole sequence; or `scores`, which have a further axis as

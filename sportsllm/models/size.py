@@ -37,14 +37,14 @@ def block_parameters(config: ModelConfig) -> dict[str, int]:
     """Numbers in each part of one block, by the module's name; they add up to the whole block."""
     parts: dict[str, int] = {}
     norms: dict[str, int] = {}
-    for half, kind in sublayers(config).items():
+    for sublayer, kind in sublayers(config).items():
         matrices = kind.matrices(config)
         parts |= {matrix.name: matrix.numel for matrix in matrices}
         parts |= {f"{matrix.name}.bias": matrix.rows for matrix in matrices if matrix.bias}
         norms |= {vector.name: vector.size for vector in kind.vectors(config)}
-        norms[NORMS[half]] = config.norm_parameters
+        norms[NORMS[sublayer]] = config.norm_parameters
         if config.output_norms:
-            norms[OUTPUT_NORMS[half]] = config.norm_parameters
+            norms[OUTPUT_NORMS[sublayer]] = config.norm_parameters
     return parts | norms
 
 
@@ -87,8 +87,8 @@ def component_bytes(
     parts = dict.fromkeys(config.parameters_by_component(), 0)
     for part, layers in config.runs():
         a_block = block_bytes(part, precision, block_size, head_bits, zero_points)
-        for component, (half, kind) in zip(("attention", "feed_forward"), sublayers(part).items(), strict=True):
-            norms = {NORMS[half], OUTPUT_NORMS[half], *(vector.name for vector in kind.vectors(part))}
+        for component, (sublayer, kind) in zip(("attention", "feed_forward"), sublayers(part).items(), strict=True):
+            norms = {NORMS[sublayer], OUTPUT_NORMS[sublayer], *(vector.name for vector in kind.vectors(part))}
             in_half = {matrix.name for matrix in kind.matrices(part)}
             for name, size in a_block.items():
                 if name in norms:
@@ -213,8 +213,8 @@ def tensor_shapes(config: ModelConfig, batch: int, length: int, element_bytes: i
     elif config.position_kind == "rotary":
         add("rope cos, sin", "table", (2, length, config.head_dim // 2))
     for part, layers in config.runs():
-        for (half, described), result in zip(sublayers(part).items(), ("attention", "feed-forward"), strict=True):
-            add(NORMS[half], "activation", (*steps, hidden), layers)
+        for (sublayer, described), result in zip(sublayers(part).items(), ("attention", "feed-forward"), strict=True):
+            add(NORMS[sublayer], "activation", (*steps, hidden), layers)
             for item in described.tensors(part):
                 if isinstance(item, Matrix):
                     add(f"{item.name}.weight", "weight", (item.rows, item.columns), layers)
@@ -227,7 +227,7 @@ def tensor_shapes(config: ModelConfig, batch: int, length: int, element_bytes: i
                 else:
                     add(item.name, "activation", (*steps, *item.shape), layers, item.held)
             if config.output_norms:
-                add(OUTPUT_NORMS[half], "activation", (*steps, hidden), layers)
+                add(OUTPUT_NORMS[sublayer], "activation", (*steps, hidden), layers)
             add(f"hidden + {result}", "activation", (*steps, hidden), layers)
     add("norm", "activation", (*steps, hidden))
     if not config.tie_word_embeddings:

@@ -169,7 +169,7 @@ def largest_batch(config: ModelConfig, step: TrainingStep, limit_bytes: float) -
 def layer_activation_bytes(config: ModelConfig, mixed: bool, processor: Processor) -> int:
     """Bytes that one block keeps for each token.
 
-    Each half has a norm in float32 before it, in some families another after it; its matrices keep the first one's
+    Each sublayer has a norm in float32 before it, in some families another after it; its matrices keep the first one's
     result (2 D or 4 D). The kinds of attention and feed-forward add their own.
     """
     norms = norms_of_block(config) // len(NORMS)

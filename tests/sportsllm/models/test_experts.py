@@ -112,15 +112,15 @@ def test_the_router_learns_through_the_chosen_weights() -> None:
 
 
 def test_a_bias_moves_the_choice_and_not_the_weights() -> None:
-    half = model_with(router="sigmoid", choice_bias=True).model.layers[0].mlp
+    mixture = model_with(router="sigmoid", choice_bias=True).model.layers[0].mlp
     x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        half.gate.bias.copy_(torch.tensor([0.0, 9.0, 9.0, 0.0]))
-        scores, chosen, weights = route(half, x)
+        mixture.gate.bias.copy_(torch.tensor([0.0, 9.0, 9.0, 0.0]))
+        scores, chosen, weights = route(mixture, x)
     assert set(chosen.flatten().tolist()) == {1, 2}
     kept = scores.gather(1, chosen)
     torch.testing.assert_close(weights, kept / kept.sum(-1, keepdim=True))
-    torch.testing.assert_close(scores, (x @ half.gate.weight.T).sigmoid(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores, (x @ mixture.gate.weight.T).sigmoid(), rtol=1e-5, atol=1e-5)
 
 
 def test_unused_experts_become_easier_to_choose() -> None:

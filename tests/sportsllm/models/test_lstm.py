@@ -41,10 +41,10 @@ def lstm_model(seed: int = 0, **changes: Any) -> SportsLLM:
     return model
 
 
-def reference(half: Any) -> nn.LSTM:
+def reference(attention: Any) -> nn.LSTM:
     """torch's own layer with the same weights."""
-    layer = nn.LSTM(half.config.hidden_size, half.config.cells, batch_first=True)
-    parts = [[half.get_submodule(f"{h}{gate}_proj") for gate in GATES] for h in ("", "h")]
+    layer = nn.LSTM(attention.config.hidden_size, attention.config.cells, batch_first=True)
+    parts = [[attention.get_submodule(f"{h}{gate}_proj") for gate in GATES] for h in ("", "h")]
     with torch.no_grad():
         layer.weight_ih_l0.copy_(torch.cat([module.weight for module in parts[0]]))
         layer.weight_hh_l0.copy_(torch.cat([module.weight for module in parts[1]]))
@@ -54,15 +54,15 @@ def reference(half: Any) -> nn.LSTM:
 
 
 def test_documents_are_read_as_torch_reads_them_one_by_one() -> None:
-    half = lstm_model().model.layers[0].self_attn
-    layer, ends = reference(half), list(itertools.accumulate(LENGTHS))
-    x_BTD = torch.randn(2, 16, half.config.hidden_size, generator=torch.Generator().manual_seed(3))
-    found = half(x_BTD, documents=ends)
+    attention = lstm_model().model.layers[0].self_attn
+    layer, ends = reference(attention), list(itertools.accumulate(LENGTHS))
+    x_BTD = torch.randn(2, 16, attention.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    found = attention(x_BTD, documents=ends)
     rows = [layer(x[None])[0][0] for x in torch.split(x_BTD.flatten(0, 1), LENGTHS)]
-    expected = torch.cat(rows) @ half.out_proj.weight.T
+    expected = torch.cat(rows) @ attention.out_proj.weight.T
     assert torch.allclose(found.flatten(0, 1), expected, atol=2e-6)
     gradients = []
-    for result, matrix in ((found, half.hf_proj.weight), (expected, layer.weight_hh_l0)):
+    for result, matrix in ((found, attention.hf_proj.weight), (expected, layer.weight_hh_l0)):
         (gradient,) = torch.autograd.grad(result.square().sum(), matrix)
         gradients.append(gradient)
     of_forget = gradients[1].chunk(4)[1]
@@ -111,9 +111,9 @@ def test_the_preset_has_the_parameters_of_its_transformer() -> None:
 def test_forget_gates_start_open_and_recurrent_matrices_orthogonal() -> None:
     model = SportsLLM(tiny_config(**LSTM))
     model.initialize(0)
-    half = model.model.layers[1].self_attn
-    assert torch.equal(half.f_proj.bias, torch.ones(48)) and not half.i_proj.bias.any()
-    for matrix in half.state_matrices:
+    attention = model.model.layers[1].self_attn
+    assert torch.equal(attention.f_proj.bias, torch.ones(48)) and not attention.i_proj.bias.any()
+    for matrix in attention.state_matrices:
         assert torch.allclose(matrix.weight @ matrix.weight.T, torch.eye(48), atol=1e-5)
 
 
@@ -139,13 +139,13 @@ def test_adapters_change_the_recurrent_product() -> None:
 
 
 def test_who_watches_a_matrix_sees_all_that_it_reads() -> None:
-    half: Any = lstm_model().model.layers[0].self_attn
+    attention: Any = lstm_model().model.layers[0].self_attn
     seen: dict[str, Tensor] = {}
     for name in ("f_proj", "hf_proj", "out_proj"):
-        half.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0]}))
-    x_BTD = torch.randn(2, 7, half.config.hidden_size)
-    half(x_BTD)
-    h_BTH, _ = reference(half)(x_BTD)
+        attention.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0]}))
+    x_BTD = torch.randn(2, 7, attention.config.hidden_size)
+    attention(x_BTD)
+    h_BTH, _ = reference(attention)(x_BTD)
     assert torch.equal(seen["f_proj"], x_BTD)
     assert torch.allclose(seen["out_proj"], h_BTH, atol=2e-6)
     assert torch.allclose(seen["hf_proj"][:, 1:], h_BTH[:, :-1], atol=2e-6) and not seen["hf_proj"][:, 0].any()

@@ -34,12 +34,12 @@ def tokens_of(batch: int, length: int) -> torch.Tensor:
     return torch.randint(3, 384, (batch, length), generator=torch.Generator().manual_seed(5))
 
 
-def parts_of(half: Any, x_BTD: torch.Tensor, rope: Any) -> list[Array]:
+def parts_of(attention: Any, x_BTD: torch.Tensor, rope: Any) -> list[Array]:
     """q, k, v, index q and index k of the first sequence, rotated by a formula of the test's own."""
     with torch.inference_mode():
-        size, steps = half.config.head_dim, x_BTD.shape[1]
-        heads = [part[0].double().numpy() for part in half.heads(x_BTD, rope)]
-        index_q, index_k = (half.get_submodule(name)(x_BTD)[0].double().numpy() for name in INDEX)
+        size, steps = attention.config.head_dim, x_BTD.shape[1]
+        heads = [part[0].double().numpy() for part in attention.heads(x_BTD, rope)]
+        index_q, index_k = (attention.get_submodule(name)(x_BTD)[0].double().numpy() for name in INDEX)
     slower = 10_000.0 ** (-np.arange(size // 2, size, 2) / size)
     angles = np.arange(steps)[:, None] * slower
 
@@ -87,12 +87,12 @@ def attended_by_loops(parts: list[Array], t: int) -> Array:
 def test_attention_is_that_of_a_loop(qk_norm: bool) -> None:
     """Float32 beside float64: 1e-5 of outputs near 1; a wrong block moves them by a tenth."""
     model = selected_model(qk_norm=qk_norm)
-    half, rope = model.model.layers[0].self_attn, tuple(table[:LENGTH] for table in model.rope)
+    attention, rope = model.model.layers[0].self_attn, tuple(table[:LENGTH] for table in model.rope)
     x_BTD = torch.randn(1, LENGTH, 64, generator=torch.Generator().manual_seed(2))
-    parts, seen = parts_of(half, x_BTD, rope), []
-    half.o_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    parts, seen = parts_of(attention, x_BTD, rope), []
+    attention.o_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     with torch.inference_mode():
-        half(x_BTD, rope)
+        attention(x_BTD, rope)
     expected = np.stack([attended_by_loops(parts, t).ravel() for t in range(LENGTH)])
     np.testing.assert_allclose(seen[0][0].numpy(), expected, atol=1e-5 * np.abs(expected).max())
     far = [t for t in range(LENGTH) if len(chosen_by_loops(parts, t)) < t + 1]
@@ -138,9 +138,9 @@ def shares_of(parts: list[Array], t: int) -> Array:
 def test_the_attention_that_is_kept_by_loops() -> None:
     """By the indexer's choice, by the newest blocks, and by the best choice of as many."""
     model = selected_model()
-    half, rope = model.model.layers[0].self_attn, tuple(table[:LENGTH] for table in model.rope)
+    attention, rope = model.model.layers[0].self_attn, tuple(table[:LENGTH] for table in model.rope)
     x_BTD = torch.randn(1, LENGTH, 64, generator=torch.Generator().manual_seed(2))
-    parts, wanted = parts_of(half, x_BTD, rope), []
+    parts, wanted = parts_of(attention, x_BTD, rope), []
     for t in range(SELECTION.tokens, LENGTH):
         scores, share = scores_of(parts, t), shares_of(parts, t)
         own = t // SELECTION.block
@@ -151,7 +151,7 @@ def test_the_attention_that_is_kept_by_loops() -> None:
         newest = {0, *range(own - SELECTION.blocks + 2, own + 1)}
         wanted.append([share[sorted(blocks)].sum() for blocks in (chosen, newest, best)])
     with torch.inference_mode():
-        found = selection.kept_attention(selection.Document(half.config, *half.parts(x_BTD, rope)))
+        found = selection.kept_attention(selection.Document(attention.config, *attention.parts(x_BTD, rope)))
     np.testing.assert_allclose(found.numpy(), np.mean(wanted, axis=0), rtol=1e-5)
     assert found[2] >= found[0] and found[2] > found[1]
 
@@ -159,10 +159,10 @@ def test_the_attention_that_is_kept_by_loops() -> None:
 def test_the_loss_is_the_divergence_by_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "LOSS_ROWS", LENGTH)  # all queries
     model = selected_model()
-    half, rope = model.model.layers[0].self_attn.train(), tuple(table[:LENGTH] for table in model.rope)
+    attention, rope = model.model.layers[0].self_attn.train(), tuple(table[:LENGTH] for table in model.rope)
     x_BTD = torch.randn(1, LENGTH, 64, generator=torch.Generator().manual_seed(2), requires_grad=True)
-    half(x_BTD, rope)
-    total, parts = 0.0, parts_of(half, x_BTD, rope)
+    attention(x_BTD, rope)
+    total, parts = 0.0, parts_of(attention, x_BTD, rope)
     for t in range(LENGTH):
         scores = np.array(scores_of(parts, t))
         free = np.arange(1, len(scores) - SELECTION.newest)
@@ -171,10 +171,10 @@ def test_the_loss_is_the_divergence_by_loops(monkeypatch: pytest.MonkeyPatch) ->
         share = shares_of(parts, t)[free]
         wanted = scores[free] / scores[free].sum()
         total += float((share * np.log(share / share.sum() / wanted)).sum())
-    loss = half.auxiliary_loss
+    loss = attention.auxiliary_loss
     assert float(loss.detach()) == pytest.approx(total / LENGTH, rel=1e-4) and total > 0
     loss.backward()
-    given = {name for name, parameter in half.named_parameters() if parameter.grad is not None}
+    given = {name for name, parameter in attention.named_parameters() if parameter.grad is not None}
     assert given == {f"{name}.weight" for name in INDEX} and x_BTD.grad is None
 
 
