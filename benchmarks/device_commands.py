@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from sportsllm import options
 from sportsllm.results import Result
 
 
@@ -21,12 +20,14 @@ class DevicesResult(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateResult(Result):
-    """A device file of this machine. `clean` is False if other programs used the measured processors."""
+    """A device file of this machine. `clean` is False if other programs used the measured processors;
+    `read_bandwidth_gb_s` is by number of threads."""
 
     out: Path
     device: str
     limits_from: str
     threads: int
+    read_bandwidth_gb_s: dict[str, float]
     rounds: int
     coefficients: dict[str, Any]
     clean: bool
@@ -77,7 +78,10 @@ def calibrate(
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="The device's name.", show_default="the file's")
     ] = None,
-    threads: options.Threads = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="CPU threads.", show_default="the most that read memory within 10% of the fastest"),
+    ] = None,
     limits_from: Annotated[str, typer.Option(metavar="NAME|FILE", help="Device whose limits are copied.")] = "host",
     rounds: Annotated[
         int,

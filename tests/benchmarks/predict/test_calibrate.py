@@ -27,10 +27,13 @@ from benchmarks.predict.calibrate import (
     Figure,
     MeasuredModel,
     band_of,
+    choose_threads,
     describe,
     fit,
+    read_bandwidth,
     run_calibrate,
     shape,
+    thread_counts,
 )
 from benchmarks.predict.coefficients import costs, resolve, with_costs
 from benchmarks.predict.latency import total
@@ -210,7 +213,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     short = {"prompts": (32,), "depths": (16,), "context_tokens": 100, "seconds_per_figure": 0.0}
     monkeypatch.setattr(calibrate, "SHORT_BENCH", {**calibrate.SHORT_BENCH, **short})
     out = tmp_path / "new" / "mine.toml"
-    flags = ["--name", "bench-2", "--threads", "1", "--limits-from", "rasp", "--rounds", "1", "--json"]
+    flags = ["--name", "bench-2", "--threads", "1", "--limits-from", "raspberry-pi-5", "--rounds", "1", "--json"]
     with pytest.raises(SystemExit) as stop:
         cli.main(["devices", "calibrate", "--out", str(out), *flags])
     captured = capsys.readouterr()
@@ -228,3 +231,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert is_this_machine(device) is False  # the hardware above has another instruction set
     planned = plan(model="tiny-5m", target=str(out)).figures
     assert planned["efficiency"]["own"] and planned["efficiency"]["band"]["tpot"] == device.coefficients.band.tpot
+
+
+def test_threads_are_chosen_by_the_bandwidth_they_read_at() -> None:
+    assert thread_counts(6) == [1, 2, 4, 6] and thread_counts(1) == [1]
+    assert choose_threads({1: 8.9, 2: 13.2, 4: 11.6}) == 2  # a Raspberry Pi 5, GB/s
+    assert choose_threads({1: 12.0, 2: 20.0, 4: 21.0, 8: 20.5}) == 8
+    found = read_bandwidth([1])
+    assert list(found) == [1] and found[1] > 1e8
