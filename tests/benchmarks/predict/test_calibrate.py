@@ -109,7 +109,7 @@ def test_calibrating_improves_predictions_of_recorded_figures() -> None:
     fitting = [figure for figure in figures if figure.config.parameters in chosen]
     fitting = [figure for figure in fitting if figure.stored in (*FORMATS, INT8_CACHE)]
     others = [figure for figure in figures if figure.config.parameters not in chosen]
-    assert len(others) > 150
+    assert len(others) > 130
     calibrated, shipped = band_of(fit(fitting, START), others), band_of(START, others)
     assert calibrated["tpot"] < shipped["tpot"] and calibrated["memory"] <= shipped["memory"]
     # The bands that are shipped hold there too: those of `prediction_error` on a noisy machine are wider.
@@ -133,6 +133,7 @@ def _recorded() -> list[Figure]:
             float(row["measured"]),
         )
         for row in rows
+        if row["format"] in formats  # the file also has a format that exports no longer offer
     ]
 
 
