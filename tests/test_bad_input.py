@@ -1,0 +1,112 @@
+"""Bad input to every command: one line that says what to do, and the documented exit code."""
+
+from pathlib import Path
+
+import pytest
+
+from sportsllm.commands import COMMANDS
+from sportsllm.errors import ArtifactError, ConflictError, UsageError
+from tests.sportsllm.cli.test_main import call
+
+USAGE, ARTIFACT, CONFLICT = UsageError.exit_code, ArtifactError.exit_code, ConflictError.exit_code
+MISSING, MODEL, TEXT, TAKEN, NEW = "{missing}", "{model}", "{text}", "{taken}", "{new}"
+LONGEST = 400
+CASES: list[tuple[str, int, str]] = [
+    # missing paths
+    (f"train --model tiny-300k --corpus {MISSING} --out {NEW}", ARTIFACT, "missing"),
+    (f"train {MISSING} --corpus {TEXT} --out {NEW}", ARTIFACT, "missing"),
+    (f"distill --teacher {MISSING} --student tiny-1m --out {NEW}", ARTIFACT, "missing"),
+    (f"distill --teacher {MODEL} --student {MISSING} --out {NEW}", USAGE, "missing"),
+    (f"prune {MISSING} --params 0.5 --out {NEW}", ARTIFACT, "missing"),
+    (f"quantize {MISSING} --out {NEW}", ARTIFACT, "missing"),
+    (f"export {MISSING} --out {NEW}", ARTIFACT, "missing"),
+    (f"generate {MISSING}", ARTIFACT, "missing"),
+    (f"eval {MISSING} --text {TEXT}", ARTIFACT, "missing"),
+    (f"eval {MODEL} --text {MISSING}", ARTIFACT, "missing"),
+    (f"bench {MISSING}", ARTIFACT, "missing"),
+    (f"fit --teacher {MISSING} --target raspberry-pi-5 --out {NEW}", ARTIFACT, "missing"),
+    (f"plan {MISSING}", USAGE, "missing"),
+    (f"inspect {MISSING}", USAGE, "missing"),
+    (f"report {MISSING}", USAGE, "missing"),
+    (f"run {MISSING}.toml", USAGE, "missing"),
+    (f"verify {MISSING}", ARTIFACT, "missing"),
+    (f"data tokens {MISSING} {TEXT}", ARTIFACT, "missing"),
+    (f"data sample {MISSING} --out {NEW}", ARTIFACT, "missing"),
+    # wrong types
+    (f"train --steps many --corpus {TEXT}", USAGE, "--steps"),
+    (f"train --tokens 10x --corpus {TEXT}", USAGE, "10x"),
+    (f"distill --teacher {MODEL} --student {MODEL} --steps many", USAGE, "--steps"),
+    (f"prune {MODEL} --out {NEW} --params most", USAGE, "--params"),
+    (f"quantize {MODEL} --out {NEW} --bits four", USAGE, "--bits"),
+    (f"export {MODEL} --out {NEW} --threads many", USAGE, "--threads"),
+    (f"generate {MODEL} --temperature hot", USAGE, "--temperature"),
+    (f"eval {MODEL} --text {TEXT} --max-questions 0", USAGE, "--max-questions"),
+    (f"bench {MODEL} --rounds 0", USAGE, "--rounds"),
+    ("fit --teacher x --target y --minutes soon", USAGE, "--minutes"),
+    ("plan small --tokens many", USAGE, "many"),
+    ("run x.toml --threads 0", USAGE, "--threads"),
+    ("data simulate --megabytes lots", USAGE, "--megabytes"),
+    ("devices calibrate --rounds 0 --out x.toml", USAGE, "--rounds"),
+    # unknown names, with the nearest one
+    ("trian", USAGE, "train"),
+    ("train --modle small", USAGE, "--model"),
+    (f"train --model smal --corpus {TEXT} --out {NEW}", USAGE, "small"),
+    (f"train --model tiny-300k --corpus {TEXT} --out {NEW} --set warmpu=3", USAGE, "warmup"),
+    (f"bench {MODEL} --target raspberry-pi-6", USAGE, "raspberry-pi-5"),
+    (f"fit --teacher {MODEL} --target raspbery-pi-5 --corpus {TEXT} --out {NEW}", USAGE, "raspberry-pi-5"),
+    ("plan small --target raspbery-pi-5", USAGE, "raspberry-pi-5"),
+    ("devices show raspbery-pi-5", USAGE, "raspberry-pi-5"),
+    (f"quantize {MODEL} --out {NEW} --method gptqq", USAGE, "gptq"),
+    (f"export {MODEL} --out {NEW} --format onxn", USAGE, "onnx"),
+    (
+        f"distill --teacher {MODEL} --student {MODEL} --divergence forward --corpus {TEXT} --out {NEW}",
+        USAGE,
+        "forward-kl",
+    ),
+    (f"prune {MODEL} --out {NEW} --params 0.5 --importance outptu --calibration {TEXT}", USAGE, "output"),
+    # options that exclude each other
+    (f"train --model tiny-300k --corpus {TEXT} --out {NEW} --steps 1 --tokens 5", USAGE, "--tokens"),
+    (f"prune {MODEL} --out {NEW} --params 0.5 --size-mb 1 --calibration {TEXT}", USAGE, "--size-mb"),
+    (f"quantize {MODEL} --out {NEW} --bits 4 --size-mb 1 --bits-per-weight 5", USAGE, "--size-mb"),
+    (f"export {MODEL} --out {NEW} --format gguf --kv-cache int8", USAGE, "--kv-cache"),
+    # nothing asked for
+    (f"prune {MODEL} --out {NEW} --calibration {TEXT}", USAGE, "--params"),
+    (f"eval {MODEL}", USAGE, "--text"),
+    # the output is there already
+    (f"quantize {MODEL} --out {TAKEN} --method rtn", CONFLICT, "taken"),
+    (f"prune {MODEL} --out {TAKEN} --intermediate 32 --calibration {TEXT}", CONFLICT, "taken"),
+    (f"export {MODEL} --out {TAKEN}", CONFLICT, "taken"),
+    (f"train --model tiny-300k --corpus {TEXT} --out {TAKEN}", CONFLICT, "taken"),
+    (f"distill --teacher {MODEL} --student {MODEL} --corpus {TEXT} --out {TAKEN}", CONFLICT, "taken"),
+    (f"data simulate --out {TAKEN}", CONFLICT, "taken"),
+    (f"data sample {MODEL} --out {TAKEN}", CONFLICT, "taken"),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "named"), CASES, ids=[case[0] for case in CASES])
+def test_bad_input_ends_in_one_line(
+    line: str,
+    code: int,
+    named: str,
+    capsys: pytest.CaptureFixture[str],
+    checkpoint: Path,
+    corpus_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    places = {"missing": "missing", "model": checkpoint, "text": corpus_file, "taken": "taken", "new": "new"}
+    found, out, err = call(capsys, *(word.format(**places) for word in line.split()))
+    errors = [text for text in err.splitlines() if text.startswith("error: ")]
+    assert found == code, err
+    assert len(errors) == 1 and named in errors[0] and len(errors[0]) <= LONGEST, err
+    assert "Traceback" not in err and not out.strip()
+    assert not (tmp_path / "new").exists()
+
+
+def test_every_command_has_a_case() -> None:
+    tried = {line.partition(" -")[0] for line, _, _ in CASES}
+    for name in COMMANDS:
+        assert name == "devices list" or any(line.startswith(name) for line in tried), name
