@@ -22,7 +22,7 @@ COMMANDS = {
     "generate": "sportsllm.verbs.generate",
     "eval": "sportsllm.verbs.eval",
     "bench": "benchmarks.bench",
-    "fit": "benchmarks.commands",
+    "fit": "benchmarks.fit",
     "plan": "benchmarks.plan",
     "inspect": "benchmarks.inspect",
     "report": "benchmarks.commands",

@@ -146,6 +146,13 @@ TRAINING_STEP: Group = {
     "cache_sequences": Setting(int, "Sequences in the cache, for cache_tokens", "1", 1),
     "head_bits": Setting(int, "Bits of embedding and head at int8 and int4", "8"),
 }
+FIT: Group = {
+    "search_tokens": Setting(int, "Tokens of a candidate's brief recovery", "a tenth of --tokens", 1),
+    "sequence": Setting(int, "Tokens of one training sequence", "up to 512", 2),
+    "batch_size": Setting(int, "Sequences in memory at once", "up to 4", 1),
+    "accumulation": Setting(int, "Batches of one optimizer step", "200 steps or more", 1),
+    "learning_rate": Setting(float, "Peak learning rate of AdamW", "by short trial runs", 0),
+}
 TOKENIZER: Group = {
     "digits": Setting(
         str, "Digits in a new tokenizer: grouped, or one token each", "grouped", choices=("grouped", "single")
@@ -233,6 +240,7 @@ GROUPS: Mapping[str, tuple[str, Group]] = {
     "Token selection (experimental)": ("distill --select-tokens", SELECTION),
     "LoRA": ("train, distill, prune --recover with --lora-rank", LORA),
     "Export": ("export", EXPORT),
+    "Search": ("fit", FIT),
 }
 """Title, commands and settings of each group."""
 

@@ -51,10 +51,12 @@ FLOORS: dict[str, list[set[str]]] = {
         {"devices"},
         {"measure"},
         {"predict", "runtimes", "report"},
-        {"search", "console_tables"},
-        {"console_results", "console_plan", "studies", "inspection"},
+        {"console_tables"},
+        {"console_results", "console_plan", "inspection"},
+        {"search"},
         {"bench"},
-        {"commands", "device_commands", "inspect", "plan"},
+        {"commands", "device_commands", "inspect", "plan", "fit"},
+        {"studies"},
     ],
 }
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""

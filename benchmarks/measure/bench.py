@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -148,9 +148,14 @@ def run_bench(request: BenchRequest) -> Measurement:
     return Measurement(config, figures, settings, raw, machine())
 
 
-def short_bench(
-    directory: Path, device: Device, threads: int | None = None, provider: str = "cpu"
-) -> dict[str, float | None]:
+class ShortBench(NamedTuple):
+    """Figures by the names of limits, and the cores that other programs used meanwhile."""
+
+    figures: dict[str, float | None]
+    other_cores: float
+
+
+def short_bench(directory: Path, device: Device, threads: int | None = None, provider: str = "cpu") -> ShortBench:
     """An export's figures by the names of `device`'s limits, from one turn of speed and one of memory: no interval.
 
     A figure is None if the context is too short for it; the time per token falls back to the deepest depth that fits.
@@ -165,15 +170,16 @@ def short_bench(
         "context_tokens": memory_context,
     }
     speed, memory = (take_turn(_turn(settings, mode), DEFAULT_TIMEOUT_S) for mode in ("speed", "memory"))
-    figures = round_figures(speed)
-    return {
+    timed = round_figures(speed)
+    figures = {
         "file_mb": directory_bytes(directory) / 1e6,
         "peak_memory_mb": None if device.processor == "gpu" else memory["peak_rss_bytes"] / 1e6,
-        "ttft_ms": figures.get(f"ttft_ms.{prompt}"),
-        "tpot_p50_ms": figures.get(f"tpot_ms.{depth}.p50"),
-        "tpot_p95_ms": figures.get(f"tpot_ms.{depth}.p95"),
+        "ttft_ms": timed.get(f"ttft_ms.{prompt}"),
+        "tpot_p50_ms": timed.get(f"tpot_ms.{depth}.p50"),
+        "tpot_p95_ms": timed.get(f"tpot_ms.{depth}.p95"),
         "quality_loss_percent": None,
     }
+    return ShortBench(figures, float(speed["other_cpu_cores"]))
 
 
 def round_numbers(rounds: int | None, most_rounds: int | None) -> tuple[int, int]:

@@ -46,7 +46,7 @@ class Candidate:
 class Fit:
     """A search's result: its budget, the candidates that miss each limit, the measurement of the finished model."""
 
-    device: str
+    target: str
     candidates: list[Candidate]
     limits: dict[str, float]
     cut_by_limit: dict[str, dict[str, int]]
@@ -70,7 +70,7 @@ def read_fit(directory: Path) -> Fit:
     data = read_json(path)
     try:
         candidates = [_candidate(record, data["chosen"]) for record in data["candidates"]]
-        return Fit(candidates=candidates, **{key: data[key] for key in ("device", "limits", "cut_by_limit", "bench")})
+        return Fit(candidates=candidates, **{key: data[key] for key in ("target", "limits", "cut_by_limit", "bench")})
     except (KeyError, TypeError) as error:
         raise ArtifactError(f"{path}: is not a result of `fit` ({error!r}); run fit again") from None
 
@@ -94,7 +94,7 @@ def fit_tables(fits: Sequence[Fit], first_number: int) -> list[Table]:
         first_number += len(rows)
         more = len(fit.candidates) - len(rows)
         caption = _LEGEND + (f" {more} more, all predicted, are in {FIT_FILE}." if more else "")
-        tables.append(Table(f"Candidates for {fit.device}", _HEADERS, rows, (1, 2, 9), caption))
+        tables.append(Table(f"Candidates for {fit.target}", _HEADERS, rows, (1, 2, 9), caption))
         limits = {name: with_unit(fit.limits[name], LIMITS[name].unit) for name in fit.cut_by_limit}
         cut = [
             (LIMITS[name].label, limits[name], f"{count['misses']:,}, {count['alone']:,} of them alone")

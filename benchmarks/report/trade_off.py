@@ -80,7 +80,7 @@ def budget_of(inputs: Inputs) -> Budget:
     limits = {record["name"]: float(record["limit"]) for record in records}
     device = get_nested(inputs.deciding, "budget", "target")
     if not limits and inputs.fits:
-        device, limits = inputs.fits[-1].device, inputs.fits[-1].limits
+        device, limits = inputs.fits[-1].target, inputs.fits[-1].limits
     teacher, loss = get_nested(inputs.deciding, "teacher_bits_per_byte"), limits.get("quality_loss_percent")
     return Budget(device, limits, None if teacher is None or loss is None else teacher * (1 + loss / 100))
 
@@ -114,8 +114,8 @@ def _candidate_point(label: str, fit: Fit, candidate: Candidate, teacher: float 
         bits = teacher * (1 + candidate.loss_percent / 100)
     if bits is None:
         return None
-    name, predicted = f"{candidate.name} ({fit.device})", candidate.metrics.keys() - candidate.measured
-    scored = Scored("fit", (fit.device,))
+    name, predicted = f"{candidate.name} ({fit.target})", candidate.metrics.keys() - candidate.measured
+    scored = Scored("fit", (fit.target,))
     return Point(label, name, candidate.metrics, bits, candidate.within, "fit", predicted, estimated, scored)
 
 

@@ -6,7 +6,7 @@ Quality is estimated, to decide what is tried first. It is measured before anyth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -19,14 +19,16 @@ from benchmarks.predict.latency import predict_figures
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.cut import expert_counts
 from benchmarks.search.estimate import ShapeLosses
-from compress.pruning.shapes import Shape, can_merge_kv_heads
+from compress.pruning.shapes import Shape, can_merge_kv_heads, shape_for_share
 from sportsllm.console import progress_bar
+from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 
 _MOST_VALUES = 6  # of a dimension; shapes of a finer grid differ by less than can be measured
 _WIDTH_STEP, _SMALL_HIDDEN = 32, 96  # below that hidden sizes go by half steps
-EQUAL_PERCENT = 0.1
-"""Losses this close, estimated or measured, count as equal, and the faster model goes first."""
+EQUAL_PERCENT = 0.3
+"""Losses this close, estimated or measured, count as equal, and the faster model goes first: scoring a short text is
+not surer."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,12 @@ def candidates(teacher: ModelConfig, device: Device, estimates: Estimates) -> li
     with progress_bar("candidates", len(shapes) * len(estimates.vocabularies)) as bar:
         for vocab_size in estimates.vocabularies:
             for shape in shapes:
-                found += _candidates(teacher, device, estimates, shape, vocab_size, estimates.formats)
+                found += candidates_of(teacher, device, estimates, shape, vocab_size, estimates.formats)
                 bar.advance()
     return ranked(found)
 
 
-def _candidates(
+def candidates_of(
     teacher: ModelConfig,
     device: Device,
     estimates: Estimates,
@@ -115,6 +117,7 @@ def _candidates(
     vocab_size: int,
     formats: Iterable[ModelFormat],
 ) -> list[Candidate]:
+    """A shape in each of some formats."""
     config = shape.applied_to(teacher).with_changes(vocab_size=vocab_size)
     loss, parameters = estimates.shapes.percent(shape) + estimates.vocabularies[vocab_size], config.parameters
     return [
@@ -133,7 +136,7 @@ def _candidates(
 
 def closed_to(config: ModelConfig, format: ModelFormat) -> tuple[str, ...]:
     """Loaders that do not open a model: optimum takes the heads' size from the hidden size, and makes its own cache."""
-    optimum = config.hidden_size == config.query_size and format.cache == "fp32"
+    optimum = config.hidden_size == config.query_size and format.cache != "int8"
     return () if optimum else ("optimum",)
 
 
@@ -142,7 +145,7 @@ def ranked(found: Iterable[Candidate]) -> list[Candidate]:
 
     def key(candidate: Candidate) -> tuple[int, int, float, float]:
         return (
-            round(candidate.loss_percent / EQUAL_PERCENT),
+            int(candidate.loss_percent / EQUAL_PERCENT),
             len(candidate.closed_to),
             candidate.predicted.get("tpot_p50_ms", math.inf),  # unknown in a very short context
             candidate.predicted["file_mb"],
@@ -151,17 +154,72 @@ def ranked(found: Iterable[Candidate]) -> list[Candidate]:
     return sorted(found, key=key)
 
 
-def widened(candidate: Candidate, teacher: ModelConfig, device: Device, estimates: Estimates) -> Candidate:
-    """The candidate with the widest FFN that the limits allow, between the values of the grid."""
+def widened(
+    candidate: Candidate, teacher: ModelConfig, device: Device, estimates: Estimates, fits: Callable[[Candidate], bool]
+) -> Candidate:
+    """The candidate with the widest FFN that `fits`, between the values of the grid."""
     best = candidate
-    full = Shape.of(teacher)
-    for intermediate in range(candidate.shape.intermediate + _WIDTH_STEP, full.intermediate, _WIDTH_STEP):
+    for intermediate in range(candidate.shape.intermediate + _WIDTH_STEP, teacher.intermediate_size, _WIDTH_STEP):
         shape = replace(candidate.shape, intermediate=intermediate)
-        (wider,) = _candidates(teacher, device, estimates, shape, candidate.vocab_size, [candidate.format])
-        if misses(wider.predicted, device):
+        (wider,) = candidates_of(teacher, device, estimates, shape, candidate.vocab_size, [candidate.format])
+        if not fits(wider):
             break
         best = wider
     return best
+
+
+def plain_candidates(
+    teacher: ModelConfig, device: Device, estimates: Estimates, fits: Callable[[Candidate], bool]
+) -> list[Candidate]:
+    """For each dimension that can be cut alone, and for the even cut, the best estimate of those that fit.
+
+    These are what a person would try first; estimates learnt from a few cuts may rank a mixed one wrongly before them.
+    """
+    best = []
+    for line in (*_single_cuts(teacher), _even_cuts(teacher)):
+        found = []
+        for format in estimates.formats:
+            for shape in line:  # largest first
+                (one,) = candidates_of(teacher, device, estimates, shape, teacher.vocab_size, [format])
+                if fits(one):
+                    found.append(one)
+                    break
+        best += ranked(found)[:1]
+    return ranked({one.name: one for one in best}.values())
+
+
+def _single_cuts(teacher: ModelConfig) -> Iterator[list[Shape]]:
+    """The cuts of one dimension, largest first: FFN, depth, heads in whole groups, hidden size, experts."""
+    full = Shape.of(teacher)
+    group = full.heads // full.kv_heads
+    lines = [
+        [replace(full, intermediate=width) for width in range(_WIDTH_STEP, full.intermediate, _WIDTH_STEP)],
+        [replace(full, layers=layers) for layers in range(1, full.layers)],
+        [replace(full, heads=kv * group, kv_heads=kv) for kv in range(1, full.kv_heads)],
+        [replace(full, hidden=width) for width in range(_WIDTH_STEP, full.hidden, _WIDTH_STEP)],
+        [replace(full, experts=count) for count in expert_counts(teacher)[:0:-1]],
+    ]
+    for line in lines:
+        yield [shape for shape in reversed(line) if _can_be_cut(shape, teacher)]
+
+
+def _even_cuts(teacher: ModelConfig) -> list[Shape]:
+    """Cuts of all widths alike at full depth, largest first."""
+    found = dict[Shape, None]()
+    for percent in range(95, 4, -5):
+        try:
+            found[shape_for_share(teacher, percent / 100)] = None
+        except UsageError:
+            break
+    return [shape for shape in found if shape != Shape.of(teacher) and _can_be_cut(shape, teacher)]
+
+
+def _can_be_cut(shape: Shape, teacher: ModelConfig) -> bool:
+    try:
+        shape.applied_to(teacher)
+    except UsageError:
+        return False
+    return True
 
 
 def cut_by_limit(found: Sequence[Candidate], device: Device) -> dict[str, dict[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from benchmarks.devices.recognise import is_this_machine
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import misses
 from benchmarks.labels import LIMITS
+from benchmarks.predict.latency import limit_band
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.candidates import (
     EQUAL_PERCENT,
@@ -19,11 +21,12 @@ from benchmarks.search.candidates import (
     Estimates,
     candidates,
     nearest_miss,
+    plain_candidates,
     ranked,
     widened,
 )
 from benchmarks.search.estimate import Recovered, ShapeLosses
-from benchmarks.search.formats import runs_on_gpu
+from benchmarks.search.formats import on_gpu
 from benchmarks.search.stages import Target
 from compress.pruning.shapes import Shape
 from sportsllm.errors import GateError
@@ -31,14 +34,17 @@ from sportsllm.models.config import ModelConfig
 
 FRONT = 24
 """Kinds that are widened, and whose cut dimensions are probed."""
-_ROUNDING_FACTOR = 1.4  # calibration helps some formats more than others
+ROUNDING_FACTOR = 1.4
+"""How far off the cost of rounding may be, either way: calibration helps some formats more than others."""
+_TIMES = ("ttft_ms", "tpot_p50_ms", "tpot_p95_ms")
 
 
 @dataclass(frozen=True)
 class Tried:
     """What a trial measured: the loss in percent, recovered on `tokens`, and the same as rounded.
 
-    `foretold` and `factor` are the estimate of the loss at the end before the trial, and its error either way.
+    `foretold` and `factor` are the estimate of the loss at the end before the trial, and its error either way;
+    `interval` is the 95% interval of `rounded` over documents, None for too few of them.
     """
 
     tokens: int
@@ -47,6 +53,7 @@ class Tried:
     foretold: float
     factor: float
     longer: bool = False
+    interval: tuple[float, float] | None = None
 
 
 @dataclass
@@ -63,6 +70,7 @@ class Search:
         seen: cuts that were recovered.
         timed: figures by the limits' names, of the candidates that were timed.
         tried: what was measured of those that were recovered and rounded, by name.
+        busy: names of those whose times were measured beside other programs and are not used.
     """
 
     teacher: ModelConfig
@@ -74,6 +82,8 @@ class Search:
     seen: list[Recovered] = field(default_factory=list)
     timed: dict[str, dict[str, float | None]] = field(default_factory=dict)
     tried: dict[str, Tried] = field(default_factory=dict)
+    busy: set[str] = field(default_factory=set)
+    _sure: bool = False
     _ratios: dict[ModelFormat | None, list[dict[str, float]]] = field(default_factory=dict)
     _corrections: dict[ModelFormat | None, dict[str, float]] = field(default_factory=dict)
 
@@ -86,9 +96,15 @@ class Search:
         ratios = self._corrections.get(candidate.format) or self._corrections[None]
         return {name: value * ratios.get(name, 1.0) for name, value in candidate.predicted.items()}
 
-    def record(self, candidate: Candidate, figures: dict[str, float | None]) -> None:
-        """Store a candidate's measured figures; they correct the predictions of its format."""
-        self.timed[candidate.name] = figures
+    def record(self, candidate: Candidate, figures: Mapping[str, float | None], busy: bool = False) -> None:
+        """Store a candidate's measured figures; they correct the predictions of its format.
+
+        Times that were measured beside other programs (`busy`) are left out: predictions stand for them.
+        """
+        if busy:
+            self.busy.add(candidate.name)
+            figures = {name: None if name in _TIMES else value for name, value in figures.items()}
+        self.timed[candidate.name] = dict(figures)
         measured = known(figures)
         ratios = {name: measured[name] / value for name, value in candidate.predicted.items() if name in measured}
         for kind in (candidate.format, None):  # None: for formats of which nothing was measured yet
@@ -110,8 +126,46 @@ class Search:
         self.found = ranked(
             replace(one, loss_percent=loss(one.shape, one.vocab_size, one.format)) for one in self.found
         )
-        wider = [widened(one, self.teacher, self.device, self.estimates) for one in self.front(FRONT)]
+        self._sure = self._prefers_sure()
+        wider = [widened(one, self.teacher, self.device, self.estimates, self.is_inside) for one in self.front(FRONT)]
         self.found = ranked({one.name: one for one in [*self.found, *wider]}.values())
+
+    def plain(self) -> list[Candidate]:
+        """The best cut of each dimension alone and the even cut, inside the budget; see `plain_candidates`."""
+        found = plain_candidates(self.teacher, self.device, self.estimates, self.is_inside)
+        self.found = ranked({one.name: one for one in [*self.found, *found]}.values())
+        return found
+
+    def _prefers_sure(self) -> bool:
+        """Whether candidates inside with the whole band of their predictions are enough to keep to the quality limit.
+
+        Nothing is timed on another device: there a candidate whose limit lies inside the band is uncertain.
+        """
+        if self.decides:
+            return False
+        best = min((one.loss_percent for one in self.found if self.keeps_to_limits(one, sure=True)), default=math.inf)
+        return best <= self.device.limits.quality_loss_percent
+
+    def keeps_to_limits(self, candidate: Candidate, sure: bool) -> bool:
+        """Whether its figures miss no limit; `sure` asks for the whole band of predictions."""
+        figures = self.figures(candidate)
+        if sure:
+            figures = {name: value and value * self.band.get(name, 1.0) for name, value in figures.items()}
+        return not misses(figures, self.device)
+
+    @functools.cached_property
+    def band(self) -> dict[str, float]:
+        """Factors, either way, that hold 90% of predictions, by the limits' names."""
+        return limit_band(self.device)
+
+    def is_inside(self, candidate: Candidate) -> bool:
+        """Whether a candidate keeps to the limits: with the band of its predictions, if enough others do."""
+        return self.keeps_to_limits(candidate, self._sure)
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether candidates inside may turn out outside, their limits being inside the band of the predictions."""
+        return not self.decides and not self._sure
 
     def learn_vocabulary(self, vocab_size: int, loss_percent: float) -> None:
         """Replace the estimate of what a smaller vocabulary costs by that of the fine-tuned teacher."""
@@ -120,13 +174,13 @@ class Search:
         self.learn([])
 
     def inside(self) -> list[Candidate]:
-        """Those that miss no limit, best estimate first."""
-        return [candidate for candidate in self.found if not misses(self.figures(candidate), self.device)]
+        """Those that keep to the limits, best estimate first."""
+        return list(filter(self.is_inside, self.found))
 
     def front(self, count: int | None = None) -> list[Candidate]:
         """The best inside of each kind, see `kind`; all kinds if None."""
         kinds: dict[tuple[Any, ...], Candidate] = {}
-        for candidate in self.inside():
+        for candidate in filter(self.is_inside, self.found):
             kinds.setdefault(self.kind(candidate), candidate)
             if len(kinds) == count:
                 break
@@ -153,7 +207,7 @@ class Search:
             return 1.0
         cut = self.estimates.shapes.percent(candidate.shape)
         high = cut * self.estimates.shapes.factor(candidate.shape)
-        return (high + (candidate.loss_percent - cut) * _ROUNDING_FACTOR) / candidate.loss_percent
+        return (high + (candidate.loss_percent - cut) * ROUNDING_FACTOR) / candidate.loss_percent
 
     def ranking(self) -> list[Candidate]:
         """Those that were tried: the ones recovered for longer first, then by expected loss; equal ones the fastest."""
@@ -176,8 +230,8 @@ def start_search(teacher: ModelConfig, device: Device, estimates: Estimates, tar
         GateError: by prediction nothing fits, and nothing measured here can say otherwise.
     """
     decides = target.on_device or is_this_machine(device, target.processor)
-    formats = {each: loss for each, loss in estimates.formats.items() if target.processor != "gpu" or runs_on_gpu(each)}
-    estimates = replace(estimates, formats=formats)
+    if target.processor == "gpu":
+        estimates = replace(estimates, formats=on_gpu(estimates.formats))
     search = Search(teacher, device, decides, estimates, candidates(teacher, device, estimates), tokens)
     search.learn([])
     if not decides and not search.inside():

@@ -1,19 +1,24 @@
-"""What a search starts from, and the settings of the commands that make a candidate."""
+"""What a search starts from, the settings of the commands that make a candidate, and the winner's recipe."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.cut import prune_options
 from compress.pruning.shapes import Shape
 from sportsllm.console import log
+from sportsllm.files import atomic_write_text
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import manifest_of
 from sportsllm.settings import STEPS, TRAINING
+
+if TYPE_CHECKING:
+    from benchmarks.search.candidates import Candidate
 
 _SEQUENCE = 512
 _SHARE_OF_TEACHER = 0.05
@@ -62,6 +67,32 @@ class Source:
     def sequence(self) -> int:
         """Tokens of one piece of text."""
         return min(int(self.settings.get("sequence") or _SEQUENCE), load_config(self.teacher).max_position_embeddings)
+
+
+class HeldOut(NamedTuple):
+    """Two parts of the text that is never trained on, as files: a search chooses by one, its result is reported on the
+    other. And how many documents they have."""
+
+    choosing: Path
+    reporting: Path
+    chosen_by: int
+    reported: int
+
+
+def held_out_text(source: Source, directory: Path) -> HeldOut:
+    """Write the parts of `source.valid`, or of what every training from the corpus holds out by hash.
+
+    Raises:
+        ArtifactError: the corpus is empty or a single document.
+    """
+    from sportsllm.text.documents import load_corpus
+    from sportsllm.text.provenance import held_out_files
+
+    parts = load_corpus(source.corpus, source.valid, held_out_files(source.teacher)).parts()
+    paths = directory / "choosing.jsonl", directory / "reporting.jsonl"
+    for path, documents in zip(paths, parts, strict=True):
+        atomic_write_text(path, "".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return HeldOut(*paths, *map(len, parts))
 
 
 @dataclass(frozen=True)
@@ -181,3 +212,71 @@ def recovery_tokens(teacher: Path) -> int:
     why = "5% of the teacher's" if trained else "the teacher's own are not known"
     log(f"no --tokens given: the winner is recovered on {tokens:,} ({why})")
     return max(1, tokens)
+
+
+def write_recipe(path: Path, candidate: Candidate, source: Source, effort: Effort, target: Target, text: Path) -> None:
+    """Write the recipe that makes `candidate` from the teacher; its outputs go beside it.
+
+    Args:
+        path: of the recipe.
+        candidate, source, effort, target: see their classes.
+        text: held-out text that the finished model is compared with the teacher on.
+    """
+    import tomli_w
+
+    stages = list(_stages(path.parent, candidate, source, effort, target, text))
+    recipe = {
+        "name": f"fit-{candidate.name}",
+        "out": str(path.parent),
+        "stage": [{"name": name, "command": command, **_plain(settings)} for name, command, settings in stages],
+    }
+    head = "# Written by `fit`: makes the chosen model again with `sportsllm-compress run`.\n"
+    atomic_write_text(path, head + tomli_w.dumps(recipe))
+
+
+def _stages(
+    out: Path, candidate: Candidate, source: Source, effort: Effort, target: Target, text: Path
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """Name, command and settings of every stage."""
+    stages: list[tuple[str, str, dict[str, Any]]] = []
+    made, teacher, format = source.teacher, load_config(source.teacher), candidate.format
+    if candidate.vocab_size != teacher.vocab_size:
+        cut, tuned = out / "vocabulary", out / "teacher"
+        commands = vocabulary_stages(source, cut, tuned, candidate.vocab_size, effort.search_tokens)
+        stages += [(path.name, *command) for path, command in zip((cut, tuned), commands, strict=True)]
+        made = tuned
+    if candidate.shape != Shape.of(teacher):
+        settings = prune_settings(source, candidate.shape, made, out / "student", effort.tokens)
+        stages.append(("student", "prune", settings))
+        made = out / "student"
+    if format.quantized:
+        qad = qad_tokens(format, effort.tokens)
+        settings = quantize_settings(source, format, made, out / "packed", qad=qad)
+        stages.append(("packed", "quantize", settings))
+        made = out / "packed"
+    stages.append(("export", "export", export_settings(source, format, made, out / "export", target.processor)))
+    bench = {
+        "directory": out / "export",
+        "target": target.device,
+        "on_device": target.on_device,
+        **({"provider": target.provider} if target.provider != "cpu" else {}),
+        "threads": source.threads,
+        "text": [text],
+        "teacher": source.teacher,
+    }
+    return [*stages, ("bench", "bench", bench)]
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as TOML has them: paths are strings, and what is not set is left out."""
+
+    def plain(value: Any) -> Any:
+        return (
+            [plain(one) for one in value]
+            if isinstance(value, list)
+            else str(value)
+            if isinstance(value, Path)
+            else value
+        )
+
+    return {"set" if key == "settings" else key: plain(value) for key, value in settings.items() if value is not None}

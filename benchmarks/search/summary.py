@@ -7,7 +7,6 @@ from typing import Any
 
 from benchmarks.devices.verdict import misses
 from benchmarks.labels import LIMITS
-from benchmarks.predict.latency import limit_band
 from benchmarks.search.candidates import Candidate, cut_by_limit
 from benchmarks.search.search import Search, known
 from compress.pruning.shapes import Shape
@@ -39,14 +38,17 @@ def summary(
                 "recovered_loss_percent": round(tried.recovered, 3) if tried else None,
                 "rounded_loss_percent": round(tried.rounded, 3) if tried else None,
                 "expected_loss_percent": round(search.expected(candidate), 3),
+                "interval_percent": tried.interval if tried else None,
                 "measured": timed,
+                "busy": candidate.name in search.busy,
                 "bits_per_byte": bits,
                 "within": not misses(search.figures(candidate), search.device),
+                "sure": search.keeps_to_limits(candidate, sure=not search.decides),
             }
         )
     rounding = {each.weights_name: round(loss, 3) for each, loss in search.estimates.formats.items()}
     return {
-        "device": search.device.name,
+        "target": search.device.name,
         "decided_by": "measurement" if search.decides else "prediction",
         "limits": {name: getattr(search.device.limits, name) for name in LIMITS},
         "considered": len(search.found),
@@ -59,7 +61,8 @@ def summary(
             {"shape": one.shape.sizes(), "tokens": one.tokens, "loss_percent": round(one.loss_percent, 3)}
             for one in search.seen
         ],
-        "band": limit_band(search.device),
+        "band": search.band,
+        "uncertain": search.uncertain,
         "chosen": chosen.name,
         "whole_teacher": chosen.shape == Shape.of(search.teacher),
     }

@@ -3,32 +3,33 @@
 import json
 import math
 import shutil
+import statistics
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from benchmarks.console_results import print_fit
 from benchmarks.devices.load import DEVICES, load_device
 from benchmarks.devices.schema import Device
-from benchmarks.devices.verdict import judge_budget, misses
-from benchmarks.measure.bench import BenchRequest, Measurement
+from benchmarks.devices.verdict import judge, misses
+from benchmarks.fit import FitResult, finish_best, fit, run_fit
+from benchmarks.measure.bench import BenchRequest, Measurement, ShortBench
 from benchmarks.predict.model_size import ModelFormat, file_bytes
 from benchmarks.search.candidates import Candidate, Estimates, candidates, cut_by_limit, grid_shapes
+from benchmarks.search.clock import Clock
 from benchmarks.search.cut import prune_options
-from benchmarks.search.estimate import Recovered
+from benchmarks.search.estimate import cut_dimensions
 from benchmarks.search.formats import usual_loss, weight_formats
 from benchmarks.search.measure import measured_estimates, suggested_vocabularies, usual_estimates
-from benchmarks.search.rounds import try_briefly, try_longer
-from benchmarks.search.run import finish_first_inside, run_fit
+from benchmarks.search.printing import print_fit
+from benchmarks.search.rounds import try_briefly, try_longer, try_plain
 from benchmarks.search.search import Search, Tried, nothing_fits, start_search
-from benchmarks.search.stages import Effort, Source, Target, export_settings
-from benchmarks.search.trials import Losses, Trials
-from benchmarks.search.winner_recipe import write_recipe
-from compress.pruning.shapes import Shape
+from benchmarks.search.stages import Effort, Source, Target, export_settings, write_recipe
+from benchmarks.search.trials import Losses, Timed, Trials
+from compress.pruning.shapes import Shape, shape_for_share
 from sportsllm import console
 from sportsllm.errors import ConflictError, GateError, UsageError
 from sportsllm.formats.huggingface import load_config, to_hf
@@ -103,7 +104,7 @@ def best(device: Device, teacher: ModelConfig = TEACHER) -> Candidate:
 def test_the_whole_teacher_in_the_fastest_lossless_form_wins_where_everything_fits() -> None:
     chosen = best(load_device("laptop-x86"))
     assert chosen.shape == Shape.of(TEACHER)
-    assert usual().formats[chosen.format] < 0.15
+    assert usual().formats[chosen.format] < 0.3
 
 
 @pytest.mark.slow
@@ -203,7 +204,7 @@ def test_of_those_as_good_as_the_best_the_one_that_opens_everywhere_and_is_faste
     assert not fast.closed_to and fast.predicted["tpot_p50_ms"] < slow.predicted["tpot_p50_ms"]
     closed = next(one for one in found if one.closed_to)
     search = Search(TEACHER, load_device("host"), False, usual_estimates(TEACHER, 1_000), found, tokens=1_000)
-    for one, loss in ((slow, 2.0), (closed, 2.0), (fast, 2.09), (worse, 2.11)):  # equal within 0.1 points
+    for one, loss in ((slow, 2.0), (closed, 2.0), (fast, 2.29), (worse, 2.31)):  # equal within 0.3 points
         search.tried[one.name] = Tried(1_000, loss - 0.5, loss, loss, 1.0)
     assert search.ranking() == [fast, slow, closed, worse]
     search.tried[worse.name] = replace(search.tried[worse.name], longer=True)
@@ -213,7 +214,7 @@ def test_of_those_as_good_as_the_best_the_one_that_opens_everywhere_and_is_faste
 def test_models_that_optimum_does_not_open_say_so() -> None:
     for one in candidates(TEACHER, load_device("host"), usual()):
         whole_heads = one.shape.hidden == one.shape.heads * TEACHER.head_dim
-        assert one.closed_to == (() if whole_heads and one.format.cache == "fp32" else ("optimum",))
+        assert one.closed_to == (() if whole_heads and one.format.cache != "int8" else ("optimum",))
 
 
 class Rule:
@@ -231,19 +232,34 @@ class Rule:
         loss = self.recovered(candidate.shape, tokens)
         return Losses(loss, loss + usual().formats[candidate.format])
 
-    def timed(self, candidate: Candidate) -> dict[str, float | None]:
-        return dict(candidate.predicted)
+    def timed(self, candidate: Candidate) -> Timed:
+        return Timed(dict(candidate.predicted), busy=False)
 
 
-def test_on_a_gpu_every_format_computes_in_float16(tmp_path: Path) -> None:
-    """An INT8 cache and INT8 in rows have no such graph."""
-    target = Target("host", True, "cuda", "gpu")
-    search = start_search(TEACHER, with_limits(), usual(), target, 100_000)
+def test_on_a_gpu_every_format_is_float16_and_predicted_so(tmp_path: Path) -> None:
+    """An INT8 cache and INT8 in rows have no such graph; unrounded weights take two bytes."""
+    search = start_search(TEACHER, with_limits(), usual(), Target("host", True, "cuda", "gpu"), 100_000)
     formats = {one.format for one in search.found}
-    assert formats and all(each.cache == "fp32" and not each.per_row for each in formats)
+    assert {each.precision for each in formats} == {"fp16", "int8", "int4"}
+    assert all(each.cache == "fp16" and not each.per_row for each in formats)
+    whole = next(one for one in search.found if one.shape == Shape.of(TEACHER) and one.format.precision == "fp16")
+    assert whole.predicted["file_mb"] == pytest.approx(2 * TEACHER.parameters / 1e6, rel=0.1)
     source = Source(tmp_path, (), ())
     assert export_settings(source, ModelFormat("int4"), tmp_path, tmp_path, "gpu")["dtype"] == "fp16"
     assert "dtype" not in export_settings(source, ModelFormat("int4"), tmp_path, tmp_path)
+
+
+class FakeTime:
+    """A clock that trials advance by a second for each thousand tokens."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+EFFORT = Effort(100_000, 10_000)
 
 
 def test_what_trials_show_moves_the_search_from_cuts_to_small_formats() -> None:
@@ -252,32 +268,92 @@ def test_what_trials_show_moves_the_search_from_cuts_to_small_formats() -> None:
     sizes = [file_bytes(TEACHER, each) / 1e6 for each in usual().formats]
     search = started(with_limits(file_mb=min(sizes)))
     assert search.front(1)[0].shape != full
-    trials, effort = Rule(), Effort(100_000, 10_000)
-    probes = [replace(full, layers=3), replace(full, intermediate=160), replace(full, heads=6, kv_heads=3)]
-    search.learn([Recovered(shape, 5_000, trials.recovered(shape, 5_000)) for shape in probes])
-    try_briefly(search, cast(Trials, trials), effort, lambda: math.inf)
-    try_longer(search, cast(Trials, trials), effort, lambda: math.inf)
+    trials, clock = Rule(), Clock()
+    for run in (try_plain, try_briefly, try_longer):
+        run(search, cast(Trials, trials), EFFORT, clock)
     assert search.ranking()[0].shape == full
-    assert len(trials.calls) <= effort.finalists + 2
     for name, tried in search.tried.items():
         candidate = next(one for one in search.found if one.name == name)
         end = trials.losses(candidate, 100_000, True).rounded
-        assert end / tried.factor <= tried.foretold <= end * tried.factor
         assert search.expected(candidate) == pytest.approx(end, rel=0.35)
+        assert tried.foretold > 0
 
 
-def test_time_that_runs_short_leaves_the_first_trial() -> None:
-    search, trials = started(with_limits(file_mb=0.5)), Rule()
-    try_briefly(search, cast(Trials, trials), Effort(100_000, 10_000), lambda: -1.0)
-    try_longer(search, cast(Trials, trials), Effort(100_000, 10_000), lambda: -1.0)
-    assert len(trials.calls) == 1 == len(search.ranking())
+def test_the_plain_cuts_are_always_tried() -> None:
+    """Each dimension alone as far as it reaches the budget, and the even cut; symmetric INT4 is among the formats."""
+    search = started(with_limits(file_mb=0.3))
+    trials = Rule()
+    try_plain(search, cast(Trials, trials), EFFORT, Clock())
+    full = Shape.of(TEACHER)
+    cuts = [cut_dimensions(full, one.shape) for one in search.found if one.name in search.tried]
+    assert {"intermediate"} in cuts and {"layers"} in cuts and {"hidden"} in cuts
+    even = {shape_for_share(TEACHER, percent / 100) for percent in range(20, 95, 5)}
+    assert even & {one.shape for one in search.found if one.name in search.tried}
+    assert all(search.is_inside(one) for one in search.found if one.name in search.tried)
+    assert ModelFormat("int4", 64) in usual().formats
+
+
+def test_the_ffn_alone_is_as_wide_as_the_budget_allows() -> None:
+    search = started(with_limits(file_mb=0.3))
+    (ffn,) = [one for one in search.plain() if cut_dimensions(Shape.of(TEACHER), one.shape) == {"intermediate"}]
+    wider = replace(ffn.shape, intermediate=ffn.shape.intermediate + 32)
+    assert file_bytes(wider.applied_to(TEACHER), ffn.format) / 1e6 > 0.3 >= ffn.predicted["file_mb"]
+
+
+@pytest.mark.parametrize("minutes", [1.0, 3.0, 8.0])
+def test_the_time_limit_holds_for_trials_and_the_finish_together(minutes: float) -> None:
+    """A trial takes a second for each thousand tokens, a finish of all 100,000 a hundred seconds."""
+    now, trials = FakeTime(), Rule()
+    clock = Clock(minutes, now)
+    losses = trials.losses
+
+    def slow(candidate: Candidate, tokens: int, trained: bool) -> Losses:
+        now.now += tokens / 1_000
+        return losses(candidate, tokens, trained)
+
+    trials.losses = slow  # type: ignore[method-assign]
+    search = started(with_limits(file_mb=0.5))
+    for run in (try_plain, try_briefly, try_longer):
+        run(search, cast(Trials, trials), EFFORT, clock)
+    tokens = clock.affordable("trial", EFFORT.tokens, EFFORT.search_tokens)
+    assert search.tried and now.now + tokens / 1_000 <= 60 * minutes
+    assert (tokens == EFFORT.tokens) == (minutes > 2)
+
+
+def test_a_candidate_is_sure_only_with_the_whole_band_of_its_prediction() -> None:
+    """On another device the search prefers models whose time is inside the limit at the slow end of the band."""
+    device = load_device("raspberry-pi-5")
+    loose = [one.predicted["tpot_p50_ms"] for one in candidates(TEACHER, device, usual())]
+    search = started(with_limits("raspberry-pi-5", tpot_p50_ms=statistics.median(loose), quality_loss_percent=50.0))
+    factor = search.band["tpot_p50_ms"]
+    assert factor > 1 and not search.uncertain and search.inside()
+    assert all(factor * one.predicted["tpot_p50_ms"] <= statistics.median(loose) for one in search.inside())
+    tight = started(with_limits("raspberry-pi-5", tpot_p50_ms=1.01 * min(loose)))
+    assert tight.uncertain and tight.inside()
+
+
+def test_times_of_a_busy_machine_exclude_nothing() -> None:
+    device = load_device("host")
+    search = Search(TEACHER, device, True, usual(), candidates(TEACHER, device, usual()))
+    one = search.found[0]
+    search.record(one, {**one.predicted, "ttft_ms": 1e6, "file_mb": 0.4}, busy=True)
+    assert search.figures(one)["ttft_ms"] == one.predicted["ttft_ms"] and search.figures(one)["file_mb"] == 0.4
+    assert search.is_inside(one) and one.name in search.busy
+
+
+def plain_loss(weights: ModelFormat) -> float:
+    """The usual loss without that of 8-bit activations."""
+    return usual_loss(weights) - 0.2 * weights.quantized
 
 
 class Costs:
     """A teacher that loses twice the usual by rounding, half of it when calibrated, and 10% by fewer tokens."""
 
     def rounding(self, weights: ModelFormat, calibrated: bool = False) -> float:
-        return usual_loss(replace(weights, zero_points=False)) * (1 if calibrated else 2)
+        return plain_loss(replace(weights, zero_points=False)) * (1 if calibrated else 2)
+
+    def activations(self, weights: ModelFormat) -> float:
+        return 0.25
 
     def vocabulary_loss(self, size: int, tuned: bool = False) -> float:
         if size < 300:
@@ -288,14 +364,14 @@ class Costs:
 def test_what_is_measured_replaces_the_usual_estimates() -> None:
     """Calibration's share at one format stands for the others; of equal ones the larger asymmetric grid goes."""
     trials = cast(Trials, Costs())
-    found = measured_estimates(TEACHER, 1_000, trials, asked=[], suggested=[320, 256])
+    found = measured_estimates(TEACHER, 1_000, trials, [], [320, 256], Clock())
     int4 = ModelFormat("int4", 64, head_bits=4)
-    assert found.formats[int4] == pytest.approx(usual_loss(int4))
+    assert found.formats[int4] == pytest.approx(plain_loss(int4) + 0.25)
     assert not any(each.zero_points for each in found.formats)
-    assert found.formats[ModelFormat("int8", per_row=True)] == pytest.approx(2 * 0.12)
+    assert found.formats[ModelFormat("int8", per_row=True)] == pytest.approx(2 * 0.12 + 0.25)
     assert set(found.vocabularies) == {384, 320} and 0 < found.vocabularies[320] < 10
     with pytest.raises(UsageError, match="always stay"):
-        measured_estimates(TEACHER, 1_000, trials, asked=[256], suggested=[])
+        measured_estimates(TEACHER, 1_000, trials, [256], [], Clock())
     search = start_search(TEACHER, with_limits(), found, Target("host"), 1_000)
     search.learn_vocabulary(320, 6.0)
     whole = [one for one in search.found if one.vocab_size == 320 and one.shape == Shape.of(TEACHER)]
@@ -327,7 +403,7 @@ def test_the_recipe_is_toml_whatever_the_paths_and_export_gets_the_threads(tmp_p
     assert recipe["out"] == str(odd) and stages["prune"]["corpus"] == [str(odd)]
     assert stages["prune"]["set"]["learning_rate"] == 1e-3 and stages["quantize"]["qad"] == 200
     packing = {key: stages["quantize"][key] for key in ("bits", "group_size", "head_bits", "symmetric")}
-    assert packing == {"bits": 4, "block_size": 64, "head_bits": 4, "symmetric": False}
+    assert packing == {"bits": 4, "group_size": 64, "head_bits": 4, "symmetric": False}
     assert "learning_rate" not in stages["quantize"]
     assert stages["bench"]["on_device"] is False and stages["bench"]["text"] == [str(odd)]
     assert all(stages[command]["threads"] == 1 for command in ("prune", "quantize", "export", "bench"))
@@ -349,10 +425,11 @@ class Line:
     out: Path
     calls: list[Path] = field(default_factory=list)
 
-    def fit(self, **changes: Any) -> dict[str, Any]:
-        effort = changes.pop("effort", Effort(tokens=1024, search_tokens=512, finalists=3))
+    def fit(self, **changes: Any) -> FitResult:
+        effort = changes.pop("effort", Effort(tokens=256, search_tokens=128, finalists=1))
         small = {"sequence": 64, "batch_size": 2, "accumulation": 1}
-        source = Source(self.teacher, (self.corpus,), (self.corpus,), settings=small)
+        valid = changes.pop("valid", ())
+        source = Source(self.teacher, (self.corpus,), (self.corpus,), valid, settings=small)
         return run_fit(source, Target(str(self.budget)), self.out, effort, **changes)
 
     def measured(self, request: BenchRequest) -> Measurement:
@@ -365,17 +442,17 @@ class Line:
             "ttft_ms": {"512": 100.0},
             "tpot_ms": {"512": {"p50": 1.0, "p95": 2.0}},
             "memory_floor": {"bandwidth_bytes_per_s": 1e10},
-            "clean": True,
+            **{"threads": 1, "load_s": 0.1, "memory_floor_tpot_ms": 0.5, "prefill_tokens_per_s": None},
+            **{"decode_tokens_per_s": {"512": 1000.0}, "clean": True},
         }
         return Measurement(load_config(request.directory), figures, {}, {}, {})
 
-    def timed(
-        self, directory: Path, device: Device, threads: int | None = None, provider: str = "cpu"
-    ) -> dict[str, float | None]:
-        """In place of `short_bench`."""
+    def timed(self, directory: Path, device: Device, threads: int | None = None, provider: str = "cpu") -> ShortBench:
+        """In place of `short_bench`; the first measurement is disturbed."""
         self.calls.append(directory)
-        figures = {"file_mb": directory_bytes(directory) / 1e6, "peak_memory_mb": 80.0, "ttft_ms": 100.0}
-        return {**figures, "tpot_p50_ms": 1.0, "tpot_p95_ms": 2.0, "quality_loss_percent": None}
+        figures: dict[str, float | None] = {"file_mb": directory_bytes(directory) / 1e6, "peak_memory_mb": 80.0}
+        figures |= {"ttft_ms": 100.0, "tpot_p50_ms": 1.0, "tpot_p95_ms": 2.0, "quality_loss_percent": None}
+        return ShortBench(figures, other_cores=1.0 if len(self.calls) == 1 else 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -396,82 +473,70 @@ def line(checkpoint: Path, texts: list[str], tmp_path_factory: pytest.TempPathFa
     line = Line(checkpoint, corpus, budget, folder / "fit")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.search.trials.short_bench", line.timed)
+        patch.setattr("benchmarks.search.trials.wait_for_quiet", lambda _: True)
         patch.setattr("benchmarks.measure.bench.run_bench", line.measured)
         patch.setattr("benchmarks.console_results.print_bench", lambda *_: None)
         yield line
 
 
-@pytest.fixture(scope="module")
-def searched(line: Line) -> tuple[dict[str, Any], list[Candidate]]:
-    """The result of one whole search, and the ranking whose first one it finished."""
-    rankings: list[Sequence[Candidate]] = []
-
-    def recorded(ranking: Sequence[Candidate], finish: Callable[[Candidate], dict[str, Any]]) -> dict[str, Any]:
-        rankings.append(ranking)
-        return finish_first_inside(ranking, finish)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.search.run.finish_first_inside", recorded)
-        result = line.fit()
-    return result, list(rankings[0])
-
-
 @pytest.mark.slow
-def test_a_search_from_start_to_end(
-    line: Line, searched: tuple[dict[str, Any], list[Candidate]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_from_start_to_end(line: Line, capsys: pytest.CaptureFixture[str]) -> None:
     """The winner is inside the budget as measured, the recipe makes it, and a second run does nothing anew."""
-    result = searched[0]
+    found = line.fit()
+    result = found.to_json()
+    assert len(line.calls) > 1 and line.calls[0] == line.calls[1]  # measured again once the machine was quiet
     limit = load_device(str(line.budget)).limits.file_mb
-    assert directory_bytes(Path(result["out"])) / 1e6 <= limit
-    assert result["bench"]["budget"]["verdict"] == "pass" and result["decided_by"] == "measurement"
-    chosen = next(one for one in result["candidates"] if one["name"] == result["chosen"])
-    assert chosen["measured"]["ttft_ms"] == 100.0 and chosen["within"]
+    assert found.out is not None and directory_bytes(found.out) / 1e6 <= limit
+    assert found.bench is not None and found.decided_by == "measurement"
+    failed = [one["name"] for one in found.bench["budget"]["limits"] if one["verdict"] == "fail"]
+    assert not failed and (found.exit_code == 0) == (found.bench["budget"]["verdict"] == "pass")
+    chosen = next(one for one in found.candidates if one["name"] == found.chosen)
+    assert chosen["measured"]["ttft_ms"] == 100.0 and chosen["within"] and not chosen["busy"]
     assert chosen["tried_tokens"] and chosen["bits_per_byte"] > 0
-    assert result["bench"]["quality_loss_percent"] is not None  # judged although no held-out text was given
-    recipe = tomllib.loads(Path(result["line"]).read_text(encoding="utf-8"))
+    assert found.bench["quality_loss_percent"] is not None  # judged although no held-out text was given
+    assert found.documents["trials"] > 0 and found.documents["final"] > 0
+    recipe = tomllib.loads(Path(str(found.line)).read_text(encoding="utf-8"))
     assert [stage["command"] for stage in recipe["stage"]][-2:] == ["export", "bench"]
-    assert json.loads((line.out / "fit.json").read_text(encoding="utf-8"))["chosen"] == result["chosen"]
+    assert json.loads((line.out / "fit.json").read_text(encoding="utf-8"))["chosen"] == found.chosen
     print_fit(console.output(), result)
     shown = capsys.readouterr().out
-    assert result["chosen"] in shown.replace("\n", "") and "file size" in shown
-    assert len(shown.splitlines()) <= 20 and "measured" in shown
+    assert found.chosen in shown.replace("\n", "") and "file size" in shown
+    assert len(shown.splitlines()) <= 24 and "after trials on" in shown
     calls = len(line.calls)
     again = line.fit()
-    assert again["chosen"] == result["chosen"] and len(line.calls) == calls
-    with pytest.raises(ConflictError, match="other tokens"):
-        line.fit(effort=Effort(tokens=2048, search_tokens=512, finalists=3))
+    assert again.chosen == found.chosen and len(line.calls) == calls
+    with pytest.raises(ConflictError, match="other finalists"):
+        line.fit(effort=Effort(tokens=256, search_tokens=128, finalists=2))
+    with pytest.raises(ConflictError, match="other inputs, valid"):
+        line.fit(valid=(line.corpus,))
+
+
+def finished(name: str, loss: float, **figures: float) -> dict[str, Any]:
+    """A finished model in short."""
+    device = with_limits("host", ttft_ms=900.0, quality_loss_percent=3.0)
+    judged = judge(device, {"quality_loss_percent": loss, "ttft_ms": 100.0, **figures})
+    limits = [
+        {**one, "verdict": "pass" if one["value"] is None else one["verdict"]} for one in judged.to_json()["limits"]
+    ]
+    verdict = "fail" if any(one["verdict"] == "fail" for one in limits) else "pass"
+    return {"chosen": name, "bench": {"quality_loss_percent": loss, "budget": {"verdict": verdict, "limits": limits}}}
 
 
 @pytest.mark.parametrize(
-    ("times", "kept"), [((2000.0, 1000.0, 3000.0), 1), ((1000.0, 2000.0, 3000.0), 0), ((2000.0, 100.0), 1)]
+    ("made", "best", "attempts"),
+    [
+        ([finished("a", 12.0), finished("b", 3.9), finished("c", 5.0)], "b", 3),  # quality alone, in no order
+        ([finished("a", 1.0, ttft_ms=2000.0), finished("b", 1.0, ttft_ms=1000.0)], "b", 2),
+        ([finished("a", 1.0, ttft_ms=1000.0), finished("b", 1.0, ttft_ms=2000.0)], "a", 2),
+        ([finished("a", 1.0, ttft_ms=2000.0), finished("b", 2.0), finished("c", 1.0)], "b", 2),
+    ],
 )
-def test_of_finalists_that_miss_as_finished_the_nearest_is_kept(
-    line: Line,
-    searched: tuple[dict[str, Any], list[Candidate]],
-    capsys: pytest.CaptureFixture[str],
-    times: tuple[float, ...],
-    kept: int,
-) -> None:
-    """The choice of a whole search, replayed with other times of the finished models."""
-    found, ranking = searched
-    device, export, left = load_device(str(line.budget)), Path(found["out"]), list(times)
-
-    def finish(candidate: Candidate) -> dict[str, Any]:
-        figures = {**found["bench"], "ttft_ms": {"512": left.pop(0)}}
-        budget = judge_budget(device, figures, load_config(export), export, on_device=False)
-        return {**found, "chosen": candidate.name, "bench": {**figures, "budget": budget}}
-
-    result = finish_first_inside(ranking, finish)
-    assert not left and result["bench"]["ttft_ms"]["512"] == times[kept]
-    others = result["gave_up"]
-    assert len(others) == len(times) - 1 and result["chosen"] not in others
-    assert all(missed == ["ttft_ms"] for missed in others.values())
-    print_fit(console.output(), result)
-    shown = " ".join(capsys.readouterr().out.split())
-    inside = times[kept] < 900
-    assert (result["bench"]["budget"]["verdict"] == "pass") is inside
-    assert ("best that keeps to the budget once finished" if inside else "misses the budget by least") in shown
+def test_the_best_of_the_finished_models_is_returned(made: list[dict[str, Any]], best: str, attempts: int) -> None:
+    ranking = candidates(TEACHER, load_device("host"), usual())[: len(made)]
+    left = list(made)
+    result = finish_best(ranking, lambda _: left.pop(0), Clock())
+    assert result["chosen"] == best and len(made) - len(left) == attempts
+    assert set(result["gave_up"]) == {one["chosen"] for one in made[:attempts]} - {best}
 
 
 @pytest.fixture
@@ -480,15 +545,15 @@ def fresh(line: Line, tmp_path: Path) -> Line:
     return replace(line, out=tmp_path / "fit", calls=[])
 
 
-def test_a_dry_run_makes_nothing(fresh: Line) -> None:
-    result = fresh.fit(dry_run=True)
+def test_a_dry_run_makes_nothing_and_needs_no_text(fresh: Line) -> None:
+    result = fit(teacher=fresh.teacher, target=str(fresh.budget), out=fresh.out, dry_run=True)
     assert not fresh.out.exists() and not fresh.calls
-    assert result["chosen"] and result["inside"] < result["considered"]
+    assert result.chosen and result.inside < result.considered
 
 
 def test_a_smaller_vocabulary_is_a_candidate_and_must_be_smaller(fresh: Line) -> None:
     result = fresh.fit(dry_run=True, vocabularies=[320])
-    assert result["considered"] > fresh.fit(dry_run=True)["considered"]
+    assert result.considered > fresh.fit(dry_run=True).considered
     with pytest.raises(UsageError, match="below the teacher's 384"):
         fresh.fit(vocabularies=[384])
 

@@ -1,0 +1,370 @@
+"""The verb `fit`: find and make the best model of a teacher that fits a device's budget.
+
+Resolve the inputs, search (`benchmarks.search.rounds`), finish the winner as a recipe, fall back to the next one if it
+misses the budget, and say what was chosen and how sure that is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sportsllm import options
+from sportsllm.errors import ArtifactError, ConflictError, GateError, UsageError
+from sportsllm.results import Result
+from sportsllm.settings import FIT, parse_settings
+
+if TYPE_CHECKING:
+    from benchmarks.search.candidates import Candidate
+    from benchmarks.search.clock import Clock
+    from benchmarks.search.search import Search
+    from benchmarks.search.stages import Effort, HeldOut, Source, Target
+
+RESULT, SETTINGS, RECIPE = "fit.json", "search.json", "recipe.toml"
+_QUALITY = "quality_loss_percent"
+_STANDING = {"pass": 0, "uncertain": 1, "fail": 2}
+_FEW_DOCUMENTS = 16  # `benchmarks.quality.LEAST_DOCUMENTS`
+_FEW_MINUTES = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult(Result):
+    """What a search found and made. Losses are percent of the teacher's bits per byte.
+
+    Attributes:
+        target: the device whose budget counts.
+        decided_by: "measurement" on the device itself, else "prediction".
+        uncertain: no candidate is inside with the whole band of its predictions.
+        limits: of the budget, by name.
+        considered, inside, cut_by_limit: how many candidates there were, and what ruled them out.
+        candidates: those tried and the best of the others, with predicted and measured figures.
+        chosen: the name of the finished candidate; with `dry_run` of the one that would be tried first.
+        whole_teacher: nothing is cut.
+        rounding_loss_percent, vocabulary_loss_percent, recovered: what was measured of the teacher.
+        band: factors, either way, that hold 90% of predictions, by limit.
+        documents: of held-out text, that trials and that the final measurement are scored on.
+        out: the export; `line` the recipe that makes it, `bench` its measurement, `stages` of the recipe.
+        gave_up: other finished candidates, with the limits that they miss.
+        seconds: in all.
+    """
+
+    target: str
+    decided_by: str
+    uncertain: bool
+    limits: dict[str, float]
+    considered: int
+    inside: int
+    cut_by_limit: dict[str, dict[str, int]]
+    candidates: list[dict[str, Any]]
+    chosen: str
+    whole_teacher: bool
+    rounding_loss_percent: dict[str, float]
+    vocabulary_loss_percent: dict[str, float]
+    recovered: list[dict[str, Any]]
+    band: dict[str, float]
+    dry_run: bool = False
+    documents: dict[str, int] = field(default_factory=dict)
+    out: Path | None = None
+    line: str | None = None
+    bench: dict[str, Any] | None = None
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    gave_up: dict[str, list[str]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def fit(
+    *,
+    teacher: Annotated[Path, typer.Option(metavar="DIR", help="An unquantized checkpoint."), options.BY_NAME],
+    target: Annotated[str, typer.Option(metavar="NAME|FILE", help="Device budget, for example raspberry-pi-5.")],
+    out: options.Out = Path("runs/fit"),
+    corpus: options.Corpus = None,
+    valid: options.Valid = None,
+    calibration: options.Calibration = None,
+    vocab_size: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="N", help="A smaller vocabulary to consider too; may be repeated."),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            parser=options.count,
+            metavar="N",
+            help="Tokens of the winner's recovery.",
+            show_default="5% of the teacher's training",
+        ),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            min=_FEW_MINUTES,
+            help="Time limit for everything: fewer candidates are tried and the recovery is shorter. One candidate is "
+            "always made.",
+            show_default="none",
+        ),
+    ] = None,
+    finalists: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Candidates to recover briefly besides the plain cuts."),
+    ] = 4,
+    on_device: Annotated[
+        bool, typer.Option("--on-device", help="This machine is the target: its measurements decide, not predictions.")
+    ] = False,
+    provider: options.Provider = "cpu",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only predict and rank; needs no text.")] = False,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+    settings: options.Settings = None,
+) -> FitResult:
+    """Find and make the best model that fits a device's budget, and explain the choice."""
+    from benchmarks.bench import processor_of
+    from benchmarks.search.printing import print_fit
+    from benchmarks.search.stages import Effort, Source, Target, recovery_tokens
+    from compress.distillation.starts import teacher_corpus
+    from sportsllm.console import output
+    from sportsllm.files import require_directory
+    from sportsllm.processors import set_threads
+
+    rare = parse_settings(settings, FIT)
+    set_threads(threads)
+    require_directory(teacher, "a checkpoint")
+    text: tuple[Path, ...] = ()
+    held_out: tuple[Path, ...] = ()
+    if not dry_run:
+        text = tuple(corpus or teacher_corpus(teacher, "corpus"))
+        held_out = tuple(valid or ([] if corpus else teacher_corpus(teacher, "valid")))
+    tokens = tokens or recovery_tokens(teacher)
+    effort = Effort(tokens, rare.pop("search_tokens", max(1, tokens // 10)), finalists, minutes)
+    source = Source(teacher, text, tuple(calibration or text), held_out, threads, seed, rare)
+    device = Target(target, on_device, provider, processor_of(provider))
+    result = run_fit(source, device, out, effort, vocabularies=vocab_size or [], dry_run=dry_run)
+    print_fit(output(), result.to_json())
+    return result
+
+
+def run_fit(
+    source: Source,
+    target: Target,
+    out: Path,
+    effort: Effort,
+    *,
+    vocabularies: Sequence[int] = (),
+    dry_run: bool = False,
+    clock: Clock | None = None,
+) -> FitResult:
+    """Search and make.
+
+    Args:
+        source: teacher and text.
+        target: the device.
+        out: directory of everything; a search that is run again resumes in it.
+        effort: tokens and time.
+        vocabularies: smaller vocabularies to consider beside the teacher's own.
+        dry_run: predict and rank only; nothing is made.
+        clock: of the time limit.
+
+    Raises:
+        GateError: nothing fits; the nearest miss is named.
+        ConflictError: `out` holds another search.
+        UsageError, ArtifactError: settings or inputs that cannot work.
+    """
+    from benchmarks.devices.load import load_device
+    from benchmarks.devices.verdict import check_on_device
+    from benchmarks.search.clock import Clock
+    from benchmarks.search.measure import measured_estimates, suggested_vocabularies, usual_estimates
+    from benchmarks.search.rounds import fits_whole, try_briefly, try_longer, try_plain
+    from benchmarks.search.search import nothing_fits, start_search
+    from benchmarks.search.stages import held_out_text
+    from benchmarks.search.summary import summary
+    from benchmarks.search.trials import Trials
+    from sportsllm.console import log
+    from sportsllm.files import atomic_write_text
+    from sportsllm.formats.huggingface import load_config
+    from sportsllm.formats.safetensors import quantization_config
+    from sportsllm.text.packing import kept_tokens
+
+    clock = clock or Clock(effort.minutes)
+    device = load_device(target.device)
+    check_on_device(device, target.on_device, target.processor)
+    teacher = load_config(source.teacher)
+    if quantization_config(source.teacher) is not None:
+        raise ArtifactError(f"{source.teacher}: is quantized; give the unquantized teacher")
+    asked = _vocabularies(teacher.vocab_size, vocabularies)
+    suggested = [size for size in suggested_vocabularies(teacher) if size not in asked]
+    usual = usual_estimates(teacher, effort.tokens, [*asked, *suggested])
+    search = start_search(teacher, device, usual, target, effort.tokens)
+    if dry_run:
+        front = search.front(1)
+        if not front:
+            raise GateError(nothing_fits(search))
+        return FitResult.of({**summary(search, front[0]), "dry_run": True})
+    _claim(out, source, target, effort, asked)
+    text = held_out_text(source, out / "text")
+    _warn_of_little_text(text)
+    where = target.provider, target.processor
+    trials = Trials(source, device, out / "trials", text.choosing, effort.search_tokens, *where)
+    with kept_tokens(out / "trials" / "tokens"):
+        if not fits_whole(search):
+            measured = measured_estimates(teacher, effort.tokens, trials, asked, suggested, clock)
+            search = start_search(teacher, device, measured, target, effort.tokens)
+            log(f"{device.name}: {len(search.inside()):,} of {len(search.found):,} candidates inside the budget")
+            try_plain(search, trials, effort, clock)
+        try_briefly(search, trials, effort, clock)
+        try_longer(search, trials, effort, clock)
+
+        def finish(candidate: Candidate) -> dict[str, Any]:
+            made = _make(out / candidate.name, candidate, source, effort, target, text.reporting, clock)
+            return {**summary(search, candidate, trials.bits_per_byte(source.teacher)), **made}
+
+        result = finish_best(_finalists(search, effort), finish, clock)
+    documents = {"trials": trials.documents(), "final": text.reported}
+    found = FitResult.of({**result, "documents": documents, "seconds": round(clock.seconds, 1)})
+    atomic_write_text(out / RESULT, json.dumps(found.to_json(), indent=1, default=str) + "\n")
+    verdict = found.bench["budget"]["verdict"] if found.bench else "pass"
+    if verdict == "pass":
+        return found
+    return replace(found, complaint=complaint(found), exit_code=GateError.exit_code)
+
+
+def _finalists(search: Search, effort: Effort) -> list[Candidate]:
+    """The tried ones, best first, and the best estimates behind them should all of these miss."""
+    ranking = search.ranking()
+    ranking += [one for one in search.front(effort.finalists) if one not in ranking]
+    return ranking[: effort.finalists]
+
+
+def _make(
+    directory: Path, candidate: Candidate, source: Source, effort: Effort, target: Target, text: Path, clock: Clock
+) -> dict[str, Any]:
+    """Finish a candidate by a recipe: on all tokens, or on as many as the time allows."""
+    from benchmarks.search.stages import write_recipe
+    from benchmarks.search.trials import LOG
+    from sportsllm.console import log, logged
+    from sportsllm.verbs.run import run
+
+    recipe = directory / RECIPE
+    tokens = effort.tokens
+    if not recipe.exists():  # a search that is run again finishes what it began
+        tokens = clock.affordable("trial", effort.tokens, min(effort.tokens, effort.search_tokens))
+        write_recipe(recipe, candidate, source, replace(effort, tokens=tokens), target, text)
+    short = f" instead of {effort.tokens:,}, which take too long" if tokens < effort.tokens else ""
+    log(f"{candidate.name}: finishing it on {tokens:,} tokens{short}")
+    with logged(directory.parent / "trials" / LOG), clock.step("trial", tokens):
+        made = run(recipe).to_json()
+    return {"out": directory / "export", "line": str(recipe), "bench": made["bench"], "stages": made["stages"]}
+
+
+def finish_best(
+    ranking: Sequence[Candidate], finish: Callable[[Candidate], dict[str, Any]], clock: Clock
+) -> dict[str, Any]:
+    """Finish candidates in their order until one fails no limit, or the time is up.
+
+    Args:
+        ranking: best first, at least one.
+        finish: makes and measures a candidate.
+        clock: a further candidate is finished only if it has the time.
+
+    Returns:
+        What `finish` returned of the best that was finished: by verdict, then by how far its worst limit is missed,
+        then by quality; and `gave_up`, the limits that the others fail, by name.
+    """
+    from sportsllm.console import log
+
+    attempts: list[dict[str, Any]] = []
+    for candidate in ranking:
+        if attempts and not clock.allows(candidate.name, "finish"):
+            break
+        with clock.step("finish"):
+            attempts.append(finish(candidate))
+        failed = failed_limits(attempts[-1])
+        if not failed:
+            break
+        log(f"{candidate.name} misses {', '.join(failed)} as finished")
+
+    def standing(result: Mapping[str, Any]) -> tuple[int, float, float]:
+        quality = result["bench"][_QUALITY] or 0.0
+        return _STANDING[result["bench"]["budget"]["verdict"]], max(failed_limits(result).values(), default=0), quality
+
+    best = min(attempts, key=standing)
+    return best | {"gave_up": {one["chosen"]: list(failed_limits(one)) for one in attempts if one is not best}}
+
+
+def failed_limits(result: Mapping[str, Any]) -> dict[str, float]:
+    """The limits that a finished model fails, with value / limit."""
+    limits = result["bench"]["budget"]["limits"]
+    return {one["name"]: one["value"] / one["limit"] for one in limits if one["verdict"] == "fail"}
+
+
+def complaint(result: FitResult) -> str:
+    """One line about a finished model that does not pass: by how much, and what to do."""
+    assert result.bench is not None
+    failed = [one for one in result.bench["budget"]["limits"] if one["verdict"] == "fail"]
+    if not failed:
+        open_ = [one["name"] for one in result.bench["budget"]["limits"] if one["verdict"] == "uncertain"]
+        return (
+            f"{result.chosen}: uncertain {', '.join(open_)}; measure it on the device (bench --on-device), "
+            "or give more held-out text for the quality"
+        )
+    words = ", ".join(f"{one['name']} {one['value']:.4g} of {one['limit']:g} {one['unit']}" for one in failed)
+    if [one["name"] for one in failed] == [_QUALITY]:
+        advice = "raise --tokens, relax that limit, or relax the limits that rule out larger models"
+    else:
+        advice = f"relax {', '.join(one['name'] for one in failed)}, or repeat it on a quiet machine"
+    return f"{result.chosen}: the best found misses {words}; {advice}"
+
+
+def _warn_of_little_text(text: HeldOut) -> None:
+    from sportsllm.console import log
+
+    if min(text.chosen_by, text.reported) < _FEW_DOCUMENTS:
+        log(
+            f"held-out text is short: {text.chosen_by} documents choose and {text.reported} judge, so that the final "
+            f"loss may differ much from the trials'; give {2 * _FEW_DOCUMENTS} or more with --valid"
+        )
+
+
+def _vocabularies(full: int, wanted: Sequence[int]) -> list[int]:
+    for size in wanted:
+        if not 0 < size < full:
+            raise UsageError(f"--vocab-size {size}: must be below the teacher's {full:,} and above 0")
+    return sorted(set(wanted), reverse=True)
+
+
+def _claim(out: Path, source: Source, target: Target, effort: Effort, vocabularies: Sequence[int]) -> None:
+    """Write the search's settings into `out`, or check that the search there has the same but for the time limit."""
+    from sportsllm.console import log
+    from sportsllm.files import atomic_write_text
+    from sportsllm.formats.json_files import read_json
+    from sportsllm.formats.manifest import digest
+
+    inputs = [source.teacher, *source.corpus, *source.calibration, *source.valid]
+    if Path(target.device).is_file():
+        inputs.append(Path(target.device))
+    settings: dict[str, Any] = {
+        "teacher": str(source.teacher),
+        **{name: [str(path) for path in getattr(source, name)] for name in ("corpus", "calibration", "valid")},
+        **{name: value for name, value in asdict(target).items() if name != "processor"},
+        **{name: value for name, value in asdict(effort).items() if name != "minutes"},
+        "vocabularies": list(vocabularies),
+        "seed": source.seed,
+        "training": dict(source.settings),
+        "inputs": hashlib.sha256("".join(map(digest, inputs)).encode()).hexdigest(),
+    }
+    kept = out / SETTINGS
+    if kept.exists():
+        old = read_json(kept)
+        changed = sorted(key for key in settings if old.get(key) != settings[key])
+        if changed:
+            raise ConflictError(
+                f"{out}: holds a search with other {', '.join(changed)}; choose another --out, or remove it"
+            )
+        log(f"{out}: resuming the search there")
+        return
+    if out.exists() and any(out.iterdir()):
+        raise ConflictError(f"{out}: exists and holds no search; choose another --out")
+    atomic_write_text(kept, json.dumps(settings, indent=1) + "\n")
