@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sportsllm.cli import flags
+from sportsllm import options as flags
 
 
 def report(

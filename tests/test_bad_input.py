@@ -6,7 +6,7 @@ import pytest
 
 from sportsllm.commands import COMMANDS
 from sportsllm.errors import ArtifactError, ConflictError, UsageError
-from tests.sportsllm.cli.test_main import call
+from tests.sportsllm.test_cli import call
 
 USAGE, ARTIFACT, CONFLICT = UsageError.exit_code, ArtifactError.exit_code, ConflictError.exit_code
 MISSING, MODEL, TEXT, TAKEN, NEW = "{missing}", "{model}", "{text}", "{taken}", "{new}"

@@ -22,7 +22,7 @@ from sportsllm.models.config import FULL, SLIDING
 from sportsllm.models.feed_forward_kinds import Experts
 from sportsllm.models.presets import PRESETS
 from sportsllm.text.tokenizer import load_tokenizer
-from tests.sportsllm.cli.test_main import call, complains
+from tests.sportsllm.test_cli import call, complains
 from tests.support.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -74,7 +74,7 @@ def test_a_shape_is_drawn_as_svg_and_as_page(capsys: pytest.CaptureFixture[str],
 def test_a_device_draws_without_torch_or_templates(tmp_path: Path) -> None:
     code = "import sys\n"
     code += "for name in ('torch', 'onnx', 'safetensors', 'jinja2', 'plotly', 'markupsafe'): sys.modules[name] = None\n"
-    code += "from sportsllm.cli.main import main\n"
+    code += "from sportsllm.cli import main\n"
     code += f"main(['inspect', 'latent-moe', '--out', {str(tmp_path / 'out.html')!r}])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ from benchmarks.predict.latency import predict_directory, total, tpot_terms
 from benchmarks.predict.model_size import stored_format
 from benchmarks.report.text import summarize_budget
 from benchmarks.spread import percentile, percentiles
-from sportsllm.cli import main as cli
+from sportsllm import cli
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import save_checkpoint
 from sportsllm.formats.manifest import directory_bytes

@@ -39,7 +39,7 @@ from benchmarks.predict.coefficients import costs, resolve, with_costs
 from benchmarks.predict.latency import total
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.studies.prediction_error import DIMENSIONS
-from sportsllm.cli import main as cli
+from sportsllm import cli
 from sportsllm.errors import ConflictError, UsageError
 from tests.support.devices import reference_machine
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import device_commands
 from benchmarks.console_tables import band
-from sportsllm.cli.main import main
+from sportsllm.cli import main
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import to_hf
 from sportsllm.models.presets import PRESETS

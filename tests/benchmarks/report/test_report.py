@@ -16,7 +16,7 @@ from benchmarks.report.inputs import Inputs, Sample, StageSummary, collect
 from benchmarks.report.markdown import markdown
 from benchmarks.report.report import page_sections, targets, write_report
 from benchmarks.report.training import training_charts
-from sportsllm.cli import main as cli
+from sportsllm import cli
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import Stage, output_directory
 from sportsllm.formats.manifest import FileEntry, Manifest, Parent

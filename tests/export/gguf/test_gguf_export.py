@@ -17,7 +17,7 @@ from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from export.gguf.tokenizer import tokenizer_metadata
 from export.gguf.write import GGUF_FILE, encode
-from sportsllm.cli.main import main
+from sportsllm.cli import main
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.gguf.weights import convert_gguf, rows_in_halves, rows_in_pairs

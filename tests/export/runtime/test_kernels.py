@@ -26,7 +26,7 @@ from export.paths import GRAPH_FILE
 from export.runtime import kernels
 from export.runtime.decoder import OnnxDecoder
 from export.runtime.kernels import called_version, choose_kernels
-from sportsllm.cli.main import main
+from sportsllm.cli import main
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.inference.sampling import Sampling, generate

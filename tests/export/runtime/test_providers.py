@@ -20,7 +20,7 @@ from export.runtime.decoder import OnnxDecoder
 from export.runtime.kv_cache import DeviceCache
 from export.runtime.providers import CPU, Placement, Provider, create_session, find_provider, placement
 from export.runtime.session import cached_tensors, session_options
-from sportsllm.cli.main import main
+from sportsllm.cli import main
 from sportsllm.errors import ResourceError, UsageError
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.inference.sampling import Sampling, generate

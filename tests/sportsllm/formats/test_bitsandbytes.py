@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import sportsllm
 from compress.quantization.config import QuantizationConfig
 from compress.quantize import quantize_checkpoint
-from sportsllm.cli.main import main
+from sportsllm.cli import main
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.bitsandbytes import companions, read_dense
 from sportsllm.formats.checkpoint import load_checkpoint

@@ -191,7 +191,7 @@ def test_without_a_network_there_is_one_line(tmp_path: Path) -> None:
 def test_without_the_package_a_line_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from sportsllm.cli.main import main
+    from sportsllm.cli import main
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)

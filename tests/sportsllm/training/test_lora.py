@@ -21,7 +21,7 @@ from sportsllm.training.loop import language_model_loss
 from sportsllm.training.lora import LoRALinear, add_adapters, merge_adapters
 from sportsllm.training.settings import ALPHA, Adapters, TrainConfig, adapter_settings
 from sportsllm.verbs.train import train
-from tests.sportsllm.cli.test_main import call, complains
+from tests.sportsllm.test_cli import call, complains
 from tests.support.models import tiny_model
 from tests.support.training import options_of
 

@@ -8,7 +8,7 @@ import pytest
 from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.tokenizer import load_tokenizer
-from tests.sportsllm.cli.test_main import call, complains
+from tests.sportsllm.test_cli import call, complains
 
 
 def test_a_text_is_counted(

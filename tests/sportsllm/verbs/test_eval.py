@@ -12,7 +12,7 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.scoring import windows
 from sportsllm.models.rope_scaling import RopeScaling
 from sportsllm.text.tokenizer import load_tokenizer
-from tests.sportsllm.cli.test_main import call, complains
+from tests.sportsllm.test_cli import call, complains
 from tests.support.models import tiny_model
 
 YARN4 = RopeScaling("yarn", 4.0, original_max_position_embeddings=128)

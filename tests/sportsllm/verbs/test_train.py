@@ -14,7 +14,7 @@ from sportsllm.formats.manifest import read_manifest
 from sportsllm.inference.sampling import Sampling
 from sportsllm.models.presets import preset
 from sportsllm.models.shape import changed_shape
-from tests.sportsllm.cli.test_main import call, complains
+from tests.sportsllm.test_cli import call, complains
 
 SHAPE = {"layers": 2, "hidden": 48, "heads": 3, "intermediate": 64}
 SMALL: list[object] = ["--context", 64, "--vocab-size", 300]

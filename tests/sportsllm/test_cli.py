@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 
-from sportsllm.cli.main import build_app, main
+from sportsllm.cli import build_app, main
 from sportsllm.commands import COMMANDS
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.decoder import open_decoder
@@ -22,7 +22,7 @@ from sportsllm.settings import LORA, TRAINING
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.settings import ALPHA, TrainConfig
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def cli(*arguments: object, cwd: Path | None = None, **options: object) -> subprocess.CompletedProcess[str]:
@@ -248,7 +248,7 @@ def test_a_hidden_package_is_refused(tmp_path: Path) -> None:
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").touch()
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    code = "from sportsllm.cli.main import main; main(['--help'])"
+    code = "from sportsllm.cli import main; main(['--help'])"
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment)
     assert result.returncode == 5 and "environment of its own" in result.stderr
 
@@ -265,7 +265,7 @@ def test_a_tokenizer_keeps_its_own_special_tokens(
 @pytest.mark.slow
 def test_a_closed_pipe_is_no_bug_and_control_c_says_so(checkpoint: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = f"{sys.executable} -m sportsllm.cli.main generate {checkpoint} --max-new-tokens 100 --temperature 0"
+    command = f"{sys.executable} -m sportsllm.cli generate {checkpoint} --max-new-tokens 100 --temperature 0"
     script = f"set -o pipefail; {command} | head -c 1 >/dev/null"
     piped = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
     assert piped.returncode == 0 and piped.stderr == ""

@@ -1,5 +1,0 @@
-"""`python -m sportsllm.cli`."""
-
-from sportsllm.cli.main import main
-
-main()
