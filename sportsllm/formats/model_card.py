@@ -353,9 +353,9 @@ def _how(made: Manifest) -> str:
         case "quantize":
             bits, block = made.figure("bits"), made.figure("group_size") or made.figure("block_size")
             mixed, method = made.figure("bits_per_weight"), made.results.get("method")
-            packed = [f"INT{bits:.0f}"] if bits else []
-            packed += [f"{mixed:.2f} bits a weight"] if mixed else []
-            packed += [*([f"blocks of {block:.0f}"] if block else []), *([f"method {method}"] if method else [])]
+            packed = ["INT4 and INT8"] if made.results.get("sensitivity") else [f"INT{bits:.0f}"] if bits else []
+            packed += [f"{mixed:.2f} bits per weight"] if mixed else []
+            packed += [*([f"groups of {block:.0f}"] if block else []), *([f"method {method}"] if method else [])]
             return f"quantized: {', '.join(packed)}{training}" if packed else "quantized"
         case "export":
             return "exported, compared with the PyTorch model"

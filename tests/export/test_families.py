@@ -101,7 +101,7 @@ def test_sliding_and_unrotated_layers_in_float16(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["gemma3", "gpt2", "deepseek-v3", "mixtral"])
 def test_kinds_without_a_float16_graph_are_refused(name: str, tmp_path: Path) -> None:
     families.save(name, tmp_path / "checkpoint")
-    with pytest.raises(UsageError, match="--dtype fp16: this kind of model has no graph in float16"):
+    with pytest.raises(UsageError, match=r"--dtype fp16: .*this kind of model has no graph in float16"):
         sportsllm.export(tmp_path / "checkpoint", out=tmp_path / "out", dtype="fp16", threads=1)
 
 

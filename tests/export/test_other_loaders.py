@@ -57,7 +57,7 @@ def test_optimum_generates_the_same_tokens(exported: Path, checkpoint: Path) -> 
 def test_optimum_inlines_layers_that_are_functions(checkpoint: Path, tmp_path: Path) -> None:
     optimum = pytest.importorskip("optimum.onnxruntime", reason="needs the extra [optimum]")
     quantize_checkpoint(checkpoint=checkpoint, out=tmp_path / "int4", config=QuantizationConfig())
-    assert sportsllm.export(tmp_path / "int4", out=tmp_path / "out", threads=2)["kernels"]
+    assert sportsllm.export(tmp_path / "int4", out=tmp_path / "out", threads=2).kernels
     model = optimum.ORTModelForCausalLM.from_pretrained(str(tmp_path / "out"), provider="CPUExecutionProvider")
     out = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=None)
     ours = generate(open_decoder(tmp_path / "out", 2, "portable"), PROMPT, 20, Sampling(temperature=0))

@@ -157,7 +157,7 @@ def test_train_distill_quantize_prune_generate_verify(
     assert code == 0 and json.loads(out)["cached"] is True
     complains(call(capsys, *train(matches / "train.jsonl", "runs/tiny-300k", "--steps", 3)), 6, "other settings")
     # The bare command: teacher by preset name, corpus from its manifest, output from the student's name.
-    small = ["--steps", 1, "--batch-size", 2, "--accumulation", 1, "--sequence", 32]
+    small = ["--steps", 1, "--batch-size", 2, "--set", "accumulation=1", "--sequence", 32]
     complains(
         call(capsys, "distill", "--teacher", "tiny-300k", "--student", "tiny-1m", *small), 2, "larger than the teacher"
     )

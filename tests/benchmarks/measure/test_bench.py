@@ -202,7 +202,7 @@ def test_every_promised_key_is_there(result: dict[str, Any], export: Path) -> No
         assert 0 < times["p50"] <= times["p90"] <= times["p95"] <= times["p99"]
     assert result["threads"] == 1
     assert result["file_bytes"] == directory_bytes(export)
-    assert result["load_s"] > 0 and result.peak_rss_bytes > result["file_bytes"]
+    assert result["load_s"] > 0 and result["peak_rss_bytes"] > result["file_bytes"]
     assert result["prefill_tokens_per_s"] == pytest.approx(128_000 / result["ttft_ms"]["128"])
     assert result["quality_loss_percent"] == pytest.approx(2.0)
     assert json.loads(json.dumps(result)) == result

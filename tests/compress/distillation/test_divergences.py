@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.sportsllm.training.test_chunked_loss import LOSS_RTOL, TOKENS, VOCAB, Sizes, assert_equal, fused
-from tests.sportsllm.training.test_chunked_loss import inputs as shared_inputs
 from torch import Tensor
 
 from compress.distillation.divergences import divergence_chunk, mixed_chunk
@@ -14,6 +12,8 @@ from compress.distillation.settings import DIVERGENCES, KLWeight, parse_kl_weigh
 from compress.teacher_cache.loss import TeacherLogits
 from sportsllm.errors import UsageError
 from sportsllm.text.packing import IGNORE
+from tests.sportsllm.training.test_loss import LOSS_RTOL, TOKENS, VOCAB, Sizes, assert_equal, fused
+from tests.sportsllm.training.test_loss import inputs as shared_inputs
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -174,8 +174,8 @@ def test_balance_of_a_mixture_takes_the_grid_of_its_experts() -> None:
     states = [torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(0))]
     block, before = copy.deepcopy(model.model.layers[0]), model.model.layers[0]
     scale_block(block, model.config, states, model.rope, QuantizationConfig(4), "model.layers.0", "balance")
-    half = before.add_half("self_attn", states[0], first_positions(model.rope, states[0]))
-    inputs = before.post_attention_layernorm(half)[0].double()
+    between = before.add_sublayer("self_attn", states[0], first_positions(model.rope, states[0]))
+    inputs = before.post_attention_layernorm(between)[0].double()
     ends = ("gate", "gate_proj", "up_proj")
     readers = [module.weight for name, module in before.mlp.named_modules() if name.rpartition(".")[2] in ends]
     scale = inputs.square().mean(0).sqrt() ** 0.25 / torch.cat(readers).double().square().mean(0).sqrt() ** 0.5

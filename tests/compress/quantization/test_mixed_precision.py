@@ -190,4 +190,4 @@ def test_a_mixture_says_what_it_is(
     assert 0 < raised < len(mixed.sensitivity)
     assert f"8 bits for {raised} of {len(mixed.sensitivity)} groups of matrices" in capsys.readouterr().out
     card = (tmp_path / "mixed" / "README.md").read_text(encoding="utf-8")
-    assert f"quantized: INT4 and INT8, {mixed.bits_per_weight:.2f} bits a weight, blocks of 32, method gptq" in card
+    assert f"quantized: INT4 and INT8, {mixed.bits_per_weight:.2f} bits per weight, groups of 32, method gptq" in card

@@ -196,7 +196,7 @@ def test_without_the_package_a_line_says_what_to_install(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(SystemExit) as stop:
-        main(["plan", "--model", "org/tiny"])
+        main(["plan", "org/tiny"])
     assert stop.value.code == 5 and "pip install 'sportsllm-compress[compress]'" in capsys.readouterr().err
 
 

@@ -134,7 +134,7 @@ def test_records_go_there_and_back_in_both_layouts() -> None:
         ({**YARN, "beta_fast": 1.0, "beta_slow": 2.0}, "beta_slow"),
         ({**YARN, "attention_factor": -1.0}, "attention_factor"),
         ({**YARN, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),
-        ({**YARN, "factor": "four"}, "wrong kind"),
+        ({**YARN, "factor": "four"}, "wrong type"),
     ],
 )
 def test_bad_records_are_refused_by_name(scaling: dict[str, Any], named: str) -> None:

@@ -100,12 +100,18 @@ def _peak_bytes(config: ModelConfig, shape: Shape, precision: str, checkpointed:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_formula_is_what_torch_allocates(name: str, precision: str, checkpointed: bool) -> None:
-    """Within 5%: a page of small results (masks, positions, norms of gradients) is not in the formula."""
+    """Within 5%: a page of small results (masks, positions, norms of gradients) is not in the formula.
+
+    Processors that multiply bf16 themselves may hold one more float32 table of the head's size for a moment.
+    """
     shape = SHAPES[name]
     config = TINY.with_changes(**shape.changes)
     step = TrainingStep(shape.batch, shape.length, precision, shape.optimizer, shape.bits, checkpointed=checkpointed)
     measured = _peak_bytes(config, shape, precision, checkpointed)
-    assert training_memory(config, step).total == pytest.approx(measured, rel=0.05)
+    native = precision == "bf16" and torch.cpu._is_avx512_bf16_supported()
+    copy = 4 * config.vocab_size * config.hidden_size if native else 0
+    total = training_memory(config, step).total
+    assert any(total + more == pytest.approx(measured, rel=0.05) for more in (0, copy)), (total, measured)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("adamw", 32), ("muon", 32), ("adamw", 16), ("muon", 16), ("adamw", 8)])
