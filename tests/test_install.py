@@ -47,7 +47,9 @@ def test_top_level_names_and_data_files(wheel: Path) -> None:
     assert top == {"sportsllm", "compress", "export", "benchmarks"}
     for package in top:
         shipped = {name for name in names if name.startswith(f"{package}/") and name.endswith(".py")}
-        assert shipped == {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
+        studies = ROOT / "benchmarks" / "studies"  # need the repository's results
+        written = {path for path in (ROOT / package).rglob("*.py") if studies not in path.parents}
+        assert shipped == {str(path.relative_to(ROOT)) for path in written}
         assert f"{package}/py.typed" in names
     assert "benchmarks/devices/raspberry-pi-5-8gb.toml" in names
     assert "sportsllm/simulator/templates/football.toml" in names
@@ -111,8 +113,8 @@ def test_a_device_needs_no_torch(device: Path, exported: Path, corpus_file: Path
     assert result.returncode == 0 and "q_proj" in (tmp_path / "parts.html").read_text(encoding="utf-8"), result.stderr
     result = run("verify", exported, "--json")
     assert result.returncode == 0 and json.loads(result.stdout)["ok"] is True, result.stderr
-    result = run("bench", exported, "--device", "host", "--threads", 2, "--most-rounds", 5, "--json")
-    assert result.returncode in (0, 4), result.stderr  # the machine may be too busy for the budget
+    result = run("bench", exported, "--threads", 2, "--rounds", 2, "--set", "most_rounds=2", "--json")
+    assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1])["peak_rss_bytes"] > 0
     result = run("train", "--model", "tiny-1m", "--corpus", corpus_file, "--out", "x")
     assert result.returncode == 5 and "sportsllm-compress[compress]" in result.stderr
