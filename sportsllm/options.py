@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from sportsllm.errors import UsageError
-
 
 class _ByName:
     """Marks a checkpoint that may be given by its name in the model hub, or as a GGUF file."""
@@ -29,7 +27,8 @@ def count(text: str) -> int:
         if value != int(value) or value < 1:
             raise ValueError
     except (ValueError, OverflowError):
-        raise UsageError(f"{text!r}: give a positive whole number, for example 100000, 100k or 2.5M") from None
+        message = f"{text!r} is not a positive whole number such as 100000, 100k or 2.5M"
+        raise typer.BadParameter(message) from None
     return int(value)
 
 

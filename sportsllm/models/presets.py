@@ -1,5 +1,7 @@
 """Shapes by name. The parameter counts of the full-size presets are asserted in the tests."""
 
+import difflib
+
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.feed_forward_kinds import Experts
@@ -81,5 +83,7 @@ DEFAULT_PRESET = "small"
 def preset(name: str) -> ModelConfig:
     """The shape called `name`; the error for an unknown name lists them."""
     if name not in PRESETS:
-        raise UsageError(f"model {name!r} is not a preset; choose one of {', '.join(PRESETS)}")
+        near = difflib.get_close_matches(name, PRESETS, 1)
+        advice = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"
+        raise UsageError(f"model {name!r} is neither a preset nor a directory; {advice}")
     return PRESETS[name]

@@ -124,7 +124,7 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], checkpoint: Path, corp
     complains(call(capsys, "eval", checkpoint), 2, "--text")
     complains(call(capsys, "generate", checkpoint, "--top-p", 3), 2, "--top-p is 3.0")
     complains(call(capsys, "generate", checkpoint, "--prompt", "x" * 4000), 2, "context is 128")
-    complains(call(capsys, "train", "--model", "giant", "--corpus", corpus_file), 2, "'giant' is not a preset")
+    complains(call(capsys, "train", "--model", "giant", "--corpus", corpus_file), 2, "'giant' is neither a preset")
     out = tmp_path / "out"
     complains(call(capsys, *train(corpus_file, out, "--set", "speed=9")), 2, "--set speed=9")
     complains(call(capsys, *train(corpus_file, out, "--set", "clip_norm=high")), 2, "is not a valid float")
