@@ -142,7 +142,7 @@ def test_a_search_becomes_a_table_and_points(tmp_path: Path) -> None:
     first["predicted"]["tpot_p50_ms"] = 2.0
     candidates = [first, candidate("b", 2.0, 25.0, bits_per_byte=1.3, within=False), candidate("c", 0.5, 20.0)]
     bench = {"tpot_ms": {}, "directory": "fit/a/export", "file_bytes": 1_500_000}
-    data = {"candidates": candidates, "chosen": "a", "device": "host", "limits": {"file_mb": 3.0}, "bench": bench}
+    data = {"candidates": candidates, "chosen": "a", "target": "host", "limits": {"file_mb": 3.0}, "bench": bench}
     data["cut_by_limit"] = {"file_mb": {"misses": 2_000, "alone": 7}}
 
     def read() -> Inputs:
