@@ -14,7 +14,7 @@ from export import metadata
 from export.paths import GraphFiles, find_files
 from export.runtime.providers import CPU, Provider, create_session
 from sportsllm.errors import ArtifactError, ResourceError
-from sportsllm.formats.manifest import MANIFEST, read_manifest
+from sportsllm.formats.manifest import listed_bytes
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_state, cached_shape
 from sportsllm.models.parts import State
@@ -132,13 +132,11 @@ def raise_if_out_of_memory(error: Exception, directory: Path) -> None:
 
 def _check_sizes(directory: Path, files: GraphFiles) -> None:
     """ONNX Runtime loads data that is too short or too long without a word, so look first."""
-    if (directory / MANIFEST).exists():
-        listed = read_manifest(directory).files
-        for path in (files.graph, files.data):
-            name = path.relative_to(directory).as_posix()
-            if name in listed:
-                _check_size(path, listed[name].bytes)
+    listed = listed_bytes(directory)
     for path in (files.graph, files.data):
+        name = path.relative_to(directory).as_posix()
+        if name in listed:
+            _check_size(path, listed[name])
         if not path.is_file():
             raise ArtifactError(f"{path}: not found; export or copy the directory again")
 

@@ -185,11 +185,15 @@ def test_measuring_imports_neither_torch_nor_onnx() -> None:
     assert ran.stdout.strip() == "[]"
 
 
-def test_the_measured_process_imports_numpy_alone() -> None:
+def test_the_measured_process_imports_few_libraries(export: Path) -> None:
     """Whatever else it imports would count in the memory that is reported as the model's."""
     code = (
-        "import sys, benchmarks.measure.worker; "
-        "print([m for m in ('rich', 'psutil', 'pydantic', 'filelock', 'typer', 'onnxruntime') if m in sys.modules])"
+        "import sys, pathlib, benchmarks.measure.worker; "
+        "unwanted = ['torch', 'rich', 'psutil', 'pydantic', 'filelock', 'typer']; "
+        "found = [m for m in (*unwanted, 'onnxruntime') if m in sys.modules]; "
+        "from sportsllm.inference.decoder import open_decoder; "
+        f"open_decoder(pathlib.Path({str(export)!r}), 1); "
+        "print(found + [m for m in unwanted if m in sys.modules])"
     )
     ran = subprocess.run(python(code), capture_output=True, text=True, cwd=Path(bench.__file__).parents[2], check=True)
     assert ran.stdout.strip() == "[]"
