@@ -184,7 +184,8 @@ def prune(
         names += [f"--set {name}" for name in given if name not in PRUNING]
         if names:
             raise UsageError(f"options of --recover: {', '.join(names)}; add --recover TOKENS or leave them out")
-    text = tuple(calibration or corpus or teacher_corpus(checkpoint, "corpus"))
+    instead = "--calibration" if recover is None else "--corpus"  # --corpus is one of --recover's options
+    text = tuple(calibration or corpus or teacher_corpus(checkpoint, "corpus", instead))
     if vocab_size is not None or min_count is not None:
         others = {**sizes, "params": params, "size_mb": size_mb, "recover": recover, "latent": latent, "search": search}
         others |= {"experts": experts, "experts_per_token": experts_per_token, **given}

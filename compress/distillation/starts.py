@@ -43,10 +43,11 @@ def resolve_teacher(name: str) -> Path:
     raise ArtifactError(f"teacher {name!r}: neither a directory nor a preset ({', '.join(PRESETS)})")
 
 
-def teacher_corpus(teacher: Path, key: str) -> list[Path]:
+def teacher_corpus(teacher: Path, key: str, option: str = "--corpus") -> list[Path]:
     """The corpus (`corpus`) or held-out text (`valid`) that the teacher's manifest names.
 
-    Where held-out text is not there any more, a part of the corpus is held out instead, and a line says so.
+    Errors advise `option`. Where held-out text is not there any more, a part of the corpus is held out instead,
+    and a line says so.
     """
     paths = [Path(item) for item in manifest_setting(teacher, key) or []]
     missing = [path for path in paths if not path.exists()]
@@ -56,9 +57,9 @@ def teacher_corpus(teacher: Path, key: str) -> list[Path]:
         )
         return []
     if missing:
-        raise ArtifactError(f"{missing[0]}: named by {teacher}'s manifest but not found; give --corpus")
+        raise ArtifactError(f"{missing[0]}: named by {teacher}'s manifest but not found; give {option}")
     if not paths and key == "corpus":
-        raise UsageError(f"{teacher}: its manifest names no corpus; give --corpus PATH")
+        raise UsageError(f"{teacher}: its manifest names no corpus; give {option} PATH")
     return paths
 
 
