@@ -34,12 +34,6 @@ def render_page(template: str, charts: list[Chart], **values: Any) -> str:
     )  # fmt: skip
 
 
-def render_notes(template: str, **values: Any) -> list[str]:
-    """The paragraphs of a plain-text template, one to a line, without empty ones."""
-    text = _environment().get_template(template).render(**values)
-    return [line.strip() for line in text.splitlines() if line.strip()]
-
-
 def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
