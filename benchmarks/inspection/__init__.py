@@ -1,1 +1,1 @@
-"""What `inspect` shows: the parts of a model, attention maps, the use of experts, the tensors of a run."""
+"""What `inspect` shows: the parts of a model, attention maps and the use of experts."""

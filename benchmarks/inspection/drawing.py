@@ -1,20 +1,24 @@
-"""A model's parts as an SVG: boxes in rows along the residual stream, from token ids to logits. Sizes in pixels.
+"""A model's parts as HTML: boxes in rows along the residual stream, from token ids to logits.
 
-Needs the standard library alone, so that a device draws too.
+All of it follows from what the kinds of attention and feed-forward say of themselves (`sportsllm/models/parts.py`), so
+a new kind needs nothing here. Imports no torch and no templates, so that a device draws too.
 """
 
 from __future__ import annotations
 
-import textwrap
+import re
 from collections.abc import Sequence
+from html import escape
+from itertools import groupby
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import NamedTuple
 
-from benchmarks.inspection.parts import Block, Drawing, Part, Row, Sublayer
+from sportsllm.models.config import SLIDING, ModelConfig
+from sportsllm.models.kinds import NORMS, OUTPUT_NORMS, sublayers
+from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix
 
-_GAP, _ROW_GAP, _LINE, _PADDING = 16, 30, 17, 9
-_STREAM, _LEFT, _MARGIN = 64, 108, 24  # x of the residual stream, of the boxes in a block, and the margin
-_LETTER, _LEAST, _WIDEST_ROW = 8.5, 132, 1_080  # of a name's letter, which no common font exceeds by much
+_EXPERT = re.compile(r"\.\d+\.")
+_ROLES = {"activation": "activation", "cache": "cache", "state": "cache", "scores": "scores"}
 _LEGEND = {
     "matrix": "matrix, outputs \u00d7 inputs",
     "table": "embedding, head",
@@ -25,156 +29,180 @@ _LEGEND = {
 _STYLE = Path(__file__).parents[1] / "templates" / "drawing.css"
 
 
-class _Canvas:
-    """An SVG that is written from top to bottom; `y` is where the next thing goes."""
+class Part(NamedTuple):
+    """A box for `times` tensors alike of `parameters` each.
 
-    def __init__(self, width: float) -> None:
-        self.svg = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "class": "blocks", "role": "img"})
-        self.width, self.y = width, float(_MARGIN)
+    `role` is a class of drawing.css; `shape` that of a matrix (rows, columns), or of a tensor for T tokens.
+    """
 
-    def add(self, tag: str, words: str | None = None, **attributes: float | str) -> ElementTree.Element:
-        given = {
-            key.rstrip("_"): value if isinstance(value, str) else f"{value:g}" for key, value in attributes.items()
-        }
-        child = ElementTree.SubElement(self.svg, tag, given)
-        child.text = words
-        return child
+    name: str
+    role: str
+    shape: str
+    parameters: int = 0
+    times: int = 1
+    note: str = ""
 
-    def line(self, words: str, cls: str = "quiet", x: float = _MARGIN, height: float = 22) -> None:
-        self.y += height
-        self.add("text", words, class_=cls, x=x, y=self.y - 6)
 
-    def box(self, part: Part, x: float, width: float, height: float) -> None:
-        self.add(
-            "rect", class_=part.role, x=x, y=self.y, width=width, height=height, rx=12 if part.role == "norm" else 4
-        )
-        lines = _lines(part)
-        first = self.y + (height - len(lines) * _LINE) / 2 + 13
-        for at, (words, cls) in enumerate(lines):
-            middle = {"text-anchor": "middle"}
-            self.add("text", words, class_=cls, x=x + width / 2, y=first + at * _LINE, **middle)
+Row = list[Part]
 
-    def row(self, row: Row, left: float) -> None:
-        """Boxes side by side, in as many lines as they need."""
-        width, fit = _box_width(row), _fit(row)
-        for start in range(0, len(row), fit):
-            line = row[start : start + fit]
-            height = max(len(_lines(part)) for part in line) * _LINE + 2 * _PADDING
-            for at, part in enumerate(line):
-                self.box(part, left + at * (width + _GAP), width, height)
-            self.y += height + _GAP
-        self.y -= _GAP
 
-    def arrow(self, x: float) -> None:
-        """Down to what follows."""
-        end = self.y + _ROW_GAP
-        self.add("path", class_="line", d=f"M{x:g} {self.y:g}V{end - 7:g}")
-        self.add("path", class_="tip", d=f"M{x:g} {end:g}L{x - 4:g} {end - 8:g}L{x + 4:g} {end - 8:g}Z")
-        self.y = end
+class Sublayer(NamedTuple):
+    """Attention or feed-forward with its norms; a token is multiplied by `active` parameters and leaves `kept`."""
+
+    name: str
+    kind: str
+    rows: list[Row]
+    parameters: int
+    active: int
+    kept: str
+
+
+class Block(NamedTuple):
+    """Layers with the same parts; `parameters` are those of one of them."""
+
+    layers: list[int]
+    sublayers: list[Sublayer]
+    parameters: int
+
+
+class Drawing(NamedTuple):
+    """A whole model from token ids to logits."""
+
+    config: ModelConfig
+    before: Row
+    blocks: list[Block]
+    after: Row
+    parameters: int
+
+
+def describe_model(config: ModelConfig) -> Drawing:
+    """The parts of a model, layers with the same parts once."""
+    alike: dict[ModelConfig, list[int]] = {}
+    for layer in range(config.num_hidden_layers):
+        alike.setdefault(config.of_layer(layer), []).append(layer)
+    blocks = []
+    for own, layers in alike.items():
+        halves = _sublayers(own)
+        blocks.append(Block(layers, halves, sum(half.parameters for half in halves)))
+    hidden, shape = config.hidden_size, sizes(config.vocab_size, config.hidden_size)
+    scaled = "" if config.embedding_scale == 1.0 else f"rows times {config.embedding_scale:g}"
+    before = [Part("embed_tokens", "table", shape, config.vocab_size * hidden, note=scaled)]
+    if config.positions:
+        positions, note = sizes(config.positions, hidden), "added, by position"
+        before.append(Part("embed_positions", "table", positions, config.positions * hidden, note=note))
+    head = before[0]._replace(name="lm_head", note="")
+    if config.tie_word_embeddings:
+        head = head._replace(parameters=0, note="the matrix of embed_tokens")
+    after = [_norm(config, "norm"), head]
+    total = _total([before, after]) + sum(len(block.layers) * block.parameters for block in blocks)
+    return Drawing(config, before, blocks, after, total)
+
+
+def _sublayers(config: ModelConfig) -> list[Sublayer]:
+    made = []
+    for called, (name, kind) in zip((config.attention_kind, config.mlp_kind), sublayers(config).items(), strict=True):
+        rows = [[_norm(config, NORMS[name])], *_rows(config, kind)]
+        rows += [[_norm(config, OUTPUT_NORMS[name])]] if config.output_norms else []
+        unused = sum(matrix.numel for matrix in kind.matrices(config)) - kind.active_parameters(config)
+        kept = ", ".join(f"{state.name} {sizes(*state.shape)}" for state in kind.state(config))
+        made.append(Sublayer(name, called, rows, _total(rows), _total(rows) - unused, kept))
+    return made
+
+
+def _norm(config: ModelConfig, name: str) -> Part:
+    return Part(name, "norm", "RMSNorm" if config.norm_kind == "rms" else "LayerNorm", config.norm_parameters)
+
+
+def _rows(config: ModelConfig, kind: Kind) -> list[Row]:
+    """Boxes from a sublayer's first tensor to its last.
+
+    Matrices that read the norm's output stand side by side, others that follow them below. A tensor whose name is a
+    formula, and scores, have a row of their own. Norms inside stand below the first matrices, whose outputs they read.
+    """
+    alike: dict[str, list[Matrix | Activation]] = {}
+    for tensor in kind.tensors(config):
+        alike.setdefault(_EXPERT.sub(".N.", tensor.name), []).append(tensor)
+    rows, above = list[Row](), ""
+    for name, (tensor, *others) in alike.items():
+        if isinstance(tensor, Matrix):
+            part = _matrix(name, tensor, 1 + len(others))
+            rows += [] if above == "matrix" else [[], []]
+            rows[-2 if tensor.input == HIDDEN else -1].append(part)
+        else:
+            part = _tensor(tensor)
+            rows += [[]] if above in ("matrix", "scores") or part.role == "scores" or "(" in part.name else []
+            rows[-1].append(part)
+        above = part.role
+    rows = [row for row in rows if row]
+    norms = [Part(each.name, "norm", f"{each.size:,}", each.size) for each in kind.vectors(config)]
+    return [rows[0], norms, *rows[1:]] if norms else rows
+
+
+def _matrix(name: str, matrix: Matrix, times: int) -> Part:
+    numbers, note = matrix.numel + matrix.bias * matrix.rows, "with bias" if matrix.bias else ""
+    called = name if times > 1 else matrix.name
+    return Part(called, "matrix", sizes(matrix.rows, matrix.columns), numbers, times, note)
+
+
+def _tensor(item: Activation) -> Part:
+    shape: tuple[int | str, ...] = item.shape if item.kind == "state" else ("T", *item.shape)
+    if item.kind == "cache":
+        shape = (*item.shape[:-1], "T", *item.shape[-1:])
+    elif item.kind == "scores":
+        shape = (*item.shape, "T", "T")
+    return Part(item.name, _ROLES[item.kind], sizes(*shape), note="" if item.held else "never made whole")
+
+
+def _total(rows: Sequence[Row]) -> int:
+    return sum(part.times * part.parameters for row in rows for part in row)
+
+
+def sizes(*sizes: int | str) -> str:
+    """12 x 64 with the sign for times and thousands separators."""
+    return " \u00d7 ".join(size if isinstance(size, str) else f"{size:,}" for size in sizes)
 
 
 def draw_model(drawing: Drawing, name: str) -> str:
-    """The SVG of a described model, whole and without anything to load; `name` is its heading."""
-    width = (
-        _MARGIN * 3
-        + _LEFT
-        + max(_row_width(row) for block in drawing.blocks for each in block.sublayers for row in each.rows)
-    )
-    canvas = _Canvas(max(width, 720))
-    canvas.add("title", f"{name}: {drawing.parameters:,} parameters")
-    canvas.add("style", _STYLE.read_text(encoding="utf-8"))
-    canvas.add("rect", class_="page", width="100%", height="100%")
-    canvas.line(name, "title", height=24)
-    layers = sum(len(block.layers) for block in drawing.blocks)
-    said = f"{drawing.parameters:,} parameters, {layers} layers, residual stream of {drawing.hidden:,}; T tokens"
-    canvas.line(said)
-    canvas.line("token ids: T")
-    canvas.row(drawing.before, _MARGIN)
-    for block in drawing.blocks:
-        canvas.arrow(_STREAM)
-        _block(canvas, block)
-    canvas.arrow(_STREAM)
-    canvas.row(drawing.after, _MARGIN)
-    canvas.line(f"logits: T \u00d7 {drawing.after[-1].shape.partition(' ')[0]}", height=26)
-    canvas.y += 14
-    for at, (cls, words) in enumerate(_LEGEND.items()):
-        canvas.y += 22 * (at > 0)
-        canvas.add("rect", class_=cls, x=_MARGIN, y=canvas.y, width=16, height=12, rx=3)
-        canvas.add("text", words, class_="quiet", x=_MARGIN + 24, y=canvas.y + 10.5)
-    canvas.line("Bare figures are parameters, biases included.", height=40)
-    canvas.svg.set("viewBox", f"0 0 {canvas.width:g} {canvas.y + _MARGIN:g}")
-    canvas.svg.set("width", f"{canvas.width:g}")
-    canvas.svg.set("height", f"{canvas.y + _MARGIN:g}")
-    return ElementTree.tostring(canvas.svg, encoding="unicode")
+    """A described model as an HTML element with its style, whole and without anything to load."""
+    config = drawing.config
+    size = f"{drawing.parameters:,} parameters, {config.num_hidden_layers} layers"
+    lines = [f"<style>{_STYLE.read_text(encoding='utf-8')}</style>", f'<div class="model"><h2>{escape(name)}</h2>']
+    lines += [f"<p>{size}, residual stream of {config.hidden_size:,}; T tokens</p>"]
+    for kind in dict.fromkeys(types := config.layer_types or ()):
+        layers = [layer for layer, own in enumerate(types) if own == kind]
+        seen = f", the last {config.sliding_window:,} tokens" if kind == SLIDING else ""
+        lines.append(f"<p>attention: {kind}{seen}, layers {_ranges(layers)}</p>")
+    lines += ["<p>token ids: T</p>", _row(drawing.before), *map(_block, drawing.blocks), _row(drawing.after)]
+    lines += [f"<p>logits: {sizes('T', config.vocab_size)}</p>"]
+    lines += [f'<p><span class="part {role}"></span> {words}</p>' for role, words in _LEGEND.items()]
+    return "\n".join([*lines, "<p>Bare figures are parameters, biases included.</p></div>"])
 
 
-def _block(canvas: _Canvas, block: Block) -> None:
-    """The frame of layers with the same parts."""
-    top, count = canvas.y, len(block.layers)
-    frame = canvas.add("rect", class_="frame", x=_MARGIN, y=top, width=canvas.width - 2 * _MARGIN, rx=8)
-    stream = canvas.add("path", class_="stream")
-    called = f"layer {block.layers[0]}" if count == 1 else f"layers {_numbers(block.layers)}, drawn once"
-    total = f"{block.parameters:,} parameters" + (f" each, {count * block.parameters:,} together" if count > 1 else "")
-    canvas.line(f"{called}: {total}", "head", _LEFT, 28)
-    for words, layers in block.types:
-        canvas.line(f"attention: {words}" + (f", layers {_numbers(layers)}" if len(block.types) > 1 else ""), x=_LEFT)
-    for each in block.sublayers:
-        _sublayer(canvas, each)
-    canvas.y += 12
-    frame.set("height", f"{canvas.y - top:g}")
-    stream.set("d", f"M{_STREAM} {top:g}V{canvas.y:g}")
+def _block(block: Block) -> str:
+    count, each = len(block.layers), f"{block.parameters:,} parameters"
+    called = f"layer {block.layers[0]}" if count == 1 else f"layers {_ranges(block.layers)}, drawn once"
+    together = f" each, {count * block.parameters:,} together" if count > 1 else ""
+    lines = [f'<div class="block"><h3>{called}: {each}{together}</h3>']
+    for half in block.sublayers:
+        active = f", {half.active:,} for a token" if half.active != half.parameters else ""
+        lines.append(f"<h4>{half.name}: {half.kind}, {half.parameters:,} parameters{active}</h4>")
+        lines += [f"<p>kept for later tokens: {half.kept}</p>"] if half.kept else []
+        lines += [*map(_row, half.rows), '<p class="sum">added to the residual stream</p>']
+    return "\n".join([*lines, "</div>"])
 
 
-def _sublayer(canvas: _Canvas, each: Sublayer) -> None:
-    """From the stream through norm and rows, and back by a sum."""
-    active = f", {each.active:,} for a token" if each.active != each.parameters else ""
-    canvas.line(f"{each.name}: {each.kind}, {each.parameters:,} parameters{active}", "half", _LEFT, 30)
-    if each.kept:
-        canvas.line(f"kept for later tokens: {each.kept}", x=_LEFT)
-    for at, row in enumerate(each.rows):
-        if at:
-            canvas.arrow(_LEFT + _box_width(row) / 2)
-        canvas.row(row, _LEFT)
-        if not at:
-            canvas.add("path", class_="line", d=f"M{_STREAM} {canvas.y - 20:g}H{_LEFT}")
-    canvas.y += 22
-    canvas.add("path", class_="line", d=f"M{_LEFT + 30} {canvas.y - 22:g}V{canvas.y:g}H{_STREAM}")
-    canvas.add("circle", class_="sum", cx=_STREAM, cy=canvas.y, r=10)
-    middle = {"text-anchor": "middle"}
-    canvas.add("text", "+", class_="head", x=_STREAM, y=canvas.y + 5.5, **middle)
-    canvas.y += 12
+def _row(row: Row) -> str:
+    boxes = []
+    for part in row:
+        lines = [f"<b>{escape(part.name)}</b>", part.shape]
+        lines += [f"{part.times} alike, {part.times * part.parameters:,} together"] if part.times > 1 else []
+        lines += [f"{part.parameters:,}"] if part.parameters else []
+        lines += [part.note] if part.note else []
+        boxes.append(f'<div class="part {part.role}">{"<br>".join(lines)}</div>')
+    return f'<div class="row">{"".join(boxes)}</div>'
 
 
-def _lines(part: Part) -> list[tuple[str, str]]:
-    """The text in a box, and the class of each line."""
-    found = [(words, "name") for words in textwrap.wrap(part.name, 20, break_long_words=False)] + [(part.shape, "")]
-    if part.times > 1:
-        found.append((f"{part.times} alike, {part.total:,} together", "quiet"))
-    if part.parameters:
-        found.append((f"{part.parameters:,}", "quiet"))
-    return found + ([(part.note, "quiet")] if part.note not in ("", "around") else [])
-
-
-def _box_width(row: Row) -> float:
-    """All boxes of a row are as wide as its widest."""
-    widths = [len(words) * (_LETTER if cls == "name" else 7.4) for part in row for words, cls in _lines(part)]
-    return max(_LEAST, *widths) + 2 * _PADDING
-
-
-def _fit(row: Row) -> int:
-    return max(1, int((_WIDEST_ROW + _GAP) // (_box_width(row) + _GAP)))
-
-
-def _row_width(row: Row) -> float:
-    return min(len(row), _fit(row)) * (_box_width(row) + _GAP)
-
-
-def _numbers(layers: Sequence[int]) -> str:
+def _ranges(layers: Sequence[int]) -> str:
     """0-4, 6-10: consecutive layers as ranges."""
-    ranges: list[list[int]] = []
-    for layer in layers:
-        if ranges and layer == ranges[-1][-1] + 1:
-            ranges[-1][-1] = layer
-        else:
-            ranges.append([layer, layer])
-    return ", ".join(f"{first}" if first == last else f"{first}\u2013{last}" for first, last in ranges)
+    runs = [list(run) for _, run in groupby(layers, lambda layer: layer - layers.index(layer))]
+    return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}\u2013{run[-1]}" for run in runs)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import sportsllm
-from benchmarks.inspection.attention import MOST_TOKENS, attention_charts, measure_attention
+from benchmarks.inspection.on_text import MOST_TOKENS, attention_chart, measure_attention
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.inference.attention_weights import attention_weights
@@ -60,14 +60,12 @@ def figures(page: str) -> dict[str, dict[str, Any]]:
     return {figure["id"]: figure for figure in json.loads(found[1])}
 
 
-def test_a_shape_is_drawn_as_svg_and_as_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for name in ("small.svg", "small.html"):
-        result = result_of(capsys, "small", "--out", tmp_path / name)
-        assert result["out"] == str(tmp_path / name) and result["parameters"] == PRESETS["small"].parameters
-        assert [block["layers"] for block in result["blocks"]] == [list(range(12))]
-    svg, page = ((tmp_path / f"small.{suffix}").read_text(encoding="utf-8") for suffix in ("svg", "html"))
-    assert svg in page and page.startswith("<!DOCTYPE html>")
-    assert not re.search(r"(?:src|href)=|url\(|@import", page)
+def test_a_shape_is_drawn_as_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    result = result_of(capsys, "small", "--out", tmp_path / "small.html")
+    assert result["out"] == str(tmp_path / "small.html") and result["parameters"] == PRESETS["small"].parameters
+    assert [block["layers"] for block in result["blocks"]] == [list(range(12))]
+    page = (tmp_path / "small.html").read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>") and not re.search(r"(?:src|href)=|url\(|@import", page)
     assert result_of(capsys, "small")["out"] is None
 
 
@@ -85,36 +83,28 @@ def test_maps_hold_the_weights_of_every_head(mixture: Path, capsys: pytest.Captu
     out = tmp_path / "maps.html"
     found = result_of(capsys, mixture, "--text", TEXT, "--out", out)["attention"]
     model = load_checkpoint(mixture)
-    words = load_tokenizer(mixture, model.config)
-    ids = [words.begin_id, *words.encode(TEXT)]
-    assert found["ids"] == ids and "".join(found["tokens"]) == f"<|begin|>{TEXT}"
+    tokenizer = load_tokenizer(mixture, model.config)
+    ids = [tokenizer.begin_id, *tokenizer.encode(TEXT)]
+    assert "".join(found["tokens"]) == f"<|begin|>{TEXT}"
     weights = [one.double().numpy() for one in attention_weights(model, ids) if one is not None]
     assert [layer["window"] for layer in found["layers"]] == [4, None]
-    charts = figures(out.read_text(encoding="utf-8"))
-    grid, size = charts["attention-grid"], len(ids)
-    step = grid["layout"]["meta"]["step"]
+    page = out.read_text(encoding="utf-8")
+    layout = figures(page)["attention"]["layout"]
+    buttons = {one["label"]: one["args"][0]["z"][0] for one in layout["updatemenus"][0]["buttons"]}
+    assert len(buttons) == sum(map(len, weights))
     for layer, heads in enumerate(weights):
         for head, one in enumerate(heads):
             said = found["layers"][layer]["heads"][head]
-            assert said["looks_at"] == one.argmax(-1).tolist()
-            assert said["seen_tokens"] == pytest.approx(
-                (1 + 2 + 3 + 4 * (size - 3)) / size if not layer else (size + 1) / 2
-            )
             assert said["first_token"] == pytest.approx(one[:, 0].mean(), abs=1e-6)
             assert said["itself"] == pytest.approx(np.diagonal(one).mean(), abs=1e-6)
             best = int(one.mean(0).argmax())
             top = said["top_tokens"][0]
             assert (top["position"], top["token"]) == (best, found["tokens"][best])
-            for row in range(size):
-                cells = grid["data"][0]["z"][layer * step + row][head * step : head * step + size]
-                first = max(0, row - 3) if layer == 0 else 0  # a window of four
-                blank = [None] * first, [None] * (size - row - 1)
-                assert (cells[:first], cells[row + 1 :]) == blank
-                np.testing.assert_allclose(cells[first : row + 1], one[row, first : row + 1], atol=5.1e-4)  # 3 digits
-    large = charts["attention-map"]
-    assert large["data"][0]["z"] == [row[:size] for row in grid["data"][0]["z"][:size]]
-    assert large["layout"]["yaxis"]["ticktext"][0] == "&lt;|begin|&gt;"  # plotly reads tags
-    page = out.read_text(encoding="utf-8")
+            cells = np.array(buttons[f"layer {layer}, head {head}"], dtype=float)
+            assert np.isnan(cells).tolist() == (one == 0).tolist()  # out of the window of four, or later tokens
+            np.testing.assert_allclose(np.nan_to_num(cells), one, atol=5.1e-4)  # 3 digits
+    assert figures(page)["attention"]["data"][0]["z"] == buttons["layer 0, head 0"]
+    assert layout["yaxis"]["ticktext"][0] == "&lt;|begin|&gt;"  # plotly reads tags
     assert "<b>side" not in page and "The home &lt;b&gt;side" in page
 
 
@@ -131,30 +121,27 @@ def test_a_layer_without_attention_is_named(checkpoint: Path) -> None:
     block.self_attn = _NoAttention()
     found, weights = measure_attention(model, checkpoint, TEXT)
     assert [layer["layer"] for layer in found["layers"]] == [0] and weights[1] is None
-    grid, _ = attention_charts(found, weights)
-    assert grid.figure is not None and grid.figure["layout"]["yaxis"]["ticktext"] == [0]
+    figure = attention_chart(found, weights).figure
+    assert figure is not None
+    assert {one["label"][:7] for one in figure["layout"]["updatemenus"][0]["buttons"]} == {"layer 0"}
     assert found["layers_without_attention"] == [1]
 
 
-def test_shares_by_kind_of_text(
+def test_shares_of_experts_by_text(
     mixture: Path, texts: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "tennis.txt").write_text(texts[0], encoding="utf-8")
-    (tmp_path / "a.txt").write_text(texts[1], encoding="utf-8")
-    flags = ["--experts", tmp_path / "tennis.txt", "--experts", f"one=two={tmp_path / 'a.txt'}"]
-    complains(call(capsys, "inspect", mixture, *flags), 3, f"two={tmp_path / 'a.txt'}")
-    flags[-1] = f"one={tmp_path / 'a.txt'}"
-    flags += ["--experts", f"one={tmp_path / 'tennis.txt'}"]
-    result = result_of(capsys, mixture, *flags, "--out", tmp_path / "use.html")
-    found = result["experts"]
-    assert [(one["kind"], len(one["files"])) for one in found["kinds"]] == [("tennis", 1), ("one", 2)]
+    files = [str(tmp_path / name) for name in ("tennis.txt", "cycling.txt")]
+    for path, text in zip(files, texts, strict=False):
+        Path(path).write_text(text, encoding="utf-8")
+    flags = ["--experts", files[0], "--experts", files[1]]
+    found = result_of(capsys, mixture, *flags, "--out", tmp_path / "use.html")["experts"]
+    assert list(found["tokens"]) == files and min(found["tokens"].values()) > 1
     assert [layer["never_used"] for layer in found["layers"]] == [[], [2]]
-    assert all(sum(each) == pytest.approx(1) for layer in found["layers"] for each in layer["shares"].values())
+    shares = [layer["shares"][path] for layer in found["layers"] for path in files]
+    assert [sum(each) for each in shares] == pytest.approx([1] * 4)
     chart = figures((tmp_path / "use.html").read_text(encoding="utf-8"))["experts"]["data"][0]
-    for layer, place in ((0, 0), (1, 3)):
-        for kind, row in (("tennis", place), ("one", place + 1)):
-            np.testing.assert_allclose(chart["z"][row], 3 * np.array(found["layers"][layer]["shares"][kind]), atol=5e-4)
-    assert chart["z"][2] == [None] * 3
+    np.testing.assert_allclose(chart["z"], 3 * np.array(shares), atol=5e-4)
+    assert chart["y"] == [f"layer {layer}, {path}" for layer in (0, 1) for path in files]
     code, said, _ = call(capsys, "inspect", mixture, *flags)
     assert code == 0 and "experts that no token was sent to: layer 1: 2" in said
 
@@ -165,23 +152,16 @@ def test_what_cannot_be_shown_is_refused_in_a_line(
     def refused(code: int, said: str, *arguments: object) -> None:
         complains(call(capsys, "inspect", *arguments), code, said)
 
-    refused(2, "the suffix names no format; end it in .html or .svg", "small", "--out", tmp_path / "x.png")
-    refused(2, "an SVG shows the parts alone", checkpoint, "--out", tmp_path / "x.svg", "--text", TEXT)
+    refused(2, "end it in .html", "small", "--out", tmp_path / "x.svg")
     refused(2, "small is a preset; give a checkpoint", "small", "--text", TEXT)
     refused(2, f"a map shows between 1 and {MOST_TOKENS - 1}", checkpoint, "--text", "goal " * 80)
     refused(2, "--text has 0 tokens", checkpoint, "--text", "")
     refused(2, "--text is not valid UTF-8", checkpoint, "--text", "\udcff")
     refused(2, "--experts: the model has none", checkpoint, "--experts", checkpoint / "config.json")
-    refused(2, "write KIND=FILE", mixture, "--experts", "=")
-    refused(3, "nowhere.txt: not found", mixture, "--experts", "tennis=nowhere.txt")
+    refused(3, "nowhere.txt: not found", mixture, "--experts", "nowhere.txt")
     with pytest.raises(UsageError, match=r"5,120 heads of 64 tokens are too much for a page; .* most 26 tokens"):
-        attention_charts({"tokens": ["a"] * 64}, [torch.zeros(64, 64, 64)] * 80)
+        attention_chart({"tokens": ["a"] * 64}, [torch.zeros(64, 64, 64)] * 80)
     sportsllm.export(checkpoint, out=tmp_path / "export", threads=1)
-    refused(2, "is an export; give its checkpoint", tmp_path / "export", "--experts", corpus_file)
+    refused(2, "is an export; give a checkpoint", tmp_path / "export", "--experts", corpus_file)
     assert not list(tmp_path.glob("x.*"))
-    result_of(capsys, tmp_path / "export", "--out", tmp_path / "of-export.svg")
-    result_of(capsys, checkpoint, "--out", tmp_path / "of-checkpoint.svg")
-    drawings = [(tmp_path / f"of-{name}.svg").read_text(encoding="utf-8") for name in ("export", "checkpoint")]
-    assert (
-        drawings[0].replace(">export<", f">{checkpoint.name}<").replace("export:", f"{checkpoint.name}:") == drawings[1]
-    )
+    assert result_of(capsys, tmp_path / "export")["blocks"] == result_of(capsys, checkpoint)["blocks"]

@@ -1,0 +1,218 @@
+"""What a checkpoint does with text: which tokens each head attends to, and which experts a text is sent to."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.report.charts import Chart, even_map, heat_map
+from benchmarks.report.text import Table
+from sportsllm.errors import UsageError
+from sportsllm.text.documents import read_documents
+from sportsllm.text.tokenizer import load_tokenizer, read_tokenizer, token_pieces, visible_piece
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sportsllm.models.language_model import SportsLLM
+
+MOST_TOKENS = 64
+"""Of a map, whose labels are then still read."""
+FIGURES = {
+    "entropy_bits": ("entropy, bits", ".2f"),
+    "distance_tokens": ("distance", ".1f"),
+    "first_token": ("on the first", ".0%"),
+    "itself": ("on itself", ".0%"),
+}
+"""Figures of a head, with their header and format."""
+_TOP = 3
+_MOST_CELLS = 4_000_000  # of a page, about 30 MB
+_CELL = 15  # pixels
+_EXPERT_TOKENS = 65_536  # of each kind of text
+_ROW, _MOST_LABELED = 24, 16  # pixels; experts whose shares fit into their cells
+
+
+def measure_attention(model: SportsLLM, directory: Path, text: str) -> tuple[dict[str, Any], list[Tensor | None]]:
+    """Run a model on a text and record its attention.
+
+    Returns:
+        `text`, `tokens` (the begin token is the first), and `layers`: of each `layer` its `window` and by head the
+        means over tokens of `FIGURES` and the `top_tokens` by their mean weight; `layers_without_attention` are the
+        others. Then the weights of each layer, (H, T, T), or None.
+
+    Raises:
+        UsageError: the text is empty, too long for a map or the context, or no layer has attention.
+        ArtifactError: the tokenizer is missing or damaged.
+    """
+    from sportsllm.inference.attention_weights import attention_weights
+
+    tokenizer = load_tokenizer(directory, model.config)
+    ids = [tokenizer.begin_id, *tokenizer.encode(text)]
+    most = min(MOST_TOKENS, model.config.max_position_embeddings)
+    if len(ids) < 2 or len(ids) > most:
+        raise UsageError(
+            f"--text has {len(ids) - 1} tokens; a map shows between 1 and {most - 1}, give a text of that length"
+        )
+    read = read_tokenizer(directory / "tokenizer.json")
+    tokens = [read.id_to_token(tokenizer.begin_id) or "<begin>", *token_pieces(read, text, len(ids))]
+    weights = attention_weights(model, ids)
+    layers = [
+        {"layer": layer, "window": model.config.window(layer), "heads": _heads(one, tokens)}
+        for layer, one in enumerate(weights)
+        if one is not None
+    ]
+    if not layers:
+        raise UsageError(f"--text: no layer of {directory} has attention over tokens; leave it out")
+    without = [layer for layer, one in enumerate(weights) if one is None]
+    return {"text": text, "tokens": tokens, "layers": layers, "layers_without_attention": without}, weights
+
+
+def _heads(weights_HTT: Tensor, tokens: Sequence[str]) -> list[dict[str, Any]]:
+    from sportsllm.inference.attention_weights import distance_tokens, entropy_bits
+
+    entropy, distance = entropy_bits(weights_HTT), distance_tokens(weights_HTT)
+    found = []
+    for head, weights_TT in enumerate(weights_HTT):
+        best = weights_TT.mean(dim=0).topk(min(_TOP, len(tokens)))
+        tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        found.append(
+            {
+                "head": head,
+                "entropy_bits": float(entropy[head]),
+                "distance_tokens": float(distance[head]),
+                "first_token": float(weights_TT[:, 0].mean()),
+                "itself": float(weights_TT.diagonal().mean()),
+                "top_tokens": [{"position": at, "token": tokens[at], "share": share} for at, share in tops],
+            }
+        )
+    return found
+
+
+def attention_table(attention: Mapping[str, Any]) -> Table:
+    """A row for each head: layer, head, the figures and the tokens that get most."""
+    headers = ("layer", "head", *(header for header, _ in FIGURES.values()), "attends most to")
+    rows = [
+        (
+            str(layer["layer"]),
+            str(head["head"]),
+            *(format(head[key], style) for key, (_, style) in FIGURES.items()),
+            ", ".join(f"{_visible(top['token'])} {top['share']:.0%}" for top in head["top_tokens"]),
+        )
+        for layer in attention["layers"]
+        for head in layer["heads"]
+    ]
+    return Table(f"attention on {len(attention['tokens'])} tokens", headers, rows, texts=(len(headers) - 1,))
+
+
+def attention_chart(attention: Mapping[str, Any], weights: Sequence[Tensor | None]) -> Chart:
+    """The map of one head, with a menu of all.
+
+    Raises:
+        UsageError: the page would have more cells than a browser shows.
+    """
+    known = [(layer, one) for layer, one in enumerate(weights) if one is not None]
+    tokens, heads = [_visible(token) for token in attention["tokens"]], sum(len(one) for _, one in known)
+    if heads * len(tokens) ** 2 > _MOST_CELLS:
+        fit = math.isqrt(_MOST_CELLS // heads) - 1
+        raise UsageError(
+            f"--text: {heads:,} heads of {len(tokens)} tokens are too much for a page; give a text of at most {fit} "
+            "tokens"
+        )
+    maps = {
+        f"layer {layer}, head {head}": [[round(cell, 3) if cell else None for cell in row] for row in one.tolist()]
+        for layer, weights_HTT in known
+        for head, one in enumerate(weights_HTT)
+    }
+    labels = [[html.escape(f"{row} \u2192 {column}") for column in tokens] for row in tokens]
+    first = next(iter(maps.values()))
+    trace = heat_map(first, "%{text}: %{z:.1%}<extra></extra>", text=labels, xgap=1, ygap=1)
+    names = {"tickvals": list(range(len(tokens))), "ticktext": [html.escape(token) for token in tokens]}
+    names |= {"showgrid": False, "showline": False, "ticks": ""}
+    buttons = [{"label": name, "method": "restyle", "args": [{"z": [cells]}]} for name, cells in maps.items()]
+    layout = {
+        "height": _CELL * len(tokens) + 200,
+        "xaxis": {**names, "tickangle": -90, "title": {"text": "attends to"}},
+        "yaxis": {**names, "autorange": "reversed", "title": {"text": "token"}},
+        "updatemenus": [{"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}],
+    }
+    caption = "Weights of each token (down) on the tokens before it and on itself (across). Each row adds up to 100%."
+    return Chart("attention", "Attention", caption, {"data": [trace], "layout": layout})
+
+
+def _visible(piece: str) -> str:
+    """A token with its spaces marked and line breaks escaped."""
+    return visible_piece(piece).replace(" ", "\u2423")
+
+
+def measure_experts(model: SportsLLM, directory: Path, files: Sequence[Path]) -> dict[str, Any]:
+    """Run a mixture on texts of several kinds, a file each, and count what its routers choose.
+
+    Returns:
+        `tokens` that were read by file; `layers`: of each `layer` with experts their number `experts`, how many are
+        `active` for a token, `shares` by file, which add up to 1, and `never_used`.
+
+    Raises:
+        UsageError: the model has no experts.
+        ArtifactError: a file or the tokenizer is missing or damaged, or a text is empty.
+    """
+    from sportsllm.inference.expert_use import count_choices, mixtures
+
+    found, tokenizer = mixtures(model), load_tokenizer(directory, model.config)
+    read = {
+        str(path): count_choices(model, tokenizer, read_documents([path]), _EXPERT_TOKENS, str(path)) for path in files
+    }
+    layers = []
+    for layer, mixture in found.items():
+        used = {name: counts[layer] for name, (counts, _) in read.items()}
+        layers.append(
+            {
+                "layer": layer,
+                "experts": mixture.config.chosen_experts.count,
+                "active": mixture.config.chosen_experts.active,
+                "shares": {name: (counts / counts.sum()).tolist() for name, counts in used.items()},
+                "never_used": [expert for expert, each in enumerate(zip(*used.values(), strict=True)) if not any(each)],
+            }
+        )
+    return {"tokens": {name: tokens for name, (_, tokens) in read.items()}, "layers": layers}
+
+
+def expert_table(experts: Mapping[str, Any]) -> Table:
+    """For each layer and kind of text the most and the least used expert."""
+    rows: list[tuple[str, ...]] = []
+    for layer in experts["layers"]:
+        for name, shares in layer["shares"].items():
+            most, least = (pick(range(len(shares)), key=shares.__getitem__) for pick in (max, min))
+            ends = (f"{most} ({shares[most]:.1%})", f"{least} ({shares[least]:.1%})")
+            tokens = f"{experts['tokens'][name]:,}"
+            rows.append((str(layer["layer"]), name, tokens, f"{1 / len(shares):.1%}", *ends))
+    headers = ("layer", "text", "tokens", "even share", "most used", "least used")
+    return Table("use of experts (--json has every share)", headers, rows, texts=(1,))
+
+
+def expert_chart(experts: Mapping[str, Any]) -> Chart:
+    """A row for each layer and kind of text, a column for each expert."""
+    rows = [
+        (f"layer {layer['layer']}, {html.escape(name)}", shares)
+        for layer in experts["layers"]
+        for name, shares in layer["shares"].items()
+    ]
+    most = max(len(shares) for _, shares in rows)
+    shown = {"texttemplate": "%{text}"} if most <= _MOST_LABELED else {}
+    trace = even_map(
+        [[round(share * len(shares), 3) for share in shares] for _, shares in rows],
+        "%{y}, expert %{x}: %{text}<extra></extra>",
+        y=[label for label, _ in rows],
+        text=[[f"{share:.1%}" for share in shares] for _, shares in rows],
+        **{"xgap": 1, "ygap": 1, **shown},
+    )
+    columns = {"title": {"text": "expert"}, "side": "top", "showgrid": False, "tickformat": "d", "dtick": 1}
+    layout = {
+        "height": _ROW * len(rows) + 80,
+        "xaxis": columns,
+        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
+    }
+    caption = "Shares of a text's choices in a layer, which add up to 100%; colors are multiples of an even share."
+    return Chart("experts", "Experts' use by kind of text", caption, {"data": [trace], "layout": layout})

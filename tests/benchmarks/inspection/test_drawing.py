@@ -1,0 +1,102 @@
+"""What a drawing shows, against `transformers`' parameters and against lists written by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.inspection.drawing import Drawing, describe_model, draw_model
+from sportsllm.formats.huggingface import config_from_hf
+from sportsllm.models.attention_kinds import Selection
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.presets import PLANNED, PRESETS
+from tests.support import families, gelu_kind
+from tests.support.models import tiny_config
+
+
+def family(name: str) -> ModelConfig:
+    return config_from_hf(json.loads(families.CONFIGS[name].to_json_string()))
+
+
+def names(drawing: Drawing, sublayer: int) -> list[list[str]]:
+    """Rows of boxes below the norm before the sublayer."""
+    return [[part.name for part in row] for row in drawing.blocks[0].sublayers[sublayer].rows[1:]]
+
+
+@pytest.mark.parametrize("name", families.CONFIGS)
+def test_boxes_add_up_to_the_parameters_of_transformers(name: str) -> None:
+    peer = families.peer(name)
+    biases = sum(b.numel() for key, b in peer.named_buffers() if key.endswith("e_score_correction_bias"))
+    assert describe_model(family(name)).parameters == sum(p.numel() for p in peer.parameters()) + biases
+
+
+@pytest.mark.parametrize("name", PRESETS | PLANNED)
+def test_every_shape_is_drawn_whole(name: str) -> None:
+    config = (PRESETS | PLANNED)[name]
+    drawing = describe_model(config)
+    assert drawing.parameters == config.parameters
+    assert sorted(layer for block in drawing.blocks for layer in block.layers) == list(range(config.num_hidden_layers))
+
+
+def test_a_llama_in_order() -> None:
+    drawing = describe_model(PRESETS["small"])
+    cached, scores = ["q", "k, cached", "v, cached"], [["attention scores"], ["attention output"], ["o_proj"]]
+    assert names(drawing, 0) == [["q_proj", "k_proj", "v_proj"], cached, *scores]
+    assert names(drawing, 1) == [["gate_proj", "up_proj"], ["gate", "up"], ["silu(gate) * up"], ["down_proj"]]
+    attention, mlp = drawing.blocks[0].sublayers
+    assert (attention.kind, attention.kept) == ("grouped_query", "key 12 \u00d7 64, value 12 \u00d7 64")
+    assert (attention.parameters, mlp.parameters) == (768 + 4 * 768 * 768, 768 + 3 * 768 * 2_048)
+    assert (attention.rows[1][0].shape, attention.rows[1][0].parameters) == ("768 \u00d7 768", 768 * 768)
+    selection = Selection(heads=12, parts=2, pairs=16)
+    selected = describe_model(PRESETS["small"].with_changes(attention_kind="selected", selection=selection))
+    assert names(selected, 0) == [
+        ["q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj"],
+        [*cached, "index q", "index k, cached"],
+        ["index scores"],
+        *scores,
+    ]
+
+
+def test_gemma_has_norms_around_and_inside_and_layers_of_two_types() -> None:
+    drawing = describe_model(family("gemma3"))
+    assert [each.rows[-1][0].name for each in drawing.blocks[0].sublayers] == [
+        "attention_output_norm",
+        "feed_forward_output_norm",
+    ]
+    assert names(drawing, 0)[:2] == [["q_proj", "k_proj", "v_proj"], ["q_norm", "k_norm"]]
+    assert drawing.before[0].note == "rows times 8" and drawing.after[-1].note == "the matrix of embed_tokens"
+    page = draw_model(drawing, "gemma")
+    assert "attention: full, layers 1, 3" in page and "sliding, the last 8 tokens, layers 0, 2" in page
+
+
+def test_latent_ranks_stand_below_what_makes_them_and_experts_are_drawn_once() -> None:
+    drawing = describe_model(family("deepseek-v3-experts"))
+    assert names(drawing, 0)[:3] == [
+        ["q_a_proj", "kv_a_proj_with_mqa"],
+        ["q_a_layernorm", "kv_a_layernorm"],
+        ["q_b_proj", "kv_b_proj"],
+    ]
+    half = drawing.blocks[0].sublayers[1]
+    assert half.active == half.parameters - 5 * 3 * 32 * 64  # three of eight
+    parts = {part.name: part for row in half.rows for part in row}
+    assert (parts["experts.N.up_proj"].times, parts["experts.N.up_proj"].parameters) == (8, 32 * 64)
+    assert parts["shared_experts.up_proj"].times == 1
+    assert names(drawing, 1)[-2:] == [["inner, of each chosen"], ["experts.N.down_proj", "shared_experts.down_proj"]]
+    page = draw_model(drawing, "a <b>")
+    assert "a &lt;b&gt;" in page and f"{drawing.parameters:,} parameters" in page
+    assert all(f"<b>{name}</b>" in page for name in parts)
+
+
+def test_learned_positions_are_a_table_and_biases_count() -> None:
+    drawing = describe_model(family("gpt2"))
+    tables = [(part.name, part.parameters) for part in drawing.before]
+    assert tables == [("embed_tokens", 384 * 64), ("embed_positions", 320 * 64)]
+    up = drawing.blocks[0].sublayers[1].rows[1][0]
+    assert (up.name, up.parameters) == ("up_proj", 256 * 64 + 256)
+
+
+def test_a_kind_that_nobody_knows_is_drawn_by_its_description() -> None:
+    with gelu_kind.registered() as name:
+        gelu = describe_model(tiny_config(mlp_kind=name)).blocks[0].sublayers[1]
+        assert (gelu.kind, gelu.parameters) == (name, 64 + 2 * 64 * 96 + 96 + 64)
