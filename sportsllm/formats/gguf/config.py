@@ -74,11 +74,31 @@ class GGUFFile:
         return ArtifactError(f"{self.path}: {text}")
 
 
+READABLE = ("F32", "F16", *sorted(kind.name for kind in gguf.quants._type_traits))
+"""Types of tensors that the package `gguf` makes numbers of."""
+
+
+class _UnknownType(Exception):
+    """A tensor of a type that cannot be read: its name, and the type's name or number."""
+
+
+class _Reader(gguf.GGUFReader):  # type: ignore[misc]
+    """Names the tensor whose type the package does not know."""
+
+    def _build_tensors(self, start_offs: int, fields: list[gguf.ReaderField]) -> None:
+        known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
+        for field in fields:
+            number = int(field.parts[4][0])
+            if known.get(number) not in READABLE:
+                raise _UnknownType(bytes(field.parts[1]).decode(), known.get(number, str(number)))
+        super()._build_tensors(start_offs, fields)
+
+
 def open_gguf(path: Path) -> GGUFFile:
     """Read the header of a GGUF file.
 
     Raises:
-        ArtifactError: not there, no GGUF, cut short, damaged, or one part of several.
+        ArtifactError: not there, no GGUF, cut short, damaged, one part of several, or with tensors of an unknown type.
     """
     if not path.is_file():
         raise ArtifactError(f"{path}: not found; give a .gguf file")
@@ -87,8 +107,14 @@ def open_gguf(path: Path) -> GGUFFile:
     if magic != b"GGUF":
         raise ArtifactError(f"{path}: not a GGUF file; it begins with {magic!r}, not with b'GGUF'")
     try:  # the reader has no errors of its own: past the file's end it fails in whatever it does next
-        reader = gguf.GGUFReader(path)
+        reader = _Reader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
+    except _UnknownType as error:
+        name, kind = error.args
+        known = ", ".join(READABLE)
+        raise ArtifactError(
+            f"{path}: tensor {name!r} has type {kind}, which is not supported; supported: {known}"
+        ) from None
     except (ArithmeticError, LookupError, OSError, TypeError, UnicodeError, ValueError) as error:
         raise ArtifactError(f"{path}: cut short or damaged ({error}); copy or download it again") from None
     file = GGUFFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})

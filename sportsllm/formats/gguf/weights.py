@@ -110,10 +110,7 @@ def read_weights(file: GGUFFile, config: ModelConfig) -> dict[str, Tensor]:
 
 def _dense(file: GGUFFile, name: str) -> Tensor:
     stored = file.tensors[name]
-    try:
-        values = gguf.dequantize(stored.data, stored.tensor_type)
-    except NotImplementedError:
-        raise file.error(f"tensor {name!r}: format {stored.tensor_type.name} is not known to gguf") from None
+    values = gguf.dequantize(stored.data, stored.tensor_type)
     if not np.isfinite(values).all():
         raise file.error(f"tensor {name!r} holds NaN or infinity; copy or download the file again")
     return torch.from_numpy(np.array(values, dtype=np.float32, order="C"))

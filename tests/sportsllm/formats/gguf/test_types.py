@@ -1,0 +1,75 @@
+"""Every type of tensor that llama.cpp writes, read as llama.cpp reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from sportsllm.errors import ArtifactError
+from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.gguf.config import open_gguf
+from sportsllm.formats.gguf.weights import convert_gguf
+from tests.support import llama_cpp
+from tests.support.gguf_files import byte_level, settings_of, tensors_of, write_model
+
+TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S")
+
+
+@pytest.fixture(scope="module")
+def wide() -> object:
+    """A model whose rows are whole super-blocks of 256."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=384, num_hidden_layers=1, max_position_embeddings=128, **sizes)
+    config.head_dim = 64
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3) if parameter.ndim == 2 else parameter.normal_(1, 0.2)
+    return model
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_type_is_read_as_llama_cpp_reads_it(
+    kind: str, wide: object, tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    llama_cpp.engine()
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    from export.gguf.write import add_facts
+
+    facts = {f"llama.{key}": value for key, value in settings_of(wide.config).items()}
+    facts |= {f"tokenizer.ggml.{key}": value for key, value in byte_level(tokenizer_directory).items()}
+    add_facts(writer, facts)
+    for name, values in tensors_of(wide).items():
+        if values.ndim == 2:
+            writer.add_tensor(name, llama_cpp.quantized(values, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
+    llama_cpp.assert_same(tmp_path / "model.gguf", load_checkpoint(tmp_path / "out"), 0.03)
+
+
+@pytest.mark.parametrize("number, said", [(133, "type 133"), (int(gguf.GGMLQuantizationType.Q8_K), "type Q8_K")])
+def test_an_unknown_type_is_named(
+    number: int, said: str, wide: object, tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    file = write_model(tmp_path / "model.gguf", wide, byte_level(tokenizer_directory))
+    data = bytearray(file.read_bytes())
+    name = b"blk.0.ffn_up.weight"
+    place = data.index(name) + len(name) + 4 + 2 * 8  # behind the number of dimensions and two of them
+    data[place : place + 4] = np.uint32(number).tobytes()
+    file.write_bytes(data)
+    with pytest.raises(
+        ArtifactError, match=f"'blk.0.ffn_up.weight' has {said}, which is not supported; supported: F32"
+    ):
+        open_gguf(file)
