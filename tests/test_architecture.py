@@ -61,7 +61,7 @@ FLOORS: dict[str, list[set[str]]] = {
 }
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
-MOST_LINES = {"sportsllm": 15_200, "compress": 8_500, "export": 6_950, "benchmarks": 11_000, "tests": 23_650}
+MOST_LINES = {"sportsllm": 15_300, "compress": 8_850, "export": 7_200, "benchmarks": 11_500, "tests": 24_300}
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
 
