@@ -10,7 +10,7 @@ from rich.text import Text
 
 from benchmarks.devices.schema import Device, Quantity, SourcedText
 from benchmarks.labels import LIMITS
-from benchmarks.predict.coefficients import reliability
+from benchmarks.predict.latency import reliability
 from sportsllm.console import table
 
 _LIMIT_TITLES = tuple(limit.title for limit in LIMITS.values())
@@ -29,7 +29,7 @@ def band(low: float, high: float) -> str:
 
 
 def reliability_line(efficiency: Mapping[str, Any]) -> str:
-    """What the bands mean, from `benchmarks.predict.coefficients.reliability`, in one or two sentences."""
+    """What the bands mean, from `benchmarks.predict.latency.reliability`, in one or two sentences."""
     factors = efficiency["band"]
     words = {"tpot": "time per token", "ttft": "first token", "memory": "memory"}
     parts = ", ".join(f"{factors[name]:g} ({meaning})" for name, meaning in words.items())
@@ -87,13 +87,7 @@ def print_device(console: Console, device: Device) -> None:
 
 
 def _coefficients(coefficients: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = []
-    for name, value in coefficients.items():
-        if isinstance(value, float | int):
-            rows.append((name, f"{value:,.3g}"))
-        elif isinstance(value, dict) and name != "band":
-            rows += [(f"{name}, {each}", f"{number:,.3g}") for each, number in value.items()]
-    return rows
+    return [(name, f"{value:,.3g}") for name, value in coefficients.items() if isinstance(value, float | int)]
 
 
 def _evidence(name: str, figure: Quantity | SourcedText) -> tuple[str, str, str, str, str]:

@@ -38,8 +38,7 @@ class CalibrateResult(Result):
 def list() -> DevicesResult:
     """List the device budgets."""
     from benchmarks.console_tables import print_devices
-    from benchmarks.devices.load import list_devices, load_device
-    from benchmarks.devices.recognise import is_this_machine
+    from benchmarks.devices.load import is_this_machine, list_devices, load_device
     from benchmarks.labels import LIMITS
     from sportsllm.console import output
 

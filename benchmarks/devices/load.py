@@ -1,13 +1,17 @@
-"""Read device files: the shipped `benchmarks/devices/*.toml`, or a user's own by path; `extends` names a base."""
+"""Device files: those shipped here or a user's own by path are read, written and recognised as this machine."""
 
 from __future__ import annotations
 
 import difflib
+import platform
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from pydantic import ValidationError
 
 from benchmarks.devices.schema import Device
@@ -17,6 +21,24 @@ from sportsllm.formats.json_files import clip, describe, read_toml
 DEVICES = Path(__file__).parent
 ALIASES = {"raspberry-pi-5": "raspberry-pi-5-8gb"}
 MOST_EXTENDED = 8
+CPUINFO = Path("/proc/cpuinfo")
+_HEADER = "# 1 MB = 10^6 bytes. Fields, units and the meaning of `date`: benchmarks/devices/schema.py.\n"
+_EXTENSIONS = {
+    "avx2": "AVX2",
+    "fma": "FMA",
+    "avx512f": "AVX-512",
+    "avx_vnni": "AVX-VNNI",
+    "avx512_vnni": "AVX512-VNNI",
+    "avx512_bf16": "AVX512-BF16",
+    "amx_int8": "AMX-INT8",
+    "asimd": "NEON",
+    "asimdhp": "FP16",
+    "asimddp": "int8 dot product",
+    "i8mm": "I8MM",
+    "bf16": "BF16",
+    "sve": "SVE",
+    "sve2": "SVE2",
+}
 
 
 def list_devices() -> list[str]:
@@ -32,7 +54,7 @@ def load_device(name_or_path: str) -> Device:
 
     Raises:
         UsageError: no such device; the message lists the names.
-        ArtifactError: the file is missing or wrong; the message has every mistake with line and field.
+        ArtifactError: the file is missing or wrong; the message has the mistakes by field.
     """
     if name_or_path.endswith(".toml") or "/" in name_or_path or "\\" in name_or_path:
         return read_device(Path(name_or_path))
@@ -74,13 +96,12 @@ def read_device(path: Path) -> Device:
     """Parse and check one device file.
 
     Raises:
-        ArtifactError: the file is missing, not TOML, or has mistakes; the message lists all of them.
+        ArtifactError: the file is missing, not TOML, or has mistakes.
     """
-    data, text = _read_extended(path), path.read_text(encoding="utf-8")
     try:
-        return Device.model_validate(data)
+        return Device.model_validate(_read_extended(path))
     except ValidationError as error:
-        raise ArtifactError("; ".join(_problems(path, text, error))) from None
+        raise ArtifactError(f"{path}: {describe(error)}") from None
 
 
 def _read_extended(path: Path, depth: int = 0) -> dict[str, Any]:
@@ -106,38 +127,94 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-_MESSAGES = {"missing": "is missing", "extra_forbidden": "unknown field"}
-_COMPLETE = {*_MESSAGES, "value_error"}  # messages that need no value after them
+def write_device(device: Device, path: Path, note: str) -> None:
+    """Write a device file, whole or not at all, after reading it back; `note` is a line of comment for its head.
+
+    Raises:
+        ArtifactError: the written file does not read back as the device.
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.stem}.partial.toml")
+    content = tomli_w.dumps(device.model_dump(exclude_none=True, exclude_defaults=True))
+    try:
+        partial.write_text(f"{_HEADER}# {note}\n\n{content}", encoding="utf-8")
+        if read_device(partial) != device:
+            raise ArtifactError(f"{path}: not written, since it would not read back as the same device; report this")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
-def _problems(path: Path, text: str, error: ValidationError) -> list[str]:
-    lines = _field_lines(text)
-    problems = []
-    for item in error.errors(include_url=False, include_context=False):
-        field = ".".join(str(part) for part in item["loc"])
-        known = field
-        while known and known not in lines:  # a missing field is reported at its table
-            known = known.rpartition(".")[0]
-        where = f"{path}:{lines[known]}" if known else f"{path}"
-        message = _MESSAGES.get(item["type"]) or item["msg"].removeprefix("Value error, ")
-        if item["type"] not in _COMPLETE and isinstance(item["input"], str | int | float):
-            message += f", not {clip(repr(item['input']))}"
-        problems.append(f"{where}: {clip(field)}: {message}")
-    return problems
+def is_this_machine(device: Device, processor: str = "cpu") -> bool:
+    """Whether the program runs on `device` itself, so that its own measurements decide.
+
+    Args:
+        device: the device asked about.
+        processor: where the measured work runs; a GPU's budget is not judged by the CPU beside it. A device that is
+            always recognised is whatever runs here.
+    """
+    rule = device.recognise
+    if rule is not None and rule.always:
+        return True
+    if rule is None or processor != device.processor:
+        return False
+    parts = [(rule.device_tree_model, _device_tree_model), (rule.android_product, _android_product)]
+    whole = [(rule.processor, processor_name), (rule.instruction_set, instruction_set)]
+    same = [wanted.lower() in read().lower() for wanted, read in parts if wanted is not None]
+    same += [wanted == read() for wanted, read in whole if wanted is not None]
+    if not same or not all(same):
+        return False
+    return rule.min_memory_mb <= total_memory_mb() <= rule.max_memory_mb
 
 
-def _field_lines(text: str) -> dict[str, int]:
-    """Line of each table and key, by dotted name; elements of arrays of tables are counted from 0."""
-    lines: dict[str, int] = {}
-    counts: dict[str, int] = {}
-    table = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*(\[{1,2})\s*([\w.-]+)\s*\]", line):
-            table = header[2]
-            if header[1] == "[[":
-                counts[table] = counts.get(table, -1) + 1
-                table = f"{table}.{counts[table]}"
-            lines.setdefault(table, number)
-        elif key := re.match(r"\s*([\w.-]+)\s*=", line):
-            lines.setdefault(f"{table}.{key[1]}" if table else key[1], number)
-    return lines
+def instruction_set() -> str:
+    """The architecture, and the extensions above that /proc/cpuinfo lists."""
+    present = _cpuinfo("flags", "Features")
+    if present is None:
+        return f"{platform.machine()}; extensions not readable here"
+    found = [name for flag, name in _EXTENSIONS.items() if flag in present.split()]
+    return f"{platform.machine()} with {', '.join(found)}" if found else platform.machine()
+
+
+def processor_name() -> str:
+    """The processor's model, on ARM boards often the board's; the architecture if the system names none."""
+    return _cpuinfo("model name", "Model") or platform.processor() or platform.machine()
+
+
+def total_memory_mb() -> float:
+    """Physical memory of this machine in MB (10^6 bytes)."""
+    import psutil
+
+    return float(psutil.virtual_memory().total) / 1e6
+
+
+def _cpuinfo(*keys: str) -> str | None:
+    """The first line of /proc/cpuinfo with one of these keys, without the key."""
+    for line in _read_text(CPUINFO).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in keys:
+            return value.strip()
+    return None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8", errors="replace").strip("\0\n ")
+    except OSError:
+        return ""
+
+
+def _device_tree_model() -> str:
+    return _read_text(Path("/proc/device-tree/model"))
+
+
+def _android_product() -> str:
+    command = shutil.which("getprop")  # Android's own; absent elsewhere
+    if command is None:
+        return ""
+    try:
+        done = subprocess.run([command, "ro.product.model"], capture_output=True, text=True, timeout=5, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout.strip()

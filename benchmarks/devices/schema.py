@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-FORMAT = 8
+FORMAT = 9
 
 HARDWARE_RANGES = {
     "memory_total": ("MB", 16, 4e6),
@@ -30,11 +30,7 @@ HARDWARE_RANGES = {
 
 Kind = Literal["spec", "measured", "estimated"]
 Text = Annotated[str, Field(min_length=1)]
-WeightFormat = Literal["fp32", "fp16", "int8", "int4", "int8_rows"]
-"""`int8` and `int4` have a scale for each block of weights (MatMulNBits), `int8_rows` one for each row."""
-CacheFormat = Literal["fp32", "int8"]
 Rate = Annotated[float, Field(ge=1e-3, le=1e7)]
-Copies = Annotated[float, Field(ge=0.1, le=10)]
 Microseconds = Annotated[float, Field(ge=0, le=100_000)]
 Factor = Annotated[float, Field(ge=1, le=10)]
 
@@ -78,7 +74,7 @@ class Hardware(Strict):
     `memory_usable` is what a model may take beside the system. The bandwidth is that beyond every cache, and the
     matmul rates are the processor's peaks, `fp16_matmul_rate` with sums in float32, as training does them; without it
     that of float32 stands for it. `bandwidth_share` (of the bandwidth, reading weights) and `layer_overhead`
-    (of a layer, for each token) replace those of `benchmarks.predict.coefficients` where the device's are known.
+    (of a layer, for each token) replace those of `benchmarks.predict.latency` where the device's are known.
     """
 
     memory_total: Quantity
@@ -130,35 +126,23 @@ class Coefficients(Strict):
     """What a runtime reaches on a device, for the formulas of `benchmarks.predict.latency`.
 
     Attributes:
-        weights_gb_per_s: weights read and multiplied by one row, by their format.
-        cache_gb_per_s: keys and values read while decoding, by their format.
-        attention_gmac_per_s: multiply-adds of attention for one new token.
-        pass_us, layer_us: fixed time of a pass through the model, and of each of its layers.
-        kernel_layer_us: the same of a layer that this program's kernels compute.
-        standard_layer_us: what a layer of standard ONNX operators takes on top.
-        prefill_gmac_per_s: multiply-adds with many rows, by the weights' format.
-        prefill_attention_gmac_per_s: multiply-adds of attention over a prompt.
-        elementwise_gb_per_s: inputs and outputs of the products of a prompt, which other operators read and write.
+        bandwidth_gb_per_s: of reading weights, cache and activations.
+        int8_gop_per_s, fp32_gop_per_s: arithmetic with packed weights, and with others and in attention.
+        layer_us: fixed time of each layer.
         runtime_mb: the process without weights.
-        weight_copies: memory that weights take at the peak, as a multiple of their bytes in the file.
+        weight_copies: memory that weights take at the peak, as a multiple of what they usually take.
         band: how far predictions made with these are off.
     """
 
     source: Text
     date: date
     kind: Kind
-    weights_gb_per_s: dict[WeightFormat, Rate]
-    cache_gb_per_s: dict[CacheFormat, Rate]
-    attention_gmac_per_s: Rate
-    pass_us: Microseconds
+    bandwidth_gb_per_s: Rate
+    int8_gop_per_s: Rate
+    fp32_gop_per_s: Rate
     layer_us: Microseconds
-    kernel_layer_us: Microseconds
-    standard_layer_us: Microseconds
-    prefill_gmac_per_s: dict[WeightFormat, Rate]
-    prefill_attention_gmac_per_s: Rate
-    elementwise_gb_per_s: Rate
     runtime_mb: Annotated[float, Field(ge=1, le=100_000)]
-    weight_copies: dict[WeightFormat, Copies]
+    weight_copies: Annotated[float, Field(ge=0.1, le=10)]
     band: Band
 
 

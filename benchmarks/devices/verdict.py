@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from benchmarks.devices.recognise import is_this_machine
+from benchmarks.devices.load import is_this_machine
 from benchmarks.devices.schema import Device, Limits
 from benchmarks.labels import LIMITS
 from sportsllm.errors import UsageError

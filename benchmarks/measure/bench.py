@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.devices.recognise import processor_name
+from benchmarks.devices.load import processor_name
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import TIMED_STEPS, depths_that_fit, limit_lengths
 from benchmarks.measure.bandwidth_bound import bandwidth_bound, budget_depth, bytes_read_per_token

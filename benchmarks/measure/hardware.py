@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import psutil
 
-from benchmarks.devices.recognise import instruction_set
+from benchmarks.devices.load import instruction_set
 from benchmarks.devices.schema import Hardware, Kind, Quantity, SourcedText
 from benchmarks.measure.bandwidth import measure_bandwidth
 from benchmarks.measure.bench import default_threads

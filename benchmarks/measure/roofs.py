@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.devices.recognise import is_this_machine
+from benchmarks.devices.load import is_this_machine
 from benchmarks.devices.schema import Device
 
 

@@ -1,11 +1,12 @@
 """Measure this machine: time small models of several shapes and formats, and fit the coefficients to them.
 
-The models are whole decoders, run as `bench` runs an export, each in fresh processes. The fit minimises
+The models are untrained decoders, exported as `export` writes them and run as `bench` runs them, each in fresh
+processes. The fit minimises
 
     sum of ln(predicted / measured)^2  +  RIDGE * sum of ln(coefficient / start)^2
 
 over the formulas of `benchmarks.predict.latency`, so that a factor counts alike wherever it is, and what the
-measurements do not tell stays where the shipped coefficients put it.
+measurements do not tell stays where this machine's figures put it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import shutil
 import statistics
 import tempfile
 import time
@@ -20,28 +22,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
 from pydantic import ValidationError
 
-from benchmarks.devices.load import list_devices, load_device
+from benchmarks.devices.load import list_devices, load_device, write_device
 from benchmarks.devices.schema import FORMAT, Coefficients, Device
-from benchmarks.devices.write import write_device
 from benchmarks.measure.bench import LARGEST_WORKING_SET_BYTES, default_threads, machine
 from benchmarks.measure.cpus import choose_cpus
 from benchmarks.measure.hardware import this_machine
 from benchmarks.measure.process import QUIET_CORES, child_command, run_child, wait_for_quiet
-from benchmarks.predict.coefficients import CALIBRATED_BAND, costs, resolve, with_costs
-from benchmarks.predict.latency import KNOWN_BYTES, Terms, memory_terms, total, tpot_terms, ttft_terms
+from benchmarks.predict.latency import CALIBRATED_BAND, KNOWN_BYTES, Formulas, Terms, costs, resolve, total
 from benchmarks.predict.model_size import ModelFormat
-from benchmarks.predict.small_models import write_small_model
 from benchmarks.spread import percentile
 from export.kernels.library import VERSION
 from export.runtime.kernels import problem_of
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ConflictError, UsageError
+from sportsllm.formats.json_files import describe
 from sportsllm.models.config import ModelConfig
 
 ROUNDS, TIMEOUT_S = 3, 300.0
@@ -65,14 +65,13 @@ SHAPES = (shape(2_000, 128, 384, 4, 4, 4), shape(8_000, 384, 1_024, 10, 6, 2), s
 INT8, INT4, INT8_ROWS = ModelFormat("int8", 128), ModelFormat("int4", 128), ModelFormat("int8", 128, per_row=True)
 FORMATS = (ModelFormat("fp32"), INT8, INT4, INT8_ROWS)
 INT8_CACHE = ModelFormat("int4", 128, cache="int8")
-FORMULAS = {"tpot": tpot_terms, "ttft": ttft_terms, "memory": memory_terms}
 
 
 @dataclass(frozen=True)
 class Figure:
     """One measured figure of a model: `tpot` (ms at depth `tokens`), `ttft` (ms for `tokens`) or `memory` (bytes)."""
 
-    kind: str
+    kind: Literal["tpot", "ttft", "memory"]
     config: ModelConfig
     stored: ModelFormat
     tokens: int
@@ -80,7 +79,8 @@ class Figure:
 
     def terms(self) -> Terms:
         """Of the formula for it."""
-        return FORMULAS[self.kind](self.config, self.stored, self.tokens)
+        formulas = Formulas(self.config, self.stored)
+        return {"tpot": formulas.tpot, "ttft": formulas.ttft, "memory": formulas.memory}[self.kind](self.tokens)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class MeasuredModel:
     config: ModelConfig
     stored: ModelFormat
     directory: Path
-    rounds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    rounds: dict[tuple[Literal["tpot", "ttft", "memory"], int], list[float]] = field(default_factory=dict)
 
     def figures(self) -> list[Figure]:
         """The median of the rounds, which is what `bench` reports."""
@@ -100,23 +100,21 @@ class MeasuredModel:
         ]
 
     def measure(self, mode: str, threads: int) -> float:
-        """Add the figures of a fresh process; returns the cores that other programs used beside it.
-
-        Medians, pinned to processors, as `bench` measures what the predictions are compared with.
-        """
-        specification = {**SHORT_BENCH, "mode": mode, "directory": str(self.directory), "threads": threads}
-        specification |= {"cpus": (cpus := choose_cpus(threads))}
+        """Add the figures of a fresh process, medians pinned to processors as in `bench`; returns the cores that other
+        programs used beside it."""
+        cpus = choose_cpus(threads)
+        asked = {**SHORT_BENCH, "mode": mode, "directory": str(self.directory), "threads": threads, "cpus": cpus}
         what, variables = f"{self.directory.name} ({mode})", {"OMP_NUM_THREADS": str(threads)}
-        child = run_child(child_command(specification), what, TIMEOUT_S, variables, cpus=cpus)
+        child = run_child(child_command(asked), what, TIMEOUT_S, variables, cpus=cpus)
         if mode == "memory":
-            found = {("memory", CONTEXT): float(child.payload["peak_rss_bytes"])}
-        else:
-            found = {("ttft", prompt): percentile(child.payload["ttft_ms"][str(prompt)], 50) for prompt in PROMPTS}
-            for depth in DEPTHS:
-                steps = [step for sweep in child.payload["step_ms"][str(depth)] for step in sweep]
-                found["tpot", depth] = percentile(steps, 50)
-        for key, value in found.items():
-            self.rounds.setdefault(key, []).append(value)
+            self.rounds.setdefault(("memory", CONTEXT), []).append(float(child.payload["peak_rss_bytes"]))
+            return child.other_cpu_cores
+        for prompt in PROMPTS:
+            times = child.payload["ttft_ms"][str(prompt)]
+            self.rounds.setdefault(("ttft", prompt), []).append(percentile(times, 50))
+        for depth in DEPTHS:
+            steps = [step for sweep in child.payload["step_ms"][str(depth)] for step in sweep]
+            self.rounds.setdefault(("tpot", depth), []).append(percentile(steps, 50))
         return child.other_cpu_cores
 
 
@@ -137,12 +135,12 @@ def measure_models(models: Sequence[MeasuredModel], threads: int, rounds: int) -
 
 def fit(figures: Sequence[Figure], start: Coefficients) -> Coefficients:
     """The coefficients that describe the figures best, see the module; by Gauss and Newton's method."""
-    cost, rows = costs(start), [figure.terms() for figure in figures]
+    prices, rows = costs(start), [figure.terms() for figure in figures]
     names = sorted({name for terms in rows for name in terms} - {KNOWN_BYTES})
     amounts = np.array([[terms.get(name, 0.0) for name in names] for terms in rows])
     known = np.array([terms.get(KNOWN_BYTES, 0.0) for terms in rows])
     measured = np.array([figure.value for figure in figures])
-    first = np.log([max(cost[name], 1e-12) for name in names])
+    first = np.log([max(prices[name], 1e-12) for name in names])
     logs, most = first.copy(), math.log(MOST_CHANGE)
     for _ in range(ITERATIONS):
         parts = amounts * np.exp(logs)
@@ -151,26 +149,75 @@ def fit(figures: Sequence[Figure], start: Coefficients) -> Coefficients:
         errors = np.concatenate([np.log(predicted / measured), math.sqrt(RIDGE) * (logs - first)])
         logs -= np.clip(np.linalg.lstsq(slopes, errors, rcond=None)[0], -0.5, 0.5)
         logs = np.clip(logs, first - most, first + most)
-    return with_costs(start, dict(zip(names, np.exp(logs).tolist(), strict=True)))
+    # A rate's cost is its inverse, any other's is in proportion to it.
+    changes = np.exp(logs - first)
+    found = {
+        name: getattr(start, name) * (1 / change if name.endswith("_per_s") else change)
+        for name, change in zip(names, changes.tolist(), strict=True)
+    }
+    return start.model_copy(update={name: float(f"{value:.4g}") for name, value in found.items()})
 
 
 def band_of(coefficients: Coefficients, figures: Sequence[Figure]) -> dict[str, float]:
     """The factor, either way, that holds 90% of the figures of each kind."""
-    cost, found = costs(coefficients), dict[str, list[float]]()
+    prices, found = costs(coefficients), dict[str, list[float]]()
     for figure in figures:
-        found.setdefault(figure.kind, []).append(abs(math.log(total(figure.terms(), cost) / figure.value)))
+        found.setdefault(figure.kind, []).append(abs(math.log(total(figure.terms(), prices) / figure.value)))
     return {kind: round(math.exp(percentile(errors, 90)), 2) for kind, errors in found.items()}
 
 
+def export_untrained(config: ModelConfig, stored: ModelFormat, directory: Path, inline: bool = False) -> None:
+    """Export a model with random weights, rounded to nearest, as `export` does but without its parity gate.
+
+    Args:
+        config: its shape.
+        stored: float32, INT8 or INT4 blocks, or INT8 rows, with either cache.
+        directory: a new directory.
+        inline: whether the graph has ONNX Runtime's operators instead of calls of this program's kernels.
+    """
+    import torch
+
+    from compress.quantization.config import Granularity, QuantizationConfig
+    from compress.quantization.layer_by_layer import quantize_without_data
+    from compress.quantization.packed_checkpoint import PackedCheckpoint
+    from export.cache_scales import CacheScales
+    from export.graph.builder import GraphForm
+    from export.graph.decoder import write_graph
+    from sportsllm.formats.checkpoint import save_checkpoint, write_checkpoint
+    from sportsllm.models.kinds import block_state
+    from sportsllm.models.language_model import SportsLLM
+
+    directory.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        source, packed_to = Path(folder) / "dense", Path(folder) / "packed"
+        source.mkdir()
+        model = SportsLLM(config)
+        model.initialize(0)
+        save_checkpoint(source, model)
+        if stored.quantized:
+            packed_to.mkdir()
+            granularity = Granularity.PER_CHANNEL if stored.per_row else Granularity.BLOCK
+            bits = {"int8": 8, "int4": 4}[stored.precision]
+            packed = PackedCheckpoint(config, QuantizationConfig(bits, stored.block_size, granularity=granularity))
+            quantize_without_data(source, config, packed, search=False)
+            write_checkpoint(packed_to, config, packed.tensors, quantization=packed.record("rtn"))
+            source = packed_to
+        full = tuple(torch.full((config.num_hidden_layers, *state.shape), 0.05) for state in block_state(config))
+        scales = CacheScales(full) if stored.cache == "int8" else None
+        operators = "standard" if stored.standard else "onnx"
+        write_graph(source, directory, GraphForm(operators, scales=scales, inline=inline))
+        shutil.copyfile(source / "config.json", directory / "config.json")
+
+
 def write_models(folder: Path, wanted: Iterable[tuple[ModelConfig, ModelFormat]]) -> list[MeasuredModel]:
-    """A directory with random weights for each shape and format, run by what an export would be run by here."""
+    """An export with random weights of each shape and format, run by what an export would be run by here."""
     problem = problem_of(VERSION)
     if problem:
         log(f"calibrating ONNX Runtime's operators alone: {problem}")
-    models, kernels = [], not problem
+    models = []
     for number, (config, stored) in enumerate(wanted):
         models.append(MeasuredModel(config, stored, folder / f"{number}-{config.parameters / 1e6:.0f}m-{stored.name}"))
-        write_small_model(models[-1].directory, config, stored, kernels and stored.in_kernels)
+        export_untrained(config, stored, models[-1].directory, inline=bool(problem))
     return models
 
 
@@ -196,14 +243,7 @@ def calibrate(threads: int, rounds: int) -> tuple[Coefficients, float]:
 def run_calibrate(
     out: Path, name: str | None = None, threads: int | None = None, limits_from: str = "host", rounds: int = ROUNDS
 ) -> dict[str, Any]:
-    """Measure this machine and write it as a device file.
-
-    Args:
-        out: the file to write, .toml.
-        name: the device's; the file's if not given.
-        threads: CPU threads; by `choose_threads` if not given.
-        limits_from: the device whose limits the file gets: they are decisions, never taken from measurements.
-        rounds: fresh processes for each model; the median of each figure counts.
+    """Measure this machine and write it as a device file; see `benchmarks.device_commands.calibrate`.
 
     Raises:
         UsageError: an invalid name or ending, no such device, or limits that cannot hold here.
@@ -221,14 +261,22 @@ def run_calibrate(
     out.parent.mkdir(parents=True, exist_ok=True)  # fail now if it cannot be written, not after two minutes
     rates = read_bandwidth([threads] if threads else thread_counts(default_threads()))
     threads = choose_threads(rates)
-    device = describe(name, threads, decided)
+    device = this_device(name, threads, decided)
     coefficients, busiest = calibrate(threads, rounds)
     device = device.model_copy(update={"coefficients": coefficients})
     write_device(device, out, f"Written by `calibrate`. The limits are those of {decided.name}, not measured.")
-    result = {"out": str(out), "device": name, "limits_from": decided.name, "threads": threads, "rounds": rounds}
-    result["read_bandwidth_gb_s"] = {str(count): round(rate / 1e9, 2) for count, rate in rates.items()}
-    result |= {"coefficients": coefficients.model_dump(mode="json"), "clean": busiest <= QUIET_CORES}
-    return result | {"other_cpu_cores": round(busiest, 2), "seconds": round(time.perf_counter() - started, 1)}
+    return {
+        "out": str(out),
+        "device": name,
+        "limits_from": decided.name,
+        "threads": threads,
+        "rounds": rounds,
+        "read_bandwidth_gb_s": {str(count): round(rate / 1e9, 2) for count, rate in rates.items()},
+        "coefficients": coefficients.model_dump(mode="json"),
+        "clean": busiest <= QUIET_CORES,
+        "other_cpu_cores": round(busiest, 2),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
 
 
 def thread_counts(most: int) -> list[int]:
@@ -255,10 +303,10 @@ def choose_threads(rates: Mapping[int, float]) -> int:
     return max(threads for threads, rate in rates.items() if rate >= 0.9 * max(rates.values()))
 
 
-def describe(name: str, threads: int, decided: Device) -> Device:
+def this_device(name: str, threads: int, decided: Device) -> Device:
     """This machine as a device with the limits of `decided`.
 
-    It is recognised by processor, instruction set and memory; not at all where the system names no processor.
+    It is recognised by processor, instruction set and memory; not at all if the system names no processor.
 
     Raises:
         UsageError: an invalid name, or limits that cannot hold here.
@@ -276,5 +324,4 @@ def describe(name: str, threads: int, decided: Device) -> Device:
         if any(each["loc"] == ("name",) for each in error.errors()):
             advice = "use small letters, digits, dots and hyphens, for example my-machine"
             raise UsageError(f"--name {name!r}: {advice}") from None
-        problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise UsageError(f"--limits-from {decided.name}: {problems}; choose another device's limits") from None
+        raise UsageError(f"--limits-from {decided.name}: {describe(error)}; choose another device's limits") from None

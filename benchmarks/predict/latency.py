@@ -1,32 +1,36 @@
-"""Speed and memory of a model on a device: a roofline with plain coefficients.
+"""Speed and memory of a model on a device: a roofline with six coefficients.
 
-    time per token = sum over formats of weight bytes / weights rate
-                     + cache bytes / cache rate + attention MACs / attention rate
-                     + a pass's time + layers * a layer's time, which is another one in the kernels
-    first token    = sum over pieces of 128 tokens of (MACs / prefill rate + attention MACs / prefill attention rate
-                     + activation bytes / elementwise rate + a pass's time + layers * a layer's time)
-                     + head bytes / weights rate
-                     + tokens * bytes of matrices that go token by token / weights rate
-    peak memory    = the runtime's + sum over formats of weight bytes * copies + cache + activations of one piece
+    time per token = weight bytes / bandwidth + MACs / (row share * arithmetic)
+                     + cache bytes / (cache share * bandwidth) + attention MACs / (attention share * fp32)
+                     + a pass's time + layers * a layer's time
+    first token    = sum over pieces of 128 tokens of (MACs / (prompt share * arithmetic)
+                     + attention MACs / (prompt attention share * fp32)
+                     + activation bytes / (elementwise share * bandwidth) + a pass's time + layers * a layer's time)
+                     + the head, and matrices that go token by token, as in the time per token
+    peak memory    = the runtime's + weight bytes * copies + cache + activations of one piece
 
-Each formula is a sum of terms: amounts by the name of the coefficient that prices them, so that `calibrate` fits the
-same formulas by least squares. The coefficients are `benchmarks.devices.schema.Coefficients`. The form is the roofline
-of Williams, Waterman and Patterson (CACM 52(4), 2009), its parts added instead of overlapped.
+The coefficients (`benchmarks.devices.schema.Coefficients`) are a device's own, measured by `devices calibrate`, or its
+hardware's figures. Arithmetic is `int8` for packed weights and `fp32` for others. The shares are constants of a kind of
+processor. The form is the roofline of Williams, Waterman and Patterson (CACM 52(4), 2009), its parts added instead of
+overlapped. Each formula is a sum of terms: amounts by the name of the coefficient that prices them, so that `calibrate`
+fits the same formulas by least squares.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from benchmarks.devices.schema import Device
+from benchmarks.devices.schema import Band, Coefficients, Device
 from benchmarks.devices.verdict import Predicted, depths_that_fit, limit_lengths
-from benchmarks.predict.coefficients import costs, reliability, resolve
+from benchmarks.measure.hardware import this_machine
 from benchmarks.predict.model_size import (
     ModelFormat,
+    WeightGroup,
     active_share,
     file_bytes,
     layer_activations,
@@ -35,7 +39,6 @@ from benchmarks.predict.model_size import (
     stepwise_share,
     stored_format,
 )
-from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.size import kv_cache_bytes_per_token, state_bytes
 
@@ -44,67 +47,216 @@ PREFILL_CHUNK_TOKENS = 128  # pieces in which `export.runtime.decoder` reads a p
 P95_OVER_P50 = 1.25  # slow steps beside median ones: an estimate. The shipped limits allow 1.3 to 1.7
 GROWING_COPIES = 3  # buffers of a growing cache (standard operators): the kept one, past and present
 KNOWN_BYTES = "bytes"  # a term of memory that needs no coefficient
+_STUDY = "`benchmarks.studies.prediction_error`"
+CALIBRATED_BAND = Band(tpot=1.5, ttft=1.5, memory=1.2, source=_STUDY, measured=True)
 
 Terms = Mapping[str, float]
+Arithmetic = Literal["fp32_gop_per_s", "int8_gop_per_s"]
 
 
-def tpot_terms(config: ModelConfig, stored: ModelFormat, depth: int) -> Terms:
-    """Of the time per token after `depth` others, in ms."""
-    parts, cached = sizes(config, stored), _cached_bytes(config, stored, depth)
-    terms = _pass_terms(config, stored, cached, stored.in_kernels)
-    for group, share in ((parts.layers, active_share(config)), (parts.head, 1.0)):
-        terms[f"weights_gb_per_s.{group.weight_format}"] += share * group.bytes
-    terms[f"cache_gb_per_s.{stored.cache}"] += cached
-    terms["attention_gmac_per_s"] += mixing_macs(config, depth)
-    return terms
+@dataclass(frozen=True)
+class Shares:
+    """What a runtime reaches of a processor's bandwidth and arithmetic, by the format of the weights or the cache.
+
+    `row` and `prompt` are shares of the arithmetic with one row and with many, `copies` the memory that weights take as
+    a multiple of their bytes in the file. In multiples of a layer's time, `whole_pass` is what a pass takes beside its
+    layers, `kernel_layer` a layer in this program's kernels, and `standard_layer` what standard ONNX operators add.
+    `first` are the coefficients that hardware figures lack.
+    """
+
+    row: Mapping[str, float]
+    prompt: Mapping[str, float]
+    cache: Mapping[str, float]
+    attention: float
+    prompt_attention: float
+    elementwise: float
+    copies: Mapping[str, float]
+    whole_pass: float
+    kernel_layer: float
+    standard_layer: float
+    first: Mapping[str, Any]
 
 
-def ttft_terms(config: ModelConfig, stored: ModelFormat, prompt: int) -> Terms:
-    """Of the time to read `prompt` tokens and make the first new one, in ms."""
-    parts, terms = sizes(config, stored), defaultdict[str, float](float)
-    group = parts.layers
-    terms[f"weights_gb_per_s.{parts.head.weight_format}"] += parts.head.bytes
-    alone = stepwise_share(config)
-    for new, end in pieces(prompt):
-        terms[f"prefill_gmac_per_s.{group.weight_format}"] += new * (active_share(config) - alone) * group.macs
-        if alone:
-            terms[f"weights_gb_per_s.{group.weight_format}"] += new * alone * group.bytes
-        # Scores of each new token with all so far, masked ones too, and their product with the values.
-        terms["prefill_attention_gmac_per_s"] += new * mixing_macs(config, end)
-        terms["elementwise_gb_per_s"] += 4 * new * config.num_hidden_layers * layer_activations(config)
-        _add(terms, _pass_terms(config, stored, _cached_bytes(config, stored, end), stored.in_kernels))
-    return terms
+# Between two machines, ONNX Runtime 1.31.1, 2 threads, 2026-11. A quiet Zen 5 with AVX512-VNNI; peaks 2,060 GOP/s and
+# 510 GFLOP/s, bandwidth 50 to 81 GB/s. `small` decoded 52 MB (int4, block 128) in 1.7 ms, 100 MB (int8) in 3.05 ms and
+# 389 MB (fp32) in 10.6 ms; from depth 32 to 512 it took 0.92 ms more with a float32 cache (35 MB) and 0.49 ms more
+# with an int8 one. Memory is that of `export.runtime.decoder`: 69 MB before the weights, with prepacked copies.
+# A noisy Zen 4 (peaks 947 and 237): shares fitted to whole models differ from these by up to a half for one row.
+# Blocks are of this program's kernels. Against ONNX Runtime's operators they read int4 1.2 (Zen 4) and 1.4 times as
+# fast (Zen 3 with AVX2; bandwidth 20 GB/s, peaks 267 and 133), int8 1.1 and 1.4 times, prompts at int4 1.1 and 1.5
+# times, and hold 0.86 of the weights' memory. The Zen 3 decodes 1.3 to 1.5 times as fast as these shares say: kernels
+# there are bound by bandwidth, and its int8 peak is that of saturating products.
+CPU = Shares(
+    row={"fp32": 0.3, "int8": 0.25, "int4": 0.4, "int8_rows": 0.072},
+    prompt={"fp32": 0.8, "int8": 0.35, "int4": 0.42, "int8_rows": 0.7},
+    cache={"fp32": 0.7, "int8": 0.45, "fp16": 0.7},
+    attention=0.25,
+    prompt_attention=0.4,
+    elementwise=0.25,
+    copies={"fp32": 1.15, "int8": 1.28, "int4": 1.3, "int8_rows": 1.45},
+    whole_pass=0.55,
+    kernel_layer=0.7,
+    standard_layer=5.0,
+    first={
+        "source": "ONNX Runtime 1.31.1 on a Zen 5 and a Zen 4 server: shares of their figures, chosen between both",
+        "date": date(2026, 11, 23),
+        "reading": 1.0,
+        "layer_us": 18.0,
+        "runtime_mb": 69.0,
+        "band": Band(tpot=2.0, ttft=2.0, memory=1.2, source=_STUDY, measured=True),
+    },
+)
+# An 8B model at Q4 (4.9 GB, 32 layers) decodes 42, 74 and 87 tokens/s on RTX 3060, 3080 and 3090, a 3B one
+# (2.0 GB, 28 layers) 123 on RTX 3060: 0.7 of the bandwidth and 50 us a layer meet all four within 22%. The others are
+# guesses: weights of 4 and 8 bits are widened and multiplied in fp16, at half the int8 peak.
+_GPU_PRODUCTS = {"fp32": 0.5, "fp16": 0.2, "int8": 0.2, "int4": 0.2, "int8_rows": 0.2}
+GPU = Shares(
+    row=_GPU_PRODUCTS,
+    prompt=_GPU_PRODUCTS,
+    cache={"fp32": 1.0, "int8": 1.0, "fp16": 1.0},
+    attention=0.5,
+    prompt_attention=0.2,
+    elementwise=0.36,
+    copies=dict.fromkeys(_GPU_PRODUCTS, 1.0),
+    whole_pass=0.0,
+    kernel_layer=1.0,
+    standard_layer=5.0,
+    first={
+        "source": "Published decoding rates of RTX 3060, 3080 and 3090; first token and memory are guesses",
+        "date": date(2026, 11, 21),
+        "reading": 0.7,
+        "layer_us": 50.0,
+        "runtime_mb": 400.0,
+        "band": Band(tpot=1.5, ttft=3.0, memory=1.5, source="guesses; published rates are within them", measured=False),
+    },
+)
+SHARES = {"cpu": CPU, "gpu": GPU}
 
 
-def memory_terms(config: ModelConfig, stored: ModelFormat, depth: int) -> Terms:
-    """Of the process's peak memory (on a GPU: the card's) with `depth` tokens in the cache, in bytes."""
-    parts, cached = sizes(config, stored), _cached_bytes(config, stored, depth)
-    terms = defaultdict[str, float](float, runtime_mb=1)
-    for group in (parts.layers, parts.head):
-        terms[f"weight_copies.{group.weight_format}"] += group.bytes
-    activations = 4 * min(depth, PREFILL_CHUNK_TOKENS) * layer_activations(config) + 4 * config.vocab_size
-    cached *= GROWING_COPIES if stored.standard else 1
-    terms[KNOWN_BYTES] = parts.rest + parts.embedding + cached + activations
-    return terms
+def resolve(device: Device) -> Coefficients:
+    """The device file's own coefficients, else its hardware's figures and the shares of its kind.
+
+    A device without hardware figures, which stands for any machine, gets those of this one, measured once.
+    """
+    if device.coefficients is not None:
+        return device.coefficients
+    hardware, fields = device.hardware or this_machine(), dict(SHARES[device.processor].first)
+    reading = fields.pop("reading")
+    if hardware.bandwidth_share is not None:
+        reading = hardware.bandwidth_share.value
+    if hardware.layer_overhead is not None:
+        fields["layer_us"] = hardware.layer_overhead.value
+    fields |= {
+        "kind": "estimated",
+        "bandwidth_gb_per_s": reading * hardware.memory_bandwidth.value,
+        "int8_gop_per_s": hardware.int8_matmul_rate.value,
+        "fp32_gop_per_s": hardware.fp32_matmul_rate.value,
+        "weight_copies": 1.0,
+    }
+    return Coefficients.model_validate(fields)
 
 
-def _cached_bytes(config: ModelConfig, stored: ModelFormat, depth: int) -> int:
-    """What is read of `depth` tokens, and of states whatever the depth."""
-    return depth * kv_cache_bytes_per_token(config)[stored.cache] + state_bytes(config)[stored.cache]
+def cost(name: str, value: float) -> float:
+    """What one unit of a term costs by its coefficient: ms for a byte, a MAC (two operations) or a layer, bytes of
+    memory for the process and for a byte of weights. For rates it is its own inverse."""
+    if name.endswith("_gb_per_s"):
+        return 1e-6 / value
+    if name.endswith("_gop_per_s"):
+        return 2e-6 / value
+    return value * {"_us": 1e-3, "_mb": 1e6}.get(name[-3:], 1.0)
 
 
-def _pass_terms(config: ModelConfig, stored: ModelFormat, cached: float, in_kernels: bool) -> defaultdict[str, float]:
-    """Of any pass through the model; standard operators have more of them, and copy their growing cache."""
-    layer = "kernel_layer_us" if in_kernels else "layer_us"
-    terms = defaultdict[str, float](float, {"pass_us": 1, layer: config.num_hidden_layers})
-    if stored.standard:
-        terms |= {"standard_layer_us": config.num_hidden_layers, "elementwise_gb_per_s": cached}
-    return terms
+def costs(coefficients: Coefficients) -> dict[str, float]:
+    """The cost of each coefficient, by its name."""
+    return {name: cost(name, value) for name, value in coefficients if isinstance(value, float)}
 
 
-def _add(terms: defaultdict[str, float], more: Terms) -> None:
-    for name, amount in more.items():
-        terms[name] += amount
+def reliability(device: Device) -> dict[str, Any]:
+    """`source`, `date`, `kind` and `band` of the coefficients, and `own`, whether they are the device file's."""
+    fields = resolve(device).model_dump(mode="json", include={"source", "date", "kind", "band"})
+    return {**fields, "own": device.coefficients is not None}
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """The terms of a model's figures, with the shares of a kind of processor."""
+
+    config: ModelConfig
+    stored: ModelFormat
+    shares: Shares = CPU
+
+    def tpot(self, depth: int) -> Terms:
+        """Of the time per token after `depth` others, in ms."""
+        (layers, head), cached = self._groups(), self._cached_bytes(depth)
+        terms = self._pass(cached)
+        self._multiply_a_row(terms, layers, active_share(self.config))
+        self._multiply_a_row(terms, head)
+        terms["bandwidth_gb_per_s"] += cached / self.shares.cache[self.stored.cache]
+        terms["fp32_gop_per_s"] += mixing_macs(self.config, depth) / self.shares.attention
+        return terms
+
+    def ttft(self, prompt: int) -> Terms:
+        """Of the time to read `prompt` tokens and make the first new one, in ms."""
+        config, shares, alone = self.config, self.shares, stepwise_share(self.config)
+        terms, (layers, head) = defaultdict[str, float](float), self._groups()
+        self._multiply_a_row(terms, head)
+        self._multiply_a_row(terms, layers, prompt * alone)
+        for new, end in pieces(prompt):
+            together = new * (active_share(config) - alone) * layers.macs
+            terms[_arithmetic(layers)] += together / shares.prompt[layers.weight_format]
+            # Scores of each new token with all so far, masked ones too, and their product with the values.
+            terms["fp32_gop_per_s"] += new * mixing_macs(config, end) / shares.prompt_attention
+            activations = 4 * new * config.num_hidden_layers * layer_activations(config)
+            terms["bandwidth_gb_per_s"] += activations / shares.elementwise
+            for name, amount in self._pass(self._cached_bytes(end)).items():
+                terms[name] += amount
+        return terms
+
+    def memory(self, depth: int) -> Terms:
+        """Of the process's peak memory (on a GPU: the card's) with `depth` tokens in the cache, in bytes."""
+        config, parts, cached = self.config, sizes(self.config, self.stored), self._cached_bytes(depth)
+        copies = sum(self.shares.copies[group.weight_format] * group.bytes for group in self._groups())
+        activations = 4 * min(depth, PREFILL_CHUNK_TOKENS) * layer_activations(config) + 4 * config.vocab_size
+        cached *= GROWING_COPIES if self.stored.standard else 1
+        known = parts.rest + parts.embedding + cached + activations
+        return {"runtime_mb": 1, "weight_copies": copies, KNOWN_BYTES: known}
+
+    def _groups(self) -> tuple[WeightGroup, WeightGroup]:
+        """Layers and head, as they are in memory: a CPU widens float16 to float32 when it loads it."""
+        parts, half = sizes(self.config, self.stored), "fp16" not in self.shares.row
+        layers, head = (
+            replace(group, weight_format="fp32", bytes=2 * group.bytes)
+            if half and group.weight_format == "fp16"
+            else group
+            for group in (parts.layers, parts.head)
+        )
+        return layers, head
+
+    def _multiply_a_row(self, terms: defaultdict[str, float], group: WeightGroup, share: float = 1.0) -> None:
+        """The weights are read, then multiplied."""
+        terms["bandwidth_gb_per_s"] += share * group.bytes
+        terms[_arithmetic(group)] += share * group.macs / self.shares.row[group.weight_format]
+
+    def _cached_bytes(self, depth: int) -> int:
+        """What is read of `depth` tokens, and of states whatever the depth."""
+        cache = self.stored.cache
+        return depth * kv_cache_bytes_per_token(self.config)[cache] + state_bytes(self.config)[cache]
+
+    def _pass(self, cached: float) -> defaultdict[str, float]:
+        """Of any pass through the model; standard operators take longer for a layer, and copy their growing cache."""
+        shares, layers = self.shares, self.config.num_hidden_layers
+        a_layer = (
+            shares.kernel_layer if self.stored.in_kernels else 1.0
+        ) + shares.standard_layer * self.stored.standard
+        terms = defaultdict[str, float](float, layer_us=shares.whole_pass + a_layer * layers)
+        if self.stored.standard:
+            terms["bandwidth_gb_per_s"] += cached / shares.elementwise
+        return terms
+
+
+def _arithmetic(group: WeightGroup) -> Arithmetic:
+    """What prices products with weights: on a GPU those in float16 run on the cores that multiply int8."""
+    return "fp32_gop_per_s" if group.weight_format == "fp32" else "int8_gop_per_s"
 
 
 def pieces(tokens: int) -> Iterator[tuple[int, int]]:
@@ -115,15 +267,8 @@ def pieces(tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def total(terms: Terms, cost: Mapping[str, float]) -> float:
-    """The sum of a formula, ms or bytes, with what `benchmarks.predict.coefficients.costs` gives.
-
-    Raises:
-        UsageError: the device has no coefficient for a format.
-    """
-    try:
-        return sum(amount if name == KNOWN_BYTES else amount * cost[name] for name, amount in terms.items())
-    except KeyError as error:
-        raise UsageError(f"the device has no coefficient {error.args[0]}; add it to the device file") from None
+    """The sum of a formula, ms or bytes, with what `costs` gives."""
+    return sum(amount if name == KNOWN_BYTES else amount * cost[name] for name, amount in terms.items())
 
 
 def predict(config: ModelConfig, device: Device, stored: ModelFormat) -> list[dict[str, Any]]:
@@ -134,13 +279,14 @@ def predict(config: ModelConfig, device: Device, stored: ModelFormat) -> list[di
         `ttft_ms`, `tpot_ms` and `peak_rss_bytes`.
     """
     coefficients, prompt = resolve(device), min(PROMPT_TOKENS, config.max_position_embeddings)
-    cost, band, rows = costs(coefficients), coefficients.band, []
+    formulas, cost, band = Formulas(config, stored, SHARES[device.processor]), costs(coefficients), coefficients.band
+    rows = []
     for depth in depths_that_fit(config.max_position_embeddings, DEPTHS):
         row: dict[str, Any] = {"precision": stored.precision, "depth": depth, "prompt_tokens": prompt}
         for name, terms, factor in (
-            ("ttft_ms", ttft_terms(config, stored, prompt), band.ttft),
-            ("tpot_ms", tpot_terms(config, stored, depth), band.tpot),
-            ("peak_rss_bytes", memory_terms(config, stored, depth), band.memory),
+            ("ttft_ms", formulas.ttft(prompt), band.ttft),
+            ("tpot_ms", formulas.tpot(depth), band.tpot),
+            ("peak_rss_bytes", formulas.memory(depth), band.memory),
         ):
             value = total(terms, cost)
             ends = {name: value, f"{name}_low": value / factor, f"{name}_high": value * factor}
@@ -155,12 +301,12 @@ def predict_figures(config: ModelConfig, device: Device, stored: ModelFormat) ->
     Quality cannot be predicted and is left out.
     """
     lengths, cost = limit_lengths(device.limits, config.max_position_embeddings), costs(resolve(device))
-    step = None if lengths.tpot_depth is None else total(tpot_terms(config, stored, lengths.tpot_depth), cost)
-    first = None if lengths.ttft_prompt is None else total(ttft_terms(config, stored, lengths.ttft_prompt), cost)
+    formulas = Formulas(config, stored, SHARES[device.processor])
+    step = None if lengths.tpot_depth is None else total(formulas.tpot(lengths.tpot_depth), cost)
     figures = {
         "file_mb": file_bytes(config, stored) / 1e6,
-        "peak_memory_mb": total(memory_terms(config, stored, lengths.memory_context), cost) / 1e6,
-        "ttft_ms": first,
+        "peak_memory_mb": total(formulas.memory(lengths.memory_context), cost) / 1e6,
+        "ttft_ms": None if lengths.ttft_prompt is None else total(formulas.ttft(lengths.ttft_prompt), cost),
         "tpot_p50_ms": step,
         "tpot_p95_ms": None if step is None else P95_OVER_P50 * step,
     }

@@ -67,7 +67,7 @@ class ModelFormat:
 
     @property
     def layer_format(self) -> str:
-        """Of the layers' matrices, a `benchmarks.devices.schema.WeightFormat`."""
+        """Of the layers' matrices, a key of `benchmarks.predict.latency.Shares`."""
         return "int8_rows" if self.per_row else self.precision
 
     @property

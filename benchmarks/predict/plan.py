@@ -10,8 +10,7 @@ from typing import Any
 from benchmarks.devices.load import load_device
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import judge
-from benchmarks.predict.coefficients import reliability
-from benchmarks.predict.latency import predict, predict_figures
+from benchmarks.predict.latency import predict, predict_figures, reliability
 from benchmarks.predict.model_size import CACHES, ModelFormat
 from benchmarks.predict.plan_training import Cost, plan_training, usable_bytes
 from sportsllm.errors import UsageError

@@ -14,8 +14,7 @@ from typing import Any
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import misses
 from benchmarks.labels import LIMITS
-from benchmarks.predict.coefficients import resolve
-from benchmarks.predict.latency import predict_figures
+from benchmarks.predict.latency import predict_figures, resolve
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.search.cut import expert_counts
 from benchmarks.search.estimate import ShapeLosses

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.devices.recognise import is_this_machine
+from benchmarks.devices.load import is_this_machine
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import misses
 from benchmarks.labels import LIMITS

@@ -36,8 +36,7 @@ from benchmarks.predict.calibrate import (
     shape,
     write_models,
 )
-from benchmarks.predict.coefficients import costs, resolve
-from benchmarks.predict.latency import total
+from benchmarks.predict.latency import costs, resolve, total
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.spread import percentile
 from sportsllm import console

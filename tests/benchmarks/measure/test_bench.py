@@ -15,8 +15,7 @@ from rich.console import Console
 
 from benchmarks.bench import advice, bench_model
 from benchmarks.console_results import print_bench, verdict_line
-from benchmarks.devices.load import DEVICES, load_device
-from benchmarks.devices.recognise import is_this_machine
+from benchmarks.devices.load import DEVICES, is_this_machine, load_device
 from benchmarks.devices.verdict import check_on_device, depths_that_fit, judge_budget
 from benchmarks.measure import bench
 from benchmarks.measure.bandwidth_bound import bytes_read_per_token
@@ -25,8 +24,7 @@ from benchmarks.measure.cpus import choose_cpus
 from benchmarks.measure.memory import memory_split
 from benchmarks.measure.process import ChildFailure, child_command, run_child
 from benchmarks.measure.timing import time_depth
-from benchmarks.predict.coefficients import costs, resolve
-from benchmarks.predict.latency import predict_directory, total, tpot_terms
+from benchmarks.predict.latency import Formulas, costs, predict_directory, resolve, total
 from benchmarks.predict.model_size import stored_format
 from benchmarks.report.text import summarize_budget
 from benchmarks.spread import percentile, percentiles
@@ -318,7 +316,7 @@ def test_a_short_context_is_held_to_the_time_per_token_where_it_ends(result: dic
     assert notes["Median time per token"].startswith("after 152 tokens")
     pi = load_device("raspberry-pi-5-8gb")
     predicted = predict_directory(pi, CONFIG, export).figures["tpot_p50_ms"]
-    assert predicted == total(tpot_terms(CONFIG, stored_format(export), 152), costs(resolve(pi)))
+    assert predicted == total(Formulas(CONFIG, stored_format(export)).tpot(152), costs(resolve(pi)))
     short = CONFIG.with_changes(max_position_embeddings=148)
     assert predict_directory(pi, short, export).figures["tpot_p50_ms"] is None
 

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.devices.load import load_device
-from benchmarks.devices.recognise import is_this_machine, processor_name
+from benchmarks.devices.load import is_this_machine, load_device, processor_name
 from benchmarks.devices.schema import Coefficients
 from benchmarks.measure.process import ChildResult
 from benchmarks.plan import plan
@@ -28,15 +27,14 @@ from benchmarks.predict.calibrate import (
     MeasuredModel,
     band_of,
     choose_threads,
-    describe,
     fit,
     read_bandwidth,
     run_calibrate,
     shape,
+    this_device,
     thread_counts,
 )
-from benchmarks.predict.coefficients import costs, resolve, with_costs
-from benchmarks.predict.latency import total
+from benchmarks.predict.latency import costs, resolve, total
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.studies.prediction_error import DIMENSIONS
 from sportsllm import cli
@@ -46,13 +44,8 @@ from tests.support.devices import reference_machine
 START = resolve(reference_machine())
 RECORDED = Path(__file__).parents[3] / "benchmarks" / "results" / "prediction" / "zen5.csv"
 # A machine that differs from the start by factors between a half and two, each by another.
-TRUE = with_costs(
-    START,
-    {
-        name: cost * 2.0 ** np.sin(3.0 * index)
-        for index, (name, cost) in enumerate(costs(START).items())
-        if not name.endswith("fp16")
-    },
+TRUE = START.model_copy(
+    update={name: getattr(START, name) * 2.0 ** np.sin(3.0 * index) for index, name in enumerate(costs(START))}
 )
 
 
@@ -70,11 +63,8 @@ def test_a_fit_finds_the_machine() -> None:
     """Without noise only the ridge, which draws towards the start, keeps coefficients from being exact."""
     fitted = fit(_planted(), START)
     assert max(band_of(fitted, _planted()).values()) < 1.04 < min(band_of(START, _planted()).values())
-    for name in ("weights_gb_per_s", "prefill_gmac_per_s"):
-        for weight_format, value in getattr(TRUE, name).items():
-            assert getattr(fitted, name)[weight_format] == pytest.approx(value, rel=0.15), (name, weight_format)
-    assert fitted.runtime_mb == pytest.approx(TRUE.runtime_mb, rel=0.02)
-    assert fitted.standard_layer_us == START.standard_layer_us  # no model tells, so it stays
+    for name in costs(TRUE):
+        assert getattr(fitted, name) == pytest.approx(getattr(TRUE, name), rel=0.1), name
 
 
 def test_shapes_that_were_not_fitted_are_predicted_too() -> None:
@@ -97,8 +87,7 @@ def test_noise_gives_no_absurd_coefficients() -> None:
         for place, each in enumerate(_planted())
     ]
     before, after = costs(START), costs(fit(wild, START))
-    changes = [after[name] / before[name] for name in before]
-    assert all(0.999 / MOST_CHANGE <= change <= 1.001 * MOST_CHANGE for change in changes)
+    assert all(0.999 / MOST_CHANGE <= after[name] / before[name] <= 1.001 * MOST_CHANGE for name in before)
 
 
 def test_calibrating_improves_predictions_of_recorded_figures() -> None:
@@ -111,7 +100,7 @@ def test_calibrating_improves_predictions_of_recorded_figures() -> None:
     others = [figure for figure in figures if figure.config.parameters not in chosen]
     assert len(others) > 130
     calibrated, shipped = band_of(fit(fitting, START), others), band_of(START, others)
-    assert calibrated["tpot"] < shipped["tpot"] and calibrated["memory"] <= shipped["memory"]
+    assert calibrated["ttft"] < shipped["ttft"] and calibrated["memory"] <= shipped["memory"]
     # The bands that are shipped hold there too: those of `prediction_error` on a noisy machine are wider.
     band = calibrate.CALIBRATED_BAND
     assert all(calibrated[kind] <= getattr(band, kind) for kind in ("tpot", "ttft", "memory")), calibrated
@@ -174,7 +163,7 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine with known hardware, so that nothing is measured but the models."""
     hardware = reference_machine().hardware
     monkeypatch.setattr(calibrate, "this_machine", lambda threads: hardware)
-    monkeypatch.setattr("benchmarks.predict.coefficients.this_machine", lambda: hardware)
+    monkeypatch.setattr("benchmarks.predict.latency.this_machine", lambda: hardware)
 
 
 @pytest.mark.usefixtures("small_machine")
@@ -200,7 +189,7 @@ def test_limits_that_cannot_hold_here(monkeypatch: pytest.MonkeyPatch) -> None:
         calibrate, "this_machine", lambda threads: hardware.model_copy(update={"memory_usable": little})
     )
     with pytest.raises(UsageError, match=r"--limits-from rtx-3060.*peak_memory_mb 4000 is more than"):
-        describe("little", 2, load_device("rtx-3060"))
+        this_device("little", 2, load_device("rtx-3060"))
 
 
 @pytest.mark.usefixtures("small_machine")
@@ -221,7 +210,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert stop.value.code == 0, captured.err
     result = json.loads(captured.out.splitlines()[-1])
     assert (result["device"], result["limits_from"], result["threads"]) == ("bench-2", "raspberry-pi-5-8gb", 1)
-    assert "weights_gb_per_s, fp32" in captured.err and ("noisy" in captured.err) != result["clean"]
+    assert "bandwidth_gb_per_s" in captured.err and ("noisy" in captured.err) != result["clean"]
     device = load_device(str(out))
     assert device.limits == load_device("raspberry-pi-5").limits
     assert device.coefficients == Coefficients.model_validate_json(json.dumps(result["coefficients"]))

@@ -10,23 +10,25 @@ from pathlib import Path
 import pytest
 
 from benchmarks.devices.load import list_devices, load_device
-from benchmarks.devices.schema import Coefficients, Device
+from benchmarks.devices.schema import Coefficients, Device, Hardware
 from benchmarks.devices.verdict import depths_that_fit, judge, misses
-from benchmarks.predict.coefficients import costs, resolve
+from benchmarks.measure import hardware
+from benchmarks.predict import latency
 from benchmarks.predict.latency import (
     PREFILL_CHUNK_TOKENS,
-    memory_terms,
+    SHARES,
+    Formulas,
+    costs,
     pieces,
     predict,
     predict_directory,
     predict_figures,
+    reliability,
+    resolve,
     total,
-    tpot_terms,
-    ttft_terms,
 )
 from benchmarks.predict.model_size import ModelFormat
 from export.runtime.decoder import PREFILL_CHUNK
-from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import to_hf
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.presets import PRESETS
@@ -42,18 +44,12 @@ TWICE = 2.0
 KNOWN = Coefficients.model_validate(
     {
         **resolve(REFERENCE).model_dump(),
-        "weights_gb_per_s": {"fp32": 50.0, "int8": 40.0, "int4": 20.0, "int8_rows": 25.0},
-        "cache_gb_per_s": {"fp32": 30.0, "int8": 15.0},
-        "attention_gmac_per_s": 60.0,
-        "pass_us": 10.0,
+        "bandwidth_gb_per_s": 50.0,
+        "int8_gop_per_s": 1_000.0,
+        "fp32_gop_per_s": 300.0,
         "layer_us": 5.0,
-        "kernel_layer_us": 3.0,
-        "standard_layer_us": 80.0,
-        "prefill_gmac_per_s": {"fp32": 200.0, "int8": 300.0, "int4": 250.0, "int8_rows": 800.0},
-        "prefill_attention_gmac_per_s": 100.0,
-        "elementwise_gb_per_s": 8.0,
         "runtime_mb": 70.0,
-        "weight_copies": {"fp32": 1.25, "int8": 1.5, "int4": 1.75, "int8_rows": 1.2},
+        "weight_copies": 1.1,
     }
 )
 DEVICE = REFERENCE.model_copy(update={"coefficients": KNOWN})
@@ -68,40 +64,49 @@ ACTIVATIONS = 4 * (768 + 768) + 2 * (768 + 2_048) + (2_048 + 768)  # inputs and 
 INT4 = ModelFormat("int4", 128)
 
 
+def _formulas(config: ModelConfig, device: Device, stored: ModelFormat) -> Formulas:
+    return Formulas(config, stored, SHARES[device.processor])
+
+
 def tpot_ms(config: ModelConfig, device: Device, stored: ModelFormat, depth: int) -> float:
-    return total(tpot_terms(config, stored, depth), costs(resolve(device)))
+    return total(_formulas(config, device, stored).tpot(depth), costs(resolve(device)))
 
 
 def ttft_ms(config: ModelConfig, device: Device, stored: ModelFormat, prompt: int) -> float:
-    return total(ttft_terms(config, stored, prompt), costs(resolve(device)))
+    return total(_formulas(config, device, stored).ttft(prompt), costs(resolve(device)))
 
 
 def peak_memory_bytes(config: ModelConfig, device: Device, stored: ModelFormat, depth: int) -> float:
-    return total(memory_terms(config, stored, depth), costs(resolve(device)))
+    return total(_formulas(config, device, stored).memory(depth), costs(resolve(device)))
+
+
+HEAD_S = HEAD_BYTES / 50e9 + 16_000 * 768 / (0.25 * 500e9)  # of INT8: read, then multiplied
+LAYERS_S = (0.55 + 12 * 0.7) * 5e-6  # a pass, and layers in the kernels
 
 
 def test_time_per_token_by_hand() -> None:
-    weights = LAYER_BYTES / 20e9 + HEAD_BYTES / 40e9
-    cache = 500 * (CACHE_BYTES / 30e9 + ATTENTION_MACS / 60e9)
-    expected = 1_000 * (weights + cache + 10e-6 + 12 * 3e-6)  # a layer's time in the kernels
+    weights = LAYER_BYTES / 50e9 + MACS / (0.4 * 500e9) + HEAD_S
+    cache = 500 * (CACHE_BYTES / (0.7 * 50e9) + ATTENTION_MACS / (0.25 * 150e9))
+    expected = 1_000 * (weights + cache + LAYERS_S)
     assert tpot_ms(SMALL, DEVICE, INT4, 500) == pytest.approx(expected, rel=1e-9)
     small_cache = dataclasses.replace(INT4, cache="int8")
-    less = 500 * CACHE_BYTES * (1 / 30e9 - 1 / 4 / 15e9)
+    less = 500 * CACHE_BYTES * (1 / (0.7 * 50e9) - 1 / 4 / (0.45 * 50e9))
     assert tpot_ms(SMALL, DEVICE, small_cache, 500) == pytest.approx(expected - 1_000 * less, rel=1e-9)
 
 
 def test_first_token_by_hand() -> None:
     """300 tokens are pieces of 128, 128 and 44, which see 128, 256 and 300 tokens."""
     seen = 128 * 128 + 128 * 256 + 44 * 300
-    products = 300 * MACS / 250e9 + seen * ATTENTION_MACS / 100e9 + 4 * 300 * 12 * ACTIVATIONS / 8e9
-    expected = 1_000 * (products + 3 * (10e-6 + 12 * 3e-6) + HEAD_BYTES / 40e9)
+    products = 300 * MACS / (0.42 * 500e9) + seen * ATTENTION_MACS / (0.4 * 150e9)
+    activations = 4 * 300 * 12 * ACTIVATIONS / (0.25 * 50e9)
+    expected = 1_000 * (products + activations + 3 * LAYERS_S + HEAD_S)
     assert list(pieces(300)) == [(128, 128), (128, 256), (44, 300)]
     assert ttft_ms(SMALL, DEVICE, INT4, 300) == pytest.approx(expected, rel=1e-9)
 
 
 def test_memory_by_hand() -> None:
     tables, graph = 4 * 2_048 * 64, 4_000 + 12 * 5_000
-    expected = 70e6 + 1.75 * LAYER_BYTES + 1.5 * HEAD_BYTES + tables + graph
+    expected = 70e6 + 1.1 * (1.3 * LAYER_BYTES + 1.28 * HEAD_BYTES) + tables + graph
     for depth, piece in ((1_024, 128), (100, 100)):
         activations = 4 * piece * ACTIVATIONS + 4 * 16_000
         found = peak_memory_bytes(SMALL, DEVICE, INT4, depth)
@@ -112,7 +117,7 @@ def test_standard_operators_by_hand() -> None:
     """More of them a layer, a cache that is copied at each step, and the tied matrix once more in memory."""
     standard = dataclasses.replace(INT4, standard=True)
     more = tpot_ms(SMALL, DEVICE, standard, 500) - tpot_ms(SMALL, DEVICE, INT4, 500)
-    assert more == pytest.approx(1_000 * (12 * (80e-6 + 5e-6 - 3e-6) + 500 * CACHE_BYTES / 8e9), rel=1e-9)
+    assert more == pytest.approx(1_000 * (12 * (6 - 0.7) * 5e-6 + 500 * CACHE_BYTES / (0.25 * 50e9)), rel=1e-9)
     held = peak_memory_bytes(SMALL, DEVICE, standard, 500) - peak_memory_bytes(SMALL, DEVICE, INT4, 500)
     assert held == pytest.approx(2 * 500 * CACHE_BYTES + HEAD_BYTES + 12 * 7_600, rel=1e-9)
 
@@ -126,10 +131,29 @@ def test_half_precision_is_widened_on_a_cpu_and_not_on_a_gpu() -> None:
     assert tpot_ms(SMALL, card, half, 0) < 0.8 * tpot_ms(SMALL, card, whole, 0)
 
 
-def test_a_format_that_a_device_has_no_coefficient_for_is_named() -> None:
-    lacking = KNOWN.model_copy(update={"weights_gb_per_s": {"fp32": 50.0}})
-    with pytest.raises(UsageError, match=r"weights_gb_per_s\.int4"):
-        tpot_ms(SMALL, DEVICE.model_copy(update={"coefficients": lacking}), INT4, 0)
+def test_coefficients_are_the_hardwares_figures_or_the_device_files_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = resolve(REFERENCE)
+    rates = found.bandwidth_gb_per_s, found.int8_gop_per_s, found.fp32_gop_per_s, found.layer_us
+    assert rates == (65, 2_060, 510, 18) and resolve(DEVICE) is KNOWN
+    pi = resolve(load_device("raspberry-pi-5"))
+    assert (pi.layer_us, pi.bandwidth_gb_per_s) == (70, pytest.approx(0.97 * 17.07))
+    assert not reliability(REFERENCE)["own"] and reliability(REFERENCE)["band"]["measured"]
+    assert reliability(DEVICE)["own"] and not reliability(load_device("rtx-3060"))["band"]["measured"]
+    here = reference_machine(bandwidth=12.5).hardware  # `host` is predicted with this machine's figures
+    monkeypatch.setattr(latency, "this_machine", lambda: here)
+    assert resolve(load_device("host")).bandwidth_gb_per_s == 12.5
+
+
+def test_the_figures_of_this_machine_are_measured() -> None:
+    hardware.this_machine.cache_clear()
+    found = hardware.this_machine(1)
+    assert isinstance(found, Hardware) and found.cores.value == 1
+    assert found.memory_bandwidth.kind == found.fp32_matmul_rate.kind == "measured"
+    factor = 4 if any(name in found.instruction_set.value for name in hardware.DOT_PRODUCT) else 2
+    # Four digits of either.
+    assert found.int8_matmul_rate.value == pytest.approx(factor * found.fp32_matmul_rate.value, rel=1e-3)
+    assert hardware.this_machine(1) is found  # once
+    hardware.this_machine.cache_clear()
 
 
 @pytest.mark.parametrize(

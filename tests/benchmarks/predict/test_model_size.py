@@ -11,6 +11,7 @@ import onnx
 import pytest
 
 from benchmarks.measure.bandwidth_bound import bytes_read_per_token
+from benchmarks.predict.calibrate import FORMATS, INT8_CACHE, export_untrained
 from benchmarks.predict.model_size import (
     ModelFormat,
     file_bytes,
@@ -23,7 +24,6 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import to_hf
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.presets import PRESETS
-from tests.support.untrained import FORMATS, make_checkpoint, make_export
 
 SMALL = PRESETS["small"]
 PRODUCTS = {"MatMulNBits", "DynamicQuantizeMatMul", "FusedMatMul", "MatMul", "DequantizeLinear"}
@@ -38,11 +38,6 @@ SHAPE = ModelConfig(
     head_dim=64,
     max_position_embeddings=256,
 )
-
-
-@pytest.fixture(scope="module")
-def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(SHAPE, tmp_path_factory.mktemp("untrained") / "checkpoint")
 
 
 def _sizes_on_disk(directory: Path) -> tuple[int, int]:
@@ -60,10 +55,13 @@ def _sizes_on_disk(directory: Path) -> tuple[int, int]:
     return sum(stored.values()), unread
 
 
-@pytest.mark.parametrize("stored", FORMATS, ids=lambda stored: stored.name)
-def test_the_parts_of_a_format_are_those_of_its_graph(stored: ModelFormat, untrained: Path, tmp_path: Path) -> None:
+OTHERS = (INT8_CACHE, ModelFormat("int4", 32), ModelFormat("int4", 128, standard=True))
+
+
+@pytest.mark.parametrize("stored", [*FORMATS, *OTHERS], ids=lambda stored: stored.name)
+def test_the_parts_of_a_format_are_those_of_its_graph(stored: ModelFormat, tmp_path: Path) -> None:
     directory = tmp_path / stored.name
-    make_export(untrained, stored, directory)
+    export_untrained(SHAPE, stored, directory, inline=True)
     parts, (everything, by_rows) = sizes(SHAPE, stored), _sizes_on_disk(directory)
     weights = parts.layers.bytes + parts.head.bytes + parts.embedding
     assert weights == pytest.approx(everything, rel=0.01)  # tensors below 1 KiB stay in the graph

@@ -79,7 +79,7 @@ def test_devices_show_host_measures_nothing(
     def measure() -> None:
         raise AssertionError("must not be asked for")
 
-    monkeypatch.setattr("benchmarks.predict.coefficients.this_machine", measure)
+    monkeypatch.setattr("benchmarks.predict.latency.this_machine", measure)
     device_commands.show("host")
     assert "tpot_p50_ms" in capsys.readouterr().out
 

@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.predict import calibrate
 from benchmarks.predict.calibrate import SHAPES, Figure, shape
-from benchmarks.predict.coefficients import costs, resolve, with_costs
-from benchmarks.predict.latency import total
+from benchmarks.predict.latency import costs, resolve, total
 from benchmarks.studies import prediction_error
 from benchmarks.studies.prediction_error import (
     ALL_FORMATS,
@@ -43,7 +42,8 @@ def test_the_factor_that_holds_nine_tenths() -> None:
     one = total(Figure("tpot", config, stored, 100, 1.0).terms(), costs(exact))
     figures = [Figure("tpot", config, stored, 100, one * (1 + step / 10)) for step in range(1, 11)]
     figures += [Figure(kind, config, stored, 100, 1.0) for kind in ("ttft", "memory")]
-    twice = with_costs(exact, {name: 2 * cost for name, cost in costs(exact).items() if not name.endswith("fp16")})
+    rates = {name: getattr(exact, name) * (0.5 if name.endswith("_per_s") else 2.0) for name in costs(exact)}
+    twice = exact.model_copy(update=rates)
     rows = compare(figures, {"exact": exact, "twice": twice})
     assert rows[0]["measured"] / rows[0]["exact"] == pytest.approx(1.1, rel=1e-4)  # five digits
     found = {(row["figure"], row["coefficients"]): row for row in summarise(rows, ["exact", "twice"])}
