@@ -126,8 +126,9 @@ def bench(
     """Latency, memory and size in fresh processes; with --target, the verdict on a device's budget."""
     import json
 
-    from benchmarks.console_results import print_bench, verdict_line
     from benchmarks.measure.bench import BenchRequest, parse_numbers, round_numbers
+    from benchmarks.reporting.bench_tables import print_bench, verdict_line
+    from benchmarks.reporting.measured import as_bench
     from benchmarks.runtimes.options import parse_runtimes, portable_too
     from sportsllm.console import log, output
     from sportsllm.files import atomic_write_text, require_directory
@@ -162,16 +163,18 @@ def bench(
     result = measured.to_json()
     if out is not None:
         atomic_write_text(out, json.dumps(result, indent=1) + "\n")
-    print_bench(output(), result)
-    budget = result["budget"]
-    failed = budget is not None and budget["verdict"] != "pass"
+    shown = as_bench(result)
+    print_bench(output(), shown)
+    failed = shown.budget is not None and shown.budget.verdict != "pass"
     return BenchResult.of(
         {
             **result,
             "directory": directory,
             "figures": result,
             "exit_code": GateError.exit_code if failed else 0,
-            "complaint": f"{directory}: {verdict_line(budget)}; {advice(result)}" if failed else None,
+            "complaint": f"{directory}: {verdict_line(shown.budget)}; {advice(result)}"
+            if failed and shown.budget
+            else None,
         }
     )
 
@@ -205,7 +208,6 @@ def bench_model(
     from benchmarks.devices.verdict import check_on_device, judge_budget
     from benchmarks.measure.bench import run_bench
     from benchmarks.measure.process import ChildFailure
-    from benchmarks.measure.roofs import machine_roofs
     from benchmarks.predict.latency import predict_directory
     from benchmarks.quality import quality_loss
     from benchmarks.runtimes.compare import measure_against, turn_depths
@@ -232,12 +234,13 @@ def bench_model(
     except ChildFailure as failure:
         raise failure.advising("--set timeout=SECONDS") from None
     figures = result.figures
-    figures["roofs"] = machine_roofs(device, figures["memory_floor"]["bandwidth_bytes_per_s"], on_device, processor)
     if runtimes:
         figures |= measure_against(
             request.directory, result.config, runtimes, result.settings, request.checks, request.timeout_s
         )
-        figures["clean"] &= all(one["steady"] for one in figures["against"].values() if one["status"] == "measured")
+        if unsteady := [name for name, one in figures["against"].items() if one.get("steady") is False]:
+            figures["clean"] = False
+            figures["noise_reasons"].append(f"the turns of {', '.join(unsteady)} do not agree or are too few")
     figures["bits_per_byte"] = own and own.bits_per_byte
     figures["teacher_bits_per_byte"] = reference and reference.bits_per_byte
     figures["text_digests"] = digests

@@ -8,8 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.console_tables import band, megabytes, reliability_line
-from benchmarks.labels import LIMITS, number
+from benchmarks.labels import LIMITS, band, megabytes, number, reliability_line
 from sportsllm.console import table
 from sportsllm.models.presets import PLANNED
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sportsllm.results import Result
+
+if TYPE_CHECKING:
+    from benchmarks.devices.schema import Device, Quantity, SourcedText
+    from benchmarks.labels import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +42,11 @@ class CalibrateResult(Result):
 
 def list() -> DevicesResult:
     """List the device budgets."""
-    from benchmarks.console_tables import print_devices
     from benchmarks.devices.load import is_this_machine, list_devices, load_device
     from benchmarks.labels import LIMITS
-    from sportsllm.console import output
 
     found = [load_device(each) for each in list_devices()]
-    print_devices(output(), found, [each.name for each in found if is_this_machine(each)])
+    _print_devices(found, {each.name for each in found if is_this_machine(each)})
     return DevicesResult(
         devices=[
             {
@@ -63,12 +66,10 @@ def show(
     name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="The device to explain.", show_default=False)],
 ) -> DevicesResult:
     """Explain one device, with the source of every figure."""
-    from benchmarks.console_tables import print_device
     from benchmarks.devices.load import load_device
-    from sportsllm.console import output
 
     device = load_device(name)
-    print_device(output(), device)
+    _print_device(device)
     return DevicesResult(devices=[device.model_dump(mode="json")])
 
 
@@ -88,10 +89,69 @@ def calibrate(
     ] = 3,
 ) -> CalibrateResult:
     """Time small models here, in about two minutes, and write this machine as a device file."""
-    from benchmarks.console_tables import print_calibration
     from benchmarks.predict.calibrate import run_calibrate
-    from sportsllm.console import output
 
     result = run_calibrate(out, name, threads, limits_from, rounds)
-    print_calibration(output(), result)
+    _print_calibration(result)
     return CalibrateResult.of(result)
+
+
+def _print_devices(devices: Sequence[Device], here: Collection[str]) -> None:
+    from benchmarks.labels import LIMITS, Table
+    from sportsllm.console import output
+
+    headers = ("name", "kind", *(limit.title for limit in LIMITS.values()), "this machine")
+    rows = [
+        (each.name, each.kind, *(f"{getattr(each.limits, name):,g}" for name in LIMITS), "yes" * (each.name in here))
+        for each in devices
+    ]
+    advice = "`devices show NAME` explains one, with the source of every figure."
+    Table("device budgets", headers, rows, (0, 1), advice).print(output())
+
+
+def _print_calibration(result: Mapping[str, Any]) -> None:
+    from sportsllm.console import output
+
+    _coefficients(result["coefficients"]).print(output())
+    if not result["clean"]:
+        used = f"{result['other_cpu_cores']:.1f} cores"
+        output().print(f"noisy: other programs used up to {used}; run it again on a quiet machine", style="yellow")
+    made = f"{result['out']}: device {result['device']}, {result['threads']} threads"
+    output().print(f"\n{made}, limits of {result['limits_from']}, {result['seconds']:.0f} s", markup=False)
+
+
+def _print_device(device: Device) -> None:
+    """Everything a device file says."""
+    from benchmarks.labels import LIMITS, Table, reliability_line
+    from benchmarks.predict.latency import reliability
+    from sportsllm.console import output, table
+
+    console = output()
+    console.print(device.title, markup=False, style="bold")
+    console.print(device.description.strip(), markup=False)
+    rows = [_evidence(name.replace("_", " "), each) for name, each in device.hardware or () if each is not None]
+    rows += [_evidence(published.what, published) for published in device.published]
+    if device.hardware is not None:
+        headers = ("figure", "value", "kind", "date", "source")
+        console.print(table(headers, rows, range(5), "figures", ratios=(3, 2, 1, 1, 5)))
+    if device.coefficients is not None:
+        _coefficients(device.coefficients.model_dump(mode="json")).print(console)
+    if device.hardware is not None:
+        console.print(f"\n{reliability_line(reliability(device))}", markup=False)
+    limits = device.limits
+    allowed = [(name, f"{getattr(limits, name):,g} {limit.unit}", limit.note) for name, limit in LIMITS.items()]
+    reason = f"\n{limits.reason}\n{limits.source}, {limits.date}."
+    Table("limits (1 MB = 10^6 bytes)", ("limit", "at most", "measured"), allowed, (0, 1, 2), reason).print(console)
+
+
+def _coefficients(coefficients: Mapping[str, Any]) -> Table:
+    from benchmarks.labels import Table
+
+    rows = [(name, f"{value:,.3g}") for name, value in coefficients.items() if isinstance(value, float | int)]
+    return Table("coefficients of predictions", ("coefficient", "value"), rows)
+
+
+def _evidence(name: str, figure: Quantity | SourcedText) -> tuple[str, str, str, str, str]:
+    value = f"{figure.value:,g} {unit}" if (unit := getattr(figure, "unit", "")) else str(figure.value)
+    source = f"{figure.source} ({figure.note})" if figure.note else figure.source
+    return name, value, figure.kind, str(figure.date), source

@@ -15,7 +15,7 @@ from sportsllm.errors import UsageError
 from sportsllm.results import Result
 
 if TYPE_CHECKING:
-    from benchmarks.report.charts import Chart
+    from benchmarks.reporting.charts import Chart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def _page(title: str, drawing: str, charts: list[Chart], found: Mapping[str, Any
     from markupsafe import Markup
 
     from benchmarks.inspection.on_text import attention_table
-    from benchmarks.report.page import render_page
+    from benchmarks.reporting.charts import render_page
 
     attention = found.get("attention")
     heads = attention and attention_table(attention)
@@ -110,7 +110,7 @@ def _page(title: str, drawing: str, charts: list[Chart], found: Mapping[str, Any
 
 def _print(result: InspectResult) -> None:
     from benchmarks.inspection.on_text import attention_table, expert_table
-    from sportsllm.console import output, table
+    from sportsllm.console import output
     from sportsllm.models.feed_forward_kinds import unused_line
 
     tables, lines = [], list[str]()
@@ -129,6 +129,6 @@ def _print(result: InspectResult) -> None:
         lines += [unused] if unused else []
     lines += [f"{result.out}: drawn"] if result.out else []
     for one in tables:
-        output().print(table(one.headers, one.rows, one.texts, one.title))
+        one.print(output())
     for line in lines:
         output().print(line, markup=False)

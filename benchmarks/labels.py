@@ -1,17 +1,18 @@
-"""The limits of a budget and numbers as words, shared by console and report. Imports no other room."""
+"""How figures become text: rounding, units, bands and limits; and tables of them for console, Markdown and HTML."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 BUDGET_DEPTH = 512
 """Tokens before the one whose time a budget limits."""
 MISSING = "\u2013"
-RATIOS = {"against_ratios": "best peer", "against_tuned_ratios": "best peer, options of its own included"}
-"""The keys of a bench result that hold ratios to other runtimes, and the runtimes they are to."""
 
 
 @dataclass(frozen=True)
@@ -41,27 +42,94 @@ LIMITS = {
 }
 
 
-def number(value: float) -> str:
-    """Three significant digits with thousands separators: 0.0123, 1.23, 123, 12,300."""
-    if not math.isfinite(value):
-        return MISSING
-    if abs(value) < 1e-6:
-        return "0"
-    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{decimals}f}"
-
-
-def with_unit(value: Any, unit: str, scale: float = 1.0) -> str:
-    """`value` / `scale` and its unit; a dash where there is no finite number."""
-    return f"{number(float(value) / scale)} {unit}" if is_number(value) else MISSING
-
-
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether a record holds a finite number; True and False do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def short_depth(budget: Mapping[str, Any]) -> int | None:
-    """The depth of the time per token where the model's context has no room for the limit's 512 tokens, else None."""
-    depth = budget.get("tpot_depth_tokens")
-    return int(depth) if is_number(depth) and 0 < depth < BUDGET_DEPTH else None
+def number(value: float | None, scale: float = 1.0) -> str:
+    """`value` / `scale` in three significant digits: 0.0123, 1.23, 123, 12,300; a dash without a finite number."""
+    if not is_number(value):
+        return MISSING
+    value /= scale
+    if abs(value) < 1e-6:
+        return "0"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def with_unit(value: float | None, unit: str, scale: float = 1.0) -> str:
+    """`number` and its unit."""
+    text = number(value, scale)
+    return text if text == MISSING else f"{text} {unit}"
+
+
+def megabytes(count: float | None) -> str:
+    """Bytes in MB (10^6)."""
+    return number(count, 1e6)
+
+
+def count(value: int | None) -> str:
+    """A whole number with separators, or a dash."""
+    return MISSING if value is None else f"{value:,}"
+
+
+def bits(value: float | None) -> str:
+    """Bits per byte, to the four digits that models of one text differ in."""
+    return f"{value:.4f}" if is_number(value) else MISSING
+
+
+def interval(low: float | None, high: float | None, scale: float = 1.0) -> str:
+    """The ends of an interval; empty without one."""
+    return "" if low is None or high is None else f"{number(low, scale)} to {number(high, scale)}"
+
+
+def band(low: float, high: float) -> str:
+    """The two ends of a prediction, such as 0.41-0.62; one number if they are equal."""
+    ends = [f"{value:,.0f}" if value >= 100 else f"{value:.2g}" for value in (low, high)]
+    return ends[0] if ends[0] == ends[1] else "-".join(ends)
+
+
+def reliability_line(efficiency: Mapping[str, Any]) -> str:
+    """What the bands mean, from `benchmarks.predict.latency.reliability`, in one or two sentences."""
+    factors = efficiency["band"]
+    words = {"tpot": "time per token", "ttft": "first token", "memory": "memory"}
+    parts = ", ".join(f"{factors[name]:g} ({meaning})" for name, meaning in words.items())
+    meaning = "hold 90% of measured figures" if factors["measured"] else "are estimates"
+    advice = "" if efficiency["own"] else " `calibrate` measures the coefficients of the machine it runs on."
+    return (
+        f"Bands {meaning}: a factor, either way, of {parts}; {factors['source']}. "
+        f"Coefficients: {efficiency['source']}, {efficiency['date']}, {efficiency['kind']}.{advice}"
+    )
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under headers; columns in `texts` are words, others numbers. templates/table.html renders it too."""
+
+    title: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    texts: Sequence[int] = (0,)
+    caption: str = ""
+
+    def print(self, console: Console) -> None:
+        """Render on the console."""
+        from sportsllm.console import table
+
+        console.print(table(self.headers, self.rows, self.texts, self.title or None))
+        if self.caption:
+            console.print(self.caption, markup=False)
+
+    def markdown(self) -> list[str]:
+        """Render as lines of Markdown under a heading, with an empty line at the end."""
+        rule = [" --- " if index in self.texts else " ---: " for index in range(len(self.headers))]
+        rows = [[escaped(cell) for cell in row] for row in (self.headers, *self.rows)]
+        head, *body = (f"| {' | '.join(cells)} |" for cells in rows)
+        lines = [f"### {escaped(self.title)}", "", head, f"|{'|'.join(rule)}|", *body, ""]
+        return [*lines, escaped(self.caption), ""] if self.caption else lines
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown shows as it is; names come from directories and may hold anything."""
+    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return "".join("\\" + letter if letter in "\\`*_|[]#~" else letter for letter in text)

@@ -25,7 +25,7 @@ COMMANDS = {
     "fit": "benchmarks.fit",
     "plan": "benchmarks.plan",
     "inspect": "benchmarks.inspect",
-    "report": "benchmarks.commands",
+    "report": "benchmarks.report",
     "devices list": "benchmarks.device_commands",
     "devices show": "benchmarks.device_commands",
     "devices calibrate": "benchmarks.device_commands",

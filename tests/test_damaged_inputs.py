@@ -18,8 +18,8 @@ import tomli_w
 import torch
 
 from benchmarks.devices.load import DEVICES, read_device
-from benchmarks.report.inputs import collect
-from benchmarks.report.report import write_report
+from benchmarks.report import report as run_report
+from benchmarks.reporting.inputs import collect
 from compress.distillation.teacher import running_teacher
 from compress.teacher_cache.files import SIGNALS, CachedRows, read_info
 from compress.teacher_cache.write import CacheRequest, make_teacher_cache
@@ -167,7 +167,8 @@ def made(checkpoint: Path, corpus_file: Path, tmp_path_factory: pytest.TempPathF
         "peak_rss_bytes": 80_000_000, "file_bytes": 1_000, "clean": False, "bits_per_byte": 1.25, "threads": 2,
         "machine": {"processor": "A Processor"}, "text": ["valid.jsonl"], "parameters": 1_000,
         "budget": {"target": "raspberry-pi-5", "verdict": "fail",
-                   "limits": [{"name": "file_mb", "limit": 1.0, "value": 2.0, "unit": "MB", "verdict": "fail"}]},
+                   "limits": [{"name": "file_mb", "limit": 1.0, "value": 2.0, "unit": "MB", "verdict": "fail",
+                               "source": "measured", "low": 2.0, "high": 2.0}]},
     }  # fmt: skip
     (root / "bench.json").write_text(json.dumps(bench))
     model = _llama()
@@ -232,9 +233,7 @@ def _targets(root: Path) -> dict[str, Target]:
         convert_gguf(root / "model.gguf", root / "converted")
 
     def report() -> None:
-        write_report({"html": root / "r.html", "md": root / "r.md", "csv": root / "r.csv"}, "t", collect(
-            [root / "next", root / "bench.json"]
-        ))  # fmt: skip
+        run_report([root / "next", root / "bench.json"], root / "r.html", "t", "html,md,csv")
         card()
 
     state = root / "partial" / STATE_DIRECTORY

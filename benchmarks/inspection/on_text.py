@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report.charts import Chart, even_map, heat_map
-from benchmarks.report.text import Table
+from benchmarks.labels import Table
+from benchmarks.reporting.charts import Chart, even_map, heat_map
 from sportsllm.errors import UsageError
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer, read_tokenizer, token_pieces, visible_piece

@@ -133,7 +133,8 @@ def summarise(raw: Raw) -> dict[str, Any]:
         "noise": noise,
         "noisy": [name for name, interval in noise.items() if interval["noisy"]],
         "other_cpu_cores": max(one["other_cpu_cores"] for one in speed),
-        "clean": not noise_reasons(raw),
+        "noise_reasons": (reasons := noise_reasons(raw)),
+        "clean": not reasons,
         **_readings(raw, middle.get("joules_per_token")),
     }
 

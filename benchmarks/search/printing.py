@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.console_results import verdict_line
-from benchmarks.console_tables import band
-from benchmarks.labels import LIMITS, MISSING, number
+from benchmarks.labels import LIMITS, MISSING, band, number
+from benchmarks.reporting.bench_tables import verdict_line
+from benchmarks.reporting.measured import as_budget
 from benchmarks.search.candidates import EQUAL_PERCENT
 from sportsllm.console import table
 
@@ -42,7 +42,7 @@ def print_fit(console: Console, result: Mapping[str, Any]) -> None:
     console.print(_choice(result, chosen, others), markup=False)
     if bench := result.get("bench"):
         console.print(_foretold(chosen, bench, result), markup=False)
-        console.print(verdict_line(bench["budget"]), markup=False, style="bold")
+        console.print(verdict_line(as_budget(bench["budget"])), markup=False, style="bold")
         console.print(f"{result['out']}: made by {result['line']}", markup=False)
 
 

@@ -19,8 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.fit import RESULT
-from benchmarks.report.charts import Chart, chart, color, log_axis, marks
-from benchmarks.report.page import render_page
+from benchmarks.reporting.charts import Chart, chart, color, log_axis, marks, render_page
 from sportsllm.console import output
 from sportsllm.files import atomic_write_text
 from sportsllm.formats.checkpoint import load_checkpoint

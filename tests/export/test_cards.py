@@ -124,6 +124,10 @@ def test_measurements_are_added_and_the_directory_stays_the_same_input(line: dic
     assert verify_directory(onnx)[1] == [] and digest(onnx) == before
     assert write_card(onnx)["license"] == "mit", "what was stated before stays"
     assert "## Speed" not in (onnx / "README.md").read_text(encoding="utf-8")
+    bench.write_text(json.dumps({**BENCH, "directory": str(onnx), "budget": None}), encoding="utf-8")
+    result = sportsllm.report([onnx, line["int4"], bench], tmp_path / "report.md", cards=True)
+    assert result.cards == [onnx / "README.md"]
+    assert "| A Processor | 4.5 | 20.2 | 0.5 | 0.75 | 80 |" in (onnx / "README.md").read_text(encoding="utf-8")
     assert verify_directory(onnx)[1] == [] and digest(onnx) == before
 
 

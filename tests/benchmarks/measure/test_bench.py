@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 from benchmarks.bench import advice, bench_model
-from benchmarks.console_results import print_bench, verdict_line
 from benchmarks.devices.load import DEVICES, is_this_machine, load_device
 from benchmarks.devices.verdict import check_on_device, depths_that_fit, judge_budget
 from benchmarks.measure import bench
@@ -26,7 +25,8 @@ from benchmarks.measure.process import ChildFailure, child_command, run_child
 from benchmarks.measure.timing import time_depth
 from benchmarks.predict.latency import Formulas, costs, predict_directory, resolve, total
 from benchmarks.predict.model_size import stored_format
-from benchmarks.report.text import summarize_budget
+from benchmarks.reporting.bench_tables import print_bench, verdict_line
+from benchmarks.reporting.measured import as_bench, as_budget
 from benchmarks.spread import percentile, percentiles
 from sportsllm import cli
 from sportsllm.errors import UsageError
@@ -176,7 +176,7 @@ def test_peak_memory_is_the_childs_own() -> None:
 
 def test_measuring_imports_neither_torch_nor_onnx() -> None:
     code = (
-        "import sys, benchmarks.bench, benchmarks.measure.worker, benchmarks.console_tables; "
+        "import sys, benchmarks.bench, benchmarks.measure.worker; "
         "print([m for m in ('torch', 'onnx', 'safetensors', 'plotly', 'jinja2') if m in sys.modules])"
     )
     ran = subprocess.run(python(code), capture_output=True, text=True, cwd=Path(bench.__file__).parents[2], check=True)
@@ -254,8 +254,8 @@ def test_decoding_without_a_cache_reads_the_whole_text_again(result: dict[str, A
         rate = result["decode_tokens_per_s"][depth]
         assert one["cache_speedup"] == pytest.approx(rate / one["decode_tokens_per_s"])
     lines = Console(record=True, width=100, file=io.StringIO())
-    print_bench(lines, result)
-    assert "tokens/s without a cache" in lines.export_text()
+    print_bench(lines, as_bench(result))
+    assert "reads the whole text again" in lines.export_text()
 
 
 def test_timed_steps_lie_around_the_depth() -> None:
@@ -296,7 +296,7 @@ def test_a_figure_that_does_not_exist_is_not_passed(result: dict[str, Any]) -> N
     assert first["value"] is None and first["verdict"] == "uncertain"  # the context is shorter than 512
     assert limits["file_mb"]["verdict"] == "pass" and limits["file_mb"]["source"] == "measured"
     assert result["budget"]["verdict"] == "uncertain"
-    assert "time to first token (not measured)" in verdict_line(result["budget"])
+    assert "time to first token (not measured)" in verdict_line(as_budget(result["budget"]))
 
 
 def test_a_loss_of_quality_is_judged_by_its_interval(result: dict[str, Any]) -> None:
@@ -309,11 +309,9 @@ def test_a_short_context_is_held_to_the_time_per_token_where_it_ends(result: dic
     limits = {limit["name"]: limit["value"] for limit in result["budget"]["limits"]}
     assert limits["tpot_p50_ms"] == result["tpot_ms"]["152"]["p50"]
     assert result["budget"]["tpot_depth_tokens"] == 152
-    assert "time per token after 152 tokens, all that the context has room for" in verdict_line(result["budget"])
-    summary = summarize_budget(result)
-    assert summary is not None
-    notes = {row.label: row.note for row in summary.rows}
-    assert notes["Median time per token"].startswith("after 152 tokens")
+    assert "time per token after 152 tokens, all that the context has room for" in verdict_line(
+        as_budget(result["budget"])
+    )
     pi = load_device("raspberry-pi-5-8gb")
     predicted = predict_directory(pi, CONFIG, export).figures["tpot_p50_ms"]
     assert predicted == total(Formulas(CONFIG, stored_format(export)).tpot(152), costs(resolve(pi)))
@@ -328,7 +326,7 @@ def test_elsewhere_the_prediction_decides_and_says_so(result: dict[str, Any], ex
     assert budget["decided_by"] == "prediction"
     assert sources["peak_memory_mb"] == "predicted" and sources["file_mb"] == "measured"
     assert sources["ttft_ms"] is None  # a prompt of 512 does not fit
-    assert "predicted" in verdict_line(budget)
+    assert "predicted" in verdict_line(as_budget(budget))
     there = judge_budget(pi, result, CONFIG, export, on_device=True)
     assert there["decided_by"] == "measurement"
     assert {limit["source"] for limit in there["limits"]} == {"measured", None}

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.console_results import unclean_line
 from benchmarks.measure.bench import parse_numbers, ragged_lengths
 from benchmarks.measure.process import ChildFailure, run_child
 from benchmarks.measure.rounds import Payloads, Turn, stop_checks, take_turns
@@ -120,6 +119,10 @@ def summary(steps: list[float], others: float | list[float] = 0.0) -> dict[str, 
     return {**summarise(raw), "raw": raw}
 
 
+def reasons(found: dict[str, Any]) -> str:
+    return "; ".join(found["noise_reasons"])
+
+
 def test_only_enough_quiet_rounds_that_agree_are_clean() -> None:
     calm = [2.0, 2.01, 2.02, 2.0, 1.99]
     clean = summary(calm)
@@ -127,12 +130,11 @@ def test_only_enough_quiet_rounds_that_agree_are_clean() -> None:
     assert clean["tpot_ms"]["32"]["p50"] == 2.0
     assert clean["surroundings"]["temperature_c"] == {"low": 51.99, "high": 52.02}
     few = summary(calm[:1])
-    assert few["clean"] is False and "one round is too few" in unclean_line(few)
+    assert few["clean"] is False and "one round is too few" in reasons(few)
     busy = summary(calm, others=1.5)
-    assert busy["clean"] is False and "other programs used up to 1.5 of the measured cores" in unclean_line(busy)
+    assert busy["clean"] is False and "other programs used up to 1.5 of the measured cores" in reasons(busy)
     wide = summary([*calm[:4], 2.4])
-    assert wide["clean"] is False and "tpot_ms.32.p50" in unclean_line(wide)
-    assert unclean_line(wide).startswith("NOISY, not a clean result")
+    assert wide["clean"] is False and "tpot_ms.32.p50" in reasons(wide)
 
 
 def test_what_the_cache_saves_is_a_ratio_of_medians() -> None:
@@ -141,7 +143,7 @@ def test_what_the_cache_saves_is_a_ratio_of_medians() -> None:
     expected = {"tpot_ms": 30.0, "decode_tokens_per_s": pytest.approx(1000 / 30), "cache_speedup": pytest.approx(10.0)}
     assert found["without_cache"] == {"32": expected}
     assert found["noise"]["without_cache_ms.32"]["low"] < 30.0
-    assert "without_cache_ms.32" not in unclean_line(found)
+    assert "without_cache_ms.32" not in reasons(found)
 
 
 def test_the_named_reason_is_the_one_that_decided() -> None:
@@ -149,10 +151,10 @@ def test_the_named_reason_is_the_one_that_decided() -> None:
     calm = [2.0, 2.01, 2.02, 2.0, 1.99]
     assert summary(calm, [0.0, 0.0, 0.0, 0.0, 1.5])["clean"] is True
     wide = summary([*calm[:4], 2.4], [0.0, 0.0, 0.0, 0.0, 1.5])
-    assert wide["clean"] is False and "other programs" not in unclean_line(wide)
-    assert "tpot_ms.32.p50" in unclean_line(wide)
+    assert wide["clean"] is False and "other programs" not in reasons(wide)
+    assert "tpot_ms.32.p50" in reasons(wide)
     busy = summary(calm, [0.0, 0.0, 0.3, 0.4, 1.5])
-    assert busy["clean"] is False and "other programs" in unclean_line(busy)
+    assert busy["clean"] is False and "other programs" in reasons(busy)
 
 
 def test_what_cannot_be_read_is_absent_with_its_reason() -> None:

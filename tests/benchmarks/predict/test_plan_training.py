@@ -60,7 +60,7 @@ def test_the_screen_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(printed.splitlines()) < 40
     words = " ".join(printed.split())
     for part in (
-        "master weights, float32 649.7 649.7",
+        "master weights, float32 650 650",
         "usable on rtx-3070 7,590 7,590",
         "fits no no",
         "largest batch that fits 4 26",

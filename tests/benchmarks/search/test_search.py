@@ -475,7 +475,7 @@ def line(checkpoint: Path, texts: list[str], tmp_path_factory: pytest.TempPathFa
         patch.setattr("benchmarks.search.trials.short_bench", line.timed)
         patch.setattr("benchmarks.search.trials.wait_for_quiet", lambda _: True)
         patch.setattr("benchmarks.measure.bench.run_bench", line.measured)
-        patch.setattr("benchmarks.console_results.print_bench", lambda *_: None)
+        patch.setattr("benchmarks.reporting.bench_tables.print_bench", lambda *_: None)
         yield line
 
 

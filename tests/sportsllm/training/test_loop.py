@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.report.inputs import read_metrics
+from benchmarks.reporting.inputs import read_metrics
 from sportsllm.errors import DivergedError, InterruptedRun, UsageError
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import preset

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.report.inputs import Sample, StageSummary
+from benchmarks.reporting.inputs import Sample, StageSummary
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
 from sportsllm.inference.decoder import Decoder, open_decoder

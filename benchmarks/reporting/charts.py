@@ -1,6 +1,7 @@
-"""The look and the axes of all charts: plotly figures in plain JSON, which need no plotly to describe.
+"""Charts as plotly figures in plain JSON, which need no plotly to describe, and the page that shows them.
 
 Colors are names ("theme:ink", "theme:c0"), which the page replaces by those of its light, dark or printed form.
+The page loads nothing: plotly's script is inside it, and its content security policy forbids the network.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 # Okabe and Ito's colors, distinct with any color vision (https://jfly.uni-koeln.de/color/).
@@ -38,14 +41,12 @@ Plot = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with heading and caption; or, without one, the reason and the command that supplies the data."""
+    """A figure with heading and caption."""
 
     identifier: str
     title: str
-    caption: str = ""
-    figure: Plot | None = None
-    missing: str = ""
-    command: str | None = None
+    caption: str
+    figure: Plot
 
 
 def chart(identifier: str, title: str, caption: str, data: list[Plot], x: Plot, y: Plot, **layout: Any) -> Chart:
@@ -54,12 +55,6 @@ def chart(identifier: str, title: str, caption: str, data: list[Plot], x: Plot, 
     legend = sum("name" in trace for trace in data) > 1
     figure = {"data": data, "layout": {**axes, "height": _HEIGHT, "showlegend": legend, **layout}}
     return Chart(identifier, title, caption, figure)
-
-
-def placeholder_chart(identifier: str, title: str, missing: str, command: str | None = None) -> Chart:
-    """A chart without a figure: the reason in a sentence, and the arguments of the program that supply it, if any."""
-    shown = None if command is None else f"sportsllm-compress {command}"
-    return Chart(identifier, title, missing=missing, command=shown)
 
 
 def line(xs: Sequence[float], ys: Sequence[float], name: str, color: str, dash: str = "solid", **more: Any) -> Plot:
@@ -99,37 +94,44 @@ def _cells(rows: Cells, scale: list[list[Any]], most: float, hover: str, bar: Pl
     return {"type": "heatmap", "z": [list(row) for row in rows], **look, "hovertemplate": hover, **more}
 
 
-def log_axis(title: str, low: float, high: float, zero: float | None = None) -> Plot:
-    """A logarithmic axis around the values from `low` to `high`, with its ticks written out; plotly's are bare digits.
-
-    A value of 0 is drawn at `zero`, below the others, where that is given.
-    """
-    factors: tuple[float, ...] = (1,) if high / low > 2_000 else (1, 2, 5) if high / low > 10 else (1, 1.5, 2, 3, 5, 7)
+def log_axis(title: str, low: float, high: float) -> Plot:
+    """A logarithmic axis around the values from `low` to `high`, ticks written out: plotly's are bare digits."""
+    factors = (1,) if high / low > 2_000 else (1, 2, 5) if high / low > 10 else (1, 1.5, 2, 3, 5, 7)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
     ticks = [factor * 10.0**power for power in powers for factor in factors]
-    labels = [] if zero is None else [(zero, "0")]
-    labels += [(tick, _tick_label(tick)) for tick in ticks if zero is None or tick > 2 * zero]
     margin = max(0.12, 0.04 * math.log10(high / low))
     return {
         **{"title": f"{title} (log)", "type": "log", "tickmode": "array"},
         "range": [math.log10(low) - margin, math.log10(high) + margin],
-        "tickvals": [tick for tick, _ in labels],
-        "ticktext": [label for _, label in labels],
+        "tickvals": ticks,
+        "ticktext": [f"{tick:,g}" for tick in ticks],
     }
-
-
-def _tick_label(value: float) -> str:
-    """A tick in few characters: 0.05, 1.5k, 2M, 3·10^12."""
-    power = math.floor(math.log10(value) + 1e-9)
-    if power >= 10:
-        factor = f"{value / 10.0**power:g}"
-        return ("" if factor == "1" else f"{factor}\u00b7") + f"10<sup>{power}</sup>"
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size * (1 - 1e-9):
-            return f"{value / size:g}{letter}"
-    return f"{value:g}"
 
 
 def color(index: int) -> str:
     """The theme's name of a line's color."""
     return f"theme:c{index % len(COLORS)}"
+
+
+def render_page(template: str, charts: Sequence[Chart], **values: Any) -> str:
+    """A self-contained HTML page from a template in benchmarks/templates, its charts and other values.
+
+    Raises:
+        ModuleNotFoundError: jinja2 or plotly is not installed.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    folder = FileSystemLoader(Path(__file__).parents[1] / "templates")
+    environment = Environment(
+        loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(template).render(
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        plotly=Markup(get_plotlyjs() if charts else ""),
+        figures=[{"id": chart.identifier, **chart.figure} for chart in charts],
+        chart_template=TEMPLATE,
+        palette=list(zip(COLORS, COLORS_ON_DARK, strict=True)),
+        **values,
+    )

@@ -1,4 +1,4 @@
-"""The report's arithmetic against independent counts: fronts, lines of parents, roofline, searches, samples."""
+"""The report's arithmetic against independent counts: fronts, lines of parents, work of training, searches, samples."""
 
 import json
 from dataclasses import replace
@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks.pareto import pareto_front
-from benchmarks.report.changes import change_table
-from benchmarks.report.charts import Chart
-from benchmarks.report.inputs import Inputs, StageSummary, collect, summarize_directory
-from benchmarks.report.lineage import lineage
-from benchmarks.report.report import page_sections
-from benchmarks.report.samples import before_and_after
-from benchmarks.report.trade_off import trade_off_charts, trade_off_points
-from benchmarks.report.training import training_charts
+from benchmarks.reporting.charts import Chart
+from benchmarks.reporting.fits import fit_tables
+from benchmarks.reporting.inputs import Inputs, StageSummary, collect, lineage, summarize
+from benchmarks.reporting.measured import as_bench
+from benchmarks.reporting.page import sections
+from benchmarks.reporting.samples import before_and_after
+from benchmarks.reporting.stages import change_table, savings_line, stage_table
+from benchmarks.reporting.trade_off import commonest, pareto_front, trade_off_charts, trade_off_points
+from benchmarks.reporting.training import training_charts
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.artifact import Stage, output_directory
+from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.manifest import Manifest
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.text.tokenizer import load_tokenizer
 
@@ -31,10 +33,12 @@ def made(out: Path, command: str, parents: list[Path], settings: dict[str, Any] 
 
 def benched(size: int, bits: float, ms: float, verdict: str = "uncertain") -> dict[str, Any]:
     limits = [
-        {"name": "file_mb", "limit": 3.0, "value": size / 1e6, "unit": "MB", "verdict": verdict, "source": "measured"},
-        {"name": "quality_loss_percent", "limit": 10.0, "value": 0, "unit": "%", "verdict": verdict, "source": None},
+        {"name": name, "limit": limit, "value": value, "unit": "x", "verdict": verdict, "source": None}
+        | {"low": None, "high": None}
+        for name, limit, value in (("file_mb", 3.0, size / 1e6), ("quality_loss_percent", 10.0, 0.0))
     ]
     return {
+        "directory": "runs/export",
         "tpot_ms": {"512": {"p50": ms, "p95": ms}},
         "peak_rss_bytes": 100 * size,
         "bits_per_byte": bits,
@@ -44,11 +48,10 @@ def benched(size: int, bits: float, ms: float, verdict: str = "uncertain") -> di
 
 
 def summary(name: str, size: int, bits: float, ms: float, verdict: str = "uncertain") -> StageSummary:
-    return StageSummary(name, "export", name, 1, size, bits, bench=benched(size, bits, ms, verdict))
+    return StageSummary(name, "export", name, 1, size, bits, bench=as_bench(benched(size, bits, ms, verdict)))
 
 
 def drawn(chart: Chart) -> dict[str, Any]:
-    assert chart.figure is not None
     return chart.figure
 
 
@@ -82,8 +85,7 @@ def test_the_box_and_the_points_inside_it() -> None:
     (box,) = drawn(size)["layout"]["shapes"]
     assert (box["x1"], box["y1"]) == (3.0, pytest.approx(1.1))
     assert drawn(speed)["layout"]["shapes"][0]["xref"] == "paper"  # this budget has no time per token
-    assert "5 lies above the plot, at 3.0000" in size.caption
-    assert "size, time and quality together: 1, 2, 3." in speed.caption
+    assert "Above the plot: 5, at 3.0000 or more" in size.caption
     shown = [text for trace in drawn(size)["data"][1:] for text in trace["text"]]
     assert sorted(shown) == ["1", "2", "3", "4", "5"]
 
@@ -97,7 +99,7 @@ def test_the_line_of_parents_goes_through_what_was_not_given(tmp_path: Path) -> 
     tuned = made(tmp_path / "tuned", "distill", [teacher, pruned], {"teacher": str(teacher), "init": str(pruned)})
     packed = made(tmp_path / "packed", "quantize", [tuned])
     last = made(tmp_path / "onnx", "export", [packed])
-    given = [summarize_directory(path) for path in (last, start, pruned, teacher)]
+    given = [summarize(path) for path in (last, start, pruned, teacher)]
     assert [stage.name for stage in lineage(given, given[0])] == ["teacher", "pruned", "onnx"]
     for path in packed.iterdir():  # the line ends where a stage between has gone
         path.unlink()
@@ -112,19 +114,19 @@ def test_changes_are_against_the_last_stage_with_the_figure(tmp_path: Path) -> N
     figures = {teacher: (4e6, 1.5, None), pruned: (3e6, 1.6, None), last: (1e6, 1.7, 2.0), full: (4e6, 1.4, 5.0)}
     stages = []
     for path, (size, bits, ms) in figures.items():
-        bench = benched(int(size), bits, ms) if ms else None
-        stages.append(replace(summarize_directory(path, bench), size_bytes=int(size), bits_per_byte=bits))
+        bench = as_bench(benched(int(size), bits, ms)) if ms else None
+        stages.append(replace(summarize(path, bench), size_bytes=int(size), bits_per_byte=bits))
     table = change_table(Inputs(stages, stages[2].bench))
     # The teacher was not measured, its export was; and only what bench scored is compared with what bench scored.
     assert table is not None and table.rows == [
-        ("teacher", "train", "4.00", "1.4000", "5.00", "400"),
-        ("pruned", "prune", "3.00 (-25.0%)", "\u2013", "\u2013", "\u2013"),
-        ("onnx", "export", "1.00 (-66.7%)", "1.7000 (+21.4%)", "2.00 (-60.0%)", "100 (-75.0%)"),
+        ["teacher", "train", "4.00", "1.4000", "5.00", "400"],
+        ["pruned", "prune", "3.00 (-25.0%)", "\u2013", "\u2013", "\u2013"],
+        ["onnx", "export", "1.00 (-66.7%)", "1.7000 (+21.4%)", "2.00 (-60.0%)", "100 (-75.0%)"],
     ]
-    assert "teacher is measured as teacher-onnx." in table.caption and "Quality is from bench" in table.caption
+    assert "teacher is measured as teacher-onnx." in table.caption and "Scores of other text" in table.caption
     assert change_table(Inputs(stages[:1])) is None
-    (missing,) = page_sections(Inputs(stages[:1]))[1].charts
-    assert missing.figure is None and str(missing.command).startswith("sportsllm-compress report")
+    missing = next(one for one in sections(Inputs(stages[:1])) if one.title == "Changes")
+    assert not missing.tables and missing.missing.startswith("sportsllm-compress report")
 
 
 def candidate(name: str, size: float, loss: float, **more: Any) -> dict[str, Any]:
@@ -149,30 +151,28 @@ def test_a_search_becomes_a_table_and_points(tmp_path: Path) -> None:
         (fit / "fit.json").write_text(json.dumps(data), encoding="utf-8")
         return collect([fit])
 
-    trade_off = page_sections(read())[0]
-    table, cut = trade_off.tables
+    table, cut = fit_tables(read().fits, 2)
     assert table.rows[0][1:5] == ("a \u2605", "int4-b32", "10", "1.50")
     assert table.rows[0][7] == "~2.00" and table.rows[2][4] == "~0.500" and table.rows[2][8] == "~+20%"
-    assert cut.rows == [("File size", "3.00 MB", "2,000, 7 of them alone")]
-    size, speed = trade_off.charts
+    assert cut.rows == [("File size", "3.00 MB", "2,000", "7")]
+    (size,) = trade_off_charts(read())  # one candidate alone has a time
     # Candidates follow the one finished model, which has no quality, as 2, 3 and 4; c has none without a teacher.
     assert sorted(text for trace in drawn(size)["data"] for text in trace.get("text", ())) == ["2", "3"]
-    assert speed.figure is None  # one candidate alone has a time
     data["bench"] = benched(1_000_000, 1.35, 2.0) | {"directory": "fit/a/export", "file_bytes": 1_000_000}
     inputs = read()  # its finished model is a stage, and gives the verdict and the teacher's 1.0
     assert [(one.name, one.bits_per_byte) for one in inputs.stages] == [("export", 1.35)]
-    assert inputs.bench == data["bench"]
+    assert inputs.bench == as_bench(benched(1_000_000, 1.35, 2.0) | {"directory": "fit/a/export", "file_bytes": 1e6})
     guessed = trade_off_points(inputs)[-1]
-    assert guessed.estimated and guessed.bits_per_byte == pytest.approx(1.2)
+    assert guessed.scored is None and guessed.bits_per_byte == pytest.approx(1.2)
     joined = drawn(trade_off_charts(inputs)[0])["data"][0]
     assert joined["name"] == "front" and joined["x"] == [1.5, 2.0]  # neither the guess at 0.5 MB nor bench's text
     others = [candidate(f"o{number}", 1.0, 100.0 + number) for number in range(40)]
     data["candidates"] = [*others, *candidates]
     inputs = read()
-    table = page_sections(inputs)[0].tables[-2]
+    table = fit_tables(inputs.fits, 1)[0]
     assert len(table.rows) == 20 and [row[1] for row in table.rows[:3]] == ["a \u2605", "b", "o0"]
     assert "23 more, all predicted, are in fit.json" in str(table.caption)
-    assert "19 lie above the plot, at 1.4000 or more" in page_sections(inputs)[0].charts[0].caption
+    assert "Above the plot: 2, 4, 5, 6, 7, 8, 9, 10, 11, ..., at 1.4000 or more" in trade_off_charts(inputs)[0].caption
     (fit / "fit.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ArtifactError, match="not a result of `fit`"):
         collect([fit])
@@ -201,24 +201,89 @@ def test_samples_are_the_likeliest_tokens_of_the_first_and_last_stage(checkpoint
         before_and_after(stages, ["\udc80"])
 
 
-def test_the_shares_of_experts_are_drawn_as_multiples_of_an_even_one() -> None:
-    """A directory measured twice is drawn once; a log whose shape changed, only since then; without experts nothing."""
+def test_the_load_of_the_busiest_expert_is_a_multiple_of_an_even_one() -> None:
+    """A directory measured twice is drawn once; without experts nothing."""
     logged: list[dict[str, Any]] = [
-        {"step": 5, "tokens": 50, "expert_shares": [[1.0, 0.0]]},
-        {"step": 10, "tokens": 100, "loss": 3.0},
-        {"step": 10, "tokens": 100, "expert_shares": [[0.5, 0.3, 0.2], [0.1, 0.9]]},
-        {"step": 20, "tokens": 200, "loss": 2.0},
-        {"step": 20, "tokens": 200, "expert_shares": [[0.4, 0.4, 0.2], [0.25, 0.75]]},
+        {"tokens": 100, "expert_shares": [[0.5, 0.3, 0.2], [0.1, 0.9]]},
+        {"tokens": 200, "loss": 2.0},
+        {"tokens": 200, "expert_shares": [[0.4, 0.4, 0.2], [0.25, 0.75]]},
     ]
     mixed = replace(summary("mixed", 1, 1.0, 1.0), metrics=logged)
     dense = replace(summary("dense", 1, 1.0, 1.0), metrics=[{"tokens": 1, "loss": 3.0}, {"tokens": 2, "loss": 2.0}])
     charts = training_charts([dense, mixed, replace(mixed, name="again")])
-    assert [chart.identifier for chart in charts] == ["loss", "valid-bits-per-byte", "expert-shares-0"]
-    trace = drawn(charts[2])["data"][0]
-    assert trace["x"] == [100, 200]
-    assert trace["z"] == [[1.5, 1.2], [0.9, 1.2], [0.6, 0.6], [None, None], [0.2, 0.5], [1.8, 1.5]]
-    assert trace["text"][5] == ["mixture 1, expert 1"] * 2 and trace["zmax"] == 2
-    assert drawn(charts[2])["layout"]["yaxis"]["tickvals"] == [1.0, 4.5]
-    for damaged in ([], [0.5, 0.5], [["x"]], "0.5"):
+    assert [chart.identifier for chart in charts] == ["loss", "busiest-expert"]
+    (trace,) = drawn(charts[1])["data"]
+    assert (trace["x"], trace["y"]) == ([100, 200], [1.8, 1.5])
+    for damaged in ([], [0.5, 0.5], [["x"]], [[]], "0.5"):
         broken = [{"tokens": place, "expert_shares": damaged} for place in range(3)]
-        assert len(training_charts([replace(mixed, metrics=broken)])) == 2
+        assert training_charts([replace(mixed, metrics=broken)]) == []
+
+
+def test_curves_skip_what_is_not_finite_and_thinned_ones_keep_their_ends() -> None:
+    losses = (3.0, float("nan"), 2.0, float("inf"), 1.0)
+    metrics = [{"tokens": n, "loss": value} for n, value in enumerate(losses)]
+    (loss,) = training_charts([StageSummary("a", "train", "a", metrics=metrics)])
+    assert drawn(loss)["data"][0]["y"] == [3.0, 2.0, 1.0]
+    assert json.loads(json.dumps(loss.figure, allow_nan=False)) == loss.figure
+    metrics = [{"tokens": n, "loss": 1000.0 - n} for n in range(1, 804)]
+    (curve,) = drawn(training_charts([StageSummary("a", "train", "a", metrics=metrics)])[0])["data"]
+    assert (curve["x"][0], curve["x"][-1], curve["y"][-1]) == (1, 803, 197.0)
+    assert len(curve["x"]) < 803 and curve["x"] == sorted(set(curve["x"]))
+
+
+def test_training_is_counted_with_the_teachers_forward_passes(checkpoint: Path, tmp_path: Path) -> None:
+    """Matrix by matrix for one layer after another; a cache of signals replaces the teacher."""
+    config = load_config(checkpoint)
+    width, query, shared = config.hidden_size, config.query_size, 2 * config.num_key_value_heads * config.head_dim
+    layer = 2 * width * query + width * shared + 3 * width * config.intermediate_size
+    weights = config.num_hidden_layers * layer + config.vocab_size * width
+    forward = 2 * weights + 4 * config.num_hidden_layers * query * (16 + 1) / 2  # sequences of 16 tokens
+    teacher = {"teacher": str(checkpoint), "sequence": 16}
+    plans: dict[str, tuple[dict[str, Any], float | None]] = {
+        "alone": ({"sequence": 16}, 3 * forward),
+        "taught": (teacher, 4 * forward),
+        "recovered": ({"teacher": str(checkpoint), "recover": {"sequence": 16}}, 4 * forward),
+        "cached": ({**teacher, "signals": "cache"}, 3 * forward),
+        "moved": ({**teacher, "teacher": "gone"}, None),
+    }
+    for name, (settings, expected) in plans.items():
+        out = tmp_path / name
+        with output_directory(out, Stage("distill", settings, results={"tokens": 1_000})) as partial:
+            (partial / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+        stage = summarize(out)
+        assert (stage.tokens, stage.flops) == (1_000, None if expected is None else pytest.approx(1_000 * expected))
+
+
+def scored(name: str, size: int, bits: float | None, text: str = "a") -> StageSummary:
+    bench = {"directory": name, "tpot_ms": {}, "peak_rss_bytes": 80_000_000, "bits_per_byte": bits}
+    bench |= {"text": [f"{text}.jsonl"], "text_digests": [text]}
+    return StageSummary(name, "export", name, size_bytes=size, bits_per_byte=bits, bench=as_bench(bench))
+
+
+def test_savings_compare_the_first_and_the_last_measured_stage() -> None:
+    stages = [scored("teacher", 4_000_000, 0.8), StageSummary("student", "distill", "x")]
+    assert savings_line(stages) is None
+    assert savings_line([*stages, scored("small", 600_000, 0.82)]) == (
+        "small against teacher: 15% of the file (0.600 of 4.00 MB), 100% of the peak memory, "
+        "2.5% more bits per byte (0.8200 against 0.8000)"
+    )
+    line = savings_line([scored("teacher", 4_000_000, None), scored("small", 1_000_000, 0.5)])
+    assert line is not None and "bits per byte" not in line and "25% of the file" in line
+
+
+def test_qualities_of_different_texts_are_not_compared() -> None:
+    """Neither in words nor silently in the table."""
+    one, other = scored("teacher", 4_000_000, 0.8), scored("small", 600_000, 0.5, text="b")
+    line = savings_line([one, other])
+    assert line is not None and "15% of the file" in line and "bits per byte" not in line
+    made = Manifest(settings={"valid": ["d/held_out.txt"]})
+    trained = StageSummary("x", "train", "x", bits_per_byte=0.9, manifest=made)
+    assert stage_table([one, one]).caption == ""
+    assert stage_table([one, trained, other, one]).caption == (
+        "Bits per byte are of 3 texts and compare only within one (1, 4: a.jsonl, by bench; 2: half of what is "
+        "held out of held_out.txt; 3: b.jsonl, by bench)."
+    )
+    assert StageSummary("x", "train", "x").scored is None
+    assert commonest([None, trained.scored, one.scored]) == one.scored
+    assert commonest([trained.scored, one.scored, trained.scored]) == trained.scored
+    assert commonest([None]) is None

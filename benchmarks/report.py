@@ -1,0 +1,146 @@
+"""The verb `report`: finished stages and what was measured of them as one page, Markdown and CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sportsllm import options
+from sportsllm.errors import UsageError
+from sportsllm.results import Result
+
+if TYPE_CHECKING:
+    from benchmarks.reporting.inputs import StageSummary
+
+_SUFFIXES = {"html": (".html", ".htm"), "md": (".md", ".markdown"), "csv": (".csv",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportResult(Result):
+    """What `report` wrote.
+
+    Attributes:
+        out: the first file.
+        files: by format.
+        bytes: of the first file.
+        stages: names of the stages shown.
+        saved: what the last measured stage saves against the first, in words; None unless two were measured.
+        candidates: number of models that the given searches considered.
+        cards: directories whose model cards were written again.
+    """
+
+    out: Path
+    files: dict[str, Path]
+    bytes: int
+    stages: list[str]
+    saved: str | None = None
+    candidates: int = 0
+    cards: list[Path] = field(default_factory=list)
+
+
+def report(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATH...",
+            help="Stage directories, directories of `fit`, bench results (.json) and sample texts (.txt).",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="File to write; .html, .md or .csv selects the format.")
+    ] = Path("report.html"),
+    title: Annotated[str, typer.Option(metavar="TEXT", help="Heading of the page.")] = "sportsllm-compress report",
+    format: Annotated[
+        str | None,
+        typer.Option(metavar="html,md,csv", help="Write several formats, one file each.", show_default="that of --out"),
+    ] = None,
+    sample: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="Prompt that the first and the last stage continue, to compare them; may be repeated."
+        ),
+    ] = None,
+    cards: Annotated[
+        bool,
+        typer.Option("--cards", help="Also write the measurements into the model cards of the measured directories."),
+    ] = False,
+    threads: options.Threads = None,
+) -> ReportResult:
+    """One HTML page that works offline: verdict, stages, trade-offs, measurements, training, samples, provenance.
+
+    Raises:
+        UsageError: an unknown format, or a path that is no input.
+        ArtifactError: an input is missing or damaged.
+    """
+    from benchmarks.reporting.inputs import collect
+    from benchmarks.reporting.page import csv_text, html_page, markdown
+    from benchmarks.reporting.samples import before_and_after
+    from benchmarks.reporting.stages import savings_line, stage_table
+    from sportsllm.console import output
+    from sportsllm.files import atomic_write_text
+
+    files = output_files(out, format)
+    inputs = collect(directories)
+    if sample:
+        texts, skipped = before_and_after(inputs.stages, sample, threads)
+        inputs = replace(inputs, samples=[*inputs.samples, *texts], skipped=skipped)
+    render = {
+        "html": lambda: html_page(title, inputs),
+        "md": lambda: markdown(title, inputs),
+        "csv": lambda: csv_text(inputs),
+    }
+    for path, text in [(path, render[name]()) for name, path in files.items()]:  # all are made before one is written
+        atomic_write_text(path, text)
+    written = _write_cards(inputs.stages, directories) if cards else []
+    console, saved = output(), savings_line(inputs.stages)
+    stage_table(inputs.stages).print(console)
+    for path in [*files.values(), *written]:
+        console.print(f"{path}: written", markup=False)
+    if saved is not None:
+        console.print(saved, markup=False)
+    first = next(iter(files.values()))
+    return ReportResult(
+        out=first,
+        files=files,
+        bytes=first.stat().st_size,
+        stages=[stage.name for stage in inputs.stages],
+        saved=saved,
+        candidates=sum(len(fit.candidates) for fit in inputs.fits),
+        cards=written,
+    )
+
+
+def output_files(out: Path, formats: str | None = None) -> dict[str, Path]:
+    """Which files to write, by format: that of `out`'s suffix, or `formats`, names with commas between.
+
+    Raises:
+        UsageError: an unknown format or suffix.
+    """
+    own = next((name for name, suffixes in _SUFFIXES.items() if out.suffix.lower() in suffixes), None)
+    if formats is None:
+        if own is None:
+            raise UsageError(f"--out {out}: the suffix names no format; end it in .html, .md or .csv, or give --format")
+        return {own: out}
+    names = [name.strip().lower() for name in formats.split(",") if name.strip()]
+    unknown = ", ".join(sorted(set(names) - set(_SUFFIXES)))
+    if unknown or not names:
+        known = ", ".join(_SUFFIXES)
+        raise UsageError(f"--format {formats!r}: unknown format {unknown or '(none)'}; choose from {known}")
+    stem = out.with_suffix("") if own else out
+    return {name: out if name == own else stem.with_name(stem.name + _SUFFIXES[name][0]) for name in names}
+
+
+def _write_cards(stages: Sequence[StageSummary], given: Sequence[Path]) -> list[Path]:
+    """The cards of the given directories that were measured, with the results of `bench` among `given`."""
+    from sportsllm.formats.model_card import CARD, write_card
+
+    results = [path for path in given if path.suffix == ".json"]
+    models = dict.fromkeys(Path(one.directory) for one in stages if one.bench is not None and one.manifest.files)
+    for path in models:
+        write_card(path, results)
+    return [path / CARD for path in models]

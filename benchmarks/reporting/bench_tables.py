@@ -1,0 +1,240 @@
+"""A result of `bench` in words: the tables and lines that the console, the report's page and its Markdown share."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from benchmarks.labels import (
+    BUDGET_DEPTH,
+    LIMITS,
+    MISSING,
+    Table,
+    count,
+    interval,
+    megabytes,
+    number,
+    reliability_line,
+    with_unit,
+)
+from benchmarks.spread import CONFIDENCE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from benchmarks.devices.verdict import LimitVerdict
+    from benchmarks.reporting.measured import Bench, Budget
+
+_MOST_WINDOWS = 9
+
+
+def print_bench(console: Console, bench: Bench) -> None:
+    """What was measured, what was not and why, whether the run counts, quality and budget."""
+    console.print(describe(bench), markup=False)
+    if bench.placement is not None:
+        console.print(str(bench.placement.get("line", "")), markup=False)
+    for table in bench_tables(bench):
+        table.print(console)
+    if not bench.tpot_ms:
+        console.print(f"No decoding depth fits the context of {count(bench.context_length)} tokens.")
+    for name, reason in bench.absent.items():
+        console.print(f"not measured: {name} ({reason})", markup=False, style="dim")
+    if not bench.clean:
+        console.print(noise_line(bench.noise_reasons), markup=False, style="bold yellow")
+    if bench.quality_loss_percent is not None:
+        console.print(quality_line(bench), markup=False)
+    if bench.budget is not None:
+        budget_table(bench.budget).print(console)
+        console.print(verdict_line(bench.budget), markup=False, style="bold")
+        if bench.budget.decided_by == "prediction" and bench.budget.efficiency is not None:
+            console.print(reliability_line(bench.budget.efficiency), markup=False)
+
+
+def describe(bench: Bench) -> str:
+    """The model and how it was run, in a line."""
+    kernels = f", {bench.kernels} kernels" if bench.kernels else ""
+    pinned = f"pinned to {', '.join(map(str, bench.cpus))}" if bench.cpus else "not pinned"
+    return (
+        f"{bench.directory}: {count(bench.parameters)} parameters, {with_unit(bench.file_bytes, 'MB', 1e6)}, "
+        f"{bench.runtime}{kernels}, {count(bench.threads)} threads ({pinned}), {bench.rounds} fresh processes"
+    )
+
+
+def noise_line(reasons: Sequence[str]) -> str:
+    """Why a run does not count, in one loud line."""
+    return "; ".join(["NOISY, not a clean result", *reasons, "repeat it on a quiet machine"])
+
+
+def quality_line(bench: Bench) -> str:
+    """The change of quality against the teacher, with its interval, in words."""
+    percent, ends = bench.quality_loss_percent or 0.0, bench.quality_interval_percent
+    word = "worse" if percent > 0 else "better"
+    line = f"Quality: {abs(percent):.2f}% {word} than the teacher in bits per byte"
+    documents = f"{count(bench.quality_documents)} documents"
+    if ends is None:
+        return f"{line} on {documents}, too few for an interval (16 are needed)"
+    return f"{line} (95% interval {ends[0]:+.2f} to {ends[1]:+.2f}%, {documents})"
+
+
+def verdict_line(budget: Budget) -> str:
+    """The verdict in one line: which target, what fails, what is open and why."""
+    failed = [
+        f"{LIMITS[limit.name].label.lower()} {number(limit.value)} of {number(limit.limit)} {limit.unit}"
+        for limit in budget.limits
+        if limit.verdict == "fail"
+    ]
+    unsure = [
+        f"{LIMITS[limit.name].label.lower()} ({'not measured' if limit.value is None else _value(limit)})"
+        for limit in budget.limits
+        if limit.verdict == "uncertain"
+    ]
+    text = f"{budget.target}: {budget.verdict}"
+    if failed:
+        text += f": {', '.join(failed)}"
+    if unsure:
+        text += f"; open: {', '.join(unsure)}"
+    if 0 < (depth := budget.tpot_depth_tokens or 0) < BUDGET_DEPTH:
+        text += f"; time per token after {depth} tokens, all that the context has room for"
+    if budget.decided_by == "prediction":
+        why = "this machine is not the device" if budget.of_export else "for the ONNX export, by PyTorch's files"
+        text += f" (speed and memory are predicted: {why})"
+    return text
+
+
+def budget_table(budget: Budget) -> Table:
+    """Each limit with the figure that decides it, and what was measured here."""
+    rows = [
+        (
+            LIMITS[limit.name].label,
+            _value(limit),
+            with_unit(limit.limit, limit.unit),
+            limit.verdict,
+            limit.source or limit.reason or "not measured",
+            with_unit(budget.measured_here.get(limit.name), limit.unit),
+        )
+        for limit in budget.limits
+    ]
+    headers = ("limit", "value", "allowed", "verdict", "source", "measured here")
+    return Table(f"Budget of {budget.target}", headers, rows, (0, 3, 4))
+
+
+def _value(limit: LimitVerdict) -> str:
+    """A limit's figure with its interval or band, if there is one."""
+    ends = "" if limit.low == limit.high else interval(limit.low, limit.high)
+    return with_unit(limit.value, limit.unit) + (f" ({ends})" if ends else "")
+
+
+def bench_tables(bench: Bench) -> list[Table]:
+    """Figures, times by depth, batches, the sustained run and other runtimes, as far as they were measured."""
+    tables = [_figures(bench), _depths(bench), _batches(bench), _sustained(bench), _peers(bench)]
+    return [table for table in tables if table.rows or table.caption]
+
+
+def _figures(bench: Bench) -> Table:
+    split = bench.memory_split or {}
+    names = {"anonymous": "anonymous_bytes", "files": "file_bytes", "PSS": "pss_bytes", "USS": "uss_bytes"}
+    firsts = {f"first token, prompt of {prompt}": (f"ttft_ms.{prompt}", ms) for prompt, ms in bench.ttft_ms.items()}
+    peak = f"peak memory, {count(bench.peak_rss_context_tokens)} tokens"
+    shown = [
+        ("load", "load_s", bench.load_s, "s", 1.0),
+        ("load from a cold cache", "", bench.cold_load_s, "s", 1.0),
+        *((label, *found, "ms", 1.0) for label, found in firsts.items()),
+        ("prefill", "", bench.prefill_tokens_per_s, "tokens/s", 1.0),
+        (peak, "peak_rss_bytes", bench.peak_rss_bytes, "MB", 1e6),
+        *((f"  {name} at the most seen", "", split.get(key), "MB", 1e6) for name, key in names.items()),
+        ("energy of a token", "joules_per_token", bench.joules_per_token, "J", 1.0),
+    ]  # fmt: skip
+    rows = [
+        (label, with_unit(value, unit, scale), _noise(bench, key, scale))
+        for label, key, value, unit, scale in shown
+        if value is not None
+    ]
+    between = f"{CONFIDENCE:.0%} interval of {bench.rounds} rounds" if bench.rounds > 1 else "one round, no interval"
+    return Table("Measured", ("figure", "median", between), rows)
+
+
+def _noise(bench: Bench, key: str, scale: float = 1.0) -> str:
+    found = bench.noise.get(key)
+    return "" if found is None else interval(found.low, found.high, scale) + (" (noisy)" if found.noisy else "")
+
+
+def _depths(bench: Bench) -> Table:
+    floor = bench.memory_floor.get("by_depth_ms")
+    floors = floor if isinstance(floor, dict) else {}
+    rows = []
+    for depth, times in bench.tpot_ms.items():
+        noise, plain = bench.noise.get(f"tpot_ms.{depth}.p50"), bench.without_cache.get(depth)
+        median = number(times.p50) + (" (noisy)" if noise is not None and noise.noisy else "")
+        rest = (times.p90, times.p95, times.p99, floors.get(depth), bench.decode_tokens_per_s.get(depth))
+        slow = (plain.decode_tokens_per_s, plain.cache_speedup) if plain is not None else (None, None)
+        rows.append((depth, median, *map(number, (*rest, *slow))))
+    headers = (
+        "after tokens",
+        "p50 ms",
+        "p90 ms",
+        "p95 ms",
+        "p99 ms",
+        "memory floor ms",
+        "tokens/s",
+        "without cache",
+        "ratio",
+    )
+    caption = (
+        "Without a cache of keys and values, each new token reads the whole text again." if bench.without_cache else ""
+    )
+    return Table("Time per token", headers, rows, (), caption)
+
+
+def _batches(bench: Bench) -> Table:
+    headers = ("sequences together", "tokens/s of all", "step p50 ms", "step p95 ms", "peak MB")
+    rows = [
+        (rows, *map(number, (one.decode_tokens_per_s, one.step_ms.p50, one.step_ms.p95)), megabytes(one.peak_rss_bytes))
+        for rows, one in bench.batches.items()
+    ]
+    return Table("Several sequences", headers, rows, ())
+
+
+def _sustained(bench: Bench) -> Table:
+    if (run := bench.sustained) is None:
+        return Table("", (), ())
+    last = len(run.windows) - 1
+    shown = sorted({round(last * place / (_MOST_WINDOWS - 1)) for place in range(_MOST_WINDOWS)}) if last >= 0 else []
+    rows = [
+        tuple(map(number, (one.start_s, one.tokens_per_s, one.clock_mhz, one.temperature_c, one.joules_per_token)))
+        for one in (run.windows[place] for place in shown)
+    ]
+    caption, lost = "", run.throttling_percent
+    if lost is not None:
+        word = "THROTTLED" if run.throttled else "Sustained"
+        change = f"{abs(lost):.1f}% {'below' if lost > 0 else 'above'}"
+        caption = f"{word}: the last of {len(run.windows)} windows is {change} the first."
+    return Table("Sustained run", ("from s", "tokens/s", "clock MHz", "\u00b0C", "J per token"), rows, (), caption)
+
+
+def _peers(bench: Bench) -> Table:
+    measured = {name: one for name, one in bench.against.items() if one.status == "measured"}
+    depths = dict.fromkeys(chain.from_iterable(one.generated_tokens_per_s for one in measured.values()))
+    prompts = list(dict.fromkeys(chain.from_iterable(one.ttft_ms for one in measured.values())))[-1:]
+    rows = [
+        (
+            name + ("" if one.steady else " (noisy)"),
+            one.version or MISSING,
+            *(number(one.generated_tokens_per_s.get(depth)) for depth in depths),
+            *(number(one.ttft_ms.get(prompt)) for prompt in prompts),
+            megabytes(one.peak_rss_bytes),
+        )
+        for name, one in measured.items()
+    ]
+    speeds = [*(f"generated tokens/s after {depth}" for depth in depths), *(f"first token of {x}, ms" for x in prompts)]
+    kinds = {"best peer": bench.against_ratios, "best peer, options of its own included": bench.against_tuned_ratios}
+    notes = [
+        f"ours / {kind}, {name}: {number(one.ratio)} "
+        f"({interval(one.low, one.high)}; {one.peer}; {one.better} is better)"
+        for kind, found in kinds.items()
+        for name, one in found.items()
+    ]
+    absent = {name: one for name, one in bench.against.items() if one.status != "measured"}
+    notes += [f"{name}: {one.status}" + (f": {one.install}" if one.install else "") for name, one in absent.items()]
+    return Table("Other runtimes", ("runtime", "version", *speeds, "peak MB"), rows, (0, 1), "\n".join(notes))

@@ -1,0 +1,208 @@
+"""What a report is made from: stage directories, bench results, searches and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.flops import forward_flops_per_token, training_flops_per_token
+from benchmarks.labels import BUDGET_DEPTH, is_number
+from benchmarks.reporting.fits import FIT_FILE, Fit, read_fit
+from benchmarks.reporting.measured import Bench, read_bench
+from sportsllm.errors import ArtifactError, UsageError
+from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.json_files import read_json_lines
+from sportsllm.formats.manifest import Manifest, ancestors, directory_bytes, manifest_of
+from sportsllm.models.config import ModelConfig
+
+Scored = tuple[str, ...]
+"""Who scored a quality, `bench`, `training` or `fit`, and on which text, by digest if known."""
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """What the report says about one stage.
+
+    Attributes:
+        name: of its directory.
+        command: that made it; `checkpoint` for a model that was not made here.
+        tokens, flops: of its training, with the teacher's forward passes; None if it was not trained.
+        metrics: the records of metrics.jsonl ({"step", "tokens", "loss", "lr", "valid_bits_per_byte", ...}).
+        bench: what `bench` measured of it.
+    """
+
+    name: str
+    command: str
+    directory: str
+    parameters: int | None = None
+    size_bytes: float | None = None
+    bits_per_byte: float | None = None
+    tokens: int | None = None
+    flops: float | None = None
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    manifest: Manifest = field(default_factory=Manifest)
+    bench: Bench | None = None
+
+    @property
+    def verdict(self) -> str | None:
+        """Of its bench result, "pass", "fail" or "uncertain"; None without a target."""
+        return self.bench.budget.verdict if self.bench is not None and self.bench.budget is not None else None
+
+    @property
+    def scored(self) -> Scored | None:
+        """Of its quality; None without one. Qualities of different texts say nothing about each other."""
+        if self.bits_per_byte is None:
+            return None
+        if self.bench is not None and self.bench.bits_per_byte is not None:
+            return ("bench", *(self.bench.text_digests or self.bench.text or ()))
+        made = self.manifest
+        return ("training", *(made.paths("valid") or made.paths("corpus") or made.paths("text")))
+
+    def figures(self) -> dict[str, float]:
+        """What is known of it by the names of the limits, in MB and ms, and `bits_per_byte`.
+
+        A context with no room for a budget's depth gives the time per token at the deepest that was measured.
+        """
+        found = {"bits_per_byte": self.bits_per_byte}
+        if self.size_bytes is not None:
+            found["file_mb"] = self.size_bytes / 1e6
+        if (bench := self.bench) is not None:
+            depth = bench.budget.tpot_depth_tokens if bench.budget is not None else None
+            times = bench.tpot_ms.get(str(depth or BUDGET_DEPTH))
+            found["ttft_ms"] = bench.ttft_ms.get(str(BUDGET_DEPTH))
+            found["tpot_p50_ms"] = None if times is None else times.p50
+            found["peak_memory_mb"] = None if bench.peak_rss_bytes is None else bench.peak_rss_bytes / 1e6
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text to show; `prompt` is the part that was given, and is not repeated in `text`."""
+
+    heading: str
+    text: str
+    prompt: str = ""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything a report shows. `bench` is the last result given, `skipped` says which samples were left out."""
+
+    stages: list[StageSummary] = field(default_factory=list)
+    bench: Bench | None = None
+    samples: list[Sample] = field(default_factory=list)
+    fits: list[Fit] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def deciding(self) -> Bench | None:
+        """The bench result that the verdict is about: the last one given, else the last stage's own."""
+        measured = [stage.bench for stage in self.stages if stage.bench is not None]
+        return self.bench or (measured[-1] if measured else None)
+
+
+def lineage(stages: Sequence[StageSummary], last: StageSummary) -> list[StageSummary]:
+    """The given stages that `last` was made from, by the digests in manifests, from the first to `last` itself."""
+    given = {Path(stage.directory).resolve(): stage for stage in reversed(stages)}
+    older = ancestors(last.manifest, Path(last.directory))
+    found = [given.get(one.directory.resolve()) for one in reversed(older)]
+    return [*(stage for stage in found if stage is not None and stage is not last), last]
+
+
+def collect(paths: Sequence[Path]) -> Inputs:
+    """Sort the report's inputs: stage directories, searches (with fit.json), bench results (.json), texts (.txt, .md).
+
+    A bench result, also that of a search's finished model, belongs to the stage whose directory it measured; if that
+    directory was not given, it becomes a stage itself. A directory with several results is shown once for each, named
+    by the file. The last result gives the verdict.
+
+    Raises:
+        UsageError: a path is none of these.
+        ArtifactError: a file is missing or damaged.
+    """
+    directories: dict[Path, Path] = {}
+    benches: list[tuple[str, Bench]] = []
+    samples: list[Sample] = []
+    fits: list[Fit] = []
+    for path in paths:
+        if path.is_dir() and (path / FIT_FILE).exists():
+            fits.append(read_fit(path))
+            benches.append((path.name, fits[-1].bench))
+        elif path.is_dir():
+            directories.setdefault(path.resolve(), path)
+        elif path.suffix == ".json":
+            benches.append((path.stem, read_bench(path)))
+        elif path.suffix in (".txt", ".md") and path.is_file():
+            samples.append(Sample(path.stem, path.read_text(encoding="utf-8", errors="replace")))
+        else:
+            raise UsageError(
+                f"{path}: give stage directories, a directory of `fit`, bench results (.json) or sample texts (.txt)"
+            )
+    measured: dict[Path, list[tuple[str, Bench]]] = {place: [] for place in directories}
+    for name, bench in benches:
+        measured.setdefault(Path(bench.directory).resolve(), []).append((name, bench))
+    stages = []
+    for place, found in measured.items():
+        shown = [(name, summarize(directories.get(place), bench)) for name, bench in found]
+        if len(shown) > 1:
+            stages += [replace(stage, name=f"{stage.name} ({name})") for name, stage in shown]
+        else:
+            stages += [stage for _, stage in shown] or [summarize(directories[place])]
+    if not stages and not fits:
+        raise UsageError(f"{', '.join(map(str, paths))}: sample texts alone; give the stages that wrote them too")
+    return Inputs(stages, benches[-1][1] if benches else None, samples, fits)
+
+
+def summarize(directory: Path | None, bench: Bench | None = None) -> StageSummary:
+    """A finished stage or any Hugging Face checkpoint, and what was measured of it; without a directory the latter.
+
+    Raises:
+        ArtifactError: the directory is missing or a file in it is damaged.
+    """
+    if directory is None:
+        assert bench is not None
+        place = Path(bench.directory)
+        return StageSummary(
+            place.name, "bench", str(place), bench.parameters, bench.file_bytes, bench.bits_per_byte, bench=bench
+        )
+    if not directory.is_dir():
+        raise ArtifactError(f"{directory}: no such directory; give directories that the stages wrote")
+    manifest = manifest_of(directory)
+    config = load_config(directory) if (directory / "config.json").exists() else None
+    parameters, tokens = manifest.figure("parameters"), manifest.figure("tokens")
+    quality = manifest.figure("bits_per_byte") or manifest.figure("valid_bits_per_byte")
+    return StageSummary(
+        name=directory.name or str(directory),
+        command=manifest.command or "checkpoint",
+        directory=str(directory),
+        parameters=int(parameters) if is_number(parameters) else config.parameters if config is not None else None,
+        size_bytes=directory_bytes(directory),
+        bits_per_byte=bench.bits_per_byte if bench is not None and bench.bits_per_byte is not None else quality,
+        tokens=int(tokens) if is_number(tokens) else None,
+        flops=_training_flops(manifest, config) if config is not None and is_number(tokens) else None,
+        metrics=read_metrics(directory / "metrics.jsonl"),
+        manifest=manifest,
+        bench=bench,
+    )
+
+
+def _training_flops(manifest: Manifest, config: ModelConfig) -> float | None:
+    """FLOPs of a stage's training, with the teacher's forward passes if it ran beside it and its shape is there."""
+    settings = manifest.settings
+    recovery = settings.get("recover")
+    sequence = (recovery if isinstance(recovery, dict) else settings).get("sequence")
+    if not is_number(sequence) or not 0 < sequence <= config.max_position_embeddings:
+        return None
+    work, teacher = training_flops_per_token(config, int(sequence)), manifest.text("teacher")
+    if teacher is not None and manifest.text("signals") is None:
+        if not (Path(teacher) / "config.json").is_file():
+            return None
+        work += forward_flops_per_token(load_config(Path(teacher)), int(sequence))
+    return work * (manifest.figure("tokens") or 0)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; none where there is no such file."""
+    return [record for _, record in read_json_lines(path)] if path.exists() else []

@@ -1,0 +1,189 @@
+"""A result of `bench` as a typed record: from a file, or as it was just measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from benchmarks.devices.verdict import LimitVerdict, Verdict
+from benchmarks.labels import LIMITS
+from sportsllm.errors import ArtifactError
+from sportsllm.formats.json_files import JsonObject, read_json, validate
+
+_ADVICE = "measure again with bench --out"
+
+Figure = Annotated[float, Field(allow_inf_nan=False)] | None
+_Tokens = Annotated[str, Field(pattern=r"^[1-9]\d{0,8}$")]
+ByTokens = dict[_Tokens, Figure]
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Of the time of a step in ms."""
+
+    p50: Annotated[float, Field(allow_inf_nan=False)]
+    p90: Figure = None
+    p95: Figure = None
+    p99: Figure = None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Of a figure over the rounds."""
+
+    low: Figure = None
+    high: Figure = None
+    noisy: bool | None = None
+
+
+@dataclass(frozen=True)
+class WithoutCache:
+    """Decoding that reads the whole text again for every token."""
+
+    decode_tokens_per_s: Figure
+    cache_speedup: Figure
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences decoded together."""
+
+    decode_tokens_per_s: Figure
+    step_ms: Percentiles
+    peak_rss_bytes: Figure = None
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a sustained run."""
+
+    start_s: Figure = None
+    tokens_per_s: Figure = None
+    clock_mhz: Figure = None
+    temperature_c: Figure = None
+    joules_per_token: Figure = None
+
+
+@dataclass(frozen=True)
+class Sustained:
+    """Decoding for minutes; `throttling_percent` is what the last window lost against the first."""
+
+    windows: list[Window]
+    throttling_percent: Figure = None
+    throttled: bool | None = None
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A runtime measured in turns with this one; `status` is `measured` or says why not."""
+
+    status: str
+    install: str | None = None
+    version: str | None = None
+    generated_tokens_per_s: ByTokens = field(default_factory=dict)
+    ttft_ms: ByTokens = field(default_factory=dict)
+    peak_rss_bytes: Figure = None
+    steady: bool | None = None
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Ours over the best peer's, with its interval."""
+
+    ratio: Figure
+    peer: str
+    better: str
+    low: Figure = None
+    high: Figure = None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A model held to a target's limits; `of_export` is False for PyTorch's figures."""
+
+    target: str
+    verdict: Verdict
+    limits: list[LimitVerdict]
+    tpot_depth_tokens: int | None = None
+    decided_by: str = "measurement"
+    of_export: bool = True
+    measured_here: dict[str, Figure] = field(default_factory=dict)
+    efficiency: JsonObject | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is shown of a result: ms, s, bytes and tokens per second, None or empty if not measured."""
+
+    directory: str
+    tpot_ms: dict[_Tokens, Percentiles]
+    ttft_ms: ByTokens = field(default_factory=dict)
+    decode_tokens_per_s: ByTokens = field(default_factory=dict)
+    without_cache: dict[_Tokens, WithoutCache] = field(default_factory=dict)
+    memory_floor: dict[str, Any] = field(default_factory=dict)
+    prefill_tokens_per_s: Figure = None
+    load_s: Figure = None
+    cold_load_s: Figure = None
+    file_bytes: Figure = None
+    peak_rss_bytes: Figure = None
+    peak_rss_context_tokens: int | None = None
+    memory_split: dict[str, Figure] | None = None
+    joules_per_token: Figure = None
+    batches: dict[str, Batch] = field(default_factory=dict)
+    sustained: Sustained | None = None
+    against: dict[str, Peer] = field(default_factory=dict)
+    against_ratios: dict[str, Ratio] = field(default_factory=dict)
+    against_tuned_ratios: dict[str, Ratio] = field(default_factory=dict)
+    noise: dict[str, Interval] = field(default_factory=dict)
+    noise_reasons: list[str] = field(default_factory=list)
+    clean: bool = True
+    absent: dict[str, str] = field(default_factory=dict)
+    rounds: int = 1
+    parameters: int | None = None
+    context_length: int | None = None
+    runtime: str = "unknown runtime"
+    kernels: str | None = None
+    threads: int | None = None
+    cpus: list[int] | None = None
+    placement: JsonObject | None = None
+    machine: JsonObject | None = None
+    text: list[str] | None = None
+    text_digests: list[str] | None = None
+    bits_per_byte: Figure = None
+    teacher_bits_per_byte: Figure = None
+    quality_loss_percent: Figure = None
+    quality_interval_percent: tuple[float, float] | None = None
+    quality_documents: int | None = None
+    budget: Budget | None = None
+
+
+def as_bench(data: Mapping[str, Any], where: object = "bench") -> Bench:
+    """Check a result; `where` names its file in errors.
+
+    Raises:
+        ArtifactError: no result of `bench`, or damaged.
+    """
+    if not isinstance(data.get("tpot_ms"), dict):
+        raise ArtifactError(f"{where}: is not a result of `bench`; write one with bench --out")
+    bench = validate(Bench, data, where, _ADVICE)
+    if bench.budget is not None and any(limit.name not in LIMITS for limit in bench.budget.limits):
+        raise ArtifactError(f"{where}: has a limit that is not known; {_ADVICE}")
+    return bench
+
+
+def as_budget(data: Mapping[str, Any]) -> Budget:
+    """The `budget` part of a result that was just made."""
+    return validate(Budget, data, "budget")
+
+
+def read_bench(path: Path) -> Bench:
+    """A file that `bench --out` wrote.
+
+    Raises:
+        ArtifactError: no result of `bench`, or damaged.
+    """
+    return as_bench(read_json(path), path)

@@ -1,0 +1,209 @@
+"""Quality against size and against time per token, with the budget's box and the points nothing else beats."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.labels import bits
+from benchmarks.reporting.charts import Chart, Plot, chart, line, log_axis, marks
+from benchmarks.reporting.fits import Candidate
+from benchmarks.reporting.inputs import Inputs, Scored, StageSummary
+
+_AXES = {"file_mb": ("Quality and size", "MB"), "tpot_p50_ms": ("Quality and speed", "ms per token")}
+_STATES = {True: ("inside", "theme:good"), False: ("outside", "theme:bad"), None: ("not all known", "theme:quiet")}
+_SYMBOLS = {"bench": "circle", "training": "diamond", "fit": "square", "predicted": "square-open"}
+_MEANINGS = {
+    "bench": "circles: scored by bench",
+    "training": "diamonds: scored by their training, on half of its held-out text, at most 65,536 tokens",
+    "fit": "squares: measured candidates of fit",
+    "predicted": "hollow squares: candidates with a predicted x, or with an estimated quality (left out of the front)",
+}
+_OUTLIER = 1.25  # a model this much worse than the best is left to the caption, so that the others stay apart
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model in the charts. `label` is its number in the tables, `figures` go by the limits' names.
+
+    `inside` says whether it keeps to the budget, `predicted` lists figures that were not measured; without `scored` its
+    quality is an estimate.
+    """
+
+    label: str
+    name: str
+    figures: dict[str, float]
+    bits_per_byte: float
+    inside: bool | None
+    scored: Scored | None
+    predicted: frozenset[str] = frozenset()
+
+    def evidence(self, axis: str) -> str:
+        """What its place in a chart rests on."""
+        return "predicted" if self.scored is None or axis in self.predicted else self.scored[0]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A budget: limits by name, and the bits per byte that its quality limit comes to; None without a teacher."""
+
+    target: str | None = None
+    limits: dict[str, float] = field(default_factory=dict)
+    most_bits: float | None = None
+
+
+def pareto_front(points: Iterable[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """The points that no other is at least as good as in every coordinate, sorted; lower is better.
+
+    Equal points count once. In order, a point can only be beaten by one before it, and by one of the front if by any.
+    """
+    front: list[tuple[float, ...]] = []
+    for point in sorted(set(points)):
+        if not any(all(a <= b for a, b in zip(best, point, strict=True)) for best in front):
+            front.append(point)
+    return front
+
+
+def commonest(scored: Iterable[Scored | None]) -> Scored | None:
+    """What most qualities are of; of two the one of `bench`, which reads the whole text."""
+    counts = Counter(one for one in scored if one is not None)
+    return max(counts, key=lambda one: (counts[one], one[0] == "bench"), default=None)
+
+
+def trade_off_charts(inputs: Inputs) -> list[Chart]:
+    """Quality over size and over time per token, each with budget and front; none for fewer than two points."""
+    box, points = _box(inputs), trade_off_points(inputs)
+    placed = {axis: [point for point in points if point.figures.get(axis, 0) > 0] for axis in _AXES}
+    return [_chart(shown, axis, box) for axis, shown in placed.items() if len(shown) > 1]
+
+
+def _box(inputs: Inputs) -> Box:
+    """The budget of the verdict, or of the last search if nothing was judged."""
+    bench = inputs.deciding
+    if bench is not None and bench.budget is not None:
+        target, limits = bench.budget.target, {limit.name: limit.limit for limit in bench.budget.limits}
+    elif inputs.fits:
+        target, limits = inputs.fits[-1].target, inputs.fits[-1].limits
+    else:
+        return Box()
+    teacher, loss = bench.teacher_bits_per_byte if bench is not None else None, limits.get("quality_loss_percent")
+    return Box(target, limits, None if teacher is None or loss is None else teacher * (1 + loss / 100))
+
+
+def trade_off_points(inputs: Inputs) -> list[Point]:
+    """Stages, then candidates of searches, numbered from 1 as in the tables; those without any quality are left out."""
+    bench, box = inputs.deciding, _box(inputs)
+    teacher = None if bench is None else bench.teacher_bits_per_byte
+    candidates = [(fit.target, one) for fit in inputs.fits for one in fit.shown]
+    found = [_of_stage(str(place), one, box) for place, one in enumerate(inputs.stages, start=1)]
+    found += [
+        _of_candidate(str(place), target, one, teacher)
+        for place, (target, one) in enumerate(candidates, start=len(inputs.stages) + 1)
+    ]
+    return [point for point in found if point is not None]
+
+
+def _of_stage(label: str, stage: StageSummary, box: Box) -> Point | None:
+    if stage.bits_per_byte is None:
+        return None
+    figures, inside = stage.figures(), {"pass": True, "fail": False}.get(stage.verdict or "")
+    # One missed limit is enough, and these two hold on every machine.
+    facts = {"file_mb": box.limits.get("file_mb"), "bits_per_byte": box.most_bits}
+    if inside is None and any(limit is not None and figures.get(name, 0) > limit for name, limit in facts.items()):
+        inside = False
+    return Point(label, stage.name, figures, stage.bits_per_byte, inside, stage.scored)
+
+
+def _of_candidate(label: str, target: str, candidate: Candidate, teacher: float | None) -> Point | None:
+    """`teacher`, in bits per byte, makes a quality of a loss that was only estimated."""
+    quality, scored = candidate.bits_per_byte, ("fit", target)
+    if quality is None and teacher is None:
+        return None
+    known = {name: candidate.figure(name) for name in _AXES}
+    figures = {name: value for name, (value, _) in known.items() if value is not None}
+    predicted = frozenset(name for name, (_, measured) in known.items() if not measured)
+    guess = (teacher or 0) * (1 + candidate.estimated_loss_percent / 100)
+    place = (guess, None) if quality is None else (quality, scored)
+    name = f"{candidate.name} ({target})"
+    return Point(label, name, figures, place[0], candidate.within, place[1], predicted)
+
+
+def _chart(points: Sequence[Point], axis: str, box: Box) -> Chart:
+    title, unit = _AXES[axis]
+    limit, known = box.limits.get(axis), [] if box.most_bits is None else [box.most_bits]
+    best = min([point.bits_per_byte for point in points] + known)
+    near = [point for point in points if point.bits_per_byte <= best * _OUTLIER]
+    near = near if len(near) > 1 else list(points)  # what remains must be worth a chart
+    heights = [point.bits_per_byte for point in near] + known
+    margin = (max(heights) - min(heights)) * 0.15 or max(heights) * 0.01
+    edges = [point.figures[axis] for point in points] + ([limit] if limit else [])
+    traces = [_front_trace(points, axis)]
+    traces += [_points_trace([point for point in points if point.inside is state], axis, state) for state in _STATES]
+    above = [point for point in points if point not in near]
+    return chart(
+        axis.replace("_", "-"),
+        title,
+        " ".join(_caption(points, above, axis, box)),
+        [trace for trace in traces if trace["x"]],
+        log_axis(unit, min(edges), max(edges)),
+        {"title": "bits per byte", "range": [min(heights) - margin, max(heights) + 1.4 * margin]},
+        shapes=_rectangle(limit, box.most_bits),
+        showlegend=True,
+    )
+
+
+def _comparable(points: Sequence[Point]) -> list[Point]:
+    """Those whose qualities were measured on one text, the one of most of them."""
+    text = commonest(point.scored for point in points)
+    return [point for point in points if point.scored is not None and point.scored == text]
+
+
+def _front_trace(points: Sequence[Point], axis: str) -> Plot:
+    front = pareto_front((point.figures[axis], point.bits_per_byte) for point in _comparable(points))
+    xs, ys = zip(*front, strict=True) if len(front) > 1 else ((), ())
+    # Steps: between two points the one to the left is the best that is known to fit.
+    look = {"color": "theme:quiet", "width": 1.5, "dash": "dot", "shape": "hv"}
+    return line(xs, ys, "front", "theme:quiet", mode="lines", hoverinfo="skip") | {"line": look}
+
+
+def _points_trace(points: Sequence[Point], axis: str, state: bool | None) -> Plot:
+    return marks(
+        [(point.figures[axis], point.bits_per_byte, point.label) for point in points],
+        *_STATES[state],
+        [_SYMBOLS[point.evidence(axis)] for point in points],
+        f"%{{text}} %{{customdata}}: %{{x:.3g}} {_AXES[axis][1]}, %{{y:.4f}} bits per byte<extra></extra>",
+        mode="markers+text",
+        textposition="top center",
+        textfont={"size": 11, "color": "theme:ink"},
+        customdata=[html.escape(point.name) for point in points],
+    )
+
+
+def _rectangle(x: float | None, y: float | None) -> list[Plot]:
+    """The part of the plane that a budget allows, open at the sides it does not limit."""
+    if x is None and y is None:
+        return []
+    sides = {"xref": "paper", "x0": 0, "x1": 1} if x is None else {"xref": "x", "x0": 1e-9, "x1": x}
+    sides |= {"yref": "paper", "y0": 0, "y1": 1} if y is None else {"yref": "y", "y0": 0, "y1": y}
+    look = {"fillcolor": "theme:box", "line": {"color": "theme:good", "width": 1.5, "dash": "dash"}}
+    return [{"type": "rect", "layer": "below", **sides, **look}]
+
+
+def _caption(points: Sequence[Point], above: Sequence[Point], axis: str, box: Box) -> Iterator[str]:
+    yield "Lower left is better; numbers are those of the tables. Nothing beats the points on the dotted front."
+    if len({point.scored for point in points if point.scored}) > 1:
+        among = ", ".join(point.label for point in _comparable(points))
+        yield f"They are scored on different texts; the front is among {among}, of one text."
+    kinds = {point.evidence(axis) for point in points}
+    meanings = "; ".join(meaning for kind, meaning in _MEANINGS.items() if kind in kinds)
+    yield f"{meanings[0].upper()}{meanings[1:]}."
+    if axis in box.limits:
+        yield f"The box is the budget of {box.target}; inside and outside mean all of its limits."
+        if box.most_bits is None and "quality_loss_percent" in box.limits:
+            yield "It is open above: without bench --teacher no quality is known to lose from."
+    if above:
+        lowest = min(above, key=lambda point: point.bits_per_byte)
+        which = f"{', '.join(point.label for point in above[:9])}{', ...' if len(above) > 9 else ''}"
+        yield f"Above the plot: {which}, at {bits(lowest.bits_per_byte)} or more."
