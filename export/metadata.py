@@ -19,21 +19,6 @@ IN_PLACE_CACHE = "shared"  # past and present are one buffer with room to grow; 
 CONCAT_CACHE = "growing"  # present is past followed by the new tokens, a new tensor; masked columns do not count
 
 
-WRITTEN = ("latent", "selected_key", "selected_value", "selected_index")
-"""States that in-place graphs write into the cache themselves, which their operators do not make longer."""
-
-
-def needs_room(name: str, cache: str, int8: bool) -> bool:
-    """Whether an input with cached tokens must have its room from the start; others may grow from nothing.
-
-    Args:
-        name: of the input, or of its part behind `PAST`.
-        cache: what the graph's `CACHE_KEY` says.
-        int8: whether it holds 8-bit numbers: without room prompts would be read in another way than the runtime's.
-    """
-    return int8 or (cache == IN_PLACE_CACHE and name.rpartition(".")[2] in WRITTEN)
-
-
 def past_name(layer: int, state: str) -> str:
     """Of the input with what a layer has cached; tokens are on the last axis but one."""
     return f"{PAST}{layer}.{state}"

@@ -17,9 +17,9 @@ from sportsllm.models.size import PRECISIONS, matrix_parameters, weight_bytes
 
 CACHES = ("fp32", "fp16", "int8")
 # The graph file without its weights: once, and a layer; a layer more with an INT8 cache (beside its scales) or standard
-# operators. Measured: 4,200 to 5,600 a layer, 7,900 to 8,000, ...
+# operators. Measured: 4,200 to 5,600 a layer, 400, ...
 GRAPH_BYTES, LAYER_GRAPH_BYTES = 4_000, 5_000
-INT8_CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES = 8_000, 7_600
+INT8_CACHE_GRAPH_BYTES, STANDARD_GRAPH_BYTES = 400, 7_600
 _HEAD_FORMATS = {4: "int4", 8: "int8", 32: "fp32"}
 
 

@@ -24,10 +24,8 @@ import numpy.typing as npt
 import torch
 
 from export.gguf.tokenizer import tokenizer_metadata
-from export.parity.comparison import ParityReport, Pass, compare, merge
-from export.parity.inputs import threads_of_torch
-from export.parity.limits import READ_BACK
-from export.parity.readings import TEXTS, make_sequences
+from export.parity.check import threads_of_torch
+from export.parity.comparison import READ_BACK, TEXTS, ParityReport, Pass, compare, make_sequences, merge
 from sportsllm.console import log, progress_bar
 from sportsllm.errors import GateError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint

@@ -44,7 +44,6 @@ _PACKED_TYPES = {ir.DataType.INT4, ir.DataType.UINT4, INT8, ir.DataType.UINT8}
 class WrittenGraph:
     """A graph on disk."""
 
-    residual: Sequence[tuple[str, ...]]  # values whose sum is the residual stream: after embedding and each layer
     precision: str  # see `graph_precision`
     kernels: KernelUse  # which parts call them
 
@@ -107,7 +106,7 @@ def write_graph(checkpoint: Path, directory: Path, form: GraphForm | None = None
     files = web_files(directory, web_precision(precision, form.in_half)) if form.web else plain_files(directory)
     files.graph.parent.mkdir(exist_ok=True)
     graph.write(files)
-    return WrittenGraph(stream.residual, precision, layers.calls.use)
+    return WrittenGraph(precision, layers.calls.use)
 
 
 def graph_precision(nodes: Iterable[ir.Node], weights: Iterable[ir.Value]) -> str:
@@ -130,7 +129,6 @@ class Stream(NamedTuple):
     x_BTD: ir.Value  # what the last half adds
     residual_BTD: ir.Value | None  # the residual stream before it
     presents: list[list[ir.Value]]  # what each layer caches
-    residual: list[tuple[str, ...]]  # see `WrittenGraph`
 
 
 def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: ir.Value) -> Stream:
@@ -138,7 +136,7 @@ def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: 
     all."""
     halves, graph = half_builders(layers), layers.graph
     x_BTD = layers.embedding()
-    stream = Stream(x_BTD, None, [], [_names(x_BTD)])
+    stream = Stream(x_BTD, None, [])
     for layer, past in enumerate(pasts):
         attention, mlp = halves[layer]
         emitted = _emit(layers, attention, mlp, layer, stream, past, keep if layer == len(pasts) - 1 else None)
@@ -149,12 +147,7 @@ def add_layers(layers: LayerBuilder, pasts: Sequence[Sequence[ir.Value]], keep: 
         x_BTD = emitted.out
         if layers.config.output_norms:
             x_BTD, _ = layers.norm(f"model.layers.{layer}.{OUTPUT_NORMS['mlp']}", x_BTD, None)
-        stream = Stream(
-            x_BTD,
-            emitted.residual,
-            [*stream.presents, list(emitted.presents)],
-            [*stream.residual, _names(x_BTD, emitted.residual)],
-        )
+        stream = Stream(x_BTD, emitted.residual, [*stream.presents, list(emitted.presents)])
     return stream
 
 
@@ -194,10 +187,6 @@ def _last_positions(graph: Builder, name: str, keep: ir.Value, values: Sequence[
     return [
         graph.node(f"{name}/{place}", "Slice", [value, start, end, graph.axis(1)]) for place, value in enumerate(values)
     ]
-
-
-def _names(*values: ir.Value | None) -> tuple[str, ...]:
-    return tuple(str(value.name) for value in values if value is not None)
 
 
 def add_inputs(

@@ -11,15 +11,14 @@ E head_dim, X = E / 2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from export import metadata
-from export.graph.builder import MS
+from export.graph.builder import MS, Builder
 from export.graph.calls import Inputs
-from export.graph.int8_cache_prefill import LongPrefill, group_query_attention
 from export.graph.layer import HalfBuilder, LayerBuilder
 from export.graph.positions import (
     places_by_mask,
@@ -30,13 +29,35 @@ from export.graph.positions import (
     seen_columns,
     sequence_lengths,
 )
+from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS
 from sportsllm.models.parts import HIDDEN
 
-FLOAT, HALF, INT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT8
+FLOAT, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
 # GroupQueryAttention rotates only heads of a multiple of 16; for others ONNX Runtime refuses the graph.
 ROTARY_MULTIPLE = 16
 _K_SCALE_INPUT = 12  # place of k_scale among GroupQueryAttention's inputs; v_scale follows
+
+
+def group_query_attention(
+    graph: Builder,
+    config: ModelConfig,
+    name: str,
+    inputs: Sequence[ir.Value | None],
+    outputs: Sequence[str],
+    do_rotary: bool = False,
+    window: int | None = None,
+    **attributes: int | str,
+) -> list[ir.Value]:
+    """Add the operator; names of its outputs follow `name`. `window` is how many tokens count, the newest included."""
+    heads = {"num_heads": config.num_attention_heads, "kv_num_heads": config.num_key_value_heads}
+    given: dict[str, Any] = {**heads, "do_rotary": int(do_rotary), **attributes}
+    if window is not None:
+        given["local_window_size"] = window
+    if config.attention_scale is not None:
+        given["scale"] = float(config.attention_scale)
+    names = [f"{name}/{output}" for output in outputs]
+    return graph.node_with_outputs(f"{name}/attention", "GroupQueryAttention", inputs, names, MS, **given)
 
 
 class _Call(NamedTuple):
@@ -71,7 +92,7 @@ class OrtGroupedQuery(HalfBuilder):
         self._rotates_outside = self._half_cache or self.config.head_dim % ROTARY_MULTIPLE != 0
 
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:
-        name, config, form = self.name(layer), self.config, self.layers.sequences.form
+        name, config = self.name(layer), self.config
         tables = self._tables[layer]
         # Otherwise the operator takes query, key and value as one.
         split = config.qk_norm or self._rotates_outside or not tables
@@ -85,34 +106,7 @@ class OrtGroupedQuery(HalfBuilder):
             parts = [query, key, value]
             tables = () if outside else tables
         call = _Call(past, self._cache_scales(layer), tables, config.window(layer))
-        # In a browser present is a new tensor, and past has no room to write into.
-        if form.scales is None or form.web:
-            attended, *present = self._group_query(name, parts, call)
-            return attended, present
-        lengths = self._seqlens_k, self._total
-        prefill = LongPrefill(self.graph, config, x_BTD, lengths, tables or None, call.window)
-        types = {"attended": FLOAT, "key": INT8, "value": INT8}
-
-        def either() -> Sequence[ir.Value]:
-            return self.graph.if_else(
-                f"{name}/attention_if_alone",
-                prefill.has_room(f"{name}/room", past[0]),
-                {
-                    "then_branch": lambda: prefill.attend(f"{name}/long", parts, past, call.scales),
-                    "else_branch": lambda: self._group_query(f"{name}/many", parts, call),
-                },
-                {f"{name}/alone/{output}": dtype for output, dtype in types.items()},
-            )
-
-        attended, *present = self.graph.if_else(
-            f"{name}/attention_either",
-            prefill.is_long(f"{name}/piece"),
-            {
-                "then_branch": either,
-                "else_branch": lambda: self._group_query(f"{name}/short", parts, call),
-            },
-            {f"{name}/{output}": dtype for output, dtype in types.items()},
-        )
+        attended, *present = self._group_query(name, parts, call)
         return attended, present
 
     def kernel_inputs(self, layer: int, past: Sequence[ir.Value], keep: ir.Value | None) -> Inputs:

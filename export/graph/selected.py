@@ -18,8 +18,7 @@ import onnx_ir as ir
 
 from export.graph.builder import MS
 from export.graph.calls import Attributes, Call, Inputs, shared_inputs
-from export.graph.grouped_query import OrtGroupedQuery
-from export.graph.int8_cache_prefill import group_query_attention
+from export.graph.grouped_query import OrtGroupedQuery, group_query_attention
 from export.graph.layer import LayerBuilder
 from export.graph.positions import position_ids, rows_and_places
 from sportsllm.models.attention_kinds import index_pairs, index_size

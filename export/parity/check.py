@@ -23,39 +23,60 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
+import onnx_ir as ir
 import torch
+from torch import Tensor
 
-from export.cache_scales import RoundedCache, Rounding
-from export.kernels.library import VARIANT_VARIABLE, variant_of
-from export.parity.comparison import Limits, ParityReport, Pass, compare, merge
-from export.parity.inputs import (
-    GateInputs,
-    computes_in_half,
-    exact_graph,
-    native_library,
-    round_model_to_half,
-    round_to_half,
-    threads_of_torch,
-    unequal_tables,
-    widen,
+from export import metadata
+from export.cache_scales import CacheScales, HalfCache, RoundedCache, Rounding
+from export.graph.builder import with_branches
+from export.graph.decoder import graph_precision
+from export.graph.matmul import FLAT, PER_ROW_PRODUCT
+from export.kernels.library import VARIANT_VARIABLE, library_of, variant_of
+from export.parity.comparison import (
+    DEPLOYED,
+    DEPLOYED_PER_ROW,
+    EXACT,
+    EXPERTS_ERROR,
+    MOVED,
+    SELECTED,
+    SELECTED_DEPLOYED,
+    TEXTS,
+    Limits,
+    ParityReport,
+    Pass,
+    compare,
+    int8_cache_limits,
+    make_sequences,
+    merge,
+    run_pass,
 )
-from export.parity.limits import DEPLOYED, SELECTED
-from export.parity.readings import run_pass
+from export.paths import find_files
 from export.runtime.decoder import OnnxDecoder
-from export.runtime.kernels import SLOW_VARIANT, Kernels
+from export.runtime.kernels import SLOW_VARIANT, Kernels, called_version, problem_of
 from export.runtime.providers import CPU, Provider
 from sportsllm.console import log
+from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
+from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.packed import QuantizedWeight
+from sportsllm.formats.quantized_layers import QuantizedMatrix
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.inference.decoder import Logits
-from sportsllm.models.kinds import matrix_shapes
-from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.kinds import EMBEDDING, LAST_NORM, block_state, matrix_shapes
+from sportsllm.models.language_model import SportsLLM, rope_of
+from sportsllm.models.rope import rope_tables
+from sportsllm.text.tokenizer import load_tokenizer
 
+FLOAT, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
 _PLAIN_TOKENS = 24  # read at once and one by one
 
 
@@ -68,49 +89,77 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
         provider: runs the files as they are once more, if it is not the CPU's.
 
     Raises:
-        ArtifactError: one of the two is damaged.
+        ArtifactError: one of the two is damaged, or they do not belong together.
     """
-    deployed = OnnxDecoder(export, threads, kernels="portable")
-    inputs = GateInputs.read(checkpoint, export)
-    graph, sequences = inputs.graph, inputs.sequences
+    decoder = OnnxDecoder(export, threads, kernels="portable")
+    config, graph = load_config(export), ir.load(find_files(export).graph)
+    if config != load_config(checkpoint):
+        raise ArtifactError(f"{export / 'config.json'}: is not that of {checkpoint}; compare an export with its source")
+    tokenizer = load_tokenizer(checkpoint, config) if (checkpoint / "tokenizer.json").exists() else None
+    precision = graph_precision(graph_nodes(graph), graph.graph.initializers.values())
+    rounding, sequences = graph_rounding(graph, config), make_sequences(config, tokenizer)
+    rounds = precision != "fp32" or isinstance(rounding, HalfCache)  # the files compute something else than exactly
     model = load_checkpoint(checkpoint)
-    unequal = tuple(unequal_tables(graph, inputs.config, TensorFiles(checkpoint)))
+    unequal = tuple(unequal_tables(graph, config, TensorFiles(checkpoint)))
     with threads_of_torch(threads):
-
-        def read(rounding: Rounding | None) -> list[Logits]:
-            return [_read_whole(model, sequence, rounding) for sequence in sequences]
-
-        expected = read(inputs.rounding)
-        limits = inputs.exact_limits(expected, read)
-        if not inputs.rounds:
-            passes = _exact_passes(deployed, inputs, expected, limits)
-            if native_library(export) is not None:
-                native = OnnxDecoder(export, threads, kernels="native")
-                passes += _exact_passes(native, inputs, expected, limits, "native")
-                passes += _plain_pass(export, threads, native, sequences[0])
-            deployed_limits = DEPLOYED["fp16"]  # of another provider: GPUs may multiply with fewer bits
-            passes += _provider_pass(export, threads, provider, sequences, expected, deployed_limits)
-        else:
-            deployed_limits = inputs.deployed_limits
-            rounded = [run_pass("deployed", deployed, sequences, expected, deployed_limits)]
-            del deployed
-            if native_library(export) is not None:
-                native = OnnxDecoder(export, threads, kernels="native")
-                rounded.append(run_pass("native", native, sequences, expected, deployed_limits))
-                rounded += _plain_pass(export, threads, native, sequences[0])
-                del native
-            rounded += _provider_pass(export, threads, provider, sequences, expected, deployed_limits)
-            half = computes_in_half(graph)
-            if half:
+        expected = _read_whole(model, sequences, rounding)
+        exact_limits = EXACT
+        if isinstance(rounding, CacheScales):
+            moved = _read_whole(model, sequences, replace(rounding, moved=MOVED))
+            exact_limits = int8_cache_limits(merge("", [compare(*pair) for pair in zip(expected, moved, strict=True)]))
+        deployed_limits = _deployed_limits(graph, config, precision) if rounds else DEPLOYED["fp16"]
+        limits = deployed_limits if rounds else exact_limits
+        passes = _passes("deployed" if rounds else "exact", decoder, sequences, expected, limits)
+        del decoder
+        if native_library(export) is not None:
+            native = OnnxDecoder(export, threads, kernels="native")
+            passes += _passes("native", native, sequences, expected, limits)
+            passes += _plain_pass(export, threads, native, sequences[0])
+            del native
+        if not provider.is_cpu:
+            elsewhere = OnnxDecoder(export, threads, provider=provider)
+            log(str(elsewhere.placement))
+            passes.append(run_pass(f"provider {provider.name}", elsewhere, sequences, expected, deployed_limits))
+        if rounds:
+            if rounded := computes_in_half(graph):
                 round_model_to_half(model)
-                widen(graph, inputs.config)
-            elif inputs.precision == "fp16":
+            elif rounded := precision == "fp16":
                 round_to_half(model.get_parameter(f"{name}.weight") for name in matrix_shapes(model.config))
-            if half or inputs.precision == "fp16" or inputs.exact_rounding != inputs.rounding:
-                expected = read(inputs.exact_rounding)
-            exact = OnnxDecoder(export, threads, exact_graph(graph))
-            passes = [*_exact_passes(exact, inputs, expected, limits), *rounded]
-    return ParityReport(inputs.precision, tuple(passes), unequal, inputs.tokenizer_changes())
+            if rounded or isinstance(rounding, HalfCache):  # its cache is widened
+                expected = _read_whole(model, sequences, None if isinstance(rounding, HalfCache) else rounding)
+            exact = OnnxDecoder(export, threads, exact_graph(graph, config))
+            passes = [*_passes("exact", exact, sequences, expected, exact_limits), *passes]
+    changes = None if tokenizer is None else tuple(t for t in TEXTS if tokenizer.decode(tokenizer.encode(t)) != t)
+    return ParityReport(precision, tuple(passes), unequal, changes)
+
+
+def _deployed_limits(graph: ir.Model, config: ModelConfig, precision: str) -> Limits:
+    """Wider where a product rounds its input with one scale for the whole tensor."""
+    if config.selection is not None:
+        return SELECTED_DEPLOYED
+    per_row = any(node.op_type == PER_ROW_PRODUCT for node in graph_nodes(graph))
+    limits = DEPLOYED_PER_ROW if per_row else DEPLOYED[precision]
+    return limits if config.experts is None else replace(limits, error=EXPERTS_ERROR)
+
+
+def _passes(
+    name: str,
+    decoder: OnnxDecoder,
+    sequences: Sequence[Sequence[int]],
+    expected: Sequence[Logits],
+    limits: Limits,
+) -> list[Pass]:
+    """A pass; where tokens are selected and all is exact also one as far as all are, since a turned choice widens the
+    first."""
+    selection = decoder.config.selection
+    if selection is None or limits == SELECTED_DEPLOYED:
+        return [run_pass(name, decoder, sequences, expected, limits)]
+    seen = [sequence[: selection.tokens] for sequence in sequences]
+    wanted = [logits_TV[: selection.tokens] for logits_TV in expected]
+    return [
+        run_pass(name, decoder, sequences, expected, SELECTED),
+        run_pass(f"{name}, all selected", decoder, seen, wanted, limits),
+    ]
 
 
 def _plain_pass(export: Path, threads: int | None, native: OnnxDecoder, tokens: Sequence[int]) -> list[Pass]:
@@ -140,38 +189,145 @@ def _plain_pass(export: Path, threads: int | None, native: OnnxDecoder, tokens: 
     return [Pass("native, plain variant", Limits(0.0, 0.0, 1.0), (merge("prompt and steps", [compared]),))]
 
 
-def _provider_pass(
-    export: Path,
-    threads: int | None,
-    provider: Provider,
-    sequences: Sequence[Sequence[int]],
-    expected: Sequence[Logits],
-    limits: Limits,
-) -> list[Pass]:
-    """The pass on another provider than the CPU's, if one was asked for."""
-    if provider.is_cpu:
-        return []
-    decoder = OnnxDecoder(export, threads, provider=provider)
-    log(str(decoder.placement))
-    return [run_pass(f"provider {provider.name}", decoder, sequences, expected, limits)]
-
-
 @torch.inference_mode()
-def _read_whole(model: SportsLLM, tokens: Sequence[int], rounding: Rounding | None) -> Logits:
-    cache = None if rounding is None else RoundedCache(model.config, len(tokens), rounding)
-    return cast(Logits, model(torch.tensor([list(tokens)]), cache)[0].numpy())
+def _read_whole(model: SportsLLM, sequences: Sequence[Sequence[int]], rounding: Rounding | None) -> list[Logits]:
+    """The reference's logits, (T, V) of each sequence."""
+    found = []
+    for tokens in sequences:
+        cache = None if rounding is None else RoundedCache(model.config, len(tokens), rounding)
+        found.append(cast(Logits, model(torch.tensor([list(tokens)]), cache)[0].numpy()))
+    return found
 
 
-def _exact_passes(
-    decoder: OnnxDecoder, inputs: GateInputs, expected: Sequence[Logits], limits: Limits, name: str = "exact"
-) -> list[Pass]:
-    """The exact pass; where tokens are selected also one as far as all are, since a turned choice widens the first."""
-    selection, sequences = inputs.config.selection, inputs.sequences
-    if selection is None:
-        return [run_pass(name, decoder, sequences, expected, limits)]
-    seen = [sequence[: selection.tokens] for sequence in sequences]
-    wanted = [logits_TV[: selection.tokens] for logits_TV in expected]
-    return [
-        run_pass(name, decoder, sequences, expected, SELECTED),
-        run_pass(f"{name}, all selected", decoder, seen, wanted, limits),
-    ]
+def native_library(export: Path) -> Path | None:
+    """The library that runs an export's kernels; None where the graph calls none or they cannot run, which is said."""
+    version = called_version(find_files(export).graph)
+    if version is None:
+        return None
+    if problem := problem_of(version):
+        log(f"the kernels that the graph calls are not checked: {problem}")
+        return None
+    return library_of(version)
+
+
+def graph_nodes(graph: ir.Model) -> list[ir.Node]:
+    """The nodes, those of functions and inside branches too."""
+    return [node for part in (graph.graph, *graph.functions.values()) for node in with_branches(part)]
+
+
+def computes_in_half(graph: ir.Model) -> bool:
+    """Whether a graph's activations, and so its cache, are float16."""
+    norm = graph.graph.initializers.get(f"{LAST_NORM}.weight")
+    return norm is not None and norm.dtype == HALF
+
+
+def graph_rounding(graph: ir.Model, config: ModelConfig) -> Rounding | None:
+    """What a graph's cache makes of what is written into it: nothing where it is of the type that is computed in."""
+    types = {value.dtype for value in graph.graph.inputs if str(value.name).startswith(metadata.PAST)}
+    if HALF in types and not computes_in_half(graph):
+        return HalfCache()
+    found: list[torch.Tensor] = []
+    for state in block_state(config):
+        names = [metadata.cache_scale_name(layer, state.name) for layer in range(config.num_hidden_layers)]
+        stored = [graph.graph.initializers.get(name) for name in names]
+        if None in stored:
+            return None
+        arrays = [np.asarray(cast(Any, value).const_value.numpy()).reshape(state.shape) for value in stored]
+        found.append(torch.from_numpy(np.stack(arrays)))
+    return CacheScales(tuple(found))
+
+
+def exact_graph(graph: ir.Model, config: ModelConfig) -> bytes:
+    """The graph with all products in float32, serialized; it reads the same data file. `graph` is changed.
+
+    Caches and activations of float16 become float32's: what a graph that computes in float16 stores is cast. Its rotary
+    tables are made anew: the gate compares the stored ones for equality.
+    """
+    main = graph.graph
+    if computes_in_half(graph):
+        _widen_weights(main, config)
+    for value in (*main.inputs, *main.outputs):
+        if value.dtype == HALF:
+            value.dtype = FLOAT
+    for node in graph_nodes(graph):
+        if node.op_type == "Cast" and node.attributes["to"].as_int() == HALF.value:
+            node.attributes["to"] = ir.AttrInt64("to", FLOAT.value)
+        if "accuracy_level" in node.attributes:
+            node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
+        if node.op_type == PER_ROW_PRODUCT:
+            # Not DequantizeLinear, which ONNX Runtime fuses back into a product of whole numbers.
+            x, matrix, scale = node.inputs
+            dense = ir.node("Cast", [matrix], {"to": FLOAT.value}, name=f"{node.name}/dense")
+            product = ir.node("MatMul", [x, dense.outputs[0]], name=f"{node.name}/unscaled")
+            scaled = ir.node("Mul", [product.outputs[0], scale], name=node.name)
+            new = [dense, product, scaled]
+            for made in new[:2]:  # else their values get names of their graph's, which a branch shares with others
+                made.outputs[0].name = made.name
+            around = main if node.graph is None else node.graph
+            ir.convenience.replace_nodes_and_values(around, node, [node], new, node.outputs, scaled.outputs)
+    return cast(bytes, ir.to_proto(graph).SerializeToString())
+
+
+def _widen_weights(main: ir.Graph, config: ModelConfig) -> None:
+    tables = dict(zip(metadata.ROPE_CACHES, rope_tables(config, config.max_position_embeddings), strict=False))
+    first = main[0]
+    for name, value in list(main.initializers.items()):
+        if value.dtype != HALF:
+            continue
+        if name in tables:
+            value.const_value, value.dtype = ir.tensor(tables[name], name=name), FLOAT
+            continue
+        widened = ir.node("Cast", [value], {"to": FLOAT.value}, name=f"{name}/widened")
+        for node, place in list(value.uses()):
+            if node is not widened:
+                node.replace_input_with(place, widened.outputs[0])
+        main.insert_before(first, widened)
+
+
+def unequal_tables(graph: ir.Model, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Names of stored tables, embedding and, where the model has them, rotary, that differ from the checkpoint's."""
+    found = graph.graph.initializers
+    rotary = {name: table for name, table in zip(metadata.ROPE_CACHES, rope_of(config), strict=False) if name in found}
+    for name in (*rotary, *(name for name in tensors if name.startswith(f"{EMBEDDING}."))):
+        value = found.get(name, found.get(f"{name}{FLAT}"))
+        stored = None if value is None else cast(Any, value.const_value).numpy()
+        tensor = rotary[name] if name in rotary else tensors[name]
+        table = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+        if stored is None or not np.array_equal(stored.ravel(), table.astype(stored.dtype, copy=False).ravel()):
+            yield name
+
+
+@torch.no_grad()
+def round_to_half(matrices: Iterable[Tensor]) -> None:
+    """Round numbers to float16, in place."""
+    for matrix in matrices:
+        matrix.copy_(matrix.half())
+
+
+@torch.no_grad()
+def round_model_to_half(model: SportsLLM) -> None:
+    """Round everything that a graph in float16 stores, in place: matrices, scales of packed ones, vectors."""
+    round_to_half(model.parameters())
+    for module in model.modules():
+        if isinstance(module, QuantizedMatrix):
+            zero_points = getattr(module, "weight_zero_point", None)
+            rounded = QuantizedWeight(
+                packed=module.get_buffer("weight_packed").numpy(),
+                scales=module.get_buffer("weight_scale").half().float().numpy(),
+                zero_points=None if zero_points is None else zero_points.numpy(),
+                bits=module.bits,
+                block_size=module.block_size,
+                in_features=module.in_features,
+            )
+            module.weight.copy_(torch.from_numpy(rounded.dequantize()))
+
+
+@contextmanager
+def threads_of_torch(threads: int | None) -> Iterator[None]:
+    """PyTorch with this many threads inside, if given."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

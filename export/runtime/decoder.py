@@ -5,10 +5,8 @@ Shape suffixes: B sequences, T new tokens, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -101,20 +99,6 @@ class OnnxDecoder:
                 self._run(cache, one, prompt[None, start : start + self.prefill_chunk], logits_BV[one, None], keep=1)
         self._cache, self._read = cache, [prompt.tolist() for prompt in prompts]  # only now complete
         return logits_BV
-
-    def fork(self) -> Self:
-        """Another decoder over the same loaded model, with a cache of its own that holds what this one has read.
-
-        Sessions and weights are shared, so a fork costs only its cache. Forks may be used in turn, or each from a
-        thread of its own, but one fork never from several threads. They share the model's threads, so two at once take
-        about as long as one after the other.
-        """
-        other = copy.copy(self)
-        if self._cache is not None:
-            other._cache = self._make_cache(len(self._cache.lengths), self._cache.length)
-            other._cache.copy_prefix_from(self._cache, self._cache.lengths)
-        other._read = [list(row) for row in self._read]
-        return other
 
     def _prepared_cache(self, prompts: Sequence[npt.NDArray[np.int64]], room: int, reuse: bool) -> Cache:
         """The old cache if its size fits, since nothing beyond `lengths` is read; else a new one."""

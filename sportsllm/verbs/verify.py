@@ -93,7 +93,7 @@ def verify(
     if provider == "cpu":
         return VerifyResult(ok=True, files=files, kernels=kernels)
 
-    placement, found = importlib.import_module("export.parity.provider").check_provider(directory, provider, threads)
+    placement, found = importlib.import_module("export.parity.comparison").check_provider(directory, provider, threads)
     if placement is not None:
         output().print(str(placement), markup=False)
     failures = found.failures()

@@ -14,7 +14,7 @@ import torch
 
 from export.graph.builder import GraphForm
 from export.graph.decoder import write_graph
-from export.parity.inputs import exact_graph
+from export.parity.check import exact_graph
 from export.paths import DATA_FILE, GRAPH_FILE
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
@@ -68,7 +68,9 @@ def run_as_other_loaders_do(
 def assert_equals_pytorch(directory: Path, exact: bool = False, model: SportsLLM | None = None) -> None:
     model = model or load_checkpoint(directory)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 24))
-    graph = exact_graph(ir.load(directory / GRAPH_FILE)) if exact else (directory / GRAPH_FILE).read_bytes()
+    graph = (
+        exact_graph(ir.load(directory / GRAPH_FILE), model.config) if exact else (directory / GRAPH_FILE).read_bytes()
+    )
     whole, stepped = run_as_other_loaders_do(graph, directory, model.config, tokens, 18)
     expected = logits_of(model, tokens)
     np.testing.assert_allclose(whole, expected[:, :18], atol=TOLERANCE, rtol=0)

@@ -18,7 +18,6 @@ from compress.quantization.config import Granularity, QuantizationConfig
 from compress.quantize import quantize_checkpoint
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
-from export.runtime.providers import Provider
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
@@ -114,20 +113,12 @@ def test_the_command_and_the_loaders_files(
 
 @pytest.mark.parametrize(
     "options",
-    [{"kv_cache": "int8"}, {"format": "standard"}, {"max_ram": 4_000}],
+    [{"kv_cache": "int8"}, {"format": "standard"}],
     ids=str,
 )
 def test_what_is_for_cpus_is_refused(options: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--dtype fp16 with .*for CPUs"):
         sportsllm.export(checkpoint, out=tmp_path / "out", dtype="fp16", **options)
-
-
-def test_the_gate_by_layer_is_the_cpus(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "export.runtime.providers.find_provider", lambda name: Provider(name, "CUDAExecutionProvider", "gpu")
-    )
-    with pytest.raises(UsageError, match="--provider cuda with --max-ram"):
-        sportsllm.export(checkpoint, out=tmp_path / "out", max_ram=4_000, provider="cuda")
 
 
 def test_int8_in_rows_is_refused(checkpoint: Path, tmp_path: Path) -> None:

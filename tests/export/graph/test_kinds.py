@@ -14,7 +14,6 @@ import pytest
 import sportsllm
 from export.graph.kinds import HALF_BUILDERS, check_kinds
 from export.graph.layer import HalfBuilder
-from export.parity.by_layer import check_parity_by_layer
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
@@ -61,8 +60,6 @@ def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], gelu: st
         onnx.checker.check_model(str(export.directory / GRAPH_FILE), full_check=True)
         nodes = onnx.load(str(export.directory / GRAPH_FILE), load_external_data=False).graph.node
         assert {node.domain for node in nodes} == {""} and "Gelu" in {node.op_type for node in nodes}
-    directory, residual = export.directory, export.written.residual
-    assert check_parity_by_layer(directory, directory, residual, 1).failures() == []
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def test_the_gate_finds_what_pytorch_computes(settings: dict[str, Any], exports:
 
 
 def test_sequences_of_unequal_length_are_decoded_together(exports: Exports) -> None:
-    """Past what is selected for two of three; float32 in another order of additions, as in `export.parity.limits`."""
+    """Past what is selected for two of three; float32 in another order of additions, see `comparison`."""
     export, rows, steps = exports(**SELECTED), rows_of(), 12
     decoder = OnnxDecoder(export.directory, 1)
     expected = [logits_of(export.model, row) for row in rows]
@@ -121,7 +121,6 @@ def test_the_indexer_adds_nothing_to_graphs_without_one(exports: Exports) -> Non
     [
         ({"format": "web"}, "--format web: .* a cache with room"),
         ({"format": "standard"}, "--format standard: .* joining the cache"),
-        ({"max_ram": 4_000}, "--max-ram: .* the gate by layer"),
         ({"kv_cache": "int8"}, "--kv-cache int8: attention of kind 'selected' has none"),
         ({"dtype": "fp16"}, "--dtype fp16: .*this kind of model"),
     ],

@@ -12,8 +12,7 @@ import pytest
 
 from export.graph.decoder import write_graph
 from export.parity.check import check_parity
-from export.parity.limits import EXACT
-from export.parity.readings import PARAGRAPH, TEXTS, make_sequences
+from export.parity.comparison import EXACT, PARAGRAPH, TEXTS, make_sequences
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import ArtifactError
