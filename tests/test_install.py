@@ -52,7 +52,7 @@ def test_top_level_names_and_data_files(wheel: Path) -> None:
         assert shipped == {str(path.relative_to(ROOT)) for path in written}
         assert f"{package}/py.typed" in names
     assert "benchmarks/devices/raspberry-pi-5-8gb.toml" in names
-    assert "sportsllm/simulator/templates/football.toml" in names
+    assert "sportsllm/simulator/football.toml" in names
     assert any(name.startswith("benchmarks/templates/") for name in names)
     built = next(compilers(), None) is not None
     assert (f"export/kernels/{library_name(VERSION)}" in names) == built

@@ -1,12 +1,9 @@
-"""A match simulator: invented clubs play, and their matches become text whose facts can be checked.
+"""A match simulator: invented clubs and players meet, and their matches become text whose facts can be checked.
 
-`corpus` writes documents and `asking` asks about them; `sports/` has one module a sport; the sentences are in
-`templates/` and the names in `words/`, for people to edit. Imports run from corpus to table and sports, to scene, to
-world, to vocabulary and grammar.
+`corpus` writes documents and questions; `football` and `tennis` play and tell a match; `telling` turns templates
+into sentences; `world` is the fixed world. Sentences and names are TOML files beside them, for people to edit.
 """
 
-from sportsllm.simulator.asking import questions
-from sportsllm.simulator.corpus import simulate, write_corpus
-from sportsllm.simulator.records import Document, Question
+from sportsllm.simulator.corpus import Document, simulate, write_corpus
 
-__all__ = ["Document", "Question", "questions", "simulate", "write_corpus"]
+__all__ = ["Document", "simulate", "write_corpus"]

@@ -3,36 +3,36 @@
 import hashlib
 import json
 from collections.abc import Callable
-from itertools import count
+from itertools import chain, count, zip_longest
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import NamedTuple
 
-from sportsllm.simulator import table
-from sportsllm.simulator.asking import questions as ask
-from sportsllm.simulator.draws import skewed, weighted
-from sportsllm.simulator.records import Document, Question
-from sportsllm.simulator.sports import basketball, cycling, football, tennis
+from sportsllm.simulator import football, tennis
+from sportsllm.simulator.telling import Ask
+from sportsllm.simulator.world import skewed, weighted
 
-Play = Callable[[Random], tuple[str, dict[str, Any]]]
-SPORTS: dict[str, tuple[Play, float]] = {  # how each sport is written, and its share of the documents
-    "football": (football.play, 0.40),
-    "basketball": (basketball.play, 0.19),
-    "tennis": (tennis.play, 0.18),
-    "cycling": (cycling.play, 0.13),
-    "table": (table.play, 0.10),
-}
+SPORTS = {"football": (football.play, 0.65), "tennis": (tennis.play, 0.35)}
+"""How each sport is written, and its share of the documents."""
+CHOICES = 4
 VALID_SHARE = 0.05
 ASKING_SHARE = 0.3  # of the training documents end with questions and their answers
-_REPORT_EVERY = 256
+
+
+class Document(NamedTuple):
+    """One generated text, and what can be asked about it."""
+
+    id: str
+    sport: str
+    text: str
+    asks: list[Ask]
 
 
 def simulate(seed: int, index: int) -> Document:
     """Document `index` of the corpus with this seed: a pure function of the two."""
     rng = Random(f"match {seed} {index}")
     sport = weighted(rng, {name: share for name, (_, share) in SPORTS.items()})
-    text, facts = SPORTS[sport][0](rng)
-    return Document(f"{sport}-{seed}-{index:07d}", sport, text, facts)
+    return Document(f"{sport}-{seed}-{index:07d}", sport, *SPORTS[sport][0](rng))
 
 
 def is_valid(name: str) -> bool:
@@ -40,14 +40,9 @@ def is_valid(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") < VALID_SHARE * 2**64
 
 
-def prompt(question: str) -> str:
-    """How a question stands under its text; a choice follows after one space."""
-    return f"\nQuestion: {question} Answer:"
-
-
 def write_corpus(
     out: Path, *, seed: int, megabytes: float, questions: int, progress: Callable[[int, int], None] | None = None
-) -> dict[str, Any]:
+) -> dict[str, int]:
     """Write train.jsonl, valid.jsonl and questions.jsonl into the empty directory `out`.
 
     Args:
@@ -59,8 +54,7 @@ def write_corpus(
         progress: called with (bytes done, bytes in all) now and then.
 
     Returns:
-        Counts: train_documents, valid_documents, train_bytes, valid_bytes, questions, and sports (documents
-        of each).
+        Counts: train_documents, valid_documents, train_bytes, valid_bytes, questions.
 
     Raises:
         ValueError: `megabytes` is not above zero or `questions` is below zero.
@@ -70,63 +64,44 @@ def write_corpus(
         raise ValueError(f"megabytes is {megabytes} and questions {questions}; give above 0 and at least 0")
     if any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty; name a new directory")
-    target = round(megabytes * 1e6)
-    documents, sizes, sports = {"train": 0, "valid": 0}, {"train": 0, "valid": 0}, dict.fromkeys(SPORTS, 0)
-    asked: list[list[dict[str, Any]]] = []
-    with (
-        (out / "train.jsonl").open("w", encoding="utf-8", newline="\n") as train,
-        (out / "valid.jsonl").open("w", encoding="utf-8", newline="\n") as valid,
-    ):
+    target, asked = round(megabytes * 1e6), list[list[str]]()
+    documents, sizes = {"train": 0, "valid": 0}, {"train": 0, "valid": 0}
+    files = {split: (out / f"{split}.jsonl").open("w", encoding="utf-8", newline="\n") for split in documents}
+    with files["train"], files["valid"]:
         for index in count():
             if sizes["train"] >= target:
                 break
-            document = simulate(seed, index)
-            held_out = is_valid(document.id)
-            text, rng = document.text, Random(f"questions {document.id}")
-            if held_out:
-                asked.append([_record(document, question) for question in ask(document, rng)])
+            name, sport, text, asks = simulate(seed, index)
+            split, rng = "valid" if is_valid(name) else "train", Random(f"questions {name}")
+            rng.shuffle(asks)
+            if split == "valid":
+                asked.append([_question(name, text, ask, rng) for ask in asks])
             elif rng.random() < ASKING_SHARE:
-                for question in ask(document, rng)[: 1 + skewed(rng, 3, 1)]:
-                    text += f"{prompt(question.question)} {question.choices[question.answer]}"
-            split = "valid" if held_out else "train"
-            line = json.dumps({"id": document.id, "sport": document.sport, "text": text}, ensure_ascii=False)
-            (valid if held_out else train).write(line + "\n")
+                text += "".join(f"{_prompt(ask)} {ask.right}" for ask in asks[: 1 + skewed(rng, 3, 1)])
+            files[split].write(json.dumps({"id": name, "sport": sport, "text": text}, ensure_ascii=False) + "\n")
             documents[split] += 1
             sizes[split] += len(text.encode())
-            sports[document.sport] += 1
-            if progress and index % _REPORT_EVERY == 0:
+            if progress and index % 256 == 0:
                 progress(min(sizes["train"], target), target)
-    written = _write_questions(out / "questions.jsonl", asked, questions)
+    # One question per document, then a second per document, until there are enough.
+    lines = [line for line in chain(*zip_longest(*asked)) if line][:questions]
+    (out / "questions.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
     if progress:
         progress(target, target)
-    return {
-        "train_documents": documents["train"],
-        "valid_documents": documents["valid"],
-        "train_bytes": sizes["train"],
-        "valid_bytes": sizes["valid"],
-        "questions": written,
-        "sports": sports,
-    }
+    counts = {f"{split}_documents": number for split, number in documents.items()}
+    return counts | {f"{split}_bytes": size for split, size in sizes.items()} | {"questions": len(lines)}
 
 
-def _record(document: Document, question: Question) -> dict[str, Any]:
+def _prompt(ask: Ask) -> str:
+    """How a question stands under its text; a choice follows after one space."""
+    return f"\nQuestion: {ask.question} Answer:"
+
+
+def _question(name: str, text: str, ask: Ask, rng: Random) -> str:
     """A line of questions.jsonl: question + choice has exactly the form of the training text."""
-    return {
-        "id": question.id,
-        "kind": question.kind,
-        "question": document.text + prompt(question.question),
-        "choices": [f" {choice}" for choice in question.choices],
-        "answer": question.answer,
-    }
-
-
-def _write_questions(path: Path, asked: list[list[dict[str, Any]]], wanted: int) -> int:
-    """One question per document, then a second per document, until there are enough."""
-    written = 0
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        for turn in range(max(map(len, asked), default=0)):
-            for records in asked:
-                if turn < len(records) and written < wanted:
-                    file.write(json.dumps(records[turn], ensure_ascii=False) + "\n")
-                    written += 1
-    return written
+    wrong = [each for each in dict.fromkeys(ask.plausible) if each != ask.right]
+    choices = [ask.right, *rng.sample(wrong, CHOICES - 1)]
+    rng.shuffle(choices)
+    question, shown = text + _prompt(ask), [f" {choice}" for choice in choices]
+    record = {"id": f"{name}/{ask.kind}", "kind": ask.kind, "question": question, "choices": shown}
+    return json.dumps({**record, "answer": choices.index(ask.right)}, ensure_ascii=False) + "\n"
