@@ -16,7 +16,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -25,7 +25,7 @@ from typer.exceptions import TyperException
 from typer.models import ArgumentInfo
 
 from sportsllm import __version__
-from sportsllm.commands import COMMANDS, GROUPS, Command, load_command
+from sportsllm.commands import COMMANDS, GROUPS, Command, load_command, types_in
 from sportsllm.errors import ArtifactError, ConflictError, InterruptedRun, ResourceError, SportsLLMError, UsageError
 from sportsllm.results import Result
 
@@ -40,8 +40,8 @@ _EXTRA_OF = {
 _COMPRESS = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "plotly", "jinja2", "huggingface_hub"}
 
 
-def build_app(names: list[str] | None = None) -> typer.Typer:
-    """The typer application with the named commands, by default with all."""
+def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
+    """The typer application; commands that are not `loaded` are listed only."""
     app = typer.Typer(
         name="sportsllm-compress",
         help="From a text corpus to a small, fast, proven ONNX language model.",
@@ -60,21 +60,25 @@ def build_app(names: list[str] | None = None) -> typer.Typer:
         if context.invoked_subcommand is None:
             sys.stdout.write(context.get_help() + "\n")
 
-    groups: dict[str, typer.Typer] = {}
-    for name in names or COMMANDS:
+    groups = {
+        name: typer.Typer(help=text, rich_markup_mode=None, no_args_is_help=True) for name, text in GROUPS.items()
+    }
+    for name, entry in COMMANDS.items():
         group, _, verb = name.rpartition(" ")
-        if group and group not in groups:
-            groups[group] = typer.Typer(help=GROUPS[group], rich_markup_mode=None, no_args_is_help=True)
-            app.add_typer(groups[group], name=group)
-        groups.get(group, app).command(verb)(_with_json(load_command(name)))
+        if name in loaded:
+            groups.get(group, app).command(verb, short_help=entry.summary)(_with_json(load_command(name)))
+        else:
+            groups.get(group, app).command(verb, help=entry.summary)(lambda: None)
+    for name, part in groups.items():
+        app.add_typer(part, name=name)
     return app
 
 
-def _with_json(function: Command) -> Callable[..., None]:
+def _with_json(function: Command) -> Command:
     """The function as a command: it prints its result as JSON if asked to, and ends with the result's exit code."""
 
     @functools.wraps(function)
-    def wrapper(*args: Any, json_output: bool = False, **kwargs: Any) -> None:
+    def wrapper(*args: object, json_output: bool = False, **kwargs: object) -> None:
         from sportsllm import console
 
         console.use_stderr(json_output)
@@ -86,17 +90,14 @@ def _with_json(function: Command) -> Callable[..., None]:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
-        if isinstance(result, Result):
-            failed, complaint, shown = result.exit_code, result.complaint, result.to_json()
-        else:
-            failed, complaint, shown = result.pop("exit_code", 0), result.pop("complaint", None), result
+        assert isinstance(result, Result)
         if json_output:
-            sys.stdout.write(json.dumps(shown, default=str) + "\n")
+            sys.stdout.write(json.dumps(result.to_json(), default=str) + "\n")
             sys.stdout.flush()
-        if complaint:
-            _complain(complaint)
-        if failed:
-            raise typer.Exit(failed)
+        if result.complaint:
+            _complain(result.complaint)
+        if result.exit_code:
+            raise typer.Exit(result.exit_code)
 
     signature = inspect.signature(function, eval_str=True)
     option = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
@@ -113,13 +114,10 @@ _METAVARS = {Path: "PATH", str: "TEXT", int: "INTEGER", float: "FLOAT"}
 def _with_metavar(parameter: inspect.Parameter) -> inspect.Parameter:
     """Name the type of a flag, and an argument, as manuals do: `--steps INTEGER`, `CHECKPOINT`."""
     kind, *options = get_args(parameter.annotation)
-    leaves = [leaf for part in (kind, *get_args(kind)) for leaf in (part, *get_args(part))]
-    named = next((_METAVARS[leaf] for leaf in leaves if leaf in _METAVARS), None)
-    option = copy.copy(options[0])
+    option, kinds = copy.copy(options[0]), types_in(kind)
     if isinstance(option, ArgumentInfo):
-        named = parameter.name.upper()
-    if option.metavar is None:
-        option.metavar = named
+        option.metavar = option.metavar or parameter.name.upper()
+    option.metavar = option.metavar or next((name for type_, name in _METAVARS.items() if type_ in kinds), None)
     return parameter.replace(annotation=Annotated[kind, option])
 
 
@@ -166,23 +164,19 @@ def _run(arguments: list[str]) -> int:
 
 
 def _command(arguments: list[str]) -> Any:
-    """The application as a command. If the first words name a command, it has that one alone, and help in panels."""
+    """The application as a command. Only commands of the first word are loaded, with help in panels."""
     first = next((word for word in arguments if not word.startswith("-")), "")
-    named = [name for name in COMMANDS if name.partition(" ")[0] == first]
     completing = any(key.endswith("_COMPLETE") for key in os.environ)
-    command: Any = typer.main.get_command(build_app(None if completing or not named else named))
-    for part in _parts(command):
+    named = [name for name in COMMANDS if completing or name.partition(" ")[0] == first]
+    command: Any = typer.main.get_command(build_app(named))
+    parts = [command]
+    for part in parts:
+        parts += getattr(part, "commands", {}).values()
         part.rich_markup_mode = "rich" if named else None
         for parameter in part.params:
             if parameter.param_type_name == "argument":
                 parameter.display_type_rich = lambda ctx: None  # `CHECKPOINT`, not `CHECKPOINT <path>`
     return command
-
-
-def _parts(command: Any) -> list[Any]:
-    """All commands below a group."""
-    parts = list(getattr(command, "commands", {}).values())
-    return parts + [each for part in parts for each in _parts(part)]
 
 
 def _usage(error: TyperException, arguments: list[str]) -> str:

@@ -8,43 +8,48 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import NamedTuple, get_args
 
 from sportsllm.errors import ResourceError
 from sportsllm.options import BY_NAME
 
-COMMANDS = {
-    "train": "sportsllm.verbs.train",
-    "distill": "compress.distill",
-    "prune": "compress.prune",
-    "quantize": "compress.quantize",
-    "export": "export.export",
-    "generate": "sportsllm.verbs.generate",
-    "eval": "sportsllm.verbs.eval",
-    "bench": "benchmarks.bench",
-    "fit": "benchmarks.fit",
-    "plan": "benchmarks.plan",
-    "inspect": "benchmarks.inspect",
-    "report": "benchmarks.report",
-    "devices list": "benchmarks.device_commands",
-    "devices show": "benchmarks.device_commands",
-    "devices calibrate": "benchmarks.device_commands",
-    "data simulate": "sportsllm.verbs.data",
-    "data sample": "compress.sample",
-    "data tokens": "sportsllm.verbs.data",
-    "run": "sportsllm.verbs.run",
-    "verify": "sportsllm.verbs.verify",
-}
-"""Command, and the module that has it as a function: of the command's last word, or of the name in `FUNCTIONS`."""
 
-FUNCTIONS: dict[str, str] = {}
+class Entry(NamedTuple):
+    """The module that has a command as a function of its last word, and a line for the list of commands."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "train": Entry("sportsllm.verbs.train", "Train a tokenizer and a model, or fine-tune a checkpoint."),
+    "distill": Entry("compress.distill", "Train a smaller student on a teacher's distribution."),
+    "prune": Entry("compress.prune", "Cut width, depth, experts, cache or vocabulary."),
+    "quantize": Entry("compress.quantize", "Quantize weights to INT8 or INT4."),
+    "export": Entry("export.export", "Write ONNX or GGUF, checked against the PyTorch model."),
+    "generate": Entry("sportsllm.verbs.generate", "Stream text, or the answer to a message."),
+    "eval": Entry("sportsllm.verbs.eval", "Perplexity, bits per byte and multiple-choice accuracy."),
+    "bench": Entry("benchmarks.bench", "Latency, memory and size; with --target, a verdict."),
+    "fit": Entry("benchmarks.fit", "Find and make the best model for a device's budget."),
+    "plan": Entry("benchmarks.plan", "Parameters, memory and predicted speed; nothing is run."),
+    "inspect": Entry("benchmarks.inspect", "Draw a model's parts, tensors, attention and experts."),
+    "report": Entry("benchmarks.report", "One HTML page of results that works offline."),
+    "devices list": Entry("benchmarks.device_commands", "List the device budgets."),
+    "devices show": Entry("benchmarks.device_commands", "Explain one device and the source of every figure."),
+    "devices calibrate": Entry("benchmarks.device_commands", "Measure this machine into a device file."),
+    "data simulate": Entry("sportsllm.verbs.data", "Write a corpus of simulated matches, and questions."),
+    "data sample": Entry("compress.sample", "Write a corpus of a model's own texts."),
+    "data tokens": Entry("sportsllm.verbs.data", "Count the tokens of a text, and compare tokenizers."),
+    "run": Entry("sportsllm.verbs.run", "Run a recipe's stages; finished ones are kept."),
+    "verify": Entry("sportsllm.verbs.verify", "Check a finished directory against its manifest."),
+}
 GROUPS = {
     "data": "Make training text, or count its tokens.",
     "devices": "List device budgets, explain one, or measure this machine.",
 }
 """Commands that have commands of their own."""
 
-Command = Callable[..., Any]
+Command = Callable[..., object]
 
 
 def load_command(name: str) -> Command:
@@ -53,7 +58,7 @@ def load_command(name: str) -> Command:
     Raises:
         ResourceError: its package is missing, or another package of that name hides it.
     """
-    module = COMMANDS[name]
+    module = COMMANDS[name].module
     package = module.partition(".")[0]
     spec = importlib.util.find_spec(package)
     here = Path(__file__).resolve().parents[1]
@@ -62,7 +67,7 @@ def load_command(name: str) -> Command:
             f"package {package!r} does not lie beside 'sportsllm' in {here}; another package may hide it: "
             "install sportsllm-compress into an environment of its own"
         )
-    return _converting(getattr(importlib.import_module(module), FUNCTIONS.get(name, name.rpartition(" ")[2])))
+    return _converting(getattr(importlib.import_module(module), name.rpartition(" ")[2]))
 
 
 def _converting(function: Command) -> Command:
@@ -70,7 +75,7 @@ def _converting(function: Command) -> Command:
     signature = inspect.signature(function, eval_str=True)
 
     @functools.wraps(function)
-    def command(*args: Any, **given: Any) -> Any:
+    def command(*args: object, **given: object) -> object:
         bound = signature.bind(*args, **given)
         for name, value in bound.arguments.items():
             bound.arguments[name] = _converted(signature.parameters[name].annotation, value)
@@ -79,10 +84,12 @@ def _converting(function: Command) -> Command:
     return command
 
 
-def _converted(annotation: Any, value: Any) -> Any:
-    kinds = _kinds(annotation)
-    if BY_NAME in getattr(annotation, "__metadata__", ()) and value is not None:
-        value = type(value)(find_directory(value))
+def _converted(annotation: object, value: object) -> object:
+    kinds = types_in(annotation)
+    if BY_NAME in getattr(annotation, "__metadata__", ()) and isinstance(value, str | Path):
+        from sportsllm.formats.model_directory import find_model
+
+        value = find_model(value) if Path in kinds else str(find_model(value))
     if Path in kinds and isinstance(value, str):
         return [Path(value)] if list in kinds else Path(value)
     if list in kinds and Path in kinds and isinstance(value, list | tuple):
@@ -90,17 +97,10 @@ def _converted(annotation: Any, value: Any) -> Any:
     return value
 
 
-def find_directory(model: str | Path) -> Path:
-    """The directory of a model that is given by its path or its name in the hub; it is downloaded if need be."""
-    from sportsllm.formats.model_directory import find_model
-
-    return find_model(model)
-
-
-def _kinds(annotation: Any) -> set[Any]:
+def types_in(annotation: object) -> set[object]:
     """All types in an annotation: of `list[Path] | None` list, Path and None."""
     parts = get_args(annotation)
     if hasattr(annotation, "__metadata__"):
-        return _kinds(parts[0])
+        return types_in(parts[0])
     origin = getattr(annotation, "__origin__", annotation)
-    return {origin}.union(*(_kinds(part) for part in parts if not isinstance(part, str)))
+    return {origin}.union(*(types_in(part) for part in parts if not isinstance(part, str)))

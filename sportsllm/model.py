@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sportsllm.commands import find_directory
-
 if TYPE_CHECKING:
     from sportsllm.inference.decoder import Decoder, Logits
     from sportsllm.inference.scoring import TextScore
@@ -89,9 +87,10 @@ def load(
         ArtifactError: no such directory, or its files are damaged.
         UsageError: kernels or a provider that the model cannot have.
     """
+    from sportsllm.formats.model_directory import find_model
     from sportsllm.inference.decoder import open_decoder
     from sportsllm.text.tokenizer import load_tokenizer
 
-    path = find_directory(directory)
+    path = find_model(directory)
     decoder = open_decoder(path, threads, kernels, provider)
     return LoadedModel(decoder, load_tokenizer(path, decoder.config))

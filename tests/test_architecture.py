@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -74,8 +75,9 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
         yield from _nodes(child)
 
 
-def imports(path: Path) -> set[str]:
-    found = set()
+@cache
+def imports(path: Path) -> frozenset[str]:
+    found = set[str]()
     for node in _nodes(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -84,7 +86,7 @@ def imports(path: Path) -> set[str]:
             module = node.module or ""
             is_package = (ROOT / Path(*module.split("."))).is_dir()
             found |= {f"{module}.{alias.name}" for alias in node.names} if is_package else {module}
-    return found
+    return frozenset(found)
 
 
 def room_of(name: str) -> str:
@@ -201,6 +203,11 @@ def test_help_loads_nothing_heavy() -> None:
     code = "import sys\nfrom sportsllm.cli import build_app\nbuild_app()\n"
     code += f"print(sorted({HEAVY!r} & set(sys.modules)))"
     assert run(code).strip() == "[]"
+    code = "import sys\nfrom sportsllm.cli import main\ntry:\n    main(['--help'])\n"
+    code += "except SystemExit:\n    print(sorted(sys.modules))"
+    loaded = run(code).splitlines()[-1]
+    for name in ("compress", "export", "benchmarks", "sportsllm.verbs", "pydantic", "rich"):
+        assert f"'{name}'" not in loaded, name
 
 
 def test_importing_the_packages_costs_nothing() -> None:

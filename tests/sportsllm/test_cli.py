@@ -248,7 +248,7 @@ def test_a_hidden_package_is_refused(tmp_path: Path) -> None:
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").touch()
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    code = "from sportsllm.cli import main; main(['--help'])"
+    code = "from sportsllm.cli import main; main(['plan', '--help'])"
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment)
     assert result.returncode == 5 and "environment of its own" in result.stderr
 
