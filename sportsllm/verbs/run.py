@@ -15,9 +15,6 @@ Each stage is a command, and its keys are the command's parameters.
     [defaults.train]                     # for every stage of a command that has no value of its own
     seed = 1
 
-    [each]                               # a stage with {shape} in its name is repeated for each value
-    shape = ["deep", "wide"]
-
 All mistakes in a recipe are reported at once, before anything runs.
 """
 
@@ -31,8 +28,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,15 +37,17 @@ from typing import Annotated, Any
 import typer
 
 from sportsllm import __version__, options
-from sportsllm.commands import COMMANDS, load_command
+from sportsllm.commands import COMMANDS, Command, load_command
 from sportsllm.errors import SportsLLMError, UsageError
-from sportsllm.formats.json_files import read_toml
+from sportsllm.files import atomic_write_text
+from sportsllm.formats.json_files import read_json, read_toml
 from sportsllm.results import Result
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _FOLDER = "out"  # the name of the recipe's own folder
-_KEPT_AS = {"eval": ".json", "bench": ".json", "generate": ".txt"}  # commands whose result is a file
-_STAGE_KEYS = {"name", "command", "optional"}
+_KEPT = ("eval", "bench", "generate")  # commands whose result is a file
+_SUFFIXES = {"eval": ".json", "bench": ".json", "generate": ".txt", "report": ".html"}
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class RecipeStage:
 
     name: str
     command: str
-    settings: dict[str, Any]
+    settings: Settings
     optional: bool = False
 
 
@@ -107,43 +106,45 @@ def run(
     chosen = [stage for stage in checked.stages if only is None or stage.name == only]
     if not chosen:
         raise UsageError(f"--only {only}: no such stage; it has {', '.join(stage.name for stage in checked.stages)}")
-    rows: list[StageRow] = []
-    missed: list[tuple[str, int]] = []
-    bench, began = None, time.perf_counter()
-    for number, stage in enumerate(chosen, start=1):
-        log(f"[{number}/{len(chosen)}] {stage.name}: {stage.command}")
-        started, worked = time.perf_counter(), _processor_seconds()
-        try:
-            with silenced(stage.command == "bench"), _shared_tokens(checked):  # the report's table has its figures
-                result = _run_stage(checked, stage, threads)
-        except SportsLLMError as error:
-            error.args = (f"stage {stage.name!r}: {error}",)
-            raise
-        if result.get("complaint"):
-            log(str(result["complaint"]))
-        if result.get("exit_code") and not stage.optional:
-            missed.append((stage.name, int(result["exit_code"])))
-        if stage.command == "bench":
-            bench = result
-        row = StageRow(
-            name=stage.name,
-            command=stage.command,
-            out=None if result.get("out") is None else str(result["out"]),
-            cached=bool(result.get("cached", False)),
-            seconds=round(time.perf_counter() - started, 2),
-            cpu_seconds=round(_processor_seconds() - worked, 2),
-        )
-        rows.append(row)
+    tokens: AbstractContextManager[None] = nullcontext()
+    if importlib.util.find_spec("torch") is not None:  # stages that train on one corpus tokenize it once
+        from sportsllm.text.packing import kept_tokens
+
+        tokens = kept_tokens(checked.out / "tokens")
+    rows, missed, bench, began = list[StageRow](), dict[str, int](), None, time.perf_counter()
+    with tokens:
+        for number, stage in enumerate(chosen, start=1):
+            log(f"[{number}/{len(chosen)}] {stage.name}: {stage.command}")
+            started, worked = time.perf_counter(), sum(os.times()[:4])  # of this process and its children
+            try:
+                with silenced(stage.command == "bench"):  # the report's table has its figures
+                    result = _run_stage(checked, stage, threads)
+            except SportsLLMError as error:
+                error.args = (f"stage {stage.name!r}: {error}",)
+                raise
+            if result["complaint"]:
+                log(str(result["complaint"]))
+            if result["exit_code"] and not stage.optional:
+                missed[stage.name] = result["exit_code"]
+            bench = result if stage.command == "bench" else bench
+            row = StageRow(
+                name=stage.name,
+                command=stage.command,
+                out=result.get("out"),
+                cached=result.get("cached", False),
+                seconds=round(time.perf_counter() - started, 2),
+                cpu_seconds=round(sum(os.times()[:4]) - worked, 2),
+            )
+            rows.append(row)
     seconds = time.perf_counter() - began
     output().print(f"{checked.name}: {len(rows)} stages in {seconds:.0f} s")
-    names = ", ".join(name for name, _ in missed)
     return RunResult(
         recipe=checked.name,
         stages=rows,
         bench=bench,
         seconds=round(seconds, 2),
-        exit_code=missed[0][1] if missed else 0,
-        complaint=f"gates missed by: {names}" if missed else None,
+        exit_code=next(iter(missed.values()), 0),
+        complaint=f"gates missed by: {', '.join(missed)}" if missed else None,
     )
 
 
@@ -158,184 +159,118 @@ def load_recipe(path: Path, out: Path | None = None) -> Recipe:
         UsageError: all its mistakes, in one line.
     """
     data = read_toml(path, error_type=UsageError)
-    problems = [f"unknown key {key!r}" for key in sorted(set(data) - {"name", "out", "stage", "defaults", "each"})]
-    each, defaults, entries = data.get("each", {}), data.get("defaults", {}), data.get("stage", [])
-    if not isinstance(entries, list) or not entries:
-        raise UsageError(f"{path}: has no [[stage]]; add at least one")
-    if not isinstance(each, dict) or not isinstance(defaults, dict):
-        raise UsageError(f"{path}: each and defaults must be tables; write [each] and [defaults.COMMAND]")
-    strange = sorted(set(defaults) - set(COMMANDS))
-    problems += [_unknown(f"defaults.{key}: command", key, COMMANDS) for key in strange]
-    problems += [f"defaults.{key}: is not a table" for key, item in defaults.items() if not isinstance(item, dict)]
-    repeating = _each_problems(each)
-    if repeating or any(not isinstance(item, dict) for item in defaults.values()):
-        raise UsageError(f"{path}: " + "; ".join([*problems, *repeating]))
+    defaults, entries = data.get("defaults", {}), data.get("stage", [])
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise UsageError(f"{path}: has no [[stage]] tables; add at least one")
+    if not isinstance(defaults, dict) or not all(isinstance(item, dict) for item in defaults.values()):
+        raise UsageError(f"{path}: defaults must be tables; write [defaults.COMMAND]")
+    problems = [f"unknown key {key!r}" for key in sorted(data.keys() - {"name", "out", "stage", "defaults"})]
+    problems += [_unknown(f"defaults.{key}: command", key, COMMANDS) for key in sorted(defaults.keys() - COMMANDS)]
     base = out or Path(str(data.get("out") or Path("runs") / path.stem))
-    known: dict[str, Path] = {_FOLDER: base}
-    stages = []
-    for number, entry in enumerate(_repeated(entries, each), start=1):
-        stage, found = _stage(number, entry, defaults, base, known)
-        problems += found
-        if stage is not None:
-            stages.append(stage)
+    known, stages = {_FOLDER: base}, list[RecipeStage]()
+    for number, entry in enumerate(entries, start=1):
+        name, command = str(entry.pop("name", "")), str(entry.pop("command", ""))
+        optional, errors, checked = bool(entry.pop("optional", False)), list[str](), dict[str, Any]()
+        if not _NAME.fullmatch(name):
+            errors.append("name must be of a-z, 0-9, '.', '_' and '-'")
+        if name in known:
+            errors.append(f"the name is {'not free' if name == _FOLDER else 'used twice'}")
+        if command not in COMMANDS or command == "run":
+            errors.append(_unknown("command", command, COMMANDS))
+        else:
+            usual, place = defaults.get(command, {}), base / (name + _SUFFIXES.get(command, ""))
+            checked, wrong = _settings(command, usual, entry, known, place)
+            errors, known[name] = [*errors, *wrong], place
+        problems += [f"stage {number} ({name[:40] or 'without a name'}): {error}" for error in errors]
+        stages.append(RecipeStage(name, command, checked, optional))
     if problems:
         raise UsageError(f"{path}: " + "; ".join(problems))
     return Recipe(str(data.get("name", path.stem)), base, tuple(stages))
 
 
-def _unknown(what: str, name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+def _unknown(what: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), 1)
     return f"{what} {name!r} is unknown" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
-def _stage(
-    number: int, entry: Any, defaults: Mapping[str, Any], base: Path, known: dict[str, Path]
-) -> tuple[RecipeStage | None, list[str]]:
-    """One stage and its mistakes; `known`, the outputs of the stages before it, gains its own."""
-    if not isinstance(entry, dict):
-        return None, [f"stage {number}: is not a table; write [[stage]]"]
-    name, command = str(entry.get("name", "")), str(entry.get("command", ""))
-    where, problems = f"stage {number} ({name[:40] or 'without a name'})", []
-    if not _NAME.fullmatch(name):
-        problems.append(f"{where}: name must be of a-z, 0-9, '.', '_' and '-'")
-    if name in known:
-        problems.append(f"{where}: the name is {'not free' if name == _FOLDER else 'used twice'}")
-    if command not in COMMANDS or command == "run":
-        return None, [*problems, f"{where}: {_unknown('command', command, COMMANDS)}"]
-    usual, own = defaults.get(command, {}), {key: value for key, value in entry.items() if key not in _STAGE_KEYS}
-    settings = usual | own
-    if isinstance(usual.get("set"), dict) and isinstance(own.get("set"), dict):
-        settings["set"] = usual["set"] | own["set"]
-    resolved, errors = _resolve(settings, known)
-    function = load_command(command)
-    parameters = inspect.signature(function).parameters
-    if "set" in resolved and "settings" in parameters:
-        resolved["settings"] = resolved.pop("set")
-    known[name] = base / (name + _KEPT_AS.get(command, ".html" if command == "report" else ""))
-    if "out" in parameters and command not in _KEPT_AS:
-        resolved.setdefault("out", str(known[name]))
-    checked, more = _check_settings(function, resolved)
-    problems += [f"{where}: {error}" for error in [*errors, *more]]
-    return RecipeStage(name, command, checked, bool(entry.get("optional", False))), problems
+def _parameters(function: Command) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function, eval_str=True).parameters
 
 
-def _resolve(value: Any, known: Mapping[str, Path]) -> tuple[Any, list[str]]:
-    """Replace @stage and @stage/file by paths; later stages are not known yet."""
-    errors: list[str] = []
+def _settings(
+    command: str, usual: Settings, own: Settings, known: Mapping[str, Path], place: Path
+) -> tuple[Settings, list[str]]:
+    """A stage's settings in the types of its command's parameters, with paths for @stage and @stage/file; mistakes."""
+    from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-    def replace(item: Any) -> Any:
+    errors, checked, parameters = list[str](), dict[str, Any](), _parameters(load_command(command))
+
+    def resolved(item: Any) -> Any:
         if isinstance(item, list):
-            return [replace(part) for part in item]
+            return [resolved(part) for part in item]
         if isinstance(item, dict):
-            return {key: replace(part) for key, part in item.items()}
-        if isinstance(item, str) and item.startswith("@"):
-            stage, slash, rest = item[1:].partition("/")
-            if stage not in known:
-                errors.append(f"{item!r} names no earlier stage")
-                return item
-            return str(known[stage]) + slash + rest
-        return item
+            return {key: resolved(part) for key, part in item.items()}
+        if not isinstance(item, str) or not item.startswith("@"):
+            return item
+        stage, slash, rest = item[1:].partition("/")
+        if stage not in known:
+            errors.append(f"{item!r} names no earlier stage")
+        return str(known.get(stage, item)) + slash + rest
 
-    return replace(value), errors
-
-
-def _check_settings(function: Callable[..., Any], settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A stage's settings in the types of its command's parameters, and its mistakes."""
-    from pydantic import ConfigDict, Field, ValidationError, create_model
-
-    fields: dict[str, Any] = {}
-    parameters = inspect.signature(function, eval_str=True).parameters
-    errors = [_unknown("setting", key, parameters) for key in settings if key not in parameters]
+    given = usual | own
+    if isinstance(usual.get("set"), dict) and isinstance(own.get("set"), dict):
+        given["set"] = usual["set"] | own["set"]
+    if "set" in given and "settings" in parameters:
+        given["settings"] = given.pop("set")
+    if "out" in parameters and command not in _KEPT:
+        given.setdefault("out", str(place))
+    errors += [_unknown("setting", key, parameters) for key in given if key not in parameters]
     for name, parameter in parameters.items():
-        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        if name not in given:
+            errors += [f"setting {name!r} is missing"] if parameter.default is parameter.empty else []
+            continue
         marks = getattr(parameter.annotation, "__metadata__", ())
-        least = [item.min for item in marks if getattr(item, "min", None) is not None]
-        annotation = parameter.annotation
-        if name == "settings":
-            annotation = list[str] | dict[str, Any] | None
-        fields[name] = (Annotated[annotation, Field(ge=least[0])] if least else annotation, default)
-    config = ConfigDict(protected_namespaces=(), coerce_numbers_to_str=True)
-    known = {key: value for key, value in settings.items() if key in parameters}
-    try:
-        checked = create_model("Settings", __config__=config, **fields)(**known)
-    except ValidationError as error:
-        found = ((".".join(map(str, item["loc"])), item["msg"].lower()) for item in error.errors())
-        return settings, [*errors, *(f"setting {field!r}: {message}" for field, message in found)]
-    return {name: getattr(checked, name) for name in known}, errors
-
-
-def _repeated(entries: Sequence[Any], each: Mapping[str, Sequence[str]]) -> list[Any]:
-    """The stages, those with `{name}` in their own name once for every value of `each`, in order."""
-    for name, values in each.items():
-        marked = f"{{{name}}}"
-        entries = [
-            copy
-            for entry in entries
-            for copy in (
-                [_filled(entry, marked, value) for value in values]
-                if isinstance(entry, dict) and marked in str(entry.get("name", ""))
-                else [entry]
-            )
-        ]
-    return list(entries)
-
-
-def _each_problems(each: Mapping[str, Any]) -> list[str]:
-    return [
-        f"each.{name}: must be a list of texts"
-        for name, values in each.items()
-        if not (isinstance(values, list) and values and all(isinstance(value, str) for value in values))
-    ]
-
-
-def _filled(item: Any, marked: str, value: str) -> Any:
-    if isinstance(item, dict):
-        return {key: _filled(part, marked, value) for key, part in item.items()}
-    if isinstance(item, list):
-        return [_filled(part, marked, value) for part in item]
-    return item.replace(marked, value) if isinstance(item, str) else item
+        least = next((mark.min for mark in marks if getattr(mark, "min", None) is not None), None)
+        kind: Any = list[str] | dict[str, Any] | None if name == "settings" else parameter.annotation
+        kind = kind if least is None else Annotated[kind, Field(ge=least)]
+        try:
+            adapter = TypeAdapter[Any](kind, config=ConfigDict(coerce_numbers_to_str=True))
+            checked[name] = adapter.validate_python(resolved(given[name]))
+        except ValidationError as error:
+            errors.append(f"setting {name!r}: {error.errors()[0]['msg'].lower()}")
+    return checked, errors
 
 
 def _run_stage(recipe: Recipe, stage: RecipeStage, threads: int | None) -> dict[str, Any]:
     """Run a stage, or take its kept result: its JSON form with `exit_code` and `complaint`."""
     from sportsllm.console import log
     from sportsllm.formats.artifact import STATE_DIRECTORY, partial_directory
-    from sportsllm.formats.json_files import read_json
 
-    function = load_command(stage.command)
-    settings, parameters = dict(stage.settings), inspect.signature(function).parameters
+    function, settings = load_command(stage.command), dict(stage.settings)
+    parameters = _parameters(function)
     if threads is not None and "threads" in parameters:
         settings.setdefault("threads", threads)
-    partial = partial_directory(Path(settings.get("out", "none")))
-    if "resume" in parameters and (partial / STATE_DIRECTORY).exists():
+    if "resume" in parameters and (partial_directory(Path(settings["out"])) / STATE_DIRECTORY).exists():
         log(f"{stage.name}: continuing the interrupted run")
         settings["resume"] = True
-    if stage.command not in _KEPT_AS:
-        return _plain(function(**settings))
-    path = recipe.out / f"{stage.name}.json"
-    fingerprint = _fingerprint(stage.command, settings)
-    if path.exists():
-        kept = read_json(path)
-        if kept.pop("fingerprint", None) == fingerprint:
+    path, fingerprint = recipe.out / f"{stage.name}.json", None
+    if stage.command in _KEPT:
+        fingerprint = _fingerprint(stage.command, settings)
+        if path.exists() and (kept := read_json(path)).pop("fingerprint", None) == fingerprint:
             log(f"{path}: up to date")
             return {**kept, "cached": True, "out": str(path)}
-    result = _plain(function(**settings))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    result = function(**settings)
+    assert isinstance(result, Result)
+    found = result.to_json() | {"exit_code": result.exit_code, "complaint": result.complaint}
+    if fingerprint is None:
+        return found
     if stage.command == "generate":
-        path.with_suffix(".txt").write_text(result["prompt"] + result["text"] + "\n", encoding="utf-8")
-    fresh = path.with_suffix(".json.partial")
-    fresh.write_text(json.dumps({"fingerprint": fingerprint, **result}, indent=1, default=str), encoding="utf-8")
-    fresh.replace(path)
-    return {**result, "out": str(path)}
+        atomic_write_text(path.with_suffix(".txt"), found["prompt"] + found["text"] + "\n")
+    atomic_write_text(path, json.dumps({"fingerprint": fingerprint, **found}, indent=1, default=str))
+    return {**found, "out": str(path)}
 
 
-def _plain(result: Any) -> dict[str, Any]:
-    if not isinstance(result, Result):
-        return dict(result)
-    return result.to_json() | {"exit_code": result.exit_code, "complaint": result.complaint}
-
-
-def _fingerprint(command: str, settings: dict[str, Any]) -> str:
+def _fingerprint(command: str, settings: Settings) -> str:
     """Digest of a stage's settings and of the content of every path among them, also of those written NAME=PATH."""
     from sportsllm.formats.manifest import digest
 
@@ -349,21 +284,3 @@ def _fingerprint(command: str, settings: dict[str, Any]) -> str:
                 places = (str(item), str(item).partition("=")[2])
                 parts += [digest(Path(place)) for place in places if os.path.exists(place)]  # noqa: PTH110
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-@contextmanager
-def _shared_tokens(recipe: Recipe) -> Iterator[None]:
-    """Stages that train on one corpus tokenize it once."""
-    if importlib.util.find_spec("torch") is None:
-        yield
-        return
-    from sportsllm.text.packing import kept_tokens
-
-    with kept_tokens(recipe.out / "tokens"):
-        yield
-
-
-def _processor_seconds() -> float:
-    """Processor time of this process and of its finished children."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system

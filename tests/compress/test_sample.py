@@ -83,6 +83,7 @@ def test_each_text_continues_a_prompt(checkpoint: Path, corpus_file: Path, texts
         top_p=0.9,
         prompts=prompts,
         batch_size=6,
+        seed=1,
     )
     found = [json.loads(line)["text"] for line in (tmp_path / "lines" / CORPUS).read_text("utf-8").splitlines()]
     assert all(any(text.startswith(line) for line in lines) for text in found)

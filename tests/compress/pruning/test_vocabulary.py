@@ -351,10 +351,10 @@ def test_bits_per_byte_before_and_after(checkpoint: Path, texts: list[str], corp
 def test_sizes_are_said(checkpoint: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prune_files(checkpoint, tmp_path / "a", texts[0], 300)["vocab_size"] == 320
     assert "320 tokens stay, not 300: kernels want a multiple of 32" in capsys.readouterr().err
-    result = prune_files(checkpoint, tmp_path / "b", texts[0], 0, vocab_size=None, min_count=3)
+    result = prune_files(checkpoint, tmp_path / "b", texts[0], 0, vocab_size=None, min_count=6)
     vocabulary = read_vocabulary(read_json(checkpoint / "tokenizer.json"), "old")
     counts = np.bincount(load_tokenizer(checkpoint).encode(texts[0]), minlength=TINY_VOCAB)
-    needed = vocabulary.fixed | set(np.flatnonzero(saved_tokens(vocabulary, counts) >= 3).tolist())
+    needed = vocabulary.fixed | set(np.flatnonzero(saved_tokens(vocabulary, counts) >= 6).tolist())
     assert needed <= set(old_ids(tmp_path / "b" / "out"))
     assert result["vocab_size"] == -(-len(needed) // 32) * 32 < TINY_VOCAB
 
