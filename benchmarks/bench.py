@@ -16,7 +16,7 @@ from sportsllm.settings import BENCH, LIMITS, parse_settings, pick
 
 if TYPE_CHECKING:
     from benchmarks.measure.bench import BenchRequest, Measurement
-    from benchmarks.runtimes.options import Runtime
+    from benchmarks.runtimes.compare import Runtime
     from sportsllm.inference.scoring import TextScore
 
 BOTH = "both"  # of --kernels: measure the native ones alone and in turns with the portable ones
@@ -129,7 +129,7 @@ def bench(
     from benchmarks.measure.bench import BenchRequest, parse_numbers, round_numbers
     from benchmarks.reporting.bench_tables import print_bench, verdict_line
     from benchmarks.reporting.measured import as_bench
-    from benchmarks.runtimes.options import parse_runtimes, portable_too
+    from benchmarks.runtimes.compare import parse_runtimes, portable_too
     from sportsllm.console import log, output
     from sportsllm.files import atomic_write_text, require_directory
     from sportsllm.inference.decoder import is_onnx_directory
@@ -207,7 +207,6 @@ def bench_model(
     from benchmarks.devices.load import load_target
     from benchmarks.devices.verdict import check_on_device, judge_budget
     from benchmarks.measure.bench import run_bench
-    from benchmarks.measure.process import ChildFailure
     from benchmarks.predict.latency import predict_directory
     from benchmarks.quality import quality_loss
     from benchmarks.runtimes.compare import measure_against, turn_depths
@@ -229,10 +228,7 @@ def bench_model(
     digests = [digest(path) for path in text]
     own = score_text(request.directory, text, request.threads, *runs_on) if text else None
     reference = score_text(teacher, text, request.threads) if text and teacher else None
-    try:
-        result = run_bench(request)
-    except ChildFailure as failure:
-        raise failure.advising("--set timeout=SECONDS") from None
+    result = run_bench(request)
     figures = result.figures
     if runtimes:
         figures |= measure_against(
@@ -292,25 +288,15 @@ def score_text(
 
 def advice(result: Mapping[str, Any]) -> str:
     """What to do about a budget that is not passed."""
-    times = {"ttft_ms", "tpot_p50_ms", "tpot_p95_ms"}
-    by_verdict: dict[str, set[str]] = {"fail": set(), "uncertain": set(), "pass": set()}
-    for limit in result["budget"]["limits"]:
-        by_verdict[limit["verdict"]].add(limit["name"])
-    failed, open_ = by_verdict["fail"], by_verdict["uncertain"]
-    if not failed:
-        return _advice_if_uncertain(result, open_)
-    if failed == {"quality_loss_percent"}:
+    limits, quality = result["budget"]["limits"], "quality_loss_percent"
+    failed = {limit["name"] for limit in limits if limit["verdict"] == "fail"}
+    if failed == {quality}:
         return "train or distil it longer, or prune less"
-    if failed <= times and not result["clean"]:
-        return "the run was noisy: repeat it on a quiet machine"
-    return "compress it further"
-
-
-def _advice_if_uncertain(result: Mapping[str, Any], names: set[str]) -> str:
-    if "quality_loss_percent" in names:
-        if result["quality_loss_percent"] is None:
-            return "give --text and --teacher, so that the quality is known"
-        return "give more held-out documents, so that the quality is known more closely"
+    if failed:
+        noisy = failed <= {"ttft_ms", "tpot_p50_ms", "tpot_p95_ms"} and not result["clean"]
+        return "the run was noisy: repeat it on a quiet machine" if noisy else "compress it further"
+    if any(limit["name"] == quality and limit["verdict"] == "uncertain" for limit in limits):
+        return "give --teacher and more held-out --text, so that the quality is known more closely"
     if result["budget"]["decided_by"] == "prediction":
         return "measure it on the device (--on-device), which a prediction cannot replace"
     return "give more --rounds, on a quiet machine"

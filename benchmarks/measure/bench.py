@@ -6,25 +6,32 @@ sampling out, as llama-bench does.
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
-from benchmarks.devices.load import processor_name
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import TIMED_STEPS, depths_that_fit, limit_lengths
-from benchmarks.measure.bandwidth_bound import bandwidth_bound, budget_depth, bytes_read_per_token
-from benchmarks.measure.cpus import choose_cpus
-from benchmarks.measure.process import DEFAULT_TIMEOUT_S, child_command
-from benchmarks.measure.rounds import Payloads, Turn, stop_checks, take_turn, take_turns
-from benchmarks.measure.summary import BATCH, is_steady, round_figures, summarise
-from benchmarks.measure.timing import summarise_sustained
+from benchmarks.measure.machine import choose_cpus, default_threads, machine
+from benchmarks.measure.process import (
+    DEFAULT_TIMEOUT_S,
+    Payloads,
+    run_child,
+    stop_checks,
+    take_turns,
+    worker_turn,
+)
+from benchmarks.measure.summary import (
+    BATCH,
+    bandwidth_bound,
+    budget_depth,
+    bytes_read_per_token,
+    is_steady,
+    round_figures,
+    summarise,
+    summarise_sustained,
+)
 from sportsllm import console
 from sportsllm.errors import UsageError
 from sportsllm.files import require_directory
@@ -124,11 +131,11 @@ def run_bench(request: BenchRequest) -> Measurement:
     }
     # Speeds and bandwidth take turns so that all see the same machine.
     title = f"bench {directory.name}"
-    timed = [_turn(settings, "speed"), _turn(settings, "bandwidth")]
-    timed += [_turn({**settings, "lengths": lengths}, "batch", name) for name, lengths in batches.items()]
+    timed = [worker_turn(settings, "speed"), worker_turn(settings, "bandwidth")]
+    timed += [worker_turn({**settings, "lengths": lengths}, "batch", name) for name, lengths in batches.items()]
     raw = take_turns(title, timed, request.checks, is_steady, request.timeout_s)
     for mode, rounds in (("memory", MEMORY_ROUNDS), ("cold", COLD_ROUNDS)):
-        raw |= take_turns(title, [_turn(settings, mode)], [rounds], lambda _: True, request.timeout_s)
+        raw |= take_turns(title, [worker_turn(settings, mode)], [rounds], lambda _: True, request.timeout_s)
     figures: dict[str, Any] = {
         "directory": str(directory),
         "runtime": raw["speed"][0]["runtime"],
@@ -169,7 +176,7 @@ def short_bench(directory: Path, device: Device, threads: int | None = None, pro
         "depths": [] if depth is None else [depth],
         "context_tokens": memory_context,
     }
-    speed, memory = (take_turn(_turn(settings, mode), DEFAULT_TIMEOUT_S) for mode in ("speed", "memory"))
+    speed, memory = (run_child(worker_turn(settings, mode), DEFAULT_TIMEOUT_S) for mode in ("speed", "memory"))
     timed = round_figures(speed)
     figures = {
         "file_mb": directory_bytes(directory) / 1e6,
@@ -222,53 +229,17 @@ def ragged_lengths(rows: int, context: int) -> list[int]:
     return [longest - (longest // 2) * row // max(1, rows - 1) for row in range(rows)]
 
 
-def default_threads() -> int:
-    """Physical cores that this process may use."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
-
-
-def machine() -> dict[str, Any]:
-    """This machine: processor, cores, memory in bytes, system, clock in MHz where readable, and the time now."""
-    frequency = psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
-    return {
-        "processor": processor_name(),
-        "architecture": platform.machine(),
-        "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
-        "logical_cores": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "clock_mhz": round(frequency.current) if frequency else None,
-        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
 def _settings(directory: Path, threads: int | None, provider: str) -> dict[str, Any]:
     threads = threads or default_threads()
     where = {"threads": threads, "cpus": choose_cpus(threads), "provider": provider}
     return {"directory": str(directory.resolve()), **where, "seed": 0, "kernels": "auto"}
 
 
-def _turn(settings: Mapping[str, Any], mode: str, name: str | None = None) -> Turn:
-    environment = {"OMP_NUM_THREADS": str(settings["threads"])}
-    if mode == "bandwidth":
-        environment["OPENBLAS_NUM_THREADS"] = "1"  # the probe has threads of its own
-    name = name or mode
-    what = f"bench {Path(settings['directory']).name} ({name})"
-    return Turn(
-        name,
-        child_command({**settings, "mode": mode}),
-        what,
-        environment,
-        watch_memory=mode == "memory",
-        cpus=settings["cpus"],
-    )
-
-
 def _measure_sustained(settings: Mapping[str, Any], depth: int, request: BenchRequest) -> dict[str, Any]:
     """One long run, with a bar that shows its time."""
-    turn = _turn({**settings, "minutes": request.minutes, "depth": depth}, "sustained")
-    with console.progress_bar(turn.what, 60 * request.minutes) as progress:
-        payload = take_turn(turn, request.timeout_s + 60 * request.minutes, progress.advance)
-    return summarise_sustained(payload, request.minutes) | {"other_cpu_cores": payload["other_cpu_cores"]}
+    minutes = request.minutes
+    turn = worker_turn({**settings, "minutes": minutes, "depth": depth}, "sustained")
+    with console.progress_bar(turn.what, 60 * minutes) as progress:
+        payload = run_child(turn, request.timeout_s + 60 * minutes, progress.advance)
+    found = {"minutes": minutes, "depth": depth, **summarise_sustained(payload["windows"])}
+    return found | {"other_cpu_cores": payload["other_cpu_cores"]}

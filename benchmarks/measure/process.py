@@ -1,31 +1,38 @@
-"""Run one measurement in a fresh process. Standard library and psutil only: it runs on the smallest device."""
+"""Measurements in fresh processes: one child and how it can fail, and several in turns, A B C A B C, while they do not
+agree. Standard library and psutil only: it runs on the smallest device."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from benchmarks.measure.memory import watched_memory
+from sportsllm import console
 from sportsllm.errors import ResourceError, SportsLLMError
 
 DEFAULT_TIMEOUT_S = 900.0
 QUIET_CORES = 0.2
 """Other programs that use more cores than this disturb a measurement."""
+CHECK_EVERY = 3
+"""Rounds between two checks of the noise. Checking after each round, and stopping at the first that agrees, would
+flatter the interval."""
+MEMORY_SAMPLE_S = 0.02
 _ROOT = Path(__file__).resolve().parents[2]
 _MEMORY_WORDS = ("MemoryError", "bad_alloc", "bad allocation", "can't allocate memory", "Cannot allocate memory")
 
 FailureKind = Literal["memory", "hang", "crash", "refused"]
+Payloads = dict[str, list[dict[str, Any]]]
 
 
 class ChildFailure(SportsLLMError):
@@ -35,69 +42,75 @@ class ChildFailure(SportsLLMError):
         super().__init__(message)
         self.kind, self.exit_code = kind, exit_code
 
-    def advising(self, flag: str) -> ChildFailure:
-        """This failure; if the process hung, with the advice to raise the command's `flag`."""
-        if self.kind != "hang":
-            return self
-        return ChildFailure(f"{self}, or give it longer with {flag}", self.kind, self.exit_code)
-
 
 @dataclass(frozen=True)
-class ChildResult:
-    """The JSON object that a child printed, its seconds, and its memory where that was watched (`watched_memory`).
+class Turn:
+    """One measurement in a fresh process.
 
-    `other_cpu_cores` is the processor time that other programs and the hypervisor took meanwhile, in cores.
+    Attributes:
+        name: of its figures.
+        command: prints a JSON object on its last line of standard output.
+        what: names it in messages.
+        environment: variables set on top of this process's own; None removes one.
+        cpus: processors that it is pinned to: only what others do on these counts as noise; None means all.
+        watch_memory: sample what its memory consists of. Not for what is timed.
     """
 
-    payload: dict[str, Any]
-    seconds: float
-    other_cpu_cores: float
-    memory: dict[str, int]
+    name: str
+    command: Sequence[str]
+    what: str
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    cpus: Sequence[int] | None = None
+    watch_memory: bool = False
 
 
-def child_command(specification: Mapping[str, Any], module: str = "benchmarks.measure.worker") -> list[str]:
-    """The command line that measures `specification` in `benchmarks.measure.worker` or in another such module."""
+def worker_turn(settings: Mapping[str, Any], mode: str, name: str | None = None) -> Turn:
+    """The turn that measures `settings` by a mode of `benchmarks.measure.worker`."""
     # -P: a folder called `benchmarks` where the user happens to stand is not ours.
-    return [sys.executable, "-P", "-m", module, json.dumps(dict(specification))]
+    command = [sys.executable, "-P", "-m", "benchmarks.measure.worker", json.dumps({**settings, "mode": mode})]
+    environment = {"OMP_NUM_THREADS": str(settings["threads"])}
+    if mode == "bandwidth":
+        environment["OPENBLAS_NUM_THREADS"] = "1"  # the probe has threads of its own
+    name = name or mode
+    what = f"bench {Path(settings['directory']).name} ({name})" if "directory" in settings else name
+    return Turn(name, command, what, environment, settings.get("cpus"), watch_memory=mode == "memory")
 
 
 def run_child(
-    command: Sequence[str],
-    what: str,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    environment: Mapping[str, str | None] | None = None,
-    waiting: Callable[[float], None] = lambda seconds: None,
-    watch_memory: bool = False,
-    cpus: Sequence[int] | None = None,
-) -> ChildResult:
-    """Run `command` and read the JSON object on its last line of standard output.
+    turn: Turn, timeout_s: float = DEFAULT_TIMEOUT_S, waiting: Callable[[float], None] = lambda seconds: None
+) -> dict[str, Any]:
+    """The JSON object that a turn's process printed.
+
+    Adds its `seconds`, `other_cpu_cores`, the processor time that other programs and the hypervisor took meanwhile, in
+    cores, and if its memory is watched `split`, see `memory_split`, at the largest rss seen, with the `samples`; None
+    if nothing could be read. A peak shorter than the samples' distance can slip through.
 
     Args:
-        command: see `child_command`.
-        what: names the measurement in messages.
+        turn: what to run.
         timeout_s: after which the child counts as hung and is killed.
-        environment: variables set on top of this process's own; None removes one.
         waiting: called about once a second with the seconds since the last call, for a progress bar.
-        watch_memory: sample what the child's memory consists of. Not for what is timed.
-        cpus: processors that the child is pinned to: only what others do on these counts as noise; None means all.
 
     Raises:
         ChildFailure: no result; a child's own one-line error keeps its text and exit code.
     """
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    changed: dict[str, str | None] = {**os.environ, "PYTHONPATH": path, **(environment or {})}
+    changed: dict[str, str | None] = {**os.environ, "PYTHONPATH": path, **turn.environment}
     variables = {name: value for name, value in changed.items() if value is not None}
-    others_before, started = _others_seconds(cpus), time.perf_counter()
+    others_before, started = _others_seconds(turn.cpus), time.perf_counter()
+    split: dict[str, int] = {}
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
+        turn.command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
     ) as process:
         try:
-            with watched_memory(process.pid) if watch_memory else nullcontext(dict[str, int]()) as memory:
-                stdout, stderr = _communicate(process, timeout_s, waiting)
+            if turn.cpus is not None:
+                with suppress(OSError):  # a container's rules, or a processor that was taken away meanwhile
+                    os.sched_setaffinity(process.pid, turn.cpus)
+            stdout, stderr = _communicate(process, timeout_s, waiting, split if turn.watch_memory else None)
         except subprocess.TimeoutExpired:
             process.kill()
             raise ChildFailure(
-                f"{what}: no result within {timeout_s:g} s, the process was stopped; measure a smaller model",
+                f"{turn.what}: no result within {timeout_s:g} s, the process was stopped; measure a smaller model, or "
+                "give `bench` longer with --set timeout=SECONDS",
                 "hang",
                 ResourceError.exit_code,
             ) from None
@@ -105,37 +118,45 @@ def run_child(
             process.kill()
             raise
     seconds = time.perf_counter() - started
-    others = _others_seconds(cpus) - others_before
-    payload = _payload(what, process.returncode, stdout, stderr)
-    return ChildResult(payload, seconds, max(0.0, others / seconds), memory)
+    others = max(0.0, (_others_seconds(turn.cpus) - others_before) / seconds)
+    payload = _payload(turn.what, process.returncode, stdout, stderr)
+    payload |= {"seconds": round(seconds, 3), "other_cpu_cores": round(others, 3)}
+    return payload | ({"split": split or None} if turn.watch_memory else {})
 
 
-def _communicate(process: subprocess.Popen[str], timeout_s: float, waiting: Callable[[float], None]) -> tuple[str, str]:
-    """What the process printed; `TimeoutExpired` after `timeout_s`."""
+def _communicate(
+    process: subprocess.Popen[str], timeout_s: float, waiting: Callable[[float], None], split: dict[str, int] | None
+) -> tuple[str, str]:
+    """What the process printed; `TimeoutExpired` after `timeout_s`. Samples its memory into `split` meanwhile."""
     started = before = time.monotonic()
+    every = 1.0 if split is None else MEMORY_SAMPLE_S
     while True:
         try:
-            return process.communicate(timeout=min(1.0, timeout_s))
+            return process.communicate(timeout=min(every, timeout_s))
         except subprocess.TimeoutExpired:
             now = time.monotonic()
             if now - started >= timeout_s:
                 raise
             waiting(now - before)
             before = now
+        if split is not None and (held := memory_split(process.pid)) is not None:
+            samples = split.get("samples", 0) + 1
+            split |= (held if held["rss_bytes"] >= split.get("rss_bytes", 0) else {}) | {"samples": samples}
 
 
-def wait_for_quiet(longest_s: float = 3.0, cpus: Sequence[int] | None = None) -> bool:
-    """Wait until other programs use at most `QUIET_CORES` of the processors `cpus` (all if None), or for `longest_s`.
+def memory_split(pid: int) -> dict[str, int] | None:
+    """What a process holds now, in bytes; None where the system does not say, or the process has ended.
 
-    Returns whether they do.
+    rss = anonymous + file. `pss_bytes` counts a page that n processes share as 1/n, `uss_bytes` only unshared ones.
     """
-    deadline = time.monotonic() + longest_s
-    while True:
-        others, started = _others_seconds(cpus), time.perf_counter()
-        time.sleep(0.25)
-        cores = (_others_seconds(cpus) - others) / (time.perf_counter() - started)
-        if cores <= QUIET_CORES or time.monotonic() > deadline:
-            return cores <= QUIET_CORES
+    try:
+        held = psutil.Process(pid).memory_full_info()
+    except (psutil.Error, OSError):
+        return None
+    if not hasattr(held, "pss"):  # only Linux counts shared pages in shares
+        return None
+    parts = {"rss_bytes": held.rss, "pss_bytes": held.pss, "uss_bytes": held.uss}
+    return parts | {"anonymous_bytes": held.rss - held.shared, "file_bytes": held.shared}
 
 
 def _payload(what: str, code: int, stdout: str, stderr: str) -> dict[str, Any]:
@@ -175,3 +196,76 @@ def _others_seconds(cpus: Sequence[int] | None = None) -> float:
     busy = sum(getattr(times, name, 0.0) for times in counted for name in names)
     own = psutil.Process().cpu_times()
     return float(busy - (own.user + own.system + own.children_user + own.children_system))
+
+
+def wait_for_quiet(longest_s: float = 3.0, cpus: Sequence[int] | None = None) -> bool:
+    """Wait until other programs use at most `QUIET_CORES` of the processors `cpus` (all if None), or for `longest_s`.
+
+    Returns whether they do.
+    """
+    deadline = time.monotonic() + longest_s
+    while True:
+        others, started = _others_seconds(cpus), time.perf_counter()
+        time.sleep(0.25)
+        cores = (_others_seconds(cpus) - others) / (time.perf_counter() - started)
+        if cores <= QUIET_CORES or time.monotonic() > deadline:
+            return cores <= QUIET_CORES
+
+
+def stop_checks(rounds: int, most_rounds: int) -> list[int]:
+    """After how many rounds the noise is checked: `rounds`, then every `CHECK_EVERY`, at last `most_rounds`."""
+    most = max(rounds, most_rounds)
+    return sorted({*range(rounds, most, CHECK_EVERY), most})
+
+
+def disturbed(rounds: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether other programs took more than `QUIET_CORES` in half of the rounds or more: medians bear less."""
+    return statistics.median(float(one["other_cpu_cores"]) for one in rounds) > QUIET_CORES
+
+
+def take_turns(
+    title: str,
+    turns: Sequence[Turn],
+    check_after_rounds: Sequence[int],
+    converged: Callable[[Payloads], bool],
+    timeout_s: float,
+    failed: Callable[[str, ChildFailure], None] | None = None,
+) -> Payloads:
+    """What every turn printed by its name, round after round, until `converged` or the last check.
+
+    Beside busy programs there are no further rounds and one wait for quiet: more would only measure those programs.
+
+    Args:
+        title: names the whole in progress bar and messages.
+        turns: the order within a round.
+        check_after_rounds: see `stop_checks`.
+        converged: whether the rounds so far agree; it gets those of the turns that have not failed.
+        timeout_s: after which one process counts as hung.
+        failed: told of a turn that gave no result, which is left out from then on; None raises the failure.
+    """
+    raw: Payloads = {turn.name: [] for turn in turns}
+    left, done, quiet = list(turns), 0, True
+    for check in check_after_rounds:
+        if done:
+            console.log(f"{title}: the rounds do not agree yet, {check - done} more")
+        with console.progress_bar(title, (check - done) * len(left)) as progress:
+            for number in range(done, check):
+                if quiet:
+                    quiet = wait_for_quiet(3.0 if number == 0 else 1.0, turns[0].cpus)
+                for turn in list(left):
+                    progress.advance(0, turn.name)
+                    try:
+                        raw[turn.name].append(run_child(turn, timeout_s))
+                    except ChildFailure as failure:
+                        if failed is None:
+                            raise
+                        failed(turn.name, failure)
+                        left.remove(turn)
+                    progress.advance(1)
+        done = check
+        if not left or converged({turn.name: raw[turn.name] for turn in left}):
+            break
+        if check != check_after_rounds[-1] and disturbed([one for turn in left for one in raw[turn.name]]):
+            console.log(f"{title}: the rounds do not agree, and other programs are busy; no further rounds")
+            break
+    return raw

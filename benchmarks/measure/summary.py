@@ -1,18 +1,25 @@
-"""From the rounds' raw samples to figures: the median of the rounds, and the interval they cover."""
+"""From the rounds' raw samples to figures: the median of the rounds, the interval they cover, the bandwidth's bound."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.rounds import disturbed
+from benchmarks.labels import BUDGET_DEPTH
+from benchmarks.measure.process import disturbed
 from benchmarks.spread import NOISY_HALF_WIDTH, Spread, agree, percentiles, spread
+from sportsllm.formats.json_files import read_json
+from sportsllm.formats.manifest import directory_bytes, manifest_of
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.size import kv_cache_bytes_per_token, quantized_bytes, state_bytes
 
 Raw = Mapping[str, Sequence[Mapping[str, Any]]]
 BATCH = "batch-"
 """The name of a batch's turns is this and its number of rows."""
+THROTTLED = 0.05  # a last window slower than the first by more than this share is called throttled
 
 
 def round_figures(one: Mapping[str, Any]) -> dict[str, float]:
@@ -31,18 +38,18 @@ def round_figures(one: Mapping[str, Any]) -> dict[str, float]:
     return figures
 
 
-def batch_figures(rows: int, one: Mapping[str, Any]) -> dict[str, float]:
+def batch_figures(rows: str, one: Mapping[str, Any]) -> dict[str, float]:
     """The figures of one round of a batch: all rows' tokens a second, and the time of a step that gives each one."""
     steps = [sample for sweep in one["step_ms"] for sample in sweep]
     figures = {f"step_ms.{name}": value for name, value in percentiles(steps).items()}
-    figures |= {"decode_tokens_per_s": rows * 1000 / statistics.fmean(steps), "prefill_ms": one["prefill_ms"]}
+    figures |= {"decode_tokens_per_s": int(rows) * 1000 / statistics.fmean(steps), "prefill_ms": one["prefill_ms"]}
     return {f"batches.{rows}.{name}": value for name, value in figures.items()}
 
 
 def rounds_by_name(raw: Raw) -> dict[str, list[float]]:
     """Each figure's values, one a round. A figure that only some rounds have is left out."""
     kinds = [[round_figures(one) for one in raw["speed"]]]
-    kinds += [[batch_figures(int(rows), one) for one in raw[f"{BATCH}{rows}"]] for rows in batch_rows(raw)]
+    kinds += [[batch_figures(rows, one) for one in rounds] for rows, rounds in _batches(raw).items()]
     return {
         name: [one[name] for one in rounds]
         for rounds in kinds
@@ -51,9 +58,9 @@ def rounds_by_name(raw: Raw) -> dict[str, list[float]]:
     }
 
 
-def batch_rows(raw: Raw) -> list[str]:
-    """The batch sizes that were measured."""
-    return [mode.removeprefix(BATCH) for mode in raw if mode.startswith(BATCH)]
+def _batches(raw: Raw) -> dict[str, Sequence[Mapping[str, Any]]]:
+    """The rounds of each batch by its number of rows."""
+    return {name.removeprefix(BATCH): rounds for name, rounds in raw.items() if name.startswith(BATCH)}
 
 
 def nested(figures: Mapping[str, float]) -> dict[str, Any]:
@@ -107,27 +114,27 @@ def summarise(raw: Raw) -> dict[str, Any]:
     middle = nested({name: statistics.median(values) for name, values in by_name.items()})
     by_name["peak_rss_bytes"] = [float(one["peak_rss_bytes"]) for one in memory]
     noise = {name: asdict(spread(values)) for name, values in by_name.items()}
-    ttft = middle.get("ttft_ms", {})
+    ttft, rates = middle.get("ttft_ms", {}), middle.get("decode_tokens_per_s", {})
     longest = list(ttft)[-1] if ttft else None
-    batches = {rows: raw[f"{BATCH}{rows}"] for rows in batch_rows(raw)}
     return {
         "ttft_ms": ttft,
         "tpot_ms": middle.get("tpot_ms", {}),
-        "decode_tokens_per_s": middle.get("decode_tokens_per_s", {}),
-        "without_cache": _without_cache(middle),
+        "decode_tokens_per_s": rates,
+        "without_cache": {  # what the next token costs if all tokens are read again for it
+            depth: {"tpot_ms": ms, "decode_tokens_per_s": 1000 / ms, "cache_speedup": rates[depth] * ms / 1000}
+            for depth, ms in middle.get("without_cache_ms", {}).items()
+        },
         "prefill_tokens_per_s": 1000 * int(longest) / ttft[longest] if longest else None,
-        "first_prefill_ms": middle["first_prefill_ms"],
-        "import_s": middle["import_s"],
-        "load_s": middle["load_s"],
+        **{name: middle[name] for name in ("first_prefill_ms", "import_s", "load_s")},
         "peak_rss_bytes": int(max(by_name["peak_rss_bytes"])),
         "peak_rss_context_tokens": memory[0]["context_tokens"],
         "batches": {
             rows: {
                 "prompt_tokens": rounds[0]["lengths"],
-                **{key: middle["batches"][rows][key] for key in ("decode_tokens_per_s", "step_ms", "prefill_ms")},
+                **middle["batches"][rows],
                 "peak_rss_bytes": max(one["peak_rss_bytes"] for one in rounds),
             }
-            for rows, rounds in batches.items()
+            for rows, rounds in _batches(raw).items()
         },
         "rounds": len(speed),
         "noise": noise,
@@ -137,19 +144,6 @@ def summarise(raw: Raw) -> dict[str, Any]:
         "clean": not reasons,
         **_readings(raw, middle.get("joules_per_token")),
     }
-
-
-def _without_cache(middle: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """By depth, what the next token costs where all tokens are read again for it, and how many times faster a step is.
-
-    The time is that of the prompt that the steps come after, measured with them.
-    """
-    found = {}
-    for depth, milliseconds in middle.get("without_cache_ms", {}).items():
-        rate = 1000 / milliseconds
-        speedup = middle["decode_tokens_per_s"][depth] / rate
-        found[depth] = {"tpot_ms": milliseconds, "decode_tokens_per_s": rate, "cache_speedup": speedup}
-    return found
 
 
 def _readings(raw: Raw, joules: float | None) -> dict[str, Any]:
@@ -165,8 +159,7 @@ def _readings(raw: Raw, joules: float | None) -> dict[str, Any]:
     if not loads:
         absent["cold_load_s"] = next((one["absent"] for one in cold if "absent" in one), "not asked for")
     values = {name: [one[name] for one in speed if one[name] is not None] for name in ("clock_mhz", "temperature_c")}
-    ranges = {name: {"low": min(found), "high": max(found)} if found else None for name, found in values.items()}
-    absent |= {name: "no such sensor can be read" for name, found in ranges.items() if found is None}
+    absent |= {name: "no such sensor can be read" for name, found in values.items() if not found}
     if speed[0]["cpus"] is None:
         absent["cpus"] = "this system does not pin a process to processors"
     return {
@@ -174,7 +167,78 @@ def _readings(raw: Raw, joules: float | None) -> dict[str, Any]:
         "memory_split": split,
         "joules_per_token": joules,
         "energy": {key: speed[0]["energy"].get(key) for key in ("source", "depth")},
-        "surroundings": {**ranges, "clock_source": speed[0]["clock_source"]},
+        "surroundings": {
+            name: {"low": min(found), "high": max(found)} if found else None for name, found in values.items()
+        },
         "cpus": speed[0]["cpus"],
         "absent": absent,
+    }
+
+
+def summarise_sustained(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The run's windows, and its last against its first; `throttling` is None where there is one window only."""
+    first, last = windows[0]["tokens_per_s"], windows[-1]["tokens_per_s"]
+    lost = 1 - last / first if len(windows) > 1 else None
+    return {
+        "first_tokens_per_s": first,
+        "last_tokens_per_s": last,
+        "throttling_percent": None if lost is None else 100 * lost,
+        "throttled": None if lost is None else lost > THROTTLED,
+        "windows": windows,
+    }
+
+
+def bytes_read_per_token(directory: Path, config: ModelConfig) -> dict[str, int]:
+    """Bytes that decoding one token has to read: `weight_bytes`, and `kv_bytes_per_token` for each token before it.
+
+    Weights are the files' bytes without embeddings of which one row is looked up: an untied one, whose share of the
+    bytes is taken to be its share of the parameters, and the copy by rows that standard operators need of a packed tied
+    matrix. Of experts those count that a token is sent to, by their share of the parameters. kv is what all layers
+    cache of a token, in numbers, times the bytes of one; states that do not grow count as weights.
+    """
+    settings = manifest_of(directory).settings
+    packed = read_json(directory / "config.json").get("quantization_config") or {}
+    weights = directory_bytes(directory)
+    if not config.tie_word_embeddings:
+        embedding = config.parameters_by_component()["embedding"]
+        weights = int(weights * (1 - embedding / config.parameters))
+    elif settings.get("format") == "standard" and "bits" in packed:
+        bits, block_size = int(packed.get("head_bits", packed["bits"])), int(packed.get("block_size", 32))
+        if bits != 32:
+            zeros = bits == 4 and not packed.get("symmetric", True)
+            weights -= quantized_bytes(config.vocab_size, config.hidden_size, bits, block_size, zeros)
+    weights = int(weights * config.active_parameters / config.parameters)
+    weights += state_bytes(config)["fp32"]
+    cached = kv_cache_bytes_per_token(config)
+    kv_bytes = cached.get(str(settings.get("kv_cache")), cached["fp32"])
+    return {"weight_bytes": weights, "kv_bytes_per_token": kv_bytes}
+
+
+def budget_depth(depths: Iterable[int]) -> int:
+    """The depth whose time per token a budget judges: 512 tokens, else the deepest measured, 0 without any."""
+    depths = list(depths)
+    return BUDGET_DEPTH if BUDGET_DEPTH in depths else max(depths, default=0)
+
+
+def bandwidth_bound(
+    read: Mapping[str, int], probes: Sequence[Mapping[str, Any]], depths: Sequence[int]
+) -> dict[str, Any]:
+    """The lower bound on a step's time: bytes read per token / bandwidth, in ms by depth.
+
+    `read` comes from `bytes_read_per_token`, `probes` from the worker's bandwidth mode: the highest bandwidth counts,
+    since a lower one was disturbed.
+    """
+    bandwidth = max(float(probe["bandwidth_bytes_per_s"]) for probe in probes)
+
+    def milliseconds(depth: int) -> float:
+        return 1000 * (read["weight_bytes"] + read["kv_bytes_per_token"] * depth) / bandwidth
+
+    return {
+        "memory_floor_tpot_ms": milliseconds(budget_depth(depths)),
+        "memory_floor": {
+            **read,
+            "by_depth_ms": {str(depth): milliseconds(depth) for depth in depths},
+            "bandwidth_bytes_per_s": bandwidth,
+            "working_set_bytes": probes[0]["working_set_bytes"],
+        },
     }

@@ -6,6 +6,7 @@ model's. Times are milliseconds, sizes bytes, unless the name says otherwise.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -13,78 +14,88 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.measure import timing
-from benchmarks.measure.bandwidth import measure_bandwidth
-from benchmarks.measure.cpus import pin
-from benchmarks.measure.energy import read_sensors
-from benchmarks.measure.page_cache import drop_files
+import numpy as np
+
+from benchmarks.measure.probes import EnergyMeter, drop_files, measure_bandwidth, read_sensors
 from sportsllm.errors import ResourceError, SportsLLMError
 from sportsllm.inference.decoder import Decoder, is_onnx_directory, kernels_of, open_decoder, placement_of
 from sportsllm.process_memory import peak_rss_bytes
 
-Mode = Callable[[Mapping[str, Any]], dict[str, Any]]
+STABLE_WITHIN = 0.10  # warm-up ends when the last three times agree this well
+WARM_UP_CALLS, WARM_UP_S = 8, 1.5
+LONGEST_S = 4.0  # a slow model gets fewer repeats rather than more time than this for one figure
+LEAST_STEPS, MOST_SWEEPS = 16, 4
+ENERGY_S = 2.0  # counters move in steps of milliseconds, so a figure needs a while
+METER_EVERY_STEPS = 8  # a power sensor is integrated over time and needs many readings
+WINDOWS, LEAST_WINDOW_S, MOST_WINDOW_S = 30, 1.0, 30.0  # of a sustained run
+Specification = Mapping[str, Any]
+StepSweeps = list[list[float]]
 
 
-def main(arguments: Sequence[str], modes: Mapping[str, Mode] | None = None) -> int:
-    """Print what the JSON argument asks for, or the reason why not; `modes` are those of another module."""
+def main(arguments: Sequence[str]) -> None:
+    """Print what the JSON argument asks for, or the reason why not."""
     result_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not end up in the result
-    specification = json.loads(arguments[0])
-    cpus = pin(specification.get("cpus"))
+    asked = json.loads(arguments[0])
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     try:
-        payload = (modes or _MODES)[specification["mode"]](specification)
-        payload |= {"cpus": cpus, **read_sensors(cpus)}  # the clock while it is still busy
+        payload = MODES[asked["mode"]](asked)
+        payload |= {
+            "cpus": cpus,
+            **read_sensors(cpus or range(os.cpu_count() or 1)),
+        }  # the clock while it is still busy
     except SportsLLMError as error:
         payload = {"error": str(error), "exit_code": error.exit_code}
     except ModuleNotFoundError as error:
         advice = "install it with: pip install 'sportsllm-compress[compress]', or measure an export"
-        message = f"{specification.get('directory', 'this')}: needs the package {error.name!r}; {advice}"
+        message = f"{asked.get('directory', 'this')}: needs the package {error.name!r}; {advice}"
         payload = {"error": message, "exit_code": ResourceError.exit_code}
     result_stream.write(json.dumps(payload) + "\n")
     result_stream.flush()
-    return 0
 
 
-def measure_speed(specification: Mapping[str, Any]) -> dict[str, Any]:
+def measure_speed(asked: Specification) -> dict[str, Any]:
     """Load time, time to first token by prompt length, time to read the tokens of each depth and of single steps after
     them, and the energy of one."""
-    decoder, loaded = _open(specification)
-    tokens = timing.draw_tokens(decoder, specification["seed"])
-    first = timing.milliseconds(lambda: decoder.prefill([tokens[:32]], max_length=min(64, len(tokens))))
-    prompts, depths = specification["prompts"], specification["depths"]
-    ttft = {str(prompt): timing.time_prompt(decoder, tokens, prompt, specification) for prompt in prompts}
-    steps = {str(depth): timing.time_depth(decoder, tokens, depth, specification) for depth in depths}
-    few = {**specification, "repeats": 3, "seconds_per_figure": 0.0}
-    reading = {
-        str(depth): ttft[str(depth)] if depth in prompts else timing.time_prompt(decoder, tokens, depth, few)
-        for depth in depths
+    decoder, loaded = _open(asked)
+    tokens = _draw_tokens(decoder, asked)
+    first = milliseconds(lambda: decoder.prefill([tokens[:32]], max_length=min(64, len(tokens))))
+    ttft = {str(prompt): time_prompt(decoder, tokens, prompt, asked) for prompt in asked["prompts"]}
+    steps = {str(depth): time_depth(decoder, tokens, depth, asked) for depth in asked["depths"]}
+    few = {**asked, "repeats": 3, "seconds_per_figure": 0.0}
+    reading = {key: ttft[key] if key in ttft else time_prompt(decoder, tokens, int(key), few) for key in steps}
+    energy = measure_energy(decoder, tokens, asked.get("energy_depth", 0), asked["steps"])
+    return {
+        **loaded,
+        "first_prefill_ms": first,
+        "ttft_ms": ttft,
+        "step_ms": steps,
+        "reading_ms": reading,
+        "energy": energy,
     }
-    energy = timing.measure_energy(decoder, tokens, specification.get("energy_depth", 0), specification["steps"])
-    times = {"first_prefill_ms": first, "ttft_ms": ttft, "step_ms": steps, "reading_ms": reading}
-    return {**loaded, **times, "energy": energy}
 
 
-def measure_batch(specification: Mapping[str, Any]) -> dict[str, Any]:
+def measure_batch(asked: Specification) -> dict[str, Any]:
     """Time to read several prompts, and time of steps that give every row one token; `lengths` are the prompts'."""
-    decoder, loaded = _open(specification)
-    tokens = timing.draw_tokens(decoder, specification["seed"])
-    lengths = specification["lengths"]
-    steps = timing.time_steps(decoder, tokens, lengths, specification)
-    room = max(lengths) + specification["warm_up_steps"] + specification["steps"]
+    decoder, loaded = _open(asked)
+    tokens = _draw_tokens(decoder, asked)
+    lengths = asked["lengths"]
+    steps = time_steps(decoder, tokens, lengths, asked)
+    room = max(lengths) + asked["warm_up_steps"] + asked["steps"]
     rows = [tokens[:length] for length in lengths]
-    prefill = timing.milliseconds(lambda: decoder.prefill(rows, max_length=room))
+    prefill = milliseconds(lambda: decoder.prefill(rows, max_length=room))
     return {**loaded, "lengths": lengths, "step_ms": steps, "prefill_ms": prefill, "peak_rss_bytes": peak_rss_bytes()}
 
 
-def measure_memory(specification: Mapping[str, Any]) -> dict[str, Any]:
+def measure_memory(asked: Specification) -> dict[str, Any]:
     """Peak resident memory of loading the model, reading a prompt and writing a few tokens: `context_tokens` in all."""
     before = peak_rss_bytes()
-    decoder, loaded = _open(specification)
+    decoder, loaded = _open(asked)
     after_load = peak_rss_bytes()
-    tokens = timing.draw_tokens(decoder, specification["seed"])[: int(specification["context_tokens"])]
-    steps = min(int(specification["memory_steps"]), len(tokens) // 2)
+    tokens = _draw_tokens(decoder, asked)[: int(asked["context_tokens"])]
+    steps = min(int(asked["memory_steps"]), len(tokens) // 2)
     decoder.prefill([tokens[:-steps]], max_length=len(tokens))
     for token in tokens[-steps:]:
         decoder.step([token])
@@ -92,53 +103,186 @@ def measure_memory(specification: Mapping[str, Any]) -> dict[str, Any]:
     return {**loaded, "context_tokens": len(tokens), **sizes}
 
 
-def measure_cold_load(specification: Mapping[str, Any]) -> dict[str, Any]:
+def measure_cold_load(asked: Specification) -> dict[str, Any]:
     """Load time after the directory's files were dropped from the page cache; or under `absent` why that failed."""
-    directory = Path(specification["directory"])
+    directory = Path(asked["directory"])
     importlib.import_module(_library(directory))  # before, as for the warm figure
     reason = drop_files([path for path in directory.rglob("*") if path.is_file()])
-    return {"absent": reason} if reason is not None else _open(specification)[1]
+    return _open(asked)[1] if reason is None else {"absent": reason}
 
 
-def measure_minutes(specification: Mapping[str, Any]) -> dict[str, Any]:
-    """Load, then `benchmarks.measure.timing.measure_sustained`."""
-    decoder, loaded = _open(specification)
-    tokens = timing.draw_tokens(decoder, specification["seed"])
-    return {**loaded, **timing.measure_sustained(decoder, tokens, specification)}
+def measure_sustained(asked: Specification) -> dict[str, Any]:
+    """Load, then `decode_windows`."""
+    decoder, loaded = _open(asked)
+    tokens = _draw_tokens(decoder, asked)
+    return {**loaded, "windows": decode_windows(decoder, tokens, asked)}
+
+
+MODES: dict[str, Callable[[Specification], dict[str, Any]]] = {
+    "speed": measure_speed,
+    "batch": measure_batch,
+    "memory": measure_memory,
+    "cold": measure_cold_load,
+    "bandwidth": lambda asked: measure_bandwidth(asked["threads"], asked["working_set_bytes"]),
+    "sustained": measure_sustained,
+}
 
 
 def _library(directory: Path) -> str:
     return "onnxruntime" if is_onnx_directory(directory) else "torch"
 
 
-def _open(specification: Mapping[str, Any]) -> tuple[Decoder, dict[str, Any]]:
+def _open(asked: Specification) -> tuple[Decoder, dict[str, Any]]:
     """The decoder, with the seconds that its library and its model took to load."""
-    directory = Path(specification["directory"])
-    library = _library(directory)
-    started = time.perf_counter()
+    directory = Path(asked["directory"])
+    library, started = _library(directory), time.perf_counter()
     module = importlib.import_module(library)
     imported = time.perf_counter()
-    asked = specification.get("kernels", "auto"), specification.get("provider", "cpu")
-    decoder = open_decoder(directory, specification["threads"], *asked)
+    decoder = open_decoder(directory, asked["threads"], asked.get("kernels", "auto"), asked.get("provider", "cpu"))
     kernels, placement = kernels_of(decoder), placement_of(decoder)
-    seconds = {"import_s": imported - started, "load_s": time.perf_counter() - imported}
-    return decoder, {
-        "runtime": f"{library} {module.__version__}",
-        "kernels": None if kernels is None else kernels[0],
-        "placement": None if placement is None else {**placement[0], "line": placement[1]},
-        **seconds,
-    }
+    loaded: dict[str, Any] = {"import_s": imported - started, "load_s": time.perf_counter() - imported}
+    loaded |= {"runtime": f"{library} {module.__version__}", "kernels": kernels and kernels[0]}
+    loaded["placement"] = placement and {**placement[0], "line": placement[1]}
+    return decoder, loaded
 
 
-_MODES: dict[str, Mode] = {
-    "speed": measure_speed,
-    "batch": measure_batch,
-    "memory": measure_memory,
-    "cold": measure_cold_load,
-    "bandwidth": measure_bandwidth,
-    "sustained": measure_minutes,
-}
+def _draw_tokens(decoder: Decoder, asked: Specification) -> list[int]:
+    """A context full of token ids from a seeded generator."""
+    config, generator = decoder.config, np.random.default_rng(asked["seed"])
+    return [int(token) for token in generator.integers(0, config.vocab_size, config.max_position_embeddings)]
+
+
+def milliseconds(work: Callable[[], Any]) -> float:
+    """How long one call of `work` takes."""
+    begin = time.perf_counter_ns()
+    work()
+    return (time.perf_counter_ns() - begin) / 1e6
+
+
+def time_prompt(decoder: Decoder, tokens: Sequence[int], prompt: int, asked: Specification) -> list[float]:
+    """Times to read the first `prompt` tokens, `repeats` or more until `seconds_per_figure` are over, warmed up."""
+    room = min(prompt + asked["steps"], len(tokens))
+    read_prompt = functools.partial(decoder.prefill, [tokens[:prompt]], max_length=room)
+    warm: list[float] = []
+    started = time.perf_counter()
+    while len(warm) < WARM_UP_CALLS and not (warm and time.perf_counter() - started > WARM_UP_S):
+        warm.append(milliseconds(read_prompt))
+        if len(warm) >= 3 and max(warm[-3:]) <= (1 + STABLE_WITHIN) * min(warm[-3:]):
+            break
+    samples: list[float] = []
+    repeats, seconds, started = asked["repeats"], asked["seconds_per_figure"], time.perf_counter()
+    while len(samples) < repeats or time.perf_counter() - started < seconds:
+        samples.append(milliseconds(read_prompt))
+        if len(samples) > 1 and time.perf_counter() - started > LONGEST_S:
+            break
+    return samples
+
+
+class Window(NamedTuple):
+    """Steps around a depth: a prompt, steps to warm up, and timed steps whose mean position is the depth."""
+
+    prompt: int
+    warm_up: int
+    steps: int
+
+
+def window_around(depth: int, warm_up: int, steps: int) -> Window:
+    """At most `steps` timed steps centred on `depth` tokens after at most `warm_up` untimed ones.
+
+    At a depth of 32 these are 32 steps, at positions 16 to 47, so that the figure is that of its depth.
+    """
+    steps = max(1, min(steps, depth))
+    first = depth - steps // 2
+    warm_up = min(warm_up, first // 2)
+    return Window(max(1, first - warm_up), warm_up, steps)
+
+
+def time_depth(decoder: Decoder, tokens: Sequence[int], depth: int, asked: Specification) -> StepSweeps:
+    """Times of single steps at `depth` tokens, in ms; see `window_around`."""
+    window = window_around(depth, asked["warm_up_steps"], asked["steps"])
+    own = {**asked, "warm_up_steps": window.warm_up, "steps": window.steps}
+    return time_steps(decoder, tokens, [window.prompt], own)
+
+
+def time_steps(decoder: Decoder, tokens: Sequence[int], lengths: Sequence[int], asked: Specification) -> StepSweeps:
+    """Times of single steps after a prompt of `lengths` tokens for each row, by sweep.
+
+    Prompts are the beginnings of `tokens`, the steps read what follows the longest; the first ones only warm up.
+    """
+    warm_up, steps, seconds = (asked[key] for key in ("warm_up_steps", "steps", "seconds_per_figure"))
+    longest, rows = max(lengths), [tokens[:length] for length in lengths]
+    room = longest + warm_up + steps
+    sweeps: StepSweeps = []
+    started = time.perf_counter()
+    most = MOST_SWEEPS * max(1, 128 // max(1, steps))  # short windows are swept more often
+    while not sweeps or (len(sweeps) < most and time.perf_counter() - started < seconds):
+        decoder.prefill(rows, max_length=room)
+        for token in tokens[longest : longest + warm_up]:
+            decoder.step([token] * len(rows))
+        sweeps.append([])
+        sweep_started = time.perf_counter()
+        for token in tokens[longest + warm_up : room]:
+            sweeps[-1].append(milliseconds(functools.partial(decoder.step, [token] * len(rows))))
+            if len(sweeps[-1]) >= LEAST_STEPS and time.perf_counter() - sweep_started > LONGEST_S:
+                break
+    return sweeps
+
+
+def decode_for(
+    decoder: Decoder, tokens: Sequence[int], depth: int, room: int, least_s: float, meter: EnergyMeter
+) -> tuple[int, float, float | None]:
+    """Decode from `depth` to `room` tokens again and again, once at least and for `least_s` seconds of decoding.
+
+    Returns tokens, seconds and joules (None where the meter reads nothing) of the steps, the prompts left out.
+    """
+    count, seconds = 0, 0.0
+    joules: float | None = 0.0
+    while not count or seconds < least_s:
+        decoder.prefill([tokens[:depth]], max_length=room)
+        before, started = meter.joules(), time.perf_counter()
+        for index, token in enumerate(tokens[depth:room]):
+            decoder.step([token])
+            if index % METER_EVERY_STEPS == 0:
+                meter.joules()
+        seconds += time.perf_counter() - started
+        count += room - depth
+        after = meter.joules()
+        joules = None if joules is None or before is None or after is None else joules + after - before
+    return count, seconds, joules
+
+
+def measure_energy(decoder: Decoder, tokens: Sequence[int], depth: int, steps: int) -> dict[str, Any]:
+    """Joules of one token at `depth`, the machine's idle share included; or under `absent` why not."""
+    meter = EnergyMeter()
+    source = meter.source
+    if source is None or not depth:
+        return {"absent": meter.reason if source is None else "no decoding depth fits the context"}
+    count, seconds, joules = decode_for(decoder, tokens, depth, depth + steps, ENERGY_S, meter)
+    if joules is None:
+        return {"absent": meter.reason}
+    figures = {"joules_per_token": joules / count, "watts": joules / seconds}
+    return {**figures, "depth": depth, "tokens": count, "source": source}
+
+
+def decode_windows(decoder: Decoder, tokens: Sequence[int], asked: Specification) -> list[dict[str, Any]]:
+    """Decode after a prompt of `depth`, again and again for `minutes`: speed and sensors by window.
+
+    A window has a thirtieth of the run, but 1 to 30 s of decoding; none begins less than half of that before the end.
+    """
+    depth, minutes, meter = asked["depth"], asked["minutes"], EnergyMeter()
+    room = depth + asked["warm_up_steps"] + asked["steps"]
+    length = min(MOST_WINDOW_S, max(LEAST_WINDOW_S, 60 * minutes / WINDOWS))
+    windows = list[dict[str, Any]]()
+    decode_for(decoder, tokens, depth, room, 0.0, meter)  # warm-up
+    started = time.perf_counter()
+    while not windows or time.perf_counter() - started + length / 2 < 60 * minutes:
+        begin = time.perf_counter() - started
+        count, busy, joules = decode_for(decoder, tokens, depth, room, length, meter)
+        window = {"start_s": begin, "tokens_per_s": count / busy, "tokens": count}
+        energy = {"joules_per_token": None if joules is None else joules / count}
+        windows.append({**window, **read_sensors(asked.get("cpus") or ()), **energy})
+    return windows
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -30,10 +30,9 @@ from pydantic import ValidationError
 
 from benchmarks.devices.load import list_devices, load_device, write_device
 from benchmarks.devices.schema import FORMAT, Coefficients, Device
-from benchmarks.measure.bench import LARGEST_WORKING_SET_BYTES, default_threads, machine
-from benchmarks.measure.cpus import choose_cpus
-from benchmarks.measure.hardware import this_machine
-from benchmarks.measure.process import QUIET_CORES, child_command, run_child, wait_for_quiet
+from benchmarks.measure.bench import LARGEST_WORKING_SET_BYTES
+from benchmarks.measure.machine import choose_cpus, default_threads, machine, this_machine
+from benchmarks.measure.process import QUIET_CORES, run_child, wait_for_quiet, worker_turn
 from benchmarks.predict.latency import CALIBRATED_BAND, KNOWN_BYTES, Formulas, Terms, costs, resolve, total
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.spread import percentile
@@ -102,20 +101,18 @@ class MeasuredModel:
     def measure(self, mode: str, threads: int) -> float:
         """Add the figures of a fresh process, medians pinned to processors as in `bench`; returns the cores that other
         programs used beside it."""
-        cpus = choose_cpus(threads)
-        asked = {**SHORT_BENCH, "mode": mode, "directory": str(self.directory), "threads": threads, "cpus": cpus}
-        what, variables = f"{self.directory.name} ({mode})", {"OMP_NUM_THREADS": str(threads)}
-        child = run_child(child_command(asked), what, TIMEOUT_S, variables, cpus=cpus)
+        asked = {**SHORT_BENCH, "directory": str(self.directory), "threads": threads, "cpus": choose_cpus(threads)}
+        measured = run_child(worker_turn(asked, mode), TIMEOUT_S)
         if mode == "memory":
-            self.rounds.setdefault(("memory", CONTEXT), []).append(float(child.payload["peak_rss_bytes"]))
-            return child.other_cpu_cores
+            self.rounds.setdefault(("memory", CONTEXT), []).append(float(measured["peak_rss_bytes"]))
+            return float(measured["other_cpu_cores"])
         for prompt in PROMPTS:
-            times = child.payload["ttft_ms"][str(prompt)]
+            times = measured["ttft_ms"][str(prompt)]
             self.rounds.setdefault(("ttft", prompt), []).append(percentile(times, 50))
         for depth in DEPTHS:
-            steps = [step for sweep in child.payload["step_ms"][str(depth)] for step in sweep]
+            steps = [step for sweep in measured["step_ms"][str(depth)] for step in sweep]
             self.rounds.setdefault(("tpot", depth), []).append(percentile(steps, 50))
-        return child.other_cpu_cores
+        return float(measured["other_cpu_cores"])
 
 
 def measure_models(models: Sequence[MeasuredModel], threads: int, rounds: int) -> tuple[list[Figure], float]:
@@ -288,10 +285,9 @@ def read_bandwidth(counts: Sequence[int]) -> dict[int, float]:
     """Bytes a second that each number of threads reads beyond the caches, pinned, each in a fresh process."""
     size, found = min(LARGEST_WORKING_SET_BYTES, psutil.virtual_memory().available // 4), dict[int, float]()
     for threads in counts:
-        cpus, variables = choose_cpus(threads), {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        asked = {"mode": "bandwidth", "threads": threads, "cpus": cpus, "working_set_bytes": size}
-        child = run_child(child_command(asked), f"bandwidth of {threads} threads", TIMEOUT_S, variables, cpus=cpus)
-        found[threads] = float(child.payload["bandwidth_bytes_per_s"])
+        asked = {"threads": threads, "cpus": choose_cpus(threads), "working_set_bytes": size}
+        turn = worker_turn(asked, "bandwidth", f"bandwidth of {threads} threads")
+        found[threads] = float(run_child(turn, TIMEOUT_S)["bandwidth_bytes_per_s"])
     return found
 
 

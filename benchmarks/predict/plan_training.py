@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.devices.schema import Device, Hardware
 from benchmarks.flops import forward_flops_per_token, training_flops_per_token
-from benchmarks.measure.hardware import this_machine
+from benchmarks.measure.machine import this_machine
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.training_memory import TrainingMemory, TrainingStep, largest_batch, training_memory

@@ -228,12 +228,10 @@ def _peers(bench: Bench) -> Table:
         for name, one in measured.items()
     ]
     speeds = [*(f"generated tokens/s after {depth}" for depth in depths), *(f"first token of {x}, ms" for x in prompts)]
-    kinds = {"best peer": bench.against_ratios, "best peer, options of its own included": bench.against_tuned_ratios}
     notes = [
-        f"ours / {kind}, {name}: {number(one.ratio)} "
+        f"ours / best peer, {name}: {number(one.ratio)} "
         f"({interval(one.low, one.high)}; {one.peer}; {one.better} is better)"
-        for kind, found in kinds.items()
-        for name, one in found.items()
+        for name, one in bench.against_ratios.items()
     ]
     absent = {name: one for name, one in bench.against.items() if one.status != "measured"}
     notes += [f"{name}: {one.status}" + (f": {one.install}" if one.install else "") for name, one in absent.items()]

@@ -137,7 +137,6 @@ class Bench:
     sustained: Sustained | None = None
     against: dict[str, Peer] = field(default_factory=dict)
     against_ratios: dict[str, Ratio] = field(default_factory=dict)
-    against_tuned_ratios: dict[str, Ratio] = field(default_factory=dict)
     noise: dict[str, Interval] = field(default_factory=dict)
     noise_reasons: list[str] = field(default_factory=list)
     clean: bool = True

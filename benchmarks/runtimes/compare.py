@@ -5,31 +5,113 @@ A runtime that is not installed gets a line that says how to install it, one tha
 
 from __future__ import annotations
 
+import difflib
 import json
+import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.process import ChildFailure, run_child
-from benchmarks.measure.rounds import Turn, take_turns
+from benchmarks.measure.process import ChildFailure, Turn, take_turns
 from benchmarks.measure.summary import nested
 from benchmarks.runtimes import worker
-from benchmarks.runtimes.options import CONVERT, INSTALL, Runtime
 from benchmarks.runtimes.worker import OTHER, OURS
 from benchmarks.spread import agree, spread
-from export.loaders import caches_keys_and_values, not_opened_by
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 
 DEPTHS = (32, 512)
 MEMORY = "peak_rss_bytes"
 TOO_SHORT = f"ttft_ms.{DEPTHS[0]}"  # so short that one disturbance counts: never the reason for another round
-PROBE_TIMEOUT_S = 120.0
 FAILURES = {"memory": "out of memory", "hang": "hung", "crash": "crashed", "refused": "gave up"}
-METRICS = {"generated_tokens_per_s": max, "ttft_ms": min, "peak_rss_bytes": min}  # which of two values is better
+METRICS = {"generated_tokens_per_s": max, "ttft_ms": min, MEMORY: min}  # which of two values is better
+INSTALL = {
+    "genai": "pip install onnxruntime-genai",
+    "openvino": "pip install openvino-genai",
+    "llama.cpp": "pip install llama-cpp-python",
+    "ik_llama.cpp": "pip install ik-llama-cpp-python",
+    "optimum": "pip install 'sportsllm-compress[optimum]' torch",
+    OTHER: "pip install sportsllm-compress",
+}
+_GGUF = "export/gguf/convert.py CONVERT_HF_TO_GGUF.PY CHECKPOINT --outfile FILE.gguf, then llama-quantize"
+CONVERT = {  # what makes a model for the runtimes that cannot read our export
+    "openvino": "optimum-cli export openvino --model CHECKPOINT --weight-format int4 DIR",
+    "llama.cpp": _GGUF,
+    "ik_llama.cpp": _GGUF,
+    OTHER: "export",
+}
+WITH_OPTIONS = ("openvino", "llama.cpp", "ik_llama.cpp")
+"""Take settings when they open a model; the others keep theirs beside it."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A runtime to measure, with a label, `openvino+128`, if it takes part several times; see `parse_runtimes`."""
+
+    name: str
+    python: str
+    directory: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The name without a label."""
+        return self.name.partition("+")[0]
+
+
+def portable_too(directory: Path) -> Runtime:
+    """This program's runtime with ONNX Runtime's operators, to be measured beside its own kernels."""
+    return Runtime(f"{OURS}+portable", sys.executable, directory, {"kernels": "portable"})
+
+
+def parse_runtimes(texts: Sequence[str] | None, export: Path) -> list[Runtime]:
+    """The runtimes that --against names; `export` is read by those that need no model of their own.
+
+    Each text is `NAME[+LABEL][=DIR][,python=PATH][,KEY=VALUE ...]`: the model converted for the runtime, the
+    interpreter that has it, and settings by the runtime's own names (JSON if valid, else text).
+
+    Raises:
+        UsageError: no such runtime, one without options, or a missing path.
+    """
+    found: dict[str, Runtime] = {}
+    for text in texts or ():
+        first, *others = (part.strip() for part in text.split(","))
+        name, _, place = first.partition("=")
+        kind = name.partition("+")[0]
+        if kind not in INSTALL:
+            near = difflib.get_close_matches(kind, INSTALL, 1)
+            advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(INSTALL)}"
+            raise UsageError(f"--against {text}: no such runtime; {advice}")
+        if not place and kind in CONVERT:
+            advice = f"make one with {CONVERT[kind]}, then --against {name}=DIR"
+            raise UsageError(f"--against {text}: needs a model of its own; {advice}")
+        directory = Path(place) if place else export
+        if not directory.exists():
+            raise UsageError(f"--against {text}: {directory} not found; check the path")
+        options = dict(_option(text, kind, other) for other in others)
+        asked = str(options.pop("python", sys.executable))
+        python = shutil.which(asked)
+        if python is None:
+            raise UsageError(f"--against {text}: no program {asked}; check the path")
+        found[name] = Runtime(name, python, directory, options)
+    return list(found.values())
+
+
+def _option(text: str, kind: str, pair: str) -> tuple[str, Any]:
+    key, equals, value = pair.partition("=")
+    if not key or not equals:
+        raise UsageError(f"--against {text}: write KEY=VALUE after the comma")
+    if key == "python":
+        return key, value
+    if kind not in WITH_OPTIONS:
+        raise UsageError(f"--against {text}: only {' and '.join(WITH_OPTIONS)} take options")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
 
 
 def turn_depths(context: int) -> list[int]:
@@ -53,91 +135,53 @@ def measure_against(
 
     Returns:
         `against`: by runtime, `ours` too, `status` ("measured", "not installed" or "failed: reason") and its figures.
-        `against_ratios`: see `best_ratios`, to runtimes at their defaults; empty where ours or all others failed.
-        `against_tuned_ratios`: to those with options too; empty where none has options.
+        `against_ratios`: see `best_ratios`; empty where ours or all others failed.
         `against_raw`: every round of those that were measured.
     """
-    depths = turn_depths(config.max_position_embeddings)
-    ours = Runtime(OURS, sys.executable, directory, kernels=str(settings.get("kernels", "auto")))
-    entries = {OURS: ours} | {runtime.name: runtime for runtime in runtimes}
-    closed = not_opened_by(config)
-    against = {
-        name: {"status": f"failed: {closed}"} if closed and _reads(runtime, directory, config) else _missing(runtime)
-        for name, runtime in entries.items()
-    }
-    asked = {key: settings[key] for key in ("threads", "cpus")} | {"depths": depths, "vocab_size": config.vocab_size}
-    turns = [_turn(runtime, asked) for name, runtime in entries.items() if not against[name]]
+    ours = Runtime(OURS, sys.executable, directory, {"kernels": settings.get("kernels", "auto")})
+    entries = {runtime.name: runtime for runtime in (ours, *runtimes)}
+    asked = {key: settings[key] for key in ("threads", "cpus")} | {"vocab_size": config.vocab_size}
+    asked["depths"] = turn_depths(config.max_position_embeddings)
+    failures: dict[str, dict[str, Any]] = {}
 
     def failed(name: str, failure: ChildFailure) -> None:
-        against[name] = _failure(failure.advising("--set timeout=SECONDS"))
+        failures[name] = _failure(entries[name], failure)
 
     title = f"bench {directory.name} against others"
+    turns = [_turn(runtime, asked) for runtime in entries.values()]
     raw = take_turns(title, turns, check_after_rounds, lambda raw: all(map(_steady, raw.values())), timeout_s, failed)
-    for name, runtime in entries.items():
-        if not against[name]:
-            against[name] = _summary(runtime, raw[name], config)
-    measured = [name for name in entries if against[name]["status"] == "measured"]
-    kept = {name: raw[name] for name in measured}
-    others = [entries[name] for name in measured if name != OURS] if OURS in measured else []
-    plain = [runtime for runtime in others if not runtime.options]
-    return {
-        "against": against,
-        "against_ratios": best_ratios(kept, _compared(plain)),
-        "against_tuned_ratios": best_ratios(kept, _compared(others)) if len(plain) < len(others) else {},
-        "against_raw": kept,
+    against = {
+        name: failures[name] if name in failures else _summary(runtime, raw[name], config)
+        for name, runtime in entries.items()
     }
+    kept = {name: raw[name] for name, one in against.items() if one["status"] == "measured"}
+    others = [name for name in kept if entries[name].kind not in (OTHER, OURS)]
+    others = others or [name for name in kept if name != OURS]  # others of ours only if there is no other runtime
+    ratios = best_ratios(kept, others) if OURS in kept else {}
+    return {"against": against, "against_ratios": ratios, "against_raw": kept}
 
 
-def _reads(runtime: Runtime, export: Path, config: ModelConfig) -> bool:
-    """Whether another runtime would have to open an export that `not_opened_by` has a line on."""
-    known_to = {"optimum"} if caches_keys_and_values(config) else {"optimum", "genai"}
-    return runtime.kind in known_to and runtime.directory == export
-
-
-def _compared(runtimes: Sequence[Runtime]) -> list[str]:
-    """Which of them ours is compared with: others of ours count only if there is no other runtime."""
-    return [one.name for one in runtimes if one.kind not in (OTHER, OURS)] or [one.name for one in runtimes]
-
-
-def _missing(runtime: Runtime) -> dict[str, Any]:
-    """Why a runtime cannot take part, empty where it can: found out before the rounds, not in the middle of them."""
-    if runtime.kind == OURS:
-        return {}
-    turn = _turn(runtime, {"probe": True})
-    try:
-        found = run_child(turn.command, turn.what, PROBE_TIMEOUT_S, turn.environment).payload["found"]
-    except ChildFailure as failure:
-        return _failure(failure)
-    if not found:
+def _failure(runtime: Runtime, failure: ChildFailure) -> dict[str, Any]:
+    if failure.exit_code == worker.NOT_INSTALLED and failure.kind == "refused":
         own = f"in an environment of its own, then --against {runtime.name},python=ENVIRONMENT/bin/python"
-        return {"status": "not installed", "install": f"{INSTALL[runtime.kind]}, {own}"}
-    if runtime.directory is None:
-        advice = f"make its own with {CONVERT[runtime.kind]}, then --against {runtime.name}=DIR"
-        return {"status": f"failed: cannot read an export; {advice}"}
-    return {}
-
-
-def _failure(failure: ChildFailure) -> dict[str, Any]:
+        return {"status": "not installed", "install": f"{INSTALL.get(runtime.kind, INSTALL[OTHER])}, {own}"}
     return {"status": f"failed: {FAILURES[failure.kind]} ({failure})"}
 
 
 def _turn(runtime: Runtime, settings: Mapping[str, Any]) -> Turn:
-    asked = {"kind": runtime.kind, "options": dict(runtime.options), "kernels": runtime.kernels, **settings}
-    if runtime.directory is not None:
-        asked["directory"] = str(runtime.directory.resolve())
-    command = [runtime.python, str(Path(worker.__file__).resolve()), json.dumps(asked)]
+    asked = {"kind": runtime.kind, "options": dict(runtime.options), "directory": str(runtime.directory.resolve())}
+    command = [runtime.python, str(Path(worker.__file__).resolve()), json.dumps({**asked, **settings})]
     # Its interpreter must find its own packages, never those of this environment.
     environment: dict[str, str | None] = {"PYTHONPATH": None, "PYTHONHOME": None, "VIRTUAL_ENV": None}
-    if "threads" in settings:
-        environment["OMP_NUM_THREADS"] = str(settings["threads"])
-    return Turn(runtime.name, command, f"bench against {runtime.name}", environment, cpus=settings.get("cpus"))
+    environment["OMP_NUM_THREADS"] = str(settings["threads"])
+    return Turn(runtime.name, command, f"bench against {runtime.name}", environment, settings["cpus"])
 
 
 def _by_name(rounds: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Each figure's values by dotted name, one a round."""
     first, by_depth = rounds[0], ("generated_tokens_per_s", "ttft_ms")
     values = {f"{key}.{depth}": [one[key][depth] for one in rounds] for key in by_depth for depth in first[key]}
-    return values | {"peak_rss_bytes": [float(one["peak_rss_bytes"]) for one in rounds]}
+    return values | {MEMORY: [float(one[MEMORY]) for one in rounds]}
 
 
 def _steady(rounds: Sequence[Mapping[str, Any]]) -> bool:
@@ -152,7 +196,6 @@ def _summary(runtime: Runtime, rounds: Sequence[Mapping[str, Any]], config: Mode
             return {"status": f"failed: {reason}; convert the same checkpoint"}
     by_name = _by_name(rounds)
     noise = {name: asdict(spread(values)) for name, values in by_name.items()}
-    middle = nested({name: statistics.median(values) for name, values in by_name.items()})
     return {
         "status": "measured",
         "version": rounds[0]["version"],
@@ -161,9 +204,8 @@ def _summary(runtime: Runtime, rounds: Sequence[Mapping[str, Any]], config: Mode
         "options": dict(runtime.options),
         "cpus": rounds[0]["cpus"],
         "rounds": len(rounds),
-        "peak_rss_bytes": int(max(by_name["peak_rss_bytes"])),
-        "generated_tokens_per_s": middle["generated_tokens_per_s"],
-        "ttft_ms": middle["ttft_ms"],
+        **nested({name: statistics.median(values) for name, values in by_name.items()}),
+        MEMORY: int(max(by_name[MEMORY])),
         "noise": noise,
         "noisy": [name for name, one in noise.items() if one["noisy"]],
         "steady": _steady(rounds),

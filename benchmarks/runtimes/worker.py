@@ -6,7 +6,6 @@ older Python. All runtimes do the same work: greedy tokens after prompts of rand
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -26,6 +25,7 @@ OURS = "ours"
 OTHER = "other"  # a second export of this project, so that two formats of a model are compared in turns
 STEPS, WARM_UP = 96, 16
 REPEATS = 3
+NOT_INSTALLED = 5  # exit code
 
 # From a prompt and a number of tokens: the seconds from the call until each of these tokens is chosen.
 Generate = Callable[[list[int], int], list[float]]
@@ -116,15 +116,11 @@ def openvino(directory: Path, threads: int, room: int, **options: Any) -> Opened
     from openvino import Tensor
 
     class Watch(og.StreamerBase):  # type: ignore[misc, name-defined]
-        """Records when each token arrives: releases of 2024 call `put`, later ones `write`, some with many tokens."""
+        """Records when each token arrives; some releases hand over many at a time."""
 
         def __init__(self) -> None:
             super().__init__()
             self.began, self.times = time.perf_counter(), list[float]()
-
-        def put(self, token: int) -> bool:
-            self.times.append(time.perf_counter() - self.began)
-            return False
 
         def write(self, token: int | list[int]) -> object:
             now = time.perf_counter() - self.began
@@ -207,15 +203,15 @@ def _gguf(path: Path) -> Path:
     return found[0]
 
 
-# By the name in --against: the module it needs, the package whose version is reported, the function that opens it.
-RUNTIMES: dict[str, tuple[str, str, Callable[..., Opened]]] = {
-    OURS: ("onnxruntime", "sportsllm-compress", ours),
-    OTHER: ("onnxruntime", "sportsllm-compress", ours),
-    "genai": ("onnxruntime_genai", "onnxruntime-genai", genai),
-    "openvino": ("openvino_genai", "openvino-genai", openvino),
-    "llama.cpp": ("llama_cpp", "llama-cpp-python", llama_cpp),
-    "ik_llama.cpp": ("ik_llama_cpp", "ik-llama-cpp-python", ik_llama_cpp),
-    "optimum": ("optimum.onnxruntime", "optimum-onnx", optimum),
+# By the name in --against: the package whose version is reported, and the function that opens a model.
+RUNTIMES: dict[str, tuple[str, Callable[..., Opened]]] = {
+    OURS: ("sportsllm-compress", ours),
+    OTHER: ("sportsllm-compress", ours),
+    "genai": ("onnxruntime-genai", genai),
+    "openvino": ("openvino-genai", openvino),
+    "llama.cpp": ("llama-cpp-python", llama_cpp),
+    "ik_llama.cpp": ("ik-llama-cpp-python", ik_llama_cpp),
+    "optimum": ("optimum-onnx", optimum),
 }
 
 
@@ -255,23 +251,15 @@ def time_turn(generate: Generate, depths: list[int], vocab_size: int) -> dict[st
     return {"ttft_ms": ttft, "generated_tokens_per_s": rates}
 
 
-def run_turn(specification: dict[str, Any]) -> dict[str, Any]:
-    """Measure the runtime `kind`, a key of `RUNTIMES`, or with `probe` only say whether it is installed."""
-    module, package, opener = RUNTIMES[specification["kind"]]
-    if specification.get("probe"):
-        try:
-            return {"found": importlib.util.find_spec(module) is not None}
-        except ModuleNotFoundError:  # the package around it
-            return {"found": False}
-    cpus = runpy.run_path(str(HERE.parent / "measure" / "cpus.py"))["pin"](specification["cpus"])
-    depths = specification["depths"]
+def run_turn(asked: dict[str, Any]) -> dict[str, Any]:
+    """Measure the runtime `kind`, a key of `RUNTIMES`."""
+    package, opener = RUNTIMES[asked["kind"]]
+    depths = asked["depths"]
     room = max(depths) + 1 + WARM_UP + STEPS
-    options = specification.get("options") or {}
-    if specification["kind"] == OURS:
-        options["kernels"] = specification["kernels"]
-    generate, shape = opener(Path(specification["directory"]), int(specification["threads"]), room, **options)
-    figures = time_turn(generate, depths, int(specification["vocab_size"]))
+    generate, shape = opener(Path(asked["directory"]), int(asked["threads"]), room, **asked["options"])
+    figures = time_turn(generate, depths, int(asked["vocab_size"]))
     peak = runpy.run_path(str(ROOT / "sportsllm" / "process_memory.py"))["peak_rss_bytes"]()
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     try:
         version: str | None = metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -290,7 +278,8 @@ def main() -> None:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        payload = {"error": f"{type(error).__name__}: {lines[0][:300]}", "exit_code": 1}
+        code = NOT_INSTALLED if isinstance(error, ModuleNotFoundError) else 1
+        payload = {"error": f"{type(error).__name__}: {lines[0][:300]}", "exit_code": code}
     result_stream.write(json.dumps(payload) + "\n")
     result_stream.flush()
 

@@ -23,8 +23,7 @@ from typing import Any
 
 from benchmarks.devices.load import load_device
 from benchmarks.devices.schema import Coefficients
-from benchmarks.measure.bench import default_threads, machine
-from benchmarks.measure.hardware import this_machine
+from benchmarks.measure.machine import default_threads, machine, this_machine
 from benchmarks.measure.process import QUIET_CORES
 from benchmarks.predict.calibrate import (
     FORMATS,

@@ -19,7 +19,7 @@ from benchmarks.devices.verdict import (
 )
 from benchmarks.labels import LIMITS
 from benchmarks.measure import bench
-from benchmarks.measure.timing import window_around
+from benchmarks.measure.worker import window_around
 from benchmarks.predict.latency import predict_figures
 from benchmarks.predict.model_size import ModelFormat
 from sportsllm.models.presets import PRESETS

@@ -1,15 +1,16 @@
 """Measuring: statistics against numpy, failures of child processes, and a whole run on a tiny export."""
 
+import copy
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import psutil
 import pytest
 from rich.console import Console
 
@@ -17,12 +18,11 @@ from benchmarks.bench import advice, bench_model
 from benchmarks.devices.load import DEVICES, is_this_machine, load_device
 from benchmarks.devices.verdict import check_on_device, depths_that_fit, judge_budget
 from benchmarks.measure import bench
-from benchmarks.measure.bandwidth_bound import bytes_read_per_token
-from benchmarks.measure.bench import BenchRequest, prompts_that_fit, round_numbers, short_bench
-from benchmarks.measure.cpus import choose_cpus
-from benchmarks.measure.memory import memory_split
-from benchmarks.measure.process import ChildFailure, child_command, run_child
-from benchmarks.measure.timing import time_depth
+from benchmarks.measure.bench import BenchRequest, Measurement, prompts_that_fit, round_numbers
+from benchmarks.measure.machine import choose_cpus
+from benchmarks.measure.process import ChildFailure, Turn, memory_split, run_child, worker_turn
+from benchmarks.measure.summary import bytes_read_per_token
+from benchmarks.measure.worker import time_depth
 from benchmarks.predict.latency import Formulas, costs, predict_directory, resolve, total
 from benchmarks.predict.model_size import stored_format
 from benchmarks.reporting.bench_tables import print_bench, verdict_line
@@ -72,7 +72,7 @@ def export(checkpoint: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def result(export: Path, checkpoint: Path) -> dict[str, Any]:
+def measured(export: Path, checkpoint: Path) -> Measurement:
     request = BenchRequest(
         export, threads=1, rounds=2, most_rounds=2, prompt_lengths=[64], batch_sizes=[1, 3], minutes=0.02
     )
@@ -80,13 +80,18 @@ def result(export: Path, checkpoint: Path) -> dict[str, Any]:
         patch.setattr(bench, "SECONDS_PER_FIGURE", 0.05)
         patch.setattr(bench, "MEMORY_ROUNDS", 1)
         patch.setattr(bench, "COLD_ROUNDS", 1)
-        patch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s, cpus=None: None)
+        patch.setattr("benchmarks.measure.process.wait_for_quiet", lambda longest_s, cpus=None: None)
         scores = {
             export: TextScore(40.8, 10, 10, (2.04,) * 20),
             checkpoint: TextScore(40.0, 10, 10, (2.0,) * 20),
         }
         patch.setattr("benchmarks.bench.score_text", lambda directory, *_: scores[directory])
-        return bench_model(request, "host", text=[checkpoint / "config.json"], teacher=checkpoint).to_json()
+        return bench_model(request, "host", text=[checkpoint / "config.json"], teacher=checkpoint)
+
+
+@pytest.fixture(scope="module")
+def result(measured: Measurement) -> dict[str, Any]:
+    return measured.to_json()
 
 
 def python(code: str) -> list[str]:
@@ -136,13 +141,13 @@ def test_depths_and_prompts_fit_the_context() -> None:
 )
 def test_a_child_that_gives_no_result_is_reported_in_one_line(code: str, kind: str, exit_code: int, words: str) -> None:
     with pytest.raises(ChildFailure) as caught:
-        run_child(python(code), "bench tiny (speed)", timeout_s=1 if kind == "hang" else 60)
+        run_child(Turn("speed", python(code), "bench tiny (speed)"), timeout_s=1 if kind == "hang" else 60)
     assert (caught.value.kind, caught.value.exit_code) == (kind, exit_code)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_damaged_model_keeps_its_own_error(tmp_path: Path, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s, cpus=None: None)
+    monkeypatch.setattr("benchmarks.measure.process.wait_for_quiet", lambda longest_s, cpus=None: None)
     for path in export.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     data = tmp_path / "model.onnx.data"
@@ -152,35 +157,16 @@ def test_a_damaged_model_keeps_its_own_error(tmp_path: Path, export: Path, monke
     assert caught.value.exit_code == 3
 
 
-def test_only_a_command_that_has_the_flag_is_told_of_it(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s, cpus=None: None)
-    with pytest.raises(ChildFailure, match=r"no result within 0\.01 s.*give it longer with --set timeout=SECONDS"):
-        bench_model(BenchRequest(export, timeout_s=0.01), "host")
-    monkeypatch.setattr(bench, "DEFAULT_TIMEOUT_S", 0.01)  # as `fit` measures, which has no such flag
-    with pytest.raises(ChildFailure, match=r"no result within 0\.01 s") as caught:
-        short_bench(export, load_device("host"))
-    assert "--set timeout" not in str(caught.value)
-
-
 def test_peak_memory_is_the_childs_own() -> None:
     held = b"x" * 300_000_000
     code = (
         "import json; from sportsllm.process_memory import peak_rss_bytes as p; {}; print(json.dumps({{'peak': p()}}))"
     )
-    small = run_child(python(code.format("pass")), "peak").payload["peak"]
-    freed = run_child(python(code.format("x = b'x' * 200_000_000; del x")), "peak").payload["peak"]
+    bodies = ("pass", "x = b'x' * 200_000_000; del x")
+    small, freed = (run_child(Turn("peak", python(code.format(body)), "peak"))["peak"] for body in bodies)
     assert peak_rss_bytes() > len(held)
     assert 5e6 < small < 150e6
     assert 195e6 < freed - small < 215e6
-
-
-def test_measuring_imports_neither_torch_nor_onnx() -> None:
-    code = (
-        "import sys, benchmarks.bench, benchmarks.measure.worker; "
-        "print([m for m in ('torch', 'onnx', 'safetensors', 'plotly', 'jinja2') if m in sys.modules])"
-    )
-    ran = subprocess.run(python(code), capture_output=True, text=True, cwd=Path(bench.__file__).parents[2], check=True)
-    assert ran.stdout.strip() == "[]"
 
 
 def test_the_measured_process_imports_few_libraries(export: Path) -> None:
@@ -211,7 +197,7 @@ def test_every_promised_key_is_there(result: dict[str, Any], export: Path) -> No
     assert result["cpus"] == choose_cpus(1)
     assert (result["cold_load_s"] is None) == ("cold_load_s" in result["absent"])
     assert (result["joules_per_token"] is None) == ("joules_per_token" in result["absent"])
-    assert (result["memory_split"] is None) == (memory_split(psutil.Process()) is None)
+    assert (result["memory_split"] is None) == (memory_split(os.getpid()) is None)
 
 
 def test_rows_are_decoded_together_and_for_a_while(result: dict[str, Any]) -> None:
@@ -354,26 +340,27 @@ def test_a_graphics_card_is_judged_by_what_runs_on_one(result: dict[str, Any], e
 
 @pytest.mark.slow
 def test_a_pytorch_checkpoint_is_measured_too(checkpoint: Path) -> None:
-    specification = {"mode": "memory", "directory": str(checkpoint), "threads": 1, "seed": 0}
-    child = run_child(child_command({**specification, "context_tokens": 300, "memory_steps": 4}), "memory")
-    assert child.payload["runtime"].startswith("torch ")
-    assert child.payload["context_tokens"] == 300
-    assert child.payload["before_load_bytes"] < child.payload["after_load_bytes"] <= child.payload["peak_rss_bytes"]
+    asked = {"directory": str(checkpoint), "threads": 1, "seed": 0, "context_tokens": 300, "memory_steps": 4}
+    child = run_child(worker_turn(asked, "memory"))
+    assert child["runtime"].startswith("torch ") and child["context_tokens"] == 300
+    assert child["before_load_bytes"] < child["after_load_bytes"] <= child["peak_rss_bytes"]
 
 
 def test_the_command_exits_4_when_a_limit_is_missed(
-    export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    export: Path,
+    measured: Measurement,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(bench, "SECONDS_PER_FIGURE", 0)
-    monkeypatch.setattr(bench, "MEMORY_ROUNDS", 1)
-    monkeypatch.setattr(bench, "COLD_ROUNDS", 1)
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s, cpus=None: None)
+    again = copy.deepcopy(measured)
+    again.figures["clean"] = False
+    monkeypatch.setattr(bench, "run_bench", lambda request: again)
     device = tmp_path / "strict.toml"
     text = (DEVICES / "host.toml").read_text(encoding="utf-8")
     device.write_text(text.replace("file_mb = 100\n", "file_mb = 0.01\n"), encoding="utf-8")
     out = tmp_path / "bench.json"
     arguments = ["bench", str(export), "--target", str(device), "--threads", "1", "--json", "--out", str(out)]
-    arguments += ["--rounds", "1", "--set", "most_rounds=1"]
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 4
@@ -387,6 +374,9 @@ def test_the_command_exits_4_when_a_limit_is_missed(
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 6  # the result of the first run is not overwritten
+    assert bench_model(BenchRequest(export)).figures["budget"] is None  # without a target nothing is judged
+    with pytest.raises(UsageError, match="--on-device needs --target"):
+        bench_model(BenchRequest(export), on_device=True)
 
 
 @pytest.mark.parametrize(
@@ -414,42 +404,19 @@ def test_one_number_of_rounds_fits_the_other(given: tuple[int | None, int | None
 
 
 @pytest.mark.parametrize(
-    ("missed", "runtime", "clean", "words"),
+    ("names", "verdict", "clean", "decided_by", "words"),
     [
-        ("tpot_p50_ms", "onnxruntime 1", False, "quiet machine"),
-        ("peak_memory_mb tpot_p50_ms", "onnxruntime 1", False, "compress it further"),
-        ("file_mb ttft_ms", "torch 2", True, "compress it further"),
-        ("quality_loss_percent", "torch 2", False, "prune less"),
+        ("tpot_p50_ms", "fail", False, "measurement", "quiet machine"),
+        ("peak_memory_mb tpot_p50_ms", "fail", False, "measurement", "compress it further"),
+        ("file_mb ttft_ms", "fail", True, "measurement", "compress it further"),
+        ("quality_loss_percent", "fail", False, "measurement", "prune less"),
+        ("quality_loss_percent", "uncertain", True, "measurement", "give --teacher and more held-out"),
+        ("tpot_p50_ms", "uncertain", True, "prediction", "measure it on the device"),
+        ("tpot_p50_ms", "uncertain", True, "measurement", "more --rounds"),
     ],
 )
-def test_the_advice_is_about_what_was_missed(missed: str, runtime: str, clean: bool, words: str) -> None:
-    limits = [{"name": name, "verdict": "fail"} for name in missed.split()] + [{"name": "other", "verdict": "pass"}]
-    assert words in advice({"budget": {"limits": limits}, "runtime": runtime, "clean": clean})
-
-
-@pytest.mark.parametrize(
-    ("names", "loss", "decided_by", "words"),
-    [
-        ("quality_loss_percent", None, "measurement", "give --text and --teacher"),
-        ("quality_loss_percent", 2.0, "measurement", "more held-out documents"),
-        ("tpot_p50_ms", 2.0, "prediction", "measure it on the device"),
-        ("tpot_p50_ms", 2.0, "measurement", "more --rounds"),
-    ],
-)
-def test_the_advice_says_what_would_decide(names: str, loss: float | None, decided_by: str, words: str) -> None:
-    limits = [{"name": name, "verdict": "uncertain"} for name in names.split()]
-    budget = {"limits": limits, "decided_by": decided_by}
-    assert words in advice({"budget": budget, "quality_loss_percent": loss, "clean": True, "runtime": "onnxruntime 1"})
-
-
-def test_without_a_target_nothing_is_judged(
-    export: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_advice_is_about_what_was_missed(
+    names: str, verdict: str, clean: bool, decided_by: str, words: str
 ) -> None:
-    monkeypatch.setattr(bench, "SECONDS_PER_FIGURE", 0)
-    monkeypatch.setattr("benchmarks.measure.rounds.wait_for_quiet", lambda longest_s, cpus=None: None)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["bench", str(export), "--threads", "1", "--rounds", "1", "--set", "most_rounds=1", "--json"])
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert not stop.value.code and printed["budget"] is None
-    with pytest.raises(UsageError, match="--on-device needs --target"):
-        bench_model(BenchRequest(export), None, on_device=True)
+    limits = [{"name": name, "verdict": verdict} for name in names.split()] + [{"name": "other", "verdict": "pass"}]
+    assert words in advice({"budget": {"limits": limits, "decided_by": decided_by}, "clean": clean})

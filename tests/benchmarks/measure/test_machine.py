@@ -6,13 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
-from benchmarks.measure.cpus import choose_cpus, pin
-from benchmarks.measure.energy import EnergyMeter, read_sensors, temperature_c
-from benchmarks.measure.memory import memory_split, watched_memory
-from benchmarks.measure.page_cache import drop_files, resident_bytes
+from benchmarks.measure.machine import choose_cpus
+from benchmarks.measure.probes import EnergyMeter, drop_files, read_sensors, resident_bytes
+from benchmarks.measure.process import Turn, memory_split, run_child
 
 
 def write(root: Path, files: dict[str, object]) -> None:
@@ -52,21 +50,17 @@ def test_energy_counters_of_all_packages_add_up_and_wrap(tmp_path: Path) -> None
     assert meter.joules() == pytest.approx(1_900e-6)
 
 
-def test_a_counter_that_disappears_is_no_zero(tmp_path: Path) -> None:
+def test_energy_that_cannot_be_read_is_absent_and_says_why(tmp_path: Path) -> None:
     write(tmp_path, package(0, 100))
     meter = EnergyMeter(tmp_path)
     (tmp_path / "sys/class/powercap/intel-rapl:0/energy_uj").unlink()
-    with pytest.raises(OSError, match="energy_uj"):
-        meter.joules()
-
-
-def test_energy_that_may_not_be_read_is_absent_and_says_why(tmp_path: Path) -> None:
-    write(tmp_path, package(0, 1))
-    (tmp_path / "sys/class/powercap/intel-rapl:0/energy_uj").unlink()
-    meter = EnergyMeter(tmp_path)
-    assert meter.source is None and "cannot be read by this user" in meter.reason
+    assert meter.joules() is None and "cannot be read any more" in meter.reason
+    hidden = EnergyMeter(tmp_path)
+    assert hidden.source is None and "cannot be read by this user" in hidden.reason
     nothing = EnergyMeter(tmp_path / "empty")
-    assert nothing.source is None and "no energy counter" in nothing.reason
+    assert nothing.joules() is None and "no energy counter" in nothing.reason
+    write(tmp_path / "two/sys/class/hwmon", {"hwmon0/power1_input": 1, "hwmon1/power1_input": 2})
+    assert EnergyMeter(tmp_path / "two").reason.startswith("2 power sensors")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +69,7 @@ def test_energy_that_may_not_be_read_is_absent_and_says_why(tmp_path: Path) -> N
         (  # a board's main rail, 5 V * 2 A, 3 A two seconds later: (10 + 15) / 2 W * 2 s
             {"hwmon1/in1_label": "VDD_IN", "hwmon1/in1_input": 5000, "hwmon1/curr1_input": 2000},
             {"hwmon1/curr1_input": 3000},
-            "hwmon rail VDD_IN",
+            "hwmon in1_input",
             25.0,
         ),
         ({"hwmon0/power1_input": 10_000_000}, {"hwmon0/power1_input": 20_000_000}, "hwmon power1_input", 30.0),
@@ -93,41 +87,18 @@ def test_power_is_added_up_over_time(
     assert meter.joules() == pytest.approx(joules)
 
 
-def test_a_battery_counts_only_while_it_discharges(tmp_path: Path) -> None:
-    battery = "sys/class/power_supply/battery"
-    # 4 V and -0.5 A (some drivers count what is given as negative): 2 W
-    values = {f"{battery}/current_now": -500_000, f"{battery}/voltage_now": 4_000_000}
-    write(tmp_path, values | {f"{battery}/status": "Charging"})
-    assert EnergyMeter(tmp_path).source is None
-    write(tmp_path, {f"{battery}/status": "Discharging"})
-    clock = Clock()
-    meter = EnergyMeter(tmp_path, clock)
-    clock.now = 3.0
-    assert meter.joules() == pytest.approx(6.0) and meter.source == "battery battery"
-
-
-def test_several_power_sensors_are_not_guessed_between(tmp_path: Path) -> None:
-    write(tmp_path / "sys/class/hwmon", {"hwmon0/power1_input": 1, "hwmon1/power1_input": 2})
-    meter = EnergyMeter(tmp_path)
-    assert meter.source is None and meter.reason.startswith("2 power sensors")
-
-
 def test_temperature_and_clock_are_the_processors(tmp_path: Path) -> None:
-    assert read_sensors(None, tmp_path) == {"clock_mhz": None, "clock_source": None, "temperature_c": None}
+    assert read_sensors([0], tmp_path) == {"clock_mhz": None, "temperature_c": None}
     thermal, hwmon = "sys/class/thermal/thermal_zone", "sys/class/hwmon/hwmon"
     write(tmp_path, {f"{thermal}0/type": "gpu-thermal", f"{thermal}0/temp": 90_000})
-    assert temperature_c(tmp_path) is None
+    assert read_sensors([0], tmp_path)["temperature_c"] is None
     write(tmp_path, {f"{thermal}1/type": "CPU-therm", f"{thermal}1/temp": 51_500})
-    assert temperature_c(tmp_path) == 51.5
+    assert read_sensors([0], tmp_path)["temperature_c"] == 51.5
     write(tmp_path, {f"{hwmon}0/name": "nvme", f"{hwmon}0/temp1_input": 80_000})
     write(tmp_path, {f"{hwmon}1/name": "k10temp", f"{hwmon}1/temp1_input": 45_000, f"{hwmon}1/temp3_input": 47_000})
-    assert temperature_c(tmp_path) == 47.0
-    write(tmp_path, {"proc/cpuinfo": "processor\t: 0\ncpu MHz\t\t: 1000.5\n\nprocessor\t: 1\ncpu MHz\t\t: 3000.5"})
-    assert read_sensors([1], tmp_path)["clock_mhz"] == 3000.5
     cpu = "sys/devices/system/cpu/cpu"
     write(tmp_path, {f"{cpu}{i}/cpufreq/scaling_cur_freq": khz for i, khz in enumerate((1_000_000, 2_000_000, 9))})
-    found = read_sensors([0, 1], tmp_path)
-    assert (found["clock_mhz"], found["clock_source"]) == (1500.0, "cpufreq")
+    assert read_sensors([0, 1], tmp_path) == {"clock_mhz": 1500.0, "temperature_c": 47.0}
 
 
 def test_threads_get_cores_of_their_own_and_the_strong_ones(tmp_path: Path) -> None:
@@ -145,75 +116,48 @@ def test_threads_get_cores_of_their_own_and_the_strong_ones(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins no process")
-def test_pinning_is_what_the_system_then_says() -> None:
+def test_a_child_runs_on_the_processors_it_is_given() -> None:
     cpu = min(os.sched_getaffinity(0))
-    code = f"import os; from benchmarks.measure.cpus import pin; print(pin([{cpu}]), os.sched_getaffinity(0))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == [f"[{cpu}]", f"{{{cpu}}}"]
-    assert pin(None) is None
-    assert pin([100_000]) is None  # no such processor
+    code = "import json, os, time; time.sleep(0.2); print(json.dumps({'cpus': sorted(os.sched_getaffinity(0))}))"
+    command = [sys.executable, "-S", "-c", code]
+    assert run_child(Turn("pinned", command, "pinned", cpus=[cpu]))["cpus"] == [cpu]
+    assert run_child(Turn("pinned", command, "pinned", cpus=[100_000]))["cpus"] == sorted(os.sched_getaffinity(0))
 
 
-SPLIT = memory_split(psutil.Process()) is not None
-
-
-def child(code: str) -> subprocess.Popen[str]:
-    """A process that runs `code`, says so and then waits for a line."""
-    program = f"{code}; print(flush=True); input()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    return process
+SPLIT = memory_split(os.getpid()) is not None
 
 
 @pytest.mark.skipif(not SPLIT, reason="this system does not split up memory")
 def test_memory_is_split_as_the_kernel_counts_it() -> None:
-    with child("held = bytearray(b'x') * 30_000_000") as process:
-        found = memory_split(psutil.Process(process.pid))
+    code = "held = bytearray(b'x') * 30_000_000; print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = memory_split(process.pid)
         lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-        kilobytes = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines[1:])}
-        process.communicate("\n")
+        process.communicate(b"\n")
+    kilobytes = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines[1:])}
     assert found is not None
     rss, anonymous = 1024 * kilobytes["Rss"], 1024 * kilobytes["Anonymous"]
+    private = 1024 * sum(value for name, value in kilobytes.items() if name.startswith("Private_"))
+    expected = {"rss_bytes": rss, "pss_bytes": 1024 * kilobytes["Pss"], "uss_bytes": private}
+    expected |= {"anonymous_bytes": anonymous, "file_bytes": rss - anonymous}
     # The process stands still. The kernel counts pages in batches per thread, up to 64 pages off.
-    within = 64 * 4096
-    assert found["rss_bytes"] == pytest.approx(rss, abs=within)
-    assert found["anonymous_bytes"] == pytest.approx(anonymous, abs=within)
-    assert found["file_bytes"] == pytest.approx(rss - anonymous, abs=within)
-    assert found["pss_bytes"] == pytest.approx(1024 * kilobytes["Pss"], abs=within)
-    private = sum(value for name, value in kilobytes.items() if name.startswith("Private_"))
-    assert found["uss_bytes"] == pytest.approx(1024 * private, abs=within)
-
-
-def test_of_a_process_that_has_ended_nothing_is_known() -> None:
-    ended = psutil.Popen([sys.executable, "-c", "pass"])
-    ended.wait()
-    assert memory_split(ended) is None
-    with watched_memory(ended.pid) as nothing:
-        pass
-    assert nothing == {}
+    assert found == pytest.approx(expected, abs=64 * 4096)
+    assert memory_split(process.pid) is None  # it has ended
 
 
 @pytest.mark.skipif(not SPLIT, reason="this system does not split up memory")
 def test_the_split_is_that_of_the_peak() -> None:
-    code = "import sys, time; input(); held = bytearray(b'x') * 80_000_000; time.sleep(0.1); del held; print(); input()"
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
-    with child("pass") as small:
-        before = memory_split(psutil.Process(small.pid))
-        small.communicate("\n")
-    with watched_memory(process.pid, every_s=0.01) as most:
-        print(file=process.stdin, flush=True)
-        process.stdout.readline()
-        after = memory_split(psutil.Process(process.pid))
-    process.communicate("\n")
-    assert before is not None and after is not None and most["samples"] >= 2
-    assert most["rss_bytes"] == most["anonymous_bytes"] + most["file_bytes"]
+    code = "import time; {}time.sleep(0.3); held = None; time.sleep(0.1); print('{{}}')"
+    turns = [
+        Turn("memory", [sys.executable, "-S", "-c", code.format(held)], "memory", watch_memory=True)
+        for held in ("", "held = bytearray(b'x') * 80_000_000; ")
+    ]
+    small, large = (run_child(turn)["split"] for turn in turns)
+    assert large["samples"] >= 2 and large["rss_bytes"] == large["anonymous_bytes"] + large["file_bytes"]
     # 80 MB of its own memory, give or take what the interpreter keeps or frees meanwhile
-    assert 75e6 < most["anonymous_bytes"] - before["anonymous_bytes"] < 90e6
-    assert after["anonymous_bytes"] < most["anonymous_bytes"] - 60e6
+    assert 75e6 < large["anonymous_bytes"] - small["anonymous_bytes"] < 90e6
 
 
 def test_dropped_files_are_out_of_the_cache(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import platform
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 
 from benchmarks.devices.load import is_this_machine, load_device, processor_name
 from benchmarks.devices.schema import Coefficients
-from benchmarks.measure.process import ChildResult
+from benchmarks.measure.process import Turn
 from benchmarks.plan import plan
 from benchmarks.predict import calibrate
 from benchmarks.predict.calibrate import (
@@ -141,14 +140,13 @@ def test_the_band_holds_nine_tenths() -> None:
 def test_medians_of_rounds_and_of_steps_count_as_in_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, round_times = MeasuredModel(SHAPES[0], FORMATS[0], tmp_path), [3.0, 1.0, 2.0]
 
-    def run(command: Sequence[str], what: str, *_: Any, **__: Any) -> ChildResult:
-        mode = json.loads(command[-1])["mode"]
-        if mode == "memory":
-            return ChildResult({"peak_rss_bytes": 80_000_000}, 1.0, 0.5, {})
+    def run(turn: Turn, timeout_s: float) -> dict[str, Any]:
+        if turn.name == "memory":
+            return {"peak_rss_bytes": 80_000_000, "other_cpu_cores": 0.5}
         slowest = round_times.pop(0)
         steps = [[slowest * (1 + step / 10) for step in range(11)]]  # the median is 1.5 times the first
         times = {"ttft_ms": {"128": steps[0], "512": steps[0]}, "step_ms": {"32": steps, "900": steps}}
-        return ChildResult(times, 1.0, 0.1, {})
+        return {**times, "other_cpu_cores": 0.1}
 
     monkeypatch.setattr(calibrate, "run_child", run)
     monkeypatch.setattr(calibrate, "wait_for_quiet", lambda cpus=None: None)

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.devices.load import list_devices, load_device
 from benchmarks.devices.schema import Coefficients, Device, Hardware
 from benchmarks.devices.verdict import depths_that_fit, judge, misses
-from benchmarks.measure import hardware
+from benchmarks.measure import machine
 from benchmarks.predict import latency
 from benchmarks.predict.latency import (
     PREFILL_CHUNK_TOKENS,
@@ -145,15 +145,15 @@ def test_coefficients_are_the_hardwares_figures_or_the_device_files_own(monkeypa
 
 
 def test_the_figures_of_this_machine_are_measured() -> None:
-    hardware.this_machine.cache_clear()
-    found = hardware.this_machine(1)
+    machine.this_machine.cache_clear()
+    found = machine.this_machine(1)
     assert isinstance(found, Hardware) and found.cores.value == 1
     assert found.memory_bandwidth.kind == found.fp32_matmul_rate.kind == "measured"
-    factor = 4 if any(name in found.instruction_set.value for name in hardware.DOT_PRODUCT) else 2
+    factor = 4 if any(name in found.instruction_set.value for name in machine.DOT_PRODUCT) else 2
     # Four digits of either.
     assert found.int8_matmul_rate.value == pytest.approx(factor * found.fp32_matmul_rate.value, rel=1e-3)
-    assert hardware.this_machine(1) is found  # once
-    hardware.this_machine.cache_clear()
+    assert machine.this_machine(1) is found  # once
+    machine.this_machine.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 import pytest
 
-from benchmarks.measure.bandwidth_bound import bytes_read_per_token
+from benchmarks.measure.summary import bytes_read_per_token
 from benchmarks.predict.calibrate import FORMATS, INT8_CACHE, export_untrained
 from benchmarks.predict.model_size import (
     ModelFormat,
