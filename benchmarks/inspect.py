@@ -58,7 +58,7 @@ def inspect(
     """Draw a model's parts; on a text also show attention maps and the use of experts."""
     from benchmarks.inspection import on_text
     from benchmarks.inspection.drawing import describe_model, draw_model
-    from benchmarks.predict.plan import read_model
+    from benchmarks.plan import read_model
     from sportsllm.files import atomic_write_text
     from sportsllm.inference.decoder import is_onnx_directory
 

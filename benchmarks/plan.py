@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +14,16 @@ from sportsllm import options
 from sportsllm.errors import UsageError
 from sportsllm.results import Result
 from sportsllm.settings import TRAINING_STEP, parse_settings
+
+if TYPE_CHECKING:
+    from benchmarks.devices.schema import Device
+    from sportsllm.models.config import ModelConfig
+    from sportsllm.models.training_memory import TrainingStep
+
+DEFAULT_LENGTH = 512
+_ZERO_POINTS = True  # of 4-bit blocks, as `quantize` rounds by default
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBT])", re.IGNORECASE)
+_FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,31 +113,197 @@ def plan(
 ) -> PlanResult:
     """Parameters, memory, KV cache and predicted speed, or what a training takes. Nothing is run."""
     from benchmarks.console_plan import print_plan
-    from benchmarks.predict.plan import PlanRequest
-    from benchmarks.predict.plan import plan as compute
-    from benchmarks.predict.plan_training import Cost
+    from benchmarks.devices.load import load_device
+    from benchmarks.predict.model_size import CACHES
+    from benchmarks.predict.training import UTILIZATION, Cost, plan_training
     from sportsllm.console import output
+    from sportsllm.formats.manifest import directory_bytes
+    from sportsllm.models.presets import PLANNED
+    from sportsllm.models.size import tensor_shapes
+    from sportsllm.models.training_memory import TrainingStep
 
-    found = parse_settings(settings, TRAINING_STEP)
-    cost = {"tokens": tokens, "price_per_hour": price_per_hour, "utilization": found.pop("utilization", None)}
-    given = {name: value for name, value in cost.items() if value is not None}
+    rare = parse_settings(settings, TRAINING_STEP)
+    head_bits, cached, sequences = rare.get("head_bits", 8), rare.get("cache_tokens"), rare.get("cache_sequences")
+    cost = {"tokens": tokens, "price_per_hour": price_per_hour, "utilization": rare.get("utilization")}
+    given = [name for name, value in cost.items() if value is not None]
     if given and not training:
         raise UsageError(f"{', '.join(given)}: belongs to --training; add it, or leave it out")
-    if "cache_sequences" in found and "cache_tokens" not in found:
+    if sequences is not None and cached is None:
         raise UsageError("--set cache_sequences belongs to cache_tokens; give that too, or leave it out")
-    step: dict[str, Any] = {"length": sequence, "precision": None if precision == "auto" else precision}
-    step = {name: value for name, value in step.items() if value is not None} | found
-    request = PlanRequest(
-        device=target,
-        shapes=shapes,
-        training=training,
-        cost=Cost(**given),
-        batch=batch_size,
-        optimizer=optimizer,
-        block_size=group_size,
-        kv_cache=kv_cache,
-        **step,
+    if kv_cache not in CACHES:
+        raise UsageError(f"--kv-cache {kv_cache}: no export has such a cache; use one of {', '.join(CACHES)}")
+    count = parameter_count(model)
+    if count is not None and model not in PLANNED and not Path(model).is_dir():
+        if target or training or shapes or precision or sequence or cached or (batch_size, optimizer) != (4, "adamw"):
+            named = f"; {model.lower()!r} is one" if model.lower() in PLANNED else ""
+            raise UsageError(
+                f"model {model!r}: a number of parameters has weights only; for the rest give a shape{named}"
+            )
+        figures = _count(model, count, group_size)
+        print_plan(output(), figures)
+        return PlanResult.of({**figures, "figures": figures})
+    config, directory = read_model(model)
+    device = None if target is None else load_device(target)
+    context, precision = config.max_position_embeddings, None if precision == "auto" else precision
+    if sequence is not None and sequence > context:
+        raise UsageError(f"--sequence {sequence} is longer than the context of {context} tokens")
+    step = TrainingStep(
+        batch_size,
+        sequence or min(DEFAULT_LENGTH, context),
+        precision or "bf16",
+        optimizer,
+        rare.get("optimizer_bits", 32),
+        "cpu" if device is None else device.processor,
     )
-    result = compute(model, request)
-    print_plan(output(), result)
-    return PlanResult.of({**result, "figures": result})
+    figures = _sizes(model, config, group_size, head_bits) | _training_memory(config, step, device)
+    if directory is not None:
+        figures["file_bytes"] = directory_bytes(directory)
+    if cached is not None:
+        figures["memory_in_use"] = _memory_in_use(config, cached, sequences or 1, figures["weight_bytes"])
+    if shapes:
+        listed = tensor_shapes(config, step.batch, step.length, 4 if precision in (None, "fp32") else 2)
+        figures |= {"shapes": [each._asdict() for each in listed], "shapes_precision": precision or "fp32"}
+    if training:
+        figures["training"] = plan_training(
+            config, step, device, Cost(tokens, price_per_hour, cost["utilization"] or UTILIZATION)
+        )
+    elif device is not None:
+        figures |= _predictions(config, device, group_size, head_bits, kv_cache)
+    print_plan(output(), figures)
+    return PlanResult.of({**figures, "figures": figures})
+
+
+def parameter_count(text: str) -> int | None:
+    """The number that a text such as 7B, 162.4M or 350m is; None if it is none."""
+    found = _COUNT.fullmatch(text)
+    return None if found is None else round(float(found[1]) * _FACTORS[found[2].upper()])
+
+
+def read_model(model: str) -> tuple[ModelConfig, Path | None]:
+    """The shape of a preset, or of a checkpoint or export directory, which is returned beside it.
+
+    Raises:
+        UsageError: neither a preset nor a directory.
+        ArtifactError: the directory has no valid config.json.
+    """
+    from sportsllm.formats.huggingface import load_config
+    from sportsllm.models.presets import PLANNED, PRESETS
+
+    named = PRESETS | PLANNED
+    if model in named:
+        return named[model], None
+    directory = Path(model)
+    if not directory.is_dir():
+        raise UsageError(
+            f"model {model!r} is no directory, no number of parameters such as 7B or 162M, and no shape; "
+            f"the shapes are {', '.join(named)}"
+        )
+    return load_config(directory), directory
+
+
+def _count(model: str, count: int, group_size: int) -> dict[str, Any]:
+    """Bytes of weights of which only the number is known, by precision, without and with the scales of blocks."""
+    from sportsllm.models import size
+
+    if count < 1:
+        raise UsageError(f"model {model!r}: has no parameters; give a number such as 7B")
+    return {
+        "model": model,
+        "parameters": count,
+        "weight_bytes": {name: size.count_bytes(count, name, group_size) for name in size.PRECISIONS},
+        "weight_bytes_without_scales": {name: size.count_bytes(count, name) for name in size.PRECISIONS},
+        "block_size": group_size,
+    }
+
+
+def _sizes(model: str, config: ModelConfig, group_size: int, head_bits: int) -> dict[str, Any]:
+    from sportsllm.models import size
+
+    stored, parts = (group_size, head_bits, _ZERO_POINTS), config.parameters_by_component()
+    by_component = {name: size.component_bytes(config, name, *stored) for name in size.PRECISIONS}
+    found = {
+        "model": model,
+        "layers": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "parameters": config.parameters,
+        "active_parameters": config.active_parameters,
+        "parameters_by_component": parts,
+        "parameters_percent": {name: 100 * count / config.parameters for name, count in parts.items()},
+        "parameters_per_block": size.block_parameters(config),
+        "weight_bytes": {name: sum(sizes.values()) for name, sizes in by_component.items()},
+        "weight_bytes_by_component": by_component,
+        "weight_bytes_per_block": {name: size.block_bytes(config, name, *stored) for name in size.PRECISIONS},
+        "block_size": group_size,
+        "head_bits": head_bits,
+        "kv_cache_bytes_per_token": size.kv_cache_bytes_per_token(config),
+        "state_bytes": size.state_bytes(config),
+    }
+    if config.dense_layers:  # the first layers of a mixture; per block are those of the others
+        part, layers = config.runs()[0]
+        found["dense_blocks"] = {
+            "layers": layers,
+            "parameters": layers * sum(size.block_parameters(part).values()),
+            "weight_bytes": {
+                name: layers * sum(size.block_bytes(part, name, *stored).values()) for name in size.PRECISIONS
+            },
+        }
+    return found
+
+
+def _training_memory(config: ModelConfig, step: TrainingStep, device: Device | None) -> dict[str, Any]:
+    from benchmarks.predict.training import usable_bytes
+    from sportsllm.models.training_memory import training_memory
+
+    plain, checkpointed = (training_memory(config, replace(step, checkpointed=each)) for each in (False, True))
+    found: dict[str, Any] = {
+        **{name: value for name, value in vars(step).items() if name != "checkpointed"},
+        **{f"{name}_bytes": count for name, count in plain.parts().items()},
+        "activations_checkpointed_bytes": checkpointed.activations,
+        "total_bytes": plain.total,
+        "total_checkpointed_bytes": checkpointed.total,
+    }
+    if device is not None:
+        usable = usable_bytes(device)
+        fits = {"fits": plain.total <= usable, "fits_checkpointed": checkpointed.total <= usable}
+        found |= {"usable_bytes": usable, **fits}
+    return {"training_memory_bytes": plain.total, "training_memory": found}
+
+
+def _memory_in_use(config: ModelConfig, tokens: int, sequences: int, weights: Mapping[str, int]) -> dict[str, Any]:
+    """Weights and cache together, by the precision of either."""
+    from sportsllm.models import size
+
+    if tokens < 1 or sequences < 1:
+        raise UsageError(f"cache_tokens={tokens} and cache_sequences={sequences} must be at least 1")
+    if tokens > config.max_position_embeddings:
+        raise UsageError(f"cache_tokens={tokens} is more than the context of {config.max_position_embeddings} tokens")
+    states = size.state_bytes(config)
+    cached = {
+        name: sequences * (tokens * each + states[name]) for name, each in size.kv_cache_bytes_per_token(config).items()
+    }
+    return {
+        "tokens": tokens,
+        "sequences": sequences,
+        "cache_bytes": cached,
+        "total_bytes": {name: {cache: held + each for cache, each in cached.items()} for name, held in weights.items()},
+    }
+
+
+def _predictions(config: ModelConfig, device: Device, group_size: int, head_bits: int, cache: str) -> dict[str, Any]:
+    from benchmarks.devices.verdict import judge
+    from benchmarks.predict.latency import predict, predict_figures, reliability
+    from benchmarks.predict.model_size import ModelFormat
+    from sportsllm.models.size import PRECISIONS
+
+    formats = [
+        ModelFormat(name, group_size, head_bits, zero_points=_ZERO_POINTS and name == "int4", cache=cache)
+        for name in PRECISIONS
+    ]
+    return {
+        "device": device.name,
+        "predicted": [row for each in formats for row in predict(config, device, each)],
+        "predicted_budget": {
+            each.precision: judge(device, {}, predict_figures(config, device, each)).to_json() for each in formats
+        },
+        "efficiency": reliability(device),
+    }

@@ -41,8 +41,8 @@ def test_the_cards(device: str, fits: bool, plain: int, checkpointed: int) -> No
     for change in found["changes"]:
         flags = shlex.split(change["flags"])
         batch = int(flags[flags.index("--batch-size") + 1]) if "--batch-size" in flags else 32
-        accumulation = int(flags[flags.index("--accumulation") + 1]) if "--accumulation" in flags else 1
-        bits = int(flags[flags.index("--optimizer-bits") + 1]) if "--optimizer-bits" in flags else 32
+        rare = dict(flag.split("=") for flag in flags if "=" in flag)
+        accumulation, bits = int(rare.get("accumulation", 1)), int(rare.get("optimizer_bits", 32))
         checkpoint = "checkpoint_activations=true" in flags
         step = TrainingStep(batch, 2_048, "fp16", optimizer_bits=bits, processor="gpu", checkpointed=checkpoint)
         assert batch * accumulation == 32
@@ -64,7 +64,7 @@ def test_the_screen_and_json(capsys: pytest.CaptureFixture[str]) -> None:
         "usable on rtx-3070 7,590 7,590",
         "fits no no",
         "largest batch that fits 4 26",
-        "--batch-size 16 --accumulation 2 --set checkpoint_activations=true 5,598",
+        "--batch-size 16 --set accumulation=2 --set checkpoint_activations=true 5,598",
         "30% (--set utilization) of the device's 40.6 TFLOP/s of 16-bit products",
     ):
         assert part in words, part
@@ -92,8 +92,8 @@ def test_time_energy_and_price_by_hand() -> None:
 def test_a_small_step_needs_no_change_and_float32_is_offered_bfloat16() -> None:
     assert _plan("rtx-3090", batch=4)["changes"] == []
     flags = [change["flags"] for change in _plan("rtx-3090", batch=16, precision="fp32")["changes"]]
-    assert flags[0] == "--precision bf16" and not any("--optimizer-bits 32" in each for each in flags)
-    assert all("bits 8" not in change["flags"] for change in _plan("rtx-3060", optimizer="muon")["changes"])
+    assert flags[0] == "--precision bf16" and not any("optimizer_bits=32" in each for each in flags)
+    assert all("optimizer_bits=8" not in change["flags"] for change in _plan("rtx-3060", optimizer="muon")["changes"])
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from benchmarks.flops import forward_flops_per_token, training_flops_per_token
 from benchmarks.measure.machine import this_machine
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.training_memory import TrainingMemory, TrainingStep, largest_batch, training_memory
+from sportsllm.models.training_memory import TrainingStep, largest_batch, training_memory
 
 UTILIZATION = 0.3
 """Model FLOPs over the processor's peak. Large models on accelerators reached 21 to 46% (PaLM, table 3,
@@ -44,14 +44,9 @@ class Cost:
             raise UsageError("--price-per-hour needs --tokens, the length of the training")
 
 
-def hardware_of(device: Device) -> Hardware:
-    """A device's figures; this machine's, measured once, for one that stands for any machine."""
-    return device.hardware or this_machine()
-
-
 def usable_bytes(device: Device) -> int:
-    """Memory that a training may take."""
-    return round(1e6 * hardware_of(device).memory_usable.value)
+    """Memory that a training may take; this machine's, measured once, if the device stands for any machine."""
+    return round(1e6 * (device.hardware or this_machine()).memory_usable.value)
 
 
 def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None, cost: Cost) -> dict[str, Any]:
@@ -70,34 +65,26 @@ def plan_training(config: ModelConfig, step: TrainingStep, device: Device | None
     per_token = training_flops_per_token(config, step.length)
     result: dict[str, Any] = {
         "device": None if device is None else device.name,
-        "processor": step.processor,
-        "batch": step.batch,
-        "length": step.length,
-        "precision": step.precision,
-        "optimizer": step.optimizer,
-        "optimizer_bits": step.optimizer_bits,
+        **{name: value for name, value in vars(step).items() if name != "checkpointed"},
         "flops_per_token": per_token,
         "tokens": cost.tokens,
         "flops": None if cost.tokens is None else per_token * cost.tokens,
     }
+    hardware, usable = None, 0
     if device is not None:
-        result |= {"usable_bytes": usable_bytes(device), "utilization": cost.utilization}
-        result |= _peak_rate(hardware_of(device), step)
+        hardware, usable = device.hardware or this_machine(), usable_bytes(device)
+        result |= {"usable_bytes": usable, "utilization": cost.utilization, **_peak_rate(hardware, step)}
     for name, checkpointed in (("plain", False), ("checkpointed", True)):
         each = replace(step, checkpointed=checkpointed)
-        result[name] = _described(training_memory(config, each))
-        if device is not None:
-            result[name]["fits"] = result[name]["total_bytes"] <= result["usable_bytes"]
-            result[name]["largest_batch"] = largest_batch(config, each, result["usable_bytes"])
-            result[name] |= _speed(config, each, result["peak_flops_per_s"], hardware_of(device), cost)
+        needed = training_memory(config, each)
+        parts = {f"{part}_bytes": count for part, count in needed.parts().items()}
+        result[name] = {**parts, "total_bytes": needed.total, "peak": needed.peak}
+        if hardware is not None:
+            fits = {"fits": needed.total <= usable, "largest_batch": largest_batch(config, each, usable)}
+            result[name] |= fits | _speed(config, each, result["peak_flops_per_s"], hardware, cost)
     if device is not None:
-        result["changes"] = [] if result["plain"]["fits"] else _changes(config, step, result["usable_bytes"])
+        result["changes"] = [] if result["plain"]["fits"] else _changes(config, step, usable)
     return result
-
-
-def _described(needed: TrainingMemory) -> dict[str, Any]:
-    parts = {f"{name}_bytes": count for name, count in needed.parts().items()}
-    return {**parts, "total_bytes": needed.total, "peak": needed.peak}
 
 
 def _peak_rate(hardware: Hardware, step: TrainingStep) -> dict[str, Any]:
@@ -146,13 +133,13 @@ def _changes(config: ModelConfig, step: TrainingStep, usable: int) -> list[dict[
         if batch == step.batch:
             tries.append((" ".join(flags), each))
         elif batch:
-            smaller = f"--batch-size {batch} --accumulation {step.batch // batch}"
+            smaller = f"--batch-size {batch} --set accumulation={step.batch // batch}"
             tries.append((" ".join((smaller, *flags)), replace(each, batch=batch)))
     short = training_memory(config, checkpointed).total > usable
     for bits in (16, 8):
         if short and bits < step.optimizer_bits and not (bits == 8 and step.optimizer == "muon"):
             less = replace(checkpointed, optimizer_bits=bits)
-            tries.append((f"{CHECKPOINT} --optimizer-bits {bits}", less))
+            tries.append((f"{CHECKPOINT} --set optimizer_bits={bits}", less))
     needed = [(flags, changed, training_memory(config, changed).total) for flags, changed in tries]
     return [
         {"flags": flags, "batch": changed.batch, "checkpointed": changed.checkpointed, "total_bytes": total}
