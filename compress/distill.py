@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,8 +18,9 @@ from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, LORA, SELECTION, TRAINING, parse_settings, pick
 
 if TYPE_CHECKING:
-    from compress.distillation.starts import Start
-    from compress.distillation.student_training import StudentTraining
+    from compress.distillation.starts import Fresh
+    from compress.distillation.student import StudentTraining
+    from sportsllm.formats.json_files import JsonObject
 
 _LOSS, _SHAPE = "Loss", "Shape"
 _RARE = {
@@ -28,6 +29,7 @@ _RARE = {
     if name in ("mix", "hidden_weight", "layer_map", "signal_tokens", "teacher_precision")
 }
 _SEQUENCE_TIMES_SELECTED = 4
+_SELECTION_TOKENS = 1_000_000  # with --select-tokens, if no length is given
 _STARTED = "start.json"  # in an unfinished directory: the layers that hidden states are matched at
 
 
@@ -110,12 +112,11 @@ def distill(
 ) -> DistillResult:
     """Train a smaller student on a teacher's next-token distribution.
 
-    --steps 0 writes the student without training it, except for the indexer of --select-tokens.
+    --steps 0 writes the student without training it.
     """
     from compress.distillation.settings import distillation_config
-    from compress.distillation.starts import Checkpoint, check_no_larger, resolve_teacher, teacher_corpus
-    from compress.distillation.student_training import StudentTraining
-    from compress.pruning.student_start import choose_start
+    from compress.distillation.starts import Checkpoint, check_no_larger, choose_start, resolve_teacher, teacher_corpus
+    from compress.distillation.student import StudentTraining
     from sportsllm.console import output
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.manifest import plain_name
@@ -131,17 +132,19 @@ def distill(
         student = str(source)
     begin = choose_start(student, init, start, source)
     if select_tokens is not None:
-        begin = _selecting(begin, select_tokens, found)
-        context = begin.shape.max_position_embeddings
-        sequence = sequence or min(context, _SEQUENCE_TIMES_SELECTED * select_tokens)
+        from compress.distillation.selection import selecting
+
+        sizes = {"tokens": select_tokens, "block": found.get("select_block")}
+        begin = selecting(begin, sizes | {name: found.get(f"index_{name}") for name in ("heads", "parts", "pairs")})
+        sequence = sequence or min(begin.shape.max_position_embeddings, _SEQUENCE_TIMES_SELECTED * select_tokens)
         tokens = _SELECTION_TOKENS if tokens is None and steps is None else tokens
     elif rare := pick(found, SELECTION):
         raise UsageError(f"options of --select-tokens: {', '.join(rare)}; add --select-tokens N or leave them out")
     check_no_larger(begin.shape, load_config(source))  # before a line on settings
     already_trained = isinstance(begin, Checkpoint) and begin.already_trained
     run = Run(begin.kind, begin.shape, lora_rank is not None, already_trained)
-    sizes = {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
-    config = train_config(run, tokens, pick(found, TRAINING) | sizes, seed=seed)
+    lengths = {"steps": steps, "batch_size": batch_size, "sequence": sequence, "learning_rate": learning_rate}
+    config = train_config(run, tokens, pick(found, TRAINING) | lengths, seed=seed)
     loss = {"kl_weight": kl_weight, "divergence": divergence, "temperature": temperature, "signals": signals}
     plan = StudentTraining(
         teacher=source,
@@ -158,28 +161,14 @@ def distill(
     return result
 
 
-_SELECTION_TOKENS = 1_000_000
-"""Tokens of the training after the indexer's, if no length is given."""
-
-
-def _selecting(begin: Start, tokens: int, found: dict[str, Any]) -> Start:
-    """The start of a student that attends to selected tokens."""
-    from compress.distillation.selection import selecting
-    from compress.pruning.indexer import start_index
-
-    sizes = {"tokens": tokens, "block": found.get("select_block")}
-    sizes |= {name: found.get(f"index_{name}") for name in ("heads", "parts", "pairs")}
-    return selecting(begin, sizes, start_index, found.get("index_tokens", 0))
-
-
 def distill_student(
-    student: str, start: Start, training: StudentTraining, out: Path, resume: bool = False
+    student: str, start: Fresh, training: StudentTraining, out: Path, resume: bool = False
 ) -> DistillResult:
     """Train a student on a teacher's distribution.
 
     Args:
         student: its name, for the manifest.
-        start: from `resolve_start` or `choose_start`.
+        start: from `choose_start`.
         training: how.
         out: directory to make.
         resume: continue an interrupted run; the saved state replaces the start's weights, which are not made again.
@@ -188,42 +177,32 @@ def distill_student(
         UsageError: student larger than teacher, or settings out of range.
         ArtifactError: damaged inputs.
     """
-    from compress.distillation.starts import Checkpoint, check_no_larger
-    from compress.distillation.student_training import RunState, StudentText, train_student
+    from compress.distillation.starts import check_no_larger
+    from compress.distillation.student import RunState, StudentText, train_student
     from sportsllm.files import atomic_write_text
     from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.checkpoint import copy_tokenizer, save_checkpoint
     from sportsllm.formats.huggingface import load_config
     from sportsllm.formats.json_files import read_json
     from sportsllm.models.language_model import SportsLLM
-    from sportsllm.text.tokenizer import load_tokenizer
-    from sportsllm.training.settings import Start as Kind
+    from sportsllm.training.settings import Start
 
-    config, theirs = training.config, load_config(training.teacher)
-    has_weights = start.kind is not Kind.RANDOM
+    has_weights = start.kind is not Start.RANDOM
     if training.adapters is not None and not has_weights:
         raise UsageError("--lora-rank adapts weights that are there; give --init CHECKPOINT or a checkpoint student")
-    check_no_larger(start.shape, theirs)
-    if isinstance(start, Checkpoint):
-        training = start.matched(training)
+    check_no_larger(start.shape, load_config(training.teacher))
+    training = start.matched(training)
     cache = training.prepare(start.shape)
-    record = {
-        **training.settings(),
-        "student": student,
-        "init": str(start.inputs[0]) if isinstance(start, Checkpoint) else None,
-        "start": start.name,
-        **asdict(config),
-        **(start.record() if isinstance(start, Checkpoint) else {}),
-    }
-    stage = Stage("distill", record, [training.teacher, *start.inputs, *training.inputs()], seed=config.seed)
+    record = {**training.settings(), "student": student, **asdict(training.config), **start.record()}
+    stage = Stage("distill", record, [training.teacher, *start.inputs, *training.inputs()], seed=training.config.seed)
 
-    def make(directory: Path) -> dict[str, Any]:
-        text = StudentText.read(training, load_tokenizer(training.teacher, theirs))
+    def make(directory: Path) -> JsonObject:
+        text = StudentText.read(training, load_config(training.teacher))
         copy_tokenizer(training.teacher, directory)
         started = directory / _STARTED
         if resume and started.exists():
             model = SportsLLM(start.shape)
-            model.initialize(config.seed)
+            model.initialize(training.config.seed)
             layer_map = str(read_json(started)["layer_map"] or "") or None
             known = replace(training, distillation=replace(training.distillation, layer_map=layer_map))
         else:

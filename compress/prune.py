@@ -24,7 +24,7 @@ from sportsllm.results import TrainingResult
 from sportsllm.settings import DISTILLATION, LORA, PRUNING, STEPS, TRAINING, parse_settings, pick
 
 if TYPE_CHECKING:
-    from compress.distillation.recovery import Recovery
+    from compress.distillation.student import StudentTraining
     from compress.pruning.job import Calibration, PruneJob
     from compress.pruning.search import Finalist
     from sportsllm.models.config import ModelConfig
@@ -57,9 +57,6 @@ ExpertCount = Annotated[
 ]
 ActiveExperts = Annotated[
     int | None, typer.Option(min=1, help="Experts that a token is sent to.", rich_help_panel=_SHAPE)
-]
-Latent = Annotated[
-    int | None, typer.Option(min=1, help="KV latent rank (`kv_lora_rank` of MLA).", rich_help_panel=_SHAPE)
 ]
 VocabSize = Annotated[
     int | None,
@@ -149,7 +146,6 @@ def prune(
     layers: Layers = None,
     experts: ExpertCount = None,
     experts_per_token: ActiveExperts = None,
-    latent: Latent = None,
     vocab_size: VocabSize = None,
     calibration: options.Calibration = None,
     importance: Importance = "output",
@@ -167,7 +163,7 @@ def prune(
     given = parse_settings(settings, PRUNING, STEPS, TRAINING, DISTILLATION, LORA)
     sizes = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads}
     sizes |= {"layers": layers, "head_dim": head_dim}
-    min_count, kinds = given.pop("min_count", None), (experts, experts_per_token, latent)
+    min_count, kinds = given.pop("min_count", None), (experts, experts_per_token)
     target = Target(params, size_mb, sizes, search, given.get("finalists", 3))
     _check_request(checkpoint, target if vocab_size is None and min_count is None else None, kinds)
     _check_text(calibration, corpus, valid)
@@ -187,7 +183,7 @@ def prune(
     instead = "--calibration" if recover is None else "--corpus"  # --corpus is one of --recover's options
     text = tuple(calibration or corpus or teacher_corpus(checkpoint, "corpus", instead))
     if vocab_size is not None or min_count is not None:
-        others = {**sizes, "params": params, "size_mb": size_mb, "recover": recover, "latent": latent, "search": search}
+        others = {**sizes, "params": params, "size_mb": size_mb, "recover": recover, "search": search}
         others |= {"experts": experts, "experts_per_token": experts_per_token, **given}
         return _prune_vocabulary(checkpoint, out, vocab_size, min_count, text, valid or [], others)
     recovery = None
@@ -205,15 +201,14 @@ def prune(
     return result
 
 
-def _check_request(checkpoint: Path, target: Target | None, kinds: tuple[int | None, int | None, int | None]) -> None:
+def _check_request(checkpoint: Path, target: Target | None, kinds: tuple[int | None, int | None]) -> None:
     """Refuse an impossible request before torch is loaded; `target` is None for a vocabulary."""
-    config, (experts, experts_per_token, latent) = load_config(checkpoint), kinds
+    config, (experts, experts_per_token) = load_config(checkpoint), kinds
     if experts is not None or experts_per_token is not None:
         config = fewer_experts(config, experts, experts_per_token)
     if target is not None:
         shape, _ = target.shape(config, whole=any(kind is not None for kind in kinds))
-        if latent is None:  # which changes the kind of attention
-            shape.applied_to(config)
+        shape.applied_to(config)
 
 
 def _check_text(*files: Sequence[Path] | None) -> None:
@@ -222,7 +217,7 @@ def _check_text(*files: Sequence[Path] | None) -> None:
             raise ArtifactError(f"{path}: not found; give existing files or folders of text")
 
 
-def _recovered(work: Calibration, recovery: Recovery, shape: Shape, out: Path) -> float:
+def _recovered(work: Calibration, recovery: StudentTraining, shape: Shape, out: Path) -> float:
     """Bits per byte of the text for choices, of a finalist of the search after a brief recovery."""
     job = dataclasses.replace(work.job, recovery=recovery)
     return float(prune_checkpoint(job, shape, out, work, resume=True).best_bits_per_byte or 0.0)
@@ -257,10 +252,9 @@ def prune_checkpoint(
     resume = resume and (partial_directory(out) / STATE_DIRECTORY).exists()
     signals = None
     if recovery is not None:
-        from compress.distillation.layer_matching import map_kept_layers
-        from compress.distillation.recovery import prepare_recovery, recover
+        from compress.distillation.student import RunState, recover
 
-        signals = prepare_recovery(recovery, job.checkpoint, smaller)
+        signals = recovery.prepare(smaller)
     stage = job.stage(shape)
 
     def make(directory: Path) -> dict[str, Any]:
@@ -268,18 +262,10 @@ def prune_checkpoint(
         network, cut = _cut(job, work, shape, directory, resume)
         training: dict[str, Any] = {}
         if recovery is not None:
-            objective = recovery.objective
-            if recovery.teacher is None:  # another one has layers of its own
-                objective = map_kept_layers(objective, cut["kept_layers"], config.num_hidden_layers)
-            network, training = recover(
-                network,
-                dataclasses.replace(recovery, objective=objective),
-                job.checkpoint,
-                directory=directory,
-                identity=stage.fingerprint(),
-                resume=resume,
-                signals=signals,
-            )
+            mapped = recovery
+            if recovery.teacher == job.checkpoint:  # another one has layers of its own
+                mapped = recovery.matching_kept(cut["kept_layers"])
+            training = recover(network, mapped, signals, RunState(directory, stage.fingerprint(), resume))
         (directory / _CUT).unlink()
         seconds = time.perf_counter() - started
         save_checkpoint(directory, network, job.checkpoint)
@@ -318,7 +304,7 @@ def _cut(
         network.initialize(0)
         return network, dict(read_json(kept))
     pruned = PrunedModel(work.model, list(range(work.model.config.num_hidden_layers)), [])
-    if not job.changes_kinds or shape != Shape.of(work.model.config):
+    if not job.cuts_experts or shape != Shape.of(work.model.config):
         pruned = prune_model(work.model, work.scores, smaller, work.samples, job.config.refit)
         if job.config.importance in MEASURED and job.scores is None:
             save_scores(directory, work.scores, work.model.config)
@@ -341,23 +327,27 @@ def _recovery(
     lora_rank: int | None,
     given: Mapping[str, Any],
     seed: int,
-) -> Recovery:
+) -> StudentTraining:
     """The training after the cut; text that is not given is the teacher's own."""
-    from compress.distillation.recovery import Recovery
     from compress.distillation.settings import distillation_config
     from compress.distillation.starts import teacher_corpus
+    from compress.distillation.student import StudentTraining
+    from sportsllm.text.tokenizer import same_tokenizer
     from sportsllm.training.settings import Run, Start, adapter_settings, train_config
 
     source = teacher or checkpoint
+    if not same_tokenizer(source, checkpoint):
+        raise ArtifactError(f"{source}: its tokenizer differs from {checkpoint}'s; recovery needs the same one")
     run = Run(Start.PRUNED, load_config(checkpoint), lora_rank is not None)
     config = train_config(run, tokens, pick(given, STEPS) | pick(given, TRAINING), seed=seed)
-    return Recovery(
+    return StudentTraining(
+        teacher=source,
         config=config,
         corpus=tuple(corpus or teacher_corpus(source, "corpus")),
         valid=tuple(valid or ([] if corpus else teacher_corpus(source, "valid"))),
-        objective=distillation_config(Start.PRUNED, source, pick(given, DISTILLATION) | {"signals": signals}),
-        teacher=teacher,
+        distillation=distillation_config(Start.PRUNED, source, pick(given, DISTILLATION) | {"signals": signals}),
         adapters=adapter_settings(lora_rank, given.get("lora_targets"), given.get("lora_alpha"), config.optimizer),
+        extra_holdouts=() if teacher is None else (checkpoint,),
     )
 
 

@@ -24,12 +24,11 @@ from sportsllm.settings import DISTILLATION, SIGNALS, STEPS, TRAINING, parse_set
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from compress.distillation.recovery import Recovery
-    from compress.distillation.student_training import RunState
+    from compress.distillation.student import RunState, StudentTraining
+    from compress.distillation.teacher_cache import TeacherCache
     from compress.quantization.config import QuantizationConfig
     from compress.quantization.mixed_precision import SensitivityGroup, SizeBudget
     from compress.quantization.packed_checkpoint import PackedCheckpoint
-    from compress.teacher_cache.read import TeacherCache
     from sportsllm.models.config import ModelConfig
     from sportsllm.training.calibration_text import CalibrationText
 
@@ -215,21 +214,22 @@ def _recovery(
     valid: Sequence[Path] | None,
     found: dict[str, Any],
     seed: int,
-) -> Recovery:
+) -> StudentTraining:
     """The training of `--qad`: the full-precision checkpoint is the teacher."""
-    from compress.distillation.recovery import Recovery
     from compress.distillation.settings import distillation_config
     from compress.distillation.starts import teacher_corpus
+    from compress.distillation.student import StudentTraining
     from sportsllm.formats.huggingface import load_config
     from sportsllm.training.settings import Run, Start, train_config
 
     given = pick(found, TRAINING) | pick(found, STEPS)
     taught = pick(found, DISTILLATION) | ({"signals": Path(found["signals"])} if "signals" in found else {})
-    return Recovery(
+    return StudentTraining(
+        teacher=checkpoint,
         config=train_config(Run(Start.QUANTIZED, load_config(checkpoint)), tokens, given, seed=seed),
         corpus=tuple(corpus or teacher_corpus(checkpoint, "corpus")),
         valid=tuple(valid or ([] if corpus else teacher_corpus(checkpoint, "valid"))),
-        objective=distillation_config(Start.QUANTIZED, checkpoint, taught),
+        distillation=distillation_config(Start.QUANTIZED, checkpoint, taught),
     )
 
 
@@ -241,7 +241,7 @@ def quantize_checkpoint(
     *,
     text: CalibrationText | None = None,
     budget: SizeBudget | None = None,
-    recovery: Recovery | None = None,
+    recovery: StudentTraining | None = None,
     resume: bool = False,
 ) -> QuantizeResult:
     """Quantize a checkpoint directory into a new one.
@@ -260,8 +260,7 @@ def quantize_checkpoint(
         UsageError: an unknown method, or calibration text for a method that reads none.
         ArtifactError: the checkpoint is damaged or quantized already, or the text is missing or too short.
     """
-    from compress.distillation.recovery import prepare_recovery
-    from compress.distillation.student_training import RunState
+    from compress.distillation.student import RunState
     from compress.quantization.config import QuantizationConfig, bits_per_weight
     from sportsllm.formats.artifact import Stage, run_stage
     from sportsllm.formats.checkpoint import write_checkpoint
@@ -275,8 +274,8 @@ def quantize_checkpoint(
     settings, parents, cache, seed = plan.settings(), [checkpoint], None, None
     parents += [*plan.text.files, *plan.text.valid] if plan.text else []
     if recovery is not None:
-        cache, seed = prepare_recovery(recovery, checkpoint, plan.model), recovery.config.seed
-        settings |= recovery.settings(checkpoint)
+        cache, seed = recovery.prepare(plan.model), recovery.config.seed
+        settings |= recovery.recovery_settings()
         parents += recovery.inputs()
     stage = Stage("quantize", settings, parents, seed=seed)
 
@@ -449,24 +448,20 @@ def round_weights(plan: QuantizationPlan, keep_originals: bool) -> RoundedWeight
 
 
 def train_rounded(
-    plan: QuantizationPlan, rounded: RoundedWeights, recovery: Recovery, cache: TeacherCache | None, state: RunState
+    plan: QuantizationPlan,
+    rounded: RoundedWeights,
+    recovery: StudentTraining,
+    cache: TeacherCache | None,
+    state: RunState,
 ) -> dict[str, Any]:
     """Train the quantized checkpoint on its grid and write it again; returns the results of training."""
-    from compress.distillation.recovery import recover
+    from compress.distillation.student import recover
     from compress.quantization.qad import make_trainable, pack_trained
     from sportsllm.formats.checkpoint import load_checkpoint, write_checkpoint
 
     model, packed = load_checkpoint(state.directory), rounded.packed
     make_trainable(model, rounded.originals)
-    model, results = recover(
-        model,
-        recovery,
-        plan.checkpoint,
-        directory=state.directory,
-        identity=state.identity,
-        resume=state.resume,
-        signals=cache,
-    )
+    results = recover(model, recovery, cache, state)
     pack_trained(model, packed)
     record = packed.record(f"{plan.method}+qad")
     write_checkpoint(state.directory, plan.model, packed.tensors, plan.checkpoint, record)

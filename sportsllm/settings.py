@@ -112,7 +112,6 @@ SELECTION: Group = {
     "index_heads": Setting(int, "Heads of the indexer", "the model's query heads", 1),
     "index_parts": Setting(int, "Parts of an index head and of the cached index key", "2; 1 for a single key head", 1),
     "index_pairs": Setting(int, "Rotary pairs of a part, the slowest of a head", "half, but at least 16", 1),
-    "index_tokens": Setting(int, "Tokens to train the indexer alone on, against full attention", "0", 0),
 }
 SHAPE: Group = {
     "layers": Setting(int, "Layers", "the model's", 1),

@@ -41,9 +41,8 @@ FLOORS: dict[str, list[set[str]]] = {
     "compress": [
         {"__init__", "least_squares"},
         {"layerwise"},
-        {"teacher_cache"},
-        {"distillation"},
         {"pruning"},
+        {"distillation"},
         {"quantization"},
         {"prune", "quantize", "distill", "sample"},
     ],
@@ -61,7 +60,7 @@ FLOORS: dict[str, list[set[str]]] = {
 }
 """The rooms of each package from the lowest floor up; a room imports lower floors and its own."""
 LONGEST = 80
-MOST_LINES = {"sportsllm": 14_000, "compress": 8_850, "export": 6_450, "benchmarks": 9_834, "tests": 22_980}
+MOST_LINES = {"sportsllm": 14_000, "compress": 7_420, "export": 6_450, "benchmarks": 9_834, "tests": 22_343}
 """Lines of Python in each folder: no more than there are. Lower a number when something goes."""
 HEAVY = {"torch", "onnx", "onnx_ir", "safetensors", "bitsandbytes", "transformers", "plotly", "onnxruntime", "optimum"}
 

@@ -20,13 +20,14 @@ import torch
 from benchmarks.devices.load import DEVICES, read_device
 from benchmarks.report import report as run_report
 from benchmarks.reporting.inputs import collect
-from compress.distillation.teacher import running_teacher
-from compress.teacher_cache.files import SIGNALS, CachedRows, read_info
-from compress.teacher_cache.write import CacheRequest, make_teacher_cache
+from compress.distillation.settings import DistillationConfig
+from compress.distillation.student import StudentTraining
+from compress.distillation.teacher_cache import SIGNALS, read_info
 from sportsllm.errors import SportsLLMError
 from sportsllm.formats.artifact import STATE_DIRECTORY, Stage, run_stage
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.gguf.weights import convert_gguf
+from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import MANIFEST, ancestors, read_manifest, verify_directory
 from sportsllm.formats.model_card import write_card
@@ -147,8 +148,9 @@ def made(checkpoint: Path, corpus_file: Path, tmp_path_factory: pytest.TempPathF
     template = "{% for m in messages %}\n{{ m.role }}: {{ m.content | trim }}\n{% endfor %}\n{{ bos_token }}\n"
     (root / "plain" / "chat_template.jinja").write_text(template)
     _copied(checkpoint, Exports(root / "onnx")().directory, ("tokenizer.json", "tokenizer_config.json"))
-    request = CacheRequest(checkpoint, (corpus_file,), (), (), 4 * 32 - 1, 32, 3, teacher_precision="fp32")
-    make_teacher_cache(request, root / "signals", lambda: running_teacher(checkpoint, "fp32"))
+    config = TrainConfig(steps=1, batch_size=4, accumulation=1, sequence=32)
+    taught = DistillationConfig(signals=root / "signals", teacher_precision="fp32")
+    StudentTraining(checkpoint, config, (corpus_file,), distillation=taught).prepare(load_config(checkpoint))
     (root / "partial" / STATE_DIRECTORY).mkdir(parents=True)
     _state(root / "partial").save()
     (root / "questions.jsonl").write_text('{"question": "Who won?", "choices": ["They", "We"], "answer": 1}\n')
@@ -214,11 +216,6 @@ def _targets(root: Path) -> dict[str, Target]:
         decoder = open_decoder(onnx, threads=1, kernels="portable")
         decoder.score([[0, 5, 6]])
 
-    def read_signals() -> None:
-        info = read_info(signals)
-        rows = CachedRows(signals, info)
-        rows[info.rows - 1]
-
     def card() -> None:
         write_card(root / "model", [root / "bench.json"])
 
@@ -259,7 +256,7 @@ def _targets(root: Path) -> dict[str, Target]:
         ),
         "ONNX": Target(onnx / "model.onnx", run_onnx, 80, "bytes"),
         "safetensors": Target(plain / WEIGHTS, lambda: load_checkpoint(plain), 60, "bytes"),
-        "teacher cache": Target(signals / SIGNALS, read_signals, 40),
+        "teacher cache": Target(signals / SIGNALS, lambda: read_info(signals), 40),
         "GGUF": Target(root / "model.gguf", gguf, 40, "bytes"),
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What a student learns from its teacher, as settings; `compress.distillation.student_loss` makes a loss of them."""
+"""What a student learns from its teacher, as settings; `compress.distillation.loss` makes a loss of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sportsllm.errors import UsageError
+from sportsllm.formats.json_files import JsonObject
 from sportsllm.models.config import ModelConfig
 from sportsllm.text.provenance import tokens_per_parameter
 from sportsllm.training.settings import Start
@@ -21,13 +21,13 @@ DIVERGENCES: dict[str, float | None] = {
     "skew-reverse-kl": 0.1,
     "js": 0.5,
 }
-"""The divergences of `compress.distillation.divergences` and the default of --mix where they have one."""
+"""The divergences of `compress.distillation.loss` and the default of `mix` where they have one."""
 TEACHER_PRECISIONS = ("auto", "fp32", "bf16", "int8", "nf4")
-_WELL_TRAINED = 100.0  # tokens a parameter from which on text teaches a student less than its teacher does
 HIDDEN_WEIGHT = 3.0
+_WELL_TRAINED = 100.0  # tokens a parameter from which on text teaches a student less than its teacher does
 _TRAINED = 5.0  # tokens a parameter; measured: 0.6 loses, 7.6 and more gain
-# (student's state, teacher's state), each from 0, the embedding's output, to the number of layers
 LayerMap = tuple[tuple[int, int], ...]
+"""(student's state, teacher's state), each from 0, the embedding's output, to the number of layers."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +95,16 @@ def default_hidden_weight(
     return HIDDEN_WEIGHT if start is Start.PRUNED and taught and not barely else 0.0
 
 
-def distillation_config(start: Start, teacher: Path, given: Mapping[str, Any]) -> DistillationConfig:
+def distillation_config(start: Start, teacher: Path, given: Mapping[str, object]) -> DistillationConfig:
     """What a student learns that starts from `start`, by the options that were given, None for those that were not.
 
     The teacher's manifest says how much text it has read, which decides the defaults.
     """
-    given = {name: value for name, value in given.items() if value is not None}
-    weight, read, signals = given.pop("kl_weight", None), tokens_per_parameter(teacher), given.get("signals")
+    found: JsonObject = {name: value for name, value in given.items() if value is not None}
+    weight, read = found.pop("kl_weight", None), tokens_per_parameter(teacher)
     share = default_kl_weight(start, read) if weight is None else parse_kl_weight(str(weight))
-    given.setdefault("hidden_weight", default_hidden_weight(start, share, signals, read))
-    return DistillationConfig(kl_weight=share, exact_logits=start is Start.QUANTIZED, **given)
+    found.setdefault("hidden_weight", default_hidden_weight(start, share, found.get("signals"), read))
+    return DistillationConfig(kl_weight=share, exact_logits=start is Start.QUANTIZED, **found)
 
 
 def divergence_share(kind: str, mix: float | None) -> float:
@@ -135,36 +135,27 @@ def default_layer_map(student_layers: int, teacher_layers: int) -> LayerMap:
     )
 
 
-def check_layer_map(layer_map: Sequence[tuple[int, int]], student_layers: int, teacher_layers: int) -> LayerMap:
-    """The map itself.
+def parse_layer_map(text: str, student_layers: int, teacher_layers: int) -> LayerMap:
+    """`0:0,2:4,6:12`, student layer : teacher layer.
 
     Raises:
-        UsageError: it is empty, names a student's state twice or one that does not exist.
+        UsageError: another form, a student's state twice, or one that does not exist.
     """
-    students = [student for student, _ in layer_map]
-    if not students or len(set(students)) < len(students):
-        shown = ",".join(f"{student}:{teacher}" for student, teacher in layer_map)
-        raise UsageError(f"--layer-map {shown!r} must name at least one student layer, and none twice")
-    for student, teacher in layer_map:
+    try:
+        pairs = tuple(
+            (int(student), int(teacher)) for student, teacher in (part.split(":") for part in text.split(","))
+        )
+    except ValueError:
+        raise UsageError(f"--layer-map {text!r} is not of the form STUDENT:TEACHER,… such as 0:0,2:4") from None
+    if len({student for student, _ in pairs}) < len(pairs):
+        raise UsageError(f"--layer-map {text!r} must name at least one student layer, and none twice")
+    for student, teacher in pairs:
         if not (0 <= student <= student_layers and 0 <= teacher <= teacher_layers):
             raise UsageError(
                 f"--layer-map has {student}:{teacher}; student layers go from 0 (the embedding) to {student_layers}, "
                 f"teacher layers to {teacher_layers}"
             )
-    return tuple(layer_map)
-
-
-def parse_layer_map(text: str, student_layers: int, teacher_layers: int) -> LayerMap:
-    """`0:0,2:4,6:12`, student layer : teacher layer.
-
-    Raises:
-        UsageError: another form, or see `check_layer_map`.
-    """
-    try:
-        pairs = [(int(student), int(teacher)) for student, teacher in (part.split(":") for part in text.split(","))]
-    except ValueError:
-        raise UsageError(f"--layer-map {text!r} is not of the form STUDENT:TEACHER,… such as 0:0,2:4") from None
-    return check_layer_map(pairs, student_layers, teacher_layers)
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -202,10 +193,8 @@ class DistillationConfig:
         if self.layer_map is not None and not self.hidden_weight:
             raise UsageError("--layer-map belongs to --hidden-weight; add it or leave the map out")
         if self.teacher_precision not in TEACHER_PRECISIONS:
-            raise UsageError(
-                f"--teacher-precision {self.teacher_precision!r} is not known; "
-                f"use one of {', '.join(TEACHER_PRECISIONS)}"
-            )
+            known = ", ".join(TEACHER_PRECISIONS)
+            raise UsageError(f"--teacher-precision {self.teacher_precision!r} is not known; use one of {known}")
         if self.signals is None and self.signal_tokens is not None:
             raise UsageError("--signal-tokens belongs to --signals DIR; add it or leave it out")
         if self.signals is not None and self.divergence != "forward-kl":
@@ -229,7 +218,17 @@ class DistillationConfig:
         depths = student.num_hidden_layers, teacher.num_hidden_layers
         return default_layer_map(*depths) if self.layer_map is None else parse_layer_map(self.layer_map, *depths)
 
-    def settings(self) -> dict[str, Any]:
+    def matching_kept(self, kept: Sequence[int], layers: int) -> DistillationConfig:
+        """The same for a student that has the layers `kept` of the teacher's: a layer map of what each of them reads.
+
+        So the layer before a dropped one learns to stand in for it, as in the refit. A given map stays.
+        """
+        if not self.hidden_weight or self.layer_map is not None:
+            return self
+        pairs = ",".join(f"{student}:{teacher}" for student, teacher in enumerate([*kept, layers]))
+        return dataclasses.replace(self, layer_map=pairs)
+
+    def settings(self) -> JsonObject:
         """For a manifest."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         start, end = self.kl_weight.start, self.kl_weight.end

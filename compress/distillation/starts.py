@@ -1,24 +1,26 @@
-"""Teachers, and the starts of a student: random weights, a checkpoint, or (`compress.pruning`) a pruned teacher."""
+"""Teachers, and the starts of a student: random weights, a checkpoint, or the most important parts of the teacher."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
-from compress.distillation.layer_matching import is_untrained_cut, layers_of_teacher, map_kept_layers
-from compress.distillation.student_training import StudentText, StudentTraining
+from compress.distillation.student import StudentText, StudentTraining
+from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig, check_cut, cut_to_config
 from sportsllm.console import log
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.json_files import JsonObject
+from sportsllm.formats.manifest import MANIFEST, Ancestor, ancestors, manifest_of, read_manifest
 from sportsllm.formats.safetensors import quantization_config
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import PRESETS, preset
+from sportsllm.text.calibration import calibration_samples
 from sportsllm.text.provenance import manifest_setting
-from sportsllm.text.tokenizer import same_tokenizer
+from sportsllm.text.tokenizer import load_tokenizer, same_tokenizer
 from sportsllm.training import settings
 from sportsllm.training.settings import fit_vocabulary, shape_of
 
@@ -63,30 +65,16 @@ def teacher_corpus(teacher: Path, key: str, option: str = "--corpus") -> list[Pa
     return paths
 
 
-class Start(Protocol):
-    """What a student starts from.
+@dataclass(frozen=True)
+class Fresh:
+    """A student with random weights, and what every other start has too.
 
     Attributes:
-        name: fresh, cut or weights, for the manifest.
+        name: for the manifest.
         kind: decides how large the steps of its training may be.
         shape: of the student.
         inputs: what is read for it beside the teacher.
     """
-
-    name: ClassVar[str]
-    kind: ClassVar[settings.Start]
-
-    @property
-    def shape(self) -> ModelConfig: ...
-    @property
-    def inputs(self) -> list[Path]: ...
-    def build(self, training: StudentTraining, text: StudentText) -> tuple[SportsLLM, StudentTraining]:
-        """The student before training on `text`, and the training with what is known of the student's layers."""
-
-
-@dataclass(frozen=True)
-class Fresh:
-    """A student with random weights: its shape, and the file that was read from, if any."""
 
     name: ClassVar[str] = "fresh"
     kind: ClassVar[settings.Start] = settings.Start.RANDOM
@@ -94,47 +82,98 @@ class Fresh:
     inputs: list[Path]
 
     def build(self, training: StudentTraining, text: StudentText) -> tuple[SportsLLM, StudentTraining]:
-        """The student before training."""
+        """The student before training on `text`, and the training with what is known of the student's layers."""
         model = SportsLLM(self.shape)
         model.initialize(training.config.seed)
         return model, training
 
+    def matched(self, training: StudentTraining) -> StudentTraining:
+        """The training with what is known of the student's layers before it is built."""
+        return training
+
+    def record(self) -> JsonObject:
+        """What is made of the weights before training, for the manifest."""
+        return {"init": None, "start": self.name}
+
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A student that starts from a checkpoint's weights."""
+class Cut(Fresh):
+    """A student of the most important parts of its teacher, refitted to it."""
+
+    name: ClassVar[str] = "cut"
+    kind: ClassVar[settings.Start] = settings.Start.PRUNED
+
+    def build(self, training: StudentTraining, text: StudentText) -> tuple[SportsLLM, StudentTraining]:
+        """The calibration text is the training text; hidden states are matched at the layers that were kept."""
+        teacher = load_checkpoint(training.teacher)
+        tokenizer = load_tokenizer(training.teacher, teacher.config)
+        smaller = _inside(self.shape, teacher.config)
+        length = min(SAMPLE_LENGTH, smaller.max_position_embeddings)
+        samples = calibration_samples(training.corpus, training.left_out, tokenizer, teacher.config, None, length)
+        cut = cut_to_config(teacher, smaller, PruneConfig(), samples)
+        kept = ", ".join(map(str, cut.layers))
+        log(f"the student is cut out of {training.teacher}: layers {kept}, {self.shape.parameters:,} parameters")
+        student = SportsLLM(self.shape)  # positions beyond the teacher's context have no weights
+        student.load_state_dict(cut.model.state_dict())
+        return student, training.matching_kept(cut.layers)
+
+
+@dataclass(frozen=True)
+class Checkpoint(Fresh):
+    """A student that starts from the weights of a checkpoint, the first of `inputs`."""
 
     name: ClassVar[str] = "weights"
     kind: ClassVar[settings.Start] = settings.Start.PRUNED
-    shape: ModelConfig
-    inputs: list[Path]
 
     def build(self, training: StudentTraining, text: StudentText) -> tuple[SportsLLM, StudentTraining]:
-        """The student before training."""
         return load_checkpoint(self.inputs[0]), training
 
     def matched(self, training: StudentTraining) -> StudentTraining:
-        """The training, with hidden states matched at the kept layers if the student was pruned out of the teacher."""
+        """With hidden states matched at the kept layers if the student was pruned out of the teacher."""
         kept = layers_of_teacher(self.inputs[0], training.teacher)
         if kept is None:
             return training
-        mapped = map_kept_layers(training.distillation, kept, load_config(training.teacher).num_hidden_layers)
-        if mapped is not training.distillation:
+        mapped = training.matching_kept(kept)
+        if mapped != training:
             log(f"hidden states are matched at the layers that were kept: {', '.join(map(str, kept))}")
-        return dataclasses.replace(training, distillation=mapped)
+        return mapped
 
     @property
     def already_trained(self) -> bool:
         """Whether the weights were trained after they were cut, or never cut, as far as is known."""
-        return not is_untrained_cut(self.inputs[0])
+        manifest = manifest_of(self.inputs[0])
+        pruned = manifest.command == "prune" and "kept_layers" in manifest.results
+        return not (pruned and manifest.settings.get("recover") is None)
 
-    def record(self) -> dict[str, Any]:
-        """What is made of the weights before training, for the manifest."""
-        return {}
+    def record(self) -> JsonObject:
+        return {"init": str(self.inputs[0]), "start": self.name}
 
 
-def resolve_start(student: str, init: Path | None, start: str | None, teacher: Path) -> Fresh | Checkpoint:
-    """What --student, --init and --start ask for together, where nothing is cut out of the teacher.
+def layers_of_teacher(student: Path, teacher: Path) -> list[int] | None:
+    """The teacher's layers that a checkpoint has; None where it was not pruned out of that very teacher.
+
+    The manifests tell, of all stages between the two.
+    """
+    if not (student / MANIFEST).is_file():
+        return None
+    manifest = read_manifest(student)
+    kept: list[int] | None = None
+    for stage in (Ancestor(student, manifest), *ancestors(manifest, student)):
+        if stage.directory.resolve() == teacher.resolve():
+            return kept
+        if stage.manifest.command == "distill" and stage.manifest.text("start") != "weights":
+            return None  # layers of random weights, or of a cut that is not recorded
+        cut: list[int] | None = stage.manifest.results.get("kept_layers")
+        if cut is not None:
+            kept = cut if kept is None else [cut[layer] for layer in kept]
+    return None
+
+
+def choose_start(student: str, init: Path | None, start: str | None, teacher: Path) -> Fresh:
+    """What --student, --init and --start ask for together.
+
+    A student that is given by its shape alone is cut out of the teacher. Where that cannot be, it gets random weights,
+    and a line says why; with `--start cut` that is an error.
 
     Args:
         student: a preset's name or a checkpoint directory.
@@ -148,23 +187,56 @@ def resolve_start(student: str, init: Path | None, start: str | None, teacher: P
     """
     if start not in (None, "fresh", "cut"):
         raise UsageError(f"--start {start!r} is not known; use cut or fresh, or leave it out")
-    has_weights = start is None and has_tensors(Path(student))
+    # A directory may hold a shape alone.
+    has_weights = start is None and any([*Path(student).glob("*.safetensors"), *Path(student).glob("*.index.json")])
     if init is not None and start is not None:
         raise UsageError(f"--start {start} makes the student's weights; leave --init {init} out")
     if init is not None and has_weights:
         raise UsageError(f"--student {student} has weights of its own; give a preset's name with --init, or no --init")
-    if init is None and not has_weights:
-        theirs = load_config(teacher)
-        shape, inputs = shape_of(student)
-        fitted = fit_vocabulary(shape, theirs.vocab_size, student).with_changes(
-            bos_token_id=theirs.bos_token_id, eos_token_id=theirs.eos_token_id, pad_token_id=theirs.pad_token_id
+    if init is not None or has_weights:
+        directory = init or Path(student)
+        shape = _checkpoint_shape(directory, teacher)
+        if init is not None and shape.with_changes(vocab_size=preset(student).vocab_size) != preset(student):
+            log(f"the student starts from {init} and has its shape; {student!r} only names the output")
+        return Checkpoint(shape, [directory])
+    theirs = load_config(teacher)
+    shape, inputs = shape_of(student)
+    shape = fit_vocabulary(shape, theirs.vocab_size, student).with_changes(
+        bos_token_id=theirs.bos_token_id, eos_token_id=theirs.eos_token_id, pad_token_id=theirs.pad_token_id
+    )
+    if start == "fresh":
+        return Fresh(shape, inputs)
+    try:
+        if quantization_config(teacher) is not None:
+            raise UsageError(f"{teacher} is quantized")
+        check_cut(theirs, _inside(shape, theirs))
+    except UsageError as error:
+        if start == "cut":
+            raise UsageError(f"--start cut: {error}; choose another --student, or --start fresh") from None
+        log(f"the student starts from random weights, since it cannot be cut out of the teacher: {error}")
+        return Fresh(shape, inputs)
+    return Cut(shape, inputs)
+
+
+def _inside(shape: ModelConfig, teacher: ModelConfig) -> ModelConfig:
+    """The shape with the teacher's context at most, which no weight depends on."""
+    context = min(shape.max_position_embeddings, teacher.max_position_embeddings)
+    return shape.with_changes(max_position_embeddings=context)
+
+
+def _checkpoint_shape(directory: Path, teacher: Path) -> ModelConfig:
+    if quantization_config(directory) is not None:
+        raise ArtifactError(f"{directory}: is quantized; distil into the unquantized checkpoint, then quantize")
+    shape, theirs = load_config(directory), load_config(teacher)
+    if not same_tokenizer(teacher, directory):
+        raise ArtifactError(
+            f"{directory}: its tokenizer differs from the teacher's ({teacher}); distillation needs the same one"
         )
-        return Fresh(fitted, inputs)
-    directory = init or Path(student)
-    shape = _checkpoint_shape(directory, teacher)
-    if init is not None and shape.with_changes(vocab_size=preset(student).vocab_size) != preset(student):
-        log(f"the student starts from {init} and has its shape; {student!r} only names the output")
-    return Checkpoint(shape, [directory])
+    if shape.vocab_size != theirs.vocab_size:
+        raise ArtifactError(
+            f"student has {shape.vocab_size} tokens, teacher {theirs.vocab_size}; they must be the same"
+        )
+    return shape
 
 
 def check_no_larger(student: ModelConfig, teacher: ModelConfig) -> None:
@@ -181,23 +253,3 @@ def check_no_larger(student: ModelConfig, teacher: ModelConfig) -> None:
             f"the student ({own:,} {active}parameters) is larger than the teacher ({theirs:,}); choose a smaller "
             "--student"
         )
-
-
-def has_tensors(directory: Path) -> bool:
-    """Whether a directory holds weights, and not a shape alone."""
-    return any(directory.glob("*.safetensors")) or any(directory.glob("*.safetensors.index.json"))
-
-
-def _checkpoint_shape(directory: Path, teacher: Path) -> ModelConfig:
-    if quantization_config(directory) is not None:
-        raise ArtifactError(f"{directory}: is quantized; distil into the unquantized checkpoint, then quantize")
-    shape, theirs = load_config(directory), load_config(teacher)
-    if not same_tokenizer(teacher, directory):
-        raise ArtifactError(
-            f"{directory}: its tokenizer differs from the teacher's ({teacher}); distillation needs the same one"
-        )
-    if shape.vocab_size != theirs.vocab_size:
-        raise ArtifactError(
-            f"student has {shape.vocab_size} tokens, teacher {theirs.vocab_size}; they must be the same"
-        )
-    return shape

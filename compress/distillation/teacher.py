@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from compress.distillation.settings import TEACHER_PRECISIONS
-from compress.teacher_cache.loss import TeacherLogits
 from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_block, load_checkpoint, read_ends
@@ -23,9 +21,12 @@ from sportsllm.text.packing import Batch
 from sportsllm.training.loop import resolve_precision
 from sportsllm.training.loss import float32_product
 
+if TYPE_CHECKING:
+    from compress.distillation.loss import TeacherLogits
+
 NF4_BLOCKS = (64, 32)
-"""Numbers that share a scale, the first that divides a matrix's rows: bitsandbytes 0.50's AVX512 kernel gives wrong
-numbers for blocks that run from one row into the next."""
+"""Block sizes, the first that divides a matrix's rows is used: bitsandbytes 0.50's AVX512 kernel gives wrong values for
+blocks that run from one row into the next."""
 
 
 def resolve_teacher_precision(precision: str, device: torch.device) -> str:
@@ -46,11 +47,8 @@ def load_teacher(directory: Path, precision: str, device: torch.device | None = 
             matrices whose rows are no multiple of 32 in that type, and says so.
 
     Raises:
-        UsageError: an unknown precision.
+        UsageError: the checkpoint is quantized already.
     """
-    if precision not in TEACHER_PRECISIONS:
-        known = ", ".join(TEACHER_PRECISIONS)
-        raise UsageError(f"--teacher-precision {precision!r} is not known; use one of {known}")
     device = device or torch.device("cpu")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for a float32 teacher
@@ -108,7 +106,7 @@ def _quantize_matrices(block: Block, precision: str, dtype: torch.dtype) -> None
         bias = module.bias is not None
         block_size = next((size for size in NF4_BLOCKS if module.in_features % size == 0), None)
         if precision == "int8":
-            layer: Any = bitsandbytes.nn.Linear8bitLt(
+            layer = bitsandbytes.nn.Linear8bitLt(
                 module.in_features, module.out_features, bias=bias, has_fp16_weights=False
             )
             layer.weight = bitsandbytes.nn.Int8Params(module.weight.data, requires_grad=False, has_fp16_weights=False)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from compress.pruning.cut import SAMPLE_LENGTH, PruneConfig
 from compress.pruning.experts import reduce_experts
-from compress.pruning.latent import latent_config, to_latent
 from compress.pruning.scores import Scores, load_scores, measure_scores
 from compress.pruning.shapes import Shape, fewer_experts
 from compress.pruning.units import loss_per_token
@@ -31,7 +30,7 @@ from sportsllm.text.provenance import HELD_OUT, held_out_files, manifest_setting
 from sportsllm.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from compress.distillation.recovery import Recovery
+    from compress.distillation.student import StudentTraining
 
 
 @dataclass(frozen=True)
@@ -44,30 +43,23 @@ class PruneJob:
         scores: those of an earlier run on the same checkpoint.
         recovery: the training after the cut.
         experts, experts_per_token: cut first, see `compress.pruning.experts`.
-        latent: then attention is made latent of this rank, see `compress.pruning.latent`.
     """
 
     checkpoint: Path
     calibration: Sequence[Path]
     config: PruneConfig = field(default_factory=PruneConfig)
     scores: Path | None = None
-    recovery: Recovery | None = None
+    recovery: StudentTraining | None = None
     experts: int | None = None
     experts_per_token: int | None = None
-    latent: int | None = None
 
     @property
     def cuts_experts(self) -> bool:
         """Whether there will be fewer experts, or fewer a token."""
         return self.experts is not None or self.experts_per_token is not None
 
-    @property
-    def changes_kinds(self) -> bool:
-        """Whether experts or the kind of attention change before the shape does."""
-        return self.cuts_experts or self.latent is not None
-
     def model_config(self) -> ModelConfig:
-        """The config whose shape is cut: the checkpoint's, with fewer experts and latent attention if asked for.
+        """The config whose shape is cut: the checkpoint's, with fewer experts if asked for.
 
         Raises:
             ArtifactError: the checkpoint is quantized.
@@ -77,12 +69,12 @@ class PruneJob:
         config = load_config(self.checkpoint)
         if self.cuts_experts:
             config = fewer_experts(config, self.experts, self.experts_per_token)
-        return config if self.latent is None else latent_config(config, self.latent)
+        return config
 
     def stage(self, shape: Shape) -> Stage:
         """The run that prunes to a shape."""
         scores = [self.scores] if self.scores else []
-        recovery = self.recovery.inputs() if self.recovery else []
+        recovery = [self.recovery.teacher, *self.recovery.inputs()] if self.recovery else []
         seed = None if self.recovery is None else self.recovery.config.seed
         return Stage("prune", self.settings(shape), [self.checkpoint, *self.calibration, *scores, *recovery], seed)
 
@@ -92,7 +84,7 @@ class PruneJob:
         inherited = {"recover": None} | {key: manifest_setting(self.checkpoint, key) for key in ("corpus", "valid")}
         if (held_out := manifest_setting(self.checkpoint, HELD_OUT)) is not None:
             inherited[HELD_OUT] = held_out
-        kinds = ("experts", "experts_per_token", "latent")
+        kinds = ("experts", "experts_per_token")
         return {
             "checkpoint": self.checkpoint,
             **shape.sizes(),
@@ -100,7 +92,7 @@ class PruneJob:
             "scores": self.scores,
             "calibration": self.calibration,
             **{name: value for name in kinds if (value := getattr(self, name)) is not None},
-            **(inherited if self.recovery is None else self.recovery.settings(self.checkpoint)),
+            **(inherited if self.recovery is None else self.recovery.recovery_settings()),
         }
 
 
@@ -121,7 +113,7 @@ class Calibration:
 
     @property
     def model(self) -> SportsLLM:
-        """The full model, with the experts and the attention of `PruneJob.model_config`."""
+        """The full model, with the experts of `PruneJob.model_config`."""
         return self._full.model
 
     @property
@@ -143,7 +135,7 @@ class Calibration:
         model = load_checkpoint(job.checkpoint)
         length = SAMPLE_LENGTH if recovery is None else recovery.config.sequence
         tokenizer = load_tokenizer(job.checkpoint, model.config)
-        valid = held_out_files(job.checkpoint) if recovery is None else recovery.training(job.checkpoint).left_out
+        valid = held_out_files(job.checkpoint) if recovery is None else recovery.left_out
         samples = calibration_samples(job.calibration, valid, tokenizer, model.config, job.config.samples, length)
         log(f"calibration on {len(samples)} samples of text, {sum(one.numel() for one in samples):,} tokens")
         with torch.no_grad():
@@ -151,6 +143,4 @@ class Calibration:
         if job.cuts_experts:
             fewer = fewer_experts(model.config, job.experts, job.experts_per_token)
             model = reduce_experts(model, fewer, samples, job.config.refit)
-        if job.latent is not None:
-            model = to_latent(model, job.model_config(), samples, job.config.refit)
         return _FullModel(model, samples)

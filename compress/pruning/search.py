@@ -34,7 +34,7 @@ from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import manifest_of
 
 if TYPE_CHECKING:
-    from compress.distillation.recovery import Recovery
+    from compress.distillation.student import StudentTraining
 
 LOG, FOUND = "log.txt", "found.json"  # what recovering the finalists says, and what a finished search found
 _SCORING_SAMPLES, _REFIT_SAMPLES = 8, 64  # all shapes read the same text, so little of it tells them apart
@@ -62,7 +62,7 @@ class Finalist(NamedTuple):
 
 
 def choose_shape(
-    work: Calibration, target: Target, out: Path, recovered: Callable[[Recovery, Shape, Path], float]
+    work: Calibration, target: Target, out: Path, recovered: Callable[[StudentTraining, Shape, Path], float]
 ) -> tuple[Shape, list[Finalist]]:
     """The shape of the target's dimensions, or the one that a search finds for its size, and the search's finalists.
 
@@ -77,8 +77,8 @@ def choose_shape(
         ConflictError: `out` holds something else.
     """
     job, config = work.job, work.job.model_config()
-    shape, share = target.shape(config, whole=job.changes_kinds)
-    if shape == Shape.of(config) and not job.changes_kinds:
+    shape, share = target.shape(config, whole=job.cuts_experts)
+    if shape == Shape.of(config) and not job.cuts_experts:
         shown = ", ".join(f"{name} {size}" for name, size in shape.sizes().items())
         raise UsageError(f"{job.checkpoint}: nothing is cut, the model has that shape ({shown}); ask for less")
     tokens = target.search_tokens
@@ -174,7 +174,7 @@ def recovered_finalists(
     tokens: int,
     count: int,
     directory: Path,
-    recovered: Callable[[Recovery, Shape, Path], float],
+    recovered: Callable[[StudentTraining, Shape, Path], float],
 ) -> list[Finalist]:
     """`count` finalists, recovered briefly inside `directory`, best first.
 
@@ -219,7 +219,7 @@ def recovered_finalists(
     return tried
 
 
-def brief_recovery(recovery: Recovery, tokens: int) -> Recovery:
+def brief_recovery(recovery: StudentTraining, tokens: int) -> StudentTraining:
     """The same on few tokens: small steps, a warm-up to match, one rate, and the text for choices scored at the end."""
     config = recovery.config
     batch_size = max(1, min(config.batch_size, _BRIEF_STEP // config.sequence))
@@ -231,6 +231,6 @@ def brief_recovery(recovery: Recovery, tokens: int) -> Recovery:
     return dataclasses.replace(recovery, config=brief)
 
 
-def recovery_tokens(recovery: Recovery) -> int:
+def recovery_tokens(recovery: StudentTraining) -> int:
     """Tokens that a recovery reads."""
     return recovery.config.steps * recovery.config.tokens_per_step

@@ -279,7 +279,7 @@ class Target:
         if share is not None:
             return shape_for_share(config, share), share
         if not named and not whole:
-            dimensions = "--hidden, --intermediate, --heads, --kv-heads, --head-dim, --layers, --experts, --latent"
+            dimensions = "--hidden, --intermediate, --heads, --kv-heads, --head-dim, --layers, --experts"
             raise UsageError(f"say how small: --params SHARE, --size-mb MB, --vocab-size N, or {dimensions}")
         return replace(Shape.of(config), **named), None
 

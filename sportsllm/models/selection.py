@@ -161,27 +161,6 @@ def index_loss(document: Document) -> Tensor:
 
 
 @torch.no_grad()
-def kept_attention(document: Document) -> Tensor:
-    """(3,) share of full attention that falls on the chosen blocks, on the first and the newest blocks, as many, and on
-    the best choice, which like the indexer's keeps the first and some of the newest.
-
-    Means over at most `LOSS_ROWS` queries that see more blocks than are chosen; of longer sequences only.
-    """
-    selection = document.config.chosen_selection
-    count = document.length - selection.tokens
-    rows_R = torch.linspace(selection.tokens, document.length - 1, min(count, LOSS_ROWS)).round().long()
-    share_BRN = attention_shares(document, rows_R)
-    chosen = choose_blocks(document, rows_R)
-    own_R1, blocks_N = (rows_R // selection.block)[:, None], torch.arange(share_BRN.shape[-1])
-    seen_RN = blocks_N <= own_R1
-    newest_RN = seen_RN & ((blocks_N == 0) | (blocks_N > own_R1 - selection.blocks + 1))
-    kept_RN = seen_RN & ((blocks_N == 0) | (blocks_N > own_R1 - selection.newest))
-    best = share_BRN.masked_fill(kept_RN, math.inf).topk(selection.blocks, dim=-1).indices
-    found = share_BRN.gather(2, chosen), share_BRN * newest_RN, share_BRN.gather(2, best)
-    return torch.stack([each.sum(dim=-1).mean() for each in found])
-
-
-@torch.no_grad()
 def attention_shares(document: Document, rows_R: Tensor) -> Tensor:
     """The share of full attention, mean over heads, of some queries that falls on each block, (B, R, N) float32."""
     heads, size = document.config.num_key_value_heads, document.config.head_dim

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from compress.distill import distill_student
+from compress.distillation.loss import distillation_loss
 from compress.distillation.settings import DistillationConfig, distillation_config
-from compress.distillation.starts import check_no_larger, resolve_start, resolve_teacher, teacher_corpus
-from compress.distillation.student_loss import distillation_loss
-from compress.distillation.student_training import StudentTraining
+from compress.distillation.starts import check_no_larger, choose_start, resolve_teacher, teacher_corpus
+from compress.distillation.student import StudentTraining
 from compress.distillation.teacher import load_teacher
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
@@ -31,7 +31,7 @@ def run(
     teacher: Path, student: str, out: Path, corpus: Path, *, init: Path | None = None, **changes: object
 ) -> dict[str, object]:
     training = StudentTraining(teacher, CONFIG, (corpus,), distillation=FP32)
-    start = resolve_start(student, init, None, teacher)
+    start = choose_start(student, init, None, teacher)
     return distill_student(student, start, dataclasses.replace(training, **changes), out)  # type: ignore[arg-type]
 
 

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.distillation.divergences import divergence_chunk, mixed_chunk
+from compress.distillation.loss import TeacherLogits, divergence_chunk, mixed_chunk
 from compress.distillation.settings import DIVERGENCES, KLWeight, parse_kl_weight
-from compress.teacher_cache.loss import TeacherLogits
 from sportsllm.errors import UsageError
 from sportsllm.text.packing import IGNORE
 from tests.sportsllm.training.test_loss import LOSS_RTOL, TOKENS, VOCAB, Sizes, assert_equal, fused
@@ -69,7 +68,7 @@ def naive(
     return loss.detach(), h.grad, w.grad
 
 
-@pytest.mark.parametrize("chunk", [5, 37, 64])
+@pytest.mark.parametrize("chunk", [5, 64])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize(
     ("kind", "mix"), [*((kind, None) for kind in DIVERGENCES), ("skew-kl", 0.7), ("skew-reverse-kl", 0.3), ("js", 0.9)]
@@ -80,20 +79,13 @@ def test_divergences_equal_float64(kind: str, mix: float | None, temperature: fl
     assert_equal(ours, naive(hidden, weight, targets, teacher, 1.0, temperature, kind, mix))
 
 
-@pytest.mark.parametrize("chunk", [8, 37])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("kl_weight", [0.0, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("kind", ["forward-kl", "js"])
-def test_mixtures_with_cross_entropy_equal_float64(kind: str, kl_weight: float, temperature: float, chunk: int) -> None:
+def test_mixtures_with_cross_entropy_equal_float64(kind: str, kl_weight: float, temperature: float) -> None:
     hidden, weight, targets, teacher = inputs()
-    ours = fused(hidden, weight, mixed_chunk(targets, rows_of(teacher), kl_weight, temperature, kind), chunk)
+    ours = fused(hidden, weight, mixed_chunk(targets, rows_of(teacher), kl_weight, temperature, kind), 8)
     assert_equal(ours, naive(hidden, weight, targets, teacher, kl_weight, temperature, kind))
-
-
-def test_forward_kl_alone_is_the_divergence_of_that_kind() -> None:
-    hidden, weight, targets, teacher = inputs()
-    ours = fused(hidden, weight, divergence_chunk("forward-kl", targets, rows_of(teacher), 2.0), 8)
-    assert_equal(ours, naive(hidden, weight, targets, teacher, 1.0, 2.0))
 
 
 def test_a_weight_of_0_never_asks_the_teacher() -> None:

@@ -1,36 +1,21 @@
-"""A trained model becomes one that selects tokens: its indexer learns, all is taught, exported and read again."""
+"""A trained model becomes one that selects tokens, is taught, exported and read again."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import sportsllm
 from compress.distill import distill
-from compress.distillation import selection
-from compress.distillation.selection import (
-    Selecting,
-    attention_kept,
-    learn_if_better,
-    learn_index,
-    long_sequences,
-    say_what_is_kept,
-    selecting,
-    spread_pieces,
-    with_full_attention,
-    with_indexer,
-)
-from compress.distillation.settings import DistillationConfig
-from compress.distillation.starts import Checkpoint, resolve_start
-from compress.distillation.student_training import StudentText, StudentTraining
+from compress.distillation.selection import selecting, start_index
+from compress.distillation.starts import Checkpoint
 from compress.prune import prune_checkpoint
-from compress.pruning.indexer import start_index
 from compress.pruning.job import PruneJob
 from compress.pruning.shapes import Shape
 from compress.quantization.config import QuantizationConfig
@@ -41,10 +26,9 @@ from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.inference.decoder import open_decoder
 from sportsllm.models.attention_kinds import INDEX, Selection
-from sportsllm.models.config import ModelConfig
-from sportsllm.text.tokenizer import load_tokenizer
+from sportsllm.models.language_model import SportsLLM, first_positions
+from sportsllm.models.selection import Document, attention_shares, choose_blocks, selected_attention
 from sportsllm.training.calibration_text import CalibrationText
-from sportsllm.training.settings import TrainConfig
 from tests.support import families
 from tests.support.models import tiny_model
 
@@ -82,8 +66,7 @@ def made(full: Path, text: Path, held_out: Path, tmp_path_factory: pytest.TempPa
     result = distill(
         teacher=str(full), select_tokens=16, out=out, corpus=[text], valid=[held_out], steps=2, batch_size=2, threads=1,
         settings={
-            "select_block": 4, "index_heads": 2, "index_parts": 2, "index_pairs": 4, "index_tokens": 640,
-            "accumulation": 1,
+            "select_block": 4, "index_heads": 2, "index_parts": 2, "index_pairs": 4, "accumulation": 1,
         },
     )  # fmt: skip
     assert result.bits_per_byte_before is not None
@@ -95,18 +78,15 @@ def test_the_command_makes_a_checkpoint_that_selects(made: Path, full: Path) -> 
     config = load_config(made)
     assert config == load_config(full).with_changes(attention_kind="selected", selection=SELECTION)
     settings = read_manifest(made).settings
-    assert (
-        settings["selection"] == {"tokens": 16, "block": 4, "heads": 2, "parts": 2, "pairs": 4}
-        and settings["index_tokens"] == 640
-    )
+    assert settings["selection"] == {"tokens": 16, "block": 4, "heads": 2, "parts": 2, "pairs": 4}
     assert settings["sequence"] == 64, "four times what is selected"
 
 
 def test_usual_sizes_follow_the_model() -> None:
     for size, pairs in ((16, 8), (32, 16), (64, 16), (128, 32)):
         shape = tiny_model(head_dim=size).config
-        start = Checkpoint(shape, (Path("teacher"),))
-        chosen = selecting(start, {"tokens": 16, "block": 4}, start_index).shape.chosen_selection
+        start = Checkpoint(shape, [Path("teacher")])
+        chosen = selecting(start, {"tokens": 16, "block": 4}).shape.chosen_selection
         assert (chosen.heads, chosen.parts, chosen.pairs) == (4, 2, pairs)
 
 
@@ -137,53 +117,41 @@ def test_it_is_pruned_but_for_the_indexer(made: Path, text: Path, tmp_path: Path
     assert full.applied_to(config) == config
 
 
-def index_training(full: Path, text: Path, held_out: Path) -> tuple[StudentTraining, StudentText]:
-    config = TrainConfig(steps=1, batch_size=2, accumulation=1, sequence=64, precision="fp32")
-    training = StudentTraining(full, config, (text,), (held_out,), DistillationConfig())
-    return training, StudentText.read(training, load_tokenizer(full, load_config(full)))
+def with_indexer(model: SportsLLM, selection: Selection) -> SportsLLM:
+    """The model with a fresh indexer."""
+    student = SportsLLM(model.config.with_changes(attention_kind="selected", selection=selection))
+    student.initialize(0)
+    student.load_state_dict(model.state_dict(), strict=False)
+    return student.eval()
 
 
-def student_of(full: Path, changes: ModelConfig | None = None) -> tuple[Selecting, Any]:
-    start = selecting(resolve_start(str(full), None, None, full), asdict(SELECTION), start_index, 1)
-    return start, with_indexer(load_checkpoint(full), start.shape, 0)
+def attention_kept(student: SportsLLM, model: SportsLLM, tokens: Tensor) -> Tensor:
+    """Shares of full attention on the blocks that the indexer chooses, and on as many newest ones; mean over layers."""
+    found: list[Tensor] = []
+    states = model.embedded(tokens)
+    for block, ours in zip(model.model.layers, selected_attention(student), strict=True):
+        rope = first_positions(model.rope, states)
+        document = Document(student.config, *ours.parts(block.input_layernorm(states), rope))
+        chosen, rows = student.config.chosen_selection, torch.arange(100, 128)
+        share_BRN = attention_shares(document, rows)
+        own_R1, blocks_N = (rows // chosen.block)[:, None], torch.arange(share_BRN.shape[-1])
+        newest = (blocks_N == 0) | ((blocks_N <= own_R1) & (blocks_N > own_R1 - chosen.blocks + 1))
+        kept = share_BRN.gather(2, choose_blocks(document, rows)).sum(-1), (share_BRN * newest).sum(-1)
+        found.append(torch.stack([each.mean() for each in kept]))
+        states = block(states, rope)
+    return torch.stack(found).mean(dim=0)
 
 
-def loss_of(model: Any, tokens: torch.Tensor) -> float:
-    """Of the indexer, nats a token."""
-    model.train().hidden(tokens)
-    loss = model.auxiliary_loss()
-    model.eval()
-    return float(loss.detach())
-
-
-def test_what_the_choice_keeps_is_said(
-    full: Path, text: Path, held_out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, words = index_training(full, text, held_out)
-    _, student = student_of(full)
-    sequences = long_sequences(words, 16, 64)
-    assert [tuple(one.shape) for one in sequences] == [(1, 64)], "one held-out document, cut"
-    kept = attention_kept(student, sequences)
-    assert kept is not None and 0 < kept[0] <= kept[2] < 1 and kept[1] <= kept[2]
-    say_what_is_kept(student, words, 64)
-    line = capsys.readouterr().err
-    assert f"the indexer keeps {100 * kept[0] / kept[2]:.1f}%" in line
-    assert ("give more --index-tokens" in line) == (kept[0] <= kept[1])
-    say_what_is_kept(student, words, 16)
-    assert capsys.readouterr().err == "", "all tokens are selected"
-
-
-def test_an_indexer_of_the_models_own_queries_and_keys_keeps_more(full: Path, text: Path, held_out: Path) -> None:
-    _, words = index_training(full, text, held_out)
-    start, random = student_of(full)
-    begun = with_indexer(load_checkpoint(full), start.shape, 0)
-    start_index(begun, with_full_attention(begun, 64), spread_pieces(words, 64))
-    sequences = long_sequences(words, 16, 300)
-    kept, before = attention_kept(begun, sequences), attention_kept(random, sequences)
-    assert kept is not None and before is not None and kept[0] > max(before[0], kept[1])
-    assert {n for n, t in begun.state_dict().items() if not torch.equal(t, random.state_dict()[n])} == {
-        n for n in begun.state_dict() if n.split(".")[-2] in INDEX
-    }
+@torch.inference_mode()
+def test_an_indexer_of_the_models_own_queries_and_keys_keeps_more_than_the_newest_tokens() -> None:
+    model = tiny_model(std=0.1, max_position_embeddings=350)
+    tokens = torch.randint(3, 384, (3, 128), generator=torch.Generator().manual_seed(0))
+    random, begun = with_indexer(model, SELECTION), with_indexer(model, SELECTION)
+    start_index(begun, model, list(tokens[:, None]))
+    (kept, newest), (before, _) = (attention_kept(one, model, tokens[:1]) for one in (begun, random))
+    assert kept > max(before, newest)
+    changed = {name for name, t in begun.state_dict().items() if not torch.equal(t, random.state_dict()[name])}
+    assert changed == {name for name in begun.state_dict() if name.split(".")[-2] in INDEX}
 
 
 def index_scores(shape: dict[str, Any], parts: int, pairs: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,9 +162,9 @@ def index_scores(shape: dict[str, Any], parts: int, pairs: int | None) -> tuple[
         if name.endswith(("proj.bias", "q_norm.weight", "k_norm.weight")):
             tensor.data = tensor.data + torch.randn(tensor.shape, generator=generator) / 2
     selection = Selection(16, 4, shape["num_attention_heads"], parts, pairs)
-    student = with_indexer(model, model.config.with_changes(attention_kind="selected", selection=selection), 0)
+    student = with_indexer(model, selection)
     tokens = torch.randint(3, 384, (4, 1, 64), generator=generator)
-    start_index(student, with_full_attention(student, 64), list(tokens))
+    start_index(student, model, list(tokens))
     found, wanted = [], []
     shared = shape["num_attention_heads"] // shape["num_key_value_heads"]
 
@@ -229,49 +197,6 @@ def test_index_scores_of_normalised_heads_are_near() -> None:
     assert torch.corrcoef(torch.stack([ours.flatten(), wanted.flatten()]))[0, 1] > 0.9
 
 
-def test_the_indexer_alone_learns_what_full_attention_looks_at(
-    full: Path, text: Path, held_out: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(selection, "_INDEX_RATIO", 10 / 3)  # from random weights
-    training, words = index_training(full, text, held_out)
-    _, student = student_of(full)
-    before = {name: tensor.clone() for name, tensor in student.state_dict().items()}
-    tokens = torch.from_numpy(words.documents.ids[:256].astype(np.int64)).view(2, 128)
-    everything = student.config.with_changes(selection=Selection(128, 4, 2, 2, 4))
-    untrained = with_indexer(student, everything, 0)
-    start = loss_of(untrained, tokens)
-    learn_index(student, training, words, 100 * 128)
-    changed = {n for n, tensor in student.state_dict().items() if not torch.equal(tensor, before[n])}
-    assert changed == {n for n in before if n.split(".")[-2] in INDEX}
-    untrained.load_state_dict(student.state_dict())
-    assert loss_of(untrained, tokens) < 0.8 * start
-    assert student.config.selection == SELECTION
-
-
-@pytest.mark.parametrize("harm", [True, False])
-def test_an_indexer_that_training_makes_worse_stays_as_it_was(
-    harm: bool, full: Path, text: Path, held_out: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    training, words = index_training(full, text, held_out)
-    start, student = student_of(full)
-    better = with_indexer(load_checkpoint(full), start.shape, 0)
-    start_index(better, with_full_attention(better, 64), spread_pieces(words, 64))
-    first, second = (better, student) if harm else (student, better)
-    first_state, second_state = first.state_dict(), second.state_dict()
-    trained = with_indexer(load_checkpoint(full), start.shape, 0)
-    trained.load_state_dict(first_state)
-    monkeypatch.setattr(selection, "learn_index", lambda model, *_: model.load_state_dict(second_state))
-    learn_if_better(trained, training, words, 0)
-    assert same(trained.state_dict(), first_state), "no tokens"
-    learn_if_better(trained, training, words, 64)
-    assert same(trained.state_dict(), first_state if harm else second_state)
-    assert ("it stays as it started" in capsys.readouterr().err) == harm
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -280,8 +205,8 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
         ({"student": "tiny-300k", "start": "fresh"}, "--select-tokens starts from trained weights"),
         ({"select_tokens": 400}, "--select-tokens is 400, the context 350"),
         ({"select_tokens": 30}, "config: selection: 30 tokens in blocks of 4"),
-        ({"index_pairs": 9}, "--index-pairs is 9; a head has 8"),
-        ({"index_parts": 3}, "--index-parts is 3; the model has 2 key heads"),
+        ({"index_pairs": 9}, "index_pairs is 9; a head has 8"),
+        ({"index_parts": 3}, "index_parts is 3; the model has 2 key heads"),
         ({"sequence": 16}, "--select-tokens 16: --sequence is 16, all of which are selected"),
     ],
 )

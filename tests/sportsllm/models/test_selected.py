@@ -135,27 +135,6 @@ def shares_of(parts: list[Array], t: int) -> Array:
     return weights.reshape(-1, SELECTION.block).sum(axis=1)
 
 
-def test_the_attention_that_is_kept_by_loops() -> None:
-    """By the indexer's choice, by the newest blocks, and by the best choice of as many."""
-    model = selected_model()
-    attention, rope = model.model.layers[0].self_attn, tuple(table[:LENGTH] for table in model.rope)
-    x_BTD = torch.randn(1, LENGTH, 64, generator=torch.Generator().manual_seed(2))
-    parts, wanted = parts_of(attention, x_BTD, rope), []
-    for t in range(SELECTION.tokens, LENGTH):
-        scores, share = scores_of(parts, t), shares_of(parts, t)
-        own = t // SELECTION.block
-        always = {0, *range(own - SELECTION.newest + 1, own + 1)}
-        others = [b for b in range(own + 1) if b not in always]
-        room = SELECTION.blocks - len(always)
-        chosen, best = (always | set(sorted(others, key=lambda b: -by[b])[:room]) for by in (scores, share))
-        newest = {0, *range(own - SELECTION.blocks + 2, own + 1)}
-        wanted.append([share[sorted(blocks)].sum() for blocks in (chosen, newest, best)])
-    with torch.inference_mode():
-        found = selection.kept_attention(selection.Document(attention.config, *attention.parts(x_BTD, rope)))
-    np.testing.assert_allclose(found.numpy(), np.mean(wanted, axis=0), rtol=1e-5)
-    assert found[2] >= found[0] and found[2] > found[1]
-
-
 def test_the_loss_is_the_divergence_by_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "LOSS_ROWS", LENGTH)  # all queries
     model = selected_model()

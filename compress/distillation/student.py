@@ -1,4 +1,4 @@
-"""Train a student: open what it learns from, run the one training loop, and leave an ordinary model."""
+"""The training of a student: its record, its text, and the one training loop, which leaves an ordinary model."""
 
 from __future__ import annotations
 
@@ -7,35 +7,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from compress.distillation.hidden_states import HiddenMatching, attached
+from compress.distillation.loss import HiddenMatching, attached, distillation_loss
+from compress.distillation.make_teacher_cache import make_teacher_cache
 from compress.distillation.settings import DistillationConfig
-from compress.distillation.student_loss import distillation_loss, fit_matching
-from compress.distillation.teacher import load_teacher, resolve_teacher_precision, running_teacher
-from compress.teacher_cache.files import SIGNALS
-from compress.teacher_cache.read import CacheKey, TeacherCache, open_teacher_cache
-from compress.teacher_cache.write import CacheRequest, make_teacher_cache
+from compress.distillation.teacher import load_teacher
+from compress.distillation.teacher_cache import SIGNALS, TeacherCache, open_teacher_cache, wanted_info
 from sportsllm.console import log
-from sportsllm.formats.artifact import STATE_DIRECTORY, partial_directory
+from sportsllm.formats.artifact import STATE_DIRECTORY
 from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.json_files import JsonObject
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.processors import training_device
 from sportsllm.text.documents import TextSplit, load_corpus
 from sportsllm.text.packing import PackedSequences, TokenizedDocuments, tokenize
 from sportsllm.text.provenance import held_out_setting, left_out
-from sportsllm.text.tokenizer import TextTokenizer
+from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 from sportsllm.training.loop import train_model
 from sportsllm.training.lora import add_adapters, merge_adapters
 from sportsllm.training.rate_trial import choose_rates
 from sportsllm.training.settings import Adapters, TrainConfig, check_sequence
-from sportsllm.training.validation import validation, validator
+from sportsllm.training.validation import validation
 
 
 @dataclass(frozen=True)
 class StudentTraining:
-    """How a student is trained.
+    """How a student is trained, in `distill` or after a cut or rounding.
 
     Attributes:
         teacher: its checkpoint.
@@ -59,7 +57,7 @@ class StudentTraining:
         """All text that it never reads."""
         return left_out(self.valid, self.teacher, *self.extra_holdouts)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """For the manifest, without the training loop's."""
         return {
             "teacher": str(self.teacher),
@@ -70,13 +68,22 @@ class StudentTraining:
             **({} if self.adapters is None else {"lora": dataclasses.asdict(self.adapters)}),
         }
 
+    def recovery_settings(self) -> JsonObject:
+        """The same for a stage that trains after other work: the training loop's settings are under `recover`."""
+        return {**self.settings(), "recover": dataclasses.asdict(self.config)}
+
     def inputs(self) -> list[Path]:
         """Everything that it reads beside the teacher."""
         signals = self.distillation.signals
         return [*([signals] if signals else []), *self.corpus, *self.left_out]
 
+    def matching_kept(self, kept: list[int]) -> StudentTraining:
+        """`DistillationConfig.matching_kept` of the training."""
+        layers = load_config(self.teacher).num_hidden_layers
+        return dataclasses.replace(self, distillation=self.distillation.matching_kept(kept, layers))
+
     def prepare(self, student: ModelConfig) -> TeacherCache | None:
-        """Check the training against both models, and open the teacher cache; make it where it is missing.
+        """Check the training against both models, and open the teacher cache; make it if it is missing.
 
         Raises:
             UsageError: a sequence longer than a context, or a layer map out of range.
@@ -89,47 +96,10 @@ class StudentTraining:
         directory = self.distillation.signals
         if directory is None:
             return None
+        wanted = wanted_info(self)
         if not (directory / SIGNALS).exists():
-            self._make_cache(directory)
-        config = self.config
-        key = CacheKey(
-            self.teacher,
-            self.corpus,
-            self.valid,
-            self.left_out,
-            config.sequence,
-            config.seed,
-            student.vocab_size,
-            self.distillation.temperature,
-            resolve_teacher_precision(self.distillation.teacher_precision, training_device()),
-        )
-        cache = open_teacher_cache(directory, key)
-        passes = self.config.steps * self.config.tokens_per_step / cache.info.tokens
-        if passes > 1.005:
-            log(f"{directory}: {cache.info.tokens:,} tokens, read {passes:.1f} times")
-        return cache
-
-    def _make_cache(self, directory: Path) -> None:
-        log(f"{directory}: no teacher signals there yet, making them")
-        config, distillation = self.config, self.distillation
-        request = CacheRequest(
-            teacher=self.teacher,
-            corpus=self.corpus,
-            valid=self.valid,
-            left_out=self.left_out,
-            tokens=distillation.signal_tokens or max(1, config.steps * config.tokens_per_step),
-            sequence=config.sequence,
-            seed=config.seed,
-            temperature=distillation.temperature,
-            teacher_precision=resolve_teacher_precision(distillation.teacher_precision, training_device()),
-            batch_size=config.batch_size,
-        )
-        make_teacher_cache(
-            request,
-            directory,
-            lambda: running_teacher(self.teacher, distillation.teacher_precision),
-            resume=(partial_directory(directory) / STATE_DIRECTORY).exists(),
-        )
+            make_teacher_cache(self, wanted, directory)
+        return open_teacher_cache(self, dataclasses.replace(wanted, vocab_size=student.vocab_size), directory)
 
 
 @dataclass(frozen=True)
@@ -141,14 +111,11 @@ class StudentText:
     tokenizer: TextTokenizer
 
     @staticmethod
-    def read(training: StudentTraining, tokenizer: TextTokenizer) -> StudentText:
-        """Read and tokenize the training's files."""
+    def read(training: StudentTraining, student: ModelConfig) -> StudentText:
+        """Read and tokenize the training's files, with the teacher's tokenizer."""
+        tokenizer = load_tokenizer(training.teacher, student)
         split = load_corpus(training.corpus, training.valid, training.left_out)
         return StudentText(split, tokenize(split.train, tokenizer), tokenizer)
-
-    def bits_per_byte(self, model: SportsLLM) -> float:
-        """Of the held-out text."""
-        return validator(self.split, self.tokenizer)(model)
 
 
 @dataclass(frozen=True)
@@ -168,7 +135,7 @@ def train_student(
     state: RunState,
     description: str,
     has_weights: bool = True,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Train a student in place with the one training loop; adapters are merged at the end.
 
     Args:
@@ -183,10 +150,10 @@ def train_student(
     Returns:
         The results that every training reports.
     """
-    config, device = training.config, training_device()
+    config, device, distillation = training.config, training_device(), training.distillation
     teacher = None
-    if training.distillation.asks_the_teacher:
-        teacher = load_teacher(training.teacher, training.distillation.teacher_precision, device)
+    if distillation.asks_the_teacher:
+        teacher = load_teacher(training.teacher, distillation.teacher_precision, device)
     if cache is None:
         batches = PackedSequences(text.documents, config.sequence, config.batch_size, config.seed)
     else:
@@ -194,14 +161,14 @@ def train_student(
     with adapted(student, training.adapters, config.seed):
         student.to(device)
         matching = None
-        if teacher is not None and training.distillation.hidden_weight:
-            layers = training.distillation.layers(student.config, teacher.config)
+        if teacher is not None and distillation.hidden_weight:
+            layers = distillation.layers(student.config, teacher.config)
             matching = HiddenMatching(student.config, teacher.config, layers, config.seed)
             resumed = (state.directory / STATE_DIRECTORY).exists()  # the saved state has the projections
             if has_weights and not resumed and len(matching.projections):
-                fit_matching(matching, student, teacher, batches.batch(0))
+                matching.to(device).fit(student, teacher, batches.batch(0).to(device))
         judged = validation(text.split, text.tokenizer, config, has_weights)
-        loss = distillation_loss(training.distillation, teacher, config.steps * config.accumulation, cache)
+        loss = distillation_loss(distillation, teacher, config.steps * config.accumulation, cache)
         with attached(student, matching):
             if config.try_rates and judged is not None:
                 config = choose_rates(student, batches, loss, config, state.directory, judged.selection)
@@ -217,6 +184,13 @@ def train_student(
                 description=description,
             )
     return result.record(student, batches)
+
+
+def recover(model: SportsLLM, training: StudentTraining, cache: TeacherCache | None, state: RunState) -> JsonObject:
+    """Train a model that was cut or rounded, in place: `train_student`, the score before under its own name."""
+    text = StudentText.read(training, model.config)
+    results = train_student(model, training, text, cache, state, "recover")
+    return {"bits_per_byte_before_recovery": results.pop("bits_per_byte_before"), **results}
 
 
 @contextmanager

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from compress.distill import distill as command
 from compress.distill import distill_student
-from compress.distillation.hidden_states import HiddenMatching, attached
-from compress.distillation.recovery import Recovery
+from compress.distillation.loss import HiddenMatching, attached, distillation_loss
 from compress.distillation.settings import (
     DistillationConfig,
     KLWeight,
@@ -19,9 +18,8 @@ from compress.distillation.settings import (
     default_layer_map,
     parse_kl_weight,
 )
-from compress.distillation.starts import Checkpoint, Fresh, resolve_start
-from compress.distillation.student_loss import distillation_loss
-from compress.distillation.student_training import RunState, StudentText, StudentTraining, train_student
+from compress.distillation.starts import choose_start
+from compress.distillation.student import RunState, StudentText, StudentTraining, train_student
 from compress.prune import prune_checkpoint
 from compress.pruning.cut import PruneConfig
 from compress.pruning.job import PruneJob
@@ -31,7 +29,6 @@ from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE, Batch
-from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.settings import Adapters, Start, TrainConfig
 from tests.support.models import tiny_model
 
@@ -97,21 +94,15 @@ def log_probabilities(model: SportsLLM, of: Batch) -> Tensor:
 
 def run(teacher: Path, student: str, out: Path, corpus: Path, **changes: object) -> dict[str, object]:
     training = StudentTraining(teacher, CONFIG, (corpus,), distillation=FP32)
-    start = resolve_start(student, None, None, teacher)
+    start = choose_start(student, None, "fresh" if student == "tiny-300k" else None, teacher)
     return distill_student(student, start, dataclasses.replace(training, **changes), out)  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def student(tokenizer_directory: Path, tmp_path: Path) -> Path:
-    save_checkpoint(
-        tmp_path / "student", tiny_model(seed=5, num_hidden_layers=1, head_dim=16), _made(tokenizer_directory, tmp_path)
-    )
-    return tmp_path / "student"
-
-
-def _made(tokenizer_directory: Path, tmp_path: Path) -> Path:
     (tmp_path / "student").mkdir()
-    return tokenizer_directory
+    save_checkpoint(tmp_path / "student", tiny_model(seed=5, num_hidden_layers=1), tokenizer_directory)
+    return tmp_path / "student"
 
 
 def test_every_way_leaves_an_ordinary_checkpoint(
@@ -139,7 +130,7 @@ def test_signals_are_made_once_and_serve_pruning_too(
     objective = dataclasses.replace(FP32, signals=tmp_path / "signals")
     run(checkpoint, str(student), tmp_path / "one", corpus_file, distillation=objective)
     made = (tmp_path / "signals" / "signals.json").stat().st_mtime_ns
-    recovery = Recovery(CONFIG, (corpus_file,), objective=objective)
+    recovery = StudentTraining(checkpoint, CONFIG, (corpus_file,), distillation=objective)
     shape = Shape(hidden=64, intermediate=64, heads=4, kv_heads=2, layers=1, head_dim=16)
     job = PruneJob(checkpoint, [corpus_file], PruneConfig(samples=2), recovery=recovery)
     result = prune_checkpoint(job, shape, tmp_path / "two")
@@ -152,30 +143,13 @@ def test_signals_are_made_once_and_serve_pruning_too(
     assert not (tmp_path / "three").exists()
 
 
-def test_a_fresh_start_takes_the_shape_of_a_checkpoint_alone(
-    checkpoint: Path, student: Path, corpus_file: Path, tmp_path: Path
-) -> None:
-    start = resolve_start(str(student), None, "fresh", checkpoint)
-    assert isinstance(start, Fresh) and start.shape.num_hidden_layers == 1
-    result = distill_student(
-        str(student), start, StudentTraining(checkpoint, CONFIG, (corpus_file,), distillation=FP32), tmp_path / "out"
-    )
-    assert result.bits_per_byte_before is None
-    assert read_manifest(tmp_path / "out").settings["start"] == "fresh"
-    assert isinstance(resolve_start(str(student), None, None, checkpoint), Checkpoint)
-    with pytest.raises(UsageError, match="leave --init"):
-        resolve_start("tiny-300k", checkpoint, "fresh", checkpoint)
-    with pytest.raises(UsageError, match="--start 'clone' is not known"):
-        resolve_start(str(student), None, "clone", checkpoint)
-
-
 def test_the_trained_model_has_no_helpers(checkpoint: Path, corpus_file: Path, tmp_path: Path) -> None:
     matched = dataclasses.replace(FP32, hidden_weight=0.1)
     training = StudentTraining(checkpoint, CONFIG, (corpus_file,), distillation=matched)
     student = tiny_model(3, **SMALL)
     directory = tmp_path / "run"
     directory.mkdir()
-    text = StudentText.read(training, load_tokenizer(checkpoint))
+    text = StudentText.read(training, student.config)
     results = train_student(student, training, text, None, RunState(directory, "x"), "test")
     assert results["steps"] == 3 and not hasattr(student, "matching")
 

@@ -1,0 +1,306 @@
+"""The loss that a student is trained with: a divergence from its teacher, cross-entropy, and matched hidden states.
+
+With p the teacher's distribution and q the student's, both at temperature T, every divergence is T^2 * D(p, q); the
+factor keeps the gradient's size (Hinton et al., https://arxiv.org/abs/1503.02531). `sportsllm.training.loss.head_loss`
+runs it on one chunk of logits at a time. Forward KL, the default, has a gradient by hand, which is 1.5 times as fast;
+the others are differentiated by autograd.
+Shape suffixes: B rows, T tokens, N tokens of a batch in one row, C tokens of a chunk, V vocabulary, D student's
+hidden_size, E teacher's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from compress.distillation.settings import DistillationConfig, LayerMap, divergence_share
+from compress.distillation.teacher import teacher_logits
+from sportsllm.models.config import ModelConfig
+from sportsllm.models.language_model import SportsLLM
+from sportsllm.text.packing import IGNORE, Batch
+from sportsllm.training.loop import Loss
+from sportsllm.training.loss import (
+    ChunkLoss,
+    cross_entropy,
+    cross_entropy_chunk,
+    head_loss,
+    scored_sum_,
+    softmax_into,
+)
+
+if TYPE_CHECKING:
+    from compress.distillation.teacher_cache import TeacherCache
+
+TeacherLogits = Callable[[int, int], Tensor]
+"""(first token, number of tokens) -> the teacher's finite logits, (C, V) float32, the caller's to overwrite."""
+_RIDGE = 1e-3  # of a fitted projection, as a share of the states' mean square
+_LEAST_SQUARE = 1e-12  # of a teacher's state, so that a state of zeros divides by something
+
+
+def distillation_loss(
+    config: DistillationConfig, teacher: SportsLLM | None, batches: int = 1, cache: TeacherCache | None = None
+) -> Loss:
+    """The training loss, summed over scored tokens; neither model's logits exist as a whole.
+
+    w * T^2 * D(teacher, student) + (1 - w) * cross-entropy + hidden_weight * `HiddenMatching`, w on its way over
+    training.
+
+    Args:
+        config: with hidden_weight, the student's `matching` is attached.
+        teacher: None if it does not have to run.
+        batches: of the whole training, accumulated ones counted singly.
+        cache: to learn from instead of the teacher's logits.
+    """
+
+    def loss(student: SportsLLM, batch: Batch) -> Tensor:
+        weight = config.kl_weight.at(batch.index / max(1, batches - 1))
+        if cache is None and weight == 0.0 and not config.hidden_weight:
+            return cross_entropy(student.hidden(batch.tokens, batch.documents), student.head_weight, batch.targets)
+        theirs: list[Tensor] | None = [] if config.hidden_weight else None
+        ours: list[Tensor] | None = [] if config.hidden_weight else None
+        logits = None if teacher is None else teacher_logits(teacher, batch, theirs, config.exact_logits)
+        hidden = student.hidden(batch.tokens, batch.documents, states=ours)
+        if cache is not None:
+            chunk_loss = cache.chunk_loss(batch, weight)
+        else:
+            assert logits is not None, "without a cache the teacher runs"
+            targets_N = batch.targets.flatten()
+            chunk_loss = mixed_chunk(targets_N, logits, weight, config.temperature, config.divergence, config.mix)
+        total = head_loss(hidden.flatten(0, 1), student.head_weight, chunk_loss, exact=config.exact_logits)
+        if ours and theirs:
+            assert isinstance(student.matching, HiddenMatching)
+            total = total + config.hidden_weight * student.matching(ours, theirs, batch.targets)
+        return total
+
+    return loss
+
+
+def mixed_chunk(
+    targets_N: Tensor,
+    teacher: TeacherLogits,
+    kl_weight: float,
+    temperature: float = 1.0,
+    kind: str = "forward-kl",
+    mix: float | None = None,
+) -> ChunkLoss:
+    """kl_weight * divergence + (1 - kl_weight) * cross-entropy; a weight of 1 or 0 leaves the other out.
+
+    Args and errors are those of `divergence_chunk`.
+    """
+    divergence = divergence_chunk(kind, targets_N, teacher, temperature, mix)
+    if kl_weight == 1.0:
+        return divergence
+    entropy = cross_entropy_chunk(targets_N)
+    if kl_weight == 0.0:
+        return entropy
+    if kind == "forward-kl" and temperature == 1.0:
+        return _kl_and_entropy_chunk(targets_N, teacher, kl_weight)
+    return blended_chunk(kl_weight, divergence, entropy)
+
+
+def divergence_chunk(
+    kind: str, targets_N: Tensor, teacher: TeacherLogits, temperature: float = 1.0, mix: float | None = None
+) -> ChunkLoss:
+    """T^2 * D(p, q) at temperature T, 0 where the target is IGNORE.
+
+    forward-kl       KL(p || q)
+    reverse-kl       KL(q || p)
+    skew-kl          KL(p || a p + (1 - a) q)                   DistiLLM, https://arxiv.org/abs/2402.03898
+    skew-reverse-kl  KL(q || (1 - a) p + a q)                   DistiLLM
+    js               b KL(p || m) + (1 - b) KL(q || m),         GKD, https://arxiv.org/abs/2306.13649
+                     m = b p + (1 - b) q
+
+    Args:
+        kind: one of `compress.distillation.settings.DIVERGENCES`.
+        targets_N: only says which tokens are scored.
+        teacher: its logits.
+        temperature: T.
+        mix: a (0.1 if None) or b (0.5 if None).
+
+    Raises:
+        UsageError: an unknown kind, or a mix out of (0, 1) or where the kind has none.
+    """
+    share = divergence_share(kind, mix)
+
+    def chunk_loss(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+        count = logits_CV.shape[0]
+        teacher_CV = teacher(start, count)
+        if temperature != 1.0:
+            logits_CV.div_(temperature)
+            teacher_CV.div_(temperature)
+        if kind == "forward-kl":
+            losses_C = _forward_kl(logits_CV, teacher_CV)[0]
+        else:
+            losses_C = _differentiated(kind, share, logits_CV, teacher_CV)
+        if temperature != 1.0:
+            losses_C.mul_(temperature**2)
+            logits_CV.mul_(temperature)
+        return scored_sum_(losses_C, logits_CV, targets_N[start : start + count]), logits_CV
+
+    return chunk_loss
+
+
+def blended_chunk(weight: float, first: ChunkLoss, second: ChunkLoss) -> ChunkLoss:
+    """weight * first + (1 - weight) * second; keeps one (C, V) more than either."""
+
+    def chunk_loss(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+        second_loss, second_gradient_CV = second(start, logits_CV.clone())
+        loss, gradient_CV = first(start, logits_CV)
+        gradient_CV.mul_(weight).add_(second_gradient_CV, alpha=1 - weight)
+        return weight * loss + (1 - weight) * second_loss, gradient_CV
+
+    return chunk_loss
+
+
+def _kl(log_a_CV: Tensor, log_b_CV: Tensor) -> Tensor:
+    """(C,) KL(a || b)."""
+    return (log_a_CV.exp() * (log_a_CV - log_b_CV)).sum(dim=-1)
+
+
+def _blend(log_a_CV: Tensor, log_b_CV: Tensor, share: float) -> Tensor:
+    """log(share * a + (1 - share) * b)."""
+    return torch.logaddexp(log_a_CV + math.log(share), log_b_CV + math.log(1 - share))
+
+
+def _jensen_shannon(log_p_CV: Tensor, log_q_CV: Tensor, share: float) -> Tensor:
+    log_m_CV = _blend(log_p_CV, log_q_CV, share)
+    return share * _kl(log_p_CV, log_m_CV) + (1 - share) * _kl(log_q_CV, log_m_CV)
+
+
+# (log p, log q, share) -> (C,); the formulas are those of `divergence_chunk`
+_BY_AUTOGRAD: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "reverse-kl": lambda log_p, log_q, _share: _kl(log_q, log_p),
+    "skew-kl": lambda log_p, log_q, share: _kl(log_p, _blend(log_p, log_q, share)),
+    "skew-reverse-kl": lambda log_p, log_q, share: _kl(log_q, _blend(log_q, log_p, share)),
+    "js": _jensen_shannon,
+}
+
+
+def _differentiated(kind: str, share: float, student_CV: Tensor, teacher_CV: Tensor) -> Tensor:
+    """(C,) divergences; the student's logits become their gradient."""
+    with torch.enable_grad():
+        logits_CV = student_CV.detach().requires_grad_()
+        losses_C = _BY_AUTOGRAD[kind](teacher_CV.log_softmax(dim=-1), logits_CV.log_softmax(dim=-1), share)
+        (gradient_CV,) = torch.autograd.grad(losses_C.sum(), logits_CV)
+    student_CV.copy_(gradient_CV)
+    return losses_C.detach()
+
+
+def _forward_kl(student_CV: Tensor, teacher_CV: Tensor, weight: float = 1.0) -> tuple[Tensor, Tensor]:
+    """KL(p || q) = sum_v p * (log p - log q), (C,), and the logarithm of the student's normaliser, (C, 1).
+
+    The student's logits become q - weight * p, the gradient if the weight is 1; the teacher's are used up.
+    """
+    p_CV = torch.empty_like(teacher_CV)
+    log_zt_C1 = softmax_into(p_CV, teacher_CV)
+    log_ratio_CV = teacher_CV.sub_(student_CV)
+    log_zs_C1 = softmax_into(student_CV, student_CV)
+    log_ratio_CV.sub_(log_zt_C1 - log_zs_C1)
+    student_CV.sub_(p_CV, alpha=weight)
+    return log_ratio_CV.mul_(p_CV).sum(dim=-1), log_zs_C1
+
+
+def _kl_and_entropy_chunk(targets_N: Tensor, teacher: TeacherLogits, kl_weight: float) -> ChunkLoss:
+    """w * KL(p || q) + (1 - w) * cross-entropy at temperature 1: one softmax of the student serves both.
+
+    Gradient: w * (q - p) + (1 - w) * (q - onehot) = q - w * p - (1 - w) * onehot.
+    """
+
+    def chunk_loss(start: int, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+        count = logits_CV.shape[0]
+        targets_C = targets_N[start : start + count]
+        index_C1 = targets_C.clamp(min=0)[:, None]
+        chosen_C1 = logits_CV.gather(1, index_C1)
+        losses_C, log_z_C1 = _forward_kl(logits_CV, teacher(start, count), kl_weight)
+        losses_C.mul_(kl_weight).add_((log_z_C1 - chosen_C1)[:, 0], alpha=1 - kl_weight)
+        logits_CV.scatter_add_(1, index_C1, torch.full_like(chosen_C1, kl_weight - 1))
+        return scored_sum_(losses_C, logits_CV, targets_C), logits_CV
+
+    return chunk_loss
+
+
+def hidden_matching_loss(
+    student_ND: Tensor, teacher_NE: Tensor, targets_N: Tensor, projection_ED: Tensor | None = None
+) -> Tensor:
+    """Sum over scored tokens of |P s - t|^2 / |t|^2, for the student's state s and the teacher's t.
+
+    FitNets' hint loss (https://arxiv.org/abs/1412.6550) with a linear regressor. Division by the token's own |t|^2
+    makes every token and every layer count alike: a zero P s costs 1 everywhere. In a plain mean square the few tokens
+    with massive activations (https://arxiv.org/abs/2402.17762) would be all. P is the identity if None.
+    """
+    with torch.autocast(student_ND.device.type, enabled=False):
+        predicted_NE = student_ND.float()
+        if projection_ED is not None:
+            predicted_NE = predicted_NE @ projection_ED.T
+        t_NE = teacher_NE.float()
+        size_N = t_NE.square().sum(dim=-1).clamp(min=_LEAST_SQUARE)
+        errors_N = (predicted_NE - t_NE).square().sum(dim=-1) / size_N
+        return errors_N[targets_N != IGNORE].sum()
+
+
+class HiddenMatching(nn.Module):
+    """Hidden-state matching with its learned projections, one a pair of layers; none where the sizes are equal.
+
+    Attached to the student the projections are trained with it: two dimensions and not inside the blocks, so AdamW
+    takes them under either optimizer, as it takes the head.
+    """
+
+    def __init__(self, student: ModelConfig, teacher: ModelConfig, layer_map: LayerMap, seed: int = 0) -> None:
+        """Make the projections, isometries of the smaller space into the larger at first."""
+        super().__init__()
+        self.layer_map = layer_map
+        self.projections = nn.ParameterList()
+        if student.hidden_size == teacher.hidden_size:
+            return
+        generator = torch.Generator().manual_seed(seed)
+        for _ in self.layer_map:
+            matrix_ED = torch.empty(teacher.hidden_size, student.hidden_size)
+            nn.init.orthogonal_(matrix_ED, generator=generator)
+            self.projections.append(nn.Parameter(matrix_ED))
+
+    @torch.no_grad()
+    def fit(self, student: SportsLLM, teacher: SportsLLM, batch: Batch) -> None:
+        """Give the projections the least loss on one batch: from random ones a short run would mostly learn them."""
+        states: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for model, found in zip((student, teacher), states, strict=True):
+            model.hidden(batch.tokens, batch.documents, states=found)
+        scored = batch.targets.flatten() != IGNORE
+        for projection_ED, (ours, theirs) in zip(self.projections, self.layer_map, strict=False):
+            s_ND, t_NE = (one.flatten(0, 1)[scored].double() for one in (states[0][ours], states[1][theirs]))
+            size_N1 = t_NE.square().sum(dim=-1, keepdim=True).clamp(min=_LEAST_SQUARE)
+            gram_DD = s_ND.T @ (s_ND / size_N1)
+            gram_DD += _RIDGE * gram_DD.diagonal().mean() * torch.eye(len(gram_DD), device=gram_DD.device)
+            projection_ED.copy_(torch.linalg.solve(gram_DD, s_ND.T @ (t_NE / size_N1)).T)
+
+    def forward(self, student_states: Sequence[Tensor], teacher_states: Sequence[Tensor], targets: Tensor) -> Tensor:
+        """Sum over scored tokens of `hidden_matching_loss`, its mean over the pairs.
+
+        Args:
+            student_states: (B, T, D) each, as `SportsLLM.hidden` collects them.
+            teacher_states: (B, T, E) each.
+            targets: (B, T).
+        """
+        total = student_states[0].new_zeros((), dtype=torch.float32)
+        for number, (student, teacher) in enumerate(self.layer_map):
+            projection_ED = self.projections[number] if len(self.projections) else None
+            s_ND, t_NE = student_states[student].flatten(0, 1), teacher_states[teacher].flatten(0, 1)
+            total = total + hidden_matching_loss(s_ND, t_NE, targets.flatten(), projection_ED)
+        return total / len(self.layer_map)
+
+
+@contextmanager
+def attached(student: SportsLLM, module: HiddenMatching | None) -> Iterator[None]:
+    """Inside the `with`, `module` is the student's `matching`, on its device; the training loop trains and saves it."""
+    if module is None:
+        yield
+        return
+    student.matching = module.to(student.head_weight.device)
+    try:
+        yield
+    finally:
+        del student.matching

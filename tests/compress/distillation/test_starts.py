@@ -1,0 +1,139 @@
+"""What a student starts from, and at which layers a pruned one is matched."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from compress.distill import distill_student
+from compress.distillation.settings import DistillationConfig
+from compress.distillation.starts import Checkpoint, Cut, Fresh, choose_start, layers_of_teacher
+from compress.distillation.student import StudentTraining
+from compress.prune import prune_checkpoint
+from compress.pruning.cut import PruneConfig
+from compress.pruning.job import PruneJob
+from compress.pruning.shapes import Shape
+from sportsllm.errors import UsageError
+from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
+from sportsllm.formats.huggingface import load_config
+from sportsllm.formats.manifest import read_manifest
+from sportsllm.training.settings import TrainConfig
+from tests.support.models import tiny_model
+
+CONFIG = TrainConfig(steps=3, batch_size=2, accumulation=1, sequence=128, precision="fp32", warmup=0)
+PLAIN = DistillationConfig(teacher_precision="fp32")
+MATCHED = dataclasses.replace(PLAIN, hidden_weight=1.0)
+
+
+@pytest.fixture
+def teacher(tokenizer_directory: Path, tmp_path: Path) -> Path:
+    (tmp_path / "teacher").mkdir()
+    save_checkpoint(tmp_path / "teacher", tiny_model(num_hidden_layers=6), tokenizer_directory)
+    return tmp_path / "teacher"
+
+
+@pytest.fixture
+def shape(checkpoint: Path, tmp_path: Path) -> Path:
+    """A directory with a config alone: smaller than the teacher, heads of another size, a longer context."""
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    config |= {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    config |= {"intermediate_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 4_096}
+    return write(tmp_path / "shape", config)
+
+
+def write(directory: Path, config: dict[str, object]) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+def cut(source: Path, layers: int, out: Path, text: Path, recovery: StudentTraining | None = None) -> list[int]:
+    job = PruneJob(source, [text], PruneConfig(samples=4), recovery=recovery)
+    shape = dataclasses.replace(Shape.of(load_config(source)), layers=layers)
+    return prune_checkpoint(job, shape, out).kept_layers
+
+
+def test_what_each_kept_layer_reads_is_matched() -> None:
+    assert MATCHED.matching_kept([0, 3, 4], 5).layer_map == "0:0,1:3,2:4,3:5"
+    own = dataclasses.replace(MATCHED, layer_map="3:5")
+    assert own.matching_kept([0, 3, 4], 5) is own
+    assert PLAIN.matching_kept([0, 3, 4], 5) is PLAIN  # nothing is matched
+
+
+def test_distilling_what_prune_wrote_equals_its_recovery(teacher: Path, corpus_file: Path, tmp_path: Path) -> None:
+    training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=MATCHED)
+    cut(teacher, 3, tmp_path / "cut", corpus_file)
+    cut(teacher, 3, tmp_path / "recovered", corpus_file, training)
+    student = str(tmp_path / "cut")
+    for name, objective in (
+        ("matched", MATCHED),
+        ("spread", dataclasses.replace(MATCHED, layer_map="0:0,1:2,2:4,3:6")),
+    ):
+        start = choose_start(student, None, None, teacher)
+        distill_student(student, start, dataclasses.replace(training, distillation=objective), tmp_path / name)
+    assert read_manifest(tmp_path / "matched").settings["layer_map"].startswith("0:0,")
+    recovered, matched, spread = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("recovered", "matched", "spread")
+    )
+    assert matched == recovered != spread
+
+
+def test_layers_are_followed_through_every_stage(teacher: Path, corpus_file: Path, tmp_path: Path) -> None:
+    first = cut(teacher, 4, tmp_path / "four", corpus_file)
+    second = cut(tmp_path / "four", 3, tmp_path / "three", corpus_file)
+    student = str(tmp_path / "three")
+    training = StudentTraining(teacher, CONFIG, (corpus_file,), distillation=PLAIN)
+    distill_student(student, choose_start(student, None, None, teacher), training, tmp_path / "trained")
+    for name in ("three", "trained"):
+        assert layers_of_teacher(tmp_path / name, teacher) == [first[layer] for layer in second]
+    assert layers_of_teacher(tmp_path / "trained", tmp_path / "four") == second
+    shutil.copytree(teacher, tmp_path / "other")
+    assert layers_of_teacher(tmp_path / "three", tmp_path / "other") is None
+    assert layers_of_teacher(teacher, tmp_path / "other") is None
+    starts = [Checkpoint(load_config(path), [path]) for path in (tmp_path / "three", tmp_path / "trained", teacher)]
+    assert [start.already_trained for start in starts] == [False, True, True]
+    for name in ("fresh", "cut"):  # layers of random weights, or of a cut that is not recorded, are nobody's
+        distill_student(str(teacher), choose_start(str(teacher), None, name, teacher), training, tmp_path / name)
+        cut(tmp_path / name, 3, tmp_path / f"{name}-cut", corpus_file)
+        assert layers_of_teacher(tmp_path / f"{name}-cut", teacher) is None
+
+
+def test_the_student_is_cut_out_of_the_teacher(
+    checkpoint: Path, shape: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = dataclasses.replace(CONFIG, sequence=32)
+    training = StudentTraining(checkpoint, config, (corpus_file,), distillation=DistillationConfig())
+    found = {}
+    for name in ("cut", "fresh"):
+        start = choose_start(str(shape), None, name, checkpoint)
+        out = tmp_path / name
+        found[name] = distill_student("shape", start, training, out)
+        assert read_manifest(out).settings["start"] == name
+        student = load_checkpoint(out)
+        assert student.config.max_position_embeddings == 4_096 and student.config.head_dim == 8
+    before = found["cut"].bits_per_byte_before
+    assert before is not None and before < 8 and found["fresh"].bits_per_byte_before is None
+    assert "is cut out of" in capsys.readouterr().err
+
+
+def test_the_start_follows_from_what_is_given(
+    checkpoint: Path, shape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert type(choose_start(str(shape), None, None, checkpoint)) is Cut, "a shape alone"
+    assert type(choose_start(str(checkpoint), None, "cut", checkpoint)) is Cut
+    assert type(choose_start(str(checkpoint), None, None, checkpoint)) is Checkpoint
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    wide = write(tmp_path / "wide", config | {"intermediate_size": 4_096, "num_hidden_layers": 1})
+    assert not capsys.readouterr().err
+    for start in ("fresh", None):
+        assert type(choose_start(str(wide), None, start, checkpoint)) is Fresh
+    assert "intermediate_size is 4096" in capsys.readouterr().err.replace("\n", " ")
+    for student, init, start, message in (
+        (str(wide), None, "cut", r"--start cut: intermediate_size is 4096.*choose another --student"),
+        (str(wide), None, "clone", "--start 'clone' is not known"),
+        ("tiny-300k", checkpoint, "cut", "--start cut makes the student's weights; leave --init"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            choose_start(student, init, start, checkpoint)
