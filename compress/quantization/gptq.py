@@ -14,16 +14,17 @@ Shape suffixes: N rows (outputs), K columns (inputs), G blocks a row, S numbers 
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from compress.quantization.grid import Grid, fit_grid, nearest, searched_range, split_blocks
+from compress.quantization.grid import Grid, fit_grid, split_blocks
 from sportsllm.formats.packed import QuantizedWeight
 
 DAMPING = 0.01  # of H's mean diagonal: the paper's
 ROUNDS = 2  # of `coordinate_descent` and `fit_scales` in turn
+AnyGrid = TypeVar("AnyGrid", bound=Grid)
 _PANEL = 128  # columns whose moves are gathered before they reach the columns behind them
 
 
@@ -52,7 +53,8 @@ def gptq_weight(
         damping: added to H's diagonal, as a share of its mean.
     """
     damped = damped_gram(gram_KK, damping)
-    found = [gptq(weight_NK, damped, bits, block_size, symmetric, act_order=order) for order in (False, True)]
+    first = fit_grid(weight_NK, bits, block_size, symmetric, search=True, weights_K=damped.diagonal())
+    found = [gptq(weight_NK, damped, first, act_order=order) for order in (False, True)]
     grid, quants_NK = _better_rows(weight_NK, damped, *found)
     for _ in range(ROUNDS):
         quants_NK = coordinate_descent(weight_NK, damped, grid, quants_NK)
@@ -88,23 +90,20 @@ def damped_gram(gram_KK: Tensor, damping: float = DAMPING) -> Tensor:
     return gram + torch.diag(torch.where(diagonal == 0, 1.0, damping))
 
 
-def gptq(
-    weight_NK: Tensor, gram_KK: Tensor, bits: int, block_size: int, symmetric: bool, *, act_order: bool
-) -> tuple[Grid, Tensor]:
+def gptq(weight_NK: Tensor, gram_KK: Tensor, grid: AnyGrid, *, act_order: bool) -> tuple[AnyGrid, Tensor]:
     """The algorithm of the paper on contiguous blocks.
 
     Args:
         weight_NK: float32.
         gram_KK: H, damped.
-        bits, block_size, symmetric: of the grid.
-        act_order: take the columns with the strongest inputs first, on a grid fitted to the given weights.
+        grid: fitted to the given weights.
+        act_order: take the columns with the strongest inputs first, on the given grid.
 
     Returns:
         The grid and (N, K) whole numbers.
     """
-    columns = weight_NK.shape[1]
+    columns, block_size = weight_NK.shape[1], grid.block_size
     diagonal = gram_KK.diagonal()
-    grid = fit_grid(weight_NK, bits, block_size, symmetric, search=True, weights_K=diagonal)
     order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(columns)
     factor_KK = inverse_factor(gram_KK[order][:, order])
     left_NK = weight_NK[:, order].clone()
@@ -122,11 +121,12 @@ def gptq(
                     ahead[:, stop - place :] -= (
                         errors[:, : place - start] @ factor_KK[start:place, stop : place + block_size]
                     )
-                weights = split_blocks(diagonal[None, place : place + block_size], block_size)[0]
-                new = searched_range(split_blocks(ahead, block_size), bits, symmetric, weights)
-                scales[:, group], zeros[:, group] = new[0][:, 0], new[1][:, 0]
+                ahead, weights = (
+                    split_blocks(each, block_size)[:, 0] for each in (ahead, diagonal[None, place : place + block_size])
+                )
+                scales[:, group], zeros[:, group] = grid.fit_block(ahead, weights[0], group)
             scale, zero = scales[:, group], zeros[:, group]
-            quants_NK[:, place] = nearest(left_NK[:, place], scale, zero, bits)
+            quants_NK[:, place] = grid.nearest(left_NK[:, place], scale, zero)
             error = (left_NK[:, place] - (quants_NK[:, place] - zero) * scale) / factor_KK[place, place]
             left_NK[:, place:stop] -= error[:, None] * factor_KK[place, place:stop]
             errors[:, place - start] = error
@@ -178,7 +178,7 @@ def coordinate_descent(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK
                 scale, zero = grid.scales_NG[:, group], grid.zeros_NG[:, group]
                 old = (quants_NK[:, column] - zero) * scale
                 wanted = old + local[:, column - start] / gram_KK[column, column]
-                quants_NK[:, column] = nearest(wanted, scale, zero, grid.bits)
+                quants_NK[:, column] = grid.nearest(wanted, scale, zero)
                 change = (quants_NK[:, column] - zero) * scale - old
                 local -= change[:, None] * gram_KK[column, start:stop]
                 changes[:, column - start] = change

@@ -39,7 +39,16 @@ class Grid:
 
     def round(self, weight_NK: Tensor) -> Tensor:
         """The nearest numbers of the grid, (N, K) whole numbers in float32."""
-        return nearest(weight_NK, *self._columns(weight_NK.shape[1]), self.bits)
+        return self.nearest(weight_NK, *self._columns(weight_NK.shape[1]))
+
+    def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """As `nearest`; other grids round in another way."""
+        return nearest(weight, scale, zero, self.bits)
+
+    def fit_block(self, block_NS: Tensor, weights_S: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """Scale and zero point of one block, (N,) each, for weights that have changed."""
+        scales, zeros = searched_range(block_NS[:, None], self.bits, self.symmetric, weights_S[None])
+        return scales[:, 0], zeros[:, 0]
 
     def values(self, quants_NK: Tensor) -> Tensor:
         """What whole numbers stand for, (N, K)."""

@@ -116,7 +116,7 @@ def test_gptq_is_the_surgeon_column_by_column(
         return (*reached[group], bits)
 
     expected = surgeon(weight.numpy(), gram.double().numpy(), order, grid_of)
-    grid, quants = gptq(weight, gram, bits, block, symmetric, act_order=act_order)
+    grid, quants = gptq(weight, gram, fixed, act_order=act_order)
     # Near the middle between two numbers float32 may choose the other one, and all later columns of that row follow.
     rows_alike = (quants.numpy() == expected).all(axis=1).mean()
     assert rows_alike >= (0.75 if bits == 4 else 0.4)
@@ -173,11 +173,12 @@ def test_scales_are_the_least_squares_solution(columns: int) -> None:
 def test_each_step_lowers_the_error(bits: int, block: int, symmetric: bool) -> None:
     weight, gram = problem(columns=136)
     plain, searched = (fit_grid(weight, bits, block, symmetric, search=search) for search in (False, True))
+    fitted = fit_grid(weight, bits, block, symmetric, search=True, weights_K=gram.diagonal())
     errors = [output_error(weight - grid.values(grid.round(weight)), gram) for grid in (plain, searched)]
     errors.append(
         min(
             output_error(weight - grid.values(quants), gram)
-            for grid, quants in (gptq(weight, gram, bits, block, symmetric, act_order=order) for order in (True, False))
+            for grid, quants in (gptq(weight, gram, fitted, act_order=order) for order in (True, False))
         )
     )
     packed = gptq_weight(weight, gram, bits, block, symmetric, damping=0.0)
@@ -214,7 +215,8 @@ def test_each_row_takes_the_better_order() -> None:
     draw = torch.Generator().manual_seed(0)
     weight, inputs = torch.randn(40, 96, generator=draw), torch.randn(200, 96, generator=draw)
     gram = damped_gram(inputs.T @ inputs)
-    tried = [gptq(weight, gram, 4, 32, True, act_order=order) for order in (False, True)]
+    fitted = fit_grid(weight, 4, 32, True, search=True, weights_K=gram.diagonal())
+    tried = [gptq(weight, gram, fitted, act_order=order) for order in (False, True)]
     errors = np.stack(
         [
             np.einsum("nk,kj,nj->n", d, gram.double().numpy(), d)

@@ -1,0 +1,80 @@
+"""Rounding to llama.cpp's blocks, against llama.cpp's own quantizers on the same weights."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from compress.quantization.gguf_grids import gptq_blocks, plain, plain_grid, refit
+from sportsllm.errors import ArtifactError
+from sportsllm.formats.gguf.blocks import BLOCK_TYPES, Blocks
+from tests.support import llama_cpp
+
+
+def problem(rows: int = 32, columns: int = 512) -> tuple[Tensor, Tensor]:
+    """Weights, and the second moment of inputs of unlike strength that depend on each other."""
+    draw = torch.Generator().manual_seed(0)
+    mixed = torch.eye(columns) + torch.randn(columns, columns, generator=draw) / columns**0.5
+    inputs = torch.randn(1500, columns, generator=draw) @ mixed
+    inputs *= torch.randn(columns, generator=draw).mul(0.5).exp()
+    weight = torch.randn(rows, columns, generator=draw) * torch.randn(columns, generator=draw).mul(0.3).exp()
+    return weight, inputs.T @ inputs
+
+
+def missed(weight: Tensor, stored: np.ndarray, name: str) -> Tensor:
+    return weight - torch.from_numpy(gguf.dequantize(stored, gguf.GGMLQuantizationType[name]))
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_no_type_loses_more_than_by_llama_cpps_quantizer(name: str) -> None:
+    weight, gram = problem()
+    importance, kind = gram.diagonal(), BLOCK_TYPES[name]
+    theirs = [
+        missed(weight, llama_cpp.quantized(weight.numpy(), name, each), name) for each in (None, importance.numpy())
+    ]
+    ours = [missed(weight, plain(weight, kind, each).pack(), name) for each in (None, importance)]
+    assert ours[0].square().sum() < theirs[0].square().sum()
+    assert (ours[1].square() * importance).sum() < (theirs[1].square() * importance).sum()
+    # Squared error of outputs: with feedback less than half of that with importances alone.
+    fed_back = missed(weight, gptq_blocks(weight, gram, kind).pack(), name)
+    errors = [float(((difference @ gram) * difference).sum()) for difference in (fed_back, ours[1], theirs[1])]
+    assert errors[0] < 0.5 * errors[1] and errors[1] < errors[2]
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "IQ4_XS", "Q4_K", "Q6_K"])
+def test_blocks_of_one_value_and_of_none_come_back(name: str) -> None:
+    weight = torch.zeros(3, 512)
+    weight[1] = -0.75
+    weight[2, 32:64] = 3.0
+    assert missed(weight, plain(weight, BLOCK_TYPES[name]).pack(), name).abs().max() < 0.02
+    gram = torch.eye(512)
+    assert missed(weight, gptq_blocks(weight, gram, BLOCK_TYPES[name]).pack(), name).abs().max() < 0.02
+
+
+def test_scales_and_least_values_are_the_least_squares_solution() -> None:
+    weight, gram = problem(rows=2, columns=96)
+    kind = BLOCK_TYPES["Q4_1"]
+    grid = plain_grid(weight, kind)
+    levels = grid.round(weight)
+    found, root = refit(weight, gram, grid, levels), torch.linalg.cholesky(gram.double()).T
+    for row in range(2):
+        blocks = torch.block_diag(*levels[row].double().view(3, 32, 1))
+        design = torch.cat([blocks, -torch.block_diag(*torch.ones(3, 32, 1).double())], dim=1)
+        wanted = torch.linalg.lstsq(root @ design, root @ weight[row].double()[:, None]).solution[:, 0].float()
+        # Stored as float16.
+        assert torch.allclose(torch.cat([found.scales_NG[row], found.least_NG[row]]), wanted, rtol=1e-3)
+
+
+def test_q8_0_is_never_minus_128_and_has_no_negative_scale() -> None:
+    weight, gram = problem(rows=64, columns=64)
+    for blocks in (plain(weight, BLOCK_TYPES["Q8_0"]), gptq_blocks(weight, gram, BLOCK_TYPES["Q8_0"])):
+        assert isinstance(blocks, Blocks)
+        assert blocks.levels_NK.min() >= -127 and blocks.levels_NK.max() == 127 and blocks.d_NB.min() > 0
+
+
+def test_weights_beyond_float16_are_refused() -> None:
+    with pytest.raises(ArtifactError, match="float16 scales cannot reach"):
+        plain(torch.full((1, 256), 1e9), BLOCK_TYPES["Q4_K"])
