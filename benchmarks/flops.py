@@ -9,7 +9,7 @@ saves memory. Letters: T tokens of a sequence, L layers, D hidden_size, V vocabu
 from __future__ import annotations
 
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import sublayers
+from sportsllm.models.kinds import mixing_macs, sublayers
 
 # The backward pass is two products for each one of the forward pass (Kaplan et al., section 2.1).
 FORWARDS_PER_STEP = 3
@@ -20,9 +20,7 @@ def matmul_parameters(config: ModelConfig) -> int:
 
     The embedding is a look-up and free; a tied head is a product all the same and counts.
     """
-    active = sum(
-        layers * kind.active_parameters(part) for part, layers in config.runs() for kind in sublayers(part).values()
-    )
+    active = sum(layers * kind.active_parameters for part, layers in config.runs() for kind in sublayers(part).values())
     return active + config.vocab_size * config.hidden_size
 
 
@@ -36,7 +34,7 @@ def forward_flops_per_token(config: ModelConfig, sequence: int) -> int:
     (https://arxiv.org/abs/2203.15556) have c = T; causal attention needs half. Packed documents attend inside
     themselves only, so for them this is an upper bound.
     """
-    mixing = sum(kind.prompt_macs(config, sequence + 1) for kind in sublayers(config).values())  # of two mean depths
+    mixing = mixing_macs(config, sequence + 1, prompt=True)  # of two mean depths
     return 2 * matmul_parameters(config) + config.num_hidden_layers * mixing
 
 

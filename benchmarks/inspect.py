@@ -111,7 +111,7 @@ def _page(title: str, drawing: str, charts: list[Chart], found: Mapping[str, Any
 def _print(result: InspectResult) -> None:
     from benchmarks.inspection.on_text import attention_table, expert_table
     from sportsllm.console import output
-    from sportsllm.models.feed_forward_kinds import unused_line
+    from sportsllm.models.parts import unused_line
 
     tables, lines = [], list[str]()
     for block in result.blocks:

@@ -18,7 +18,7 @@ from sportsllm.settings import TRAINING_STEP, parse_settings
 if TYPE_CHECKING:
     from benchmarks.devices.schema import Device
     from sportsllm.models.config import ModelConfig
-    from sportsllm.models.training_memory import TrainingStep
+    from sportsllm.models.memory import TrainingStep
 
 DEFAULT_LENGTH = 512
 _ZERO_POINTS = True  # of 4-bit blocks, as `quantize` rounds by default
@@ -118,9 +118,8 @@ def plan(
     from benchmarks.predict.training import UTILIZATION, Cost, plan_training
     from sportsllm.console import output
     from sportsllm.formats.manifest import directory_bytes
+    from sportsllm.models.memory import TrainingStep, tensor_shapes
     from sportsllm.models.presets import PLANNED
-    from sportsllm.models.size import tensor_shapes
-    from sportsllm.models.training_memory import TrainingStep
 
     rare = parse_settings(settings, TRAINING_STEP)
     head_bits, cached, sequences = rare.get("head_bits", 8), rare.get("cache_tokens"), rare.get("cache_sequences")
@@ -203,7 +202,7 @@ def read_model(model: str) -> tuple[ModelConfig, Path | None]:
 
 def _count(model: str, count: int, group_size: int) -> dict[str, Any]:
     """Bytes of weights of which only the number is known, by precision, without and with the scales of blocks."""
-    from sportsllm.models import size
+    from sportsllm.models import memory as size
 
     if count < 1:
         raise UsageError(f"model {model!r}: has no parameters; give a number such as 7B")
@@ -217,7 +216,7 @@ def _count(model: str, count: int, group_size: int) -> dict[str, Any]:
 
 
 def _sizes(model: str, config: ModelConfig, group_size: int, head_bits: int) -> dict[str, Any]:
-    from sportsllm.models import size
+    from sportsllm.models import memory as size
 
     stored, parts = (group_size, head_bits, _ZERO_POINTS), config.parameters_by_component()
     by_component = {name: size.component_bytes(config, name, *stored) for name in size.PRECISIONS}
@@ -252,7 +251,7 @@ def _sizes(model: str, config: ModelConfig, group_size: int, head_bits: int) -> 
 
 def _training_memory(config: ModelConfig, step: TrainingStep, device: Device | None) -> dict[str, Any]:
     from benchmarks.predict.training import usable_bytes
-    from sportsllm.models.training_memory import training_memory
+    from sportsllm.models.memory import training_memory
 
     plain, checkpointed = (training_memory(config, replace(step, checkpointed=each)) for each in (False, True))
     found: dict[str, Any] = {
@@ -271,7 +270,7 @@ def _training_memory(config: ModelConfig, step: TrainingStep, device: Device | N
 
 def _memory_in_use(config: ModelConfig, tokens: int, sequences: int, weights: Mapping[str, int]) -> dict[str, Any]:
     """Weights and cache together, by the precision of either."""
-    from sportsllm.models import size
+    from sportsllm.models import memory as size
 
     if tokens < 1 or sequences < 1:
         raise UsageError(f"cache_tokens={tokens} and cache_sequences={sequences} must be at least 1")
@@ -293,7 +292,7 @@ def _predictions(config: ModelConfig, device: Device, group_size: int, head_bits
     from benchmarks.devices.verdict import judge
     from benchmarks.predict.latency import predict, predict_figures, reliability
     from benchmarks.predict.model_size import ModelFormat
-    from sportsllm.models.size import PRECISIONS
+    from sportsllm.models.memory import PRECISIONS
 
     formats = [
         ModelFormat(name, group_size, head_bits, zero_points=_ZERO_POINTS and name == "int4", cache=cache)

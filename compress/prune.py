@@ -243,7 +243,7 @@ def prune_checkpoint(
     from compress.pruning.job import Calibration
     from sportsllm.formats.artifact import STATE_DIRECTORY, partial_directory, run_stage
     from sportsllm.formats.checkpoint import save_checkpoint
-    from sportsllm.models.size import kv_cache_bytes_per_token
+    from sportsllm.models.memory import kv_cache_bytes_per_token
 
     work = work or Calibration(job)
     full, config, recovery = load_config(job.checkpoint), job.model_config(), job.recovery

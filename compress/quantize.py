@@ -485,7 +485,7 @@ def regrid_error(checkpoint: Path, packed: PackedCheckpoint) -> float:
 
 def padding_percent(model: ModelConfig, config: QuantizationConfig) -> float | None:
     """Percent of values that fill the last group of each row; None for whole rows."""
-    from sportsllm.models.size import matrix_parameters
+    from sportsllm.models.memory import matrix_parameters
 
     if config.per_channel:
         return None

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from sportsllm.models.config import SLIDING, ModelConfig
 from sportsllm.models.kinds import NORMS, OUTPUT_NORMS, sublayers
-from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix
+from sportsllm.models.parts import HIDDEN, Activation, Matrix
+from sportsllm.models.parts import Sublayer as Described
 
 _EXPERT = re.compile(r"\.\d+\.")
 _ROLES = {"activation": "activation", "cache": "cache", "state": "cache", "scores": "scores"}
@@ -101,10 +102,10 @@ def describe_model(config: ModelConfig) -> Drawing:
 def _sublayers(config: ModelConfig) -> list[Sublayer]:
     made = []
     for called, (name, kind) in zip((config.attention_kind, config.mlp_kind), sublayers(config).items(), strict=True):
-        rows = [[_norm(config, NORMS[name])], *_rows(config, kind)]
+        rows = [[_norm(config, NORMS[name])], *_rows(kind)]
         rows += [[_norm(config, OUTPUT_NORMS[name])]] if config.output_norms else []
-        unused = sum(matrix.numel for matrix in kind.matrices(config)) - kind.active_parameters(config)
-        kept = ", ".join(f"{state.name} {sizes(*state.shape)}" for state in kind.state(config))
+        unused = sum(matrix.numel for matrix in kind.matrices) - kind.active_parameters
+        kept = ", ".join(f"{state.name} {sizes(*state.shape)}" for state in kind.state)
         made.append(Sublayer(name, called, rows, _total(rows), _total(rows) - unused, kept))
     return made
 
@@ -113,14 +114,14 @@ def _norm(config: ModelConfig, name: str) -> Part:
     return Part(name, "norm", "RMSNorm" if config.norm_kind == "rms" else "LayerNorm", config.norm_parameters)
 
 
-def _rows(config: ModelConfig, kind: Kind) -> list[Row]:
+def _rows(kind: Described) -> list[Row]:
     """Boxes from a sublayer's first tensor to its last.
 
     Matrices that read the norm's output stand side by side, others that follow them below. A tensor whose name is a
     formula, and scores, have a row of their own. Norms inside stand below the first matrices, whose outputs they read.
     """
     alike: dict[str, list[Matrix | Activation]] = {}
-    for tensor in kind.tensors(config):
+    for tensor in kind.tensors:
         alike.setdefault(_EXPERT.sub(".N.", tensor.name), []).append(tensor)
     rows, above = list[Row](), ""
     for name, (tensor, *others) in alike.items():
@@ -134,7 +135,7 @@ def _rows(config: ModelConfig, kind: Kind) -> list[Row]:
             rows[-1].append(part)
         above = part.role
     rows = [row for row in rows if row]
-    norms = [Part(each.name, "norm", f"{each.size:,}", each.size) for each in kind.vectors(config)]
+    norms = [Part(each.name, "norm", f"{each.size:,}", each.size) for each in kind.vectors]
     return [rows[0], norms, *rows[1:]] if norms else rows
 
 

@@ -14,7 +14,7 @@ from benchmarks.spread import NOISY_HALF_WIDTH, Spread, agree, percentiles, spre
 from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import directory_bytes, manifest_of
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.size import kv_cache_bytes_per_token, quantized_bytes, state_bytes
+from sportsllm.models.memory import kv_cache_bytes_per_token, quantized_bytes, state_bytes
 
 Raw = Mapping[str, Sequence[Mapping[str, Any]]]
 BATCH = "batch-"

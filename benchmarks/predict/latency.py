@@ -40,7 +40,7 @@ from benchmarks.predict.model_size import (
     stored_format,
 )
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.size import kv_cache_bytes_per_token, state_bytes
+from sportsllm.models.memory import kv_cache_bytes_per_token, state_bytes
 
 PROMPT_TOKENS, DEPTHS = 512, (32, 512, 1_024)
 PREFILL_CHUNK_TOKENS = 128  # pieces in which `export.runtime.decoder` reads a prompt

@@ -11,9 +11,10 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import packed_by_bitsandbytes
 from sportsllm.formats.json_files import read_json
 from sportsllm.formats.manifest import directory_bytes, manifest_of
+from sportsllm.models import kinds
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_matrices, block_state, sublayers
-from sportsllm.models.size import PRECISIONS, matrix_parameters, weight_bytes
+from sportsllm.models.memory import PRECISIONS, matrix_parameters, weight_bytes
 
 CACHES = ("fp32", "fp16", "int8")
 # The graph file without its weights: once, and a layer; a layer more with an INT8 cache (beside its scales) or standard
@@ -28,7 +29,7 @@ class ModelFormat:
     """How a model is stored.
 
     Attributes:
-        precision: of the layers' matrices, one of `sportsllm.models.size.PRECISIONS`.
+        precision: of the layers' matrices, one of `sportsllm.models.memory.PRECISIONS`.
         block_size: weights of a quantized matrix that share a scale.
         head_bits: of embedding and head where the layers are quantized.
         zero_points: whether each block stores one.
@@ -153,15 +154,13 @@ def file_bytes(config: ModelConfig, stored: ModelFormat) -> int:
 @lru_cache(maxsize=1_024)
 def mixing_macs(config: ModelConfig, depth: int) -> int:
     """MACs outside the matrices, in all layers, of one token that sees `depth` tokens: scores, and sums of values."""
-    return config.num_hidden_layers * sum(kind.mixing_macs(config, depth) for kind in sublayers(config).values())
+    return config.num_hidden_layers * kinds.mixing_macs(config, depth)
 
 
 @lru_cache(maxsize=1_024)
 def active_share(config: ModelConfig) -> float:
     """Of the numbers in the layers' matrices, the share that one token is multiplied by: below 1 with experts."""
-    active = sum(
-        layers * kind.active_parameters(part) for part, layers in config.runs() for kind in sublayers(part).values()
-    )
+    active = sum(layers * kind.active_parameters for part, layers in config.runs() for kind in sublayers(part).values())
     return active / matrix_parameters(config)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from benchmarks.predict.model_size import ModelFormat, file_bytes
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.size import BLOCK_SIZES
+from sportsllm.models.memory import BLOCK_SIZES
 
 FINEST, FINEST_SMALL_HEAD = ModelFormat("int4", 32), ModelFormat("int4", 32, head_bits=4)
 """The formats at which calibrated rounding is measured beside plain rounding, by the bits of their head."""

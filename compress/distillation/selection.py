@@ -34,10 +34,11 @@ from compress.pruning.heads import as_complex, as_real, shared_pairs
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.json_files import JsonObject
-from sportsllm.models.attention_kinds import Selection, index_pairs
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.config_records import Selection
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import GroupedQueryAttention
+from sportsllm.models.parts import index_pairs
 from sportsllm.models.selection import selected_attention
 from sportsllm.training import settings
 

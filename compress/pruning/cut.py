@@ -18,9 +18,8 @@ from compress.pruning.scores import IMPORTANCES, Scores, measure_scores
 from compress.pruning.shapes import Shape
 from compress.pruning.units import LayerRun, choose_units, kept_layers, slice_model
 from sportsllm.errors import UsageError
-from sportsllm.models.config import ModelConfig
+from sportsllm.models.config import DIMENSIONS, ModelConfig
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.shape import DIMENSIONS
 
 SAMPLE_LENGTH = 512
 """Tokens of a calibration sample."""

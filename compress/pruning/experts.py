@@ -29,10 +29,10 @@ from sportsllm.console import log, progress_bar
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.experts import MixtureOfExperts, expert_neurons, route, run_expert
-from sportsllm.models.feed_forward_kinds import ROUTER, SHARED, expert_names, routed_names, unused_line
 from sportsllm.models.kinds import NORMS
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.layers import GatedMLP, PlainMLP
+from sportsllm.models.parts import ROUTER, SHARED, expert_names, routed_names, unused_line
 
 _PASSES = 2  # over all experts, each fitted to what the others leave
 _AT_ONCE = 4_096  # tokens whose neurons are in memory at once

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from sportsllm.errors import UsageError
-from sportsllm.models.config import ModelConfig
+from sportsllm.models.config import DIMENSIONS, ModelConfig
 from sportsllm.models.kinds import block_matrices, block_units, can_cut_hidden, norms_of_block, sublayers
 from sportsllm.models.parts import Matrix, Unit
-from sportsllm.models.shape import DIMENSIONS
 
 WIDTH_STEP = 32
 _DIMENSION_OF = {field: dimension for dimension, field in DIMENSIONS.items()}
@@ -185,7 +184,7 @@ def _products(config: ModelConfig) -> list[tuple[str, str, int]]:
         terms[rows, columns] += height * width
         terms[rows, _ONE] += height * matrix.bias
     terms["hidden", _ONE] += norms_of_block(config) * (config.norm_parameters // config.hidden_size)
-    terms[_ONE, _ONE] += sum(vector.size for kind in sublayers(config).values() for vector in kind.vectors(config))
+    terms[_ONE, _ONE] += sum(vector.size for kind in sublayers(config).values() for vector in kind.vectors)
     return [(rows, columns, numel) for (rows, columns), numel in terms.items() if numel]
 
 

@@ -200,7 +200,7 @@ def _rules(kept: KeptUnits) -> dict[str, tuple[str, Tensor | None, Tensor | None
         for sublayer, kind in sublayers(own).items():
             norms = (NORMS[sublayer], OUTPUT_NORMS[sublayer])
             inside |= {f"{norm}.{part}": (hidden, None) for norm in norms for part in _NORM_PARTS}
-            inside |= {f"{sublayer}.{vector.name}.weight": (None, None) for vector in kind.vectors(own)}
+            inside |= {f"{sublayer}.{vector.name}.weight": (None, None) for vector in kind.vectors}
         for matrix in block_matrices(own):
             rows, columns = kept.of_matrix(matrix, new)
             inside |= {f"{matrix.name}.weight": (rows, columns), f"{matrix.name}.bias": (rows, None)}

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from sportsllm.errors import UsageError
 from sportsllm.formats.packed import BITS, ROW_BITS, stored_bits
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.feed_forward_kinds import least_bits
 from sportsllm.models.kinds import EMBEDDING, HEAD, matrix_shapes
-from sportsllm.models.size import BLOCK_SIZES, quantized_bytes
+from sportsllm.models.memory import BLOCK_SIZES, quantized_bytes
+from sportsllm.models.parts import least_bits
 
 HEAD_BITS = (4, 8, 32)
 UNPACKED = 32

@@ -38,10 +38,10 @@ from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_block, load_last_norm, load_positions, read_ends
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.feed_forward_kinds import routed_names, unused_line
 from sportsllm.models.kinds import EMBEDDING, HEAD, POSITIONS, block_matrices
 from sportsllm.models.language_model import Block, embed, rope_of
 from sportsllm.models.layers import ResidualNorm, Rope
+from sportsllm.models.parts import routed_names, unused_line
 from sportsllm.text.calibration import JUDGED_SAMPLES, check_familiar
 from sportsllm.training.loss import cross_entropy
 

@@ -37,10 +37,10 @@ from sportsllm.formats.packed import ROW_BITS, QuantizedWeight, unpack
 from sportsllm.formats.quantized_layers import read_packed
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.config_records import RopeScaling
 from sportsllm.models.kinds import parameters
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import inverse_frequencies
-from sportsllm.models.rope_scaling import RopeScaling
 from sportsllm.text.tokenizer import load_tokenizer
 
 BLOCK = 32

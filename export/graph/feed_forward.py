@@ -16,8 +16,7 @@ import onnx_ir as ir
 from export.graph.builder import Array
 from export.graph.calls import Operand
 from export.graph.layer import HalfBuilder
-from sportsllm.models.feed_forward_kinds import ROUTER, SHARED, routed_names
-from sportsllm.models.parts import HIDDEN, Matrix
+from sportsllm.models.parts import HIDDEN, ROUTER, SHARED, Matrix, routed_names
 
 
 class Gated(HalfBuilder):

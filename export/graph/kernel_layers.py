@@ -11,9 +11,8 @@ from export.graph.calls import SUFFIXES, Attributes, Call, Inputs, Operand
 from export.graph.grouped_query import OrtGroupedQuery
 from export.graph.layer import HalfBuilder, LayerBuilder
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.feed_forward_kinds import SHARED, routed_names
 from sportsllm.models.kinds import HEAD, LAST_NORM, NORMS
-from sportsllm.models.parts import HIDDEN, Matrix
+from sportsllm.models.parts import HIDDEN, SHARED, Matrix, routed_names
 
 
 @dataclass(frozen=True)

@@ -164,8 +164,8 @@ class HalfBuilder(ABC):
         """Read from the kind of `half`, the module `self_attn` or `mlp`, which matrices it has and what it caches."""
         self.layers, self.graph, self.config, self.half = layers, layers.graph, layers.config, half
         kind = sublayers(self.config)[half]
-        self._matrices, self._vectors = kind.matrices(self.config), kind.vectors(self.config)
-        self.states = kind.state(self.config)
+        self._matrices, self._vectors = kind.matrices, kind.vectors
+        self.states = kind.state
 
     @abstractmethod
     def emit(self, layer: int, x_BTD: ir.Value, past: Sequence[ir.Value]) -> tuple[ir.Value, Sequence[ir.Value]]:

@@ -16,8 +16,7 @@ import onnx_ir as ir
 
 from export.graph.layer import HalfBuilder, LayerBuilder
 from export.graph.positions import new_columns, position_ids, sequence_lengths
-from sportsllm.models.attention_kinds import GATES, READ
-from sportsllm.models.parts import HIDDEN
+from sportsllm.models.parts import GATES, HIDDEN, READ
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 

@@ -21,8 +21,7 @@ from export.graph.calls import Attributes, Call, Inputs, shared_inputs
 from export.graph.grouped_query import OrtGroupedQuery, group_query_attention
 from export.graph.layer import LayerBuilder
 from export.graph.positions import position_ids, rows_and_places
-from sportsllm.models.attention_kinds import index_pairs, index_size
-from sportsllm.models.parts import HIDDEN
+from sportsllm.models.parts import HIDDEN, index_pairs, index_size
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 _LEAST = np.array(np.finfo(np.float32).min, np.float32)

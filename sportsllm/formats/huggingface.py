@@ -8,10 +8,8 @@ from typing import Any
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.huggingface_families import FAMILIES, Fields
 from sportsllm.formats.json_files import clip, read_json
-from sportsllm.models.attention_kinds import Selection
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.feed_forward_kinds import Experts
-from sportsllm.models.rope_scaling import ROPE_TYPES, RopeScaling
+from sportsllm.models.config_records import ROPE_TYPES, Experts, RopeScaling, Selection
 
 # Fields of config.json that do not change the model's output.
 _IGNORED = {

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.json_files import JsonObject, clip
 from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig
-from sportsllm.models.feed_forward_kinds import Experts
+from sportsllm.models.config_records import Experts
 
 
 class Fields(dict[str, Any]):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.feed_forward_kinds import ROUTER
 from sportsllm.models.kinds import EMBEDDING, LAST_NORM, NORMS, OUTPUT_NORMS, POSITIONS, parameters
+from sportsllm.models.parts import ROUTER
 
 
 class UnlikeTensor(Exception):

@@ -16,7 +16,7 @@ from sportsllm.formats.huggingface import OWN_MODEL_TYPE, load_config
 from sportsllm.formats.json_files import JsonObject, read_json, validate
 from sportsllm.formats.manifest import Ancestor, FileEntry, Manifest, ancestors, origin, read_manifest
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.shape import described_shape
+from sportsllm.models.presets import described_shape
 from sportsllm.text.chat import find_template
 
 CARD = "README.md"

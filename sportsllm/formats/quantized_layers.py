@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.packed import BITS, ROW_BITS, QuantizedWeight, stored_bits
 from sportsllm.formats.safetensors import check_shape, quantization_config
-from sportsllm.models.size import BLOCK_SIZES
+from sportsllm.models.memory import BLOCK_SIZES
 
 SUFFIXES = ("_packed", "_scale", "_zero_point")
 

@@ -6,20 +6,29 @@ Imports neither torch nor any other large library: the device install reads it t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
 
 from sportsllm.errors import UsageError
 from sportsllm.models import kinds
-from sportsllm.models.attention_kinds import Selection
-from sportsllm.models.feed_forward_kinds import Experts
-from sportsllm.models.rope_scaling import RopeScaling
+from sportsllm.models.config_records import Experts, RopeScaling, Selection, check_choice, check_size
+from sportsllm.models.parts import ATTENTION, FEED_FORWARD
 
 FULL, SLIDING, UNROTATED = "full", "sliding", "unrotated"
 """What a layer's attention does: see all tokens, see the last `sliding_window`, or see all without their positions."""
 LAYER_TYPES = (FULL, SLIDING, UNROTATED)
+DIMENSIONS = {
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "layers": "num_hidden_layers",
+    "head_dim": "head_dim",
+}
+"""Each dimension of a shape, as flags and files name it, and the field of `ModelConfig` that it is."""
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
 _BOUNDS = {
     "vocab_size": (1, 2**24),
     "max_position_embeddings": (2, 2**24),
@@ -28,7 +37,16 @@ _BOUNDS = {
 }
 """Least and most of a size, 1 to 2**20 if not given, so that a damaged file ends in a line and not in a full memory."""
 _ROTARY_NUMBERS = 2**29  # of the cosine and sine tables together
-NORM_KINDS, POSITION_KINDS = ("rms", "layer"), ("rotary", "learned", "none")
+_PLAIN = {"qk_norm": False, "attention_bias": False, "attention_output_bias": False, "layer_types": None}
+_REQUIRED: dict[str, dict[str, object]] = {
+    "latent": {"position_kind": "rotary", "num_key_value_heads": 1, **_PLAIN},
+    "selected": {"position_kind": "rotary", "layer_types": None},
+    "lstm": {
+        "position_kind": "none", "num_attention_heads": 1, "num_key_value_heads": 1, "rope_scaling": None, **_PLAIN,
+    },
+}  # fmt: skip
+"""By kind of attention, the values that fields must have."""
+_CHOICES = {"norm_kind": ("rms", "layer"), "position_kind": ("rotary", "learned", "none")}
 
 
 @dataclass(frozen=True)
@@ -37,7 +55,7 @@ class ModelConfig:
 
     `attention_bias` is a bias on q, k and v; `attention_output_bias` one on o (Llama sets both with
     one field, Qwen2 has only the first). `qk_norm` normalises each query and key head (Qwen3).
-    `attention_kind` and `mlp_kind` name the two sublayers of a block, as `sportsllm.models.kinds` lists them.
+    `attention_kind` and `mlp_kind` name the two sublayers of a block, see `sportsllm.models.parts`.
 
     The rest is off in a LLaMA model:
 
@@ -100,10 +118,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.type == "int"):  # the sizes
-            value = getattr(self, name)
-            least, most = _BOUNDS.get(name, (1, 2**20))
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                raise UsageError(f"config: {name} is {value!r}; it must be a whole number from {least} to {most:,}")
+            check_size(name, getattr(self, name), *_BOUNDS.get(name, (1, 2**20)))
         if self.max_position_embeddings * self.head_dim > _ROTARY_NUMBERS:
             raise UsageError(
                 f"config: max_position_embeddings is {self.max_position_embeddings:,}; with head_dim {self.head_dim} "
@@ -120,38 +135,11 @@ class ModelConfig:
             raise UsageError(f"config: dropout is {self.dropout}; it must be in [0, 1)")
         if not (0 < self.rms_norm_eps < math.inf and 0 < self.rope_theta < math.inf):
             raise UsageError("config: rms_norm_eps and rope_theta must be greater than 0")
-        for field, known in (
-            ("attention_kind", tuple(kinds.ATTENTION)),
-            ("mlp_kind", tuple(kinds.FEED_FORWARD)),
-            ("norm_kind", NORM_KINDS),
-            ("position_kind", POSITION_KINDS),
-        ):
-            if getattr(self, field) not in known:
-                raise UsageError(f"config: {field} is {getattr(self, field)!r}; use one of {', '.join(known)}")
+        known = {"attention_kind": tuple(ATTENTION), "mlp_kind": tuple(FEED_FORWARD)}
+        for name in ("attention_kind", "mlp_kind", "norm_kind", "position_kind"):
+            check_choice(name, getattr(self, name), (known | _CHOICES)[name])
         self._check_layers()
-        for kind in kinds.sublayers(self).values():
-            kind.check(self)
-        if (self.attention_kind == "lstm") != (self.position_kind == "none"):
-            raise UsageError(
-                f"config: attention_kind {self.attention_kind!r} with position_kind {self.position_kind!r}; an LSTM "
-                "has no positions, all others have some"
-            )
-        for sublayer, its_kind, field in (("mlp", "experts", "experts"), ("attention", "selected", "selection")):
-            named, value = getattr(self, f"{sublayer}_kind"), getattr(self, field)
-            if (named == its_kind) != (value is not None):
-                raise UsageError(f"config: {sublayer}_kind {named!r} with {field} {value}; give both or none")
-        if self.dense_layers or self.dense_intermediate_size is not None:
-            self._check_dense_layers()
-
-    def _check_dense_layers(self) -> None:
-        width, most = self.dense_intermediate_size, self.num_hidden_layers - 1
-        if self.experts is None or not 1 <= self.dense_layers <= most:
-            raise UsageError(
-                f"config: dense_layers is {self.dense_layers}; of a mixture of experts the first 1 to {most} layers "
-                "can be without"
-            )
-        if not isinstance(width, int) or isinstance(width, bool) or not 1 <= width <= 2**20:
-            raise UsageError(f"config: dense_intermediate_size is {width!r}; dense layers need 1 to {2**20:,}")
+        self._check_kinds()
 
     def _check_layers(self) -> None:
         types = self.layer_types or ()
@@ -161,6 +149,30 @@ class ModelConfig:
             raise UsageError(f"config: layer_types has {sorted(set(types))}; use {', '.join(LAYER_TYPES)}")
         if SLIDING in types and (self.sliding_window is None or self.sliding_window < 1):
             raise UsageError(f"config: sliding_window is {self.sliding_window}; sliding layers need at least 1")
+        if self.dense_layers or self.dense_intermediate_size is not None:
+            most = self.num_hidden_layers - 1
+            if self.experts is None or not 1 <= self.dense_layers <= most:
+                raise UsageError(
+                    f"config: dense_layers is {self.dense_layers}; of a mixture of experts the first 1 to {most} "
+                    "layers can be without"
+                )
+            check_size("dense_intermediate_size", self.dense_intermediate_size)
+
+    def _check_kinds(self) -> None:
+        for name, wanted in _REQUIRED.get(self.attention_kind, {}).items():
+            if (value := getattr(self, name)) != wanted:
+                raise UsageError(
+                    f"config: {name} is {value!r}; with attention_kind {self.attention_kind!r} it must be {wanted!r}"
+                )
+        if self.attention_kind != "lstm" and self.position_kind == "none":
+            raise UsageError(f"config: position_kind is 'none'; attention_kind {self.attention_kind!r} has positions")
+        if self.attention_kind == "latent":
+            for name in LATENT[self.q_lora_rank is None :]:
+                check_size(name, getattr(self, name))
+        for sublayer, its_kind, field in (("mlp", "experts", "experts"), ("attention", "selected", "selection")):
+            named, value = getattr(self, f"{sublayer}_kind"), getattr(self, field)
+            if (named == its_kind) != (value is not None):
+                raise UsageError(f"config: {sublayer}_kind {named!r} with {field} {value}; give both or none")
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -176,6 +188,12 @@ class ModelConfig:
         return self.experts
 
     @property
+    def chosen_selection(self) -> Selection:
+        """`selection` of a model that has one."""
+        assert self.selection is not None, "only attention to selected tokens asks for it"
+        return self.selection
+
+    @property
     def score_scale(self) -> float:
         """What scores of attention are multiplied by."""
         if self.attention_scale is not None:
@@ -183,21 +201,6 @@ class ModelConfig:
         scale = float((self.unrotated_dim + self.head_dim) ** -0.5)
         stretched = self.rope_scaling if self.attention_kind == "latent" else None
         return scale if stretched is None else scale * stretched.score_factor
-
-    @property
-    def chosen_selection(self) -> Selection:
-        """`selection` of a model that has one."""
-        assert self.selection is not None, "only attention to selected tokens asks for it"
-        return self.selection
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token is computed with: of a mixture the router, the chosen and the shared experts."""
-        unused = 0
-        for part, layers in self.runs():
-            matrices = [(kind.matrices(part), kind.active_parameters(part)) for kind in kinds.sublayers(part).values()]
-            unused += layers * sum(sum(matrix.numel for matrix in found) - active for found, active in matrices)
-        return self.parameters - unused
 
     @property
     def kv_rank(self) -> int:
@@ -215,19 +218,29 @@ class ModelConfig:
         return self.v_head_dim or self.head_dim
 
     @property
-    def cells(self) -> int:
-        """Cells of an LSTM's layer."""
-        return self.query_size
-
-    @property
     def query_size(self) -> int:
         """Width of all query heads together."""
         return self.num_attention_heads * self.head_dim
 
     @property
+    def cells(self) -> int:
+        """Cells of an LSTM's layer."""
+        return self.query_size
+
+    @property
     def key_value_size(self) -> int:
         """Width of all key heads together."""
         return self.num_key_value_heads * self.head_dim
+
+    @property
+    def positions(self) -> int:
+        """Rows of the table of learned positions."""
+        return self.max_position_embeddings if self.position_kind == "learned" else 0
+
+    @property
+    def norm_parameters(self) -> int:
+        """Values of a norm of the residual stream."""
+        return self.hidden_size * (2 if self.norm_kind == "layer" else 1)
 
     def window(self, layer: int) -> int | None:
         """How many tokens a layer's attention sees, the newest included; None for all."""
@@ -243,41 +256,31 @@ class ModelConfig:
 
     def runs(self) -> list[tuple[ModelConfig, int]]:
         """`of_layer` of each run of like layers, and how many they are."""
-        firsts = [0, self.dense_layers] if self.dense_layers else [0]
-        ends = [*firsts[1:], self.num_hidden_layers]
-        return [(self.of_layer(first), end - first) for first, end in zip(firsts, ends, strict=True)]
+        dense, layers = self.dense_layers, self.num_hidden_layers
+        found = [(self.of_layer(0), dense), (self.of_layer(layers - 1), layers - dense)]
+        return [run for run in found if run[1]]
 
     def parameters_by_component(self) -> dict[str, int]:
-        """Exact number of trained numbers in each part; they add up to `parameters`."""
-        hidden, a_norm = self.hidden_size, self.norm_parameters
-        sizes, norms = dict.fromkeys(kinds.NORMS, 0), a_norm
+        """Exact number of parameters in each part; they add up to `parameters`. A tied head counts once."""
+        found = Counter(dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "head"), 0))
         for part, layers in self.runs():
-            for sublayer, kind in kinds.sublayers(part).items():
-                sizes[sublayer] += layers * sum(m.numel + m.bias * m.rows for m in kind.matrices(part))
-                norms += layers * sum(vector.size for vector in kind.vectors(part))
-            norms += layers * kinds.norms_of_block(part) * a_norm
-        return {
-            "embedding": (self.vocab_size + self.positions) * hidden,
-            "attention": sizes["self_attn"],
-            "feed_forward": sizes["mlp"],
-            "norms": norms,
-            "head": 0 if self.tie_word_embeddings else self.vocab_size * hidden,
-        }
-
-    @property
-    def positions(self) -> int:
-        """Rows of the table of learned positions."""
-        return self.max_position_embeddings if self.position_kind == "learned" else 0
-
-    @property
-    def norm_parameters(self) -> int:
-        """Numbers of a norm of the residual stream."""
-        return self.hidden_size * (2 if self.norm_kind == "layer" else 1)
+            for item in kinds.block_tensors(part):
+                found[item.component] += layers * item.numel
+        for item in kinds.end_tensors(self):
+            found[item.component] += item.numel
+        return dict(found)
 
     @property
     def parameters(self) -> int:
         """Exact number of parameters; a tied head counts once."""
         return sum(self.parameters_by_component().values())
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token is computed with: of a mixture the router, the chosen and the shared experts."""
+        sublayers = [(each, layers) for part, layers in self.runs() for each in kinds.sublayers(part).values()]
+        unused = sum(n * (sum(m.numel for m in each.matrices) - each.active_parameters) for each, n in sublayers)
+        return self.parameters - unused
 
     @property
     def block_parameters(self) -> int:
@@ -290,11 +293,12 @@ class ModelConfig:
         """Whether embedding and head have a quarter of the parameters or more, so that a smaller one is worth a try."""
         return 4 * (self.parameters - self.block_parameters) >= self.parameters
 
-    def with_changes(self, **changes: Any) -> ModelConfig:
+    def with_changes(self, **changes: object) -> ModelConfig:
         """A copy with some fields replaced, validated again; with fewer layers the first ones' types stay."""
-        if self.layer_types is not None and "num_hidden_layers" in changes:
-            changes = {"layer_types": self.layer_types[: changes["num_hidden_layers"]]} | changes
-        return replace(self, **changes)
+        layers = changes.get("num_hidden_layers")
+        if self.layer_types is not None and isinstance(layers, int):
+            changes = {"layer_types": self.layer_types[:layers]} | changes
+        return replace(self, **changes)  # type: ignore[arg-type]  # __post_init__ checks types
 
     def with_layers(self, layers: Sequence[int]) -> ModelConfig:
         """A copy with some of the layers, each with its own type."""

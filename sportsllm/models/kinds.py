@@ -1,34 +1,19 @@
-"""The kinds of attention and feed-forward, and the tensors of a whole model. Imports no torch.
+"""Queries on the description of a model: its matrices, units, cached tensors and parameters. Imports no torch.
 
-A new kind is a description like `Gelu` and a module like `PlainMLP`, with a line in a table here and in one of
-`language_model.py`.
+Unless said otherwise, a config here is that of a model of like layers, `ModelConfig.of_layer` of another one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
-from sportsllm.models.attention_kinds import LSTM, GroupedQuery, Latent, Selected
-from sportsllm.models.feed_forward_kinds import Gated, Gelu, Mixture
-from sportsllm.models.parts import HIDDEN, Kind, Matrix, State, Unit
+from sportsllm.models.parts import ATTENTION, FEED_FORWARD, HIDDEN, Matrix, State, Sublayer, Unit, index_size
 
 if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
-
-ATTENTION: dict[str, Kind] = {
-    "grouped_query": GroupedQuery(),
-    "latent": Latent(),
-    "selected": Selected(),
-    "lstm": LSTM(),
-}
-FEED_FORWARD: dict[str, Kind] = {
-    "swiglu": Gated("silu"),
-    "geglu": Gated("gelu"),
-    "gelu": Gelu(),
-    "experts": Mixture(),
-}
 
 NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 """The two sublayers of a block, in order, and the norm before each."""
@@ -36,25 +21,33 @@ OUTPUT_NORMS = {"self_attn": "attention_output_norm", "mlp": "feed_forward_outpu
 """The norm after each sublayer, in a model with `output_norms`."""
 EMBEDDING, HEAD, POSITIONS, LAST_NORM = "model.embed_tokens", "lm_head", "model.embed_positions", "model.norm"
 
-
 Size = TypeVar("Size")
+Component = Literal["embedding", "attention", "feed_forward", "norms", "head"]
 
 
 class Parameter(NamedTuple):
-    """A tensor of a checkpoint: its name, shape and role."""
+    """A tensor of a checkpoint: its name, shape, role and the part of the model that it counts to."""
 
     name: str
     shape: tuple[int, ...]
     role: Literal["embedding", "positions", "head", "matrix", "bias", "norm"]
+    component: Component
     writes_residual: bool = False
 
+    @property
+    def numel(self) -> int:
+        """Values in it."""
+        return math.prod(self.shape)
 
-def sublayers(config: ModelConfig) -> dict[str, Kind]:
-    """The kind of each sublayer of a block, by module name.
 
-    Here and below a config is that of a model of like layers, `ModelConfig.of_layer` of another one.
-    """
-    return {"self_attn": ATTENTION[config.attention_kind], "mlp": FEED_FORWARD[config.mlp_kind]}
+def sublayers(config: ModelConfig) -> dict[str, Sublayer]:
+    """The two sublayers of a block, by module name."""
+    return dict(zip(NORMS, _sublayers(config), strict=True))
+
+
+@lru_cache(maxsize=64)  # a search asks many times for one shape after the other
+def _sublayers(config: ModelConfig) -> tuple[Sublayer, Sublayer]:
+    return ATTENTION[config.attention_kind](config), FEED_FORWARD[config.mlp_kind](config)
 
 
 def block_matrices(config: ModelConfig) -> list[Matrix]:
@@ -62,14 +55,15 @@ def block_matrices(config: ModelConfig) -> list[Matrix]:
     return list(_block_matrices(config))
 
 
-@lru_cache(maxsize=64)  # a search asks many times for one shape after the other
+@lru_cache(maxsize=64)
 def _block_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
     found = []
-    for sublayer, kind in sublayers(config).items():
-        for matrix in kind.matrices(config):
-            source = None if matrix.scale_source is None else f"{sublayer}.{matrix.scale_source}"
-            name, read = f"{sublayer}.{matrix.name}", f"{sublayer}.{matrix.input}"
-            found.append(matrix._replace(name=name, input=read, scale_source=source))
+    for name, sublayer in sublayers(config).items():
+        for matrix in sublayer.matrices:
+            source = None if matrix.scale_source is None else f"{name}.{matrix.scale_source}"
+            found.append(
+                matrix._replace(name=f"{name}.{matrix.name}", input=f"{name}.{matrix.input}", scale_source=source)
+            )
     return tuple(found)
 
 
@@ -84,14 +78,12 @@ def input_groups(config: ModelConfig) -> list[list[Matrix]]:
 def block_units(config: ModelConfig) -> dict[str, Unit]:
     """The units that pruning may cut, by name: the residual stream's channels, then each sublayer's units."""
     units = {HIDDEN: Unit(HIDDEN, "hidden_size", config.hidden_size)}
-    for kind in sublayers(config).values():
-        units |= {unit.name: unit for unit in kind.units(config)}
-    return units
+    return units | {unit.name: unit for sublayer in _sublayers(config) for unit in sublayer.units}
 
 
 def block_state(config: ModelConfig) -> list[State]:
     """The tensors that one block caches, for each token or of a whole sequence."""
-    return [state for kind in sublayers(config).values() for state in kind.state(config)]
+    return [state for sublayer in _sublayers(config) for state in sublayer.state]
 
 
 def cached_shape(state: State, length: Size) -> tuple[int | Size, ...]:
@@ -99,40 +91,69 @@ def cached_shape(state: State, length: Size) -> tuple[int | Size, ...]:
     return (*state.shape[:-1], length, state.shape[-1]) if state.per_token else state.shape
 
 
-def cache_grows(config: ModelConfig) -> bool:
-    """Whether anything is cached for each token."""
-    return any(state.per_token for state in block_state(config))
+def mixing_macs(config: ModelConfig, depth: int, prompt: bool = False) -> int:
+    """Multiply-adds outside the matrices of one token that sees `depth` tokens, in one layer; of a `prompt` or decoded.
+
+    The mean over layers if some see fewer tokens. An indexer scores all tokens as soon as there are more than it
+    selects; in a prompt the selection is a mask over scores of all.
+    """
+    attention, _ = _sublayers(config)
+    seen = [min(depth, config.window(layer) or depth) for layer in range(config.num_hidden_layers)]
+    index = 0
+    if config.selection is not None and depth > config.selection.tokens:
+        index = config.selection.heads * (index_size(config) + 1) * depth
+        seen = seen if prompt else [config.selection.tokens]
+    macs = attention.prompt_macs if prompt else attention.macs
+    return macs * sum(seen) // len(seen) + index + attention.own_macs
+
+
+@lru_cache(maxsize=64)
+def block_tensors(config: ModelConfig) -> tuple[Parameter, ...]:
+    """Every tensor of one block, in the order of the model's own; names begin with the sublayer or are the norm's."""
+    found: list[Parameter] = []
+    components: tuple[Component, ...] = ("attention", "feed_forward")
+    for component, (name, sublayer) in zip(components, sublayers(config).items(), strict=True):
+        found += _norm(config, NORMS[name])
+        for matrix in sublayer.matrices:
+            module, shape = f"{name}.{matrix.name}", (matrix.rows, matrix.columns)
+            found.append(Parameter(f"{module}.weight", shape, "matrix", component, matrix.writes_residual))
+            if matrix.bias:
+                found.append(Parameter(f"{module}.bias", (matrix.rows,), "bias", component))
+        for vector in sublayer.vectors:
+            found.append(Parameter(f"{name}.{vector.name}.weight", (vector.size,), "norm", "norms"))
+        if config.output_norms:
+            found += _norm(config, OUTPUT_NORMS[name])
+    return tuple(found)
+
+
+def end_tensors(config: ModelConfig) -> list[Parameter]:
+    """The tensors before and after the blocks; those before are the embedding's."""
+    table = (config.vocab_size, config.hidden_size)
+    found = [Parameter(f"{EMBEDDING}.weight", table, "embedding", "embedding")]
+    if config.positions:
+        shape = (config.positions, config.hidden_size)
+        found.append(Parameter(f"{POSITIONS}.weight", shape, "positions", "embedding"))
+    found += _norm(config, LAST_NORM)
+    return found if config.tie_word_embeddings else [*found, Parameter(f"{HEAD}.weight", table, "head", "head")]
 
 
 def parameters(config: ModelConfig) -> list[Parameter]:
-    """Every tensor of a checkpoint, in the order of the model's own."""
-    table = (config.vocab_size, config.hidden_size)
-    found = [Parameter(f"{EMBEDDING}.weight", table, "embedding")]
-    if config.positions:
-        found.append(Parameter(f"{POSITIONS}.weight", (config.positions, config.hidden_size), "positions"))
-    for layer in range(config.num_hidden_layers):
-        own, prefix = config.of_layer(layer), f"model.layers.{layer}"
-        for sublayer, kind in sublayers(own).items():
-            found += _norm(config, f"{prefix}.{NORMS[sublayer]}")
-            for matrix in kind.matrices(own):
-                name, shape = f"{prefix}.{sublayer}.{matrix.name}", (matrix.rows, matrix.columns)
-                found.append(Parameter(f"{name}.weight", shape, "matrix", matrix.writes_residual))
-                if matrix.bias:
-                    found.append(Parameter(f"{name}.bias", (matrix.rows,), "bias"))
-            for vector in kind.vectors(own):
-                found.append(Parameter(f"{prefix}.{sublayer}.{vector.name}.weight", (vector.size,), "norm"))
-            if config.output_norms:
-                found += _norm(config, f"{prefix}.{OUTPUT_NORMS[sublayer]}")
-    found += _norm(config, LAST_NORM)
-    if not config.tie_word_embeddings:
-        found.append(Parameter(f"{HEAD}.weight", table, "head"))
-    return found
+    """Every tensor of a checkpoint, in the order of the model's own; of any model."""
+    ends = end_tensors(config)
+    before = 1 + (config.positions > 0)
+    layers = [
+        item._replace(name=f"model.layers.{layer}.{item.name}")
+        for layer in range(config.num_hidden_layers)
+        for item in block_tensors(config.of_layer(layer))
+    ]
+    return [*ends[:before], *layers, *ends[before:]]
 
 
 def _norm(config: ModelConfig, name: str) -> list[Parameter]:
     """A norm of the residual stream."""
-    found = [Parameter(f"{name}.weight", (config.hidden_size,), "norm")]
-    return found + [Parameter(f"{name}.bias", (config.hidden_size,), "bias")] * (config.norm_kind == "layer")
+    found = [Parameter(f"{name}.weight", (config.hidden_size,), "norm", "norms")]
+    bias = Parameter(f"{name}.bias", (config.hidden_size,), "bias", "norms")
+    return [*found, bias] if config.norm_kind == "layer" else found
 
 
 def norms_of_block(config: ModelConfig) -> int:
@@ -152,7 +173,7 @@ def can_cut_hidden(config: ModelConfig) -> bool:
 
 
 def matrix_shapes(config: ModelConfig, layers_only: bool = False) -> dict[str, tuple[int, int]]:
-    """(rows, columns) of every matrix by its module's name; `layers_only` leaves out embedding and head.
+    """(rows, columns) of every matrix of any model, by its module's name; `layers_only` leaves out embedding and head.
 
     Everything that must know what a matrix is asks here.
     """

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from sportsllm.models.attention import KVCache, Scores, attend, attend_documents
-from sportsllm.models.attention_kinds import LATENT_EPS
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.layers import RMSNorm, Rope, rotate
+from sportsllm.models.parts import LATENT_EPS
 
 
 class LatentAttention(nn.Module):

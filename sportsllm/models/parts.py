@@ -1,19 +1,29 @@
-"""Records by which a kind of attention or feed-forward describes itself, so that no other module needs to know it.
+"""What attention and feed-forward of each kind consist of: matrices, norms, units that pruning may cut, cached tensors.
 
-Counting, pruning, refitting, quantizing, adapting and exporting iterate over these records. Imports no torch.
+A kind is a function from a config to a `Sublayer`. Counting, pruning, refitting, quantizing, adapting, drawing and
+exporting iterate over these records, so no other module needs to know a kind. Imports no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
+    from sportsllm.models.config_records import Experts
 
-Processor = Literal["cpu", "gpu"]
 HIDDEN = "hidden"
 """The name of the residual stream's channels, the one unit that every kind reads and writes."""
+INDEX = ("index_q_proj", "index_k_proj")
+"""The indexer's matrices: queries of all heads, and the key."""
+LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever the model's own is, as in `transformers`."""
+GATES = ("i", "f", "g", "o")
+READ = "last_hidden"
+"""What an LSTM's recurrent matrices read: h of the token before."""
+ROUTER, SHARED = "gate", "shared_experts"
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class Matrix(NamedTuple):
         name: of the module, within its sublayer of the block.
         rows, columns: outputs and inputs.
         row_unit, column_unit: the units that they are made of, `HIDDEN` or the name of a `Unit`.
-        input: a name for the tensor it reads; matrices with the same one are multiplied in one piece.
+        input: a name for the tensor it reads; matrices with the same one are multiplied together.
         writes_residual: whether its output is added to the residual stream.
         bias: whether it has one.
         scale_source: a matrix s where dividing row i of s by c and multiplying this one's columns that read it by c
@@ -104,41 +114,293 @@ class Activation(NamedTuple):
     held: bool = True
 
 
-class Kind(Protocol):
-    """One kind of attention or feed-forward, without norms and cache by default; see `sportsllm.models.kinds`."""
+class Kept(NamedTuple):
+    """Values that a sublayer keeps of each token for the backward pass, its input aside.
 
-    def check(self, config: ModelConfig) -> None:
-        """Raise `UsageError` for fields that it cannot have."""
-        return
+    Attributes:
+        computed: in the compute dtype.
+        float32: always in float32.
+        attended: read and made by attention: float32 on a CPU, the compute dtype on a GPU (FlashAttention,
+            https://arxiv.org/abs/2205.14135). No (T, T) scores are kept.
+        normed: heads before their norm, float32, twice on a CPU.
+        cast: 16-bit copies under mixed precision.
+    """
 
-    def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
-        """Its matrices, in the order in which they are used."""
+    computed: int = 0
+    float32: int = 0
+    attended: int = 0
+    normed: int = 0
+    cast: int = 0
 
-    def vectors(self, config: ModelConfig) -> tuple[Vector, ...]:
-        """Its norms."""
-        return ()
 
-    def units(self, config: ModelConfig) -> tuple[Unit, ...]:
-        """Its units, the ones that group others first."""
+@dataclass(frozen=True)
+class Sublayer:
+    """Attention or feed-forward of a block.
 
-    def state(self, config: ModelConfig) -> tuple[State, ...]:
-        """The tensors it caches."""
-        return ()
+    Attributes:
+        matrices: in the order of the model's own.
+        tensors: matrices and activations in the order of use.
+        units: those that group others first.
+        kept: for the backward pass.
+        vectors, state: norms and cached tensors.
+        active: weights that one token is multiplied by, if not all.
+        macs, prompt_macs: multiply-adds outside the matrices for each token that a token attends to, when decoding and
+            in a prompt or training.
+        own_macs: multiply-adds outside the matrices at any depth.
+    """
 
-    def active_parameters(self, config: ModelConfig) -> int:
-        """Numbers of the matrices that one token is multiplied by."""
-        return sum(matrix.numel for matrix in self.matrices(config))
+    matrices: tuple[Matrix, ...]
+    tensors: tuple[Matrix | Activation, ...]
+    units: tuple[Unit, ...]
+    kept: Kept
+    vectors: tuple[Vector, ...] = ()
+    state: tuple[State, ...] = ()
+    active: int | None = None
+    macs: int = 0
+    prompt_macs: int = 0
+    own_macs: int = 0
 
-    def mixing_macs(self, config: ModelConfig, depth: int) -> int:
-        """Multiply-adds of one token outside the matrices, where it sees `depth` tokens."""
-        return 0
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied by."""
+        return sum(matrix.numel for matrix in self.matrices) if self.active is None else self.active
 
-    def prompt_macs(self, config: ModelConfig, depth: int) -> int:
-        """The same of one token of a prompt or of training, where that is another form."""
-        return self.mixing_macs(config, depth)
 
-    def activation_bytes(self, config: ModelConfig, mixed: bool, processor: Processor) -> int:
-        """Bytes it keeps of each token for the backward pass, its input not counted; `mixed` is mixed precision."""
+Kind = Callable[["ModelConfig"], Sublayer]
 
-    def tensors(self, config: ModelConfig) -> tuple[Matrix | Activation, ...]:
-        """Matrices and activations in the order in which they are used."""
+
+def grouped_query(config: ModelConfig) -> Sublayer:
+    """Query, key, value and output matrices. Documents of a batch are joined, which copies attention's output."""
+    hidden, queries, keys, size = config.hidden_size, config.query_size, config.key_value_size, config.head_dim
+    heads, kv_heads, norm = config.num_attention_heads, config.num_key_value_heads, config.qk_norm
+    bias, cached = config.attention_bias, (kv_heads, size)
+    q = Matrix("q_proj", queries, hidden, "query_head", HIDDEN, HIDDEN, bias=bias)
+    k = Matrix("k_proj", keys, hidden, "kv_head", HIDDEN, HIDDEN, bias=bias)
+    v = Matrix("v_proj", keys, hidden, "kv_head", HIDDEN, HIDDEN, bias=bias)
+    o = Matrix("o_proj", hidden, queries, HIDDEN, "query_head", "mixed", True, config.attention_output_bias, "v_proj")
+    made = Activation("q", (heads, size)), *(Activation(f"{name}, cached", cached, "cache") for name in "kv")
+    scores = Activation("attention scores", (heads,), "scores", held=False)
+    return Sublayer(
+        matrices=(q, k, v, o),
+        tensors=(q, k, v, *made, scores, Activation("attention output", (heads, size)), o),
+        units=(
+            Unit("kv_head", "num_key_value_heads", kv_heads, size),
+            Unit("query_head", "num_attention_heads", heads, size, group="kv_head"),
+        ),
+        kept=Kept(
+            computed=queries,
+            float32=heads + (heads + kv_heads) * norm,
+            attended=2 * (queries + keys),
+            normed=(queries + keys) * norm,
+        ),
+        vectors=(Vector("q_norm", size), Vector("k_norm", size)) if norm else (),
+        state=(State("key", cached), State("value", cached)),
+        macs=2 * queries,
+        prompt_macs=2 * queries,
+    )
+
+
+def selected(config: ModelConfig) -> Sublayer:
+    """`grouped_query` with an indexer, which pruning leaves whole."""
+    full, size, bias = grouped_query(config), index_size(config), config.attention_bias
+    hidden, heads = config.hidden_size, config.chosen_selection.heads
+    index = (
+        Matrix(INDEX[0], heads * size, hidden, "index_head", HIDDEN, HIDDEN, bias=bias),
+        Matrix(INDEX[1], size, hidden, "index_key", HIDDEN, HIDDEN, bias=bias),
+    )
+    made = (
+        Activation("index q", (heads, size)),
+        Activation("index k, cached", (size,), "cache"),
+        Activation("index scores", (heads,), "scores", held=False),
+    )
+    values, kept = (heads + 1) * size, full.kept
+    return replace(
+        full,
+        matrices=(*full.matrices[:3], *index, full.matrices[3]),
+        tensors=(*full.tensors[:3], *index, *full.tensors[3:6], *made, *full.tensors[6:]),
+        units=(*full.units, Unit("index_head", "selection", heads, size), Unit("index_key", "selection", 1, size)),
+        kept=kept._replace(computed=kept.computed + values, float32=kept.float32 + values),
+        state=(*(State(f"selected_{old.name}", old.shape) for old in full.state), State("selected_index", (size,))),
+    )
+
+
+def index_pairs(config: ModelConfig) -> int:
+    """Rotary pairs of a part of the index key, the last of P."""
+    own, whole = config.chosen_selection.pairs, config.head_dim // 2
+    return whole if own is None else min(own, whole)
+
+
+def index_size(config: ModelConfig) -> int:
+    """I, the size of an index head and of the index key."""
+    return config.chosen_selection.parts * 2 * index_pairs(config)
+
+
+def latent(config: ModelConfig) -> Sublayer:
+    """Low-rank queries if `q_lora_rank` is set, low-rank keys and values. Pruning leaves the ranks whole.
+
+    When decoding, scores and sums are over latent vectors, and the absorbed matrices are kv_b_proj's own. In a prompt
+    they are over keys and values that kv_b_proj makes once a token.
+    """
+    hidden, heads, rank, rotated = config.hidden_size, config.num_attention_heads, config.kv_rank, config.head_dim
+    scored, value, query_rank = config.unrotated_dim + rotated, config.value_dim, config.q_lora_rank
+    if query_rank is None:
+        query: tuple[Matrix, ...] = (Matrix("q_proj", heads * scored, hidden, "query_head", HIDDEN, HIDDEN),)
+    else:
+        query = (
+            Matrix("q_a_proj", query_rank, hidden, "query_latent", HIDDEN, HIDDEN),
+            Matrix("q_b_proj", heads * scored, query_rank, "query_head", "query_latent", "query_latent"),
+        )
+    made_from = (
+        *query,
+        Matrix("kv_a_proj_with_mqa", rank + rotated, hidden, "cached", HIDDEN, HIDDEN),
+        Matrix("kv_b_proj", heads * (config.unrotated_dim + value), rank, "query_head", "latent", "latent"),
+    )
+    o = Matrix("o_proj", hidden, heads * value, HIDDEN, "query_head", "mixed", True)
+    ranks = rank + (query_rank or 0)
+    query_norm = () if query_rank is None else (Vector("q_a_layernorm", query_rank, LATENT_EPS),)
+    return Sublayer(
+        matrices=(*made_from, o),
+        tensors=(
+            *made_from,
+            Activation("q", (heads, scored)),
+            Activation("latent and rotated key, cached", (rank + rotated,), "cache"),
+            Activation("k", (heads, scored)),
+            Activation("v", (heads, value)),
+            Activation("attention scores", (heads,), "scores", held=False),
+            Activation("attention output", (heads, value)),
+            o,
+        ),
+        units=(
+            *([] if query_rank is None else [Unit("query_latent", "q_lora_rank", query_rank)]),
+            Unit("latent", "kv_lora_rank", rank),
+            Unit("cached", "kv_lora_rank", rank + rotated),
+            Unit("query_head", "num_attention_heads", heads, value),
+        ),
+        kept=Kept(ranks, float32=2 * ranks + heads * (2 * scored + 2 * value + 1), cast=heads * value),
+        vectors=(*query_norm, Vector("kv_a_layernorm", rank, LATENT_EPS)),
+        state=(State("latent", (rank + rotated,)),),
+        macs=heads * (2 * rank + rotated),
+        prompt_macs=heads * (scored + value),
+    )
+
+
+def lstm(config: ModelConfig) -> Sublayer:
+    """Four matrices from the input, four from the last state, one to the residual stream.
+
+    Pruning leaves the cells whole: each is read by all others at the next token. Kept are, in float32, x, the gates,
+    both states, tanh(c), and h a second time in the order of tokens.
+    """
+    hidden, cells = config.hidden_size, config.cells
+    gates = (
+        *(Matrix(f"{gate}_proj", cells, hidden, "cell", HIDDEN, HIDDEN, bias=True) for gate in GATES),
+        *(Matrix(f"h{gate}_proj", cells, cells, "cell", "cell", READ, stepwise=True) for gate in GATES),
+    )
+    out = Matrix("out_proj", hidden, cells, HIDDEN, "cell", "mixed", True)
+    return Sublayer(
+        matrices=(*gates, out),
+        tensors=(
+            *gates,
+            Activation("gates", (len(GATES), cells)),
+            Activation("hidden state, kept", (cells,), "state"),
+            Activation("cell state, kept", (cells,), "state"),
+            Activation("hidden states", (cells,)),
+            out,
+        ),
+        units=(Unit("cell", "cells", cells),),
+        kept=Kept(float32=hidden + 8 * cells, cast=cells),
+        state=(State("hidden", (cells,), False), State("cell", (cells,), False)),
+        own_macs=3 * cells,
+    )
+
+
+def gated(config: ModelConfig, activation: str) -> Sublayer:
+    """Three matrices around a gate; gate, f(gate), up and their product are kept."""
+    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    gate = Matrix("gate_proj", inner, hidden, "neuron", HIDDEN, HIDDEN, bias=bias)
+    up = Matrix("up_proj", inner, hidden, "neuron", HIDDEN, HIDDEN, bias=bias)
+    down = Matrix("down_proj", hidden, inner, HIDDEN, "neuron", "inner", True, bias, scale_source="up_proj")
+    made = (Activation(name, (inner,)) for name in ("gate", "up", f"{activation}(gate) * up"))
+    units = (Unit("neuron", "intermediate_size", inner),)
+    return Sublayer((gate, up, down), (gate, up, *made, down), units, Kept(computed=4 * inner))
+
+
+def plain(config: ModelConfig) -> Sublayer:
+    """Two matrices; up and gelu(up) are kept."""
+    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    up = Matrix("up_proj", inner, hidden, "neuron", HIDDEN, HIDDEN, bias=bias)
+    down = Matrix("down_proj", hidden, inner, HIDDEN, "neuron", "inner", True, bias)
+    made = (Activation(name, (inner,)) for name in ("up", "gelu(up)"))
+    units = (Unit("neuron", "intermediate_size", inner),)
+    return Sublayer((up, down), (up, *made, down), units, Kept(computed=2 * inner))
+
+
+def mixture(config: ModelConfig) -> Sublayer:
+    """The router, every expert's matrices and those of the shared ones, which are one wider expert.
+
+    Pruning cuts the neurons of each expert to the same number. Kept are input, inner tensors and output of each chosen
+    expert, and the scores of all.
+    """
+    experts, hidden, inner = config.chosen_experts, config.hidden_size, config.intermediate_size
+    router = Matrix(ROUTER, experts.count, hidden, "expert", HIDDEN, HIDDEN, bias=experts.choice_bias, router=True)
+    units, matrices = [Unit("expert", "experts", experts.count)], list[Matrix]()
+    for name in expert_names(experts):
+        unit, width, routed = f"neuron of {name}", inner * (experts.shared if name == SHARED else 1), name != SHARED
+        units.append(Unit(unit, "intermediate_size", inner, width // inner))
+        read = [f"{name}.gate_proj"] * experts.gated + [f"{name}.up_proj"]
+        matrices += [Matrix(each, width, hidden, unit, HIDDEN, HIDDEN, bias=not experts.gated) for each in read]
+        source, bias = (read[-1], False) if experts.gated else (None, True)
+        matrices.append(
+            Matrix(f"{name}.down_proj", hidden, width, HIDDEN, unit, f"{name}.inner", True, bias, source, routed)
+        )
+    made = (
+        Activation("scores of experts", (experts.count,)),
+        Activation("weights of the chosen", (experts.active,)),
+    )
+    first, last = ([m for m in matrices if m.writes_residual == writes] for writes in (False, True))
+    chosen = Activation("inner, of each chosen", (experts.active, inner))
+    shared = sum(m.numel for m in matrices if m.name.startswith(SHARED))
+    routed_numel = sum(m.numel for m in matrices) - shared
+    kept_inner = (4 if experts.gated else 2) * inner
+    return Sublayer(
+        matrices=(router, *matrices),
+        tensors=(router, *made, *first, chosen, *last),
+        units=tuple(units),
+        kept=Kept(
+            computed=experts.active * (2 * hidden + kept_inner) + experts.shared * kept_inner, float32=3 * experts.count
+        ),
+        active=router.numel + routed_numel // experts.count * experts.active + shared,
+    )
+
+
+def routed_names(experts: Experts) -> list[str]:
+    """The modules of the routed experts."""
+    return [f"experts.{number}" for number in range(experts.count)]
+
+
+def expert_names(experts: Experts) -> list[str]:
+    """The modules of the routed experts, then of the shared ones."""
+    return routed_names(experts) + [SHARED] * (experts.shared > 0)
+
+
+def unused_line(unused: Mapping[int, Sequence[int]]) -> str | None:
+    """The experts that no token was sent to, by layer, in a line; None where all were used."""
+    where = "; ".join(f"layer {layer}: {', '.join(map(str, experts))}" for layer, experts in unused.items() if experts)
+    return f"experts that no token was sent to: {where}" if where else None
+
+
+def least_bits(name: str) -> int:
+    """The fewest bits that a matrix is rounded to, by its name in a feed-forward.
+
+    A choice that rounding turns is another model, and what every token reads is a small part of a mixture.
+    """
+    return 8 if name == ROUTER or name.startswith(f"{SHARED}.") else 0
+
+
+ATTENTION: dict[str, Kind] = {"grouped_query": grouped_query, "latent": latent, "selected": selected, "lstm": lstm}
+FEED_FORWARD: dict[str, Kind] = {
+    "swiglu": lambda config: gated(config, "silu"),
+    "geglu": lambda config: gated(config, "gelu"),
+    "gelu": plain,
+    "experts": mixture,
+}
+"""The kinds by the names in `ModelConfig`; `sportsllm.models.language_model` has their modules."""

@@ -1,10 +1,11 @@
-"""Shapes by name. The parameter counts of the full-size presets are asserted in the tests."""
+"""Shapes by name, changed, and said in a line. The tests assert the parameter counts of the full-size presets."""
 
 import difflib
+from collections.abc import Mapping
 
 from sportsllm.errors import UsageError
-from sportsllm.models.config import ModelConfig
-from sportsllm.models.feed_forward_kinds import Experts
+from sportsllm.models.config import DIMENSIONS, ModelConfig
+from sportsllm.models.config_records import Experts
 
 
 def _shape(
@@ -87,3 +88,61 @@ def preset(name: str) -> ModelConfig:
         advice = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"
         raise UsageError(f"model {name!r} is neither a preset nor a directory; {advice}")
     return PRESETS[name]
+
+
+def changed_shape(config: ModelConfig, changes: Mapping[str, float | bool]) -> ModelConfig:
+    """A model with some dimensions replaced: those of `DIMENSIONS`, `context`, `tied`, or fields of `ModelConfig`.
+
+    Where the width or the number of heads changes, a head takes its share of the width unless `head_dim` is given, and
+    as many query heads share a key/value head as before unless `kv_heads` is given. Heads of latent attention keep
+    their size.
+
+    Raises:
+        UsageError: dimensions that do not go together.
+    """
+    given = dict(changes)
+    if config.attention_kind not in ("latent", "lstm"):  # their heads are no share of the width
+        hidden = int(given.get("hidden", config.hidden_size))
+        heads = int(given.get("heads", config.num_attention_heads))
+        if changes.keys() & {"hidden", "heads"} and "head_dim" not in changes:
+            if hidden % heads:
+                raise UsageError(
+                    f"hidden size {hidden} is not divisible by {heads} heads; change --hidden or --heads, "
+                    "or give --head-dim"
+                )
+            given["head_dim"] = hidden // heads
+        if "heads" in changes and "kv_heads" not in changes:
+            shared = config.num_attention_heads // config.num_key_value_heads
+            if heads % shared:
+                raise UsageError(
+                    f"--heads {heads}: {shared} query heads share a key/value head in this model, which does not "
+                    "divide them; give --kv-heads too"
+                )
+            given["kv_heads"] = heads // shared
+    field_of = DIMENSIONS | {"context": "max_position_embeddings", "tied": "tie_word_embeddings"}
+    return config.with_changes(**{field_of.get(name, name): value for name, value in given.items()})
+
+
+def described_shape(config: ModelConfig) -> str:
+    """The shape and the number of parameters, in a line."""
+    experts, heads = config.experts, f"on {config.num_key_value_heads} key/value heads"
+    if config.attention_kind == "latent":
+        heads = f"on a latent of {config.kv_rank}"
+    if config.selection is not None:
+        heads += f" that see {config.selection.tokens:,} tokens"
+    mixing = f"{config.num_attention_heads} heads of {config.head_dim} {heads}"
+    if config.attention_kind == "lstm":
+        mixing = f"LSTM of {config.cells:,} cells"
+    inner = f"FFN {config.intermediate_size:,}"
+    if experts is not None:
+        inner = f"{experts.active} of {experts.count} experts of {config.intermediate_size:,}"
+        inner += f" and {experts.shared} shared" if experts.shared else ""
+    if config.dense_layers:
+        inner += f" after {config.dense_layers} with FFN {config.dense_intermediate_size:,}"
+    dropout = f", dropout {config.dropout:g}" if config.dropout else ""
+    return (
+        f"{config.num_hidden_layers} layers of {config.hidden_size:,}, {inner}, "
+        f"{mixing}, "
+        f"vocabulary {config.vocab_size:,} ({'tied' if config.tie_word_embeddings else 'untied'}), "
+        f"context {config.max_position_embeddings:,}{dropout}: {config.parameters:,} parameters"
+    )

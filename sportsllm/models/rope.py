@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.rope_scaling import ROPE_TYPES, RopeScaling
+from sportsllm.models.config_records import ROPE_TYPES, RopeScaling
 
 LONGEST = 2**24
 """Positions are float32, which counts up to here."""

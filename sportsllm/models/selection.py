@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from sportsllm.models.attention import KVCache, Scores, attend, attend_last, in_documents
-from sportsllm.models.attention_kinds import index_pairs, index_size
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.layers import GroupedQueryAttention, Rope, rotate
+from sportsllm.models.parts import index_pairs, index_size
 
 _ROWS = 256  # queries whose index scores exist at once
 _LEAST_SHARE = 1e-30

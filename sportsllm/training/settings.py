@@ -13,8 +13,8 @@ from sportsllm.console import log
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import load_config
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.memory import check_optimizer_bits
 from sportsllm.models.presets import preset
-from sportsllm.models.training_memory import check_optimizer_bits
 from sportsllm.settings import TRAINING, check_value
 
 SCHEDULES = ("cosine", "wsd")

@@ -155,7 +155,7 @@ def _file(source: Path) -> Path:
 def _cost(source: Path, tokenizer: Tokenizer, counts: TokenCounts, first: str, show: int) -> TokenCost:
     """One tokenizer's cost, with the first `show` tokens of the text `first`."""
     from sportsllm.formats.huggingface import load_config
-    from sportsllm.models.size import kv_cache_bytes_per_token
+    from sportsllm.models.memory import kv_cache_bytes_per_token
     from sportsllm.text.tokenizer import token_pieces
 
     vocabulary = len(tokenizer.get_vocab(with_added_tokens=True))

@@ -94,8 +94,8 @@ def train(
     from sportsllm.console import output
     from sportsllm.formats.artifact import run_stage
     from sportsllm.formats.huggingface import load_config
+    from sportsllm.models.presets import changed_shape
     from sportsllm.models.rope import with_rope_scaling
-    from sportsllm.models.shape import changed_shape
     from sportsllm.processors import use_processor
     from sportsllm.text.provenance import left_out
     from sportsllm.training.settings import DOCUMENTED_DROPOUT, Run, Start, adapter_settings, shape_of, train_config
@@ -229,7 +229,7 @@ def _new_model(job: _Job, texts: TextSplit, directory: Path) -> tuple[SportsLLM,
     from sportsllm.console import log
     from sportsllm.formats.checkpoint import copy_tokenizer
     from sportsllm.models.language_model import SportsLLM
-    from sportsllm.models.shape import described_shape
+    from sportsllm.models.presets import described_shape
     from sportsllm.text.tokenizer import load_tokenizer, train_tokenizer
     from sportsllm.training.settings import check_sequence, fit_vocabulary
 

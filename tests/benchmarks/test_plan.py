@@ -12,8 +12,8 @@ from benchmarks.labels import band
 from sportsllm.cli import main
 from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import to_hf
+from sportsllm.models.memory import PRECISIONS
 from sportsllm.models.presets import PRESETS
-from sportsllm.models.size import PRECISIONS
 from tests.support.plans import plan
 
 

@@ -2,8 +2,7 @@
 
 from export.loaders import genai_config, not_opened_by
 from export.paths import GRAPH_FILE
-from sportsllm.models.attention_kinds import Selection
-from sportsllm.models.feed_forward_kinds import Experts
+from sportsllm.models.config_records import Experts, Selection
 from sportsllm.models.presets import preset
 from tests.support.export_models import TINY
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 
-from sportsllm.models.feed_forward_kinds import Gelu
-from sportsllm.models.kinds import FEED_FORWARD
 from sportsllm.models.language_model import FEED_FORWARD_MODULES
 from sportsllm.models.layers import PlainMLP
-from sportsllm.models.parts import Matrix
+from sportsllm.models.parts import FEED_FORWARD, Sublayer, plain
 
 if TYPE_CHECKING:
     from sportsllm.models.config import ModelConfig
@@ -20,17 +19,17 @@ if TYPE_CHECKING:
 NAME = "erf_gelu"
 
 
-class ErfGelu(Gelu):
+def erf_gelu(config: ModelConfig) -> Sublayer:
     """Two matrices, always with biases."""
-
-    def matrices(self, config: ModelConfig) -> tuple[Matrix, ...]:
-        return tuple(matrix._replace(bias=True) for matrix in super().matrices(config))
+    found = plain(config)
+    up, down = (matrix._replace(bias=True) for matrix in found.matrices)
+    return replace(found, matrices=(up, down), tensors=(up, *found.tensors[1:3], down))
 
 
 @contextmanager
 def registered() -> Iterator[str]:
     """The kind's name, known to the registries inside the `with` alone."""
-    FEED_FORWARD[NAME] = ErfGelu()
+    FEED_FORWARD[NAME] = erf_gelu
     FEED_FORWARD_MODULES[NAME] = lambda config: PlainMLP(config.hidden_size, config.intermediate_size, F.gelu, True)
     try:
         yield NAME

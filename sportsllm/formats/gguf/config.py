@@ -12,8 +12,8 @@ import numpy as np
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.models.config import FULL, SLIDING, UNROTATED, ModelConfig
+from sportsllm.models.config_records import RopeScaling
 from sportsllm.models.rope import inverse_frequencies
-from sportsllm.models.rope_scaling import RopeScaling
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Those that are written too; further ones are read."""

@@ -19,7 +19,7 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.inference.attention_weights import attention_weights
 from sportsllm.models.config import FULL, SLIDING
-from sportsllm.models.feed_forward_kinds import Experts
+from sportsllm.models.config_records import Experts
 from sportsllm.models.presets import PRESETS
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.sportsllm.test_cli import call, complains

@@ -31,8 +31,8 @@ from benchmarks.predict.model_size import ModelFormat
 from export.runtime.decoder import PREFILL_CHUNK
 from sportsllm.formats.huggingface import to_hf
 from sportsllm.models.config import ModelConfig
+from sportsllm.models.memory import PRECISIONS
 from sportsllm.models.presets import PRESETS
-from sportsllm.models.size import PRECISIONS
 from tests.support.devices import reference_machine
 
 SMALL = PRESETS["small"]

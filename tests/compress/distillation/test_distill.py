@@ -15,7 +15,7 @@ from compress.distillation.student import StudentTraining
 from compress.distillation.teacher import load_teacher
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
-from sportsllm.models.feed_forward_kinds import Experts
+from sportsllm.models.config_records import Experts
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.text.packing import IGNORE, Batch
 from sportsllm.text.tokenizer import train_tokenizer

@@ -6,7 +6,7 @@ import torch
 from compress.pruning.cut import PruneConfig, check_cut, cut_to_config
 from sportsllm.errors import UsageError
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.feed_forward_kinds import Experts
+from sportsllm.models.config_records import Experts
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.presets import preset
 from tests.support.models import tiny_config, tiny_model

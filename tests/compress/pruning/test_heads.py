@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from compress.pruning.heads import heads_change, nearest_pairs, reduce_heads
+from sportsllm.models.config_records import RopeScaling
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.rope import inverse_frequencies
-from sportsllm.models.rope_scaling import RopeScaling
 from tests.support.models import tiny_model
 from tests.support.scores import random_scores
 

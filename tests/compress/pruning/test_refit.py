@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,11 +18,10 @@ from compress.pruning.shapes import Shape
 from compress.pruning.units import KeptUnits, choose_units, loss_per_token, slice_model
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint
-from sportsllm.models import kinds
-from sportsllm.models.feed_forward_kinds import Gelu
+from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import NORMS, block_matrices
-from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.parts import Matrix
+from sportsllm.models.language_model import FEED_FORWARD_MODULES, SportsLLM
+from sportsllm.models.parts import FEED_FORWARD, Matrix, Sublayer, plain
 from sportsllm.text.documents import read_documents
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.support import gelu_kind
@@ -170,14 +170,13 @@ def test_a_trained_model_predicts_held_out_text_better(stories: Path, shape: Sha
 
 
 def test_two_writers_in_one_half_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model(mlp_kind="gelu")
+    def both_write(config: ModelConfig) -> Sublayer:
+        found = plain(config)
+        return replace(found, matrices=tuple(matrix._replace(writes_residual=True) for matrix in found.matrices))
+
+    monkeypatch.setitem(FEED_FORWARD, "both", both_write)
+    monkeypatch.setitem(FEED_FORWARD_MODULES, "both", FEED_FORWARD_MODULES["gelu"])
+    model = tiny_model(mlp_kind="both")
     pruned, kept, _ = cut(model, Shape.of(model.config))
-    described = Gelu.matrices
-
-    def both_write(self: Gelu, config: object) -> tuple[Matrix, ...]:
-        return tuple(matrix._replace(writes_residual=True) for matrix in described(self, config))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Gelu, "matrices", both_write)
-    monkeypatch.setattr(kinds, "_block_matrices", kinds._block_matrices.__wrapped__)  # each config's are kept
     with pytest.raises(UsageError, match=r"mlp\.up_proj and mlp\.down_proj: a refit needs one matrix"):
         refit_layers(pruned, model, kept, samples())

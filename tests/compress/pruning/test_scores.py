@@ -12,7 +12,7 @@ from compress.pruning.scores import _explained, load_scores, measure_scores, pic
 from compress.pruning.shapes import Shape
 from compress.pruning.units import choose_units, slice_model
 from sportsllm.errors import ArtifactError
-from sportsllm.models.feed_forward_kinds import Experts
+from sportsllm.models.config_records import Experts
 from tests.support.models import tiny_model
 from tests.support.scores import random_scores
 

@@ -18,11 +18,9 @@ from compress.pruning.shapes import (
     widest_shapes,
 )
 from sportsllm.errors import UsageError
-from sportsllm.models.attention_kinds import GroupedQuery
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.feed_forward_kinds import Experts
-from sportsllm.models.kinds import ATTENTION
-from sportsllm.models.parts import Unit
+from sportsllm.models.config_records import Experts
+from sportsllm.models.parts import ATTENTION, Sublayer, grouped_query
 from sportsllm.models.presets import preset
 from tests.support import gelu_kind
 from tests.support.models import tiny_config
@@ -58,15 +56,14 @@ def test_impossible_shapes(shape: Shape, message: str) -> None:
         shape.applied_to(tiny_config())
 
 
-class WholeHeads(GroupedQuery):
+def whole_heads(config: ModelConfig) -> Sublayer:
     """Attention with heads that no dimension of a shape counts."""
-
-    def units(self, config: ModelConfig) -> tuple[Unit, ...]:
-        return tuple(replace(unit, field=f"{unit.name}s") for unit in super().units(config))
+    found = grouped_query(config)
+    return replace(found, units=tuple(replace(unit, field=f"{unit.name}s") for unit in found.units))
 
 
 def test_units_that_no_dimension_counts_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ATTENTION, "whole", WholeHeads())
+    monkeypatch.setitem(ATTENTION, "whole", whole_heads)
     config = tiny_config(attention_kind="whole")
     with pytest.raises(UsageError, match="--heads cannot be cut in a model of whole attention"):
         Shape(64, 96, 2, 2, 2, 16).applied_to(config)
@@ -82,7 +79,7 @@ def test_heads_that_cannot_be_merged_are_refused_before_anything_is_read(monkeyp
     config = tiny_config(qk_norm=True)
     with pytest.raises(UsageError, match="grouped_query attention with q/k norms cannot merge"):
         shape.applied_to(config)
-    monkeypatch.setitem(ATTENTION, "other", GroupedQuery())
+    monkeypatch.setitem(ATTENTION, "other", grouped_query)
     with pytest.raises(UsageError, match="--kv-heads: other attention cannot merge"):
         shape.applied_to(tiny_config(attention_kind="other"))
     assert not any(found.merges_kv_heads(config) for found in candidate_shapes(config, 0.8))

@@ -17,7 +17,7 @@ from compress.quantization.channel_scaling import (
 from compress.quantization.config import Granularity, GridSpec, QuantizationConfig
 from compress.quantization.packed_checkpoint import round_weight
 from sportsllm.formats.packed import ROW_BITS
-from sportsllm.models.feed_forward_kinds import Experts
+from sportsllm.models.config_records import Experts
 from sportsllm.models.kinds import block_matrices
 from sportsllm.models.language_model import SportsLLM, first_positions
 from sportsllm.models.layers import Rope

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from compress.quantization.config import QuantizationConfig, matrix_bytes
-from sportsllm.models.feed_forward_kinds import Experts
-from sportsllm.models.size import component_bytes
+from sportsllm.models.config_records import Experts
+from sportsllm.models.memory import component_bytes
 from tests.support.models import tiny_config
 
 MIXTURE = tiny_config(mlp_kind="experts", experts=Experts(count=4, active=2, shared=1))

@@ -17,7 +17,7 @@ from compress.quantize import quantize_checkpoint
 from sportsllm.commands import load_command
 from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import save_checkpoint
-from sportsllm.models.feed_forward_kinds import Experts
+from sportsllm.models.config_records import Experts
 from sportsllm.models.kinds import matrix_shapes
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.training.calibration_text import CalibrationText

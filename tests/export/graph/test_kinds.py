@@ -18,8 +18,7 @@ from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
 from sportsllm.formats.packed import ROW_BITS
-from sportsllm.models.kinds import ATTENTION
-from sportsllm.models.parts import HIDDEN
+from sportsllm.models.parts import ATTENTION, HIDDEN
 from tests.support import gelu_kind
 from tests.support.export_models import TINY, Exports, save, tiny_model
 

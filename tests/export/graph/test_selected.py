@@ -15,7 +15,7 @@ from export.parity.check import check_parity
 from export.paths import GRAPH_FILE
 from export.runtime.decoder import OnnxDecoder
 from sportsllm.errors import UsageError
-from sportsllm.models.attention_kinds import Selection
+from sportsllm.models.config_records import Selection
 from sportsllm.models.language_model import SportsLLM
 from tests.support.export_models import TINY, Exports, edit_tensor, logits_of, save, tiny_model
 

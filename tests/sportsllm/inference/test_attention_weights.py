@@ -15,9 +15,8 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.inference.attention_weights import attention_weights, distance_tokens, entropy_bits
 from sportsllm.models.config import FULL, SLIDING
-from sportsllm.models.kinds import ATTENTION
 from sportsllm.models.language_model import ATTENTION_MODULES
-from sportsllm.models.parts import HIDDEN, Activation, Kind, Matrix
+from sportsllm.models.parts import ATTENTION, HIDDEN, Kept, Matrix, Sublayer
 from tests.support import families
 from tests.support.models import tiny_model
 
@@ -104,15 +103,11 @@ def test_entropy_and_distance_are_their_sums() -> None:
     assert float(entropy_bits(torch.full((1, 8, 8), 1 / 8))[0]) == pytest.approx(3.0)
 
 
-class _Mean(Kind):
+def _mean(config: Any) -> Sublayer:
     """A token's output is a matrix times the mean of what came before: no softmax anywhere."""
-
-    def matrices(self, config: Any) -> tuple[Matrix, ...]:
-        size = config.hidden_size
-        return (Matrix("mix", size, size, HIDDEN, HIDDEN, HIDDEN, True),)
-
-    def tensors(self, config: Any) -> tuple[Matrix | Activation, ...]:
-        return self.matrices(config)
+    size = config.hidden_size
+    matrices = (Matrix("mix", size, size, HIDDEN, HIDDEN, HIDDEN, True),)
+    return Sublayer(matrices, matrices, (), Kept())
 
 
 class _MeanLayer(torch.nn.Module):
@@ -125,7 +120,7 @@ class _MeanLayer(torch.nn.Module):
 
 
 def test_a_layer_without_attention_has_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ATTENTION, "mean", _Mean())
+    monkeypatch.setitem(ATTENTION, "mean", _mean)
     monkeypatch.setitem(ATTENTION_MODULES, "mean", _MeanLayer)
     assert attention_weights(tiny_model(attention_kind="mean"), IDS) == [None, None]
 

@@ -11,7 +11,7 @@ import torch
 
 from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.inference.expert_use import count_choices, mixtures
-from sportsllm.models.feed_forward_kinds import Experts
+from sportsllm.models.config_records import Experts
 from sportsllm.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.support.models import tiny_model
 

@@ -13,11 +13,11 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from benchmarks.flops import matmul_parameters
 from sportsllm.errors import UsageError
-from sportsllm.models import size
+from sportsllm.models import memory as size
+from sportsllm.models.config_records import Experts
 from sportsllm.models.experts import BIAS_STEP, balance_biases, imbalance, pop_expert_load, route
-from sportsllm.models.feed_forward_kinds import Experts
+from sportsllm.models.memory import TrainingStep, training_memory
 from sportsllm.models.presets import PRESETS
-from sportsllm.models.training_memory import TrainingStep, training_memory
 from sportsllm.text.packing import PackedSequences, tokenize
 from sportsllm.text.tokenizer import load_tokenizer
 from sportsllm.training.loop import language_model_loss, train_model
@@ -149,7 +149,7 @@ def test_training_logs_the_share_of_every_expert(texts: list[str], tokenizer_dir
     ("changes", "said"),
     [
         ({"active": 5}, "5 experts a token of 4; choose 1 to 4"),
-        ({"router": "hash"}, "router 'hash'"),
+        ({"router": "hash"}, "router is 'hash'; use one of softmax, sigmoid"),
         ({"groups": 3}, "4 experts in 3 groups"),
     ],
 )

@@ -17,8 +17,8 @@ from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, family_of, load_config, to_hf
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import FULL, SLIDING, UNROTATED
+from sportsllm.models.config_records import Experts
 from sportsllm.models.experts import route
-from sportsllm.models.feed_forward_kinds import Experts
 from tests.support import families
 from tests.support.models import tiny_config, tiny_model
 

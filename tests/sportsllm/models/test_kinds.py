@@ -15,7 +15,7 @@ from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, load_config, to_hf
 from sportsllm.models.attention import KVCache
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.feed_forward_kinds import Experts
+from sportsllm.models.config_records import Experts
 from sportsllm.models.kinds import (
     block_matrices,
     block_state,
@@ -26,8 +26,7 @@ from sportsllm.models.kinds import (
     parameters,
 )
 from sportsllm.models.language_model import SportsLLM, block_weights
-from sportsllm.models.size import tensor_shapes
-from sportsllm.models.training_memory import layer_activation_bytes
+from sportsllm.models.memory import layer_activation_bytes, tensor_shapes
 from sportsllm.text.packing import PackedSequences
 from sportsllm.training.loop import language_model_loss, train_model
 from sportsllm.training.settings import TrainConfig

@@ -16,16 +16,15 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import config_from_hf, to_hf
 from sportsllm.models.attention import KVCache
-from sportsllm.models.attention_kinds import GATES
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.kinds import cache_grows
 from sportsllm.models.language_model import SportsLLM
 from sportsllm.models.lstm import multiplied_by, side_by_side
+from sportsllm.models.memory import kv_cache_bytes_per_token, state_bytes, tensor_shapes
+from sportsllm.models.parts import GATES
 from sportsllm.models.presets import preset
-from sportsllm.models.size import kv_cache_bytes_per_token, state_bytes, tensor_shapes
 from sportsllm.training.lora import LoRALinear, add_adapters
 from tests.support.lstm_models import LSTM
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import tiny_config
 
 LENGTHS = [9, 3, 14, 3, 1, 2]  # of documents, 32 tokens
 
@@ -95,7 +94,7 @@ def test_a_cache_holds_what_was_read() -> None:
 
 def test_its_state_does_not_grow() -> None:
     config = preset("lstm-1m")
-    assert not cache_grows(config) and not any(kv_cache_bytes_per_token(config).values())
+    assert not any(kv_cache_bytes_per_token(config).values())
     assert state_bytes(config)["fp32"] == 3 * 2 * 128 * 4
     kept = [[s.shape for s in tensor_shapes(config, 2, length) if s.kind == "state"] for length in (8, 800)]
     assert kept[0] == kept[1] == [(2, 128)] * 2
@@ -154,17 +153,12 @@ def test_who_watches_a_matrix_sees_all_that_it_reads() -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"position_kind": "rotary"}, "position_kind 'rotary'"),
+        ({"position_kind": "rotary"}, "position_kind is 'rotary'"),
         ({"num_attention_heads": 2, "num_key_value_heads": 2}, "num_attention_heads is 2"),
         ({"qk_norm": True}, "qk_norm is True"),
-        ({"attention_kind": "grouped_query"}, "an LSTM has no positions"),
+        ({"attention_kind": "grouped_query"}, "'grouped_query' has positions"),
     ],
 )
 def test_what_an_lstm_has_not_is_refused(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(UsageError, match=word):
         ModelConfig(**{**vars(tiny_config()), **LSTM, **changes})
-
-
-def test_other_models_have_no_fixed_state() -> None:
-    model = tiny_model()
-    assert cache_grows(model.config)

@@ -15,10 +15,11 @@ from sportsllm.errors import UsageError
 from sportsllm.formats.huggingface import config_from_hf, to_hf
 from sportsllm.models import selection
 from sportsllm.models.attention import KVCache
-from sportsllm.models.attention_kinds import INDEX, Selection
-from sportsllm.models.kinds import ATTENTION
+from sportsllm.models.config_records import Selection
+from sportsllm.models.kinds import mixing_macs
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.size import kv_cache_bytes_per_token
+from sportsllm.models.memory import kv_cache_bytes_per_token
+from sportsllm.models.parts import INDEX
 from tests.support.models import tiny_config, tiny_model
 
 SELECTION = Selection(tokens=24, block=4, heads=3, parts=2, pairs=4)
@@ -169,14 +170,13 @@ def test_the_model_gets_no_gradient_from_the_indexer_nor_it_from_the_model() -> 
 
 def test_what_it_counts() -> None:
     config = selected_model().config
-    kind, size = ATTENTION["selected"], config.head_dim
-    full = ATTENTION["grouped_query"]
+    full, size = tiny_config(), config.head_dim
     assert config.parameters - tiny_config().parameters == 2 * 64 * (3 * size + size)
     assert kv_cache_bytes_per_token(config)["fp32"] == 4 * 2 * (2 * 2 * size + size)
-    assert kind.mixing_macs(config, 24) == full.mixing_macs(config, 24)
+    assert mixing_macs(config, 24) == mixing_macs(full, 24)
     index = 3 * (size + 1) * 1_000
-    assert kind.mixing_macs(config, 1_000) == full.mixing_macs(config, 24) + index
-    assert kind.prompt_macs(config, 1_000) == full.mixing_macs(config, 1_000) + index
+    assert mixing_macs(config, 1_000) == mixing_macs(full, 24) + index
+    assert mixing_macs(config, 1_000, prompt=True) == mixing_macs(full, 1_000) + index
 
 
 def test_its_config_goes_to_a_file_and_back() -> None:
@@ -191,8 +191,14 @@ def test_its_config_goes_to_a_file_and_back() -> None:
     [
         ({"selection": None}, "attention_kind 'selected' with selection None; give both"),
         ({"attention_kind": "grouped_query"}, "attention_kind 'grouped_query' with selection"),
-        ({"layer_types": ("sliding", "full"), "sliding_window": 8}, "layer_types is .* for rotary layers"),
-        ({"position_kind": "learned"}, "position_kind is 'learned'; attention to selected tokens is for rotary"),
+        (
+            {"layer_types": ("sliding", "full"), "sliding_window": 8},
+            "layer_types is .* it must be None",
+        ),
+        (
+            {"position_kind": "learned"},
+            "'learned'; with attention_kind 'selected' it must be 'rotary'",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], said: str) -> None:

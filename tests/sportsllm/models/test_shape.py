@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from sportsllm.errors import UsageError
-from sportsllm.models.presets import preset
-from sportsllm.models.shape import changed_shape, described_shape
+from sportsllm.models.presets import changed_shape, described_shape, preset
 
 
 @pytest.mark.parametrize(

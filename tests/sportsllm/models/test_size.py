@@ -12,8 +12,7 @@ from sportsllm.formats.packed import QuantizedWeight, pack
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_matrices
 from sportsllm.models.language_model import SportsLLM
-from sportsllm.models.presets import PRESETS
-from sportsllm.models.size import (
+from sportsllm.models.memory import (
     PRECISIONS,
     block_parameters,
     kv_cache_bytes_per_token,
@@ -21,6 +20,7 @@ from sportsllm.models.size import (
     tensor_shapes,
     weight_bytes,
 )
+from sportsllm.models.presets import PRESETS
 
 TINY = ModelConfig(
     vocab_size=100,

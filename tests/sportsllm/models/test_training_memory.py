@@ -11,13 +11,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sportsllm.errors import UsageError
-from sportsllm.models.attention_kinds import GroupedQuery
 from sportsllm.models.config import ModelConfig
-from sportsllm.models.feed_forward_kinds import Gated
 from sportsllm.models.language_model import SportsLLM
+from sportsllm.models.memory import (
+    LOSS_CHUNK_TOKENS,
+    TrainingStep,
+    largest_batch,
+    layer_activation_bytes,
+    training_memory,
+)
+from sportsllm.models.parts import Kept, gated, grouped_query
 from sportsllm.models.presets import PRESETS
-from sportsllm.models.size import LOSS_CHUNK_TOKENS
-from sportsllm.models.training_memory import TrainingStep, largest_batch, layer_activation_bytes, training_memory
 from sportsllm.text.packing import Batch
 from sportsllm.training.loop import language_model_loss
 from sportsllm.training.optimizers import build_optimizers
@@ -203,6 +207,11 @@ def _saved_bytes(run: Callable[[], object]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in kept if tensor.ndim > 1)
 
 
+def _kept(kept: Kept) -> int:
+    """Bytes on a GPU in bf16."""
+    return 2 * (kept.computed + kept.attended + kept.cast) + 4 * (kept.float32 + kept.normed)
+
+
 def test_a_gpus_kernels_keep_what_the_formula_says() -> None:
     """torch's own rules of differentiation, for FlashAttention on tensors without memory."""
     batch, length, heads, groups, size = 2, 32, TINY.num_attention_heads, TINY.num_key_value_heads, TINY.head_dim
@@ -215,14 +224,14 @@ def test_a_gpus_kernels_keep_what_the_formula_says() -> None:
     attention = _saved_bytes(lambda: torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True))
     joined = 2 * TINY.query_size  # the output of all documents, as o_proj reads it
     expected = attention + batch * length * joined
-    assert batch * length * GroupedQuery().activation_bytes(TINY, True, "gpu") == expected
+    assert batch * length * _kept(grouped_query(TINY).kept) == expected
 
     # The fused norm's backward pass reads x and 1 / rms(x); the weight is held anyway.
     schema = torch.ops.aten._fused_rms_norm_backward.default._schema
     read = [argument.name for argument in schema.arguments if "Tensor" in str(argument.type)]
     assert read == ["grad_out", "input", "rstd", "weight"]
     norm, result = 4 * TINY.hidden_size + 4, 2 * TINY.hidden_size
-    halves = [kind.activation_bytes(TINY, True, "gpu") for kind in (GroupedQuery(), Gated("silu"))]
+    halves = [_kept(kind.kept) for kind in (grouped_query(TINY), gated(TINY, "silu"))]
     assert layer_activation_bytes(TINY, True, "gpu") == 2 * (norm + result) + sum(halves)
 
 

@@ -10,7 +10,7 @@ import torch
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.inference.scoring import windows
-from sportsllm.models.rope_scaling import RopeScaling
+from sportsllm.models.config_records import RopeScaling
 from sportsllm.text.tokenizer import load_tokenizer
 from tests.sportsllm.test_cli import call, complains
 from tests.support.models import tiny_model

@@ -12,8 +12,7 @@ from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.inference.sampling import Sampling
-from sportsllm.models.presets import preset
-from sportsllm.models.shape import changed_shape
+from sportsllm.models.presets import changed_shape, preset
 from tests.sportsllm.test_cli import call, complains
 
 SHAPE = {"layers": 2, "hidden": 48, "heads": 3, "intermediate": 64}
