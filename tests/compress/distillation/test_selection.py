@@ -25,8 +25,9 @@ from sportsllm.formats.checkpoint import load_checkpoint, save_checkpoint
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import read_manifest
 from sportsllm.inference.decoder import open_decoder
+from sportsllm.models.config_records import Selection
 from sportsllm.models.language_model import SportsLLM, first_positions
-from sportsllm.models.parts import INDEX, Selection
+from sportsllm.models.parts import INDEX
 from sportsllm.models.selection import Document, attention_shares, choose_blocks, selected_attention
 from sportsllm.training.calibration_text import CalibrationText
 from tests.support import families
