@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from export.metadata import ATTENTION_MASK, INPUT_IDS, KEEP_LOGITS, LOGITS
 from export.paths import find_files
 from export.runtime.kernels import Kernels, choose_kernels, portable
-from export.runtime.kv_cache import Cache, cache_maker
+from export.runtime.kv_cache import Cache, bind_run, cache_maker
 from export.runtime.providers import CPU, Provider, find_provider, one_line, placement
 from export.runtime.session import open_session, raise_if_out_of_memory
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
@@ -68,7 +67,7 @@ class OnnxDecoder:
         self.kernels = kernels
         library = self.kernels.library
         self._session = open_session(directory, self.config, threads, graph, library=library, provider=provider)
-        self._make_cache = cache_maker(self._session, directory, provider)
+        self._make_cache = cache_maker(self._session, directory, self.config.vocab_size, provider)
         self._cache: Cache | None = None
         self._read: list[list[int]] = []  # tokens of the cache's sequences
         self.placement = None if provider.is_cpu else placement(self._session, provider)
@@ -78,9 +77,10 @@ class OnnxDecoder:
         """See `Decoder.prefill`.
 
         With `reuse` the beginning is skipped that a prompt shares with what its place in the cache holds from the last
-        prompts and steps. The logits equal those of a fresh start up to the order of additions. Where inputs are
-        rounded as whole tensors (INT8 per row), or more finely for a few tokens than for many (the
-        native kernels), they also depend on how the text was cut into pieces, and on which tokens `step` read.
+        prompts and steps, if the cache has room for `max_length` tokens. The logits equal those of a fresh start up to
+        the order of additions. Where inputs are rounded as whole tensors (INT8 per row), or more finely for a few
+        tokens than for many (the native kernels), they also depend on how the text was cut into pieces, and on which
+        tokens `step` read.
 
         Raises:
             UsageError: no row, an empty one, or one longer than `max_length` or the context.
@@ -103,15 +103,10 @@ class OnnxDecoder:
     def _prepared_cache(self, prompts: Sequence[npt.NDArray[np.int64]], room: int, reuse: bool) -> Cache:
         """The old cache if its size fits, since nothing beyond `lengths` is read; else a new one."""
         cache, self._cache = self._cache, None
-        if cache is not None and len(cache.lengths) == len(prompts):
-            common = [_common(old, new) if reuse else 0 for old, new in zip(self._read, prompts, strict=True)]
-            if cache.length == room or (reuse and cache.length > room):
-                cache.keep(common)
-                return cache
-            if reuse:
-                larger = self._make_cache(len(prompts), room)
-                larger.copy_prefix_from(cache, common)
-                return larger
+        fits = cache is not None and (cache.length == room or (reuse and cache.length > room))
+        if cache is not None and fits and len(cache.lengths) == len(prompts):
+            cache.keep([_common(*pair) if reuse else 0 for pair in zip(self._read, prompts, strict=True)])
+            return cache
         cache = None  # freed before the new one is made
         return self._make_cache(len(prompts), room)
 
@@ -130,24 +125,21 @@ class OnnxDecoder:
         if max(lengths) >= self._cache.length:
             full = self._cache.length
             raise UsageError(f"the cache is full at {full} tokens; prefill with a larger max_length or stop here")
-        logits_BV = self._step(self._cache, self._inside(tokens))
-        for read, token in zip(self._read, tokens, strict=True):
-            read.append(int(token))
-        return logits_BV
-
-    def _step(self, cache: Cache, tokens: Sequence[int]) -> Logits:
-        """(B, V) logits after one token more for every sequence."""
-        step = cache.decode_step(self._session, self.config.vocab_size)
-        if step is None:
-            logits_BV = np.empty((len(tokens), self.config.vocab_size), dtype=np.float32)
-            self._run(cache, slice(0, len(tokens)), np.array(tokens, dtype=np.int64)[:, None], logits_BV[:, None])
-            return logits_BV
+        self._inside(tokens)
         try:
-            logits_BV = step.run(tokens, cache.lengths).copy()  # the next step overwrites its array
+            found = self._cache.step(tokens)
         except RuntimeError as error:
             self._explain(error)
             raise
-        cache.advance(slice(None), 1)
+        if found is not None:
+            self._cache.advance(slice(None), 1)
+            logits_BV = found.copy()  # the next step overwrites it
+        else:
+            logits_BV = np.empty((len(tokens), self.config.vocab_size), dtype=np.float32)
+            ids_B1 = np.array(tokens, dtype=np.int64)[:, None]
+            self._run(self._cache, slice(0, len(tokens)), ids_B1, logits_BV[:, None])
+        for read, token in zip(self._read, tokens, strict=True):
+            read.append(int(token))
         return logits_BV
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
@@ -196,15 +188,11 @@ class OnnxDecoder:
             logits: (B, T or 1, V), written in place.
             keep: number of last positions with logits, 0 for all.
         """
-        new = ids_BT.shape[1]
-        binding = cache.bind(self._session, rows, new)
-        inputs, found = {INPUT_IDS: ids_BT, ATTENTION_MASK: cache.mask(rows, new)}, logits
+        new, found = ids_BT.shape[1], logits
         if keep and new > keep and not self._keeps_last:
             keep, found = 0, np.empty((*ids_BT.shape, self.config.vocab_size), dtype=np.float32)
-        inputs[KEEP_LOGITS] = np.array([keep], dtype=np.int64)
-        binding.bind_output(LOGITS, "cpu", 0, np.float32, found.shape, found.ctypes.data)
-        for name, array in inputs.items():
-            binding.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
+        binding, mask, kept = cache.bind(rows, new), cache.mask(rows, new), np.array([keep], dtype=np.int64)
+        bind_run(binding, ids_BT, mask, kept, found)
         try:
             self._session.run_with_iobinding(binding)
         except RuntimeError as error:
@@ -242,15 +230,14 @@ class OnnxDecoder:
             self._inside(ids.tolist())
         return ids
 
-    def _inside(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The tokens, if all are in the vocabulary. Plain comparisons: numpy's code has left the caches."""
+    def _inside(self, tokens: Sequence[int]) -> None:
+        """Refuse tokens outside the vocabulary. Plain comparisons: numpy's code has left the caches."""
         for token in tokens:
             if not 0 <= token < self.config.vocab_size:
                 raise ArtifactError(
                     f"{self._directory}: token id {token} lies outside the model's vocabulary of "
                     f"{self.config.vocab_size}; use the tokenizer that belongs to this model"
                 )
-        return tokens
 
 
 def _common(old: Sequence[int], new: npt.NDArray[np.int64]) -> int:

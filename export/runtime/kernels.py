@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +20,10 @@ from export.runtime.providers import CPU, Provider
 from sportsllm.errors import ArtifactError, ResourceError, UsageError
 
 CHOICES = ("auto", "native", "portable")
-# What `auto` takes where both are there. `bench --kernels both` measures both, in turns.
-PREFERRED = "native"
 SLOW_VARIANT = "plain"  # C++ without a processor's own instructions: ONNX Runtime's operators are faster
-_METADATA_FIELD = 14  # of ModelProto: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
-_FIXED_BYTES = {1: 8, 5: 4}  # of fields, by wire type
+# An entry of ModelProto.metadata_props: tag and size, the key as field 1, and the tag and size of the value, field 2
+# (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto).
+_ENTRY = re.compile(rb"\x72[\x00-\x7f]\x0a%c%s\x12([\x00-\x7f])" % (len(KERNELS_KEY), KERNELS_KEY.encode()), re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,7 @@ def choose_kernels(graph: Path, wanted: str = "auto", provider: Provider = CPU) 
 
     Args:
         graph: an ONNX file.
-        wanted: one of `CHOICES`; `auto` takes `PREFERRED` where there is a choice, and the processor is one that they
-            are written for.
+        wanted: one of `CHOICES`; `auto` takes `native` where the processor is one that they are written for.
         provider: what ONNX Runtime runs it on; this program's kernels are for the CPU provider.
 
     Raises:
@@ -77,8 +74,6 @@ def choose_kernels(graph: Path, wanted: str = "auto", provider: Provider = CPU) 
         if wanted == "native":
             raise UsageError(f"--kernels native: {graph} calls none; export INT4 or INT8 blocks without --inline")
         return portable("the graph calls none")
-    if wanted == "auto" and PREFERRED == "portable":
-        return portable("preferred here")
     library, problem = library_of(version), problem_of(version)
     if library is None or problem:
         if wanted == "native":
@@ -114,49 +109,18 @@ def problem_of(version: str) -> str:
 def called_version(graph: Path) -> str | None:
     """The version of the kernels that a graph calls; None where it calls none, or is no graph.
 
+    Looks for the entry of the metadata as protobuf writes it, since onnx is not installed on a device.
+
     Raises:
         ArtifactError: it is not a number.
     """
     if not graph.is_file() or graph.stat().st_size == 0:
         return None
     with graph.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        try:
-            for number, place, end in _fields(data, 0, len(data)):
-                if number == _METADATA_FIELD:
-                    entry = {key: bytes(data[start:stop]) for key, start, stop in _fields(data, place, end)}
-                    if entry.get(1) == KERNELS_KEY.encode():
-                        return _checked_version(graph, entry.get(2, b""))
-        except IndexError:
-            return None  # damaged: opening it says so
-    return None
-
-
-def _checked_version(graph: Path, value: bytes) -> str:
-    """A version from a graph's metadata, which becomes part of a file name."""
-    if not re.fullmatch(rb"\d{1,9}", value):
+        entry = _ENTRY.search(data)
+        value = entry and data[entry.end() : entry.end() + entry[1][0]]
+    if value is None:
+        return None
+    if not re.fullmatch(rb"\d{1,9}", value):  # it becomes part of a file name
         raise ArtifactError(f"{graph}: names kernels of version {value[:20]!r}; the export is damaged, make it again")
     return value.decode()
-
-
-def _fields(data: mmap.mmap, place: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Number, begin and end of a protobuf message's fields (https://protobuf.dev/programming-guides/encoding/)."""
-    while place < end:
-        tag, place = _varint(data, place)
-        kind = tag & 7
-        if kind == 0:
-            _, stop = _varint(data, place)
-        elif kind == 2:
-            length, place = _varint(data, place)
-            stop = place + length
-        else:
-            stop = place + _FIXED_BYTES.get(kind, end)
-        yield tag >> 3, place, stop
-        place = stop
-
-
-def _varint(data: mmap.mmap, place: int) -> tuple[int, int]:
-    """A number of 7 bits a byte, the lowest first, and the place behind it."""
-    value = shift = 0
-    while data[place] & 0x80:
-        value, shift, place = value | (data[place] & 0x7F) << shift, shift + 7, place + 1
-    return value | data[place] << shift, place + 1

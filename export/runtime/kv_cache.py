@@ -12,9 +12,10 @@ import math
 import mmap
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +24,55 @@ import onnxruntime as ort
 from export import metadata
 from export.paths import find_files
 from export.runtime.providers import CPU, Provider
-from export.runtime.session import CachedTensor, cached_tensors
 from sportsllm.errors import ArtifactError, ResourceError
+from sportsllm.inference.decoder import Logits
+from sportsllm.models.kinds import cached_shape
+from sportsllm.models.parts import State
 
 Array = npt.NDArray[Any]
+CacheType = type[np.float32] | type[np.float16] | type[np.int8]
+_TYPES: dict[str, CacheType] = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int8)": np.int8,
+}
 _ALIGNMENT = 64  # bytes; of each buffer
+
+
+@dataclass(frozen=True)
+class CachedTensor:
+    """What a graph caches, as one of its inputs says."""
+
+    name: str  # `<layer>.<state>`, after `past_key_values.` and `present.`
+    state: State  # its shape, see `sportsllm.models.parts.State`
+    dtype: CacheType
+
+    def shape(self, batch: int, length: int) -> tuple[int, ...]:
+        """Of a buffer for so many sequences, with room for `length` tokens of each where tokens are cached."""
+        return (batch, *cached_shape(self.state, length))
+
+
+def cached_tensors(session: ort.InferenceSession, directory: Path) -> list[CachedTensor]:
+    """What the graph caches.
+
+    Raises:
+        ArtifactError: it is of a type that this program does not write, or past and present differ in it.
+    """
+    presents = {item.name.removeprefix(metadata.PRESENT): item for item in session.get_outputs()}
+    found = []
+    for item in session.get_inputs():
+        if item.name.startswith(metadata.PAST):
+            name = item.name.removeprefix(metadata.PAST)
+            if item.type != presents[name].type or item.type not in _TYPES:
+                raise ArtifactError(
+                    f"{find_files(directory).graph}: caches {name!r} as {item.type} and {presents[name].type}; "
+                    "use a directory that this program's export wrote"
+                )
+            _, *shape = item.shape
+            fixed = all(isinstance(size, int) for size in shape)  # else one axis is the tokens'
+            state = State(name.partition(".")[2], tuple(shape if fixed else (*shape[:-2], shape[-1])), not fixed)
+            found.append(CachedTensor(name, state, _TYPES[item.type]))
+    return found
 
 
 class Cache:
@@ -39,37 +84,47 @@ class Cache:
 
     Attributes:
         buffers: (B, ..., L, E) by `<layer>.<state>`, for example `0.key`; states (B, ...).
+        states: names of those without tokens.
         length: L.
         lengths: tokens so far of each sequence. A list: between steps numpy's code has left the processor's caches.
     """
 
-    def __init__(self, tensors: Sequence[CachedTensor], batch: int, length: int) -> None:
-        self.buffers = _empty_buffers(tensors, batch, length)
+    def __init__(
+        self, session: ort.InferenceSession, vocab_size: int, tensors: Sequence[CachedTensor], batch: int, length: int
+    ) -> None:
+        self.buffers = self._allocate(tensors, batch, length)
         self.states = [tensor.name for tensor in tensors if not tensor.state.per_token]
         self.length = length
         self.lengths = [0] * batch
-        self._bindings: dict[tuple[int, int, int], ort.IOBinding] = {}
-        self._steps: dict[int, DecodeStep] = {}
+        self._session, self._vocab_size = session, vocab_size
+        self._bindings: dict[tuple[int, int], ort.IOBinding] = {}
+        self._step: _Step | None = None
 
-    def decode_step(self, session: ort.InferenceSession, vocab_size: int) -> Step | None:
-        """A session's run for one token more of every sequence; None if it cannot be bound once for all steps."""
-        if id(session) not in self._steps:
-            self._steps[id(session)] = DecodeStep(self, session, vocab_size)
-        return self._steps[id(session)]
+    def _allocate(self, tensors: Sequence[CachedTensor], batch: int, length: int) -> dict[str, Array]:
+        return _empty_buffers(tensors, batch, length)
 
-    def bind(self, session: ort.InferenceSession, rows: slice, new: int) -> ort.IOBinding:
-        """A session's binding of some sequences' buffers, for a run that adds `new` tokens to each."""
-        key = (id(session), rows.start, rows.stop)
+    def step(self, tokens: Sequence[int]) -> Logits | None:
+        """(B, V) logits after one token more of every sequence, overwritten by the next step; None, and nothing is
+        run, if a step cannot be bound once for all."""
+        if self._step is None:
+            self._step = _Step(
+                self._session, self._binding(slice(None)), len(self.lengths), self.length, self._vocab_size
+            )
+        return self._step.run(tokens, self.lengths)
+
+    def bind(self, rows: slice, new: int) -> ort.IOBinding:
+        """The binding of some sequences' buffers, for a run that adds `new` tokens to each."""
+        key = (rows.start, rows.stop)
         if key not in self._bindings:
-            self._bindings[key] = self.binding(session, rows)
+            self._bindings[key] = self._binding(rows)
         return self._bindings[key]
 
-    def binding(self, session: ort.InferenceSession, rows: slice) -> ort.IOBinding:
+    def _binding(self, rows: slice) -> ort.IOBinding:
         """A new binding of some sequences' buffers as past and as present."""
-        binding = session.io_binding()
+        binding = self._session.io_binding()
         for name, buffer in self.buffers.items():
-            bind_array(binding.bind_input, f"{metadata.PAST}{name}", buffer[rows])
-            bind_array(binding.bind_output, f"{metadata.PRESENT}{name}", buffer[rows])
+            _bind(binding.bind_input, f"{metadata.PAST}{name}", buffer[rows])
+            _bind(binding.bind_output, f"{metadata.PRESENT}{name}", buffer[rows])
         return binding
 
     def mask(self, rows: slice, new: int) -> npt.NDArray[np.int64]:
@@ -83,65 +138,41 @@ class Cache:
         Nothing beyond a sequence's tokens is read of a cached tensor. A state cannot go back: it stays only where a
         sequence keeps every token, and starts again from zeros else.
         """
-        self.lengths[:] = self._kept(self.lengths, lengths)
+        if self.states:
+            lengths = [length if length == old else 0 for old, length in zip(self.lengths, lengths, strict=True)]
+        self.lengths[:] = lengths
         self._clear_states()
-
-    def _kept(self, have: Sequence[int], wanted: Sequence[int]) -> list[int]:
-        if not self.states:
-            return list(wanted)
-        return [length if length == old else 0 for old, length in zip(have, wanted, strict=True)]
 
     def _clear_states(self) -> None:
         """Zeros in the states of sequences without tokens."""
         for name in self.states:
             self.buffers[name][[not length for length in self.lengths]] = 0
 
-    def copy_prefix_from(self, other: Cache, lengths: Sequence[int]) -> None:
-        """Take over the first tokens of another cache's sequences, `lengths` of each; of states see `keep`."""
-        longest = max(lengths)
-        for name, buffer in self.buffers.items():
-            if name in self.states:
-                buffer[:] = other.buffers[name]
-            else:
-                buffer[..., :longest, :] = other.buffers[name][..., :longest, :]
-        self.lengths[:] = self._kept(other.lengths, lengths)
-        self._clear_states()
-
     def advance(self, rows: slice, new: int) -> None:
         """Count the tokens that the run has added."""
         self.lengths[rows] = [length + new for length in self.lengths[rows]]
 
 
-class Step(Protocol):
-    """A run for one token more of every sequence."""
-
-    def run(self, tokens: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.float32]:
-        """(B, V) logits after one token each, `lengths` tokens before them; the next run overwrites these logits."""
-
-
-class DecodeStep:
+class _Step:
     """One token for every sequence of a `Cache`, in buffers that are bound once.
 
     The mask is as wide as the cache, with zeros behind the last token: the operator reads each length from its sum. So
     no shape changes from step to step, and ONNX Runtime plans its memory once.
     """
 
-    def __init__(self, cache: Cache, session: ort.InferenceSession, vocab_size: int) -> None:
-        batch = len(cache.lengths)
-        self._session = session
+    def __init__(
+        self, session: ort.InferenceSession, binding: ort.IOBinding, batch: int, length: int, vocab_size: int
+    ) -> None:
+        self._session, self._binding = session, binding
         self._masked = [0] * batch  # ones in each row of the mask
         self._ids = np.zeros((batch, 1), dtype=np.int64)
-        self._mask = np.zeros((batch, cache.length), dtype=np.int64)
+        self._mask = np.zeros((batch, length), dtype=np.int64)
         self._keep = np.ones(1, dtype=np.int64)
         self._logits = np.empty((batch, 1, vocab_size), dtype=np.float32)
-        self._binding = cache.binding(session, slice(None))
-        inputs = {metadata.INPUT_IDS: self._ids, metadata.ATTENTION_MASK: self._mask, metadata.KEEP_LOGITS: self._keep}
-        for name, array in inputs.items():
-            bind_array(self._binding.bind_input, name, array)
-        bind_array(self._binding.bind_output, metadata.LOGITS, self._logits)
+        bind_run(binding, self._ids, self._mask, self._keep, self._logits)
 
-    def run(self, tokens: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.float32]:
-        """See `Step.run`."""
+    def run(self, tokens: Sequence[int], lengths: Sequence[int]) -> Logits:
+        """(B, V) logits after one token each, `lengths` tokens before them."""
         for row, (token, length) in enumerate(zip(tokens, lengths, strict=True)):
             self._ids[row, 0] = token
             if self._masked[row] == length:
@@ -150,7 +181,7 @@ class DecodeStep:
                 self._mask[row] = np.arange(self._mask.shape[1]) <= length
             self._masked[row] = length + 1
         self._session.run_with_iobinding(self._binding)
-        logits: npt.NDArray[np.float32] = self._logits[:, 0]
+        logits: Logits = self._logits[:, 0]
         return logits
 
 
@@ -160,31 +191,31 @@ class ConcatCache(Cache):
     Past is as long as the longest sequence; columns beyond the end of a shorter one are masked.
     """
 
-    def __init__(self, tensors: Sequence[CachedTensor], batch: int, length: int) -> None:
-        super().__init__(tensors, batch, length)
+    def __init__(
+        self, session: ort.InferenceSession, vocab_size: int, tensors: Sequence[CachedTensor], batch: int, length: int
+    ) -> None:
+        super().__init__(session, vocab_size, tensors, batch, length)
         # Memory for past and present, kept: fresh memory for every step took longer than the step itself.
         self._room = {name: (np.empty_like(buffer), np.empty_like(buffer)) for name, buffer in self.buffers.items()}
         self._presents: dict[str, Array] = {}  # of the run that is bound
 
-    def decode_step(self, session: ort.InferenceSession, vocab_size: int) -> None:
+    def step(self, tokens: Sequence[int]) -> None:
         """None: every step has a past of another shape."""
 
-    def bind(self, session: ort.InferenceSession, rows: slice, new: int) -> ort.IOBinding:
+    def bind(self, rows: slice, new: int) -> ort.IOBinding:
         length = max(self.lengths[rows])
-        binding = session.io_binding()
+        binding = self._session.io_binding()
         for name, buffer in self.buffers.items():
             past, present = self._room[name]
             if name in self.states:
-                bind_array(binding.bind_input, f"{metadata.PAST}{name}", buffer[rows])
-                bind_array(binding.bind_output, f"{metadata.PRESENT}{name}", present[rows])
-                self._presents[name] = present[rows]
-                continue
-            old = buffer[rows, ..., :length, :]
-            past = _first(past, old.shape)
-            np.copyto(past, old)
-            present = _first(present, (*old.shape[:-2], length + new, old.shape[-1]))
-            bind_array(binding.bind_input, f"{metadata.PAST}{name}", past)
-            bind_array(binding.bind_output, f"{metadata.PRESENT}{name}", present)
+                past, present = buffer[rows], present[rows]
+            else:
+                old = buffer[rows, ..., :length, :]
+                past = _first(past, old.shape)
+                np.copyto(past, old)
+                present = _first(present, (*old.shape[:-2], length + new, old.shape[-1]))
+            _bind(binding.bind_input, f"{metadata.PAST}{name}", past)
+            _bind(binding.bind_output, f"{metadata.PRESENT}{name}", present)
             self._presents[name] = present
         return binding
 
@@ -202,6 +233,66 @@ class ConcatCache(Cache):
             for row, length in enumerate(self.lengths[rows]):
                 self.buffers[name][rows][row, ..., length : length + new, :] = present[row, ..., -new:, :]
         super().advance(rows, new)
+
+
+class DeviceCache(Cache):
+    """A `Cache` whose buffers stay where the provider computes; between steps only ids and logits are copied.
+
+    The sequences are decoded one after the other. Masks end with the token: not every provider's attention counts a
+    sequence's length as the CPU's does, which takes a wider one.
+    """
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        vocab_size: int,
+        tensors: Sequence[CachedTensor],
+        batch: int,
+        length: int,
+        places: Mapping[str, Any],
+        provider: Provider,
+    ) -> None:
+        """Allocate zeros; `places` has the memory of each tensor that is not in the host's, see `device_memory`."""
+        self._places, self._provider = places, provider
+        super().__init__(session, vocab_size, tensors, batch, length)
+        self._keep = np.ones(1, dtype=np.int64)
+        self._logits = np.empty((batch, 1, vocab_size), dtype=np.float32)
+
+    def _allocate(self, tensors: Sequence[CachedTensor], batch: int, length: int) -> dict[str, Array]:
+        """None in the host's memory: `_values` has a buffer for each tensor of each sequence."""
+        self._dtypes = {tensor.name: tensor.dtype for tensor in tensors}
+        try:
+            self._values = [
+                {each.name: _zeros(each, length, self._places.get(each.name), self._provider) for each in tensors}
+                for _ in range(batch)
+            ]
+        except Exception as error:  # the runtime's errors have no common class
+            raise ResourceError(
+                f"--provider {self._provider.name}: no memory there for a cache of {batch} x {length} tokens "
+                f"({' '.join(str(error).split())[:200]}); use a shorter text or a smaller model"
+            ) from None
+        return {}
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        for row, (token, length) in enumerate(zip(tokens, self.lengths, strict=True)):
+            binding = self.bind(slice(row, row + 1), 1)
+            ids, mask = np.array([[token]], dtype=np.int64), np.ones((1, length + 1), dtype=np.int64)
+            bind_run(binding, ids, mask, self._keep, self._logits[row : row + 1])
+            self._session.run_with_iobinding(binding)
+        logits: Logits = self._logits[:, 0]
+        return logits
+
+    def _binding(self, rows: slice) -> ort.IOBinding:
+        binding = self._session.io_binding()
+        for name, value in self._values[rows.start].items():
+            binding.bind_ortvalue_input(f"{metadata.PAST}{name}", value)
+            binding.bind_ortvalue_output(f"{metadata.PRESENT}{name}", value)
+        return binding
+
+    def _clear_states(self) -> None:
+        for values, length in zip(self._values, self.lengths, strict=True):
+            for name in self.states if not length else ():
+                values[name].update_inplace(np.zeros(values[name].shape(), self._dtypes[name]))
 
 
 def _empty_buffers(tensors: Sequence[CachedTensor], batch: int, length: int) -> dict[str, Array]:
@@ -234,121 +325,33 @@ def _first(array: Array, shape: tuple[int, ...]) -> Array:
     return array.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
-def bind_array(bind: Any, name: str, array: Array) -> None:
-    """Bind an array of the host's memory with one of an IOBinding's methods."""
+def bind_run(
+    binding: ort.IOBinding,
+    ids_BT: npt.NDArray[np.int64],
+    mask_BS: npt.NDArray[np.int64],
+    keep: npt.NDArray[np.int64],
+    logits: Logits,
+) -> None:
+    """Bind what a run reads and writes beside the cache; the arrays must live until it has ended."""
+    for name, array in ((metadata.INPUT_IDS, ids_BT), (metadata.ATTENTION_MASK, mask_BS), (metadata.KEEP_LOGITS, keep)):
+        _bind(binding.bind_input, name, array)
+    _bind(binding.bind_output, metadata.LOGITS, logits)
+
+
+def _bind(bind: Any, name: str, array: Array) -> None:
     bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
 
 _HOST = "Cpu"  # ONNX Runtime's name for memory that the processor's own programs read
 
 
-class DeviceCache(Cache):
-    """A `Cache` whose buffers stay where the provider computes; between steps only ids and logits are copied.
-
-    The sequences are decoded one after the other.
-    """
-
-    def __init__(
-        self, places: Mapping[str, Any], provider: Provider, tensors: Sequence[CachedTensor], batch: int, length: int
-    ) -> None:
-        """Allocate zeros; `places` has the memory of each tensor that is not in the host's, see `device_memory`."""
-        super().__init__([], batch, length)
-        self._dtypes = {tensor.name: tensor.dtype for tensor in tensors}
-        self.states = [tensor.name for tensor in tensors if not tensor.state.per_token]
-        try:
-            self._values = [
-                {tensor.name: _zeros(tensor, length, places.get(tensor.name), provider) for tensor in tensors}
-                for _ in range(batch)
-            ]
-        except Exception as error:  # the runtime's errors have no common class
-            raise ResourceError(
-                f"--provider {provider.name}: no memory there for a cache of {batch} x {length} tokens "
-                f"({' '.join(str(error).split())[:200]}); use a shorter text or a smaller model"
-            ) from None
-
-    def decode_step(self, session: ort.InferenceSession, vocab_size: int) -> DeviceStep:
-        return DeviceStep(self, session, vocab_size)
-
-    def binding(self, session: ort.InferenceSession, rows: slice) -> ort.IOBinding:
-        """A new binding of one sequence's buffers as past and as present."""
-        binding = session.io_binding()
-        for name, value in self._values[rows.start].items():
-            binding.bind_ortvalue_input(f"{metadata.PAST}{name}", value)
-            binding.bind_ortvalue_output(f"{metadata.PRESENT}{name}", value)
-        return binding
-
-    def copy_prefix_from(self, other: Cache, lengths: Sequence[int]) -> None:
-        """See `Cache.copy_prefix_from`; through the host's memory."""
-        assert isinstance(other, DeviceCache), "both are of one session"
-        for own, theirs, count in zip(self._values, other._values, lengths, strict=True):
-            for name, value in own.items():
-                old = theirs[name].numpy()
-                new = np.zeros(value.shape(), self._dtypes[name])
-                if name in self.states:
-                    new[:] = old
-                else:
-                    new[..., :count, :] = old[..., :count, :]
-                value.update_inplace(new)
-        self.lengths[:] = self._kept(other.lengths, lengths)
-        self._clear_states()
-
-    def _clear_states(self) -> None:
-        for values, length in zip(self._values, self.lengths, strict=True):
-            for name in self.states if not length else ():
-                values[name].update_inplace(np.zeros(values[name].shape(), self._dtypes[name]))
-
-
-class DeviceStep:
-    """One token for every sequence of a `DeviceCache`. The mask ends with the token: not every provider's attention
-    counts a sequence's length as the CPU's does, which takes a wider one."""
-
-    def __init__(self, cache: DeviceCache, session: ort.InferenceSession, vocab_size: int) -> None:
-        self._cache, self._session = cache, session
-        self._logits = np.empty((len(cache.lengths), 1, vocab_size), dtype=np.float32)
-        self._keep = np.ones(1, dtype=np.int64)
-
-    def run(self, tokens: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.float32]:
-        """See `export.runtime.kv_cache.DecodeStep.run`."""
-        for row, (token, length) in enumerate(zip(tokens, lengths, strict=True)):
-            binding = self._cache.bind(self._session, slice(row, row + 1), 1)
-            ids, mask = np.array([[token]], dtype=np.int64), np.ones((1, length + 1), dtype=np.int64)
-            inputs = {metadata.INPUT_IDS: ids, metadata.ATTENTION_MASK: mask, metadata.KEEP_LOGITS: self._keep}
-            for name, array in inputs.items():
-                bind_array(binding.bind_input, name, array)
-            bind_array(binding.bind_output, metadata.LOGITS, self._logits[row : row + 1])
-            self._session.run_with_iobinding(binding)
-        logits: npt.NDArray[np.float32] = self._logits[:, 0]
-        return logits
-
-
 def device_memory(session: ort.InferenceSession) -> dict[str, Any]:
     """The memory where a session keeps each cached tensor, past and present alike, by name; those of the host not."""
-    try:
-        pasts = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
-        presents = zip(session.get_outputs(), session.get_output_memory_infos(), strict=True)
-    except AttributeError:  # ONNX Runtime before 1.24: everything goes through the host's memory
-        return {}
+    pasts = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
+    presents = zip(session.get_outputs(), session.get_output_memory_infos(), strict=True)
     there = {item.name.removeprefix(metadata.PRESENT) for item, memory in presents if memory.name != _HOST}
     names = ((item.name.removeprefix(metadata.PAST), memory) for item, memory in pasts)
     return {name: memory for name, memory in names if memory.name != _HOST and name in there}
-
-
-def cache_maker(
-    session: ort.InferenceSession, directory: Path, provider: Provider = CPU
-) -> Callable[[int, int], Cache]:
-    """A function that makes empty caches for a graph, from the number of sequences and the room for tokens in each.
-
-    Raises:
-        ArtifactError: the graph has a cache that this program does not know.
-    """
-    kind = str(session.get_modelmeta().custom_metadata_map.get(metadata.CACHE_KEY, metadata.IN_PLACE_CACHE))
-    kinds: dict[str, type[Cache]] = {metadata.IN_PLACE_CACHE: Cache, metadata.CONCAT_CACHE: ConcatCache}
-    if kind not in kinds:
-        raise ArtifactError(f"{find_files(directory).graph}: has a cache of kind {kind!r}; upgrade this program")
-    tensors, places = cached_tensors(session, directory), {} if provider.is_cpu else device_memory(session)
-    if places and kind == metadata.IN_PLACE_CACHE:
-        return partial(DeviceCache, places, provider, tensors)
-    return partial(kinds[kind], tensors)
 
 
 def _zeros(tensor: CachedTensor, length: int, memory: Any | None, provider: Provider) -> ort.OrtValue:
@@ -362,3 +365,21 @@ def _zeros(tensor: CachedTensor, length: int, memory: Any | None, provider: Prov
     )
     value.update_inplace(zeros)
     return value
+
+
+def cache_maker(
+    session: ort.InferenceSession, directory: Path, vocab_size: int, provider: Provider = CPU
+) -> Callable[[int, int], Cache]:
+    """A function that makes empty caches for a graph, from the number of sequences and the room for tokens in each.
+
+    Raises:
+        ArtifactError: the graph has a cache that this program does not know.
+    """
+    kind = str(session.get_modelmeta().custom_metadata_map.get(metadata.CACHE_KEY, metadata.IN_PLACE_CACHE))
+    kinds: dict[str, type[Cache]] = {metadata.IN_PLACE_CACHE: Cache, metadata.CONCAT_CACHE: ConcatCache}
+    if kind not in kinds:
+        raise ArtifactError(f"{find_files(directory).graph}: has a cache of kind {kind!r}; upgrade this program")
+    tensors, places = cached_tensors(session, directory), {} if provider.is_cpu else device_memory(session)
+    if places and kind == metadata.IN_PLACE_CACHE:
+        return partial(DeviceCache, session, vocab_size, tensors, places=places, provider=provider)
+    return partial(kinds[kind], session, vocab_size, tensors)

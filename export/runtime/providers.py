@@ -75,24 +75,22 @@ class Placement:
 
     Attributes:
         provider: which was asked for.
-        taken: nodes that it takes, by operator; None where this version of ONNX Runtime does not say.
+        taken: nodes that it takes, by operator.
         elsewhere: those that run on the CPU provider, by operator.
     """
 
     provider: Provider
-    taken: Mapping[str, int] | None
+    taken: Mapping[str, int]
     elsewhere: Mapping[str, int]
 
     def to_dict(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        nodes = None if self.taken is None else sum(self.taken.values())
         found = {"name": self.provider.name, "registered": self.provider.registered}
-        return {**found, "processor": self.provider.processor, "nodes": nodes, "nodes_on_cpu": dict(self.elsewhere)}
+        found |= {"processor": self.provider.processor}
+        return {**found, "nodes": sum(self.taken.values()), "nodes_on_cpu": dict(self.elsewhere)}
 
     def __str__(self) -> str:
         where = f"provider: {self.provider.name} ({self.provider.registered}, on the {self.provider.processor.upper()})"
-        if self.taken is None:
-            return f"{where}; onnxruntime {ort.__version__} does not say which nodes fell to the CPU's; upgrade it"
         taken, others = sum(self.taken.values()), sum(self.elsewhere.values())
         if not others:
             return f"{where} runs all {taken} nodes"
@@ -155,8 +153,6 @@ def _built_in(name: str, registered: str, device: str) -> Provider:
 @functools.cache
 def _plugins() -> dict[str, tuple[str, ModuleType]]:
     """ONNX Runtime's name and the module of each installed plugin, by short name."""
-    if not hasattr(ort, "register_execution_provider_library"):
-        return {}
     found = dict[str, tuple[str, ModuleType]]()
     for module in pkgutil.iter_modules():
         if module.name.startswith(_PLUGIN_PREFIX):
@@ -223,20 +219,15 @@ def create_session(model: str | bytes, options: ort.SessionOptions, provider: Pr
             f"--provider {provider.name}: ONNX Runtime has not started it (a library or driver that it needs is "
             "missing); use --provider cpu"
         )
-    taken = placement(session, provider).taken
-    if taken is not None and not taken:
+    if not placement(session, provider).taken:
         raise ResourceError(f"--provider {provider.name}: takes none of the graph's nodes; use --provider cpu")
     return session
 
 
 def placement(session: ort.InferenceSession, provider: Provider) -> Placement:
     """Where the nodes of a session run that `create_session` made."""
-    try:
-        parts = session.get_provider_graph_assignment_info()
-    except AttributeError:  # ONNX Runtime before 1.24
-        return Placement(provider, None, {})
     taken, elsewhere = Counter[str](), Counter[str]()
-    for part in parts:
+    for part in session.get_provider_graph_assignment_info():
         (taken if part.ep_name == provider.registered else elsewhere).update(node.op_type for node in part.get_nodes())
     return Placement(provider, dict(taken), dict(elsewhere))
 

