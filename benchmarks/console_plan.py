@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from benchmarks.labels import LIMITS, Table, band, megabytes, number, reliability_line
 
-from benchmarks.labels import LIMITS, band, megabytes, number, reliability_line
-from sportsllm.console import table
-from sportsllm.models.presets import PLANNED
+if TYPE_CHECKING:
+    from rich.console import Console
 
-_LIMIT_TITLES = tuple(limit.title for limit in LIMITS.values())
-_PART_WORDS = {
+_PARTS = {
     "weights": "weights, 16-bit copies",
     "master_weights": "master weights, float32",
     "gradients": "gradients",
@@ -23,69 +21,87 @@ _PART_WORDS = {
     "work": "gradients on the way",
 }
 _PEAKS = {"loss": "loss", "backward": "backward pass", "optimizer": "optimizer's step"}
+_COST = {
+    "tokens_per_s": "tokens a second",
+    "step_ms": "one batch, ms",
+    "hours": "hours",
+    "energy_kwh": "energy of the device, kWh",
+    "price": "price",
+}
+_PRECISIONS = {"fp16": "fp16, bf16"}
 
 
 def print_plan(console: Console, result: Mapping[str, Any]) -> None:
     """Parameters and memory; with a device, predictions with what they mean for its budget; or a training."""
+    for table in _tables(result):
+        table.print(console)
+
+
+def _tables(result: Mapping[str, Any]) -> Iterator[Table]:
     if "parameters_by_component" not in result:
-        _print_count(console, result)
+        yield _bare_count(result)
     elif "training" in result:
-        print_training(console, result)
+        yield from _training(result, result["training"])
     else:
-        _print_parts(console, result)
-        _print_cache(console, result)
-        _print_step(console, result["training_memory"])
+        yield _parts(result)
+        yield _cache(result)
     if "shapes" in result:
-        _print_shapes(console, result)
+        rows = [
+            (
+                shape["name"] + ("" if shape["held"] else " (never made whole)"),
+                shape["kind"],
+                " x ".join(f"{size:,}" for size in shape["shape"]),
+                str(shape["layers"]),
+                f"{shape['bytes']:,}",
+            )
+            for shape in result["shapes"]
+        ]
+        title = f"tensors along the way, {result['shapes_precision']}"
+        yield Table(title, ("tensor", "kind", "shape", "times", "bytes each"), rows, (0, 1, 2))
     if "predicted" in result:
-        _print_predictions(console, result)
+        yield from _predictions(result)
 
 
-def _print_count(console: Console, result: Mapping[str, Any]) -> None:
+def _bare_count(result: Mapping[str, Any]) -> Table:
     """Weights of which only the number is known."""
+    from sportsllm.models.presets import PLANNED
+
     bare, scaled = result["weight_bytes_without_scales"], result["weight_bytes"]
-    rows = [(_words(name), megabytes(bare[name]), megabytes(scaled[name])) for name in scaled]
+    rows = [(_PRECISIONS.get(name, name), megabytes(bare[name]), megabytes(scaled[name])) for name in scaled]
     headers = ("precision", "MB", f"MB with a scale for {result['block_size']}")
-    console.print(table(headers, rows, title=f"{result['model']}: {result['parameters']:,} parameters"))
-    if result["model"].lower() in PLANNED:
-        console.print(f"`{result['model'].lower()}` is a shape, with parts and cache.", markup=False)
+    name = result["model"].lower()
+    caption = f"`{name}` is a shape, with parts and cache." if name in PLANNED else ""
+    return Table(f"{result['model']}: {result['parameters']:,} parameters", headers, rows, (0,), caption)
 
 
-def _words(precision: str) -> str:
-    return "fp16, bf16" if precision == "fp16" else precision
-
-
-def _print_parts(console: Console, result: Mapping[str, Any]) -> None:
+def _parts(result: Mapping[str, Any]) -> Table:
     layers, total, sizes = result["layers"], result["parameters"], result["weight_bytes_by_component"]
     block = _alike_together(result["parameters_per_block"])
     block_sizes = {each: _alike_together(parts) for each, parts in result["weight_bytes_per_block"].items()}
+    one = [sum(parts.values()) for parts in block_sizes.values()]
 
-    def row(name: str, count: int, parts: Mapping[str, int]) -> tuple[str, ...]:
-        return name, f"{count:,}", f"{100 * count / total:.1f}", *(megabytes(size) for size in parts.values())
+    def row(name: str, count: int, bytes_by_precision: Sequence[int]) -> tuple[str, ...]:
+        return name, f"{count:,}", f"{100 * count / total:.1f}", *map(megabytes, bytes_by_precision)
 
     rows = [
-        row(name, count, {each: sizes[each][name] for each in sizes})
+        row(name, count, [parts[name] for parts in sizes.values()])
         for name, count in result["parameters_by_component"].items()
     ]
-    one = {each: sum(parts.values()) for each, parts in block_sizes.items()}
-    rows.append(row("total", total, result["weight_bytes"]))
+    rows.append(row("total", total, list(result["weight_bytes"].values())))
     blocks = f"all {layers} blocks"
-    if "dense_blocks" in result:
-        dense = result["dense_blocks"]
+    if dense := result.get("dense_blocks"):
         layers -= dense["layers"]
-        rows.append(row(f"{dense['layers']} without experts", dense["parameters"], dense["weight_bytes"]))
+        rows.append(
+            row(f"{dense['layers']} without experts", dense["parameters"], list(dense["weight_bytes"].values()))
+        )
         blocks = f"{layers} with experts"
-    rows += [
-        row(blocks, layers * sum(block.values()), {each: layers * size for each, size in one.items()}),
-        row("one block", sum(block.values()), one),
-    ]
-    rows += [
-        row(f"  {name}", count, {each: block_sizes[each][name] for each in sizes}) for name, count in block.items()
-    ]
-    headers = ("part", "parameters", "%", *(f"{_words(each)} MB" for each in sizes))
+    rows.append(row(blocks, layers * sum(block.values()), [layers * size for size in one]))
+    rows.append(row("one block", sum(block.values()), one))
+    rows += [row(f"  {name}", count, [parts[name] for parts in block_sizes.values()]) for name, count in block.items()]
+    headers = ("part", "parameters", "%", *(f"{_PRECISIONS.get(each, each)} MB" for each in sizes))
     active = result["active_parameters"]
     title = f"{result['model']}: {total:,} parameters" + (f", {active:,} active" if active < total else "")
-    console.print(table(headers, rows, title=title))
+    return Table(title, headers, rows)
 
 
 def _alike_together(parts: Mapping[str, int]) -> dict[str, int]:
@@ -97,116 +113,68 @@ def _alike_together(parts: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _print_cache(console: Console, result: Mapping[str, Any]) -> None:
-    a_token = result["kv_cache_bytes_per_token"]
+def _cache(result: Mapping[str, Any]) -> Table:
+    """The cache alone and with weights, and a training step in a line."""
+    a_token, states = result["kv_cache_bytes_per_token"], result["state_bytes"].values()
     rows = [("bytes a token", *(f"{size:,}" for size in a_token.values()))]
-    if any(result["state_bytes"].values()):
-        rows.append(("bytes a sequence, at any length", *(f"{size:,}" for size in result["state_bytes"].values())))
-    if "memory_in_use" in result:
-        used = result["memory_in_use"]
+    if any(states):
+        rows.append(("bytes a sequence, at any length", *(f"{size:,}" for size in states)))
+    if used := result.get("memory_in_use"):
         held = f"{used['tokens']:,} tokens x {used['sequences']}, MB"
-        rows.append((held, *(megabytes(size) for size in used["cache_bytes"].values())))
+        rows.append((held, *map(megabytes, used["cache_bytes"].values())))
         for name, sizes in used["total_bytes"].items():
-            rows.append((f"  and {_words(name)} weights, MB", *(megabytes(size) for size in sizes.values())))
-    console.print(table(("", *a_token), rows, title="key/value cache"))
-
-
-def _print_step(console: Console, training: Mapping[str, Any]) -> None:
-    """A training step in a line or two."""
+            rows.append((f"  and {_PRECISIONS.get(name, name)} weights, MB", *map(megabytes, sizes.values())))
+    step = result["training_memory"]
     line = (
-        f"\ntraining step on a {training['processor'].upper()}, batch {training['batch']} x {training['length']:,}, "
-        f"{training['precision']}, {training['optimizer']}: {megabytes(training['total_bytes'])} MB, with activation "
-        f"checkpointing {megabytes(training['total_checkpointed_bytes'])} MB"
+        f"\ntraining step on a {step['processor'].upper()}, batch {step['batch']} x {step['length']:,}, "
+        f"{step['precision']}, {step['optimizer']}: {megabytes(step['total_bytes'])} MB, with activation "
+        f"checkpointing {megabytes(step['total_checkpointed_bytes'])} MB"
     )
-    if "fits" in training:
-        fits = training["fits"], training["fits_checkpointed"]
-        verdict = {(True, True): "fits", (False, True): "fits with checkpointing only"}.get(fits, "does not fit")
-        line += f"; {verdict} in {megabytes(training['usable_bytes'])} MB"
-    console.print(f"{line}. `--training` shows the parts.", markup=False)
+    if "fits" in step:
+        alone = "fits with checkpointing only" if step["fits_checkpointed"] else "does not fit"
+        line += f"; {'fits' if step['fits'] else alone} in {megabytes(step['usable_bytes'])} MB"
+    return Table("key/value cache", ("", *a_token), rows, (0,), f"{line}. `--training` shows the parts.")
 
 
-def print_training(console: Console, result: Mapping[str, Any]) -> None:
+def _training(result: Mapping[str, Any], training: Mapping[str, Any]) -> Iterator[Table]:
     """A training step's memory by part, plain and checkpointed, against the device's; then time, energy and price."""
-    training = result["training"]
-    columns = training["plain"], training["checkpointed"]
+    columns, device = (training["plain"], training["checkpointed"]), training["device"]
     title = (
         f"{result['model']}, {result['parameters']:,} parameters: training step of {training['batch']} x "
         f"{training['length']:,} tokens, {training['precision']}, {training['optimizer']}"
     )
     if training["optimizer_bits"] != 32:
         title += f" with {training['optimizer_bits']}-bit states"
-    words = _PART_WORDS if training["precision"] != "fp32" else _PART_WORDS | {"weights": "weights, float32"}
-    rows = [
-        (word, *(megabytes(column[f"{name}_bytes"]) for column in columns))
-        for name, word in words.items()
-        if any(column[f"{name}_bytes"] for column in columns)
-    ]
+    words = _PARTS if training["precision"] != "fp32" else _PARTS | {"weights": "weights, float32"}
+    parts = {word: [column[f"{name}_bytes"] for column in columns] for name, word in words.items()}
+    rows = [(word, *map(megabytes, sizes)) for word, sizes in parts.items() if any(sizes)]
     rows.append(("total", *(megabytes(column["total_bytes"]) for column in columns)))
-    if training["device"] is not None:
-        usable = megabytes(training["usable_bytes"])
-        rows.append((f"usable on {training['device']}", usable, usable))
+    tokens, work = training["tokens"], f"{number(training['flops_per_token'], 1e9)} GFLOPs a token"
+    if tokens is not None:
+        work += f", {training['flops']:.3g} FLOPs for {tokens:,} tokens"
+    if device is not None:
+        rows.append((f"usable on {device}", *[megabytes(training["usable_bytes"])] * 2))
         rows.append(("fits", *("yes" if column["fits"] else "no" for column in columns)))
         rows.append(("largest batch that fits", *(f"{column['largest_batch']:,}" for column in columns)))
     rows.append(("peak in the", *(_PEAKS[column["peak"]] for column in columns)))
-    console.print(table(("part", "MB", "MB, checkpointed"), rows, title=title))
-    if training["device"] is not None:
-        _print_changes(console, training)
-    _print_cost(console, training)
-
-
-def _print_changes(console: Console, training: Mapping[str, Any]) -> None:
-    if training["plain"]["fits"]:
+    yield Table(title, ("part", "MB", "MB, checkpointed"), rows, (0,), "" if device is not None else f"\n{work}.")
+    if device is None:
         return
-    changes = [(change["flags"], megabytes(change["total_bytes"])) for change in training["changes"]]
-    if changes:
-        console.print(table(("flags of `train`", "MB"), changes, title="with these it fits"))
-    else:
-        console.print("\nNothing makes it fit; use a shorter --sequence or a smaller model.", markup=False)
-
-
-def _print_cost(console: Console, training: Mapping[str, Any]) -> None:
-    tokens, flops = training["tokens"], training["flops_per_token"]
-    work = f"{number(flops / 1e9)} GFLOPs a token"
-    if tokens is not None:
-        work += f", {training['flops']:.3g} FLOPs for {tokens:,} tokens"
-    if training["device"] is None:
-        console.print(f"\n{work}.", markup=False)
-        return
-    columns = training["plain"], training["checkpointed"]
-    rows = [
-        ("tokens a second", *(number(column["tokens_per_s"]) for column in columns)),
-        ("one batch, ms", *(number(column["step_ms"]) for column in columns)),
-    ]
-    if tokens is not None:
-        rows.append(("hours", *(number(column["hours"]) for column in columns)))
-        for key, word in (("energy_kwh", "energy of the device, kWh"), ("price", "price")):
-            if columns[0][key] is not None:
-                rows.append((word, *(number(column[key]) for column in columns)))
-    console.print(table(("", "plain", "checkpointed"), rows, title="estimated time"))
+    if not training["plain"]["fits"]:
+        changes = [(change["flags"], megabytes(change["total_bytes"])) for change in training["changes"]]
+        none = "" if changes else "\nNothing makes it fit; use a shorter --sequence or a smaller model."
+        yield Table("with these it fits" if changes else "", ("flags of `train`", "MB"), changes, (0,), none)
+    known = {word: [column.get(key) for column in columns] for key, word in _COST.items()}
+    rows = [(word, *map(number, values)) for word, values in known.items() if values[0] is not None]
     kind = {"fp16_matmul_rate": "16-bit", "fp32_matmul_rate": "float32"}[training["peak_from"]]
-    console.print(
+    caption = (
         f"\n{work}, at {training['utilization']:.0%} (--set utilization) of the device's "
-        f"{number(training['peak_flops_per_s'] / 1e12)} TFLOP/s of {kind} products.",
-        markup=False,
+        f"{number(training['peak_flops_per_s'], 1e12)} TFLOP/s of {kind} products."
     )
+    yield Table("estimated time", ("", "plain", "checkpointed"), rows, (0,), caption)
 
 
-def _print_shapes(console: Console, result: Mapping[str, Any]) -> None:
-    shapes = [
-        (
-            shape["name"] if shape["held"] else f"{shape['name']} (never made whole)",
-            shape["kind"],
-            " x ".join(f"{size:,}" for size in shape["shape"]),
-            str(shape["layers"]),
-            f"{shape['bytes']:,}",
-        )
-        for shape in result["shapes"]
-    ]
-    headers = ("tensor", "kind", "shape", "times", "bytes each")
-    console.print(table(headers, shapes, (0, 1, 2), f"tensors along the way, {result['shapes_precision']}"))
-
-
-def _print_predictions(console: Console, result: Mapping[str, Any]) -> None:
+def _predictions(result: Mapping[str, Any]) -> Iterator[Table]:
     rows = [
         (
             row["precision"],
@@ -219,16 +187,15 @@ def _print_predictions(console: Console, result: Mapping[str, Any]) -> None:
         for row in result["predicted"]
     ]
     if rows:  # in a very short context no step is timed
-        prompt = result["predicted"][0]["prompt_tokens"]
-        headers = ("precision", "depth", f"TTFT({prompt}) ms", "TPOT ms", "tokens/s", "peak MB")
-        console.print(table(headers, rows, title=f"predicted on {result['device']} (the model was not run)"))
+        headers = ("precision", "depth", f"TTFT({result['predicted'][0]['prompt_tokens']}) ms", "TPOT ms", "tokens/s")
+        yield Table(f"predicted on {result['device']} (the model was not run)", (*headers, "peak MB"), rows)
     budgets = [
         (precision, budget["verdict"], *map(_judged, budget["limits"]))
         for precision, budget in result["predicted_budget"].items()
     ]
-    titles = ("precision", "predicted", *_LIMIT_TITLES)
-    console.print(table(titles, budgets, (0, 1), "predicted against the budget ([limit]; ! fails, ? uncertain)"))
-    console.print(f"\n{reliability_line(result['efficiency'])}", markup=False)
+    titles = ("precision", "predicted", *(limit.title for limit in LIMITS.values()))
+    title = "predicted against the budget ([limit]; ! fails, ? uncertain)"
+    yield Table(title, titles, budgets, (0, 1), f"\n{reliability_line(result['efficiency'])}")
 
 
 def _judged(limit: Mapping[str, Any]) -> str:

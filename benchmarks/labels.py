@@ -116,7 +116,10 @@ class Table:
         """Render on the console."""
         from sportsllm.console import table
 
-        console.print(table(self.headers, self.rows, self.texts, self.title or None))
+        if self.title:
+            console.print(f"\n{self.title}", markup=False, style="bold")
+        if self.rows:
+            console.print(table(self.headers, self.rows, self.texts))
         if self.caption:
             console.print(self.caption, markup=False)
 

@@ -66,7 +66,7 @@ def spread(rounds: Sequence[float]) -> Spread:
     deviation = statistics.stdev(rounds)
     reach = reach_of(count) * deviation
     half_width, noise = (reach / middle, deviation / middle) if middle > 0 else (0.0, 0.0)
-    return Spread(middle - reach, middle + reach, half_width, half_width > NOISY_HALF_WIDTH, count, noise)
+    return Spread(max(0.0, middle - reach), middle + reach, half_width, half_width > NOISY_HALF_WIDTH, count, noise)
 
 
 def reach_of(count: int) -> float:

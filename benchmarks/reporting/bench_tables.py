@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     from benchmarks.reporting.measured import Bench, Budget
 
 _MOST_WINDOWS = 9
+_WINDOW = {
+    "start_s": "from s",
+    "tokens_per_s": "tokens/s",
+    "clock_mhz": "clock MHz",
+    "temperature_c": "\u00b0C",
+    "joules_per_token": "J per token",
+}
 
 
 def print_bench(console: Console, bench: Bench) -> None:
@@ -165,10 +172,10 @@ def _depths(bench: Bench) -> Table:
     floors = floor if isinstance(floor, dict) else {}
     rows = []
     for depth, times in bench.tpot_ms.items():
-        noise, plain = bench.noise.get(f"tpot_ms.{depth}.p50"), bench.without_cache.get(depth)
+        noise, plain = bench.noise.get(f"tpot_ms.{depth}.p50"), bench.without_cache.get(depth, {})
         median = number(times.p50) + (" (noisy)" if noise is not None and noise.noisy else "")
         rest = (times.p90, times.p95, times.p99, floors.get(depth), bench.decode_tokens_per_s.get(depth))
-        slow = (plain.decode_tokens_per_s, plain.cache_speedup) if plain is not None else (None, None)
+        slow = plain.get("decode_tokens_per_s"), plain.get("cache_speedup")
         rows.append((depth, median, *map(number, (*rest, *slow))))
     headers = (
         "after tokens",
@@ -201,16 +208,13 @@ def _sustained(bench: Bench) -> Table:
         return Table("", (), ())
     last = len(run.windows) - 1
     shown = sorted({round(last * place / (_MOST_WINDOWS - 1)) for place in range(_MOST_WINDOWS)}) if last >= 0 else []
-    rows = [
-        tuple(map(number, (one.start_s, one.tokens_per_s, one.clock_mhz, one.temperature_c, one.joules_per_token)))
-        for one in (run.windows[place] for place in shown)
-    ]
+    rows = [tuple(number(run.windows[place].get(key)) for key in _WINDOW) for place in shown]
     caption, lost = "", run.throttling_percent
     if lost is not None:
         word = "THROTTLED" if run.throttled else "Sustained"
         change = f"{abs(lost):.1f}% {'below' if lost > 0 else 'above'}"
         caption = f"{word}: the last of {len(run.windows)} windows is {change} the first."
-    return Table("Sustained run", ("from s", "tokens/s", "clock MHz", "\u00b0C", "J per token"), rows, (), caption)
+    return Table("Sustained run", tuple(_WINDOW.values()), rows, (), caption)
 
 
 def _peers(bench: Bench) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.labels import LIMITS, MISSING, Table, bits, count, number, with_unit
+from benchmarks.labels import LIMITS, MISSING, Table, bits, count, number
 from benchmarks.reporting.measured import Bench, Figure
 from sportsllm.formats.json_files import read_json, validate
 
@@ -44,14 +44,6 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class CutByLimit:
-    """How many candidates miss a limit, and how many no other one."""
-
-    misses: int
-    alone: int
-
-
-@dataclass(frozen=True)
 class Fit:
     """A search's result: its budget, candidates, and the measurement of the finished model."""
 
@@ -59,7 +51,6 @@ class Fit:
     chosen: str
     candidates: list[Candidate]
     limits: dict[str, float]
-    cut_by_limit: dict[str, CutByLimit]
     bench: Bench
 
     @property
@@ -81,27 +72,16 @@ def read_fit(directory: Path) -> Fit:
 
 
 def fit_tables(fits: Sequence[Fit], first_number: int) -> list[Table]:
-    """Each search's candidates, numbered from `first_number` as in the charts, and how many each limit cut away."""
-    headers = ("#", "candidate", "precision", "parameters", *(LIMITS[name].title for name in _METRICS))
+    """Each search's candidates, numbered from `first_number` as in the charts."""
+    metrics = (LIMITS[name].title for name in _METRICS)
+    headers = ("#", "candidate", "precision", "parameters", *metrics, "bits per byte", "budget")
     tables = []
     for fit in fits:
         rows = [_cells(place, one, one.name == fit.chosen) for place, one in enumerate(fit.shown, start=first_number)]
         first_number += len(rows)
         more = len(fit.candidates) - len(rows)
         caption = _LEGEND + (f" {more} more, all predicted, are in {FIT_FILE}." if more else "")
-        columns = (*headers, "bits per byte", "budget")
-        tables.append(Table(f"Candidates for {fit.target}", columns, rows, (1, 2, 9), caption))
-        cut = [
-            (
-                LIMITS[name].label,
-                with_unit(fit.limits.get(name), LIMITS[name].unit),
-                count(one.misses),
-                count(one.alone),
-            )
-            for name, one in fit.cut_by_limit.items()
-            if name in LIMITS
-        ]
-        tables.append(Table("What each limit cut away", ("limit", "allowed", "miss it", "no other"), cut))
+        tables.append(Table(f"Candidates for {fit.target}", headers, rows, (1, 2, 9), caption))
     return tables
 
 

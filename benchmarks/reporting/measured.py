@@ -41,14 +41,6 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class WithoutCache:
-    """Decoding that reads the whole text again for every token."""
-
-    decode_tokens_per_s: Figure
-    cache_speedup: Figure
-
-
-@dataclass(frozen=True)
 class Batch:
     """Sequences decoded together."""
 
@@ -58,21 +50,10 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Window:
-    """A part of a sustained run."""
-
-    start_s: Figure = None
-    tokens_per_s: Figure = None
-    clock_mhz: Figure = None
-    temperature_c: Figure = None
-    joules_per_token: Figure = None
-
-
-@dataclass(frozen=True)
 class Sustained:
-    """Decoding for minutes; `throttling_percent` is what the last window lost against the first."""
+    """Decoding for minutes: figures of each window, and what the last one lost against the first."""
 
-    windows: list[Window]
+    windows: list[dict[str, Figure]]
     throttling_percent: Figure = None
     throttled: bool | None = None
 
@@ -123,7 +104,7 @@ class Bench:
     tpot_ms: dict[_Tokens, Percentiles]
     ttft_ms: ByTokens = field(default_factory=dict)
     decode_tokens_per_s: ByTokens = field(default_factory=dict)
-    without_cache: dict[_Tokens, WithoutCache] = field(default_factory=dict)
+    without_cache: dict[_Tokens, dict[str, Figure]] = field(default_factory=dict)
     memory_floor: dict[str, Any] = field(default_factory=dict)
     prefill_tokens_per_s: Figure = None
     load_s: Figure = None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.reporting.inputs import Sample, StageSummary
-from sportsllm.console import log, progress_bar
+from sportsllm.console import log
 from sportsllm.errors import ArtifactError, SportsLLMError, UsageError
 from sportsllm.inference.decoder import Decoder, open_decoder
 from sportsllm.inference.sampling import Sampling, generate
@@ -44,27 +44,21 @@ def before_and_after(
     for reason in skipped:
         log(reason)
     samples = []
-    opened = [("Before", *first)] + ([("After", *last)] if last else [])
-    with progress_bar("samples", len(opened) * len(prompts)) as progress:
-        for prompt, (word, stage, decoder, tokenizer) in itertools.product(prompts, opened):
+    for prompt, (word, opened) in itertools.product(prompts, (("Before", first), ("After", last))):
+        if opened is not None:
+            stage, decoder, tokenizer = opened
             begin = [tokenizer.begin_id, *tokenizer.encode(prompt)]
             tokens = generate(decoder, begin, new_tokens, Sampling(temperature=0), decoder.config.stop_token_ids)
-            text = "".join(tokenizer.decode_stream(begin, tokens))
-            samples.append(Sample(f"{word}: {stage.name}", text, prompt))
-            progress.advance(1, stage.name)
+            samples.append(Sample(f"{word}: {stage.name}", "".join(tokenizer.decode_stream(begin, tokens)), prompt))
     return samples, skipped
 
 
 def _first_opened(stages: Iterable[StageSummary], threads: int | None, skipped: list[str]) -> Opened | None:
     """The first stage that opens; the reasons of those before it go into `skipped`."""
     for stage in stages:
-        directory = Path(stage.directory)
         try:
-            decoder = open_decoder(directory, threads)
-            return stage, decoder, load_tokenizer(directory, decoder.config)
-        except SportsLLMError as error:
-            reason = str(error)
-        except ModuleNotFoundError as error:
-            reason = f"it needs the package {error.name!r}"
-        skipped.append(f"No sample from {stage.name}: {reason}")
+            decoder = open_decoder(Path(stage.directory), threads)
+            return stage, decoder, load_tokenizer(Path(stage.directory), decoder.config)
+        except (SportsLLMError, ModuleNotFoundError) as error:
+            skipped.append(f"No sample from {stage.name}: {error}")
     return None

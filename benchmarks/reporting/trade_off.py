@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.labels import bits
 from benchmarks.reporting.charts import Chart, Plot, chart, line, log_axis, marks
-from benchmarks.reporting.fits import Candidate
-from benchmarks.reporting.inputs import Inputs, Scored, StageSummary
+from benchmarks.reporting.inputs import Inputs, Scored
 
 _AXES = {"file_mb": ("Quality and size", "MB"), "tpot_p50_ms": ("Quality and speed", "ms per token")}
 _STATES = {True: ("inside", "theme:good"), False: ("outside", "theme:bad"), None: ("not all known", "theme:quiet")}
@@ -18,8 +17,8 @@ _SYMBOLS = {"bench": "circle", "training": "diamond", "fit": "square", "predicte
 _MEANINGS = {
     "bench": "circles: scored by bench",
     "training": "diamonds: scored by their training, on half of its held-out text, at most 65,536 tokens",
-    "fit": "squares: measured candidates of fit",
-    "predicted": "hollow squares: candidates with a predicted x, or with an estimated quality (left out of the front)",
+    "fit": "squares: candidates of fit",
+    "predicted": "hollow squares: candidates of fit at a predicted place along x",
 }
 _OUTLIER = 1.25  # a model this much worse than the best is left to the caption, so that the others stay apart
 
@@ -28,8 +27,7 @@ _OUTLIER = 1.25  # a model this much worse than the best is left to the caption,
 class Point:
     """A model in the charts. `label` is its number in the tables, `figures` go by the limits' names.
 
-    `inside` says whether it keeps to the budget, `predicted` lists figures that were not measured; without `scored` its
-    quality is an estimate.
+    `inside` says whether it keeps to the budget, `predicted` lists figures that were not measured.
     """
 
     label: str
@@ -37,12 +35,12 @@ class Point:
     figures: dict[str, float]
     bits_per_byte: float
     inside: bool | None
-    scored: Scored | None
+    scored: Scored
     predicted: frozenset[str] = frozenset()
 
     def evidence(self, axis: str) -> str:
         """What its place in a chart rests on."""
-        return "predicted" if self.scored is None or axis in self.predicted else self.scored[0]
+        return "predicted" if axis in self.predicted else self.scored[0]
 
 
 @dataclass(frozen=True)
@@ -93,41 +91,25 @@ def _box(inputs: Inputs) -> Box:
 
 
 def trade_off_points(inputs: Inputs) -> list[Point]:
-    """Stages, then candidates of searches, numbered from 1 as in the tables; those without any quality are left out."""
-    bench, box = inputs.deciding, _box(inputs)
-    teacher = None if bench is None else bench.teacher_bits_per_byte
-    candidates = [(fit.target, one) for fit in inputs.fits for one in fit.shown]
-    found = [_of_stage(str(place), one, box) for place, one in enumerate(inputs.stages, start=1)]
-    found += [
-        _of_candidate(str(place), target, one, teacher)
-        for place, (target, one) in enumerate(candidates, start=len(inputs.stages) + 1)
-    ]
-    return [point for point in found if point is not None]
-
-
-def _of_stage(label: str, stage: StageSummary, box: Box) -> Point | None:
-    if stage.bits_per_byte is None:
-        return None
-    figures, inside = stage.figures(), {"pass": True, "fail": False}.get(stage.verdict or "")
+    """Stages, then candidates of searches, numbered as in the tables; those without a measured quality are left out."""
+    box, points = _box(inputs), []
     # One missed limit is enough, and these two hold on every machine.
     facts = {"file_mb": box.limits.get("file_mb"), "bits_per_byte": box.most_bits}
-    if inside is None and any(limit is not None and figures.get(name, 0) > limit for name, limit in facts.items()):
-        inside = False
-    return Point(label, stage.name, figures, stage.bits_per_byte, inside, stage.scored)
-
-
-def _of_candidate(label: str, target: str, candidate: Candidate, teacher: float | None) -> Point | None:
-    """`teacher`, in bits per byte, makes a quality of a loss that was only estimated."""
-    quality, scored = candidate.bits_per_byte, ("fit", target)
-    if quality is None and teacher is None:
-        return None
-    known = {name: candidate.figure(name) for name in _AXES}
-    figures = {name: value for name, (value, _) in known.items() if value is not None}
-    predicted = frozenset(name for name, (_, measured) in known.items() if not measured)
-    guess = (teacher or 0) * (1 + candidate.estimated_loss_percent / 100)
-    place = (guess, None) if quality is None else (quality, scored)
-    name = f"{candidate.name} ({target})"
-    return Point(label, name, figures, place[0], candidate.within, place[1], predicted)
+    for place, stage in enumerate(inputs.stages, start=1):
+        figures, inside = stage.figures(), {"pass": True, "fail": False}.get(stage.verdict or "")
+        if inside is None and any(limit is not None and figures.get(name, 0) > limit for name, limit in facts.items()):
+            inside = False
+        if stage.bits_per_byte is not None and stage.scored is not None:
+            points.append(Point(str(place), stage.name, figures, stage.bits_per_byte, inside, stage.scored))
+    candidates = [(fit.target, one) for fit in inputs.fits for one in fit.shown]
+    for place, (target, one) in enumerate(candidates, start=len(inputs.stages) + 1):
+        known = {name: one.figure(name) for name in _AXES}
+        figures = {name: value for name, (value, _) in known.items() if value is not None}
+        predicted = frozenset(name for name, (_, measured) in known.items() if not measured)
+        if (quality := one.bits_per_byte) is not None:
+            label, scored = f"{one.name} ({target})", ("fit", target)
+            points.append(Point(str(place), label, figures, quality, one.within, scored, predicted))
+    return points
 
 
 def _chart(points: Sequence[Point], axis: str, box: Box) -> Chart:
@@ -157,7 +139,7 @@ def _chart(points: Sequence[Point], axis: str, box: Box) -> Chart:
 def _comparable(points: Sequence[Point]) -> list[Point]:
     """Those whose qualities were measured on one text, the one of most of them."""
     text = commonest(point.scored for point in points)
-    return [point for point in points if point.scored is not None and point.scored == text]
+    return [point for point in points if point.scored == text]
 
 
 def _front_trace(points: Sequence[Point], axis: str) -> Plot:
@@ -193,7 +175,7 @@ def _rectangle(x: float | None, y: float | None) -> list[Plot]:
 
 def _caption(points: Sequence[Point], above: Sequence[Point], axis: str, box: Box) -> Iterator[str]:
     yield "Lower left is better; numbers are those of the tables. Nothing beats the points on the dotted front."
-    if len({point.scored for point in points if point.scored}) > 1:
+    if len({point.scored for point in points}) > 1:
         among = ", ".join(point.label for point in _comparable(points))
         yield f"They are scored on different texts; the front is among {among}, of one text."
     kinds = {point.evidence(axis) for point in points}

@@ -14,7 +14,6 @@ import argparse
 import csv
 import math
 import random
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -23,6 +22,7 @@ from typing import Any
 
 from benchmarks.devices.load import load_device
 from benchmarks.devices.schema import Coefficients
+from benchmarks.labels import Table
 from benchmarks.measure.machine import default_threads, machine, this_machine
 from benchmarks.measure.process import QUIET_CORES
 from benchmarks.predict.calibrate import (
@@ -38,9 +38,8 @@ from benchmarks.predict.calibrate import (
 from benchmarks.predict.latency import costs, resolve, total
 from benchmarks.predict.model_size import ModelFormat
 from benchmarks.spread import percentile
-from sportsllm import console
-from sportsllm.console import table
-from sportsllm.errors import ConflictError, SportsLLMError
+from sportsllm.console import output
+from sportsllm.errors import ConflictError
 from sportsllm.models.config import ModelConfig
 
 SHAPE_COUNT, SEED, MOST_PARAMETERS = 20, 20261123, 60_000_000
@@ -114,20 +113,15 @@ def run_study(out: Path, rounds: int) -> list[dict[str, Any]]:
     return summary
 
 
-def main() -> int:
+def main() -> None:
     """Run the study and print its summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="New folder for the results.")
     parser.add_argument("--rounds", type=int, default=5, help="Fresh processes for each model.")
-    arguments = parser.parse_args()
-    try:
-        summary = run_study(arguments.out, arguments.rounds)
-    except SportsLLMError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-    console.output().print(table(list(summary[0]), [[str(cell) for cell in row.values()] for row in summary], (0, 1)))
-    return 0
+    given = parser.parse_args()
+    summary = run_study(given.out, given.rounds)
+    Table("", list(summary[0]), [[str(cell) for cell in row.values()] for row in summary], (0, 1)).print(output())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -145,34 +145,29 @@ def test_a_search_becomes_a_table_and_points(tmp_path: Path) -> None:
     candidates = [first, candidate("b", 2.0, 25.0, bits_per_byte=1.3, within=False), candidate("c", 0.5, 20.0)]
     bench = {"tpot_ms": {}, "directory": "fit/a/export", "file_bytes": 1_500_000}
     data = {"candidates": candidates, "chosen": "a", "target": "host", "limits": {"file_mb": 3.0}, "bench": bench}
-    data["cut_by_limit"] = {"file_mb": {"misses": 2_000, "alone": 7}}
 
     def read() -> Inputs:
         (fit / "fit.json").write_text(json.dumps(data), encoding="utf-8")
         return collect([fit])
 
-    table, cut = fit_tables(read().fits, 2)
+    (table,) = fit_tables(read().fits, 2)
     assert table.rows[0][1:5] == ("a \u2605", "int4-b32", "10", "1.50")
     assert table.rows[0][7] == "~2.00" and table.rows[2][4] == "~0.500" and table.rows[2][8] == "~+20%"
-    assert cut.rows == [("File size", "3.00 MB", "2,000", "7")]
     (size,) = trade_off_charts(read())  # one candidate alone has a time
-    # Candidates follow the one finished model, which has no quality, as 2, 3 and 4; c has none without a teacher.
+    # Candidates follow the one finished model, which has no quality, as 2, 3 and 4; c has none.
     assert sorted(text for trace in drawn(size)["data"] for text in trace.get("text", ())) == ["2", "3"]
     data["bench"] = benched(1_000_000, 1.35, 2.0) | {"directory": "fit/a/export", "file_bytes": 1_000_000}
     inputs = read()  # its finished model is a stage, and gives the verdict and the teacher's 1.0
     assert [(one.name, one.bits_per_byte) for one in inputs.stages] == [("export", 1.35)]
     assert inputs.bench == as_bench(benched(1_000_000, 1.35, 2.0) | {"directory": "fit/a/export", "file_bytes": 1e6})
-    guessed = trade_off_points(inputs)[-1]
-    assert guessed.scored is None and guessed.bits_per_byte == pytest.approx(1.2)
     joined = drawn(trade_off_charts(inputs)[0])["data"][0]
-    assert joined["name"] == "front" and joined["x"] == [1.5, 2.0]  # neither the guess at 0.5 MB nor bench's text
+    assert joined["name"] == "front" and joined["x"] == [1.5, 2.0]  # not bench's text
     others = [candidate(f"o{number}", 1.0, 100.0 + number) for number in range(40)]
     data["candidates"] = [*others, *candidates]
     inputs = read()
     table = fit_tables(inputs.fits, 1)[0]
     assert len(table.rows) == 20 and [row[1] for row in table.rows[:3]] == ["a \u2605", "b", "o0"]
     assert "23 more, all predicted, are in fit.json" in str(table.caption)
-    assert "Above the plot: 2, 4, 5, 6, 7, 8, 9, 10, 11, ..., at 1.4000 or more" in trade_off_charts(inputs)[0].caption
     (fit / "fit.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ArtifactError, match="not a result of `fit`"):
         collect([fit])
