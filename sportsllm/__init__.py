@@ -15,7 +15,7 @@ Importing this package loads nothing else; a function loads what it needs when i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sportsllm.model import load as load
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "load":
         from sportsllm.model import load
 

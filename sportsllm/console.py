@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -128,8 +128,9 @@ class ProgressBar:
 
     def advance(self, amount: float = 1, note: str | None = None) -> None:
         """Move on by `amount` and, where given, replace the note behind the bar."""
-        changes: dict[str, Any] = {} if note is None else {"note": note}
-        self._progress.update(self._task, advance=amount, **changes)
+        self._progress.update(self._task, advance=amount)
+        if note is not None:
+            self._progress.update(self._task, note=note)
         task, now = next(task for task in self._progress.tasks if task.id == self._task), time.monotonic()
         if self._plain and now - self._said >= SECONDS_A_LINE and not task.finished:
             self._said, parts = now, [task.description, str(task.fields["note"])]

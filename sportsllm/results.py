@@ -104,7 +104,7 @@ class TrainingResult(StageResult):
         )
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A value as JSON has it: records as objects, paths as strings."""
     if isinstance(value, Result):
         return value.to_json()

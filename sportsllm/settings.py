@@ -159,7 +159,7 @@ TOKENIZER: Group = {
 }
 
 
-def parse_settings(given: Sequence[str] | Mapping[str, Any] | None, *groups: Group) -> dict[str, Any]:
+def parse_settings(given: Sequence[str] | Mapping[str, object] | None, *groups: Group) -> dict[str, Any]:
     """The settings that were given, in their types.
 
     Args:
@@ -193,7 +193,7 @@ def pick(found: Mapping[str, Any], group: Group) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name in group}
 
 
-def _parse(name: str, text: str, setting: Setting) -> Any:
+def _parse(name: str, text: str, setting: Setting) -> object:
     where = f"--set {name}={text}"
     if setting.kind is bool:
         if text not in ("true", "false"):
@@ -208,7 +208,7 @@ def _parse(name: str, text: str, setting: Setting) -> Any:
     return value
 
 
-def check_value(where: str, value: Any, setting: Setting) -> None:
+def check_value(where: str, value: object, setting: Setting) -> None:
     """Raise UsageError, which begins with `where`, for a value out of bounds or none of the choices."""
     if setting.choices and value not in setting.choices:
         near = difflib.get_close_matches(str(value), setting.choices, 1)
@@ -219,7 +219,7 @@ def check_value(where: str, value: Any, setting: Setting) -> None:
         raise UsageError(f"{where}: must be {bounds}")
 
 
-def _spelled(value: Any) -> str:
+def _spelled(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -41,7 +41,7 @@ def is_valid(name: str) -> bool:
 
 
 def write_corpus(
-    out: Path, *, seed: int, megabytes: float, questions: int, progress: Callable[[int, int], None] | None = None
+    out: Path, *, seed: int, megabytes: float, questions: int, progress: Callable[[int], object] | None = None
 ) -> dict[str, int]:
     """Write train.jsonl, valid.jsonl and questions.jsonl into the empty directory `out`.
 
@@ -51,7 +51,7 @@ def write_corpus(
         megabytes: UTF-8 size of the training text, in millions of bytes, reached to within one document.
         questions: how many questions to write. They are about held-out documents only, spread over as many as
             there are; a small corpus can run out of them, so the returned count is the one that holds.
-        progress: called with (bytes done, bytes in all) now and then.
+        progress: called with the bytes of each training document.
 
     Returns:
         Counts: train_documents, valid_documents, train_bytes, valid_bytes, questions.
@@ -81,13 +81,11 @@ def write_corpus(
             files[split].write(json.dumps({"id": name, "sport": sport, "text": text}, ensure_ascii=False) + "\n")
             documents[split] += 1
             sizes[split] += len(text.encode())
-            if progress and index % 256 == 0:
-                progress(min(sizes["train"], target), target)
+            if progress and split == "train":
+                progress(len(text.encode()))
     # One question per document, then a second per document, until there are enough.
     lines = [line for line in chain(*zip_longest(*asked)) if line][:questions]
     (out / "questions.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
-    if progress:
-        progress(target, target)
     counts = {f"{split}_documents": number for split, number in documents.items()}
     return counts | {f"{split}_bytes": size for split, size in sizes.items()} | {"questions": len(lines)}
 

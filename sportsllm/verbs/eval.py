@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -58,7 +58,7 @@ class EvalResult(Result):
     question_files: dict[str, QuestionScore] = field(default_factory=dict)
     kernels: str | None = None
     provider: str | None = None
-    placement: dict[str, Any] | None = None
+    placement: dict[str, object] | None = None
 
 
 def eval(

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -40,7 +40,7 @@ class GenerateResult(Result):
     tokens_per_s: float | None
     kernels: str | None = None
     provider: str | None = None
-    placement: dict[str, Any] | None = None
+    placement: dict[str, object] | None = None
 
 
 def generate(

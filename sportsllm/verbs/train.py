@@ -142,7 +142,7 @@ class _Job:
     checkpoint: Path | None
     model: str | None
     shape: ModelConfig
-    changes: Mapping[str, Any]
+    changes: Mapping[str, object]
     tokenizer: Path | None
     digits: str
     corpus: list[Path]
@@ -265,7 +265,7 @@ def _checkpoint(job: _Job) -> tuple[SportsLLM, TextTokenizer]:
     return model, load_tokenizer(job.checkpoint, job.shape)
 
 
-def _default_out(checkpoint: Path | None, model: str | None, changes: Mapping[str, Any]) -> Path:
+def _default_out(checkpoint: Path | None, model: str | None, changes: Mapping[str, object]) -> Path:
     from sportsllm.formats.manifest import plain_name
 
     if checkpoint is not None:
@@ -273,17 +273,17 @@ def _default_out(checkpoint: Path | None, model: str | None, changes: Mapping[st
     return Path("runs") / ("custom" if changes.keys() - {"dropout"} else plain_name(Path(str(model)).resolve()))
 
 
-def _given(**values: Any) -> dict[str, Any]:
+def _given(**values: object) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _start(
     checkpoint: Path | None,
     model: str | None,
-    changes: Mapping[str, Any],
+    changes: Mapping[str, object],
     tokenizer: Path | None,
     lora_rank: int | None,
-    found: Mapping[str, Any],
+    found: Mapping[str, object],
 ) -> str | None:
     """The model to train from scratch, None if a checkpoint is fine-tuned; refuses options that do not go together."""
     from sportsllm.files import require_directory

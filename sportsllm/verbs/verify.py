@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -43,7 +43,7 @@ class VerifyResult(Result):
     kernels: str | None = None
     provider: str | None = None
     parity: ProviderParity | None = None
-    placement: dict[str, Any] | None = None
+    placement: dict[str, object] | None = None
 
 
 def verify(
