@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from compress.quantization.grid import Grid, fit_grid, split_blocks
+from compress.quantization.grid import Grid, fit_grid, split_blocks, stored_scales
 from sportsllm.formats.packed import QuantizedWeight
 
 DAMPING = 0.01  # of H's mean diagonal: the paper's
@@ -210,4 +210,4 @@ def fit_scales(weight_NK: Tensor, gram_KK: Tensor, grid: Grid, quants_NK: Tensor
     left = left + torch.diag_embed(torch.where(diagonal == 0, torch.ones_like(diagonal), ridge.expand_as(diagonal)))
     found = torch.linalg.solve(left, right.double()[..., None])[..., 0].float()
     kept = (diagonal == 0) | ~torch.isfinite(found) | (found == 0)
-    return dataclasses.replace(grid, scales_NG=torch.where(kept, grid.scales_NG, found))
+    return dataclasses.replace(grid, scales_NG=torch.where(kept, grid.scales_NG, stored_scales(found)))

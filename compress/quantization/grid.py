@@ -24,7 +24,7 @@ class Grid:
     """Scales and zero points of one matrix.
 
     Attributes:
-        scales_NG: float32; 0 where a block has no number but 0.
+        scales_NG: float32, values of float16; 0 where a block has no number but 0.
         zeros_NG: zero points, whole numbers in float32.
         bits: 4 or 8, or ROW_BITS with one block a row.
         block_size: S.
@@ -79,6 +79,12 @@ class Grid:
         return scales, zeros
 
 
+def stored_scales(scales: Tensor) -> Tensor:
+    """The nearest values of float16, in which scales are stored; a scale that is not 0 never becomes 0."""
+    half = scales.half()
+    return torch.where((half == 0) & (scales != 0), torch.full_like(half, 2.0**-24).copysign(half), half).float()
+
+
 def nearest(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     """Round to whole numbers of the grid; all three broadcast."""
     safe = torch.where(scale == 0, torch.ones_like(scale), scale)
@@ -99,7 +105,7 @@ def full_range(blocks_NGS: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, 
     """
     if symmetric:
         index = blocks_NGS.abs().argmax(dim=-1, keepdim=True)
-        scales = blocks_NGS.gather(-1, index)[..., 0] / -(2.0 ** (bits - 1))
+        scales = stored_scales(blocks_NGS.gather(-1, index)[..., 0] / -(2.0 ** (bits - 1)))
         return scales, torch.full_like(scales, 2.0 ** (bits - 1))
     low, high = blocks_NGS.amin(dim=-1).clamp(max=0), blocks_NGS.amax(dim=-1).clamp(min=0)
     return _between(low, high, bits)
@@ -107,7 +113,7 @@ def full_range(blocks_NGS: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, 
 
 def _between(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     top = 2.0**bits - 1
-    scales = (high - low) / top
+    scales = stored_scales((high - low) / top)
     zeros = torch.round(-low / torch.where(scales == 0, torch.ones_like(scales), scales))
     return scales, zeros.clamp(0, top)
 
@@ -134,7 +140,7 @@ def searched_range(
     low, high = blocks_NGS.amin(dim=-1).clamp(max=0), blocks_NGS.amax(dim=-1).clamp(min=0)
     for share in torch.linspace(*_SHARES[bits]).tolist():
         if symmetric:
-            size = torch.maximum(-low, high) * (share / 2 ** (bits - 1))
+            size = stored_scales(torch.maximum(-low, high) * (share / 2 ** (bits - 1)))
             tried = [(size, zeros), (-size, zeros)]
         else:
             tried = [_between(low * min(share, 1.0), high * min(share, 1.0), bits)]
@@ -147,7 +153,7 @@ def searched_range(
     # The scale of least error for these whole numbers; rounding to it again can only help.
     squares = (counted * levels.square()).sum(dim=-1)
     fitted = (counted * levels * blocks_NGS).sum(dim=-1) / torch.where(squares == 0, torch.ones_like(squares), squares)
-    fitted = torch.where(fitted == 0, scales, fitted)
+    fitted = torch.where(fitted == 0, scales, stored_scales(fitted))
     found, _ = error(fitted, zeros)
     return torch.where(found < best, fitted, scales), zeros
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.quantization.config import UNPACKED, GridSpec, QuantizationConfig
 from compress.quantization.grid import fit_grid
-from sportsllm.errors import UsageError
+from sportsllm.errors import ArtifactError, UsageError
 from sportsllm.formats.packed import QuantizedWeight
 from sportsllm.models.config import ModelConfig
 from sportsllm.models.kinds import EMBEDDING, HEAD, parameters
@@ -71,10 +71,16 @@ class PackedCheckpoint:
             self.add_packed(module, round_weight(weight_NK, self.config.grid_for(module, weight_NK.shape[1]), search))
 
     def add_packed(self, module: str, packed: QuantizedWeight) -> None:
-        """A module's packed matrix."""
+        """A module's packed matrix.
+
+        Raises:
+            ArtifactError: its weights are too large for float16 scales.
+        """
+        if not np.isfinite(packed.scales).all():
+            raise ArtifactError(f"{module}: weights beyond the reach of float16 scales; the checkpoint is damaged")
         arrays = {
             "weight_packed": packed.packed,
-            "weight_scale": packed.scales,
+            "weight_scale": packed.scales.astype(np.float16),
             "weight_zero_point": packed.zero_points,
         }
         self.tensors |= {f"{module}.{name}": torch.from_numpy(a) for name, a in arrays.items() if a is not None}

@@ -133,7 +133,7 @@ def _quantized(module: QuantizedLinear) -> QuantizedWeight:
     zero = state.get("weight_zero_point")
     return QuantizedWeight(
         packed=state["weight_packed"].numpy(),
-        scales=state["weight_scale"].numpy(),
+        scales=state["weight_scale"].float().numpy(),
         zero_points=None if zero is None else zero.numpy(),
         bits=module.bits,
         block_size=module.block_size,

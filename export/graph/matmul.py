@@ -69,6 +69,7 @@ class Matmul:
     def _packed_embedding(self, tokens: ir.Value, table: Matrix, packing: Packing) -> ir.Value:
         graph, width = self._graph, table.columns
         packed, scales, zero_points = self._packed(table.name, [table], packing)
+        scales = self._real("embed/scales", scales)
         count = -(-width // packing.block_size) * packing.block_size * packing.bits // 8
         flat = graph.alias(f"{table.name}.weight_packed{FLAT}", packed, (table.rows, count))
         inputs = [flat, tokens, scales, *zero_points]
@@ -136,11 +137,11 @@ class Matmul:
         if packing.per_row:
             read, read_scales = self._weights.read_per_row, self._weights.read_per_row_scales
             matrix = graph.weight(f"{stored}.weight_rows", INT8, (columns, rows), lambda: read(modules))
-            scale = graph.weight(f"{stored}.weight_rows_scale", FLOAT, (rows,), lambda: read_scales(modules))
-            return graph.node(f"{name}/product", PER_ROW_PRODUCT, [x, matrix, scale], MS)
+            scale = graph.weight(f"{stored}.weight_rows_scale", HALF, (rows,), lambda: read_scales(modules))
+            return graph.node(f"{name}/product", PER_ROW_PRODUCT, [x, matrix, self._real(f"{name}/scale", scale)], MS)
         packed, scales, zero_points = self._packed(stored, matrices, packing)
         sizes = {"N": rows, "K": columns, "block_size": packing.block_size, "bits": packing.bits}
-        inputs = [x, packed, scales, *zero_points]
+        inputs = [x, packed, self._real(f"{name}/scale", scales), *zero_points]
         return graph.node(f"{name}/product", "MatMulNBits", inputs, MS, **sizes, accuracy_level=FAST_ACCURACY)
 
     def operand(self, key: str, name: str, matrices: Sequence[Matrix]) -> Operand | str:
@@ -178,14 +179,18 @@ class Matmul:
         groups, modules = -(-columns // packing.block_size), [matrix.name for matrix in matrices]
 
         def part(name: str, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
-            read = partial(self._weights.read_packed, modules, name, half=dtype == HALF)
+            read = partial(self._weights.read_packed, modules, name)
             return self._graph.weight(f"{stored}.weight_{name}", dtype, shape, read)
 
         packed = part("packed", UINT8, (rows, groups, packing.block_size * packing.bits // 8))
-        scales = part("scale", self.real, (rows, groups))
+        scales = part("scale", HALF, (rows, groups))
         if not packing.asymmetric:
             return packed, scales, []
         return packed, scales, [part("zero_point", UINT8, (rows, -(-groups * packing.bits // 8)))]
+
+    def _real(self, name: str, scales: ir.Value) -> ir.Value:
+        """Scales in the type that is computed in; the runtime converts them once, when it loads the graph."""
+        return scales if self.real == HALF else self._graph.node(name, "Cast", [scales], to=self.real.value)
 
 
 def _shape(matrices: Sequence[Matrix]) -> tuple[int, int]:
@@ -213,7 +218,7 @@ class StandardEmbedding(Matmul):
             middle = graph.node("embed/zero_points/column", "Unsqueeze", [zeros, graph.axis(-1)])
         else:
             middle = graph.constant("embed/middle", np.array(2.0 ** (packing.bits - 1), self.real.numpy()))
-        scale = graph.node("embed/scale", "Gather", [scales, tokens])
+        scale = graph.node("embed/scale", "Gather", [self._real("embed/scales", scales), tokens])
         column = graph.node("embed/scale/column", "Unsqueeze", [scale, graph.axis(-1)])
         centred = graph.node("embed/centred", "Sub", [graph.node("embed/blocks", "Reshape", [numbers, apart]), middle])
         scaled = graph.node("embed/scaled", "Mul", [centred, column])
@@ -264,7 +269,8 @@ class StandardMatmul(StandardEmbedding):
             return np.ascontiguousarray(self._weights.read_packed(modules, "scale").T)
 
         packed = columns("packed", width)
-        inputs = [packed, graph.weight(f"{stored}.weight_scale_columns", FLOAT, (groups, rows), read_scales)]
+        scales = graph.weight(f"{stored}.weight_scale_columns", HALF, (groups, rows), read_scales)
+        inputs = [packed, self._real(f"{name}/scale", scales)]
         if packing.asymmetric:
             inputs.append(columns("zero_point", groups))
         matrix_KN = graph.node(f"{name}/matrix", "DequantizeLinear", inputs, axis=0, block_size=packing.block_size)

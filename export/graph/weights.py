@@ -100,26 +100,18 @@ class Weights:
         read = self.read_half if half else self.read
         return _stack([read(f"{name}.weight", shape) for name, shape in shapes.items()])
 
-    def read_packed(self, modules: Sequence[str], part: str, half: bool = False) -> Array:
-        """One part, `packed`, `scale` or `zero_point`, of matrices with equal packing, one under the other.
-
-        `half` rounds scales to float16.
-
-        Raises:
-            ArtifactError: a scale lies beyond float16's range.
-        """
-        tensors = [self._tensors[f"{name}.weight_{part}"] for name in modules]
-        stacked = _stack([(t.float() if t.is_floating_point() else t).numpy() for t in tensors])
-        return self._rounded_to_half(f"{modules[0]}.weight_{part}", stacked) if half else stacked
+    def read_packed(self, modules: Sequence[str], part: str) -> Array:
+        """One part, `packed`, `scale` or `zero_point`, of matrices with equal packing, one under the other."""
+        return _stack([self._tensors[f"{name}.weight_{part}"].numpy() for name in modules])
 
     def read_per_row(self, modules: Sequence[str]) -> npt.NDArray[np.int8]:
         """Matrices with one scale per row, as (K, N) signed numbers side by side."""
         signed = self.read_packed(modules, "packed")[:, 0].astype(np.int16) - 2 ** (ROW_BITS - 1)
         return np.ascontiguousarray(signed.astype(np.int8).T)
 
-    def read_per_row_scales(self, modules: Sequence[str]) -> npt.NDArray[np.float32]:
+    def read_per_row_scales(self, modules: Sequence[str]) -> npt.NDArray[np.float16]:
         """The scales of `read_per_row`'s matrices, (N,)."""
-        return cast(npt.NDArray[np.float32], self.read_packed(modules, "scale")[:, 0])
+        return cast(npt.NDArray[np.float16], self.read_packed(modules, "scale")[:, 0])
 
 
 def _stack(arrays: Sequence[Array]) -> Array:

@@ -97,6 +97,9 @@ static void sum_blocks(int64_t m, Rounded* out) {
   }
 }
 
+// Up to sixteen float16 numbers, zeros behind the last.
+static inline F load_halves(const uint16_t* p, int64_t n) { return n >= 16 ? load_half(p) : load_half_part(p, n); }
+
 // The scales of the blocks that a chunk touches, lane by lane; LANES of them share a block.
 template <int LANES>
 static inline F chunk_scales(const float* scales, int64_t chunk) {
@@ -147,14 +150,16 @@ static void product_rows(const Matrix& w, int64_t first, int64_t last, const Rou
   const int8_t* numbers = x.numbers + m * chunks * size;
   const float* scales_of_x = x.scales + m * chunks * 16;
   const int32_t* zero_correction = x.zero_correction + m * chunks * 16;
+  alignas(64) float scales[kRowsAtOnce][Matrix::kMostBlocks + 16];  // zeros behind a row's last
   const int64_t together = w.rows < kRowsAtOnce ? 1 : kRowsAtOnce, step = w.rows < kRowsAtOnce ? 0 : 1;
   for (int64_t n = first; n < last; n += together) {
     const int64_t n0 = std::min(n, w.rows - together);  // at the end of the matrix, rows before are computed again
     const uint8_t* bytes = w.packed + n0 * row_bytes;
-    const float* scales[kRowsAtOnce];
     F scale[kRowsAtOnce], total[ROWS][kRowsAtOnce];
     for (int r = 0; r < kRowsAtOnce; ++r) {
-      scales[r] = w.scales + (n0 + r * step) * blocks;
+      for (int64_t g = 0; g < blocks; g += 16) {
+        store(scales[r] + g, load_halves(w.scales + (n0 + r * step) * blocks + g, blocks - g));
+      }
       for (int i = 0; i < ROWS; ++i) total[i][r] = zero();
     }
     for (int64_t chunk = 0; chunk < whole; ++chunk) {
@@ -167,12 +172,7 @@ static void product_rows(const Matrix& w, int64_t first, int64_t last, const Rou
                            zero_correction + chunk * 16, chunks, total);
     }
     if (left > 0) {
-      for (int r = 0; r < kRowsAtOnce; ++r) {
-        float tail[4] = {};
-        const int64_t start = LANES > 16 ? whole / std::max(1, LANES / 16) : whole * 16 / LANES;
-        for (int64_t g = start; g < blocks; ++g) tail[g - start] = scales[r][g];
-        scale[r] = chunk_scales<LANES>(tail, 0);
-      }
+      for (int r = 0; r < kRowsAtOnce; ++r) scale[r] = chunk_scales<LANES>(scales[r], whole);
       multiply<BITS, ROWS>(bytes + whole * 64, row_bytes * step, scale, left, numbers + whole * size,
                            scales_of_x + whole * 16, zero_correction + whole * 16, chunks, total);
     }
@@ -180,7 +180,7 @@ static void product_rows(const Matrix& w, int64_t first, int64_t last, const Rou
       for (int64_t g = 0; g < blocks; g += 16) {
         for (int r = 0; r < kRowsAtOnce; ++r) {
           const F zero_point = zero_points<BITS>(w, (n0 + r * step) * zero_bytes + g * BITS / 8);
-          const F below = mul(load_up_to(scales[r] + g, blocks - g), sub(set1(BITS == 4 ? 8.0f : 128.0f), zero_point));
+          const F below = mul(load(scales[r] + g), sub(set1(BITS == 4 ? 8.0f : 128.0f), zero_point));
           for (int i = 0; i < ROWS; ++i) {
             total[i][r] = fma(below, load(&x.sums[(m + i) * x.blocks + g]), total[i][r]);
           }
@@ -283,10 +283,12 @@ static void fill_tile(const Matrix& w, int64_t first, int64_t last, int64_t part
     }
   }
   for (int64_t r = 0; r < kTileRows; ++r) {
-    const int64_t row = std::min(first + r, last - 1);
+    const int64_t row = std::min(first + r, last - 1), start = part * prompt_part(BITS) / w.block;
+    alignas(64) float scales[16];  // a tile has no more blocks
+    store(scales, load_halves(w.scales + row * blocks + start, blocks - start));
     for (int64_t p = 0; p < parts; ++p) {
       const int64_t g = (part + p) * prompt_part(BITS) / w.block;
-      const float scale = w.scales[row * blocks + g];
+      const float scale = scales[g - start];
       tile->scales[p][r] = scale;
       if (w.zeros != nullptr) {
         const uint8_t* zeros = w.zeros + row * w.zero_bytes();

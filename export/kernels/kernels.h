@@ -16,15 +16,17 @@ static inline void prefetch_tlb(const void* start, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 4096) __builtin_prefetch(static_cast<const char*>(start) + at, 0, 2);
 }
 
-// A packed matrix as MatMulNBits publishes it: (N, G) blocks of `block` whole numbers of 4 or 8 bits, (N, G) scales, and
-// zero points, (N, G) of the same width, where there are any; without them the middle, 8 or 128, is zero.
+// A packed matrix as MatMulNBits publishes it: (N, G) blocks of `block` whole numbers of 4 or 8 bits, (N, G) float16 scales,
+// and zero points, (N, G) of the same width, where there are any; without them the middle, 8 or 128, is zero.
 struct Matrix {
   const uint8_t* packed = nullptr;
-  const float* scales = nullptr;
+  const uint16_t* scales = nullptr;
   const uint8_t* zeros = nullptr;
   const float* bias = nullptr;
   int64_t rows = 0, columns = 0;
   int bits = 0, block = 0;
+
+  static constexpr int64_t kMostBlocks = 1024;  // in a row
 
   int64_t blocks() const { return (columns + block - 1) / block; }
   int64_t row_bytes() const { return blocks() * block * bits / 8; }

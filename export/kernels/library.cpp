@@ -265,7 +265,7 @@ Operator layer_operator(int structure, CacheType type, bool attention_alone) {
   op.inputs[kLast] = op.inputs[kTotal] = ort::kInt32, op.inputs[kKeep] = ort::kInt64;
   op.inputs[kPastKey] = op.inputs[kPastValue] = cache;
   for (int i : {kQkv, kOutput, kGateUp, kDown}) {
-    op.inputs[i] = op.inputs[i + 2] = ort::kUint8;
+    op.inputs[i] = op.inputs[i + 2] = ort::kUint8, op.inputs[i + 1] = ort::kHalf;
     op.presence[i + 2] = op.presence[i + 3] = ort::kOptional;
   }
   for (int i : {kResidual, kKeep, kKeyScale, kValueScale, kQueryNorm, kKeyNorm}) op.presence[i] = ort::kOptional;
@@ -313,7 +313,7 @@ Operator head_operator() {
   Operator op;
   op.base = functions<Head>();
   op.name = "DecoderHead";
-  op.inputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kUint8, ort::kFloat, ort::kUint8, ort::kFloat};
+  op.inputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kUint8, ort::kHalf, ort::kUint8, ort::kFloat};
   op.presence = {ort::kRequired, ort::kOptional, ort::kRequired, ort::kRequired, ort::kRequired, ort::kOptional,
                  ort::kOptional};
   op.outputs = {ort::kFloat};

@@ -180,7 +180,8 @@ inline Matrix matrix_of(const Runtime& runtime, const ort::KernelInfo* info, con
   const int64_t blocks = out.blocks();
   out.packed = vector_of<uint8_t>(runtime, info, inputs.packed, ort::kUint8, {rows, blocks, int64_t{out.block} * out.bits / 8},
                                   (name + " packed").c_str());
-  out.scales = vector_of<float>(runtime, info, inputs.scale, ort::kFloat, {rows, blocks}, (name + " scale").c_str());
+  require(blocks <= Matrix::kMostBlocks, name + ": " + std::to_string(blocks) + " blocks in a row; 1024 are supported");
+  out.scales = vector_of<uint16_t>(runtime, info, inputs.scale, ort::kHalf, {rows, blocks}, (name + " scale").c_str());
   if (inputs.zeros != kNone) {
     out.zeros = vector_of<uint8_t>(runtime, info, inputs.zeros, ort::kUint8, {rows, out.zero_bytes()},
                                    (name + " zero points").c_str(), true);

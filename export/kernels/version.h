@@ -1,3 +1,3 @@
 #pragma once
 
-#define SPORTSLLM_KERNELS_VERSION "1"
+#define SPORTSLLM_KERNELS_VERSION "2"

@@ -44,7 +44,7 @@ from export.parity.comparison import (
     DEPLOYED,
     DEPLOYED_PER_ROW,
     EXACT,
-    EXPERTS_ERROR,
+    EXPERTS,
     MOVED,
     SELECTED,
     SELECTED_DEPLOYED,
@@ -66,8 +66,6 @@ from sportsllm.console import log
 from sportsllm.errors import ArtifactError
 from sportsllm.formats.checkpoint import load_checkpoint
 from sportsllm.formats.huggingface import load_config
-from sportsllm.formats.packed import QuantizedWeight
-from sportsllm.formats.quantized_layers import QuantizedMatrix
 from sportsllm.formats.safetensors import TensorFiles
 from sportsllm.inference.decoder import Logits
 from sportsllm.models.config import ModelConfig
@@ -122,7 +120,7 @@ def check_parity(checkpoint: Path, export: Path, threads: int | None = None, pro
             passes.append(run_pass(f"provider {provider.name}", elsewhere, sequences, expected, deployed_limits))
         if rounds:
             if rounded := computes_in_half(graph):
-                round_model_to_half(model)
+                round_to_half(model.parameters())
             elif rounded := precision == "fp16":
                 round_to_half(model.get_parameter(f"{name}.weight") for name in matrix_shapes(model.config))
             if rounded or isinstance(rounding, HalfCache):  # its cache is widened
@@ -139,7 +137,7 @@ def _deployed_limits(graph: ir.Model, config: ModelConfig, precision: str) -> Li
         return SELECTED_DEPLOYED
     per_row = any(node.op_type == PER_ROW_PRODUCT for node in graph_nodes(graph))
     limits = DEPLOYED_PER_ROW if per_row else DEPLOYED[precision]
-    return limits if config.experts is None else replace(limits, error=EXPERTS_ERROR)
+    return limits if config.experts is None else replace(limits, **EXPERTS)
 
 
 def _passes(
@@ -302,24 +300,6 @@ def round_to_half(matrices: Iterable[Tensor]) -> None:
     """Round numbers to float16, in place."""
     for matrix in matrices:
         matrix.copy_(matrix.half())
-
-
-@torch.no_grad()
-def round_model_to_half(model: SportsLLM) -> None:
-    """Round everything that a graph in float16 stores, in place: matrices, scales of packed ones, vectors."""
-    round_to_half(model.parameters())
-    for module in model.modules():
-        if isinstance(module, QuantizedMatrix):
-            zero_points = getattr(module, "weight_zero_point", None)
-            rounded = QuantizedWeight(
-                packed=module.get_buffer("weight_packed").numpy(),
-                scales=module.get_buffer("weight_scale").half().float().numpy(),
-                zero_points=None if zero_points is None else zero_points.numpy(),
-                bits=module.bits,
-                block_size=module.block_size,
-                in_features=module.in_features,
-            )
-            module.weight.copy_(torch.from_numpy(rounded.dequantize()))
 
 
 @contextmanager

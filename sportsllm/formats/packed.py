@@ -1,7 +1,7 @@
 """The quantized matrix: representation only, laid out byte for byte as MatMulNBits reads it.
 
 N rows (outputs), K columns (inputs), G = ceil(K / block_size) blocks a row. The numbers of a block share one
-scale and one zero point:  w[n, k] = (q[n, k] - zero_point[n, g]) * scale[n, g].
+float16 scale and one zero point:  w[n, k] = (q[n, k] - zero_point[n, g]) * scale[n, g].
 Another form, for DynamicQuantizeMatMul, has one block a row and a byte for each number, of which 7 bits are used:
 processors without dot-product instructions add two products of bytes in 16 bits, and 8 bits would not fit.
 Source: ONNX Runtime contrib operators, MatMulNBits. Algorithms that choose q live in `compress`.
@@ -12,6 +12,8 @@ from typing import cast
 
 import numpy as np
 import numpy.typing as npt
+
+from sportsllm.models.memory import SCALE_BYTES
 
 ByteArray = npt.NDArray[np.uint8]
 FloatArray = npt.NDArray[np.float32]
@@ -27,7 +29,7 @@ class QuantizedWeight:
     Attributes:
         packed: (N, G, block_size * stored_bits(bits) / 8) uint8; at 4 bits the even element is the low nibble. The
             last block of a row is padded with the zero point where K is not a multiple of block_size.
-        scales: (N, G) float32.
+        scales: (N, G) float32, each a value of float16, which is stored.
         zero_points: (N, ceil(G * bits / 8)) uint8, or None for the middle of the range, 2 ** (bits - 1).
         bits: 4 or 8, or ROW_BITS: then block_size is K, and there are no zero points.
         block_size: numbers that share a scale.
@@ -50,7 +52,7 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         """Bytes on disk: packed numbers, scales and zero points."""
         zero = 0 if self.zero_points is None else self.zero_points.nbytes
-        return self.packed.nbytes + self.scales.nbytes + zero
+        return self.packed.nbytes + SCALE_BYTES * self.scales.size + zero
 
     def zero_point_values(self) -> FloatArray:
         """Zero points as numbers, (N, G) float32."""

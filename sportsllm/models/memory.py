@@ -34,6 +34,8 @@ LOSS_CHUNK_TOKENS = 1_024
 """The most tokens of a chunk of the loss, on any processor."""
 OPTIMIZERS, OPTIMIZER_BITS = ("adamw", "muon"), (32, 16, 8)
 Processor = Literal["cpu", "gpu"]
+SCALE_BYTES = 2
+"""Of a block's scale, float16."""
 _CACHE_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}
 _DENSE_BYTES = {"fp32": 4, "fp16": 2}
 _MATRIX_BITS = {"int8": 8, "int4": 4}
@@ -86,14 +88,14 @@ def _stored_bytes(item: Parameter, precision: str, block_size: int, zero_points:
 
 
 def quantized_bytes(rows: int, columns: int, bits: int, block_size: int, zero_points: bool = False) -> int:
-    """Exact size of a packed matrix: values, one float32 scale per block and, optionally, zero points.
+    """Exact size of a packed matrix: values, one float16 scale per block and, optionally, zero points.
 
     Rows are padded to whole blocks, and the zero points of a row to whole bytes, as
     `sportsllm.formats.packed.QuantizedWeight` lays them out.
     """
     blocks = -(-columns // block_size)
     zeros = -(-blocks * bits // 8) if zero_points else 0
-    return rows * (blocks * (block_size * bits // 8) + 4 * blocks + zeros)
+    return rows * (blocks * (block_size * bits // 8) + SCALE_BYTES * blocks + zeros)
 
 
 def weight_bytes(
@@ -147,7 +149,7 @@ def count_bytes(parameters: int, precision: str, block_size: int | None = None) 
     if block_size is None:
         return packed
     blocks = -(-parameters // block_size)
-    return packed + 4 * blocks + (-(-blocks // 2) if precision == "int4" else 0)
+    return packed + SCALE_BYTES * blocks + (-(-blocks // 2) if precision == "int4" else 0)
 
 
 def check_format(precision: str, block_size: int, head_bits: int = 8) -> None:

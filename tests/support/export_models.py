@@ -70,10 +70,11 @@ def round_to_nearest(weight: npt.NDArray[np.float32], bits: int, block: int, asy
     else:
         scales = np.abs(padded).max(axis=2) / (middle - 1)
         zero_points = np.full((rows, groups), middle)
+    scales = scales.astype(np.float16).astype(np.float32)
     quants = np.clip(np.round(padded / scales[:, :, None]) + zero_points[:, :, None], 0, top)
     return QuantizedWeight(
         packed=pack(quants.astype(np.uint8), bits),
-        scales=scales.astype(np.float32),
+        scales=scales,
         zero_points=pack(zero_points.astype(np.uint8), bits) if asymmetric else None,
         bits=bits,
         block_size=block,
@@ -215,9 +216,15 @@ def logits_of(model: SportsLLM, tokens: npt.NDArray[np.int64] | list[int]) -> np
 
 
 def edit_tensor(directory: Path, name: str, change: Callable[[npt.NDArray[Any]], None]) -> None:
-    """Change a tensor of an exported data file in place, and nothing else."""
+    """Change a tensor of an export in place, in its data or, if it is small, in its graph, and nothing else."""
     graph = onnx.load(str(directory / GRAPH_FILE), load_external_data=False)
     (tensor,) = [item for item in graph.graph.initializer if item.name == name]
+    if not tensor.external_data:
+        small = onnx.numpy_helper.to_array(tensor).copy()
+        change(small)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(small, name))
+        (directory / GRAPH_FILE).write_bytes(graph.SerializeToString())
+        return
     entry = {item.key: item.value for item in tensor.external_data}
     array = np.memmap(
         directory / DATA_FILE,

@@ -45,10 +45,10 @@ def test_the_head_is_rounded_for_its_inputs(checkpoint: Path, tmp_path: Path, ti
 def test_inputs_that_overflow_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     model = tiny_model()
     with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight.mul_(1e38)
+        model.model.layers[1].post_attention_layernorm.weight.mul_(1e30)
     save_checkpoint(tmp_path, model, checkpoint)
     packed = PackedCheckpoint(model.config, QuantizationConfig(head_bits=32))
-    with pytest.raises(ArtifactError, match=r"layers.1.mlp.down_proj: .* overflows"):
+    with pytest.raises(ArtifactError, match=r"layers.1.mlp.gate_proj: .* overflows"):
         quantize_calibrated(tmp_path, model.config, packed, [torch.arange(64)[None]])
 
 

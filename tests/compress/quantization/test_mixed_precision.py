@@ -169,9 +169,9 @@ def test_a_size_counts_everything(checkpoint: Path, corpus_file: Path, tmp_path:
 
 def test_budgets_that_cannot_be_kept() -> None:
     config = tiny_config()
-    assert bits_per_weight(config, QuantizationConfig(4, 32, 8)) == pytest.approx(5.0)
-    with pytest.raises(UsageError, match=r"--bits-per-weight 4\.5 is less than INT4 takes with groups of 32, 5\.000"):
-        SizeBudget(4.5).spare_bytes(config, QuantizationConfig())
+    assert bits_per_weight(config, QuantizationConfig(4, 32, 8)) == pytest.approx(4.5)
+    with pytest.raises(UsageError, match=r"--bits-per-weight 4.2 is less than INT4 takes with groups of 32, 4\.500"):
+        SizeBudget(4.2).spare_bytes(config, QuantizationConfig())
     with pytest.raises(UsageError, match=r"--size-mb 0\.01 is less"):
         SizeBudget(None, 0.01).spare_bytes(config, QuantizationConfig())
     with pytest.raises(UsageError, match="not both"):

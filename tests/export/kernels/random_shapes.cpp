@@ -70,14 +70,31 @@ void near(const char* what, double found, double wanted, double size) {
   check(std::fabs(found - wanted) <= 1e-5 * size + 1e-30, what, found, wanted);
 }
 
+// What the bits of a float16 say, by the format's definition.
+double value_of_half(uint16_t half) {
+  const int exponent = half >> 10 & 31, fraction = half & 1023;
+  const double size = exponent == 31 ? (fraction ? NAN : INFINITY)
+                                     : std::ldexp(exponent ? 1024 + fraction : fraction, std::max(exponent, 1) - 25);
+  return half & 0x8000 ? -size : size;
+}
+
+// A float16 just below an ordinary number, as its bits.
+uint16_t half_below(float x) {
+  int exponent;
+  const float fraction = std::frexp(x, &exponent);
+  return static_cast<uint16_t>((exponent + 14) << 10 | (static_cast<int>(fraction * 2048) & 1023));
+}
+
 struct Owned : Matrix {
   Numbers<uint8_t> all_packed, all_zeros;
-  Numbers<float> all_scales, all_bias;
+  Numbers<uint16_t> all_scales;
+  Numbers<float> all_bias;
 
   Owned(int64_t n, int64_t k, float size) {
     rows = n, columns = k, bits = one_of({4, 8}), block = one_of({32, 64, 128, 256});
     all_packed = bytes(rows * row_bytes()), packed = all_packed.data();
-    all_scales = ordinary(rows * blocks(), 0.1f * size, size), scales = all_scales.data();
+    for (const float scale : ordinary(rows * blocks(), 0.1f * size, size)) all_scales.push_back(half_below(scale));
+    scales = all_scales.data();
     if (between(0, 1)) all_zeros = bytes(rows * zero_bytes()), zeros = all_zeros.data();
     if (between(0, 1)) all_bias = ordinary(rows, -1, 1), bias = all_bias.data();
   }
@@ -91,7 +108,7 @@ struct Owned : Matrix {
       const uint8_t of = zeros[n * zero_bytes() + g * bits / 8];
       zero = bits == 8 ? of : of >> (g % 2 * 4) & 15;
     }
-    return static_cast<double>(scales[n * blocks() + g]) * (number - zero);
+    return value_of_half(scales[n * blocks() + g]) * (number - zero);
   }
 };
 
@@ -122,7 +139,7 @@ void compare_product(const Owned& w, const X& x, const float* inputs, int64_t m,
     for (int64_t k = 0; k < w.columns; ++k) {
       const double value = rounded_at(x, m, k);
       wanted += w.at(n, k) * value;
-      size += w.scales[n * w.blocks() + k / w.block] * (w.bits == 4 ? 15 : 255) * std::fabs(value);
+      size += value_of_half(w.scales[n * w.blocks() + k / w.block]) * (w.bits == 4 ? 15 : 255) * std::fabs(value);
     }
     near("product", found[m * w.rows + n], wanted, size);
   }
@@ -160,14 +177,6 @@ void product_case(const Variant& v) {
 }
 
 CacheType cache_type() { return static_cast<CacheType>(between(0, 2)); }
-
-// What the bits of a float16 say, by the format's definition.
-double value_of_half(uint16_t half) {
-  const int exponent = half >> 10 & 31, fraction = half & 1023;
-  const double size = exponent == 31 ? (fraction ? NAN : INFINITY)
-                                     : std::ldexp(exponent ? 1024 + fraction : fraction, std::max(exponent, 1) - 25);
-  return half & 0x8000 ? -size : size;
-}
 
 void half_case(const Variant& v) {
   const int64_t size = between(1, 70);

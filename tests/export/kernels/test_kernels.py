@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from export.kernels.build import NAME, BuildError, build
-from export.kernels.library import HERE
+from export.kernels.library import HERE, VERSION
 
 Array = npt.NDArray[Any]
 Case = tuple[dict[str, Array], dict[str, "Packed"], dict[str, Any]]
@@ -48,14 +48,14 @@ class Packed:
         groups = -(-columns // block)
         numbers = rng.integers(0, 2**bits, (rows, groups, block), dtype=np.uint8)
         points = rng.integers(0, 2**bits, (rows, groups), dtype=np.uint8) if zeros else None
-        self.scale = (size * rng.uniform(0.01, 0.1, (rows, groups)) / 2 ** (bits - 4)).astype(np.float32)
+        self.scale = (size * rng.uniform(0.01, 0.1, (rows, groups)) / 2 ** (bits - 4)).astype(np.float16)
         self.packed = numbers if bits == 8 else numbers[..., ::2] | numbers[..., 1::2] << 4
         self.points = points
         if points is not None and bits == 4:
             even = np.pad(points, ((0, 0), (0, groups % 2)))
             self.points = even[:, ::2] | even[:, 1::2] << 4
         middle = np.float64(2 ** (bits - 1)) if points is None else points[..., None].astype(np.float64)
-        self.dense = ((numbers - middle) * self.scale[..., None]).reshape(rows, -1)[:, :columns]
+        self.dense = ((numbers - middle) * self.scale[..., None].astype(np.float64)).reshape(rows, -1)[:, :columns]
         self.sizes = {"bits": bits, "block_size": block}
 
     def parts(self, name: str) -> dict[str, Array]:
@@ -87,7 +87,7 @@ def session(
         [helper.make_tensor_value_info(name, kind, None) for name, kind in outputs.items()],
         [numpy_helper.from_array(array, name) for name, array in constants.items()],
     )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("sportsllm", 1)]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("sportsllm", int(VERSION))]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
