@@ -133,16 +133,16 @@ def test_parts_by_percent_and_precision(capsys: pytest.CaptureFixture[str]) -> N
     for name, count in result["parameters_by_component"].items():
         assert result["weight_bytes_by_component"]["fp32"][name] == 4 * count
         assert result["weight_bytes_by_component"]["fp16"][name] == 2 * count
-    # Attention as INT4 in blocks of 32: half a byte a number, a float32 scale and a 4-bit zero point for each block.
-    assert result["weight_bytes_by_component"]["int4"]["attention"] == 28_311_552 // 2 + 4.5 * 28_311_552 // 32
+    # Attention as INT4 in blocks of 32: half a byte a number, a float16 scale and a 4-bit zero point for each block.
+    assert result["weight_bytes_by_component"]["int4"]["attention"] == 28_311_552 // 2 + 2.5 * 28_311_552 // 32
     assert result["weight_bytes_by_component"]["int4"]["norms"] == 4 * 19_200
     block = result["weight_bytes_per_block"]["int8"]
-    assert block["up_proj"] == 2_359_296 + 4 * 2_359_296 // 32 and block["input_layernorm"] == 4 * 768
+    assert block["up_proj"] == 2_359_296 + 2 * 2_359_296 // 32 and block["input_layernorm"] == 4 * 768
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert len(lines) < 40  # a screen
-    assert ["attention", "28,311,552", "17.4", "113", "56.6", "31.9", "18.1"] in lines
-    assert ["all", "12", "blocks", "113,264,640", "69.7", "453", "227", "127", "72.6"] in lines
-    assert ["one", "block", "9,438,720", "5.8", "37.8", "18.9", "10.6", "6.05"] in lines
+    assert ["attention", "28,311,552", "17.4", "113", "56.6", "30.1", "16.4"] in lines
+    assert ["all", "12", "blocks", "113,264,640", "69.7", "453", "227", "120", "65.5"] in lines
+    assert ["one", "block", "9,438,720", "5.8", "37.8", "18.9", "10", "5.46"] in lines
 
 
 def test_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,9 +151,9 @@ def test_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["weight_bytes"] == {
         "fp32": 28e9,
         "fp16": 14e9,
-        "int8": 7.875e9,
-        "int4": 4.484375e9,
-    }  # 4 bytes for 32 numbers, at 4 bits 4.5
+        "int8": 7.4375e9,
+        "int4": 4.046875e9,
+    }  # 2 bytes for 32 numbers, at 4 bits 2.5
     assert "fp16, bf16 14,000" in " ".join(capsys.readouterr().out.split())
     assert plan(shape="1.5b")["parameters"] == 1_500_000_000 and plan(shape="162.4M")["parameters"] == 162_400_000
     assert "`70b` is a shape" in (plan(shape="70B"), capsys.readouterr().out)[1]

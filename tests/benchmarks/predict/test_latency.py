@@ -56,8 +56,8 @@ DEVICE = REFERENCE.model_copy(update={"coefficients": KNOWN})
 # `small`: 12 layers, 768 wide, 12 heads of 64 with keys of their own, 2,048 inner, 16,000 tokens, tied; int4 in blocks
 # of 128 with an int8 head, by hand.
 MACS = 12 * (4 * 768**2 + 3 * 768 * 2_048)
-HEAD_BYTES = 16_000 * 768 * (1 + 4 / 128)
-LAYER_BYTES = MACS * (0.5 + 4 / 128) + 4 * (12 * 2 * 768 + 768)
+HEAD_BYTES = 16_000 * 768 * (1 + 2 / 128)
+LAYER_BYTES = MACS * (0.5 + 2 / 128) + 4 * (12 * 2 * 768 + 768)
 CACHE_BYTES = 2 * 12 * 768 * 4
 ATTENTION_MACS = 2 * 12 * 768
 ACTIVATIONS = 4 * (768 + 768) + 2 * (768 + 2_048) + (2_048 + 768)  # inputs and outputs of a layer's seven products
