@@ -142,7 +142,7 @@ def test_parts_by_percent_and_precision(capsys: pytest.CaptureFixture[str]) -> N
     assert len(lines) < 40  # a screen
     assert ["attention", "28,311,552", "17.4", "113", "56.6", "30.1", "16.4"] in lines
     assert ["all", "12", "blocks", "113,264,640", "69.7", "453", "227", "120", "65.5"] in lines
-    assert ["one", "block", "9,438,720", "5.8", "37.8", "18.9", "10", "5.46"] in lines
+    assert ["one", "block", "9,438,720", "5.8", "37.8", "18.9", "10.0", "5.46"] in lines
 
 
 def test_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
