@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +15,6 @@ from sportsllm.results import Result, plain
 from sportsllm.settings import BENCH, LIMITS, parse_settings, pick
 
 if TYPE_CHECKING:
-    from benchmarks.measure.bench import BenchRequest, Measurement
-    from benchmarks.runtimes.compare import Runtime
     from sportsllm.inference.scoring import TextScore
 
 BOTH = "both"  # of --kernels: measure the native ones alone and in turns with the portable ones
@@ -123,154 +121,118 @@ def bench(
     threads: options.Threads = None,
     settings: options.Settings = None,
 ) -> BenchResult:
-    """Latency, memory and size in fresh processes; with --target, the verdict on a device's budget."""
-    import json
-
-    from benchmarks.measure.bench import BenchRequest, parse_numbers, round_numbers
-    from benchmarks.reporting.bench_tables import print_bench, verdict_line
-    from benchmarks.reporting.measured import as_bench
-    from benchmarks.runtimes.compare import parse_runtimes, portable_too
-    from sportsllm.console import log, output
-    from sportsllm.files import atomic_write_text, require_directory
-    from sportsllm.inference.decoder import is_onnx_directory
-
-    found = parse_settings(settings, BENCH, LIMITS)
-    limits = pick(found, LIMITS)
-    if out is not None and out.exists():
-        raise ConflictError(f"{out}: exists already; choose another --out or move it away")
-    for path in text or []:
-        if not path.exists():
-            raise ArtifactError(f"{path}: not found; give an existing file of held-out text")
-    require_directory(directory, "a checkpoint or an export")
-    request = BenchRequest(
-        directory,
-        threads,
-        *round_numbers(rounds, found.get("most_rounds")),
-        found.get("timeout", BenchRequest.timeout_s),
-        parse_numbers("--prompt-lengths", prompt_lengths),
-        parse_numbers("--batch-size", batch_size),
-        minutes,
-        "native" if kernels == BOTH else kernels,
-        provider,
-    )
-    runtimes = parse_runtimes(against, directory) + ([portable_too(directory)] if kernels == BOTH else [])
-    if is_onnx_directory(directory):
-        from export.runtime.kernels import kernels_of_directory
-        from export.runtime.providers import find_provider
-
-        log(str(kernels_of_directory(directory, request.kernels, find_provider(request.provider))))
-    measured = bench_model(request, target, on_device, text or [], teacher, runtimes, limits)
-    result = measured.to_json()
-    if out is not None:
-        atomic_write_text(out, json.dumps(result, indent=1) + "\n")
-    shown = as_bench(result)
-    print_bench(output(), shown)
-    failed = shown.budget is not None and shown.budget.verdict != "pass"
-    return BenchResult.of(
-        {
-            **result,
-            "directory": directory,
-            "figures": result,
-            "exit_code": GateError.exit_code if failed else 0,
-            "complaint": f"{directory}: {verdict_line(shown.budget)}; {advice(result)}"
-            if failed and shown.budget
-            else None,
-        }
-    )
-
-
-def bench_model(
-    request: BenchRequest,
-    target: str | None = None,
-    on_device: bool = False,
-    text: Sequence[Path] = (),
-    teacher: Path | None = None,
-    runtimes: Sequence[Runtime] = (),
-    limits: Mapping[str, float] | None = None,
-) -> Measurement:
-    """Measure a model, alone and in turns with other `runtimes`, and judge it by a device's budget.
-
-    Args:
-        request: what is measured.
-        target: a shipped device's name, or the path of a device file, whose budget decides; None judges nothing.
-        on_device: this machine is the device, so the measurement decides even where that cannot be recognised.
-        text: held-out text that is scored, for the quality limit.
-        teacher: the fp32 teacher that quality is compared with.
-        runtimes: see `parse_runtimes`.
-        limits: limits that replace those of the target.
+    """Latency, memory and size in fresh processes; with --target, the verdict on a device's budget.
 
     Raises:
         UsageError: no such device, `on_device` for another processor than the measured one, settings that the context
             has no room for.
         ChildFailure: a measuring process crashed, hung or was killed; nothing is reported then.
     """
+    import json
+
     from benchmarks.devices.load import load_target
     from benchmarks.devices.verdict import check_on_device, judge_budget
-    from benchmarks.measure.bench import run_bench
+    from benchmarks.measure.bench import parse_numbers, round_checks, run_bench
     from benchmarks.predict.latency import predict_directory
-    from benchmarks.quality import quality_loss
-    from benchmarks.runtimes.compare import measure_against, turn_depths
+    from benchmarks.reporting.bench_tables import print_bench, verdict_line
+    from benchmarks.reporting.measured import as_bench
+    from benchmarks.runtimes.compare import measure_against, parse_runtimes, portable_too, turn_depths
+    from export.runtime.kernels import kernels_of_directory
+    from export.runtime.providers import find_provider
+    from sportsllm.console import log, output
+    from sportsllm.files import atomic_write_text, require_directory
     from sportsllm.formats.huggingface import load_config
-    from sportsllm.formats.manifest import digest
+    from sportsllm.inference.decoder import is_onnx_directory
 
+    found = parse_settings(settings, BENCH, LIMITS)
+    limits = pick(found, LIMITS)
+    _check(out, text, teacher, target, on_device, limits)
+    require_directory(directory, "a checkpoint or an export")
+    checks = round_checks(rounds, found.get("most_rounds"))
+    runtimes = parse_runtimes(against, directory) + ([portable_too(directory)] if kernels == BOTH else [])
+    kernels = "native" if kernels == BOTH else kernels
+    placed, config = find_provider(provider), load_config(directory)
+    device = None if target is None else load_target(target, limits)
+    if device is not None:
+        check_on_device(device, on_device, placed.processor)
+    if runtimes:
+        turn_depths(config.max_position_embeddings)  # refused now rather than after minutes
+    if is_onnx_directory(directory):
+        log(str(kernels_of_directory(directory, kernels, placed)))
+    quality = _quality(directory, text or [], teacher, threads, kernels, provider)
+    result = run_bench(
+        directory,
+        checks,
+        threads=threads,
+        timeout_s=found.get("timeout"),
+        prompt_lengths=parse_numbers("--prompt-lengths", prompt_lengths),
+        batch_sizes=parse_numbers("--batch-size", batch_size),
+        minutes=minutes,
+        kernels=kernels,
+        provider=provider,
+    )
+    result |= quality
+    if runtimes:
+        result |= measure_against(directory, config, runtimes, result["settings"], checks, found.get("timeout"))
+        if unsteady := [name for name, one in result["against"].items() if one.get("steady") is False]:
+            result["clean"] = False
+            result["noise_reasons"].append(f"the turns of {', '.join(unsteady)} do not agree or are too few")
+    result["budget"] = device and judge_budget(device, result, config, directory, on_device, predict_directory)
+    if out is not None:
+        atomic_write_text(out, json.dumps(result, indent=1) + "\n")
+    shown, outcome = as_bench(result), dict[str, Any]()
+    print_bench(output(), shown)
+    if shown.budget is not None and shown.budget.verdict != "pass":
+        complaint = f"{directory}: {verdict_line(shown.budget)}; {advice(result)}"
+        outcome = {"exit_code": GateError.exit_code, "complaint": complaint}
+    return BenchResult.of({**result, "directory": directory, "figures": result, **outcome})
+
+
+def _check(
+    out: Path | None,
+    text: list[Path] | None,
+    teacher: Path | None,
+    target: str | None,
+    on_device: bool,
+    limits: Mapping[str, float],
+) -> None:
+    """Refuse what can be seen to be wrong before anything is opened."""
+    if out is not None and out.exists():
+        raise ConflictError(f"{out}: exists already; choose another --out or move it away")
+    if missing := [path for path in text or [] if not path.exists()]:
+        raise ArtifactError(f"{missing[0]}: not found; give an existing file of held-out text")
     if teacher is not None and not text:
         raise UsageError("--teacher needs --text: quality is compared on held-out text")
     if on_device and target is None:
         raise UsageError("--on-device needs --target: it says that this machine is that device")
     if limits and target is None:
         raise UsageError(f"--set {next(iter(limits))} needs --target NAME, whose limit it replaces")
-    device = load_target(target or "host", limits or {})
-    processor = processor_of(request.provider)
-    check_on_device(device, on_device, processor)
-    if runtimes:
-        turn_depths(load_config(request.directory).max_position_embeddings)  # refused now rather than after minutes
-    runs_on = request.kernels, request.provider
-    digests = [digest(path) for path in text]
-    own = score_text(request.directory, text, request.threads, *runs_on) if text else None
-    reference = score_text(teacher, text, request.threads) if text and teacher else None
-    result = run_bench(request)
-    figures = result.figures
-    if runtimes:
-        figures |= measure_against(
-            request.directory, result.config, runtimes, result.settings, request.checks, request.timeout_s
-        )
-        if unsteady := [name for name, one in figures["against"].items() if one.get("steady") is False]:
-            figures["clean"] = False
-            figures["noise_reasons"].append(f"the turns of {', '.join(unsteady)} do not agree or are too few")
-    figures["bits_per_byte"] = own and own.bits_per_byte
-    figures["teacher_bits_per_byte"] = reference and reference.bits_per_byte
-    figures["text_digests"] = digests
-    figures["text"], figures["teacher"] = [str(path) for path in text], None if teacher is None else str(teacher)
+
+
+def _quality(
+    directory: Path, text: list[Path], teacher: Path | None, threads: int | None, kernels: str, provider: str
+) -> dict[str, Any]:
+    """Bits per byte of the text, and the loss against the teacher with its interval; None for what is not asked for."""
+    from benchmarks.quality import quality_loss
+    from sportsllm.formats.manifest import digest
+
+    own = score_text(directory, text, threads, kernels, provider) if text else None
+    reference = score_text(teacher, text, threads) if teacher else None
     loss = quality_loss(own.documents, reference.documents) if own and reference else None
-    figures["quality_loss_percent"] = loss and loss.percent
-    figures["quality_interval_percent"] = loss and loss.interval and list(loss.interval)
-    figures["quality_documents"] = loss and loss.documents
-    figures["budget"] = None
-    if target is not None:
-        judged = judge_budget(device, figures, result.config, request.directory, on_device, predict_directory)
-        figures["budget"] = judged
-    return result
-
-
-def processor_of(provider: str) -> str:
-    """What a provider runs on: `cpu`, `gpu` or `npu`.
-
-    Raises:
-        UsageError, ResourceError: see `export.runtime.providers.find_provider`.
-    """
-    if provider == "cpu":
-        return "cpu"
-    from export.runtime.providers import find_provider
-
-    return find_provider(provider).processor
+    return {
+        "bits_per_byte": own and own.bits_per_byte,
+        "teacher_bits_per_byte": reference and reference.bits_per_byte,
+        "text": [str(path) for path in text],
+        "text_digests": [digest(path) for path in text],
+        "teacher": teacher and str(teacher),
+        "quality_loss_percent": loss and loss.percent,
+        "quality_interval_percent": loss and loss.interval and list(loss.interval),
+        "quality_documents": loss and loss.documents,
+    }
 
 
 def score_text(
-    directory: Path,
-    text: Sequence[Path],
-    threads: int | None = None,
-    kernels: str = "auto",
-    provider: str = "cpu",
+    directory: Path, text: list[Path], threads: int | None = None, kernels: str = "auto", provider: str = "cpu"
 ) -> TextScore:
     """Score of `directory` on the documents of `text`, as `eval` computes it."""
     from sportsllm.inference.decoder import open_decoder

@@ -122,10 +122,10 @@ def fit(
     settings: options.Settings = None,
 ) -> FitResult:
     """Find and make the best model that fits a device's budget, and explain the choice."""
-    from benchmarks.bench import processor_of
     from benchmarks.search.printing import print_fit
     from benchmarks.search.stages import Effort, Source, Target, recovery_tokens
     from compress.distillation.starts import teacher_corpus
+    from export.runtime.providers import find_provider
     from sportsllm.console import output
     from sportsllm.files import require_directory
     from sportsllm.processors import set_threads
@@ -141,7 +141,7 @@ def fit(
     tokens = tokens or recovery_tokens(teacher)
     effort = Effort(tokens, rare.pop("search_tokens", max(1, tokens // 10)), finalists, minutes)
     source = Source(teacher, text, tuple(calibration or text), held_out, threads, seed, rare)
-    device = Target(target, on_device, provider, processor_of(provider))
+    device = Target(target, on_device, provider, find_provider(provider).processor)
     result = run_fit(source, device, out, effort, vocabularies=vocab_size or [], dry_run=dry_run)
     print_fit(output(), result.to_json())
     return result

@@ -6,8 +6,7 @@ sampling out, as llama-bench does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +14,9 @@ from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import TIMED_STEPS, depths_that_fit, limit_lengths
 from benchmarks.measure.machine import choose_cpus, default_threads, machine
 from benchmarks.measure.process import (
+    CHECK_EVERY,
     DEFAULT_TIMEOUT_S,
-    Payloads,
     run_child,
-    stop_checks,
     take_turns,
     worker_turn,
 )
@@ -34,10 +32,8 @@ from benchmarks.measure.summary import (
 )
 from sportsllm import console
 from sportsllm.errors import UsageError
-from sportsllm.files import require_directory
 from sportsllm.formats.huggingface import load_config
 from sportsllm.formats.manifest import directory_bytes
-from sportsllm.models.config import ModelConfig
 
 ROUNDS = 5
 MOST_ROUNDS = 8  # one more check: at most 1.6 times the time
@@ -55,75 +51,47 @@ LARGEST_WORKING_SET_BYTES = 512 * 2**20  # beyond every cache; more would only c
 SHORT = {"steps": 48, "warm_up_steps": 8, "repeats": 5, "seconds_per_figure": 0.1, "memory_steps": 8}  # `short_bench`
 
 
-@dataclass(frozen=True)
-class BenchRequest:
-    """What to measure of an export (ONNX) or a checkpoint (PyTorch), and how thoroughly; see `benchmarks.bench.bench`.
+def run_bench(
+    directory: Path,
+    check_after_rounds: Sequence[int],
+    *,
+    threads: int | None = None,
+    timeout_s: float | None = None,
+    prompt_lengths: Sequence[int] = (),
+    batch_sizes: Sequence[int] = (),
+    minutes: float = 0.0,
+    kernels: str = "auto",
+    provider: str = "cpu",
+) -> dict[str, Any]:
+    """Measure a directory: speed, bandwidth and batches in turns, then memory, cold loads and `minutes` of decoding.
 
-    `threads` None means all physical cores; `minutes` 0 means no sustained run.
-    """
-
-    directory: Path
-    threads: int | None = None
-    rounds: int = ROUNDS
-    most_rounds: int = MOST_ROUNDS
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    prompt_lengths: Sequence[int] = ()
-    batch_sizes: Sequence[int] = ()
-    minutes: float = 0.0
-    kernels: str = "auto"  # what runs an export
-    provider: str = "cpu"  # what it runs on
-
-    @property
-    def checks(self) -> list[int]:
-        """After how many rounds their noise is checked."""
-        return stop_checks(self.rounds, self.most_rounds)
-
-
-@dataclass
-class Measurement:
-    """Figures of one directory in ms, bytes and tokens per second.
-
-    `settings` is what every worker was told, `raw` has every sample of every round.
-    """
-
-    config: ModelConfig
-    figures: dict[str, Any]
-    settings: dict[str, Any]
-    raw: Payloads
-    machine: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as `bench --json` prints it."""
-        return {**self.figures, "machine": self.machine, "settings": self.settings, "raw": self.raw}
-
-
-def run_bench(request: BenchRequest) -> Measurement:
-    """Measure a directory: speed, bandwidth and batches in turns, then memory, cold loads and minutes of decoding.
+    Returns:
+        Figures in ms, bytes and tokens per second, `settings`, what every worker was told, `raw`, every sample of every
+        round, and the `machine`.
 
     Raises:
-        ArtifactError: the directory is missing or damaged.
+        ArtifactError: the directory is damaged.
         UsageError: a prompt, a batch or `minutes` that the context has no room for.
-        ChildFailure: a measuring process crashed, hung or was killed; nothing is reported then.
+        ChildFailure: a measuring process crashed, hung or was killed.
     """
-    directory = request.directory
-    require_directory(directory, "a checkpoint or an export")
+    timeout_s = timeout_s or DEFAULT_TIMEOUT_S
     config = load_config(directory)
     context = config.max_position_embeddings
     depth = budget_depth(depths := depths_that_fit(context))
-    if request.minutes and not depths:
+    if minutes and not depths:
         raise UsageError(f"--minutes: a context of {context} tokens has no room for {STEPS} steps after a prompt")
-    batches = {f"{BATCH}{rows}": ragged_lengths(rows, context) for rows in request.batch_sizes}
+    batches = {f"{BATCH}{rows}": ragged_lengths(rows, context) for rows in batch_sizes}
     read = bytes_read_per_token(directory, config)
     per_token = read["weight_bytes"] + read["kv_bytes_per_token"] * depth
     settings = {
-        **_settings(directory, request.threads, request.provider),
-        "kernels": request.kernels,
-        "prompts": prompts_that_fit(context, request.prompt_lengths),
+        **_settings(directory, threads, provider),
+        "kernels": kernels,
+        "prompts": prompts_that_fit(context, prompt_lengths),
         "depths": depths,
         "energy_depth": depth,
         "steps": STEPS,
         "warm_up_steps": WARM_UP_STEPS,
-        "repeats": max(REPEATS, -(-12 // request.rounds)),
+        "repeats": max(REPEATS, -(-12 // check_after_rounds[0])),
         "seconds_per_figure": SECONDS_PER_FIGURE,
         "context_tokens": min(MEMORY_CONTEXT_TOKENS, context),
         "memory_steps": MEMORY_STEPS,
@@ -133,14 +101,14 @@ def run_bench(request: BenchRequest) -> Measurement:
     title = f"bench {directory.name}"
     timed = [worker_turn(settings, "speed"), worker_turn(settings, "bandwidth")]
     timed += [worker_turn({**settings, "lengths": lengths}, "batch", name) for name, lengths in batches.items()]
-    raw = take_turns(title, timed, request.checks, is_steady, request.timeout_s)
+    raw = take_turns(title, timed, check_after_rounds, is_steady, timeout_s)
     for mode, rounds in (("memory", MEMORY_ROUNDS), ("cold", COLD_ROUNDS)):
-        raw |= take_turns(title, [worker_turn(settings, mode)], [rounds], lambda _: True, request.timeout_s)
+        raw |= take_turns(title, [worker_turn(settings, mode)], [rounds], lambda _: True, timeout_s)
     figures: dict[str, Any] = {
         "directory": str(directory),
         "runtime": raw["speed"][0]["runtime"],
         "kernels": raw["speed"][0]["kernels"],
-        "provider": request.provider,
+        "provider": provider,
         "placement": raw["speed"][0]["placement"],
         "parameters": config.parameters,
         "context_length": context,
@@ -150,9 +118,12 @@ def run_bench(request: BenchRequest) -> Measurement:
         "directory_bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
         **bandwidth_bound(read, raw["bandwidth"], depths),
     }
-    if request.minutes:
-        figures["sustained"] = _measure_sustained(settings, depth, request)
-    return Measurement(config, figures, settings, raw, machine())
+    if minutes:
+        turn = worker_turn({**settings, "minutes": minutes, "depth": depth}, "sustained")
+        with console.progress_bar(turn.what, 60 * minutes) as progress:
+            payload = run_child(turn, timeout_s + 60 * minutes, progress.advance)
+        figures["sustained"] = {"minutes": minutes, "depth": depth, **summarise_sustained(payload)}
+    return {**figures, "machine": machine(), "settings": settings, "raw": raw}
 
 
 class ShortBench(NamedTuple):
@@ -189,16 +160,17 @@ def short_bench(directory: Path, device: Device, threads: int | None = None, pro
     return ShortBench(figures, float(speed["other_cpu_cores"]))
 
 
-def round_numbers(rounds: int | None, most_rounds: int | None) -> tuple[int, int]:
-    """How often to measure at least and at most, if one of them or both were given.
+def round_checks(rounds: int | None, most_rounds: int | None) -> list[int]:
+    """After how many rounds their noise is checked: `rounds`, then every `CHECK_EVERY`, at last `most_rounds`.
 
     Raises:
-        UsageError: more at least than at most.
+        UsageError: more rounds at least than at most.
     """
     if rounds is not None and most_rounds is not None and rounds > most_rounds:
         raise UsageError(f"--rounds {rounds} is more than most_rounds={most_rounds}; lower one or raise the other")
     least = rounds or min(ROUNDS, most_rounds or ROUNDS)
-    return least, most_rounds or max(MOST_ROUNDS, least)
+    most = most_rounds or max(MOST_ROUNDS, least)
+    return sorted({*range(least, most, CHECK_EVERY), most})
 
 
 def parse_numbers(flag: str, text: str | None) -> list[int]:
@@ -233,13 +205,3 @@ def _settings(directory: Path, threads: int | None, provider: str) -> dict[str, 
     threads = threads or default_threads()
     where = {"threads": threads, "cpus": choose_cpus(threads), "provider": provider}
     return {"directory": str(directory.resolve()), **where, "seed": 0, "kernels": "auto"}
-
-
-def _measure_sustained(settings: Mapping[str, Any], depth: int, request: BenchRequest) -> dict[str, Any]:
-    """One long run, with a bar that shows its time."""
-    minutes = request.minutes
-    turn = worker_turn({**settings, "minutes": minutes, "depth": depth}, "sustained")
-    with console.progress_bar(turn.what, 60 * minutes) as progress:
-        payload = run_child(turn, request.timeout_s + 60 * minutes, progress.advance)
-    found = {"minutes": minutes, "depth": depth, **summarise_sustained(payload["windows"])}
-    return found | {"other_cpu_cores": payload["other_cpu_cores"]}

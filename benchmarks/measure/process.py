@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
@@ -31,16 +31,15 @@ MEMORY_SAMPLE_S = 0.02
 _ROOT = Path(__file__).resolve().parents[2]
 _MEMORY_WORDS = ("MemoryError", "bad_alloc", "bad allocation", "can't allocate memory", "Cannot allocate memory")
 
-FailureKind = Literal["memory", "hang", "crash", "refused"]
 Payloads = dict[str, list[dict[str, Any]]]
 
 
 class ChildFailure(SportsLLMError):
     """A measuring process gave no result: it ran out of memory, hung, crashed or refused its input."""
 
-    def __init__(self, message: str, kind: FailureKind, exit_code: int = SportsLLMError.exit_code) -> None:
+    def __init__(self, message: str, exit_code: int = SportsLLMError.exit_code) -> None:
         super().__init__(message)
-        self.kind, self.exit_code = kind, exit_code
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,6 @@ def run_child(
             raise ChildFailure(
                 f"{turn.what}: no result within {timeout_s:g} s, the process was stopped; measure a smaller model, or "
                 "give `bench` longer with --set timeout=SECONDS",
-                "hang",
                 ResourceError.exit_code,
             ) from None
         except BaseException:
@@ -164,23 +162,22 @@ def _payload(what: str, code: int, stdout: str, stderr: str) -> dict[str, Any]:
     if code == -int(getattr(signal, "SIGKILL", 9)) or (code != 0 and any(word in stderr for word in _MEMORY_WORDS)):
         raise ChildFailure(
             f"{what}: the process was killed or stopped for memory; close other programs or use a smaller model",
-            "memory",
             ResourceError.exit_code,
         )
     if code < 0:
         name = {number.value: number.name for number in signal.Signals}.get(-code, f"signal {-code}")
-        raise ChildFailure(f"{what}: the process crashed with {name} ({last_line})", "crash")
+        raise ChildFailure(f"{what}: the process crashed with {name} ({last_line})")
     if code > 0:
         sys.stderr.write(stderr)
-        raise ChildFailure(f"{what}: the process failed with exit code {code} ({last_line})", "crash")
+        raise ChildFailure(f"{what}: the process failed with exit code {code} ({last_line})")
     try:
         payload = json.loads(stdout.strip().splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
         payload = None
     if not isinstance(payload, dict):
-        raise ChildFailure(f"{what}: the process ended without a result", "crash")
+        raise ChildFailure(f"{what}: the process ended without a result")
     if "error" in payload:
-        raise ChildFailure(str(payload["error"]), "refused", int(payload["exit_code"]))
+        raise ChildFailure(str(payload["error"]), int(payload["exit_code"]))
     return payload
 
 
@@ -212,12 +209,6 @@ def wait_for_quiet(longest_s: float = 3.0, cpus: Sequence[int] | None = None) ->
             return cores <= QUIET_CORES
 
 
-def stop_checks(rounds: int, most_rounds: int) -> list[int]:
-    """After how many rounds the noise is checked: `rounds`, then every `CHECK_EVERY`, at last `most_rounds`."""
-    most = max(rounds, most_rounds)
-    return sorted({*range(rounds, most, CHECK_EVERY), most})
-
-
 def disturbed(rounds: Sequence[Mapping[str, Any]]) -> bool:
     """Whether other programs took more than `QUIET_CORES` in half of the rounds or more: medians bear less."""
     return statistics.median(float(one["other_cpu_cores"]) for one in rounds) > QUIET_CORES
@@ -238,7 +229,7 @@ def take_turns(
     Args:
         title: names the whole in progress bar and messages.
         turns: the order within a round.
-        check_after_rounds: see `stop_checks`.
+        check_after_rounds: after how many rounds their noise is checked, ascending; the last is the most.
         converged: whether the rounds so far agree; it gets those of the turns that have not failed.
         timeout_s: after which one process counts as hung.
         failed: told of a turn that gave no result, which is left out from then on; None raises the failure.

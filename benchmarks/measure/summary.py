@@ -158,8 +158,6 @@ def _readings(raw: Raw, joules: float | None) -> dict[str, Any]:
     loads = [one["load_s"] for one in cold if "load_s" in one]
     if not loads:
         absent["cold_load_s"] = next((one["absent"] for one in cold if "absent" in one), "not asked for")
-    values = {name: [one[name] for one in speed if one[name] is not None] for name in ("clock_mhz", "temperature_c")}
-    absent |= {name: "no such sensor can be read" for name, found in values.items() if not found}
     if speed[0]["cpus"] is None:
         absent["cpus"] = "this system does not pin a process to processors"
     return {
@@ -167,16 +165,14 @@ def _readings(raw: Raw, joules: float | None) -> dict[str, Any]:
         "memory_split": split,
         "joules_per_token": joules,
         "energy": {key: speed[0]["energy"].get(key) for key in ("source", "depth")},
-        "surroundings": {
-            name: {"low": min(found), "high": max(found)} if found else None for name, found in values.items()
-        },
         "cpus": speed[0]["cpus"],
         "absent": absent,
     }
 
 
-def summarise_sustained(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarise_sustained(payload: Mapping[str, Any]) -> dict[str, Any]:
     """The run's windows, and its last against its first; `throttling` is None where there is one window only."""
+    windows: Sequence[Mapping[str, Any]] = payload["windows"]
     first, last = windows[0]["tokens_per_s"], windows[-1]["tokens_per_s"]
     lost = 1 - last / first if len(windows) > 1 else None
     return {
@@ -185,6 +181,7 @@ def summarise_sustained(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "throttling_percent": None if lost is None else 100 * lost,
         "throttled": None if lost is None else lost > THROTTLED,
         "windows": windows,
+        "other_cpu_cores": payload["other_cpu_cores"],
     }
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.process import ChildFailure, Turn, take_turns
+from benchmarks.measure.process import DEFAULT_TIMEOUT_S, ChildFailure, Turn, take_turns
 from benchmarks.measure.summary import nested
 from benchmarks.runtimes import worker
 from benchmarks.runtimes.worker import OTHER, OURS
@@ -26,7 +26,6 @@ from sportsllm.models.config import ModelConfig
 DEPTHS = (32, 512)
 MEMORY = "peak_rss_bytes"
 TOO_SHORT = f"ttft_ms.{DEPTHS[0]}"  # so short that one disturbance counts: never the reason for another round
-FAILURES = {"memory": "out of memory", "hang": "hung", "crash": "crashed", "refused": "gave up"}
 METRICS = {"generated_tokens_per_s": max, "ttft_ms": min, MEMORY: min}  # which of two values is better
 INSTALL = {
     "genai": "pip install onnxruntime-genai",
@@ -129,7 +128,7 @@ def measure_against(
     runtimes: Sequence[Runtime],
     settings: Mapping[str, Any],
     check_after_rounds: Sequence[int],
-    timeout_s: float,
+    timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """Measure our model in turns with others of its shape; `settings` has the `threads` and `cpus` of all.
 
@@ -149,6 +148,7 @@ def measure_against(
 
     title = f"bench {directory.name} against others"
     turns = [_turn(runtime, asked) for runtime in entries.values()]
+    timeout_s = timeout_s or DEFAULT_TIMEOUT_S
     raw = take_turns(title, turns, check_after_rounds, lambda raw: all(map(_steady, raw.values())), timeout_s, failed)
     against = {
         name: failures[name] if name in failures else _summary(runtime, raw[name], config)
@@ -162,10 +162,10 @@ def measure_against(
 
 
 def _failure(runtime: Runtime, failure: ChildFailure) -> dict[str, Any]:
-    if failure.exit_code == worker.NOT_INSTALLED and failure.kind == "refused":
+    if failure.exit_code == worker.NOT_INSTALLED:
         own = f"in an environment of its own, then --against {runtime.name},python=ENVIRONMENT/bin/python"
         return {"status": "not installed", "install": f"{INSTALL.get(runtime.kind, INSTALL[OTHER])}, {own}"}
-    return {"status": f"failed: {FAILURES[failure.kind]} ({failure})"}
+    return {"status": f"failed: {failure}"}
 
 
 def _turn(runtime: Runtime, settings: Mapping[str, Any]) -> Turn:

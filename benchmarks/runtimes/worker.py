@@ -25,7 +25,7 @@ OURS = "ours"
 OTHER = "other"  # a second export of this project, so that two formats of a model are compared in turns
 STEPS, WARM_UP = 96, 16
 REPEATS = 3
-NOT_INSTALLED = 5  # exit code
+NOT_INSTALLED = 78  # exit code, of nothing else
 
 # From a prompt and a number of tokens: the seconds from the call until each of these tokens is chosen.
 Generate = Callable[[list[int], int], list[float]]

@@ -245,10 +245,10 @@ def test_failures_are_told_apart_and_stop_nobody(export: Path, interpreters: Int
     result = measure(export, runtimes)
     status = {name: one["status"] for name, one in result["against"].items()}
     assert status["ours"] == "measured"
-    assert status["llama.cpp"].startswith("failed: crashed") and "SIGSEGV" in status["llama.cpp"]
-    assert status["genai"] == "failed: gave up (RuntimeError: bad graph)"
-    assert status["openvino"].startswith("failed: out of memory")
-    assert status["other"].startswith("failed: gave up (ArtifactError")
+    assert status["llama.cpp"].startswith("failed: ") and "crashed with SIGSEGV" in status["llama.cpp"]
+    assert status["genai"] == "failed: RuntimeError: bad graph"
+    assert "stopped for memory" in status["openvino"]
+    assert status["other"].startswith("failed: ArtifactError")
     assert all(set(one) == {"status"} for name, one in result["against"].items() if name != "ours")
     assert result["against_ratios"] == {} and list(result["against_raw"]) == ["ours"]
 
@@ -261,7 +261,7 @@ def test_a_hang_another_model_and_what_is_not_there(export: Path, interpreters: 
     (interpreters.modules / "openvino_genai.py").unlink()
     places = {"llama.cpp": gguf, "genai": export, "openvino": export}
     against = measure(export, [Runtime(name, python, place) for name, place in places.items()], timeout_s=5)["against"]
-    assert against["genai"]["status"].startswith("failed: hung") and "timeout=SECONDS" in against["genai"]["status"]
+    assert "no result within 5 s" in against["genai"]["status"] and "timeout=SECONDS" in against["genai"]["status"]
     assert "hidden_size 48, ours has 32" in against["llama.cpp"]["status"]
     if importlib.util.find_spec("openvino_genai") is None:
         assert against["openvino"]["status"] == "not installed"

@@ -16,7 +16,7 @@ from benchmarks.devices.load import DEVICES, load_device
 from benchmarks.devices.schema import Device
 from benchmarks.devices.verdict import judge, misses
 from benchmarks.fit import FitResult, finish_best, fit, run_fit
-from benchmarks.measure.bench import BenchRequest, Measurement, ShortBench
+from benchmarks.measure.bench import ShortBench
 from benchmarks.predict.model_size import ModelFormat, file_bytes
 from benchmarks.search.candidates import Candidate, Estimates, candidates, cut_by_limit, grid_shapes
 from benchmarks.search.clock import Clock
@@ -432,12 +432,12 @@ class Line:
         source = Source(self.teacher, (self.corpus,), (self.corpus,), valid, settings=small)
         return run_fit(source, Target(str(self.budget)), self.out, effort, **changes)
 
-    def measured(self, request: BenchRequest) -> Measurement:
+    def measured(self, directory: Path, *_: Any, **__: Any) -> dict[str, Any]:
         """In place of `run_bench`."""
-        self.calls.append(request.directory)
-        figures = {
-            "directory": str(request.directory),
-            "file_bytes": directory_bytes(request.directory),
+        self.calls.append(directory)
+        return {
+            "directory": str(directory),
+            "file_bytes": directory_bytes(directory),
             "peak_rss_bytes": 80_000_000,
             "ttft_ms": {"512": 100.0},
             "tpot_ms": {"512": {"p50": 1.0, "p95": 2.0}},
@@ -445,7 +445,6 @@ class Line:
             **{"threads": 1, "load_s": 0.1, "memory_floor_tpot_ms": 0.5, "prefill_tokens_per_s": None},
             **{"decode_tokens_per_s": {"512": 1000.0}, "clean": True},
         }
-        return Measurement(load_config(request.directory), figures, {}, {}, {})
 
     def timed(self, directory: Path, device: Device, threads: int | None = None, provider: str = "cpu") -> ShortBench:
         """In place of `short_bench`; the first measurement is disturbed."""
