@@ -28,9 +28,9 @@ class QualityLoss:
 def quality_loss(own: Sequence[float], teacher: Sequence[float], seed: int = 0) -> QualityLoss:
     """100 * (sum of own / sum of teacher - 1), with a paired bootstrap over documents.
 
-    Both models read the same documents, so that most of the variance between documents cancels: resampled are pairs,
-    and the interval is the percentiles of the resampled ratios (Efron and Tibshirani 1993, An Introduction to the
-    Bootstrap, chapter 13; ratios of paired sums as in https://aclanthology.org/W04-3250).
+    Pairs are resampled, so most of the variance between documents cancels; the interval is the percentiles of the
+    resampled ratios (Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13; ratios of paired sums as
+    in https://aclanthology.org/W04-3250).
 
     Args:
         own, teacher: negative log-likelihood of each document in nats.
@@ -44,8 +44,7 @@ def quality_loss(own: Sequence[float], teacher: Sequence[float], seed: int = 0) 
     percent = 100 * (ours.sum() / theirs.sum() - 1)
     if len(own) < LEAST_DOCUMENTS:
         return QualityLoss(float(percent), len(own), None)
-    rng = np.random.default_rng(seed)
-    ratios = np.empty(RESAMPLES)
+    rng, ratios = np.random.default_rng(seed), np.empty(RESAMPLES)
     for place in range(RESAMPLES):
         chosen = rng.integers(0, len(own), len(own))
         ratios[place] = ours[chosen].sum() / theirs[chosen].sum()

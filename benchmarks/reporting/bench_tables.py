@@ -17,17 +17,15 @@ from benchmarks.labels import (
     reliability_line,
     with_unit,
 )
+from benchmarks.quality import LEAST_DOCUMENTS
 from benchmarks.spread import CONFIDENCE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import Console
 
     from benchmarks.devices.verdict import LimitVerdict
     from benchmarks.reporting.measured import Bench, Budget
 
-_MOST_WINDOWS = 9
 _WINDOW = {
     "start_s": "from s",
     "tokens_per_s": "tokens/s",
@@ -48,15 +46,12 @@ def print_bench(console: Console, bench: Bench) -> None:
         console.print(f"No decoding depth fits the context of {count(bench.context_length)} tokens.")
     for name, reason in bench.absent.items():
         console.print(f"not measured: {name} ({reason})", markup=False, style="dim")
-    if not bench.clean:
-        console.print(noise_line(bench.noise_reasons), markup=False, style="bold yellow")
-    if bench.quality_loss_percent is not None:
-        console.print(quality_line(bench), markup=False)
     if bench.budget is not None:
         budget_table(bench.budget).print(console)
-        console.print(verdict_line(bench.budget), markup=False, style="bold")
-        if bench.budget.decided_by == "prediction" and bench.budget.efficiency is not None:
-            console.print(reliability_line(bench.budget.efficiency), markup=False)
+    for line in verdict_lines(bench):
+        console.print(line, markup=False, style="bold yellow" if line.startswith("NOISY") else "bold")
+    if bench.budget is not None and bench.budget.decided_by == "prediction" and bench.budget.efficiency is not None:
+        console.print(reliability_line(bench.budget.efficiency), markup=False)
 
 
 def describe(bench: Bench) -> str:
@@ -69,20 +64,18 @@ def describe(bench: Bench) -> str:
     )
 
 
-def noise_line(reasons: Sequence[str]) -> str:
-    """Why a run does not count, in one loud line."""
-    return "; ".join(["NOISY, not a clean result", *reasons, "repeat it on a quiet machine"])
-
-
-def quality_line(bench: Bench) -> str:
-    """The change of quality against the teacher, with its interval, in words."""
-    percent, ends = bench.quality_loss_percent or 0.0, bench.quality_interval_percent
-    word = "worse" if percent > 0 else "better"
-    line = f"Quality: {abs(percent):.2f}% {word} than the teacher in bits per byte"
-    documents = f"{count(bench.quality_documents)} documents"
-    if ends is None:
-        return f"{line} on {documents}, too few for an interval (16 are needed)"
-    return f"{line} (95% interval {ends[0]:+.2f} to {ends[1]:+.2f}%, {documents})"
+def verdict_lines(bench: Bench) -> list[str]:
+    """The verdict on the budget, the change of quality with its interval, and a loud line if the run does not count."""
+    lines = [] if bench.budget is None else [verdict_line(bench.budget)]
+    if (percent := bench.quality_loss_percent) is not None:
+        ends, documents = bench.quality_interval_percent, f"{count(bench.quality_documents)} documents"
+        between = "" if ends is None else f" (95% interval {ends[0]:+.2f} to {ends[1]:+.2f}%, {documents})"
+        few = f" on {documents}, too few for an interval ({LEAST_DOCUMENTS} are needed)"
+        word = "worse" if percent > 0 else "better"
+        lines.append(f"Quality: {abs(percent):.2f}% {word} than the teacher in bits per byte{between or few}")
+    if not bench.clean:
+        lines.append("; ".join(["NOISY, not a clean result", *bench.noise_reasons, "repeat it on a quiet machine"]))
+    return lines
 
 
 def verdict_line(budget: Budget) -> str:
@@ -168,8 +161,7 @@ def _noise(bench: Bench, key: str, scale: float = 1.0) -> str:
 
 
 def _depths(bench: Bench) -> Table:
-    floor = bench.memory_floor.get("by_depth_ms")
-    floors = floor if isinstance(floor, dict) else {}
+    floors = bench.memory_floor.by_depth_ms
     rows = []
     for depth, times in bench.tpot_ms.items():
         noise, plain = bench.noise.get(f"tpot_ms.{depth}.p50"), bench.without_cache.get(depth, {})
@@ -177,21 +169,10 @@ def _depths(bench: Bench) -> Table:
         rest = (times.p90, times.p95, times.p99, floors.get(depth), bench.decode_tokens_per_s.get(depth))
         slow = plain.get("decode_tokens_per_s"), plain.get("cache_speedup")
         rows.append((depth, median, *map(number, (*rest, *slow))))
-    headers = (
-        "after tokens",
-        "p50 ms",
-        "p90 ms",
-        "p95 ms",
-        "p99 ms",
-        "memory floor ms",
-        "tokens/s",
-        "without cache",
-        "ratio",
-    )
-    caption = (
-        "Without a cache of keys and values, each new token reads the whole text again." if bench.without_cache else ""
-    )
-    return Table("Time per token", headers, rows, (), caption)
+    percentiles = ("p50 ms", "p90 ms", "p95 ms", "p99 ms")
+    headers = ("after tokens", *percentiles, "memory floor ms", "tokens/s", "without cache", "ratio")
+    caption = "Without a cache of keys and values, each new token reads the whole text again."
+    return Table("Time per token", headers, rows, (), caption if bench.without_cache else "")
 
 
 def _batches(bench: Bench) -> Table:
@@ -207,7 +188,7 @@ def _sustained(bench: Bench) -> Table:
     if (run := bench.sustained) is None:
         return Table("", (), ())
     last = len(run.windows) - 1
-    shown = sorted({round(last * place / (_MOST_WINDOWS - 1)) for place in range(_MOST_WINDOWS)}) if last >= 0 else []
+    shown = sorted({0, last // 2, last}) if run.windows else []
     rows = [tuple(number(run.windows[place].get(key)) for key in _WINDOW) for place in shown]
     caption, lost = "", run.throttling_percent
     if lost is not None:

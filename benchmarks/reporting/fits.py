@@ -11,7 +11,6 @@ from benchmarks.reporting.measured import Bench, Figure
 from sportsllm.formats.json_files import read_json, validate
 
 FIT_FILE = "fit.json"
-_CANDIDATES_SHOWN = 20
 _LEGEND = (
     "Figures with ~ are predicted, qualities with ~ an estimated loss against the teacher; the others are measured. "
     "The chosen one is marked \u2605. Names give layers, hidden size, FFN, heads, key/value heads and vocabulary."
@@ -55,10 +54,8 @@ class Fit:
 
     @property
     def shown(self) -> list[Candidate]:
-        """Those of tables and charts: all of which something was measured, then the first others."""
-        seen = [one for one in self.candidates if one.tried or one.name == self.chosen]
-        others = [one for one in self.candidates if one not in seen]
-        return [*seen, *others[: max(0, _CANDIDATES_SHOWN - len(seen))]]
+        """The chosen one and those of which something was measured."""
+        return [one for one in self.candidates if one.tried or one.name == self.chosen]
 
 
 def read_fit(directory: Path) -> Fit:

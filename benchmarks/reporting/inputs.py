@@ -88,19 +88,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything a report shows. `bench` is the last result given, `skipped` says which samples were left out."""
+    """Everything a report shows. The verdict is about `bench`, `skipped` says which samples were left out."""
 
     stages: list[StageSummary] = field(default_factory=list)
     bench: Bench | None = None
     samples: list[Sample] = field(default_factory=list)
     fits: list[Fit] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-
-    @property
-    def deciding(self) -> Bench | None:
-        """The bench result that the verdict is about: the last one given, else the last stage's own."""
-        measured = [stage.bench for stage in self.stages if stage.bench is not None]
-        return self.bench or (measured[-1] if measured else None)
 
 
 def lineage(stages: Sequence[StageSummary], last: StageSummary) -> list[StageSummary]:

@@ -41,6 +41,13 @@ class Interval:
 
 
 @dataclass(frozen=True)
+class MemoryFloor:
+    """The least time of a step by depth: bytes read over the measured bandwidth."""
+
+    by_depth_ms: ByTokens
+
+
+@dataclass(frozen=True)
 class Batch:
     """Sequences decoded together."""
 
@@ -105,7 +112,7 @@ class Bench:
     ttft_ms: ByTokens = field(default_factory=dict)
     decode_tokens_per_s: ByTokens = field(default_factory=dict)
     without_cache: dict[_Tokens, dict[str, Figure]] = field(default_factory=dict)
-    memory_floor: dict[str, Any] = field(default_factory=dict)
+    memory_floor: MemoryFloor = field(default_factory=lambda: MemoryFloor({}))
     prefill_tokens_per_s: Figure = None
     load_s: Figure = None
     cold_load_s: Figure = None

@@ -8,15 +8,8 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.labels import Table, escaped
-from benchmarks.reporting.bench_tables import (
-    bench_tables,
-    budget_table,
-    describe,
-    noise_line,
-    quality_line,
-    verdict_line,
-)
+from benchmarks.labels import BUDGET_DEPTH, Table, escaped
+from benchmarks.reporting.bench_tables import bench_tables, budget_table, describe, verdict_lines
 from benchmarks.reporting.charts import Chart, render_page
 from benchmarks.reporting.fits import fit_tables
 from benchmarks.reporting.inputs import Inputs, StageSummary
@@ -45,7 +38,7 @@ class Section:
 
 def sections(inputs: Inputs) -> list[Section]:
     """Everything but the verdict and the samples."""
-    bench, stages, changes = inputs.deciding, inputs.stages, change_table(inputs)
+    bench, stages, changes = inputs.bench, inputs.stages, change_table(inputs)
     last = stages[-1] if stages else None
     place, name = (last.directory, last.name) if last is not None else ("EXPORT", "EXPORT")
     command = (
@@ -63,28 +56,22 @@ def sections(inputs: Inputs) -> list[Section]:
     ]
 
 
-def verdict_lines(bench: Bench | None) -> list[str]:
-    """The verdict, what it rests on, and whether the measurement counts."""
-    if bench is None or bench.budget is None:
-        lines = ["No verdict: nothing was measured against a budget (`bench --target`)."]
-    else:
-        lines = [verdict_line(bench.budget)]
-    if bench is not None:
-        lines += [quality_line(bench)] if bench.quality_loss_percent is not None else []
-        lines += [] if bench.clean else [noise_line(bench.noise_reasons)]
-        lines += [f"{describe(bench)}."]
-    return lines
+def _headline(bench: Bench | None) -> list[str]:
+    """The verdict, what it rests on, and what was measured."""
+    found = [] if bench is None else [*verdict_lines(bench), describe(bench)]
+    none = ["No verdict: nothing was measured against a budget (`bench --target`)."]
+    return found if bench is not None and bench.budget is not None else none + found
 
 
 def html_page(title: str, inputs: Inputs) -> str:
     """One page that works offline."""
-    shown, bench = sections(inputs), inputs.deciding
+    shown, bench = sections(inputs), inputs.bench
     return render_page(
         "report.html",
         [chart for section in shown for chart in section.charts],
         title=title,
         verdict=None if bench is None or bench.budget is None else bench.budget.verdict,
-        lines=verdict_lines(bench),
+        lines=_headline(bench),
         machine=None if bench is None else bench.machine,
         absent={} if bench is None else bench.absent,
         stages=inputs.stages,
@@ -96,7 +83,7 @@ def html_page(title: str, inputs: Inputs) -> str:
 
 def markdown(title: str, inputs: Inputs) -> str:
     """Heading, verdict, tables and samples; no charts, no HTML."""
-    verdict, *more = verdict_lines(inputs.deciding)
+    verdict, *more = _headline(inputs.bench)
     lines = [f"## {escaped(title)}", "", f"**{escaped(verdict)}**", ""]
     for line in more:
         lines += [escaped(line), ""]
@@ -121,26 +108,19 @@ def csv_text(inputs: Inputs) -> str:
 
 
 def _csv_row(place: int, stage: StageSummary) -> dict[str, Any]:
-    own = ("command", "directory", "parameters", "size_bytes", "tokens", "flops", "bits_per_byte")
-    bench = stage.bench or Bench("", {})
-    split, depth = bench.memory_split or {}, bench.tpot_ms.get("512")
+    bench, split = stage.bench or Bench("", {}, runtime=""), (stage.bench and stage.bench.memory_split) or {}
+    times = bench.tpot_ms.get(str(BUDGET_DEPTH))
+    own = ("command", "directory", "parameters", "size_bytes", "tokens", "flops", "bits_per_byte", "verdict")
+    rates = ("prefill_tokens_per_s", "load_s", "peak_rss_bytes", "joules_per_token", "quality_loss_percent")
     return {
         **{"number": place, "stage": stage.name, **{key: getattr(stage, key) for key in own}},
         "scored_by": None if stage.scored is None else stage.scored[0],
-        **{f"ttft_{prompt}_ms": bench.ttft_ms.get(prompt) for prompt in ("128", "512")},
-        **{f"tpot_512_{name}_ms": getattr(depth, name, None) for name in ("p50", "p95", "p99")},
-        "decode_512_tokens_per_s": bench.decode_tokens_per_s.get("512"),
-        **{key: split.get(key) for key in ("pss_bytes", "uss_bytes", "anonymous_bytes", "file_bytes")},
-        **{
-            key: getattr(bench, key)
-            for key in (
-                *("prefill_tokens_per_s", "load_s", "peak_rss_bytes", "joules_per_token", "teacher_bits_per_byte"),
-                *("quality_loss_percent", "threads", "kernels"),
-            )
-        },
-        "runtime": None if stage.bench is None else bench.runtime,
         "target": None if bench.budget is None else bench.budget.target,
-        "verdict": stage.verdict,
+        **{f"ttft_{prompt}_ms": bench.ttft_ms.get(prompt) for prompt in ("128", "512")},
+        **{f"tpot_512_{name}_ms": getattr(times, name, None) for name in ("p50", "p95", "p99")},
+        "decode_512_tokens_per_s": bench.decode_tokens_per_s.get(str(BUDGET_DEPTH)),
+        **{key: getattr(bench, key) for key in (*rates, "runtime", "threads", "kernels")},
+        **{key: split.get(key) for key in ("pss_bytes", "uss_bytes", "anonymous_bytes", "file_bytes")},
         "seed": stage.manifest.seed,
-        "created": stage.manifest.created or None,
+        "created": stage.manifest.created,
     }

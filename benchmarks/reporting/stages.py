@@ -76,7 +76,7 @@ def change_table(inputs: Inputs) -> Table | None:
     lines = [line for line in lines if len(line) > 1]
     if not lines:
         return None
-    chosen = max(lines, key=lambda line: (line[-1].bench is inputs.deciding, len(line)))
+    chosen = max(lines, key=lambda line: (line[-1].bench is inputs.bench, len(line)))
     exports = {
         parent.directory: export
         for *_, parent, export in reversed(lines)

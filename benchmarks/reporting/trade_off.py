@@ -79,7 +79,7 @@ def trade_off_charts(inputs: Inputs) -> list[Chart]:
 
 def _box(inputs: Inputs) -> Box:
     """The budget of the verdict, or of the last search if nothing was judged."""
-    bench = inputs.deciding
+    bench = inputs.bench
     if bench is not None and bench.budget is not None:
         target, limits = bench.budget.target, {limit.name: limit.limit for limit in bench.budget.limits}
     elif inputs.fits:

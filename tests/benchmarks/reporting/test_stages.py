@@ -152,9 +152,10 @@ def test_a_search_becomes_a_table_and_points(tmp_path: Path) -> None:
 
     (table,) = fit_tables(read().fits, 2)
     assert table.rows[0][1:5] == ("a \u2605", "int4-b32", "10", "1.50")
-    assert table.rows[0][7] == "~2.00" and table.rows[2][4] == "~0.500" and table.rows[2][8] == "~+20%"
+    assert table.rows[0][7] == "~2.00" and table.rows[1][4] == "~2.00" and len(table.rows) == 2
+    assert "1 more, all predicted, are in fit.json" in table.caption
     (size,) = trade_off_charts(read())  # one candidate alone has a time
-    # Candidates follow the one finished model, which has no quality, as 2, 3 and 4; c has none.
+    # Candidates follow the one finished model, which has no quality, as 2 and 3.
     assert sorted(text for trace in drawn(size)["data"] for text in trace.get("text", ())) == ["2", "3"]
     data["bench"] = benched(1_000_000, 1.35, 2.0) | {"directory": "fit/a/export", "file_bytes": 1_000_000}
     inputs = read()  # its finished model is a stage, and gives the verdict and the teacher's 1.0
@@ -162,12 +163,6 @@ def test_a_search_becomes_a_table_and_points(tmp_path: Path) -> None:
     assert inputs.bench == as_bench(benched(1_000_000, 1.35, 2.0) | {"directory": "fit/a/export", "file_bytes": 1e6})
     joined = drawn(trade_off_charts(inputs)[0])["data"][0]
     assert joined["name"] == "front" and joined["x"] == [1.5, 2.0]  # not bench's text
-    others = [candidate(f"o{number}", 1.0, 100.0 + number) for number in range(40)]
-    data["candidates"] = [*others, *candidates]
-    inputs = read()
-    table = fit_tables(inputs.fits, 1)[0]
-    assert len(table.rows) == 20 and [row[1] for row in table.rows[:3]] == ["a \u2605", "b", "o0"]
-    assert "23 more, all predicted, are in fit.json" in str(table.caption)
     (fit / "fit.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ArtifactError, match="not a result of `fit`"):
         collect([fit])
@@ -187,7 +182,10 @@ def test_samples_are_the_likeliest_tokens_of_the_first_and_last_stage(checkpoint
         if tokens[-1] in decoder.config.stop_token_ids:
             tokens.pop()
             break
-    assert (sample.prompt, sample.text) == ("The ball", tokenizer.decode(tokens[begin:]))
+    assert (sample.prompt, sample.text) == (
+        "The ball",
+        tokenizer.decode(tokens[begin:]).rstrip("\ufffd"),
+    )  # half a character
     assert sample.heading == f"Before: {checkpoint.name}"
     assert [line.split(":")[0] for line in skipped[:1]] == ["No sample from broken"] and "alone" in skipped[1]
     with pytest.raises(ArtifactError, match="no stage can be opened"):
